@@ -1,0 +1,28 @@
+"""Low-bit training for PyTorch Lightning: FP4, and what keeps it stable.
+
+trainer = Trainer(plugins=[FP4Precision("nvfp4", skip=["lm_head"])], callbacks=[QAFSwitch(at=0.9)])
+"""
+
+from lightning_lowbit.callbacks import ExactResume, GracefulInterrupt, LowBitProgressBar, PrecisionSwitch, QAFSwitch
+from lightning_lowbit.nn import LinearCasts, convert
+from lightning_lowbit.optim import StableSPAM
+from lightning_lowbit.precision import FP4Precision, LowBitPrecision
+from lightning_lowbit.quant import Cast, Scale, quantize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Cast",
+    "ExactResume",
+    "FP4Precision",
+    "GracefulInterrupt",
+    "LinearCasts",
+    "LowBitPrecision",
+    "LowBitProgressBar",
+    "PrecisionSwitch",
+    "QAFSwitch",
+    "Scale",
+    "StableSPAM",
+    "convert",
+    "quantize",
+]

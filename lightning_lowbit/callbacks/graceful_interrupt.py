@@ -1,0 +1,70 @@
+"""Ctrl-C that loses nothing."""
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+
+class GracefulInterrupt(Callback):
+    """On Ctrl-C, finishes the optimizer step, saves a checkpoint and stops; a second Ctrl-C stops at once.
+
+    An interrupt in the middle of a step leaves gradients and counters half-way, from where no run can be resumed
+    exactly. The checkpoint goes where the Trainer's ``ModelCheckpoint`` puts its own, as ``interrupted.ckpt``, or into
+    ``default_root_dir``.
+    """
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._previous: Any = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes over the signal (which only a main thread may do)."""
+        if threading.current_thread() is threading.main_thread():
+            self._requested = False
+            self._previous = signal.signal(signal.SIGINT, self._request)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Saves and stops, at the end of an optimizer step."""
+        if trainer.fit_loop._should_accumulate():
+            return
+        # The signal may reach some processes only, or one of them a step late: they agree, now and then.
+        if trainer.world_size > 1 and trainer.global_step % trainer.log_every_n_steps:
+            return
+        if not trainer.strategy.reduce_boolean_decision(self._requested, all=False):
+            return
+        path = self._folder(trainer) / "interrupted.ckpt"
+        trainer.save_checkpoint(path)
+        rank_zero_info(f"Interrupted after step {trainer.global_step}. To go on: --ckpt_path {path}")
+        raise KeyboardInterrupt
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gives the signal back."""
+        self._restore()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Gives the signal back."""
+        self._restore()
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self._requested:
+            raise KeyboardInterrupt
+        self._requested = True
+        rank_zero_info("\nInterrupted: finishing this step. Press Ctrl-C again to stop at once.")
+
+    def _restore(self) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self._previous = None
+
+    @staticmethod
+    def _folder(trainer: Trainer) -> Path:
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath:
+                return Path(callback.dirpath)
+        return Path(trainer.default_root_dir)

@@ -1,0 +1,26 @@
+"""The precision phase on the progress bar."""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+
+from lightning_lowbit.precision import LowBitPrecision
+
+
+class LowBitProgressBar(TQDMProgressBar):
+    """Lightning's progress bar, with the phase of the precision plugin beside the metrics.
+
+    Args:
+        refresh_rate: batches between updates; 0 disables the bar.
+    """
+
+    def __init__(self, refresh_rate: int = 1) -> None:
+        super().__init__(refresh_rate)
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """The logged metrics and the phase."""
+        metrics = super().get_metrics(trainer, pl_module)
+        plugin = trainer.precision_plugin
+        phase = plugin.phase if isinstance(plugin, LowBitPrecision) else str(plugin.precision)
+        return {"phase": phase, **metrics}

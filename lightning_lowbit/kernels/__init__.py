@@ -1,0 +1,109 @@
+"""Where a hot function finds its fastest form.
+
+The functions that touch every element of an operand are written once, as plain tensor code. :func:`compiled` runs that
+code as it stands (the reference) or as machine code generated from it by ``torch.compile``; the results are the same
+to the bit. A hand-written kernel for some device belongs in this package and is chosen in this one place.
+"""
+
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Backend = Literal["auto", "eager", "compiled"]
+
+_backend: Backend = "auto"
+
+# Generating code takes a second or two per function, so "auto" leaves small operands (tests, toy models) to eager code.
+_AUTO_ELEMENTS = 2**16
+
+# The element functions hash, round and scale in some 30 operations. Inductor's defaults cut such a chain in the middle
+# and write a float32 temporary of the whole operand; these keep it in registers.
+_INDUCTOR_OPTIONS: dict[str, Any] = {
+    "realize_opcount_threshold": 1000,
+    "realize_reads_threshold": 64,
+    "realize_acc_reads_threshold": 64,
+}
+
+
+@contextmanager
+def backend(name: Backend) -> Iterator[None]:
+    """Within this context every cast runs on ``name``; ``"auto"`` compiles for operands of at least 2^16 elements.
+
+    Raises:
+        ValueError: ``name`` is no backend.
+    """
+    global _backend
+    if name not in ("auto", "eager", "compiled"):
+        raise ValueError(f"Unknown backend {name!r}: choose 'auto', 'eager' or 'compiled'.")
+    previous, _backend = _backend, name
+    try:
+        yield
+    finally:
+        _backend = previous
+
+
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Decorates ``function(blocks, *tensors, **static) -> Tensor`` so that it may run compiled.
+
+    ``blocks`` holds the blocks of an operand; dimension 1 is the block itself and of constant size, as is every
+    dimension of a size that ``static`` names; all other sizes are dynamic, so that one compilation serves all layers.
+
+    Keyword arguments are constants of the generated code: hashable, and few different ones.
+    """
+
+    @wraps(function)
+    def dispatch(blocks: Tensor, *tensors: Tensor, **static: Any) -> Tensor:
+        # Inside a user's torch.compile the plain code becomes part of the user's graph.
+        wanted = _backend == "compiled" or (_backend == "auto" and blocks.numel() >= _AUTO_ELEMENTS)
+        if not wanted or torch.compiler.is_compiling() or not _can_compile(blocks.device.type):
+            return function(blocks, *tensors, **static)
+        for tensor in (blocks, *tensors):
+            _mark_dynamic(tensor)
+        return _generate(function, tuple(sorted(static.items())))(blocks, *tensors)
+
+    return dispatch
+
+
+@cache
+def _generate(function: Callable[..., Tensor], static: tuple[tuple[str, Any], ...]) -> Callable[..., Tensor]:
+    constants = dict(static)
+    # Dynamo counts recompilations per code object and gives up after eight. A copy of the code object for each set of
+    # constants keeps that budget for dtypes.
+    code = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    code.__kwdefaults__ = function.__kwdefaults__
+
+    def specialised(*tensors: Tensor) -> Tensor:
+        return code(*tensors, **constants)
+
+    specialised.__code__ = specialised.__code__.replace()
+    return torch.compile(specialised, options=_INDUCTOR_OPTIONS)
+
+
+def _mark_dynamic(tensor: Tensor) -> None:
+    # A size of one cannot be dynamic (it broadcasts), and block dimensions are odd-numbered by construction.
+    for dimension in range(0, tensor.dim(), 2):
+        if tensor.shape[dimension] > 1:
+            torch._dynamo.mark_dynamic(tensor, dimension)
+
+
+@cache
+def _can_compile(device_type: str) -> bool:
+    """Whether code can be generated here; says so once where it cannot."""
+    try:
+        probe = torch.compile(lambda x: x + 1, options={})
+        probe(torch.zeros(2, device=device_type))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        warnings.warn(
+            f"torch.compile does not work on {device_type!r} here ({reason}). Casts run as eager code: the same bits, "
+            "several times slower. Installing a C++ compiler (g++ or clang) usually mends it.",
+            stacklevel=2,
+        )
+        return False
+    return True

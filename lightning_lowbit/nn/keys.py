@@ -1,0 +1,85 @@
+"""Keys of the random bits of stochastic rounding, one per layer and operand.
+
+    key = hash(seed, optimizer step, micro-batch, rank; layer name, operand)
+
+The bits are a pure function of the key and of the index of an element (see :mod:`lightning_lowbit.quant.rounding`), so
+they are the same when activations are recomputed, after a resume and whatever other code draws random numbers. The rank
+among data-parallel processes enters for x and g, which differ between ranks, and not for w, which does not.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit.nn.casts import OPERANDS
+from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.quant.rounding import mix_key
+
+# What wrappers put into module names; without it a layer keeps its key when it is wrapped or compiled.
+_WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+_IS_WEIGHT = [operand.endswith("_w") for operand in OPERANDS]
+
+
+def clean_name(name: str) -> str:
+    """A module's name without what wrappers added to it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+class LayerKeys:
+    """The keys of all quantised layers of a model, filled in place before each micro-batch.
+
+    Each layer holds a view of its six keys, so that filling launches a handful of tiny operations whatever the number
+    of layers, synchronises nothing, and recompiles nothing.
+
+    Args:
+        model: holds converted layers; their names are those in this model.
+        seed: any integer.
+
+    Example:
+        >>> keys = LayerKeys(convert(model, "nvfp4"), seed=0)
+        >>> for step, batch in enumerate(batches):
+        ...     keys.fill_(step)
+        ...     model(batch).backward()
+    """
+
+    def __init__(self, model: nn.Module, seed: int = 0) -> None:
+        self.seed = seed
+        self.layers = {clean_name(name): m for name, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+        salts = [[_salt(name, operand) for operand in OPERANDS] for name in self.layers]
+        self._salts = torch.tensor(salts, dtype=torch.int64).view(-1, len(OPERANDS))
+        self._is_weight = torch.tensor(_IS_WEIGHT)
+        self._place(torch.device("cpu"))
+
+    def fill_(self, step: int, micro_batch: int = 0, rank: int = 0, device: torch.device | None = None) -> None:
+        """Sets the keys.
+
+        Args:
+            step: optimizer steps taken so far.
+            micro_batch: of this optimizer step.
+            rank: of this process among the data-parallel ones.
+            device: where the layers compute; None leaves the keys where they are.
+        """
+        if device is not None and device != self._keys.device:
+            self._place(device)
+        shared = _hash(self.seed, step, micro_batch)
+        own = _hash(self.seed, step, micro_batch, rank)
+        self._keys.copy_(mix_key(self._salts ^ torch.where(self._is_weight, shared, own)))
+
+    def _place(self, device: torch.device) -> None:
+        self._salts, self._is_weight = self._salts.to(device), self._is_weight.to(device)
+        self._keys = torch.zeros_like(self._salts)
+        for layer, keys in zip(self.layers.values(), self._keys, strict=True):
+            layer.keys = keys
+
+
+def _salt(name: str, operand: str) -> int:
+    return _int64(hashlib.blake2b(f"{name}/{operand}".encode(), digest_size=8).digest())
+
+
+def _hash(*numbers: int) -> int:
+    return _int64(hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest())
+
+
+def _int64(digest: bytes) -> int:
+    return int.from_bytes(digest, "little", signed=True)

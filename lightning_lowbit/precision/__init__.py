@@ -1,0 +1,6 @@
+"""Precision plugins for the Trainer."""
+
+from lightning_lowbit.precision.base import LowBitPrecision
+from lightning_lowbit.precision.fp4 import FP4Precision
+
+__all__ = ["FP4Precision", "LowBitPrecision"]

@@ -1,0 +1,27 @@
+"""FP4 training."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.convert import CastsLike
+from lightning_lowbit.precision.base import LowBitPrecision
+
+
+class FP4Precision(LowBitPrecision):
+    """Fully quantised training in FP4: all six operands of the three GEMMs (FP4 All the Way, arXiv 2505.19115).
+
+    Args:
+        casts: as in :class:`LowBitPrecision`; NVFP4 by default.
+        rounding: other roundings for some operands, e.g. ``{"wgrad_x": "nearest"}``; overrides are left as given.
+        **kwargs: those of :class:`LowBitPrecision`.
+
+    Raises:
+        ValueError: ``rounding`` names no operand, no rounding, or an operand in high precision.
+
+    Example:
+        >>> Trainer(plugins=[FP4Precision("nvfp4", rounding={"wgrad_x": "nearest"}, skip=["lm_head"])])
+    """
+
+    def __init__(self, casts: CastsLike = "nvfp4", *, rounding: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+        super().__init__(LinearCasts.of(casts).with_rounding(rounding or {}), **kwargs)

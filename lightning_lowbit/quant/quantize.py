@@ -1,0 +1,258 @@
+"""One tensor in, one quantised tensor out.
+
+:func:`quantize` gives codes and scales, what hardware and exporters store. :func:`quantize_operand` gives the same
+numbers as a GEMM wants them: ``codes * scales`` in the GEMM's dtype, and the scale of the tensor as one factor apart.
+
+Both see the tensor as a matrix cut into tiles: 1 x k for blocks along its rows, k x 1 along its columns. The *blocked
+view* has the two sides of a tile as dimensions 1 and 3, so that a scale is a reduction over the odd dimensions:
+
+    [R, C]  ->  [R / k1, k1, C / k2, k2]         or, where a side is 1,   [R C / k, k]   and   [R / k, k, C]
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_lowbit.kernels import compiled
+from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.rounding import mix_key, round_nearest, round_stochastic, uniform
+from lightning_lowbit.quant.scaling import absmax, block_scales, encode_factor, tensor_encode_scale
+
+Tile = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantised tensor.
+
+    Attributes:
+        codes: uint8, the shape of the tensor, one code per element (not packed).
+        scales: block scales, in torch's float8 dtype where there is one, else as uint8 codes. The shape of the tensor
+            with the blocked dimension divided by the block, rounded up; for tiles both of the last two dimensions.
+        tensor_scale: float32, 0-d, what every block scale is multiplied by; None with one level.
+        cast: how it was quantised.
+        dim: the blocked dimension, counted from the end (for tiles of no consequence).
+    """
+
+    codes: Tensor
+    scales: Tensor
+    tensor_scale: Tensor | None
+    cast: Cast
+    dim: int
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``code * (scale * tensor_scale)``: computed in float32, rounded once to ``dtype``."""
+        codes, scales = _as_matrix(self.codes, self.dim), _as_matrix(self.scales, self.dim)
+        tile = _tile(self.cast, self.dim, self.codes.dim())
+        storage = self.cast.scale.storage
+        scales = scales.float() if storage.dtype is not None else storage.decode(scales)
+        if self.tensor_scale is not None:
+            scales = scales * self.tensor_scale
+        blocks = to_blocks(self.cast.format.decode(codes), tile)
+        scales = scales.reshape([1 if i % 2 else size for i, size in enumerate(blocks.shape)])
+        return _from_matrix(from_blocks(blocks * scales, codes.shape, tile), self.codes.shape, self.dim).to(dtype)
+
+
+class Operand(NamedTuple):
+    """One operand of a GEMM, the matrix ``values * factor``; ``factor`` is a 0-d float32 tensor, or None for 1."""
+
+    values: Tensor
+    factor: Tensor | None = None
+
+    def t(self) -> "Operand":
+        """The transposed matrix."""
+        return Operand(self.values.t(), self.factor)
+
+
+def quantize(
+    x: Tensor, cast: Cast, dim: int = -1, key: Tensor | int | None = None, amax: Tensor | None = None
+) -> Quantized:
+    """Quantises a tensor.
+
+    Args:
+        x: floating point, any shape. Blocks that its size does not fill are padded inside with zeros.
+        cast: how.
+        dim: dimension along which blocks lie: the contraction dimension of the GEMM. Tiles lie in the last two
+            dimensions whatever ``dim`` is.
+        key: int64, the key of the random bits of stochastic rounding.
+        amax: largest magnitude of the tensor, 0-d, instead of that of ``x``: for scales that are shared or delayed.
+
+    Returns:
+        Codes and scales. An element that is NaN or infinite decodes to NaN, with its block.
+
+    Raises:
+        ValueError: stochastic rounding without a key; ``amax`` for a cast without a scale of the tensor; tiles of a
+            tensor that is not a matrix; a dtype that is not floating point.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"quantize takes a floating point tensor; got {x.dtype}. Convert it first, e.g. x.float().")
+    if x.dim() == 0 or (x.dim() != 2 and isinstance(cast.scale.block, tuple)):
+        raise ValueError(
+            f"Blocks need a dimension to lie in, and tiles a matrix; got a tensor of shape {tuple(x.shape)} for {cast}."
+        )
+    dim = dim if dim < 0 else dim - x.dim()
+    matrix, tile = _as_matrix(x.float(), dim), _tile(cast, dim, x.dim())
+    blocks = to_blocks(matrix, tile)
+    encode, decode = _tensor_scales(matrix, cast, amax)
+    scales = block_scales(blocks, encode, cast=cast)
+    codes = _round(blocks, scales, decode, cast, key, scaled=False, dtype=torch.float32)
+    storage = cast.scale.storage
+    stored = scales.reshape(-(-matrix.shape[0] // tile[0]), -(-matrix.shape[1] // tile[1]))
+    stored = stored.to(storage.dtype) if storage.dtype is not None else storage.encode(stored)
+    return Quantized(
+        codes=_from_matrix(cast.format.encode(from_blocks(codes, matrix.shape, tile)), x.shape, dim),
+        scales=_from_matrix(stored, x.shape, dim),
+        tensor_scale=decode if cast.scale.two_level else None,
+        cast=cast,
+        dim=dim,
+    )
+
+
+def quantize_operand(
+    x: Tensor, cast: Cast, dim: int, key: Tensor | None = None, amax: Tensor | None = None, exact: bool = False
+) -> Operand:
+    """Quantises one operand of a GEMM.
+
+    Args:
+        x: matrix ``[rows, columns]`` in the GEMM's dtype.
+        cast, dim, key, amax: as in :func:`quantize`.
+        exact: with float32 values whatever the dtype of ``x``.
+
+    Returns:
+        ``codes * scales`` in the dtype of ``x`` and the tensor's scale. In bfloat16 the products are exact where
+        ``cast.fits_bfloat16``; other casts give float32 values.
+    """
+    if torch.compiler.is_compiling():  # opaque to the compiler, which would skip the rounding of x to its own dtype
+        values, factor = _quantize_operand_op(x, cast.spec, dim, key, amax, exact)  # type: ignore[attr-defined]
+        return Operand(values, factor if cast.scale.two_level else None)
+    tile = _tile(cast, dim, x.dim())
+    blocks = to_blocks(x, tile)
+    encode, decode = _tensor_scales(x, cast, amax)
+    scales = block_scales(blocks, encode, cast=cast)
+    dtype = _operand_dtype(x, cast, exact)
+    values = from_blocks(_round(blocks, scales, decode, cast, key, scaled=True, dtype=dtype), x.shape, tile)
+    return Operand(values, decode if cast.scale.two_level else None)
+
+
+def _operand_dtype(x: Tensor, cast: Cast, exact: bool) -> torch.dtype:
+    return x.dtype if cast.fits_bfloat16 and not exact else torch.float32
+
+
+@torch.library.custom_op("lightning_lowbit::quantize_operand", mutates_args=())
+def _quantize_operand_op(
+    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, exact: bool
+) -> tuple[Tensor, Tensor]:
+    values, factor = quantize_operand(x, Cast.from_spec(spec), dim, key, amax, exact)
+    return values.contiguous(), torch.ones((), device=x.device) if factor is None else factor
+
+
+@_quantize_operand_op.register_fake
+def _(x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, exact: bool) -> tuple[Tensor, Tensor]:
+    dtype = _operand_dtype(x, Cast.from_spec(spec), exact)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((), dtype=torch.float32)
+
+
+@compiled
+def _round_blocks(
+    blocks: Tensor, scales: Tensor, decode_scale: Tensor, *keys: Tensor, cast: Cast, scaled: bool, dtype: torch.dtype
+) -> Tensor:
+    """Rounds blocked elements; ``codes * scales`` if ``scaled``, else the codes' values."""
+    values = blocks.float() * encode_factor(scales, decode_scale)
+    if keys:
+        codes = round_stochastic(values, cast.format, uniform(_element_index(blocks), keys[0]))
+    else:
+        codes = round_nearest(values, cast.format)
+    return (codes * scales if scaled else codes).to(dtype)
+
+
+def _round(
+    blocks: Tensor,
+    scales: Tensor,
+    decode: Tensor,
+    cast: Cast,
+    key: Tensor | int | None,
+    scaled: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    if cast.rounding == "nearest":
+        return _round_blocks(blocks, scales, decode, cast=cast, scaled=scaled, dtype=dtype)
+    if key is None:
+        raise ValueError(
+            f"{cast} rounds stochastically and needs a key: quantize(x, cast, key=...). In a layer, keys are set by "
+            "the precision plugin, or by lightning_lowbit.nn.LayerKeys where there is no Trainer."
+        )
+    if not isinstance(key, Tensor):
+        key = mix_key(torch.tensor(key, device=blocks.device))
+    return _round_blocks(blocks, scales, decode, key, cast=cast, scaled=scaled, dtype=dtype)
+
+
+def _tensor_scales(x: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tensor, Tensor]:
+    """S and 1/S of :mod:`scaling`, 0-d float32; ones with a single level."""
+    if not cast.scale.two_level:
+        if amax is not None:
+            raise ValueError(f"amax was given, but {cast} has no scale of the whole tensor: use Scale(two_level=True).")
+        one = torch.ones((), device=x.device)
+        return one, one
+    encode = tensor_encode_scale(absmax(x) if amax is None else amax.float(), cast)
+    return encode, torch.reciprocal(encode)
+
+
+def _element_index(blocks: Tensor) -> Tensor:
+    """Row-major index of every element, int32: that of the matrix, padded to whole blocks."""
+    index: Tensor | int = 0
+    stride = 1
+    for dimension in reversed(range(blocks.dim())):
+        shape = [1] * blocks.dim()
+        shape[dimension] = blocks.shape[dimension]
+        index = index + torch.arange(shape[dimension], dtype=torch.int32, device=blocks.device).view(shape) * stride
+        stride = stride * shape[dimension]
+    assert isinstance(index, Tensor)
+    return index
+
+
+# --- the blocked view -------------------------------------------------------------------------------------------------
+
+
+def _tile(cast: Cast, dim: int, dimensions: int) -> Tile:
+    block = cast.scale.block
+    if isinstance(block, tuple):
+        return block
+    return (block, 1) if dimensions == 2 and dim in (0, -2) else (1, block)
+
+
+def to_blocks(matrix: Tensor, tile: Tile) -> Tensor:
+    """Blocked view of a matrix ``[R, C]``, zero-padded to whole tiles (zeros change no maximum and round to zero)."""
+    (rows, columns), (k1, k2) = matrix.shape, tile
+    if rows % k1 or columns % k2:
+        matrix = F.pad(matrix, (0, -columns % k2, 0, -rows % k1))
+        rows, columns = matrix.shape
+    if k1 == 1:
+        return matrix.reshape(rows * columns // k2, k2)
+    if k2 == 1:
+        return matrix.reshape(rows // k1, k1, columns)
+    return matrix.reshape(rows // k1, k1, columns // k2, k2)
+
+
+def from_blocks(blocks: Tensor, shape: torch.Size, tile: Tile) -> Tensor:
+    """Inverse of :func:`to_blocks`: the matrix of the given shape, without padding."""
+    rows, columns = shape
+    padded = blocks.reshape(rows + -rows % tile[0], columns + -columns % tile[1])
+    return padded if padded.shape == shape else padded[:rows, :columns]
+
+
+def _as_matrix(x: Tensor, dim: int) -> Tensor:
+    """A matrix is itself; any other tensor has the blocked dimension moved to the columns."""
+    if x.dim() == 2:
+        return x
+    return x.movedim(dim, -1).flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+
+
+def _from_matrix(matrix: Tensor, shape: torch.Size, dim: int) -> Tensor:
+    """Inverse of :func:`_as_matrix` for a tensor of ``shape``, whose size along ``dim`` may have changed."""
+    if len(shape) == 2:
+        return matrix
+    leading = [size for i, size in enumerate(shape) if i != len(shape) + dim]
+    return matrix.reshape(*leading, matrix.shape[-1]).movedim(-1, dim)

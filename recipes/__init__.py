@@ -1,0 +1,1 @@
+"""Models and data of the ready-made runs; the YAML files beside them put them together."""

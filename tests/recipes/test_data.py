@@ -1,0 +1,284 @@
+"""The text data: what is read, how it is packed and split, and that its order survives every restart."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+from lightning_lowbit.recipes.data import PackedSequences, TextDataModule, find_files, hold_out, read_documents
+
+SIZES = {"sequence_length": 8, "batch_size": 2}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twelve files, so that a quarter of them can be held out."""
+    for number in range(12):
+        file = tmp_path / "text" / f"part{number % 3}" / f"{number}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{number:02d}" * 12)
+    return tmp_path / "text"
+
+
+class Recorder(LightningModule):
+    """Remembers the batches it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[list[list[int]]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append(batch.tolist())
+        torch.rand(3)  # moves the global generator, as dropout would
+        return self.weight * batch.float().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.weight)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(path: Path, ckpt_path: Path | None = None, seed: int = 0, num_workers: int = 0, **trainer: Any) -> Recorder:
+    """A quiet run on the CPU."""
+    model = Recorder()
+    data = TextDataModule(str(path), val_fraction=0.25, seed=seed, num_workers=num_workers, **SIZES)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, **quiet, **trainer}
+    Trainer(**settings).fit(model, datamodule=data, ckpt_path=ckpt_path)
+    return model
+
+
+def test_sequences_share_one_token_and_no_target() -> None:
+    sequences = PackedSequences(bytes(range(1, 15)), length=4)
+    assert [sequence.tolist() for sequence in sequences] == [[1, 2, 3, 4, 5], [5, 6, 7, 8, 9], [9, 10, 11, 12, 13]]
+    assert sequences[0].dtype == torch.int64
+    assert len(PackedSequences(b"", 4)) == len(PackedSequences(b"abcd", 4)) == 0
+
+
+def test_reads_any_file_as_utf8(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    contents = {"a [1].txt": "é\r\n".encode(), "b*.md": b"bad \xff", "[!c].PY": b"", "d#{1}.txt": b"d"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    for number in range(20):  # beyond the number of files at which a progress bar would appear
+        (tmp_path / f"{number}.txt").write_text(str(number))
+    for hidden in (".git/config.txt", "image.png"):
+        (tmp_path / hidden).parent.mkdir(exist_ok=True)
+        (tmp_path / hidden).write_text("not text")
+    bars = datasets.utils.are_progress_bars_disabled()
+    before = sorted(tmp_path.rglob("*"))
+    files = find_files(str(tmp_path))
+    texts = {file.name: text for file, text in zip(files, read_documents(files), strict=True)}
+    assert len(texts) == 24
+    assert [texts[name] for name in contents] == ["é\n".encode(), "bad \N{REPLACEMENT CHARACTER}".encode(), b"", b"d"]
+    assert sorted(tmp_path.rglob("*")) == before
+    assert datasets.utils.are_progress_bars_disabled() == bars
+    assert "".join(capfd.readouterr()) == ""
+
+
+def test_file_changed_between_runs_is_read_anew(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    for text in ("first " * 50, "other " * 50):
+        file.write_text(text)
+        data = TextDataModule(str(file), val_fraction=0.2, **SIZES)
+        data.prepare_data()
+        data.setup("fit")
+        assert bytes(data.train_dataloader().dataset.tokens.tolist()).startswith(text[:5].encode())
+
+
+def test_holds_out_whole_files_or_else_the_tail() -> None:
+    documents = [b"aaa", b"bbb", b"ccc", b"ddd"]
+    assert hold_out(documents, 0.5) == (b"ccc\0ddd", b"aaa\0bbb")
+    assert hold_out(documents, 0.3) == (b"bbb\0ccc\0ddd", b"aaa")
+    assert hold_out([b"abcdefghi"], 0.2) == (b"abcdefg", b"hi")
+    assert hold_out([b"a" * 90, b"b" * 8], 0.1) == (b"a" * 89, b"a\0" + b"b" * 8)
+
+
+def test_held_out_files_do_not_depend_on_the_seed_or_the_place(folder: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    texts = []
+    for seed in (0, 1):
+        data = TextDataModule(str(folder), val_fraction=0.25, seed=seed, **SIZES)
+        data.prepare_data()
+        data.setup("fit")
+        texts.append([sequences.tokens.tolist() for sequences in data._sequences or ()])
+        folder = folder.rename(moved)
+    train, val = (bytes(tokens).split(b"\0") for tokens in texts[0])
+    assert texts[0] == texts[1]
+    assert len(val) == 3 and len(train) == 9 and not set(val) & set(train)
+
+
+def test_standard_library() -> None:
+    names = [file.as_posix() for file in find_files(None)]
+    assert any(name.endswith("/json/decoder.py") for name in names)
+    assert not [name for name in names if "/test/" in name or "/tests/" in name or "-packages/" in name]
+    data = TextDataModule(max_bytes=100_000)
+    data.prepare_data()
+    data.setup("fit")
+    train, val = data._sequences or pytest.fail("nothing was read")
+    assert 90_000 < len(train.tokens) + len(val.tokens) <= 100_000
+    assert b"import " in bytes(train.tokens.tolist())
+    (first, *_), (held_out, *_) = data.train_dataloader(), data.val_dataloader()
+    assert first.shape == held_out.shape == (8, 257) and first.max() < 256
+
+
+def test_order_depends_on_seed_and_epoch_only(folder: Path) -> None:
+    torch.manual_seed(1)
+    one = fit(folder, max_epochs=2).seen
+    torch.manual_seed(2)
+    assert fit(folder, max_epochs=2, num_workers=2).seen == one
+    first, second = one[: len(one) // 2], one[len(one) // 2 :]
+    assert first != second
+    assert fit(folder, max_epochs=1, seed=1).seen != first
+
+
+def test_reading_batches_leaves_the_global_generator_alone(folder: Path) -> None:
+    data = TextDataModule(str(folder), val_fraction=0.25, **SIZES)
+    data.prepare_data()
+    data.setup("fit")
+    before = torch.get_rng_state()
+    assert len(list(data.train_dataloader())) == len(data.train_dataloader())
+    list(data.val_dataloader())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class SaveAlways(Callback):
+    """Saves after each optimizer step and after each epoch, at the moments of ``ModelCheckpoint``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        file = self.folder / f"step{trainer.global_step}.ckpt"
+        if not file.exists():  # with accumulation, a batch need not end a step
+            trainer.save_checkpoint(file)
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"epoch{trainer.current_epoch}.ckpt")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
+def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(
+    folder: Path, tmp_path: Path, num_workers: int, accumulate: int, limit: str
+) -> None:
+    batches = 13  # per epoch; odd, so with accumulation the last batch makes a step of its own
+    steps = -(-batches // accumulate)
+    common = {"num_workers": num_workers, "accumulate_grad_batches": accumulate, "limit_val_batches": 1}
+    common[limit] = 3 if limit == "max_epochs" else 3 * steps
+    whole = fit(folder, callbacks=[SaveAlways(tmp_path)], **common).seen
+    assert len(whole) == 3 * batches
+
+    # The middle and the end of the first epoch, the beginning and the middle of the second, the end of the run.
+    # Workers start anew for each epoch, which takes time: fewer positions.
+    for step in (3, steps) if num_workers else (1, 3, steps - 1, steps, steps + 1, steps + 4, 3 * steps - 1):
+        epoch, step_in_epoch = divmod(step, steps)
+        resumed = fit(folder, tmp_path / f"step{step}.ckpt", **common).seen
+        assert resumed == whole[batches * epoch + accumulate * step_in_epoch :], f"resumed after step {step}"
+    assert (
+        fit(folder, tmp_path / "epoch0.ckpt", callbacks=[SaveAlways(tmp_path / "again")], **common).seen == whole[13:]
+    )
+    assert fit(folder, tmp_path / "again" / f"step{2 * steps - 1}.ckpt", **common).seen[-batches:] == whole[-batches:]
+    assert fit(folder, tmp_path / "again" / "epoch1.ckpt", **common).seen == whole[-batches:]
+
+
+def test_checkpoint_of_another_order_is_refused(folder: Path, tmp_path: Path) -> None:
+    fit(folder, callbacks=[SaveAlways(tmp_path)], max_epochs=1)
+    with pytest.raises(ValueError, match="another order of batches: seed was 0, is 1; resume with the same data"):
+        fit(folder, tmp_path / "step3.ckpt", seed=1, max_epochs=1)
+    (folder / "new.txt").write_text("changed text")
+    with pytest.raises(ValueError, match="another order of batches: text was"):
+        fit(folder, tmp_path / "step3.ckpt", max_epochs=1)
+
+
+def test_overfitting_repeats_the_first_batches(folder: Path) -> None:
+    seen = fit(folder, max_epochs=3, overfit_batches=2).seen
+    assert seen == seen[:2] * 3 and seen[0] != seen[1]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_the_text_without_overlap(folder: Path, ranks: int) -> None:
+    shards = []
+    for rank in range(ranks):
+        data = TextDataModule(str(folder), val_fraction=0.25, **SIZES)
+        sharding = {"num_replicas": ranks, "rank": rank}
+        data.trainer = SimpleNamespace(distributed_sampler_kwargs=sharding, overfit_batches=0.0)  # type: ignore[assignment]
+        data.prepare_data()
+        data.setup("fit")
+        loader = data.train_dataloader()
+        loader.sampler.set_epoch(1)  # type: ignore[attr-defined]
+        shards.append(list(loader.sampler))
+        assert len(list(loader)) == len(loader) == 27 // ranks // 2
+    indices = sum(shards, [])
+    assert len(set(indices)) == len(indices) == 27 // ranks * ranks
+
+
+@pytest.mark.parametrize("use_distributed_sampler", [True, False])
+def test_two_processes_share_each_epoch(folder: Path, tmp_path: Path, use_distributed_sampler: bool) -> None:
+    fit(
+        folder,
+        devices=2,
+        strategy="ddp_fork",
+        max_epochs=2,
+        limit_val_batches=0,
+        use_distributed_sampler=use_distributed_sampler,
+        callbacks=[SaveSeen(tmp_path)],
+    )
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert len(first) == len(second) == 2 * 6
+    for epoch in (0, 1):
+        one, other = (sum(seen[6 * epoch : 6 * epoch + 6], []) for seen in (first, second))
+        assert len(one) == len(other) == 12
+        assert one != other
+
+
+class SaveSeen(Callback):
+    """Brings a rank's batches out of its process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.save(pl_module.seen, self.folder / f"{trainer.global_rank}.pt")
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments", "message"),
+    [
+        (None, {}, "does not exist; check `path`"),
+        ({}, {}, r"found no \*.txt, \*.md, \*.py in .*; give another `path`"),
+        ({"a.txt": "", "b.txt": " \n"}, {}, "all 2 files of .* are empty"),
+        ({"a.txt": "short"}, {}, "at least 17 bytes for one training batch .* leave 5; give more text"),
+        ({"a.txt": "x" * 100}, {}, "at least 17 bytes for one validation batch .* leave 5; give more text"),
+        ({"a.txt": "x" * 999}, {"max_bytes": 100}, "`max_bytes` 100 .* leave 5; give more text"),
+    ],
+)
+def test_unusable_text_is_refused_before_anything_is_written(
+    tmp_path: Path, files: dict[str, str] | None, arguments: dict[str, Any], message: str
+) -> None:
+    text, root = tmp_path / "text", tmp_path / "run"
+    root.mkdir()
+    if files is not None:
+        text.mkdir()
+    for name, content in (files or {}).items():
+        (text / name).write_text(content)
+    trainer = Trainer(accelerator="cpu", default_root_dir=root, logger=TensorBoardLogger(root), max_epochs=1)
+    with pytest.raises(ValueError, match=message) as error:
+        trainer.fit(Recorder(), datamodule=TextDataModule(str(text), **SIZES, **arguments))
+    assert "\n" not in str(error.value)
+    assert not list(root.iterdir())
+
+
+@pytest.mark.parametrize("argument", ["sequence_length", "batch_size", "val_batches", "max_bytes", "val_fraction"])
+def test_meaningless_numbers_are_refused(argument: str) -> None:
+    with pytest.raises(ValueError, match=f"{argument} must .*, got 0"):
+        TextDataModule(**{argument: 0})

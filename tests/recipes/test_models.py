@@ -1,0 +1,156 @@
+"""The model: its weights, its metrics, and that a YAML can build it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+from torch.utils.data import DataLoader
+
+from lightning_lowbit.recipes.models import CausalLM, WarmupCosine
+
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+
+
+def batches(number: int, last: int = 4, length: int = 16) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [4] * (number - 1) + [last]
+    return [torch.randint(0, 256, (size, length + 1), generator=generator) for size in sizes]
+
+
+def trainer(**arguments: Any) -> Trainer:
+    return Trainer(**{"accelerator": "cpu", "devices": 1, "logger": False, **QUIET, **arguments})
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    models = []
+    for global_seed, seed in ((1, 0), (2, 0), (2, 1)):
+        torch.manual_seed(global_seed)
+        before = torch.get_rng_state()
+        models.append(CausalLM(**TINY, seed=seed).state_dict())
+        assert torch.equal(torch.get_rng_state(), before)
+    one, same, other = models
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["model.lm_head.weight"], other["model.lm_head.weight"])
+
+
+def test_default_size() -> None:
+    model = CausalLM()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 3_344_640
+    assert all(size % 64 == 0 for parameter in model.parameters() for size in parameter.shape)
+    assert model.model.lm_head.weight is not model.model.model.embed_tokens.weight
+    tied = CausalLM(**TINY, tie_word_embeddings=True).model
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+def test_loss_is_float32_and_each_token_predicts_the_next() -> None:
+    model = CausalLM(**TINY)
+    (batch,) = batches(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(batch[:, :-1]).dtype == torch.bfloat16
+        assert model._loss(batch).dtype == torch.float32
+    log_probabilities = model(batch)[:, :-1].log_softmax(-1)
+    expected = -log_probabilities.gather(-1, batch[:, 1:, None]).mean()
+    torch.testing.assert_close(model._loss(batch), expected)
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = CausalLM(**TINY, gradient_checkpointing=checkpointing)
+        model._loss(batches(1)[0]).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+def test_validation_is_a_mean_over_tokens_with_a_smaller_last_batch() -> None:
+    model, data = CausalLM(**TINY), batches(3, last=1)
+    (metrics,) = trainer().validate(model, DataLoader(data, batch_size=None), verbose=False)
+    whole = model._loss(torch.cat(data)).item()
+    assert metrics["val_loss"] == pytest.approx(whole, rel=1e-6)
+    assert metrics["val_perplexity"] == pytest.approx(math.exp(metrics["val_loss"]), rel=1e-6)
+    assert abs(sum(model._loss(batch).item() for batch in data) / 3 - whole) > 1e-4  # the naive mean differs
+
+
+def test_a_loss_that_is_no_number_shows() -> None:
+    model = CausalLM(**TINY)
+    torch.nn.init.constant_(model.model.lm_head.weight, math.nan)
+    (metrics,) = trainer().validate(model, DataLoader(batches(1), batch_size=None), verbose=False)
+    assert math.isnan(metrics["val_loss"]) and math.isnan(metrics["val_perplexity"])
+
+
+class GradientNorms(CausalLM):
+    """Notes the norm of the gradients as they are before clipping."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().on_before_optimizer_step(optimizer)
+        self.expected = torch.cat([parameter.grad.flatten() for parameter in self.parameters()]).norm()  # type: ignore[union-attr]
+
+
+def test_training_lowers_the_loss_and_logs() -> None:
+    model = GradientNorms(
+        **TINY,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        scheduler=lambda optimizer: WarmupCosine(optimizer, warmup_steps=2, total_steps=12),
+    )
+    before = model._loss(batches(1)[0]).item()
+    run = trainer(max_epochs=12, log_every_n_steps=1, gradient_clip_val=0.5)
+    run.fit(model, DataLoader(batches(1), batch_size=None), DataLoader(batches(1), batch_size=None))
+    metrics = run.callback_metrics
+    assert metrics["loss"] < before - 0.5
+    assert metrics["tokens/s"] > 0
+    torch.testing.assert_close(metrics["grad_norm"], model.expected)
+    assert run.progress_bar_metrics.keys() >= {"loss", "grad_norm", "tokens/s", "val_loss"}
+    assert run.lr_scheduler_configs[0].interval == "step"
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3)
+
+
+def test_warmup_cosine() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = WarmupCosine(optimizer, warmup_steps=4, total_steps=8, final_fraction=0.1)
+    rates = []
+    for _ in range(10):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
+    assert rates[6] == pytest.approx(1.1)  # half way down
+    assert rates[8:] == pytest.approx([0.2, 0.2])
+    with pytest.raises(ValueError, match="warmup_steps must be"):
+        WarmupCosine(optimizer, warmup_steps=8, total_steps=8)
+
+
+def test_built_by_the_command_line_and_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["lowbit"])
+    name = f"{CausalLM.__module__}.WarmupCosine"
+    config = {
+        "model": {
+            **TINY,
+            "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}},
+            "scheduler": {"class_path": name, "init_args": {"warmup_steps": 5, "total_steps": 10}},
+        }
+    }
+    defaults = {"accelerator": "cpu", "logger": False, **QUIET}
+    cli = LightningCLI(
+        CausalLM,
+        trainer_defaults=defaults,
+        args=config,
+        run=False,
+        save_config_callback=None,
+        seed_everything_default=False,
+    )
+    made = cli.model.configure_optimizers()
+    assert isinstance(made["optimizer"], torch.optim.SGD)
+    assert isinstance(made["lr_scheduler"]["scheduler"], WarmupCosine)
+    assert made["optimizer"].param_groups[0]["lr"] == pytest.approx(0.1)
+
+    run = trainer(max_steps=1)
+    run.fit(cli.model, *[DataLoader(batches(1), batch_size=None)] * 2)
+    run.save_checkpoint(tmp_path / "model.ckpt")
+    torch.load(tmp_path / "model.ckpt", weights_only=True)
+    loaded: LightningModule = CausalLM.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    assert torch.equal(loaded.model.lm_head.weight, cli.model.model.lm_head.weight)
