@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -22,19 +23,26 @@ from typing import Any
 
 import yaml
 from jsonargparse import ArgumentError
-from jsonargparse._util import import_object
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowbit.precision import LowBitPrecision
 
 # Mistakes of the user: one line says what to do. Anything else is a mistake of ours and keeps its traceback.
 _USER_ERRORS = (ValueError, FileNotFoundError, MisconfigurationException, ArgumentError)
 
+# Warnings that ask nothing of the user: Lightning 2.6.6 calls what torch 2.13 deprecates; text in memory needs no loader
+# processes; a resumed run has a folder of its own.
+_NOISE = (
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    r"The '.*_dataloader' does not have many workers",
+    r"The dirpath has changed from",
+)
+
 
 class SaveConfig(SaveConfigCallback):
-    """Writes the resolved configuration once everything has been set up, so that a failed start leaves no folder."""
+    """Writes the resolved configuration once everything is set up, so that a failed start leaves no folder."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Nothing yet."""
@@ -54,8 +62,8 @@ class LowBitCLI(LightningCLI):
             config.ckpt_path = str(find_last_checkpoint(Path(config.trainer.default_root_dir or ".")))
         elif config.ckpt_path not in (None, "best") and not Path(config.ckpt_path).exists():
             raise FileNotFoundError(
-                f"The checkpoint {config.ckpt_path!r} does not exist. Give the path of one, or leave --ckpt_path out to "
-                "start afresh."
+                f"The checkpoint {config.ckpt_path!r} does not exist. Give the path of one, or leave --ckpt_path "
+                "out to start afresh."
             )
 
     def before_fit(self) -> None:
@@ -164,7 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            for message in _NOISE:
+                warnings.filterwarnings("ignore", message)
             arguments = merge_configs(arguments, Path(folder) / "merged.yaml")
             LowBitCLI(
                 args=arguments,

@@ -1,4 +1,4 @@
-"""Text as bytes, in an order that can be taken up again anywhere.
+"""Any text, as bytes.
 
 A byte is a token: 256 of them, no tokenizer to download, and text is never far away: without a path, the
 corpus is the source code of the running Python's standard library. Documents are joined by a zero byte and
@@ -8,8 +8,7 @@ the stream is cut into sequences that share one token at each border,
     sequence  0: inputs t0 t1 t2, targets t1 t2 t3
     sequence  1: inputs t3 t4 t5, targets t4 t5 t6
 
-so each token is a target exactly once. The order of the training sequences is a function of (seed, epoch)
-alone, so the state of the loader is the epoch, and how many batches were handed out.
+so each token is a target exactly once.
 """
 
 import glob
@@ -18,113 +17,21 @@ import sys
 import sysconfig
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lightning_lowbit.precision.base import global_seed
+from .loader import PackedSequences, ResumableLoader, ShuffledShard
 
 SEPARATOR = b"\0"  # stands in no text, so it can mean "here ends a document"
 SUFFIXES = (".txt", ".md", ".py")
 # Parts of the standard library that are no example of its style; other packages are no part of it anyway.
 TESTS = {"test", "tests", "idle_test"}
-
-
-class PackedSequences(Dataset[Tensor]):
-    """Sequences of ``length + 1`` tokens, int64, whose targets do not overlap; a shorter rest is dropped."""
-
-    def __init__(self, text: bytes, length: int) -> None:
-        self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)
-        self.length = length
-        self.digest = hashlib.sha256(text).hexdigest()
-
-    def __len__(self) -> int:
-        return max(0, (len(self.tokens) - 1) // self.length)
-
-    def __getitem__(self, index: int) -> Tensor:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        start = index * self.length
-        return self.tokens[start : start + self.length + 1].long()
-
-
-class ShuffledShard(DistributedSampler[Tensor]):
-    """One rank's share of an epoch's permutation, from its ``start``-th sample on.
-
-    A ``DistributedSampler`` also on one device, because Lightning then calls ``set_epoch`` and leaves the sampler in
-    place whatever ``use_distributed_sampler`` says. The shards of the ranks are disjoint and equally long.
-    """
-
-    start = 0
-    shift = 0  # added to Lightning's number of the epoch, see `ResumableLoader`
-
-    def __iter__(self) -> Iterator[Any]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch + self.shift)
-        order = torch.randperm(len(self.dataset), generator=generator)[: self.total_size]  # type: ignore[arg-type]
-        return iter(order[self.rank :: self.num_replicas][self.start :].tolist())
-
-
-class ResumableLoader(DataLoader[Tensor]):
-    """A ``DataLoader`` that Lightning saves and restores with the checkpoint, in the middle of an epoch too.
-
-    What counts is the batches handed out, not those that workers have fetched in advance. The ragged last batch is
-    dropped. The length stays that of the whole epoch: Lightning continues its own count of batches after a restart.
-    """
-
-    def __init__(self, dataset: PackedSequences, sampler: ShuffledShard, batch_size: int, num_workers: int = 0) -> None:
-        # Without a generator of its own, each epoch would draw a seed from the global one, which dropout uses.
-        settings: dict[str, Any] = {"drop_last": True, "num_workers": num_workers, "generator": torch.Generator()}
-        super().__init__(dataset, batch_size=batch_size, sampler=sampler, **settings)
-        # What the order of the batches depends on: a position means nothing in any other order.
-        self._order: dict[str, Any] = {
-            "seed": sampler.seed,
-            "ranks": sampler.num_replicas,
-            "batch_size": batch_size,
-            "sequence_length": dataset.length,
-            "text": dataset.digest,
-        }
-        self._epoch = self._trainer_epoch = self._batches = 0
-        self._restored = False
-
-    def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
-        # A generator, because Lightning asks for the iterator before it says which epoch this is (and workers
-        # would start to fetch): nothing below runs before the first batch is wanted.
-        sampler: ShuffledShard = self.sampler  # type: ignore[assignment]
-        goes_on = self._restored and sampler.epoch == self._trainer_epoch and self._batches < len(self)
-        if self._restored:
-            # Lightning 2.6 counts one epoch too many when `max_steps` runs resume at the end of an epoch, so what
-            # follows a restored epoch is known from here, and Lightning only says whether it is over.
-            sampler.shift = self._epoch + (not goes_on) - sampler.epoch
-        self._batches = self._batches if goes_on else 0
-        self._epoch, self._trainer_epoch, self._restored = sampler.epoch + sampler.shift, sampler.epoch, False
-        sampler.start = self._batches * self._order["batch_size"]
-        for batch in super().__iter__():
-            self._batches += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, the same on all ranks, and what gives it its meaning."""
-        position = {"epoch": self._epoch, "trainer_epoch": self._trainer_epoch, "batches": self._batches}
-        return {**position, "order": self._order}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next iteration go on where the state was taken.
-
-        Raises:
-            ValueError: the state belongs to another order of batches.
-        """
-        if changed := [name for name in self._order if state["order"][name] != self._order[name]]:
-            raise ValueError(
-                "The checkpoint was taken in another order of batches: "
-                + ", ".join(f"{name} was {state['order'][name]!r}, is {self._order[name]!r}" for name in changed)
-                + "; resume with the same data, batch_size, seed and number of ranks, or load the weights alone."
-            )
-        self._epoch, self._trainer_epoch = state["epoch"], state["trainer_epoch"]
-        self._batches, self._restored = state["batches"], True
 
 
 def find_files(path: str | None) -> list[Path]:
@@ -196,7 +103,8 @@ class TextDataModule(LightningDataModule):
         val_fraction: share of the text held out for validation, as whole files chosen by a hash of their names;
             the tail of the text where there is one file, or a few large ones.
         val_batches: at most so many validation batches, of the same sequences on any number of ranks; None for all.
-        seed: chooses the order of the training sequences; the validation text does not depend on it.
+        seed: chooses the order of the training sequences, not the validation text; None takes that of
+            ``seed_everything``, or 0.
         max_bytes: at most so much text; None for all.
         num_workers: processes that fetch batches; the text is in memory, so 0 is mostly fastest.
 
@@ -211,7 +119,7 @@ class TextDataModule(LightningDataModule):
         batch_size: int = 8,
         val_fraction: float = 0.05,
         val_batches: int | None = 32,
-        seed: int = 0,
+        seed: int | None = None,
         max_bytes: int | None = None,
         num_workers: int = 0,
     ) -> None:
@@ -224,7 +132,7 @@ class TextDataModule(LightningDataModule):
             raise ValueError(f"val_fraction must lie between 0 and 1, got {val_fraction}.")
         self.path, self.sequence_length, self.batch_size = path, sequence_length, batch_size
         self.val_fraction, self.val_batches = val_fraction, val_batches
-        self.seed, self.max_bytes, self.num_workers = seed, max_bytes, num_workers
+        self.seed, self.max_bytes, self.num_workers = global_seed() if seed is None else seed, max_bytes, num_workers
         self._sequences: tuple[PackedSequences, PackedSequences] | None = None
 
     def _shard(self) -> dict[str, int]:

@@ -21,6 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightning_lowbit.precision.base import global_seed
+
 
 class WarmupCosine(LambdaLR):
     """Raises the learning rate linearly over ``warmup_steps``, then lowers it along half a cosine.
@@ -31,24 +33,34 @@ class WarmupCosine(LambdaLR):
     Args:
         optimizer: its learning rates are the peak.
         warmup_steps: optimizer steps until the peak; 0 starts there.
-        total_steps: optimizer steps of the whole run.
+        total_steps: optimizer steps of the whole run; None for those of the Trainer's.
         final_fraction: last learning rate over the peak.
 
     Raises:
         ValueError: the warm-up is negative or leaves no step to the cosine.
     """
 
-    def __init__(self, optimizer: Optimizer, warmup_steps: int, total_steps: int, final_fraction: float = 0.1) -> None:
-        if not 0 <= warmup_steps < total_steps:
-            raise ValueError(f"warmup_steps must be in 0 … total_steps - 1, got {warmup_steps} of {total_steps}.")
+    def __init__(
+        self, optimizer: Optimizer, warmup_steps: int, total_steps: int | None = None, final_fraction: float = 0.1
+    ) -> None:
+        self.warmup_steps, self.final_fraction = warmup_steps, final_fraction
+        self.set_total_steps(math.inf if total_steps is None else total_steps)
+        super().__init__(optimizer, self._factor)
 
-        def factor(step: int) -> float:
-            if step < warmup_steps:
-                return (step + 1) / warmup_steps
-            progress = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
-            return final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * progress)) / 2
+    def set_total_steps(self, total_steps: float) -> None:
+        """Sets the length of the run; raises as the constructor does."""
+        if not 0 <= self.warmup_steps < total_steps:
+            raise ValueError(
+                f"warmup_steps must be at least 0 and less than the {total_steps} steps of the run; got "
+                f"{self.warmup_steps}. Warm up for fewer steps."
+            )
+        self.total_steps = total_steps
 
-        super().__init__(optimizer, factor)
+    def _factor(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        return self.final_fraction + (1 - self.final_fraction) * (1 + math.cos(math.pi * progress)) / 2
 
 
 class Perplexity(MeanMetric):
@@ -77,7 +89,8 @@ class CausalLM(LightningModule):
             apart from it.
         attention_dropout: share of attention weights set to zero in training.
         gradient_checkpointing: computes activations twice instead of keeping them.
-        seed: draws the initial weights, whatever the state of the global random generator.
+        seed: draws the initial weights, whatever the state of the global random generator; None takes that of
+            ``seed_everything``, or 0.
         optimizer: makes the optimizer from the parameters; in YAML a ``class_path`` with ``init_args``.
         scheduler: makes the learning-rate schedule, stepped once per optimizer step; None for a constant rate.
     """
@@ -93,7 +106,7 @@ class CausalLM(LightningModule):
         tie_word_embeddings: bool = False,
         attention_dropout: float = 0.0,
         gradient_checkpointing: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -117,7 +130,7 @@ class CausalLM(LightningModule):
         )
         # On the CPU: `torch.manual_seed` would also touch the generators of all accelerators.
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.default_generator.manual_seed(seed)
+            torch.default_generator.manual_seed(global_seed() if seed is None else seed)
             self.model = LlamaForCausalLM(config)
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable()
@@ -182,7 +195,7 @@ class CausalLM(LightningModule):
         optimizer = self.make_optimizer(self.parameters())
         if self.make_scheduler is None:
             return optimizer
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
-        }
+        scheduler = self.make_scheduler(optimizer)
+        if isinstance(scheduler, WarmupCosine) and scheduler.total_steps == math.inf:
+            scheduler.set_total_steps(self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -3,6 +3,10 @@ import os
 import pytest
 import torch
 
+# Tiny tensors gain nothing from threads, and on a busy machine threads that wait for each other take most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for subprocesses
+torch.set_num_threads(1)
+
 # A seed left by one test must not decide what another one computes.
 os.environ.pop("PL_GLOBAL_SEED", None)
 

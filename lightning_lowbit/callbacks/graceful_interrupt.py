@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 
 class GracefulInterrupt(Callback):
@@ -34,7 +34,7 @@ class GracefulInterrupt(Callback):
         if trainer.fit_loop._should_accumulate():
             return
         # The signal may reach some processes only, or one of them a step late: they agree, now and then.
-        if trainer.world_size > 1 and trainer.global_step % trainer.log_every_n_steps:
+        if trainer.world_size > 1 and trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         if not trainer.strategy.reduce_boolean_decision(self._requested, all=False):
             return

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_lowbit.nn.casts import PHASES
 from lightning_lowbit.precision import LowBitPrecision
@@ -68,7 +68,8 @@ class PrecisionSwitch(Callback):
                 logger.log_metrics({"phase": float(list(PHASES).index(self.to))}, step=trainer.global_step)
 
     def _is_last_due(self, trainer: Trainer) -> bool:
-        due = [c for c in trainer.callbacks if isinstance(c, PrecisionSwitch) and c._due <= trainer.global_step]
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        due = [c for c in callbacks if isinstance(c, PrecisionSwitch) and c._due <= trainer.global_step]
         return max(due, key=lambda switch: switch._due) is self
 
     def _resolve(self, trainer: Trainer) -> int:

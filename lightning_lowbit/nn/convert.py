@@ -47,10 +47,8 @@ def convert(
         ValueError: a pattern matches no layer, or no layer is left to convert; nothing has been changed then.
     """
     for name, layer_casts in plan(model, casts, skip, only, overrides).items():
-        layer = model.get_submodule(name)
-        cls = quantized_class(type(layer))
-        assert cls is not None
-        layer.__class__ = cls
+        layer: Any = model.get_submodule(name)
+        layer.__class__ = quantized_class(type(layer))  # type: ignore[arg-type]
         layer.full_casts = layer.casts = layer_casts
         layer.exact = exact
     return model
@@ -66,7 +64,7 @@ def plan(
     """What :func:`convert` would do: the casts of each layer by name. Arguments and errors are the same."""
     default = LinearCasts.of(casts)
     others = {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
-    layers = [name for name, module in model.named_modules() if quantized_class(type(module)) is not None]
+    layers = [name for name, module in model.named_modules() if _is_linear(module)]
     if not layers:
         raise ValueError(
             f"{type(model).__name__} holds no layer to quantise: torch.nn.Linear (no subclass of it) or transformers' "
@@ -125,3 +123,7 @@ def _matches(pattern: re.Pattern[str], name: str) -> bool:
 
 def _some(layers: list[str]) -> str:
     return ", ".join(layers if len(layers) <= 4 else [*layers[:3], layers[-1]])
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return quantized_class(type(module)) is not None  # type: ignore[arg-type]

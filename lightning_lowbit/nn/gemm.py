@@ -26,7 +26,7 @@ def matmul(a: Operand, b: Operand, bias: Tensor | None = None, dtype: torch.dtyp
         and exact mode) that of float32, rounded once.
     """
     if torch.compiler.is_compiling() and (a.factor is not None or b.factor is not None):
-        return _matmul_op(a.values, a.factor, b.values, b.factor, bias, dtype)  # type: ignore[no-any-return]
+        return _matmul_op(a.values, a.factor, b.values, b.factor, bias, dtype)
     left, right = a.values, b.values
     if left.dtype != dtype or right.dtype != dtype:
         left, right = left.float(), right.float()

@@ -10,7 +10,7 @@ among data-parallel processes enters for x and g, which differ between ranks, an
 import hashlib
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit.nn.casts import OPERANDS
 from lightning_lowbit.nn.linear import QuantizedLayer

@@ -103,8 +103,8 @@ class QuantizedLayer(nn.Module):
     keys: Tensor | None = None
     exact: bool = False
 
-    weight: Tensor
-    bias: Tensor | None
+    weight: Any  # as nn.Linear and Conv1D declare it
+    bias: Any
 
     def weight_matrix(self) -> Tensor:
         """The weight as ``[out_features, in_features]``."""
@@ -130,7 +130,7 @@ class QuantizedLayer(nn.Module):
             )
         with torch.autocast(device, enabled=False):
             matrix = x.reshape(-1, x.shape[-1])
-            y = _LinearFunction.apply(matrix, weight, bias, self.keys, self.casts, self.exact)
+            y: Tensor = _LinearFunction.apply(matrix, weight, bias, self.keys, self.casts, self.exact)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def extra_repr(self) -> str:
@@ -144,7 +144,7 @@ class QuantLinear(QuantizedLayer, nn.Linear):
 
 
 @cache
-def quantized_class(cls: type[nn.Module]) -> type[QuantizedLayer] | None:
+def quantized_class(cls: Any) -> type[QuantizedLayer] | None:
     """The class that a layer of exactly this class is converted to, or None if it stays what it is."""
     if issubclass(cls, QuantizedLayer):
         return cls

@@ -246,7 +246,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "betas": (lambda b: len(b) == 2 and all(0 <= x < 1 for x in b), "two numbers in [0, 1)", "(0.9, 0.999) is usual"),
     "eps": (lambda eps: 0 < eps < math.inf, "a finite number > 0", "it keeps 0/0 away, 1e-8 is usual"),
     "weight_decay": (lambda decay: 0 <= decay < math.inf, "a finite number >= 0", "pass 0 for none"),
-    **{name: _DECAY for name in ("gamma1", "gamma2", "gamma3")},
+    **dict.fromkeys(("gamma1", "gamma2", "gamma3"), _DECAY),
     "reset_interval": (lambda n: isinstance(n, int) and n > 0, "an integer >= 1", "a very large one is never reached"),
 }
 

@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import FSDPPrecision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_lowbit.nn.casts import PHASES, LinearCasts
@@ -101,8 +101,8 @@ class LowBitPrecision(FSDPPrecision):
         trainer = getattr(module, "_trainer", None) if isinstance(module, LightningModule) else None
         if trainer is None:
             raise MisconfigurationException(
-                f"{type(self).__name__} is a plugin of lightning.pytorch.Trainer and converts a LightningModule; it got "
-                f"{type(module).__name__} outside a Trainer. With Fabric or plain PyTorch, call "
+                f"{type(self).__name__} is a plugin of lightning.pytorch.Trainer and converts a LightningModule; it "
+                f"got {type(module).__name__} outside a Trainer. With Fabric or plain PyTorch, call "
                 "lightning_lowbit.convert(model, casts) and set keys with lightning_lowbit.nn.LayerKeys."
             )
         strategy = trainer.strategy
@@ -141,7 +141,9 @@ class LowBitPrecision(FSDPPrecision):
             yield
         self.micro_batch += 1
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
         """Steps, and counts the step."""
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         self.step += 1
@@ -155,7 +157,7 @@ class LowBitPrecision(FSDPPrecision):
         self._root = model
         return super().connect(model, optimizers, lr_schedulers)
 
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:  # type: ignore[override]
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         """Clips the gradients to a total norm."""
         if isinstance(self._root, FullyShardedDataParallel):
             self._root.clip_grad_norm_(clip_val)

@@ -110,7 +110,7 @@ class Cast:
     @staticmethod
     @cache
     def from_spec(spec: str) -> "Cast":
-        """The cast whose ``spec``, a JSON object of its fields, is given: custom operators take strings, not objects."""
+        """The cast with this ``spec``, a JSON object of its fields: custom operators take strings, not objects."""
         return Cast(**json.loads(spec))
 
     @property

@@ -38,8 +38,8 @@ def grid_step(magnitude: Tensor, format: Format) -> Tensor:
         for exponent in binades:
             step = torch.where(magnitude >= 2.0**exponent, 2.0 ** (exponent - format.mantissa_bits), step)
         return step
-    exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=format.min_exponent)
-    return torch.ldexp(torch.ones_like(magnitude), exponent - format.mantissa_bits)
+    binade = (torch.frexp(magnitude).exponent - 1).clamp(min=format.min_exponent)
+    return torch.ldexp(torch.ones_like(magnitude), binade - format.mantissa_bits)
 
 
 def _to_multiple(value: Tensor, step: Tensor) -> Tensor:

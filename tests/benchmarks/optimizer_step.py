@@ -6,19 +6,16 @@ the default every scratch tensor costs page faults; ``--default-allocator`` leav
 """
 
 import argparse
-import ctypes
-import datetime
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import StableSPAM
+from tests.benchmarks.environment import describe, keep_large_blocks
 from tests.references.stable_spam import Reference
 
 VOCABULARY, WIDTH, HIDDEN, LAYERS = 32000, 512, 1376, 8
@@ -30,23 +27,6 @@ OPTIMIZERS: dict[str, Callable[[list[Parameter]], torch.optim.Optimizer]] = {
     "AdamW(foreach=True)": lambda parameters: torch.optim.AdamW(parameters, weight_decay=0, foreach=True),
     "StableSPAM": StableSPAM,
 }
-
-
-def keep_large_blocks() -> str:
-    """Tell glibc to serve large blocks from the heap and never to give it back."""
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        trim_threshold, top_pad, mmap_max = -1, -2, -4  # M_* in malloc.h
-        done = libc.mallopt(mmap_max, 0) and libc.mallopt(trim_threshold, 2**31 - 1) and libc.mallopt(top_pad, 2**26)
-    except (OSError, AttributeError):
-        done = 0
-    return "glibc, large blocks kept" if done else "default"
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def check() -> None:
@@ -88,7 +68,7 @@ def main() -> None:
     torch.manual_seed(0)
     check()
     millions = sum(torch.Size(shape).numel() for shape in SHAPES) / 1e6
-    print(f"{processor()}, {torch.get_num_threads()} threads; {datetime.date.today()}; torch {torch.__version__}")
+    print(describe())
     print(f"allocator: {allocator}; {millions:.2f}M fp32 parameters in {len(SHAPES)} tensors; {options.rounds} rounds")
     times = measure(options.rounds)
     base = statistics.median(times["AdamW(fused=True)"])

@@ -18,7 +18,7 @@ STEPS, SWITCH, ACCUMULATE = 9, 5, 2
 
 @dataclass
 class Run(Callback):
-    """What happened in a run: the loss of each micro-batch by (epoch, batch), the weights, a checkpoint of each step."""
+    """What happened in a run: losses by (epoch, batch), the weights, and a checkpoint of each step."""
 
     folder: Path
     losses: dict = field(default_factory=dict)

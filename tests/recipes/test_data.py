@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from lightning_lowbit.recipes.data import PackedSequences, TextDataModule, find_files, hold_out, read_documents
+from lightning_lowbit.recipes.data import TextDataModule, find_files, hold_out, read_documents
+from lightning_lowbit.recipes.loader import PackedSequences
 
 SIZES = {"sequence_length": 8, "batch_size": 2}
 

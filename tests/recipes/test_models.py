@@ -95,7 +95,7 @@ def test_training_lowers_the_loss_and_logs() -> None:
     model = GradientNorms(
         **TINY,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        scheduler=lambda optimizer: WarmupCosine(optimizer, warmup_steps=2, total_steps=12),
+        scheduler=lambda optimizer: WarmupCosine(optimizer, warmup_steps=2),  # 12 steps: those of the run
     )
     before = model._loss(batches(1)[0]).item()
     run = trainer(max_epochs=12, log_every_n_steps=1, gradient_clip_val=0.5)

@@ -1,0 +1,104 @@
+"""What quantised training costs: a linear layer's forward and backward pass, NVFP4 against bf16.
+
+    python -m tests.benchmarks.step_overhead [--tokens 2048 8192] [--rounds 20] [--device cpu]
+
+All in one run, in interleaved rounds: ``nn.Linear`` under bf16 autocast; the same arithmetic through this project's
+autograd function, nothing quantised, as the control; six operands in NVFP4 with stochastic rounding where the preset
+has it. Weights are fp32 and are cast and quantised anew in each step. Outputs are checked before anything is timed.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit import convert, kernels
+from lightning_lowbit.nn import LayerKeys
+from tests.benchmarks.environment import describe, keep_large_blocks
+
+# The linear layers of a block of LLaMA-60M (Stable-SPAM, table A.1): how many, in_features, out_features.
+SHAPES = [(4, 512, 512), (2, 512, 1376), (1, 1376, 512)]
+
+
+def layer(casts: str | None, inputs: int, outputs: int, device: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).to(device)
+    if casts is not None:
+        LayerKeys(convert(model, casts)).fill_(0, device=torch.device(device))
+    return model
+
+
+def step(model: nn.Module, x: Tensor, gradient: Tensor) -> Tensor:
+    x.grad = model[0].weight.grad = None
+    with torch.autocast(x.device.type, torch.bfloat16):
+        y = model(x)
+    y.backward(gradient)
+    return y.detach()
+
+
+def seconds(model: nn.Module, x: Tensor, gradient: Tensor) -> float:
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step(model, x, gradient)
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    return ((a.float() - b.float()).norm() / b.float().norm()).item()
+
+
+def check(models: dict[str, nn.Module], x: Tensor, gradient: Tensor) -> None:
+    """The control is bitwise nn.Linear; compiled casts are bitwise eager ones; NVFP4 is as far off as FP4 is."""
+    plain, control, quantised = (step(model, x, gradient) for model in models.values())
+    assert torch.equal(plain, control), "the control computes something else"
+    first, second = (model[0].weight.grad.clone() for model in list(models.values())[:2])
+    assert torch.equal(first, second), "the control's gradient is another"
+    assert 0.05 < relative_error(quantised, plain) < 0.3, f"NVFP4 is off by {relative_error(quantised, plain)}"
+    with kernels.backend("eager"):
+        assert torch.equal(quantised, step(models["nvfp4"], x, gradient)), "compiled and eager casts differ"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    allocator = keep_large_blocks() if options.device == "cpu" else "torch's caching allocator"
+    print(f"{describe(options.device)}; allocator: {allocator}")
+    print(f"{options.rounds} interleaved rounds, medians in ms, ratio to nn.Linear in bf16 autocast\n")
+    print("| tokens | in → out | nn.Linear | control | ratio | nvfp4 | ratio |\n|---|---|---|---|---|---|---|")
+    for tokens in options.tokens:
+        block = {"linear": 0.0, "control": 0.0, "nvfp4": 0.0}
+        for count, inputs, outputs in SHAPES:
+            casts = {"linear": None, "control": "bf16", "nvfp4": "nvfp4"}
+            models = {key: layer(value, inputs, outputs, options.device) for key, value in casts.items()}
+            x = torch.randn(tokens, inputs, device=options.device, dtype=torch.bfloat16).requires_grad_()
+            gradient = torch.randn(tokens, outputs, device=options.device, dtype=torch.bfloat16)
+            check(models, x, gradient)
+            times: dict[str, list[float]] = {key: [] for key in models}
+            for _ in range(options.rounds):
+                for key, model in models.items():
+                    times[key].append(seconds(model, x, gradient) * 1e3)
+            medians = {key: statistics.median(values) for key, values in times.items()}
+            for key, value in medians.items():
+                block[key] += count * value
+            print(row(tokens, f"{inputs} → {outputs}", medians))
+        print(row(tokens, "block (7 layers)", block), flush=True)
+
+
+def row(tokens: int, shape: str, ms: dict[str, float]) -> str:
+    linear, control, nvfp4 = ms.values()
+    return (
+        f"| {tokens} | {shape} | {linear:.2f} | {control:.2f} | {control / linear:.2f} "
+        f"| {nvfp4:.2f} | {nvfp4 / linear:.2f} |"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Conversion: which layers, with which casts, in place."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from lightning_lowbit import Cast, LinearCasts, convert
+from lightning_lowbit.nn import QuantizedLayer, QuantLinear, plan, set_phase
+
+NVFP4 = LinearCasts.preset("nvfp4")
+INT4 = LinearCasts(fprop_w=Cast("int4"))
+INT8 = LinearCasts(fprop_w=Cast("int8"))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict({"qkv": nn.Linear(4, 12), "out": nn.Linear(4, 4)})
+        self.mlp = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4, bias=False)})
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.lm_head = nn.Linear(4, 7, bias=False)
+
+
+class SpecialLinear(nn.Linear):
+    """Somebody's own linear layer: what it computes is its own affair."""
+
+
+ALL = {f"layers.{i}.{name}" for i in range(2) for name in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")}
+ALL |= {"lm_head"}
+
+
+def converted(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
+
+
+def classes(model: nn.Module) -> dict[str, type]:
+    return {name: type(module) for name, module in model.named_modules()}
+
+
+# --- which layers -----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_skipped_by_default() -> None:
+    model = Model()
+    assert convert(model, "nvfp4") is model
+    assert converted(model) == ALL
+    assert all(type(model.get_submodule(name)) is QuantLinear for name in ALL)
+    assert all(model.get_submodule(name).casts == NVFP4 for name in ALL)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        ("lm_head", {"lm_head"}),
+        ("layers.0.mlp.up", {"layers.0.mlp.up"}),
+        (r"layers\.0\.mlp\.up", {"layers.0.mlp.up"}),
+        ("up", {"layers.0.mlp.up", "layers.1.mlp.up"}),
+        ("mlp.up", {"layers.0.mlp.up", "layers.1.mlp.up"}),
+        ("mlp", {name for name in ALL if ".mlp." in name}),
+        (r"layers\.1", {name for name in ALL if name.startswith("layers.1.")}),
+        (r"1\.attention", {"layers.1.attention.qkv", "layers.1.attention.out"}),
+        ("layers", ALL - {"lm_head"}),
+        ("(up|down)", {name for name in ALL if ".mlp." in name}),
+        (r".*\.out", {"layers.0.attention.out", "layers.1.attention.out"}),
+        (r"layers\.\d+\.attention\.qkv", {"layers.0.attention.qkv", "layers.1.attention.qkv"}),
+        (".*", ALL),
+    ],
+)
+def test_patterns(pattern: str, matched: set[str]) -> None:
+    assert set(plan(Model(), NVFP4, only=[pattern])) == matched
+    if matched != ALL:
+        assert set(plan(Model(), NVFP4, skip=[pattern])) == ALL - matched
+    casts = plan(Model(), NVFP4, overrides={pattern: INT4})
+    assert {name for name, value in casts.items() if value == INT4} == matched
+    assert set(casts) == ALL
+
+
+@pytest.mark.parametrize("pattern", ["head", "lm", "m_head", "p", "ayers", "layers.", "0.mlp.u", "embed", "", "UP"])
+@pytest.mark.parametrize("argument", ["skip", "only", "overrides"])
+def test_a_pattern_that_matches_nothing(pattern: str, argument: str) -> None:
+    """Parts of a word do not match, nor do modules that hold no linear layer; nothing has been changed then."""
+    model = Model()
+    before = classes(model)
+    given: Any = {pattern: INT4} if argument == "overrides" else ["lm_head", pattern]
+    with pytest.raises(ValueError, match=f"{argument}: the pattern '{pattern}' matches no linear layer. There are 9"):
+        convert(model, NVFP4, **{argument: given})
+    assert classes(model) == before
+
+
+def test_skip_and_only_together() -> None:
+    model = convert(Model(), NVFP4, skip=["down"], only=["mlp", "lm_head"])
+    assert converted(model) == {"layers.0.mlp.up", "layers.1.mlp.up", "lm_head"}
+
+
+def test_patterns_may_come_from_an_iterator() -> None:
+    model = convert(Model(), NVFP4, skip=iter(["mlp"]), only=iter(["layers"]))
+    assert converted(model) == {name for name in ALL if "attention" in name}
+
+
+def test_first_override_wins() -> None:
+    overrides = {r"layers\.0\.mlp\.up": INT4, "mlp": INT8, "lm_head": "bf16", "up": NVFP4}
+    casts = plan(Model(), NVFP4, overrides=overrides)
+    assert casts["layers.0.mlp.up"] == INT4
+    assert casts["layers.0.mlp.down"] == casts["layers.1.mlp.up"] == INT8
+    assert casts["lm_head"] == LinearCasts()
+    assert casts["layers.0.attention.out"] == NVFP4
+
+
+def test_plan_is_what_convert_does() -> None:
+    model, arguments = Model(), {"skip": ["qkv"], "overrides": {"mlp": {"preset": "nvfp4", "dgrad_w": "fprop"}}}
+    before = classes(model)
+    expected = plan(model, NVFP4, **arguments)
+    assert classes(model) == before, "plan changed the model"
+    convert(model, NVFP4, **arguments)
+    assert {name: model.get_submodule(name).casts for name in converted(model)} == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: convert(model, NVFP4, skip="lm_head"), r"skip is a list .* 'lm_head'. Write \['lm_head'\]"),
+        (lambda model: convert(model, NVFP4, only="lm_head"), r"only is a list .* 'lm_head'. Write \['lm_head'\]"),
+        (lambda model: convert(model, NVFP4, skip=["("]), r"skip: '\(' is not a regular expression"),
+        (lambda model: convert(model, NVFP4, overrides={"[": INT4}), r"overrides: '\[' is not a regular expression"),
+        (lambda model: convert(model, NVFP4, skip=[".*"]), "No layer is left to quantise: 9 were found"),
+        (lambda model: convert(model, NVFP4, only=[]), "No layer is left to quantise"),
+        (lambda model: convert(model, NVFP4, only=["mlp"], skip=["up", "down"]), "No layer is left to quantise"),
+        (lambda model: convert(model, "nvfp5"), "Unknown preset 'nvfp5'"),
+        (lambda model: convert(model, NVFP4, overrides={"mlp": "nvfp5"}), "Unknown preset 'nvfp5'"),
+        (lambda model: convert(model.embed, NVFP4), "Embedding holds no layer to quantise"),
+    ],
+)
+def test_errors_change_nothing(call: Callable[[nn.Module], Any], message: str) -> None:
+    model = Model()
+    before = classes(model)
+    with pytest.raises(ValueError, match=message):
+        call(model)
+    assert classes(model) == before
+
+
+# --- what is converted ------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_by_itself() -> None:
+    assert type(convert(nn.Linear(2, 3), NVFP4)) is QuantLinear
+
+
+def test_subclasses_stay() -> None:
+    model = nn.ModuleDict(
+        {"special": SpecialLinear(4, 4), "attention": nn.MultiheadAttention(4, 2), "plain": nn.Linear(4, 4)}
+    )
+    inner = type(model["attention"].out_proj)
+    assert inner is not nn.Linear
+    convert(model, NVFP4)
+    assert converted(model) == {"plain"}
+    assert type(model["special"]) is SpecialLinear
+    assert type(model["attention"].out_proj) is inner
+
+
+def test_conv1d() -> None:
+    layer = Conv1D(6, 4)
+    weight = layer.weight
+    convert(layer, NVFP4)
+    assert isinstance(layer, Conv1D)
+    assert isinstance(layer, QuantizedLayer)
+    assert layer.weight is weight
+    assert type(layer) is type(convert(Conv1D(2, 2), NVFP4)), "one class for all of them"
+
+
+@pytest.mark.parametrize("make", [nn.Linear, Conv1D])
+def test_converted_layers_pickle(make: Callable[[int, int], nn.Module]) -> None:
+    """torch.save(model) and processes that are spawned pickle modules whole."""
+    layer = convert(make(4, 4), NVFP4)
+    twin = pickle.loads(pickle.dumps(layer))
+    assert type(twin) is type(layer)
+    assert twin.casts == NVFP4
+
+
+def test_parameters_and_references_stay() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    head, parameters, names = model.lm_head, dict(model.named_parameters()), list(model.state_dict())
+    calls: list[int] = []
+    head.register_forward_hook(lambda *_: calls.append(1))
+    convert(model, NVFP4)
+    assert model.lm_head is head
+    assert isinstance(head, nn.Linear)
+    assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+    assert list(model.state_dict()) == names
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
+    head(torch.randn(2, 4))
+    assert calls == [1], "forward hooks were lost"
+    Model().load_state_dict(model.state_dict())
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = Model()
+    model.lm_head.weight = model.embed.weight
+    convert(model, INT4)
+    assert model.lm_head.weight is model.embed.weight
+    model.lm_head(model.embed(torch.arange(7))).sum().backward()
+    assert model.embed.weight.grad is not None
+    assert model.embed.weight.grad.isfinite().all()
+
+
+def test_a_layer_with_two_names_is_one_layer() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(2, 2)})
+    model["second"] = model["first"]
+    assert list(plan(model, NVFP4)) == ["first"]
+    assert type(convert(model, NVFP4)["second"]) is QuantLinear
+
+
+# --- again ------------------------------------------------------------------------------------------------------------
+
+
+def test_idempotent() -> None:
+    model = convert(Model(), NVFP4, skip=["lm_head"])
+    before, casts = classes(model), plan(model, NVFP4, skip=["lm_head"])
+    convert(model, NVFP4, skip=["lm_head"])
+    assert classes(model) == before
+    assert {name: model.get_submodule(name).casts for name in converted(model)} == casts
+
+
+def test_other_casts() -> None:
+    model = convert(Model(), NVFP4)
+    convert(model, INT4, overrides={"lm_head": INT8}, exact=True)
+    for name in ALL:
+        layer = model.get_submodule(name)
+        assert layer.casts == layer.full_casts == (INT8 if name == "lm_head" else INT4), name
+        assert layer.exact
+
+
+def test_phases_of_a_model() -> None:
+    model = convert(Model(), NVFP4, overrides={"lm_head": INT4})
+    for phase in ("qaf", "hp-forward", "bf16", "qaf", "fqt"):
+        set_phase(model, phase)
+        for name in ALL:
+            full = INT4 if name == "lm_head" else NVFP4
+            assert model.get_submodule(name).casts == full.phase(phase), f"{name} in {phase}"
+            assert model.get_submodule(name).full_casts == full
+    with pytest.raises(ValueError, match="Unknown phase 'qat'"):
+        set_phase(model, "qat")
+    assert model.lm_head.casts == INT4

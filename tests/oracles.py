@@ -1,0 +1,36 @@
+"""Loads golden vectors: ``tests/data/<name>.npz`` holds ``case/field`` arrays, see :func:`load`."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DATA = Path(__file__).parent / "data"
+
+
+@cache
+def load(name: str) -> dict[str, Any]:
+    """All arrays of a file, by ``case/field``; ``["cases"]`` (or ``["formats"]``) lists the cases."""
+    with np.load(DATA / f"{name}.npz") as file:
+        return dict(file)
+
+
+def cases(name: str) -> list[str]:
+    return [str(case) for case in load(name)["cases"]]
+
+
+def case(name: str, case: str) -> dict[str, Any]:
+    """The fields of one case; its input ``x`` as a tensor in the dtype it stands for."""
+    prefix = f"{case}/"
+    fields = {key.removeprefix(prefix): value for key, value in load(name).items() if key.startswith(prefix)}
+    return {**fields, "x": _tensor(fields["x"], str(fields["x_dtype"]))}
+
+
+def _tensor(array: np.ndarray, dtype: str) -> Tensor:
+    if dtype == "bfloat16":  # stored as its 16 bits
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    assert dtype == "float32", f"no such input dtype: {dtype}"
+    return torch.from_numpy(array.copy())

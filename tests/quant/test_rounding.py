@@ -1,0 +1,190 @@
+"""Stochastic rounding: unbiased between neighbours, and random bits that are a pure function of key and index."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit import Cast, Scale, convert, kernels, quantize
+from lightning_lowbit.formats import ELEMENT_FORMATS
+from lightning_lowbit.nn import LayerKeys
+from lightning_lowbit.quant.rounding import mix_key, round_stochastic, uniform
+from tests.references import quantize as reference
+
+KEYS = [0, 1, -1, 2**31, -(2**31) - 5, 0x0123456789ABCDEF, -0x7EDCBA9876543210]
+SMALLEST, LARGEST = 2.0 ** -(reference.RANDOM_BITS + 1), 1 - 2.0 ** -(reference.RANDOM_BITS + 1)
+
+
+def bits_of(key: int, count: int) -> Tensor:
+    return uniform(torch.arange(count, dtype=torch.int32), torch.tensor(key))
+
+
+def draws_for(number: int, count: int) -> Tensor:
+    return bits_of(int(mix_key(torch.tensor(number))), count)
+
+
+def probes(name: str) -> Tensor:
+    """Grid, midpoints and their neighbours, values far out, subnormals and zeros."""
+    grid = reference.magnitudes(name)
+    exact = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]).astype(np.float32)
+    x = np.concatenate([exact, np.nextafter(exact, np.float32(9e9)), np.nextafter(exact, np.float32(-9e9))])
+    x = np.concatenate([x, np.float32([2.0**-149, 2.0**-126, 1e-30, grid[-1] * 1.01, 1e30, np.inf, 0.0])])
+    return torch.from_numpy(np.concatenate([x, -x]))
+
+
+# --- between neighbours -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+def test_only_neighbours(name: str) -> None:
+    """Whatever the random number, the smallest and the largest that occur included."""
+    x = probes(name)
+    lower, upper = (torch.from_numpy(bound.astype(np.float32)) for bound in reference.neighbours(x.numpy(), name))
+    for u in (SMALLEST, 0.1, 0.5, 0.9, LARGEST):
+        found = round_stochastic(x, ELEMENT_FORMATS[name], torch.tensor(u).expand_as(x))
+        wrong = (found != lower) & (found != upper)
+        assert not wrong.any(), (
+            f"{name}, u = {u!r}: {x[wrong][:4].tolist()} became {found[wrong][:4].tolist()}, "
+            f"not {lower[wrong][:4].tolist()} or {upper[wrong][:4].tolist()}"
+        )
+
+
+@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+def test_both_neighbours(name: str) -> None:
+    """In the middle between neighbours half of the random numbers lead up."""
+    grid = reference.magnitudes(name)
+    x = torch.from_numpy(((grid[1:] + grid[:-1]) / 2).astype(np.float32))
+    below = round_stochastic(x, ELEMENT_FORMATS[name], torch.full_like(x, 0.49))
+    above = round_stochastic(x, ELEMENT_FORMATS[name], torch.full_like(x, 0.51))
+    assert below.tolist() == grid[:-1].tolist()
+    assert above.tolist() == grid[1:].tolist()
+
+
+@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+def test_nan_stays(name: str) -> None:
+    x = torch.tensor([torch.nan, 1.0, -torch.nan])
+    found = round_stochastic(x, ELEMENT_FORMATS[name], torch.full_like(x, 0.3))
+    assert found.isnan().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+def test_mean_and_variance(name: str) -> None:
+    largest, draws = float(reference.magnitudes(name)[-1]), 2**13
+    value = torch.linspace(-largest, largest, 48)
+    value = torch.cat([value, value / 64])  # the lower binades, too
+    random = torch.stack([draws_for(i, draws) for i in range(len(value))])
+    found = round_stochastic(value[:, None].expand(-1, draws), ELEMENT_FORMATS[name], random).double()
+    lower, upper = (torch.from_numpy(bound) for bound in reference.neighbours(value.numpy(), name))
+    variance = (value - lower) * (upper - value)
+    error = found - value.double()[:, None]
+    z = error.mean(1) / (variance / draws).sqrt().clamp(min=1e-9)
+    assert z.abs().max() < 4.5, f"{name}: biased at {value[z.abs().argmax()]}, z = {z.abs().max():.1f}"
+    between = variance > 0
+    total = (z[between].sum() / between.sum().sqrt()).abs()
+    assert total < 4, f"{name}: biased in one direction, z = {total:.1f}"
+    ratio = error.square().mean(1)[between].sum() / variance[between].sum()
+    assert 0.95 < ratio < 1.05, f"{name}: variance is {ratio:.3f} of (v - a)(b - v)"
+
+
+# --- random bits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_hash_equals_reference(key: int) -> None:
+    index = torch.cat([torch.arange(4096), torch.tensor([2**31 - 1, 2**30, 123456789])]).to(torch.int32)
+    found = uniform(index, torch.tensor(key)).double().numpy()
+    np.testing.assert_array_equal(found, reference.uniform(index.numpy(), key), err_msg=f"key {key:#x}")
+    assert found.min() >= SMALLEST
+    assert found.max() <= LARGEST
+
+
+def test_mix_key_is_splitmix64() -> None:
+    found = mix_key(torch.tensor(KEYS)).tolist()
+    assert [key % 2**64 for key in found] == [reference.splitmix64(key % 2**64) for key in KEYS]
+
+
+def layer_keys(steps: int = 4, layers: int = 3) -> Tensor:
+    """int64 ``[steps, layers, 6]``: the keys of consecutive steps, made as training makes them."""
+    model = convert(nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)]), "nvfp4")
+    keys = LayerKeys(model, seed=0)
+    found = []
+    for step in range(steps):
+        keys.fill_(step)
+        found.append(torch.stack([layer.keys for layer in keys.layers.values()]).clone())
+    return torch.stack(found)
+
+
+def chi_square_z(samples: Tensor, bins: int = 256) -> float:
+    """Standardised chi-square statistic of samples in (0, 1)."""
+    counts = torch.bincount((samples.flatten() * bins).long(), minlength=bins).double()
+    expected = samples.numel() / bins
+    return float(((counts - expected).square().sum() / expected - (bins - 1)) / (2 * (bins - 1)) ** 0.5)
+
+
+def test_uniform_along_indices_and_along_keys() -> None:
+    keys = layer_keys(steps=2)
+    for key in keys.flatten().tolist():
+        assert abs(chi_square_z(bits_of(key, 2**15))) < 5, f"key {key}: not uniform over the elements"
+    many = layer_keys(steps=400).flatten()
+    for index in (0, 1, 255, 65536):
+        samples = uniform(torch.full_like(many, index, dtype=torch.int32), many)
+        assert abs(chi_square_z(samples, bins=64)) < 5, f"element {index}: not uniform over the keys"
+
+
+def test_no_correlation_between_steps_layers_and_operands() -> None:
+    count = 2**14
+    keys = layer_keys().flatten().tolist()
+    samples = torch.stack([bits_of(key, count) for key in keys]).double()
+    correlation = torch.corrcoef(samples) * count**0.5  # standard normal where independent
+    correlation.fill_diagonal_(0)
+    worst = correlation.abs().argmax().item()
+    assert correlation.abs().max() < 5, (
+        f"streams {divmod(worst, len(keys))} of [step, layer, operand], flattened, correlate: "
+        f"z = {correlation.abs().max():.1f}"
+    )
+    assert 0.9 < correlation[~torch.eye(len(keys), dtype=torch.bool)].std() < 1.1
+
+
+@pytest.mark.parametrize("lag", [1, 2, 16])
+def test_no_correlation_at_lags(lag: int) -> None:
+    """Neighbours in a block, and in the next block; also between a stream and another one, shifted."""
+    count = 2**14
+    samples = torch.stack([bits_of(key, count) for key in layer_keys(steps=2).flatten().tolist()]).double() - 0.5
+    shifted = samples.roll(-lag, dims=1)
+    z = samples @ shifted.t() * (12 / count**0.5)
+    assert z.abs().max() < 5, f"lag {lag}: z = {z.abs().max():.1f}"
+
+
+# --- no generator -----------------------------------------------------------------------------------------------------
+
+
+def test_global_generator_neither_matters_nor_moves() -> None:
+    x = torch.linspace(-3, 3, 256).view(4, 64)
+    cast = Cast(rounding="stochastic")
+    torch.manual_seed(1)
+    first = quantize(x, cast, key=7)
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    second = quantize(x, cast, key=7)
+    assert torch.equal(torch.get_rng_state(), before), "the global generator was advanced"
+    assert torch.equal(first.codes, second.codes), "the global generator decides the bits"
+    assert not torch.equal(first.codes, quantize(x, cast, key=8).codes), "the key does not decide the bits"
+
+
+def test_integer_and_tensor_keys_agree() -> None:
+    x = torch.linspace(-3, 3, 256).view(4, 64)
+    cast = Cast(rounding="stochastic")
+    assert torch.equal(quantize(x, cast, key=7).codes, quantize(x, cast, key=torch.tensor(7)).codes), (
+        "the same key gives other bits as a tensor than as a number"
+    )
+
+
+@pytest.mark.parametrize("cast", [Cast(rounding="stochastic"), Cast("int8", Scale("e5m2", 32), "stochastic")])
+def test_compiled_code_draws_the_same_bits(cast: Cast) -> None:
+    x = torch.randn(48, 96)
+    with kernels.backend("eager"):
+        eager = quantize(x, cast, key=7)
+    with kernels.backend("compiled"):
+        compiled = quantize(x, cast, key=7)
+    assert torch.equal(eager.codes, compiled.codes), f"{cast}: compiled codes differ"
+    assert torch.equal(eager.scales.view(torch.uint8), compiled.scales.view(torch.uint8)), f"{cast}: scales differ"

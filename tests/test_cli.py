@@ -1,0 +1,267 @@
+"""The ``lowbit`` command as a user meets it: recipes by name, overlays, mistakes, interruption, resume."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_lowbit import cli
+
+RECIPES = sorted(path.stem for path in (Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+OVERLAYS = {"bf16"}
+
+TINY = """
+trainer: {max_steps: 6, log_every_n_steps: 1, val_check_interval: 3, default_root_dir: runs/tiny,
+          logger: {init_args: {save_dir: runs/tiny}}}
+model: {init_args: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2,
+                    scheduler: {init_args: {warmup_steps: 1}}}}
+data: {init_args: {path: text, sequence_length: 16, batch_size: 2, val_batches: 2, val_fraction: 0.2}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _text(tmp_path):
+    Path("text").mkdir()
+    Path("text/a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    Path("tiny.yaml").write_text(TINY)
+
+
+def lowbit(*arguments, recipes=("quickstart",), command="fit"):
+    return cli.main([command, *(f"--config={name}" for name in (*recipes, "tiny.yaml")), *arguments])
+
+
+def scalars(run, tag):
+    """What a real TensorBoard event file of a run says."""
+    events = EventAccumulator(str(run)).Reload()
+    return {event.step: event.value for event in events.Scalars(tag)}
+
+
+def written():
+    return {str(path) for path in Path().rglob("*") if path.is_file()} - {"text/a.txt", "tiny.yaml"}
+
+
+def test_quickstart(capsys):
+    assert lowbit() == 0
+    run = Path("runs/tiny/version_0")
+    losses = scalars(run, "loss")
+    assert list(losses) == list(range(6))
+    assert all(0 < loss < 10 for loss in losses.values())
+    assert scalars(run, "phase") == {5: 1.0}, "QAF at 90 % of six steps"
+    assert set(scalars(run, "grad_norm")) == set(losses)
+    validation, perplexity = scalars(run, "val_loss"), scalars(run, "val_perplexity")
+    assert len(validation) == 2
+    for step, loss in validation.items():
+        assert perplexity[step] == pytest.approx(torch.tensor(loss).exp().item(), rel=1e-5)
+    shown = capsys.readouterr().out
+    assert "phase=qaf" in shown
+    for metric in ("loss=", "grad_norm=", "tokens/s="):
+        assert metric in shown, f"the progress bar does not show {metric}"
+    checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 6
+    assert checkpoint["lightning_lowbit"] == {"step": 6, "micro_batch": 0, "phase": "qaf"}
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["trainer"]["max_steps"] == 6
+    assert config["model"]["init_args"]["optimizer"]["class_path"] == "lightning_lowbit.StableSPAM"
+
+
+@pytest.mark.parametrize("overlay", sorted(OVERLAYS))
+def test_overlays_change_what_they_name_and_keep_the_rest(overlay):
+    assert lowbit(recipes=("quickstart", overlay)) == 0
+    config = yaml.safe_load(Path("runs/tiny/version_0/config.yaml").read_text())
+    assert config["trainer"]["plugins"]["init_args"]["casts"] == overlay
+    assert config["trainer"]["plugins"]["init_args"]["skip"] == ["lm_head"]
+
+
+def test_every_recipe_is_tested():
+    assert set(RECIPES) == OVERLAYS | {"quickstart"}
+
+
+def test_the_same_command_twice():
+    assert lowbit() == 0
+    assert lowbit() == 0
+    first, second = (scalars(f"runs/tiny/version_{number}", "loss") for number in range(2))
+    assert first == second, "the same command gives another run"
+
+
+def test_the_seed_of_seed_everything_reaches_everything():
+    for seed in (0, 1):
+        assert lowbit(f"--seed_everything={seed}") == 0
+    first, second = (scalars(f"runs/tiny/version_{number}", "loss") for number in range(2))
+    assert not set(first.values()) & set(second.values())
+
+
+def test_validate_from_a_checkpoint():
+    assert lowbit() == 0
+    last = scalars("runs/tiny/version_0", "val_loss")[5]
+    assert lowbit("--ckpt_path=last", command="validate") == 0
+    (again,) = scalars("runs/tiny/version_1", "val_loss").values()
+    assert again == last
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--trainer.plugins.init_args.casts=nvfp5"], "Unknown preset 'nvfp5'. Did you mean 'nvfp4'?"),
+        (
+            ["--trainer.plugins.init_args.casts={fprop_x: {element: e2m2}}"],
+            "Unknown element format 'e2m2'. Did you mean",
+        ),
+        (["--trainer.plugins.init_args.casts={fprop_x: {scale: {format: e4m4}}}"], "Unknown scale format 'e4m4'."),
+        (
+            ["--trainer.plugins.init_args.casts={fprop_x: {scale: {block: 0}}}"],
+            "Scale.block is a positive number of elements such as 16, or a tile such as (16, 16); got 0.",
+        ),
+        (
+            ["--trainer.plugins.init_args.rounding={wgradx: nearest}"],
+            "Unknown operand 'wgradx'. Did you mean 'wgrad_x'?",
+        ),
+        (
+            ["--trainer.plugins.init_args.rounding={wgrad_x: nearst}"],
+            "Unknown rounding 'nearst'. Did you mean 'nearest'?",
+        ),
+        (["--trainer.plugins.init_args.skip=[lm_haed]"], "skip: the pattern 'lm_haed' matches no linear layer."),
+        (["--trainer.plugins.init_args.skipp=[lm_head]"], "Did you mean 'skip'?"),
+        (["--trainer.max_stepz=3"], "Did you mean 'trainer.max_steps'?"),
+        (["--model.init_args.hidden_sise=32"], "Did you mean 'hidden_size'?"),
+        (["--config=quikstart"], "Did you mean 'quickstart'?"),
+        (["--config=typo.yaml"], "Did you mean 'trainer.max_steps'?"),
+        (["--config=broken.yaml"], "broken.yaml is not valid YAML"),
+        (["--config=list.yaml"], "list.yaml must hold a mapping"),
+        (["--data.init_args.path=empty"], "found no *.txt, *.md, *.py in"),
+        (["--data.init_args.path=nowhere"], "does not exist"),
+        (["--ckpt_path=nowhere.ckpt"], "The checkpoint 'nowhere.ckpt' does not exist."),
+        (["--ckpt_path=last"], "--ckpt_path last: there is no last*.ckpt or interrupted.ckpt below runs/tiny."),
+        (["--trainer.precision=16-mixed"], "Received both `precision=16-mixed` and `plugins="),
+        (
+            ["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwitch, init_args: {at: 2}}"],
+            "between 0 and 1; got 2",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_ends_with_one_line_that_says_what_to_do(arguments, line, capsys):
+    Path("typo.yaml").write_text("trainer: {max_stepz: 3}")
+    Path("broken.yaml").write_text("trainer: {max_steps: 3")
+    Path("list.yaml").write_text("[1, 2]")
+    Path("empty").mkdir()
+    before = written()
+    assert lowbit(*arguments) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("lowbit: error: ")
+    assert line in last
+    assert written() == before, "a mistake must not leave files"
+
+
+def test_unknown_command(capsys):
+    assert cli.main(["fitt"]) == 2
+    assert "'fitt'" in capsys.readouterr().err
+
+
+# --- merging ----------------------------------------------------------------------------------------------------------
+
+
+def test_merge():
+    base = {"trainer": {"max_steps": 1, "callbacks": ["a"], "plugins": {"class_path": "P", "init_args": {"x": 1}}}}
+    overlay = {"trainer": {"callbacks": ["b"], "plugins": {"init_args": {"y": 2}}}}
+    merged = cli.merge(base, overlay)
+    assert merged["trainer"]["callbacks"] == ["a", "b"]
+    assert merged["trainer"]["max_steps"] == 1
+    assert merged["trainer"]["plugins"] == {"class_path": "P", "init_args": {"x": 1, "y": 2}}
+    other = cli.merge(base, {"trainer": {"plugins": {"class_path": "Q"}}})
+    assert other["trainer"]["plugins"] == {"class_path": "Q"}, "arguments of one class were given to another"
+    assert cli.merge(base, {"trainer": {"max_steps": 2}})["trainer"]["max_steps"] == 2
+
+
+# --- interruption -----------------------------------------------------------------------------------------------------
+
+COMMAND = [sys.executable, "-m", "lightning_lowbit.cli", "fit", "--config=quickstart", "--config=tiny.yaml"]
+LONG = [
+    "--trainer.max_steps=400",
+    "--trainer.callbacks.init_args.every_n_train_steps=2",
+    "--trainer.val_check_interval=100",
+]
+
+
+def start():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [*COMMAND, *LONG], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+
+
+def wait_for(path, process):
+    for _ in range(600):
+        if path.exists():
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    raise AssertionError(f"{path} did not come")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The losses of a run of 30 steps."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    here = Path.cwd()
+    os.chdir(folder)
+    Path("text").mkdir()
+    Path("text/a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    Path("tiny.yaml").write_text(TINY)
+    try:
+        assert lowbit(*LONG, "--trainer.limit_val_batches=0", "--trainer.max_steps=400", *stop_after(60)) == 0
+    finally:
+        os.chdir(here)
+    return scalars(folder / "runs/tiny/version_0", "loss")
+
+
+def stop_after(steps):
+    # max_steps decides the step of the switch; a limit on time or epochs would too. So a run is stopped by a callback.
+    return [f"--trainer.callbacks+={{class_path: tests.test_cli.StopAfter, init_args: {{steps: {steps}}}}}"]
+
+
+class StopAfter(__import__("lightning").pytorch.Callback):
+    def __init__(self, steps: int):
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.should_stop = trainer.global_step >= self.steps
+
+
+def resume_and_compare(checkpoint, uninterrupted):
+    step = torch.load(checkpoint, weights_only=True)["global_step"]
+    assert step < 50, "the machine was so fast that nothing is left to compare"
+    assert lowbit(f"--ckpt_path={checkpoint}", *LONG, "--trainer.limit_val_batches=0", *stop_after(60)) == 0
+    resumed = scalars("runs/tiny/version_1", "loss")
+    assert min(resumed) == step
+    assert resumed == {at: loss for at, loss in uninterrupted.items() if at >= step}
+    return step
+
+
+def test_kill_and_resume(uninterrupted):
+    process = start()
+    checkpoint = Path("runs/tiny/version_0/checkpoints/last.ckpt")
+    wait_for(checkpoint, process)
+    process.kill()
+    process.communicate()
+    resume_and_compare(checkpoint, uninterrupted)
+
+
+def test_interrupt_and_resume(uninterrupted):
+    process = start()
+    wait_for(Path("runs/tiny/version_0/checkpoints/last.ckpt"), process)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode != 0
+    assert "Traceback" not in output, output
+    assert "To go on: --ckpt_path" in output, output
+    resume_and_compare(Path("runs/tiny/version_0/checkpoints/interrupted.ckpt"), uninterrupted)

@@ -1,0 +1,164 @@
+"""Every format against its definition (enumerated) and, where another library has it, against that library."""
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format, table
+from lightning_lowbit.quant.rounding import round_nearest, round_up
+from tests.oracles import load
+from tests.references import quantize as reference
+
+ORACLE = load("formats")
+HAS_ORACLE = {str(name) for name in ORACLE["formats"]}
+ALL_FORMATS = ELEMENT_FORMATS | SCALE_FORMATS
+# Unsigned scales with subnormals. E8M0 has no zero and no subnormals, and is held against its oracle alone.
+BLOCK_SCALES = [name for name in SCALE_FORMATS if name != "e8m0"]
+
+
+def expected_table(name: str) -> np.ndarray:
+    """Code -> value, NaN where a code is no finite number."""
+    if name == "e8m0":
+        return ORACLE["e8m0/table"]
+    positive = reference.magnitudes(name)
+    if name == "ternary":
+        return np.array([-1, 0, 1, np.nan])
+    if name.startswith("int"):
+        return np.concatenate([positive, [-positive[-1] - 1], -positive[:0:-1]])
+    bits = 1 + int(name[1]) + int(name[3])
+    half = np.append(positive, np.full(2 ** (bits - 1) - len(positive), np.nan))
+    return np.concatenate([half, -half]) if name in ELEMENT_FORMATS else half
+
+
+def probes(name: str) -> np.ndarray:
+    """All values and midpoints of a format with their float32 neighbours, both signs, far out, subnormal, zero."""
+    grid = reference.magnitudes(name)
+    exact = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]).astype(np.float32)
+    infinity = np.float32(np.inf)
+    x = np.concatenate([exact, np.nextafter(exact, infinity), np.nextafter(exact, -infinity)])
+    tiny = np.float32([2.0**-149, 2.0**-126, 1e-38, reference.FLOAT32_MAX, np.inf, np.nan, grid[-1] * 1.01, 0.0])
+    x = np.concatenate([x, tiny])
+    return np.concatenate([x, -x])
+
+
+@pytest.mark.parametrize("name", ALL_FORMATS)
+def test_table(name: str) -> None:
+    format, expected = ALL_FORMATS[name], expected_table(name)
+    found = table(format).numpy()
+    assert format.name == name
+    assert found.shape == (2**format.bits,), f"{name}: {found.shape} codes"
+    np.testing.assert_array_equal(np.where(np.isinf(found), np.nan, found), expected, err_msg=f"table of {name}")
+    if name in HAS_ORACLE:
+        stored = ORACLE[f"{name}/table"]  # ternary: without the code that means nothing
+        np.testing.assert_array_equal(found[: len(stored)], stored, err_msg=f"{name} against its golden table")
+
+
+@pytest.mark.parametrize("name", ALL_FORMATS)
+def test_max(name: str) -> None:
+    largest = np.nanmax(expected_table(name))
+    assert ALL_FORMATS[name].max == largest
+    if f"{name}/max" in ORACLE:
+        assert largest == ORACLE[f"{name}/max"]
+
+
+@pytest.mark.parametrize("name", ALL_FORMATS)
+def test_codes_round_trip(name: str) -> None:
+    format = ALL_FORMATS[name]
+    codes = torch.arange(2**format.bits, dtype=torch.uint8)
+    values = format.decode(codes)
+    assert values.dtype == torch.float32
+    assert format.encode(values).dtype == torch.uint8
+    numbers = values.isfinite()
+    assert (format.decode(format.encode(torch.zeros(1))) == 0) or name == "e8m0"
+    expected = torch.where(values == 0, format.encode(torch.zeros(())), codes)  # -0 folds into 0
+    assert torch.equal(format.encode(values)[numbers], expected[numbers]), f"{name}: encode(decode(code)) != code"
+    shaped = values[numbers].clone().expand(2, 1, -1).transpose(0, 2)
+    assert torch.equal(format.decode(format.encode(shaped)), shaped), f"{name}: shape or strides matter"
+
+
+@pytest.mark.parametrize("name", ALL_FORMATS)
+def test_code_of_nan_stays_in_the_table(name: str) -> None:
+    format = ALL_FORMATS[name]
+    code = format.encode(torch.tensor([torch.nan, -torch.nan]))
+    assert (code.int() < 2**format.bits).all(), f"{name}: NaN is encoded as {code.tolist()}, beyond the table"
+    if table(format).isnan().any() and name != "ternary":  # ternary's fourth code stands for nothing
+        assert format.decode(code).isnan().all(), f"{name} has a NaN, yet encodes NaN as {format.decode(code).tolist()}"
+
+
+@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+def test_nearest(name: str) -> None:
+    x = probes(name)
+    found = round_nearest(torch.from_numpy(x), ELEMENT_FORMATS[name]).numpy()
+    np.testing.assert_array_equal(found, reference.nearest(x, name).astype(np.float32), err_msg=name)
+
+
+@pytest.mark.parametrize("name", sorted(HAS_ORACLE & set(ELEMENT_FORMATS)))
+@pytest.mark.parametrize("probe", ["own", "common"])
+def test_nearest_equals_other_libraries(name: str, probe: str) -> None:
+    keys = (f"{name}/x", f"{name}/y") if probe == "own" else ("common/x", f"common/{name}")
+    x, y = (ORACLE[key] for key in keys)
+    found = round_nearest(torch.from_numpy(x), ELEMENT_FORMATS[name]).numpy()
+    np.testing.assert_array_equal(found, y, err_msg=name)
+    np.testing.assert_array_equal(reference.nearest(x, name).astype(np.float32), y, err_msg=f"reference, {name}")
+
+
+@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+def test_nearest_values_have_codes(name: str) -> None:
+    format = ELEMENT_FORMATS[name]
+    rounded = round_nearest(torch.from_numpy(probes(name)), format)
+    rounded = rounded[~rounded.isnan()]
+    assert torch.equal(format.decode(format.encode(rounded)), rounded)
+
+
+def test_every_oracle_is_used() -> None:
+    assert set(ALL_FORMATS) >= HAS_ORACLE, "a golden format is missing from the package"
+
+
+def test_e3m0_ties_go_to_the_even_code() -> None:
+    ties = torch.tensor([0.125, 0.375, 0.75, 1.5, 3.0, 6.0, 12.0])
+    assert round_nearest(ties, ELEMENT_FORMATS["e3m0"]).tolist() == [0.0, 0.5, 0.5, 2.0, 2.0, 8.0, 8.0]
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_integers_are_symmetric(bits: int) -> None:
+    largest = 2 ** (bits - 1) - 1
+    found = round_nearest(torch.tensor([-1e9, -largest - 1.0, 1e9]), ELEMENT_FORMATS[f"int{bits}"])
+    assert found.tolist() == [-largest, -largest, largest]
+
+
+# --- scale formats ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["e1m6", "e2m5", "e3m4", "e6m1"])
+def test_seven_bit_scales(name: str) -> None:
+    format = SCALE_FORMATS[name]
+    values = table(format)
+    assert values[-1].isnan(), f"{name}: the top code is NaN"
+    assert values[:-1].isfinite().all(), f"{name}: only the top code is NaN"
+    assert values[0] == 0
+    assert (values[1:-1] > values[:-2]).all(), f"{name}: values ascend with codes"
+    assert values[-2] == format.max
+
+
+@pytest.mark.parametrize(("name", "largest"), [("e1m6", 3.9375), ("e2m5", 7.75), ("e3m4", 30.0), ("e6m1", 2.0**32)])
+def test_seven_bit_scales_reach(name: str, largest: float) -> None:
+    """By hand: (1 + m / 2^M) * 2^(e - bias) for the code below the top one."""
+    assert SCALE_FORMATS[name].max == largest
+
+
+@pytest.mark.parametrize("name", BLOCK_SCALES)
+@pytest.mark.parametrize("rounding", ["nearest", "up"])
+def test_scale_rounding(name: str, rounding: str) -> None:
+    x = probes(name)
+    x = x[~(x < 0)]
+    found = {"nearest": round_nearest, "up": round_up}[rounding](torch.from_numpy(x), SCALE_FORMATS[name]).numpy()
+    expected = {"nearest": reference.nearest, "up": reference.up}[rounding](x, name).astype(np.float32)
+    np.testing.assert_array_equal(found, expected, err_msg=f"{name} {rounding}")
+
+
+def test_e8m0_against_its_oracle() -> None:
+    x, y = ORACLE["e8m0/x"], ORACLE["e8m0/y"]
+    keep = (x > 0) & np.isfinite(x)
+    format: Format = SCALE_FORMATS["e8m0"]
+    clamped = torch.from_numpy(np.clip(x[keep], 2.0**-127, 2.0**127).astype(np.float32))
+    np.testing.assert_array_equal(round_nearest(clamped, format).numpy(), y[keep])

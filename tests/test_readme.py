@@ -1,0 +1,30 @@
+"""The README's examples run, and its numbers and names exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) >= 3
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_example_runs(number):
+    exec(compile(EXAMPLES[number], f"README.md, example {number + 1}", "exec"), {"__name__": "readme"})
+
+
+def test_there_are_exactly_two_set_up_commands():
+    commands = re.findall(r"```bash\n(.*?)```", README.split("\n## ")[1], re.DOTALL)
+    assert len(commands) == 2
+    assert all("-c .ci/constraints.txt" in command for command in commands), "install through the constraints"
+
+
+def test_relative_links_exist():
+    root = Path(__file__).parent.parent
+    for link in re.findall(r"\]\((?!http|#)([^)]+)\)", README):
+        assert (root / link).exists(), f"README links to {link}, which does not exist"
