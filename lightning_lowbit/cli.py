@@ -32,8 +32,8 @@ from lightning_lowbit.precision import LowBitPrecision
 # Mistakes of the user: one line says what to do. Anything else is a mistake of ours and keeps its traceback.
 _USER_ERRORS = (ValueError, FileNotFoundError, MisconfigurationException, ArgumentError)
 
-# Warnings that ask nothing of the user: Lightning 2.6.6 calls what torch 2.13 deprecates; text in memory needs no loader
-# processes; a resumed run has a folder of its own.
+# Warnings that ask nothing of the user: Lightning 2.6.6 calls what torch 2.13 deprecates; text in memory needs no
+# loader processes; a resumed run has a folder of its own.
 _NOISE = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     r"The '.*_dataloader' does not have many workers",

@@ -59,7 +59,7 @@ class Format:
         """Codes of values that lie on the grid.
 
         Args:
-            values: float32, any shape, on the grid; NaN where the format has no NaN gives an arbitrary code.
+            values: float32, any shape, on the grid; NaN gives the NaN of the format, or any code if it has none.
 
         Returns:
             uint8 codes of the same shape; -0 is encoded as 0.
@@ -75,19 +75,21 @@ class Format:
         exponent = torch.where(magnitude > 0, exponent, self.min_exponent)
         steps = torch.ldexp(magnitude, self.mantissa_bits - exponent)
         code = steps.to(torch.int32) + ((exponent - self.min_exponent) << self.mantissa_bits)
+        if self.encoding == "unsigned":  # the top code is NaN
+            return torch.where(values.isnan(), 2**self.bits - 1, code).to(torch.uint8)
         return (code + (values < 0) * 2 ** (self.bits - 1)).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Values of codes: float32, the shape of ``codes``."""
-        return table(self).to(codes.device)[codes.to(torch.int64)]
+        return table(self, codes.device)[codes.to(torch.int64)]
 
 
 @cache
-def table(format: Format) -> Tensor:
+def table(format: Format, device: torch.device | None = None) -> Tensor:
     """float32 value of each of the ``2^bits`` codes (shape ``[2^bits]``); NaN where a code means no number."""
     if format.dtype is not None:
-        return torch.arange(2**format.bits, dtype=torch.uint8).view(format.dtype).float()
-    return torch.tensor([_value(format, code) for code in range(2**format.bits)])
+        return torch.arange(2**format.bits, dtype=torch.uint8, device=device).view(format.dtype).float()
+    return torch.tensor([_value(format, code) for code in range(2**format.bits)], device=device)
 
 
 def _value(format: Format, code: int) -> float:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_lowbit.precision.base import global_seed
+
 from .loader import PackedSequences, ResumableLoader, ShuffledShard
 
 SEPARATOR = b"\0"  # stands in no text, so it can mean "here ends a document"

@@ -5,7 +5,6 @@ code as it stands (the reference) or as machine code generated from it by ``torc
 to the bit. A hand-written kernel for some device belongs in this package and is chosen in this one place.
 """
 
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,22 +64,23 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return function(blocks, *tensors, **static)
         for tensor in (blocks, *tensors):
             _mark_dynamic(tensor)
-        return _generate(function, tuple(sorted(static.items())))(blocks, *tensors)
+        layout = tuple((tensor.dtype, *(size == 1 for size in tensor.shape)) for tensor in (blocks, *tensors))
+        return _generate(function, tuple(sorted(static.items())), layout)(blocks, *tensors)
 
     return dispatch
 
 
 @cache
-def _generate(function: Callable[..., Tensor], static: tuple[tuple[str, Any], ...]) -> Callable[..., Tensor]:
+def _generate(
+    function: Callable[..., Tensor], static: tuple[tuple[str, Any], ...], layout: tuple[tuple[Any, ...], ...]
+) -> Callable[..., Tensor]:
+    """The compiled function for these constants, and for tensors of this layout (which only tells graphs apart)."""
     constants = dict(static)
-    # Dynamo counts recompilations per code object and gives up after eight. A copy of the code object for each set of
-    # constants keeps that budget for dtypes.
-    code = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    code.__kwdefaults__ = function.__kwdefaults__
 
     def specialised(*tensors: Tensor) -> Tensor:
-        return code(*tensors, **constants)
+        return function(*tensors, **constants)
 
+    # Dynamo counts recompilations per code object, and after eight runs eager code in silence: each graph has its own.
     specialised.__code__ = specialised.__code__.replace()
     return torch.compile(specialised, options=_INDUCTOR_OPTIONS)
 
@@ -96,8 +96,9 @@ def _mark_dynamic(tensor: Tensor) -> None:
 def _can_compile(device_type: str) -> bool:
     """Whether code can be generated here; says so once where it cannot."""
     try:
-        probe = torch.compile(lambda x: x + 1, options={})
-        probe(torch.zeros(2, device=device_type))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # importing the compiler warns, which is an error in some programs
+            torch.compile(lambda x: x + 1, options={})(torch.zeros(2, device=device_type))
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         warnings.warn(

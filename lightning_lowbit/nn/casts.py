@@ -27,7 +27,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "bf16": OPERANDS,
 }
 
-Operator = Cast | Literal["fprop"] | None
+OperandCast = Cast | Literal["fprop"] | None
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class LinearCasts:
     fprop_x: Cast | None = None
     fprop_w: Cast | None = None
     dgrad_g: Cast | None = None
-    dgrad_w: Operator = None
+    dgrad_w: OperandCast = None
     wgrad_g: Cast | None = None
-    wgrad_x: Operator = None
+    wgrad_x: OperandCast = None
 
     def __post_init__(self) -> None:
         for operand in OPERANDS:
@@ -92,7 +92,7 @@ class LinearCasts:
         base = cls.preset(given.pop("preset")) if "preset" in given else cls()
         return from_fields(cls, "LinearCasts", {**{name: getattr(base, name) for name in OPERANDS}, **given})
 
-    def replace(self, **operands: Operator) -> "LinearCasts":
+    def replace(self, **operands: OperandCast) -> "LinearCasts":
         """A copy with other casts for some operands."""
         for name in operands:
             choose("operand", name, OPERANDS)
@@ -104,7 +104,9 @@ class LinearCasts:
         Raises:
             ValueError: no such operand or rounding, or an operand that has no cast to round with.
         """
-        changed: dict[str, Operator] = {}
+        if not isinstance(rounding, Mapping):
+            raise ValueError(f"rounding maps operands to roundings, e.g. {{'wgrad_x': 'nearest'}}; got {rounding!r}.")
+        changed: dict[str, OperandCast] = {}
         for name, mode in rounding.items():
             cast = getattr(self, choose("operand", name, OPERANDS))
             if not isinstance(cast, Cast):
@@ -134,7 +136,7 @@ class LinearCasts:
         return " ".join(show(gemm) for gemm in ("fprop", "dgrad", "wgrad"))
 
 
-def _show(value: Operator) -> str:
+def _show(value: OperandCast) -> str:
     return "hp" if value is None else str(value)
 
 

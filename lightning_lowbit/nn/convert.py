@@ -46,7 +46,11 @@ def convert(
     Raises:
         ValueError: a pattern matches no layer, or no layer is left to convert; nothing has been changed then.
     """
-    for name, layer_casts in plan(model, casts, skip, only, overrides).items():
+    planned = plan(model, casts, skip, only, overrides)
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLayer) and name not in planned:  # converted before, and to be left alone now
+            module.full_casts = module.casts = LinearCasts()
+    for name, layer_casts in planned.items():
         layer: Any = model.get_submodule(name)
         layer.__class__ = quantized_class(type(layer))  # type: ignore[arg-type]
         layer.full_casts = layer.casts = layer_casts

@@ -6,10 +6,14 @@ The scales of the two tensors stay outside and multiply the accumulated result i
 into the operands they would cost exactness.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from lightning_lowbit.quant import Operand
+
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 def matmul(a: Operand, b: Operand, bias: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -30,16 +34,19 @@ def matmul(a: Operand, b: Operand, bias: Tensor | None = None, dtype: torch.dtyp
     left, right = a.values, b.values
     if left.dtype != dtype or right.dtype != dtype:
         left, right = left.float(), right.float()
-    factor = _product(a.factor, b.factor)
-    if factor is None and left.dtype == dtype:
+    factors = [operand.factor for operand in (a, b) if operand.factor is not None]
+    if not factors and left.dtype == dtype:
         return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
     if left.device.type == "cpu":
         # On the CPU reading a number costs nothing, and the GEMM multiplies its float32 result by alpha.
-        alpha = 1.0 if factor is None else factor.item()
+        alpha = math.prod(factor.item() for factor in factors)
+        if not _FLOAT32.tiny <= alpha <= _FLOAT32.max:  # though the result may be an ordinary number
+            product = torch.mm(left.float(), right.float()).double() * alpha
+            return (product if bias is None else product + bias).to(dtype)
         offset = left.new_zeros(()) if bias is None else bias.to(left.dtype)
         return torch.addmm(offset, left, right, alpha=alpha, beta=0 if bias is None else 1).to(dtype)
     product = torch.mm(left, right, out_dtype=torch.float32) if left.dtype != torch.float32 else torch.mm(left, right)
-    if factor is not None:
+    for factor in factors:  # one after the other: their product may leave float32
         product = product * factor
     return (product if bias is None else product + bias).to(dtype)
 
@@ -56,9 +63,3 @@ def _(
     a: Tensor, a_factor: Tensor | None, b: Tensor, b_factor: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
-
-
-def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a * b

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_lowbit.nn.casts import OPERANDS, LinearCasts, Operator
+from lightning_lowbit.nn.casts import OPERANDS, LinearCasts, OperandCast
 from lightning_lowbit.nn.gemm import matmul
 from lightning_lowbit.quant import Cast, Operand, quantize_operand
 from lightning_lowbit.quant.scaling import absmax
@@ -24,8 +24,9 @@ class _LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, keys: Tensor | None, casts: LinearCasts, exact: bool
     ) -> Tensor:
-        amax_x = _amax(x, casts.fprop_x, casts.wgrad_x)
-        amax_w = _amax(w, casts.fprop_w, casts.dgrad_w)
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        amax_x = _amax(x, casts.fprop_x, casts.wgrad_x if needs_w else None)
+        amax_w = _amax(w, casts.fprop_w, casts.dgrad_w if needs_x else None)
         qx = _operand("fprop_x", x, 1, amax_x, keys, casts, exact)
         qw = _operand("fprop_w", w, 1, amax_w, keys, casts, exact)
 
@@ -33,13 +34,13 @@ class _LinearFunction(torch.autograd.Function):
         y = matmul(qx, qw.t(), bias, x.dtype)
 
         # "fprop" keeps what the forward pass used; everything else is quantised anew from the tensor itself.
-        needs_x, needs_w = ctx.needs_input_grad[:2]
         for_wgrad = qx if casts.wgrad_x == "fprop" else Operand(x)
         for_dgrad = qw if casts.dgrad_w == "fprop" else Operand(w)
         ctx.save_for_backward(
             *(for_wgrad if needs_w else (None, None)), amax_x, *(for_dgrad if needs_x else (None, None)), amax_w
         )
-        ctx.rest = keys, casts, exact, x.dtype
+        # The keys are refilled in place for the next micro-batch, which may begin before this one's backward pass.
+        ctx.rest = None if keys is None else keys.clone(), casts, exact, x.dtype
         return y
 
     @staticmethod
@@ -66,7 +67,7 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-def _amax(tensor: Tensor, *casts: Operator) -> Tensor | None:
+def _amax(tensor: Tensor, *casts: OperandCast) -> Tensor | None:
     """Largest magnitude of a tensor, once for its casts, where one of them has a tensor scale."""
     return absmax(tensor) if any(isinstance(cast, Cast) and cast.scale.two_level for cast in casts) else None
 
@@ -86,6 +87,9 @@ def _operand(
         return Operand(tensor, factor)
     key = None if keys is None else keys[OPERANDS.index(name)]
     return quantize_operand(tensor, cast, dim, key, amax if cast.scale.two_level else None, exact)
+
+
+_HP = LinearCasts()
 
 
 class QuantizedLayer(nn.Module):
@@ -119,8 +123,10 @@ class QuantizedLayer(nn.Module):
         Returns:
             ``[..., out_features]`` in the dtype of the computation.
         """
+        if self.casts == _HP:  # nothing to quantise: the layer that this one was
+            return super().forward(x)
         weight, bias, device = self.weight_matrix(), self.bias, x.device.type
-        if torch.is_autocast_enabled(device):
+        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # which autocast leaves alone
             dtype = torch.get_autocast_dtype(device)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         elif x.dtype != weight.dtype:
@@ -155,3 +161,12 @@ def quantized_class(cls: Any) -> type[QuantizedLayer] | None:
         members = {"weight_matrix": lambda self: self.weight.t(), "__repr__": nn.Module.__repr__}
         return type("QuantConv1D", (QuantizedLayer, cls), members)
     return None
+
+
+def __getattr__(name: str) -> Any:
+    """Finds the class of a converted ``Conv1D`` by name, which is how pickle looks for classes."""
+    if name == "QuantConv1D":
+        from transformers.pytorch_utils import Conv1D
+
+        return quantized_class(Conv1D)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

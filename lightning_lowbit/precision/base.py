@@ -39,6 +39,10 @@ def global_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
+def _as_list(patterns: Iterable[str]) -> Iterable[str]:
+    return patterns if isinstance(patterns, str) else list(patterns)  # a string is refused when it is used
+
+
 class LowBitPrecision(FSDPPrecision):
     """Trains the linear layers of any ``LightningModule`` with the given casts.
 
@@ -80,7 +84,7 @@ class LowBitPrecision(FSDPPrecision):
         super().__init__(precision)
         self.casts = LinearCasts.of(casts)
         self.overrides = {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
-        self.skip, self.only = skip, only
+        self.skip, self.only = _as_list(skip), None if only is None else _as_list(only)
         self.seed, self.exact = global_seed() if seed is None else seed, exact
         self.phase = "fqt"
         self.step = 0

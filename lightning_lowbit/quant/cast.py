@@ -7,7 +7,7 @@ a tensor is quantised.
 import difflib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, TypeVar
 
@@ -29,7 +29,7 @@ def choose(what: str, given: object, possible: Collection[str]) -> str:
 def from_fields(cls: type[_T], what: str, given: Mapping[str, Any]) -> _T:
     """Builds a dataclass from a mapping as YAML gives it; an unknown field is an error that names the nearest one."""
     for name in given:
-        choose(f"field of {what}", name, [field.name for field in fields(cls)])  # type: ignore[arg-type]
+        choose(f"field of {what}", name, [f.name for f in fields(cls) if f.init])  # type: ignore[arg-type]
     return cls(**given)
 
 
@@ -97,6 +97,7 @@ class Cast:
     element: str = "e2m1"
     scale: Scale = Scale(two_level=True)
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    spec: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         choose("element format", self.element, ELEMENT_FORMATS)
@@ -105,7 +106,8 @@ class Cast:
             object.__setattr__(self, "scale", from_fields(Scale, "Scale", self.scale))
         if not isinstance(self.scale, Scale):
             raise ValueError(f"Cast.scale is a Scale or a mapping of its fields; got {self.scale!r}.")
-        object.__setattr__(self, "spec", json.dumps(asdict(self)))
+        own = {name: getattr(self, name) for name in ("element", "rounding")}
+        object.__setattr__(self, "spec", json.dumps({**own, "scale": asdict(self.scale)}))
 
     @staticmethod
     @cache

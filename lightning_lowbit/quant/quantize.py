@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_lowbit.kernels import compiled
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.rounding import mix_key, round_nearest, round_stochastic, uniform
+from lightning_lowbit.quant.rounding import round_nearest, round_stochastic, uniform
 from lightning_lowbit.quant.scaling import absmax, block_scales, encode_factor, tensor_encode_scale
 
 Tile = tuple[int, int]
@@ -67,6 +67,7 @@ class Operand(NamedTuple):
         return Operand(self.values.t(), self.factor)
 
 
+@torch.no_grad()
 def quantize(
     x: Tensor, cast: Cast, dim: int = -1, key: Tensor | int | None = None, amax: Tensor | None = None
 ) -> Quantized:
@@ -77,8 +78,10 @@ def quantize(
         cast: how.
         dim: dimension along which blocks lie: the contraction dimension of the GEMM. Tiles lie in the last two
             dimensions whatever ``dim`` is.
-        key: int64, the key of the random bits of stochastic rounding.
-        amax: largest magnitude of the tensor, 0-d, instead of that of ``x``: for scales that are shared or delayed.
+        key: the key of the random bits of stochastic rounding: an integer or an int64 tensor of one element; see
+            :func:`lightning_lowbit.quant.rounding.mix_key`.
+        amax: largest magnitude of the tensor, one element, instead of that of ``x``: for scales that are shared or
+            delayed.
 
     Returns:
         Codes and scales. An element that is NaN or infinite decodes to NaN, with its block.
@@ -93,6 +96,8 @@ def quantize(
         raise ValueError(
             f"Blocks need a dimension to lie in, and tiles a matrix; got a tensor of shape {tuple(x.shape)} for {cast}."
         )
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"There is no dimension {dim} in a tensor of shape {tuple(x.shape)}.")
     dim = dim if dim < 0 else dim - x.dim()
     matrix, tile = _as_matrix(x.float(), dim), _tile(cast, dim, x.dim())
     blocks = to_blocks(matrix, tile)
@@ -126,7 +131,7 @@ def quantize_operand(
         ``cast.fits_bfloat16``; other casts give float32 values.
     """
     if torch.compiler.is_compiling():  # opaque to the compiler, which would skip the rounding of x to its own dtype
-        values, factor = _quantize_operand_op(x, cast.spec, dim, key, amax, exact)  # type: ignore[attr-defined]
+        values, factor = _quantize_operand_op(x, cast.spec, dim, key, amax, exact)
         return Operand(values, factor if cast.scale.two_level else None)
     tile = _tile(cast, dim, x.dim())
     blocks = to_blocks(x, tile)
@@ -138,7 +143,9 @@ def quantize_operand(
 
 
 def _operand_dtype(x: Tensor, cast: Cast, exact: bool) -> torch.dtype:
-    return x.dtype if cast.fits_bfloat16 and not exact else torch.float32
+    # float16 has the digits but not the range: codes * scales exceed 65504 for some scale formats.
+    fits = cast.fits_bfloat16 and x.dtype != torch.float16
+    return x.dtype if fits and not exact else torch.float32
 
 
 @torch.library.custom_op("lightning_lowbit::quantize_operand", mutates_args=())
@@ -185,7 +192,10 @@ def _round(
             "the precision plugin, or by lightning_lowbit.nn.LayerKeys where there is no Trainer."
         )
     if not isinstance(key, Tensor):
-        key = mix_key(torch.tensor(key, device=blocks.device))
+        key = torch.tensor(key, device=blocks.device)
+    if key.dtype != torch.int64 or key.numel() != 1:
+        raise ValueError(f"A key is an integer or an int64 tensor of one element; got {key!r}.")
+    key = key.reshape(())
     return _round_blocks(blocks, scales, decode, key, cast=cast, scaled=scaled, dtype=dtype)
 
 
@@ -196,7 +206,11 @@ def _tensor_scales(x: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tensor, 
             raise ValueError(f"amax was given, but {cast} has no scale of the whole tensor: use Scale(two_level=True).")
         one = torch.ones((), device=x.device)
         return one, one
-    encode = tensor_encode_scale(absmax(x) if amax is None else amax.float(), cast)
+    if amax is None:
+        amax = absmax(x)
+    elif not isinstance(amax, Tensor) or amax.numel() != 1:
+        raise ValueError(f"amax is a tensor of one element, the largest magnitude; got {amax!r}.")
+    encode = tensor_encode_scale(amax.float().reshape(()), cast)
     return encode, torch.reciprocal(encode)
 
 
@@ -225,6 +239,7 @@ def _tile(cast: Cast, dim: int, dimensions: int) -> Tile:
 
 def to_blocks(matrix: Tensor, tile: Tile) -> Tensor:
     """Blocked view of a matrix ``[R, C]``, zero-padded to whole tiles (zeros change no maximum and round to zero)."""
+    matrix = matrix.contiguous()
     (rows, columns), (k1, k2) = matrix.shape, tile
     if rows % k1 or columns % k2:
         matrix = F.pad(matrix, (0, -columns % k2, 0, -rows % k1))

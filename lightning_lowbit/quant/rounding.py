@@ -8,7 +8,9 @@ a float32 sum v + M keeps no digit below ``step``, so
 
 The first is exact, signed and free of bit casts, which compilers turn into vector code. The second moves v by less
 than half a step either way: it ends on the upper neighbour with probability (v - lower) / step, and a v on the grid
-stays where it is. u has 23 random bits and half a unit (u = (r + 1/2) / 2^23), hence no bias towards zero.
+stays where it is. u has 16 random bits and half a unit (u = (r + 1/2) / 2^16), hence no bias towards zero. More bits
+would not survive the addition: float32 holds 127 in steps of 2^-17, and a sum rounded to the middle between two values
+ends on the even one, which may lie beyond the largest.
 
 Random bits are a pure function of (key, element index): no generator, no state, the same on every device.
 """
@@ -38,7 +40,7 @@ def grid_step(magnitude: Tensor, format: Format) -> Tensor:
         for exponent in binades:
             step = torch.where(magnitude >= 2.0**exponent, 2.0 ** (exponent - format.mantissa_bits), step)
         return step
-    binade = (torch.frexp(magnitude).exponent - 1).clamp(min=format.min_exponent)
+    binade = (torch.frexp(magnitude.clamp(min=smallest)).exponent - 1).clamp(min=format.min_exponent)
     return torch.ldexp(torch.ones_like(magnitude), binade - format.mantissa_bits)
 
 
@@ -78,19 +80,19 @@ def round_up(value: Tensor, format: Format) -> Tensor:
     return torch.where(nearest < value, above, nearest)
 
 
-def round_stochastic(value: Tensor, format: Format, uniform: Tensor) -> Tensor:
+def round_stochastic(value: Tensor, format: Format, draws: Tensor) -> Tensor:
     """One of the two neighbours of each value, unbiased inside the range, saturating outside, NaN kept.
 
     Args:
         value: float32, any shape.
-        uniform: float32, same shape, in (0, 1); see :func:`uniform`.
+        draws: float32, same shape, in (0, 1); from :func:`uniform`.
 
     Returns:
         float32 values on the grid, same shape.
     """
     value = value.clamp(-format.max, format.max)
     step = grid_step(value.abs(), format)
-    return _to_multiple(value + (uniform - 0.5) * step, step)
+    return _to_multiple(value + (draws - 0.5) * step, step)
 
 
 # --- random bits ------------------------------------------------------------------------------------------------------
@@ -106,11 +108,14 @@ _MULTIPLIERS = tuple(_int32(number) for number in (0x9E3779B1, 0x21F0AAAD, 0x735
 
 
 def uniform(index: Tensor, key: Tensor) -> Tensor:
-    """Uniform numbers in (0, 1) with 23 random bits, a pure function of key and index.
+    """Uniform numbers in (0, 1) with 16 random bits, a pure function of key and index.
+
+    Keys should come from :func:`mix_key` or be as random: with a small number as the key, the bits of the element at
+    the index of that number are 0.
 
     Args:
         index: int32 element indices, any shape (beyond 2^32 elements they repeat).
-        key: int64, 0-d; keys come from :func:`mix_key`, so that neighbouring steps and layers are independent.
+        key: int64, 0-d.
 
     Returns:
         float32 of the shape of ``index``.
@@ -123,7 +128,7 @@ def uniform(index: Tensor, key: Tensor) -> Tensor:
     bits = bits ^ ((bits >> 15) & 0x1FFFF)
     bits = bits * _MULTIPLIERS[2]
     bits = bits ^ ((bits >> 15) & 0x1FFFF)
-    return ((bits >> 9) & 0x7FFFFF).to(torch.float32) * 2.0**-23 + 2.0**-24
+    return ((bits >> 16) & 0xFFFF).to(torch.float32) * 2.0**-16 + 2.0**-17
 
 
 def mix_key(key: Tensor) -> Tensor:

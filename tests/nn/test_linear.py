@@ -265,7 +265,7 @@ def knobs() -> list[tuple[str, Cast, Cast]]:
                     Cast("e2m1", replace(scale, **{field.name: value})),
                 )
             )
-    for field in fields(Cast):
+    for field in (field for field in fields(Cast) if field.init):
         cast, values = CAST_KNOBS[field.name]
         for value in values:
             found.append((f"{field.name}={value}", cast, replace(cast, **{field.name: value})))

@@ -84,7 +84,7 @@ def neighbours(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 # --- random bits ------------------------------------------------------------------------------------------------------
 
-RANDOM_BITS = 23
+RANDOM_BITS = 16
 
 
 def hash32(index: np.ndarray, key: int) -> np.ndarray:
