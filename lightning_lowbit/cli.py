@@ -190,6 +190,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"lowbit: error: {explain(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before or after training, where there is nothing to save
+        print("lowbit: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -50,10 +50,9 @@ def backend(name: Backend) -> Iterator[None]:
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorates ``function(blocks, *tensors, **static) -> Tensor`` so that it may run compiled.
 
-    ``blocks`` holds the blocks of an operand; dimension 1 is the block itself and of constant size, as is every
-    dimension of a size that ``static`` names; all other sizes are dynamic, so that one compilation serves all layers.
-
-    Keyword arguments are constants of the generated code: hashable, and few different ones.
+    ``blocks`` is the blocked view of an operand, in which odd dimensions are the sides of a block. Their sizes become
+    constants of the generated code; those of even dimensions stay dynamic, so that one compilation serves all layers.
+    Keyword arguments are constants too: hashable, and few different ones.
     """
 
     @wraps(function)
@@ -86,7 +85,7 @@ def _generate(
 
 
 def _mark_dynamic(tensor: Tensor) -> None:
-    # A size of one cannot be dynamic (it broadcasts), and block dimensions are odd-numbered by construction.
+    # A size of one cannot be dynamic: it broadcasts.
     for dimension in range(0, tensor.dim(), 2):
         if tensor.shape[dimension] > 1:
             torch._dynamo.mark_dynamic(tensor, dimension)

@@ -125,6 +125,10 @@ class QuantizedLayer(nn.Module):
         """
         if self.casts == _HP:  # nothing to quantise: the layer that this one was
             return super().forward(x)
+        return self.quantized_forward(x)
+
+    def quantized_forward(self, x: Tensor) -> Tensor:
+        """:meth:`forward` through the six casts, whatever they are; with six of None still ``nn.Linear`` to the bit."""
         weight, bias, device = self.weight_matrix(), self.bias, x.device.type
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # which autocast leaves alone
             dtype = torch.get_autocast_dtype(device)

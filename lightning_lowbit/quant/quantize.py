@@ -76,8 +76,7 @@ def quantize(
     Args:
         x: floating point, any shape. Blocks that its size does not fill are padded inside with zeros.
         cast: how.
-        dim: dimension along which blocks lie: the contraction dimension of the GEMM. Tiles lie in the last two
-            dimensions whatever ``dim`` is.
+        dim: dimension along which blocks lie: the contraction dimension of the GEMM. Of no consequence for tiles.
         key: the key of the random bits of stochastic rounding: an integer or an int64 tensor of one element; see
             :func:`lightning_lowbit.quant.rounding.mix_key`.
         amax: largest magnitude of the tensor, one element, instead of that of ``x``: for scales that are shared or

@@ -27,6 +27,7 @@ def layer(casts: str | None, inputs: int, outputs: int, device: str) -> nn.Modul
     model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).to(device)
     if casts is not None:
         LayerKeys(convert(model, casts)).fill_(0, device=torch.device(device))
+        model[0].forward = model[0].quantized_forward  # of bf16 casts too, which would else be a plain nn.Linear
     return model
 
 

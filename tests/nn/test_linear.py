@@ -76,7 +76,10 @@ def test_without_casts_is_linear(shape: tuple[int, ...], bias: bool, mode: str) 
     original = nn.Linear(IN, OUT, bias=bias, dtype=dtype)
     x, g = torch.randn(shape, dtype=dtype), torch.randn(*shape[:-1], OUT, dtype=dtype)
     expected = run(original, x, g, mode == "autocast")
-    identical(run(layer_like(original, "bf16"), x, g, mode == "autocast"), expected, f"{mode} {shape}")
+    layer = layer_like(original, "bf16")
+    identical(run(layer, x, g, mode == "autocast"), expected, f"{mode} {shape}")
+    layer.forward = layer.quantized_forward  # type: ignore[method-assign]
+    identical(run(layer, x, g, mode == "autocast"), expected, f"through the six casts, {mode} {shape}")
 
 
 @pytest.mark.parametrize("autocast", [False, True])
