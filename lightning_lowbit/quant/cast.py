@@ -95,7 +95,7 @@ class Cast:
     """
 
     element: str = "e2m1"
-    scale: Scale = Scale(two_level=True)
+    scale: Scale = Scale()
     rounding: Literal["nearest", "stochastic"] = "nearest"
     spec: str = field(init=False, repr=False, compare=False)
 

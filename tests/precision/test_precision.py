@@ -11,7 +11,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_lowbit import FP4Precision, LinearCasts, LowBitPrecision
+from lightning_lowbit import Cast, FP4Precision, LinearCasts, LowBitPrecision, Scale
 from lightning_lowbit.nn import QuantLinear
 from lightning_lowbit.precision.base import global_seed
 
@@ -212,6 +212,7 @@ def test_from_yaml(monkeypatch):
               casts:
                 preset: nvfp4
                 wgrad_x: fprop
+                wgrad_g: {element: e1m2, rounding: stochastic, scale: {format: e5m2, block: 32}}
                 dgrad_g: {element: e2m1, rounding: nearest, scale: {format: e4m3, block: [16, 16], two_level: true}}
               rounding: {wgrad_g: nearest}
               overrides: {layer: bf16}
@@ -224,7 +225,7 @@ def test_from_yaml(monkeypatch):
     plugin = cli.trainer.precision_plugin
     assert plugin.casts.wgrad_x == "fprop"
     assert plugin.casts.dgrad_g.scale.block == (16, 16)
-    assert plugin.casts.wgrad_g.rounding == "nearest"
+    assert plugin.casts.wgrad_g == Cast("e1m2", Scale("e5m2", 32), "nearest"), "YAML's fields have other defaults"
     assert plugin.overrides == {"layer": LinearCasts()}
     assert plugin.seed == 5
     assert plugin.precision == "32-true"
