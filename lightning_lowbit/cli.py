@@ -29,7 +29,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 
 from lightning_lowbit.precision import LowBitPrecision
 
-# Mistakes of the user: one line says what to do. Anything else is a mistake of ours and keeps its traceback.
+# What mistakes of the user raise: one line says what to do. Anything else keeps its traceback.
 _USER_ERRORS = (ValueError, FileNotFoundError, MisconfigurationException, ArgumentError)
 
 # Warnings that ask nothing of the user: Lightning 2.6.6 calls what torch 2.13 deprecates; text in memory needs no
@@ -58,13 +58,27 @@ class LowBitCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Finds the checkpoint to go on from: one that is missing is an error, not a fresh start."""
         config = self.config[str(self.subcommand)]
-        if config.ckpt_path == "last":
-            config.ckpt_path = str(find_last_checkpoint(Path(config.trainer.default_root_dir or ".")))
-        elif config.ckpt_path not in (None, "best") and not Path(config.ckpt_path).exists():
+        path = config.ckpt_path
+        if path == "last":
+            config.ckpt_path = str(find_last_checkpoint(self._checkpoint_folder(config.trainer)))
+            print(f"Going on from {config.ckpt_path}")
+        elif path not in (None, "best", "hpc") and not re.match(r"\w+:", path) and not Path(path).exists():
             raise FileNotFoundError(
                 f"The checkpoint {config.ckpt_path!r} does not exist. Give the path of one, or leave --ckpt_path "
                 "out to start afresh."
             )
+
+    @staticmethod
+    def _checkpoint_folder(trainer: Any) -> Path:
+        # Where ModelCheckpoint writes: below the logger's folder, or the Trainer's.
+        arguments = getattr(trainer.logger, "init_args", None) or {}
+        folder = arguments.get("save_dir") or trainer.default_root_dir
+        if folder is None:
+            raise ValueError(
+                "--ckpt_path last needs the folder of the run: set the logger's save_dir or trainer.default_root_dir, "
+                "or give the path of a checkpoint."
+            )
+        return Path(folder)
 
     def before_fit(self) -> None:
         """Matches the plugin's patterns against the model."""
@@ -166,7 +180,7 @@ def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status.
+    """Runs the command; returns the exit status (after Ctrl-C in training, Lightning exits with status 1).
 
     With ``LOWBIT_TRACEBACK=1`` in the environment errors keep their traceback.
     """
@@ -188,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _USER_ERRORS as error:
         if os.environ.get("LOWBIT_TRACEBACK") == "1":
             raise
-        print(f"lowbit: error: {explain(error)}", file=sys.stderr)
+        print(f"lowbit: error: {explain(error)} (LOWBIT_TRACEBACK=1 shows where.)", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before or after training, where there is nothing to save
         print("lowbit: interrupted", file=sys.stderr)

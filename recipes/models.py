@@ -33,7 +33,7 @@ class WarmupCosine(LambdaLR):
     Args:
         optimizer: its learning rates are the peak.
         warmup_steps: optimizer steps until the peak; 0 starts there.
-        total_steps: optimizer steps of the whole run; None for those of the Trainer's.
+        total_steps: optimizer steps of the whole run; with None, :class:`CausalLM` fills in those of its Trainer.
         final_fraction: last learning rate over the peak.
 
     Raises:
@@ -46,6 +46,11 @@ class WarmupCosine(LambdaLR):
         self.warmup_steps, self.final_fraction = warmup_steps, final_fraction
         self.set_total_steps(math.inf if total_steps is None else total_steps)
         super().__init__(optimizer, self._factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position; the shape is that of this run's configuration, also after a resume."""
+        shape = ("warmup_steps", "final_fraction", "total_steps")
+        return {name: value for name, value in super().state_dict().items() if name not in shape}
 
     def set_total_steps(self, total_steps: float) -> None:
         """Sets the length of the run; raises as the constructor does."""
@@ -161,7 +166,7 @@ class CausalLM(LightningModule):
         self.val_loss.update(loss, tokens)
         self.val_perplexity.update(loss, tokens)
         self.log("val_loss", self.val_loss, prog_bar=True)
-        self.log("val_perplexity", self.val_perplexity)
+        self.log("val_perplexity", self.val_perplexity, prog_bar=True)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Logs the gradient norm as a tensor on the device: nobody waits for it until it is shown."""
@@ -197,5 +202,7 @@ class CausalLM(LightningModule):
             return optimizer
         scheduler = self.make_scheduler(optimizer)
         if isinstance(scheduler, WarmupCosine) and scheduler.total_steps == math.inf:
+            if self.trainer.estimated_stepping_batches == math.inf:
+                raise ValueError("WarmupCosine needs the length of the run: set max_steps, max_epochs or total_steps.")
             scheduler.set_total_steps(self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -65,7 +65,7 @@ def test_quickstart(capsys):
         assert metric in shown, f"the progress bar does not show {metric}"
     checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 6
-    assert checkpoint["lightning_lowbit"] == {"step": 6, "micro_batch": 0, "phase": "qaf"}
+    assert checkpoint["lightning_lowbit"] == {"step": 6, "micro_batch": 0, "phase": "qaf", "seed": 0}
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["trainer"]["max_steps"] == 6
     assert config["model"]["init_args"]["optimizer"]["class_path"] == "lightning_lowbit.StableSPAM"
@@ -103,6 +103,13 @@ def test_validate_from_a_checkpoint():
     assert lowbit("--ckpt_path=last", command="validate") == 0
     (again,) = scalars("runs/tiny/version_1", "val_loss").values()
     assert again == last
+
+
+def test_last_is_searched_where_the_checkpoints_are():
+    mine = "--trainer.logger.init_args.save_dir=runs/mine"
+    assert lowbit(mine) == 0
+    assert lowbit("--ckpt_path=last", command="validate") == 2, "another run's folder has no checkpoint"
+    assert lowbit(mine, "--ckpt_path=last", command="validate") == 0
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------

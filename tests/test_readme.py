@@ -1,4 +1,4 @@
-"""The README's examples run, and its numbers and names exist."""
+"""The README's Python examples run, its links exist, and its set-up commands are two."""
 
 import re
 from pathlib import Path

@@ -17,8 +17,9 @@ class ExactResume(Callback):
     Lightning's checkpoints hold no random state, so that after a resume dropout draws other numbers. With this callback
     nothing needs to be stored: the numbers of a batch are a function of its place in the run.
 
-    The order of the data is the loader's own affair: a plain ``DataLoader`` begins its epoch again after a resume. Use
-    one with ``state_dict`` and ``load_state_dict``.
+    What happens while a batch is loaded (its order, augmentation) is the loader's own affair: a plain ``DataLoader``
+    begins its epoch again after a resume. Use one with ``state_dict`` and ``load_state_dict``. A checkpoint from the
+    middle of an accumulation lacks the gradients so far: resume from the end of an optimizer step.
 
     Args:
         seed: any integer; None takes that of ``seed_everything``, or 0.

@@ -15,8 +15,8 @@ class GracefulInterrupt(Callback):
     """On Ctrl-C, finishes the optimizer step, saves a checkpoint and stops; a second Ctrl-C stops at once.
 
     An interrupt in the middle of a step leaves gradients and counters half-way, from where no run can be resumed
-    exactly. The checkpoint goes where the Trainer's ``ModelCheckpoint`` puts its own, as ``interrupted.ckpt``, or into
-    ``default_root_dir``.
+    exactly. A validation that is due at that step, or running, comes first. The checkpoint goes where the Trainer's
+    ``ModelCheckpoint`` puts its own, as ``interrupted.ckpt``, or into ``default_root_dir``.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,19 @@ class GracefulInterrupt(Callback):
             self._previous = signal.signal(signal.SIGINT, self._request)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Saves and stops, at the end of an optimizer step."""
-        if trainer.fit_loop._should_accumulate():
-            return
+        """Saves and stops, at the end of an optimizer step without a validation."""
+        loop: Any = trainer.fit_loop
+        if not loop._should_accumulate() and not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+            self._stop_if_requested(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves and stops, at the end of an optimizer step with a validation."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._stop_if_requested(trainer)
+
+    def _stop_if_requested(self, trainer: Trainer) -> None:
         # The signal may reach some processes only, or one of them a step late: they agree, now and then.
-        if trainer.world_size > 1 and trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+        if trainer.world_size > 1 and trainer.global_step % max(1, trainer.log_every_n_steps):  # type: ignore[attr-defined]
             return
         if not trainer.strategy.reduce_boolean_decision(self._requested, all=False):
             return
@@ -48,7 +56,9 @@ class GracefulInterrupt(Callback):
         self._restore()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Gives the signal back."""
+        """Gives the signal back, but not in a shutdown after Ctrl-C, during which Lightning ignores it."""
+        if isinstance(exception, KeyboardInterrupt):
+            self._previous = None
         self._restore()
 
     def _request(self, number: int, frame: FrameType | None) -> None:

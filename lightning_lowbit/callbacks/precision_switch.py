@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_lowbit.nn.casts import PHASES
 from lightning_lowbit.precision import LowBitPrecision
@@ -15,7 +15,8 @@ class PrecisionSwitch(Callback):
     """Puts all layers into a phase from a step on.
 
     The switch happens before the first micro-batch of that optimizer step. The phase lives in the precision plugin and
-    is part of its checkpoint; this callback keeps no state. Of several switches, the last one that is due holds.
+    is part of its checkpoint; this callback keeps no state. Of several switches, the last one that is due holds, and of
+    several at one step the last in the list.
 
     Args:
         to: ``"qaf"``, ``"hp-forward"``, ``"bf16"`` or ``"fqt"``; see :meth:`LinearCasts.phase`.
@@ -24,8 +25,8 @@ class PrecisionSwitch(Callback):
 
     Raises:
         ValueError: no such phase, or not exactly one of ``at`` and ``step``, or one out of range.
-        MisconfigurationException: the Trainer has no plugin of lightning_lowbit, or a fraction of an endless run is
-            asked for (when training starts).
+        MisconfigurationException: when training starts: the Trainer has no plugin of lightning_lowbit, or a fraction is
+            asked for of a run whose number of steps is not known.
     """
 
     def __init__(self, to: str, *, at: float | None = None, step: int | None = None) -> None:
@@ -38,7 +39,7 @@ class PrecisionSwitch(Callback):
             raise ValueError(f"step is a number of optimizer steps, 0 or more; got {step}.")
         self.at = at
         self.step = step
-        self._due = 0
+        self._due, self._done = 0, False
 
     @property
     def state_key(self) -> str:
@@ -52,30 +53,49 @@ class PrecisionSwitch(Callback):
                 f"{type(self).__name__} switches the phase of a LowBitPrecision plugin, but the Trainer has "
                 f"{type(trainer.precision_plugin).__name__}. Use e.g. Trainer(plugins=[FP4Precision()])."
             )
-        self._due = self._resolve(trainer)
+        self._due, self._done = self._resolve(trainer, pl_module), False
+        early = trainer.global_step < self._due and not self._is_any_due(trainer)
+        if trainer.precision_plugin.phase == self.to != "fqt" and early:
+            rank_zero_warn(
+                f"The run is in phase {self.to!r} already, as its checkpoint was, though {type(self).__name__} is due "
+                f"at step {self._due}; it stays so. PrecisionSwitch('fqt', step={trainer.global_step}) goes back."
+            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Switches when it is time.
 
         ``global_step`` changes at accumulation boundaries only and alike on all ranks, and so does the phase.
         """
+        if self._done or trainer.global_step < self._due:
+            return
+        self._done = True  # once: whoever changes the phase later has the last word
         plugin = trainer.precision_plugin
         assert isinstance(plugin, LowBitPrecision)
-        if plugin.phase != self.to and trainer.global_step >= self._due and self._is_last_due(trainer):
+        if plugin.phase != self.to and self._is_last_due(trainer):
             rank_zero_info(f"Step {trainer.global_step}: precision phase {plugin.phase!r} -> {self.to!r}.")
             plugin.set_phase(self.to)
             for logger in trainer.loggers:
                 logger.log_metrics({"phase": float(list(PHASES).index(self.to))}, step=trainer.global_step)
 
+    def _is_any_due(self, trainer: Trainer) -> bool:
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        switches = [c for c in callbacks if isinstance(c, PrecisionSwitch) and c.to == self.to]
+        return any(switch._resolve(trainer, trainer.lightning_module) <= trainer.global_step for switch in switches)
+
     def _is_last_due(self, trainer: Trainer) -> bool:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         due = [c for c in callbacks if isinstance(c, PrecisionSwitch) and c._due <= trainer.global_step]
-        return max(due, key=lambda switch: switch._due) is self
+        return max(reversed(due), key=lambda switch: switch._due) is self  # of equals, the one listed last
 
-    def _resolve(self, trainer: Trainer) -> int:
+    def _resolve(self, trainer: Trainer, pl_module: LightningModule) -> int:
         if self.step is not None:
             return self.step
         assert self.at is not None
+        if not pl_module.automatic_optimization and trainer.max_steps == -1:
+            raise MisconfigurationException(
+                f"{type(self).__name__}(at={self.at}) is a fraction of all optimizer steps, and how many manual "
+                "optimisation takes is not known: set max_steps, or give step instead of at."
+            )
         total = trainer.estimated_stepping_batches
         if total == float("inf"):
             raise MisconfigurationException(

@@ -55,6 +55,10 @@ def convert(
         layer.__class__ = quantized_class(type(layer))  # type: ignore[arg-type]
         layer.full_casts = layer.casts = layer_casts
         layer.exact = exact
+    for module in model.modules():
+        # In evaluation torch would run these blocks by one fused operation on the raw weights; it asks this flag first.
+        if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.linear1, QuantizedLayer):
+            module.activation_relu_or_gelu = 0
     return model
 
 

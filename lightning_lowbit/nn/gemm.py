@@ -1,9 +1,9 @@
 """The GEMMs, emulated: what low-precision tensor cores compute, on any device.
 
-A product of two elements with their block scales is exact in bfloat16 for FP4 (see ``Cast.fits_bfloat16``), so a
-bfloat16 GEMM over ``codes * scales`` with float32 accumulation is the tensor core's GEMM up to the order of summation.
-The scales of the two tensors stay outside and multiply the accumulated result in float32, before it is rounded: folded
-into the operands they would cost exactness.
+An FP4 element times its block scale is exact in bfloat16 (see ``Cast.fits_bfloat16``), and a product of two such
+numbers in float32, so a bfloat16 GEMM over ``codes * scales`` with float32 accumulation is the tensor core's GEMM up to
+the order of summation. The scales of the two tensors stay outside and multiply the accumulated result in float32,
+before it is rounded: folded into the operands they would cost exactness.
 """
 
 import math

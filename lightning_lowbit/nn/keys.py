@@ -60,8 +60,8 @@ class LayerKeys:
             rank: of this process among the data-parallel ones.
             device: where the layers compute; None leaves the keys where they are.
         """
-        if device is not None and device != self._keys.device:
-            self._place(device)
+        if device is not None and (device := torch.empty(0, device=device).device) != self._keys.device:
+            self._place(device)  # "cuda" has become "cuda:0" by now, and compares
         shared = _hash(self.seed, step, micro_batch)
         own = _hash(self.seed, step, micro_batch, rank)
         self._keys.copy_(mix_key(self._salts ^ torch.where(self._is_weight, shared, own)))

@@ -9,6 +9,7 @@ model's ``state_dict`` is untouched: its weights load into the unconverted model
 """
 
 import os
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -90,6 +91,7 @@ class LowBitPrecision(FSDPPrecision):
         self.step = 0
         self.micro_batch = 0
         self._root: nn.Module | None = None
+        self._trainer: weakref.ref[Any] | None = None
         self._device = torch.device("cpu")
         self._rank = 0
         self._keys: LayerKeys | None = None
@@ -109,6 +111,9 @@ class LowBitPrecision(FSDPPrecision):
                 f"got {type(module).__name__} outside a Trainer. With Fabric or plain PyTorch, call "
                 "lightning_lowbit.convert(model, casts) and set keys with lightning_lowbit.nn.LayerKeys."
             )
+        if self._trainer is not None and self._trainer() is not trainer:  # another run
+            self.step, self.micro_batch, self.phase = 0, 0, "fqt"
+        self._trainer = weakref.ref(trainer)
         strategy = trainer.strategy
         self._device, self._rank = strategy.root_device, trainer.global_rank
         convert(module, self.casts, self.skip, self.only, self.overrides, self.exact)
@@ -129,6 +134,10 @@ class LowBitPrecision(FSDPPrecision):
                 layer.casts = layer.full_casts.phase(phase)
 
     # --- one step ---
+
+    def convert_input(self, data: Any) -> Any:
+        """Leaves batches as they are, as Lightning's ``bf16-mixed`` does (FSDP's would cast them)."""
+        return data
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Autocast to the compute dtype."""
@@ -176,16 +185,23 @@ class LowBitPrecision(FSDPPrecision):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the state under a key that does not depend on the plugin's class."""
-        checkpoint[_CHECKPOINT_KEY] = {"step": self.step, "micro_batch": self.micro_batch, "phase": self.phase}
+        state = {"step": self.step, "micro_batch": self.micro_batch, "phase": self.phase, "seed": self.seed}
+        checkpoint[_CHECKPOINT_KEY] = state
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes the state of a checkpoint; one that was saved without this plugin has none."""
+        """Takes the state of a checkpoint; one that was saved without this plugin, or weights only, has none."""
         state = checkpoint.get(_CHECKPOINT_KEY)
         if state is None:
             rank_zero_warn(
-                "The checkpoint was saved without a plugin of lightning_lowbit: its weights are loaded, and "
-                f"quantisation starts anew (step 0, phase {self.phase!r})."
+                "The checkpoint holds no state of lightning_lowbit (saved without the plugin, or weights only): its "
+                f"weights are loaded, and quantisation starts anew at step {self.step}, in phase {self.phase!r}. If it "
+                "was trained in another phase, call plugin.set_phase(...)."
             )
             return
+        if state["seed"] != self.seed:
+            rank_zero_warn(
+                f"The checkpoint's random bits are those of seed {state['seed']}, this run's of seed {self.seed}: it "
+                f"will not repeat the uninterrupted run. Give seed={state['seed']} for that."
+            )
         self.step, self.micro_batch = state["step"], state["micro_batch"]
         self.set_phase(state["phase"])

@@ -68,6 +68,53 @@ def test_several_switches_in_any_order():
     assert [phase for _, phase, _ in seen] == ["fqt", "qaf", "hp-forward", "hp-forward", "bf16", "bf16"]
 
 
+def test_a_later_change_by_hand_stands():
+    class ByHand(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 4:
+                trainer.precision_plugin.set_phase("bf16")
+
+    seen = fit(QAFSwitch(step=2), ByHand())
+    assert [phase for _, phase, _ in seen] == ["fqt", "fqt", "qaf", "qaf", "bf16", "bf16"]
+
+
+@pytest.mark.parametrize("order", [["qaf", "bf16"], ["bf16", "qaf"]])
+def test_of_two_at_one_step_the_last_in_the_list_holds(order):
+    seen = fit(*(PrecisionSwitch(to, step=2) for to in order))
+    assert [phase for _, phase, _ in seen] == ["fqt"] * 2 + [order[-1]] * 4
+
+
+def test_a_longer_run_from_a_checkpoint_in_the_phase_says_so(tmp_path):
+    def run(steps, switch, ckpt_path=None):
+        trainer = Trainer(
+            accelerator="cpu",
+            max_steps=steps,
+            limit_train_batches=4,
+            plugins=[FP4Precision()],
+            callbacks=[switch],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+        )
+        trainer.fit(Two(), ckpt_path=ckpt_path)
+        return trainer
+
+    run(4, QAFSwitch(at=0.5)).save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.warns(UserWarning, match="in phase 'qaf' already.*due at step 6"):
+        trainer = run(8, QAFSwitch(at=0.75), tmp_path / "x.ckpt")
+    assert trainer.precision_plugin.phase == "qaf"
+
+
+def test_fraction_of_manual_optimisation():
+    class Manual(Two):
+        automatic_optimization = False
+
+    with pytest.raises(MisconfigurationException, match="set max_steps, or give step"):
+        fit(QAFSwitch(at=0.5), model=Manual(), max_steps=-1, max_epochs=1)
+
+
 @pytest.mark.parametrize(("at", "phases"), [(0.0, {"qaf"}), (1.0, {"fqt"})])
 def test_ends_of_the_run(at, phases):
     assert {phase for _, phase, _ in fit(QAFSwitch(at=at))} == phases

@@ -11,8 +11,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_lowbit import Cast, FP4Precision, LinearCasts, LowBitPrecision, Scale
-from lightning_lowbit.nn import QuantLinear
+from lightning_lowbit import Cast, FP4Precision, LinearCasts, LowBitPrecision, QAFSwitch, Scale, convert
+from lightning_lowbit.nn import QuantLinear, set_phase
 from lightning_lowbit.precision.base import global_seed
 
 
@@ -53,7 +53,7 @@ def test_trains_any_module_and_leaves_its_checkpoint_alone(tmp_path):
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     checkpoint = torch.load(tmp_path / "x.ckpt", weights_only=True)
     assert list(checkpoint["state_dict"]) == ["layer.weight", "layer.bias"]
-    assert checkpoint["lightning_lowbit"] == {"step": 2, "micro_batch": 0, "phase": "fqt"}
+    assert checkpoint["lightning_lowbit"] == {"step": 2, "micro_batch": 0, "phase": "fqt", "seed": 0}
     plain = BoringModel()
     plain.load_state_dict(checkpoint["state_dict"])
     assert torch.equal(plain.layer.weight, model.layer.weight)
@@ -188,10 +188,57 @@ def test_checkpoint_without_the_plugin_starts_quantisation_and_says_so(tmp_path)
     trainer = quiet(limit_train_batches=2)  # ends with the epoch
     trainer.fit(BoringModel())
     trainer.save_checkpoint(tmp_path / "x.ckpt")
-    with pytest.warns(UserWarning, match="saved without a plugin"):
+    with pytest.warns(UserWarning, match="holds no state of lightning_lowbit"):
         quiet(plugins=[FP4Precision()], max_steps=3, limit_train_batches=2).fit(
             BoringModel(), ckpt_path=tmp_path / "x.ckpt"
         )
+
+
+def test_weights_only_checkpoint_says_that_it_has_no_state(tmp_path):
+    trainer = quiet(plugins=[FP4Precision()], limit_train_batches=2)
+    trainer.fit(BoringModel())
+    trainer.save_checkpoint(tmp_path / "x.ckpt", weights_only=True)
+    with pytest.warns(UserWarning, match="saved without the plugin, or weights only"):
+        quiet(plugins=[FP4Precision()], limit_val_batches=1).validate(BoringModel(), ckpt_path=tmp_path / "x.ckpt")
+
+
+def test_resuming_with_another_seed_is_said(tmp_path):
+    trainer = quiet(plugins=[FP4Precision(seed=1)], limit_train_batches=2)
+    trainer.fit(BoringModel())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.warns(UserWarning, match="those of seed 1, this run's of seed 2"):
+        other = quiet(plugins=[FP4Precision(seed=2)], max_steps=3, limit_train_batches=2)
+        other.fit(BoringModel(), ckpt_path=tmp_path / "x.ckpt")
+
+
+def test_one_plugin_in_two_runs_starts_each_from_the_beginning():
+    plugin = FP4Precision()
+    quiet(plugins=[plugin], callbacks=[QAFSwitch(step=1)]).fit(BoringModel())
+    assert (plugin.step, plugin.phase) == (2, "qaf")
+    second = Recorder()
+    quiet(plugins=[plugin]).fit(second)
+    assert (plugin.step, plugin.phase) == (2, "fqt")
+    first = Recorder()
+    quiet(plugins=[FP4Precision()]).fit(first)
+    assert second.seen == first.seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_batches_keep_their_dtype(dtype):
+    batch = {"x": torch.ones(2, dtype=dtype)}
+    assert FP4Precision().convert_input(batch)["x"].dtype == dtype
+
+
+def test_transformer_encoder_is_quantised_in_evaluation_too():
+    """Torch's fused evaluation path reads the raw weights; it must not be taken."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2).eval()
+    convert(model, "nvfp4")
+    x = torch.randn(2, 16, 32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        quantised = model(x)
+        set_phase(model, "bf16")
+        plain = model(x)
+    assert not torch.equal(quantised, plain), "the casts change nothing in evaluation"
 
 
 def test_seed_of_seed_everything(monkeypatch):

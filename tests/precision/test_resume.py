@@ -38,7 +38,7 @@ class Run(Callback):
         return dict(list(self.losses.items())[step * ACCUMULATE :])
 
 
-def train(folder, ckpt_path=None, callbacks=(ExactResume,), steps=STEPS):
+def train(folder, ckpt_path=None, callbacks=(ExactResume,), switches=(SWITCH,)):
     (folder / "text").mkdir(exist_ok=True)
     words = random.Random(0)
     text = " ".join(words.choice(["red", "green", "blue", "round", "square"]) for _ in range(400))
@@ -58,11 +58,11 @@ def train(folder, ckpt_path=None, callbacks=(ExactResume,), steps=STEPS):
     run = Run(folder)
     trainer = Trainer(
         accelerator="cpu",
-        max_steps=steps,
+        max_steps=STEPS,
         accumulate_grad_batches=ACCUMULATE,
         plugins=[FP4Precision("nvfp4", skip=["lm_head"])],
         callbacks=[
-            QAFSwitch(step=SWITCH),
+            *(QAFSwitch(step=step) for step in switches),
             *(make() for make in callbacks),
             run,
         ],
@@ -99,8 +99,14 @@ def test_resume_equals_the_uninterrupted_run(uninterrupted, tmp_path, step):
     assert_same(resumed, whole, step)
 
 
+def test_the_phase_is_the_checkpoints_also_without_the_callback(uninterrupted, tmp_path):
+    folder, whole = uninterrupted
+    resumed = train(tmp_path, folder / "step=7.ckpt", switches=())
+    assert_same(resumed, whole, 7)
+
+
 @pytest.mark.parametrize("damage", ["drop", "step", "phase"])
-def test_losing_the_plugins_state_breaks_the_equality(uninterrupted, tmp_path, damage):
+def test_a_damaged_state_breaks_the_equality_or_is_mended(uninterrupted, tmp_path, damage):
     folder, whole = uninterrupted
     step = 7 if damage == "phase" else 3
     checkpoint = torch.load(folder / f"step={step}.ckpt", weights_only=True)
@@ -109,17 +115,16 @@ def test_losing_the_plugins_state_breaks_the_equality(uninterrupted, tmp_path, d
     elif damage == "step":
         checkpoint["lightning_lowbit"]["step"] += 1
     else:
-        # Put back by the callback, were it there: the phase is the plugin's own.
         assert checkpoint["lightning_lowbit"]["phase"] == "qaf"
         checkpoint["lightning_lowbit"]["phase"] = "bf16"
     torch.save(checkpoint, tmp_path / "damaged.ckpt")
     if damage == "drop":
-        with pytest.warns(UserWarning, match="saved without a plugin"):
+        with pytest.warns(UserWarning, match="holds no state"):
             resumed = train(tmp_path, tmp_path / "damaged.ckpt")
     else:
         resumed = train(tmp_path, tmp_path / "damaged.ckpt")
     if damage == "phase":
-        assert_same(resumed, whole, step)  # the switch is still due, and mends it before the first batch
+        assert_same(resumed, whole, step)  # the switch is due before the first batch, and mends it
     else:
         assert resumed.losses != whole.losses_from(step)
         assert not torch.equal(resumed.weights, whole.weights)

@@ -122,6 +122,10 @@ def test_warmup_cosine() -> None:
     assert rates[8:] == pytest.approx([0.2, 0.2])
     with pytest.raises(ValueError, match="warmup_steps must be"):
         WarmupCosine(optimizer, warmup_steps=8, total_steps=8)
+    longer = WarmupCosine(optimizer, warmup_steps=2, total_steps=100, final_fraction=0.5)
+    longer.load_state_dict(scheduler.state_dict())
+    assert longer.last_epoch == 10
+    assert (longer.warmup_steps, longer.total_steps, longer.final_fraction) == (2, 100, 0.5), "settings of another run"
 
 
 def test_built_by_the_command_line_and_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
