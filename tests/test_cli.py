@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_lowbit import cli
@@ -169,6 +170,27 @@ def test_a_mistake_ends_with_one_line_that_says_what_to_do(arguments, line, caps
     assert written() == before, "a mistake must not leave files"
 
 
+def test_last_needs_a_folder_to_search(capsys):
+    arguments = ["--trainer.default_root_dir=null", "--trainer.logger=false", "--ckpt_path=last"]
+    assert lowbit(*arguments) == 2
+    assert "set the logger's save_dir or trainer.default_root_dir" in capsys.readouterr().err
+
+
+def test_interrupt_before_training(monkeypatch, capsys):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.LowBitCLI, "instantiate_classes", interrupted)
+    assert lowbit() == 130
+    assert capsys.readouterr().err.endswith("lowbit: interrupted\n")
+
+
+def test_traceback_on_request(monkeypatch):
+    monkeypatch.setenv("LOWBIT_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="Unknown preset 'nvfp5'"):
+        lowbit("--trainer.plugins.init_args.casts=nvfp5")
+
+
 def test_unknown_command(capsys):
     assert cli.main(["fitt"]) == 2
     assert "'fitt'" in capsys.readouterr().err
@@ -236,7 +258,7 @@ def stop_after(steps):
     return [f"--trainer.callbacks+={{class_path: tests.test_cli.StopAfter, init_args: {{steps: {steps}}}}}"]
 
 
-class StopAfter(__import__("lightning").pytorch.Callback):
+class StopAfter(Callback):
     def __init__(self, steps: int):
         self.steps = steps
 

@@ -1,6 +1,5 @@
 """Making a resumed run repeat the uninterrupted one, to the bit."""
 
-import hashlib
 import random
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_lowbit.nn.keys import hash_numbers
 from lightning_lowbit.precision.base import global_seed
 
 
@@ -30,8 +30,7 @@ class ExactResume(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Seeds."""
-        place = f"{self.seed},{trainer.global_step},{batch_idx},{trainer.global_rank}"
-        seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little")
+        seed = hash_numbers(self.seed, trainer.global_step, batch_idx, trainer.global_rank) % 2**64
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)

@@ -32,7 +32,7 @@ class GracefulInterrupt(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Saves and stops, at the end of an optimizer step without a validation."""
         loop: Any = trainer.fit_loop
-        if not loop._should_accumulate() and not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+        if not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
             self._stop_if_requested(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -41,6 +41,8 @@ class GracefulInterrupt(Callback):
             self._stop_if_requested(trainer)
 
     def _stop_if_requested(self, trainer: Trainer) -> None:
+        if trainer.fit_loop._should_accumulate():  # a validation may come in the middle of an optimizer step
+            return
         # The signal may reach some processes only, or one of them a step late: they agree, now and then.
         if trainer.world_size > 1 and trainer.global_step % max(1, trainer.log_every_n_steps):  # type: ignore[attr-defined]
             return

@@ -54,7 +54,8 @@ class PrecisionSwitch(Callback):
                 f"{type(trainer.precision_plugin).__name__}. Use e.g. Trainer(plugins=[FP4Precision()])."
             )
         self._due, self._done = self._resolve(trainer, pl_module), False
-        early = trainer.global_step < self._due and not self._is_any_due(trainer)
+        alike = [switch for switch in self._switches(trainer) if switch.to == self.to]
+        early = all(trainer.global_step < switch._resolve(trainer, pl_module) for switch in alike)
         if trainer.precision_plugin.phase == self.to != "fqt" and early:
             rank_zero_warn(
                 f"The run is in phase {self.to!r} already, as its checkpoint was, though {type(self).__name__} is due "
@@ -77,14 +78,13 @@ class PrecisionSwitch(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics({"phase": float(list(PHASES).index(self.to))}, step=trainer.global_step)
 
-    def _is_any_due(self, trainer: Trainer) -> bool:
+    @staticmethod
+    def _switches(trainer: Trainer) -> "list[PrecisionSwitch]":
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        switches = [c for c in callbacks if isinstance(c, PrecisionSwitch) and c.to == self.to]
-        return any(switch._resolve(trainer, trainer.lightning_module) <= trainer.global_step for switch in switches)
+        return [callback for callback in callbacks if isinstance(callback, PrecisionSwitch)]
 
     def _is_last_due(self, trainer: Trainer) -> bool:
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        due = [c for c in callbacks if isinstance(c, PrecisionSwitch) and c._due <= trainer.global_step]
+        due = [switch for switch in self._switches(trainer) if switch._due <= trainer.global_step]
         return max(reversed(due), key=lambda switch: switch._due) is self  # of equals, the one listed last
 
     def _resolve(self, trainer: Trainer, pl_module: LightningModule) -> int:

@@ -62,8 +62,8 @@ class LayerKeys:
         """
         if device is not None and (device := torch.empty(0, device=device).device) != self._keys.device:
             self._place(device)  # "cuda" has become "cuda:0" by now, and compares
-        shared = _hash(self.seed, step, micro_batch)
-        own = _hash(self.seed, step, micro_batch, rank)
+        shared = hash_numbers(self.seed, step, micro_batch)
+        own = hash_numbers(self.seed, step, micro_batch, rank)
         self._keys.copy_(mix_key(self._salts ^ torch.where(self._is_weight, shared, own)))
 
     def _place(self, device: torch.device) -> None:
@@ -77,7 +77,8 @@ def _salt(name: str, operand: str) -> int:
     return _int64(hashlib.blake2b(f"{name}/{operand}".encode(), digest_size=8).digest())
 
 
-def _hash(*numbers: int) -> int:
+def hash_numbers(*numbers: int) -> int:
+    """A hash of integers, the same in every process: an int64."""
     return _int64(hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest())
 
 

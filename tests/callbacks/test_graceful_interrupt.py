@@ -78,6 +78,14 @@ def test_a_due_validation_comes_first():
     assert saved_step() == 2
 
 
+def test_a_validation_in_the_middle_of_a_step_is_no_end_of_it():
+    interrupt = Interrupt(2)  # validation after the third micro-batch, the end of the step after the fourth
+    fit(interrupt, accumulate_grad_batches=2, val_check_interval=3)
+    assert interrupt.validations == [1]
+    assert interrupt.seen == [0, 1, 2, 3]
+    assert saved_step() == 2
+
+
 def test_second_interrupt_stops_at_once():
     interrupt = Interrupt(3, 3)
     fit(interrupt)

@@ -241,6 +241,13 @@ def test_transformer_encoder_is_quantised_in_evaluation_too():
     assert not torch.equal(quantised, plain), "the casts change nothing in evaluation"
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_exact_reaches_the_layers(exact):
+    model = BoringModel()
+    quiet(plugins=[FP4Precision(exact=exact)]).fit(model)
+    assert model.layer.exact is exact
+
+
 def test_seed_of_seed_everything(monkeypatch):
     assert global_seed() == 0
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")

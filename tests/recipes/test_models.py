@@ -109,6 +109,13 @@ def test_training_lowers_the_loss_and_logs() -> None:
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3)
 
 
+def test_warmup_cosine_needs_the_length_of_the_run() -> None:
+    model = CausalLM(**TINY, scheduler=lambda optimizer: WarmupCosine(optimizer, warmup_steps=2))
+    with pytest.raises(ValueError, match="set max_steps, max_epochs or total_steps"):
+        loader = DataLoader(batches(1), batch_size=None)
+        trainer(max_epochs=-1).fit(model, loader, loader)
+
+
 def test_warmup_cosine() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
     scheduler = WarmupCosine(optimizer, warmup_steps=4, total_steps=8, final_fraction=0.1)
