@@ -1,14 +1,15 @@
-"""Any text, as bytes.
+"""Text in one argument: a folder, a file, or a stream from the Hugging Face Hub.
 
-A byte is a token: 256 of them, no tokenizer to download, and text is never far away: without a path, the
-corpus is the source code of the running Python's standard library. Documents are joined by a zero byte and
-the stream is cut into sequences that share one token at each border,
+Without a path it is the source code of the running Python's standard library, and without a tokenizer a byte is a
+token: nothing to download. Documents are joined by a separator and the tokens are cut into sequences that share one
+token at each border,
 
     tokens    t0 t1 t2 t3 t4 t5 t6 …            sequence_length = 3
     sequence  0: inputs t0 t1 t2, targets t1 t2 t3
     sequence  1: inputs t3 t4 t5, targets t4 t5 t6
 
-so each token is a target exactly once.
+so each token is a target exactly once. Files are read into memory and shuffled anew in each epoch (`loader.py`);
+what begins with ``hf:`` is read while the model trains (`stream.py`).
 """
 
 import glob
@@ -17,8 +18,11 @@ import sys
 import sysconfig
 import tempfile
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -28,11 +32,21 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lightning_lowbit.precision.base import global_seed
 
 from .loader import PackedSequences, ResumableLoader, ShuffledShard
+from .stream import HUB, SequenceStream, StreamLoader, StreamShard, no_progress_bars, open_stream, text_of
+from .tokenizers import Tokenizer, encode_all, load_tokenizer
 
-SEPARATOR = b"\0"  # stands in no text, so it can mean "here ends a document"
-SUFFIXES = (".txt", ".md", ".py")
+SUFFIXES = {
+    "text": (".txt", ".md", ".py"),
+    "json": tuple(suffix + packed for suffix in (".jsonl", ".json") for packed in ("", ".gz", ".zst")),
+    "parquet": (".parquet",),
+}
 # Parts of the standard library that are no example of its style; other packages are no part of it anyway.
 TESTS = {"test", "tests", "idle_test"}
+
+
+def kind_of(file: Path) -> str | None:
+    """How a file is read: ``text``, ``json`` or ``parquet``; None for what its name does not tell."""
+    return next((kind for kind, suffixes in SUFFIXES.items() if file.name.lower().endswith(suffixes)), None)
 
 
 def find_files(path: str | None) -> list[Path]:
@@ -45,77 +59,136 @@ def find_files(path: str | None) -> list[Path]:
     if root.is_file():
         return [root]
     if not root.is_dir():
-        raise ValueError(f"TextDataModule needs a file or a folder of text, but {root} does not exist; check `path`.")
-    suffixes = SUFFIXES if path is not None else (".py",)
+        raise ValueError(
+            f"TextDataModule needs a file or a folder of text, but {root} does not exist; check `path`, or write"
+            f" {HUB}NAME or {HUB}NAME:CONFIG for a data set of the Hugging Face Hub."
+        )
     found = {}
     for file in root.rglob("*"):
         parts = file.relative_to(root).parts
         standard = parts[0].removesuffix(".py") in sys.stdlib_module_names and TESTS.isdisjoint(parts)
-        hidden = any(part.startswith(".") for part in parts)
-        if file.suffix.lower() in suffixes and not hidden and (standard or path is not None) and file.is_file():
+        wanted = kind_of(file) is not None if path is not None else standard and file.suffix == ".py"
+        if wanted and not any(part.startswith(".") for part in parts) and file.is_file():
             found[hashlib.sha256("/".join(parts).encode(errors="surrogateescape")).digest()] = file
     if not found:
-        kinds = ", ".join(f"*{suffix}" for suffix in suffixes)
-        raise ValueError(f"TextDataModule needs text, but found no {kinds} in {root}; give another `path`.")
+        text, json, parquet = (", ".join(f"*{suffix}" for suffix in suffixes) for suffixes in SUFFIXES.values())
+        raise ValueError(
+            f"TextDataModule needs text, but found no {text} in {root}, and no {json} or {parquet} with rows of text;"
+            " give another `path`."
+        )
     return [found[digest] for digest in sorted(found)]
 
 
-def read_documents(files: list[Path]) -> list[bytes]:
-    """The text of each file as UTF-8; what was not UTF-8 becomes U+FFFD, line ends become ``\\n``."""
-    import datasets  # takes a second, and only runs that read text need it
+def read_rows(file: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON or Parquet file.
 
-    bars_were_on = not datasets.utils.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        # Streaming keeps no copy of the text that could go stale, and writes but a lock, hence the temporary
-        # folder. File names are taken for patterns, hence the escape.
-        with tempfile.TemporaryDirectory() as cache:
-            names = [glob.escape(str(file)) for file in files]
-            settings = {"sample_by": "document", "encoding_errors": "replace", "cache_dir": cache}
-            rows = datasets.IterableDataset.from_text(names, **settings)
-            return [row["text"].encode() for row in rows]
-    finally:
-        if bars_were_on:
-            datasets.enable_progress_bars()
+    Raises:
+        ValueError: it cannot be read as such.
+    """
+    import datasets
+
+    read = {"json": datasets.IterableDataset.from_json, "parquet": datasets.IterableDataset.from_parquet}[kind]
+    with tempfile.TemporaryDirectory() as cache:
+        # Names are taken for patterns, and those of packed files for parts of an address.
+        plain = Path(cache, "rows" + file.suffix.lower())
+        plain.symlink_to(file.absolute())
+        try:
+            yield from read(str(plain), cache_dir=cache)
+        except Exception as error:  # a broken file, a missing package: each has its own class
+            reason = " ".join(str(error).split()) or type(error).__name__
+            what = "install `zstandard`" if "zst" in reason else "mend it"
+            raise ValueError(
+                f"{file} cannot be read as {kind} ({reason}); {what}, or take it out of `path`."
+            ) from error
 
 
-def hold_out(documents: list[bytes], fraction: float) -> tuple[bytes, bytes]:
+def read_documents(files: list[Path], column: str = "text") -> Iterator[bytes]:
+    """The documents of each file as UTF-8: a text file is one, each row of JSON or Parquet is one.
+
+    In text files, what was not UTF-8 becomes U+FFFD, and line ends become ``\\n``.
+
+    Raises:
+        ValueError: a file cannot be read, or has no ``column`` of text.
+    """
+    import datasets
+
+    # Streaming keeps no copy of the text that could go stale, and writes but a lock, hence the temporary folder. File
+    # names are taken for patterns, hence the escape.
+    with no_progress_bars(), tempfile.TemporaryDirectory() as cache:
+        names = [glob.escape(str(file)) for file in files if kind_of(file) in ("text", None)]
+        settings = {"sample_by": "document", "encoding_errors": "replace", "cache_dir": cache}
+        texts = iter(datasets.IterableDataset.from_text(names, **settings) if names else ())
+        for file in files:
+            kind = kind_of(file)
+            if kind in ("text", None):
+                yield next(texts)["text"].encode()
+            elif file.stat().st_size:
+                for row in read_rows(file, kind):
+                    yield text_of(row, column, str(file))
+
+
+def take_bytes(documents: Iterable[bytes], number: int | None) -> list[bytes]:
+    """The documents that are not blank, until their bytes, one more between any two, reach the number."""
+    taken = []
+    left = sys.maxsize if number is None else number
+    for document in documents:
+        if document.strip():
+            taken.append(document[:left])
+            left -= len(document) + 1
+            if left < 0:
+                break
+    return taken
+
+
+def hold_out(documents: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
     """Splits into training and validation text, the first whole documents that fit into the fraction.
 
     Where they would fill less than half of it (one file, or a few large ones), it is the tail of the text instead.
     """
-    ends = list(accumulate(len(document) + len(SEPARATOR) for document in documents))
+    ends = list(accumulate(len(document) + 1 for document in documents))
     wanted = int(fraction * ends[-1])
     whole = bisect_right(ends, wanted)
     if whole and ends[whole - 1] >= wanted / 2:
-        return SEPARATOR.join(documents[whole:]), SEPARATOR.join(documents[:whole])
-    text = SEPARATOR.join(documents)
-    return text[: len(text) - wanted], text[len(text) - wanted :]
+        return documents[whole:], documents[:whole]
+    # The tail begins in the middle of a document, unless the border lies between two.
+    cut = ends[-1] - 1 - wanted
+    first = bisect_right(ends, cut)
+    into = cut - (ends[first - 1] if first else 0)
+    return [*documents[:first], documents[first][:into]], [documents[first][into:], *documents[first + 1 :]]
 
 
 class TextDataModule(LightningDataModule):
-    """Byte-level language modelling on any text; batches are int64 (batch_size, sequence_length + 1).
+    """Language modelling on any text; batches are int64 (batch_size, sequence_length + 1).
 
     Args:
-        path: a file, a folder (its ``*.txt``, ``*.md`` and ``*.py`` files, hidden ones left out), or None for the
-            standard library of the running Python, without its tests.
+        path: a file; a folder (its ``*.txt``, ``*.md`` and ``*.py`` files, the rows of its ``*.jsonl``, ``*.json``,
+            also ``.gz`` or ``.zst``, and ``*.parquet``, hidden files left out); None for the standard library of the
+            running Python, without its tests; or ``hf:NAME[:CONFIG]``, e.g. ``hf:allenai/c4:en``, for a data set of
+            the Hugging Face Hub or a folder in that shape, read as a stream without end (and without epochs: give
+            the trainer ``max_steps``).
+        tokenizer: ``bytes``, or a name or folder for ``AutoTokenizer.from_pretrained``.
+        column: the one with the text, in JSON, Parquet and data sets.
         sequence_length: targets per sequence.
         batch_size: sequences per batch and rank.
-        val_fraction: share of the text held out for validation, as whole files chosen by a hash of their names;
-            the tail of the text where there is one file, or a few large ones.
+        val_fraction: share of the text held out for validation, as whole documents chosen by a hash of their files'
+            names; the tail of the text where there is one document, or a few large ones. A stream does not use it.
         val_batches: at most so many validation batches, of the same sequences on any number of ranks; None for all.
+            A stream takes them from its split ``validation`` or ``test``, or else from its first documents.
         seed: chooses the order of the training sequences, not the validation text; None takes that of
             ``seed_everything``, or 0.
-        max_bytes: at most so much text; None for all.
-        num_workers: processes that fetch batches; the text is in memory, so 0 is mostly fastest.
+        max_bytes: at most so much text; None for all. Not for streams.
+        num_workers: processes that fetch batches; text in memory is mostly fastest with 0, a stream with 1 or 2.
 
     Raises:
-        ValueError: a number makes no sense, or (in ``prepare_data``, before any logger writes) the text is too short.
+        ValueError: an argument makes no sense, or (in ``prepare_data``, before any logger writes) there is no such
+            text, column or tokenizer, or the text is too short.
     """
 
     def __init__(
         self,
         path: str | None = None,
+        tokenizer: str = "bytes",
+        column: str = "text",
         sequence_length: int = 256,
         batch_size: int = 8,
         val_fraction: float = 0.05,
@@ -131,37 +204,62 @@ class TextDataModule(LightningDataModule):
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         if not 0 < val_fraction < 1:
             raise ValueError(f"val_fraction must lie between 0 and 1, got {val_fraction}.")
-        self.path, self.sequence_length, self.batch_size = path, sequence_length, batch_size
+        self._streams = path is not None and path.startswith(HUB)
+        if self._streams and max_bytes is not None:
+            raise ValueError(
+                f"max_bytes bounds text in memory, but {path} is a stream; bound it by the trainer's steps."
+            )
+        self.path, self.tokenizer, self.column = path, tokenizer, column
+        self.sequence_length, self.batch_size = sequence_length, batch_size
         self.val_fraction, self.val_batches = val_fraction, val_batches
         self.seed, self.max_bytes, self.num_workers = global_seed() if seed is None else seed, max_bytes, num_workers
-        self._sequences: tuple[PackedSequences, PackedSequences] | None = None
+        self._sequences: tuple[PackedSequences | SequenceStream, PackedSequences] | None = None
+        self._stream_loader: StreamLoader | None = None
+        self._restored: dict[str, Any] = {}
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        """1 + the largest token there can be in a batch; loads the tokenizer where that has not happened yet."""
+        return self._tokenizer.vocab_size
 
     def _shard(self) -> dict[str, int]:
         """Number of data-parallel ranks and which one this is; ranks that share a batch count as one."""
         sharding = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
         return sharding or {"num_replicas": 1, "rank": 0}
 
-    def _read(self) -> tuple[PackedSequences, PackedSequences]:
+    def _check_length(self, name: str, sequences: PackedSequences, batch: int) -> None:
+        if len(sequences) < batch:
+            unit = "bytes" if self.tokenizer == "bytes" else "tokens"
+            limits = f"`max_bytes` {self.max_bytes} and `val_fraction` {self.val_fraction}"
+            if self._streams:
+                limits = f"`val_batches` {self.val_batches}"
+            raise ValueError(
+                f"TextDataModule needs at least {batch * self.sequence_length + 1} {unit} for one {name} batch"
+                f" ({batch} sequences of {self.sequence_length}), but `path` {self.path}, {limits} leave"
+                f" {len(sequences.tokens)}; give more text, or lower `batch_size` or `sequence_length`."
+            )
+
+    def _read(self) -> tuple[PackedSequences | SequenceStream, PackedSequences]:
+        """Training and validation sequences."""
+        if self._streams:
+            wanted = None if self.val_batches is None else self.val_batches * self.batch_size
+            stream, val = open_stream(str(self.path), self.column, self._tokenizer, self.sequence_length, wanted)
+            self._check_length("validation", val, self.batch_size)
+            return stream, val
         files = find_files(self.path)
-        if self.max_bytes is not None:
-            # The file that crosses the bound is the last one read, and is cut below.
-            ends = accumulate(file.stat().st_size for file in files)
-            files = files[: bisect_right(list(ends), self.max_bytes) + 1]
-        documents = [document for document in read_documents(files) if document.strip()]
+        documents = take_bytes(read_documents(files, self.column), self.max_bytes)
         if not documents:
             raise ValueError(f"TextDataModule needs text, but all {len(files)} files of {self.path} are empty.")
-        documents = SEPARATOR.join(documents)[: self.max_bytes].split(SEPARATOR)
-        train, val = (PackedSequences(text, self.sequence_length) for text in hold_out(documents, self.val_fraction))
-        ranks = self._shard()["num_replicas"]
-        for name, sequences, parts in (("training", train, ranks), ("validation", val, 1)):
-            batch = parts * self.batch_size
-            if len(sequences) < batch:
-                raise ValueError(
-                    f"TextDataModule needs at least {batch * self.sequence_length + 1} bytes for one {name} batch"
-                    f" ({batch} sequences of {self.sequence_length}), but `path` {self.path}, `max_bytes`"
-                    f" {self.max_bytes} and `val_fraction` {self.val_fraction} leave {len(sequences.tokens)};"
-                    " give more text, or lower `batch_size` or `sequence_length`."
-                )
+        train, val = (
+            PackedSequences(encode_all(self._tokenizer, part), self.sequence_length)
+            for part in hold_out(documents, self.val_fraction)
+        )
+        self._check_length("training", train, self._shard()["num_replicas"] * self.batch_size)
+        self._check_length("validation", val, self.batch_size)
         return train, val
 
     def prepare_data(self) -> None:
@@ -171,16 +269,51 @@ class TextDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Reads the text in the processes that Lightning does not call ``prepare_data`` in."""
         self._sequences = self._sequences or self._read()
+        self._stream_loader, self._restored = None, {}  # a new run begins with the first batch
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Batches of this rank, in an order that depends on ``seed`` and the epoch only."""
+        """Batches of this rank, in an order that depends on ``seed`` and the epoch only; a stream has no epochs."""
         assert self._sequences is not None
-        train = self._sequences[0]
-        if self.trainer is not None and self.trainer.overfit_batches > 0:  # type: ignore[attr-defined]
-            return DataLoader(train, self.batch_size, drop_last=True)  # the same few batches, again and again
-        shard = self._shard()
-        sampler = ShuffledShard(train, shard["num_replicas"], shard["rank"], seed=self.seed, drop_last=True)
-        return ResumableLoader(train, sampler, self.batch_size, self.num_workers)
+        train, val = self._sequences
+        shard, overfit = self._shard(), getattr(self.trainer, "overfit_batches", 0)
+        if overfit:  # the same few batches, again and again
+            if isinstance(train, SequenceStream):
+                if not isinstance(overfit, int):
+                    raise ValueError(
+                        f"A stream has no end to take a share of; give `overfit_batches` {overfit} as a number."
+                    )
+                train = train.first(overfit * self.batch_size * shard["num_replicas"])
+            return DataLoader(train, self.batch_size, drop_last=True)
+        if isinstance(train, PackedSequences):
+            sampler = ShuffledShard(train, shard["num_replicas"], shard["rank"], seed=self.seed, drop_last=True)
+            return ResumableLoader(train, sampler, self.batch_size, self.num_workers)
+        if self._stream_loader is None:  # else Lightning loads it again, in mid-run
+            names = {"path": self.path, "column": self.column, "tokenizer": self.tokenizer}
+            self._stream_loader = StreamLoader(
+                train,
+                StreamShard(shard["num_replicas"], shard["rank"], self.seed),
+                self.batch_size,
+                self.num_workers,
+                order={**names, "validation text": val.digest},
+                ahead=self.trainer is not None,
+            )
+            if self._restored:
+                self._stream_loader.load_state_dict(self._restored)
+        return self._stream_loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in a stream: Lightning forgets the loader's own where a checkpoint ends an epoch."""
+        return self._stream_loader.state_dict() if self._stream_loader is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Called after ``setup`` and before ``train_dataloader``."""
+        self._restored = state
+
+    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        """Tells a stream which batches are trained on: Lightning fetches one ahead from what has no length."""
+        if self._stream_loader is not None and self.trainer is not None and self.trainer.training:
+            self._stream_loader.use()
+        return batch
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         """Batches in the order of the text; Lightning shards them over ranks. The last one may be smaller."""

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 class PackedSequences(Dataset[Tensor]):
     """Sequences of ``length + 1`` tokens, int64, whose targets do not overlap; a shorter rest is dropped."""
 
-    def __init__(self, text: bytes, length: int) -> None:
-        self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0)
+    def __init__(self, tokens: Tensor, length: int) -> None:
+        self.tokens = tokens  # 1-D, of any integer type
         self.length = length
-        self.digest = hashlib.sha256(text).hexdigest()
+        self.digest = hashlib.sha256(tokens.numpy().data).hexdigest()
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.length)
@@ -45,6 +45,20 @@ class ShuffledShard(DistributedSampler[Tensor]):
         generator = torch.Generator().manual_seed(self.seed + self.epoch + self.shift)
         order = torch.randperm(len(self.dataset), generator=generator)[: self.total_size]  # type: ignore[arg-type]
         return iter(order[self.rank :: self.num_replicas][self.start :].tolist())
+
+
+def refuse_another_order(saved: dict[str, Any], order: dict[str, Any]) -> None:
+    """Compares what gives two positions their meaning.
+
+    Raises:
+        ValueError: they mean different things.
+    """
+    if changed := [name for name in order if saved.get(name) != order[name]]:
+        raise ValueError(
+            "The checkpoint was taken in another order of batches: "
+            + ", ".join(f"{name} was {saved.get(name)!r}, is {order[name]!r}" for name in changed)
+            + "; resume with the same data, batch_size, seed and number of ranks, or load the weights alone."
+        )
 
 
 class ResumableLoader(DataLoader[Tensor]):
@@ -96,11 +110,6 @@ class ResumableLoader(DataLoader[Tensor]):
         Raises:
             ValueError: the state belongs to another order of batches.
         """
-        if changed := [name for name in self._order if state["order"][name] != self._order[name]]:
-            raise ValueError(
-                "The checkpoint was taken in another order of batches: "
-                + ", ".join(f"{name} was {state['order'][name]!r}, is {self._order[name]!r}" for name in changed)
-                + "; resume with the same data, batch_size, seed and number of ranks, or load the weights alone."
-            )
+        refuse_another_order(state["order"], self._order)
         self._epoch, self._trainer_epoch = state["epoch"], state["trainer_epoch"]
         self._batches, self._restored = state["batches"], True

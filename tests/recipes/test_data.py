@@ -1,10 +1,15 @@
 """The text data: what is read, how it is packed and split, and that its order survives every restart."""
 
+import gzip
+import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -12,8 +17,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
-from lightning_lowbit.recipes.data import TextDataModule, find_files, hold_out, read_documents
+from lightning_lowbit.recipes.data import TextDataModule, find_files, hold_out, read_documents, take_bytes
 from lightning_lowbit.recipes.loader import PackedSequences
+from tests.recipes.test_tokenizers import save_tokenizer
 
 SIZES = {"sequence_length": 8, "batch_size": 2}
 
@@ -59,10 +65,10 @@ def fit(path: Path, ckpt_path: Path | None = None, seed: int = 0, num_workers: i
 
 
 def test_sequences_share_one_token_and_no_target() -> None:
-    sequences = PackedSequences(bytes(range(1, 15)), length=4)
+    sequences = PackedSequences(torch.arange(1, 15, dtype=torch.uint8), length=4)
     assert [sequence.tolist() for sequence in sequences] == [[1, 2, 3, 4, 5], [5, 6, 7, 8, 9], [9, 10, 11, 12, 13]]
     assert sequences[0].dtype == torch.int64
-    assert len(PackedSequences(b"", 4)) == len(PackedSequences(b"abcd", 4)) == 0
+    assert len(PackedSequences(torch.empty(0), 4)) == len(PackedSequences(torch.arange(4), 4)) == 0
 
 
 def test_reads_any_file_as_utf8(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -97,10 +103,20 @@ def test_file_changed_between_runs_is_read_anew(tmp_path: Path) -> None:
 
 def test_holds_out_whole_files_or_else_the_tail() -> None:
     documents = [b"aaa", b"bbb", b"ccc", b"ddd"]
-    assert hold_out(documents, 0.5) == (b"ccc\0ddd", b"aaa\0bbb")
-    assert hold_out(documents, 0.3) == (b"bbb\0ccc\0ddd", b"aaa")
-    assert hold_out([b"abcdefghi"], 0.2) == (b"abcdefg", b"hi")
-    assert hold_out([b"a" * 90, b"b" * 8], 0.1) == (b"a" * 89, b"a\0" + b"b" * 8)
+    assert hold_out(documents, 0.5) == ([b"ccc", b"ddd"], [b"aaa", b"bbb"])
+    assert hold_out(documents, 0.3) == ([b"bbb", b"ccc", b"ddd"], [b"aaa"])
+    assert hold_out([b"abcdefghi"], 0.2) == ([b"abcdefg"], [b"hi"])
+    assert hold_out([b"a" * 90, b"b" * 8], 0.1) == ([b"a" * 89], [b"a", b"b" * 8])
+
+
+def test_the_tail_is_that_of_the_joined_text() -> None:
+    documents = [b"a" * 30, b"b" * 7, b"", b"c" * 20]
+    text = b"\0".join(documents)
+    for wanted in range(1, len(text)):
+        train, val = hold_out(documents, (wanted + 0.5) / (len(text) + 1))
+        if train[0][:1] == b"a":
+            cut = len(text) - wanted
+            assert (b"\0".join(train), b"\0".join(val)) == (text[:cut], text[cut:])
 
 
 def test_held_out_files_do_not_depend_on_the_seed_or_the_place(folder: Path, tmp_path: Path) -> None:
@@ -206,6 +222,72 @@ def test_overfitting_repeats_the_first_batches(folder: Path) -> None:
     assert seen == seen[:2] * 3 and seen[0] != seen[1]
 
 
+def write_rows(file: Path, texts: list[str | None], column: str = "text") -> Path:
+    """Rows as Parquet or JSON lines, by the name of the file."""
+    rows = [{column: text, "number": number} for number, text in enumerate(texts)]
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=2)
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        file.write_bytes(gzip.compress(lines) if file.suffix == ".gz" else lines)
+    return file
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows [1].jsonl.gz", "rows.JSON.gz", "rows.parquet"])
+def test_rows_are_documents(tmp_path: Path, name: str) -> None:
+    file = write_rows(tmp_path / name, ["one", None, "zwei\r\nü", " "], column="content")
+    expected = [b"one", b"", "zwei\r\nü".encode(), b" "]
+    for path in (file, tmp_path):
+        assert list(read_documents(find_files(str(path)), "content")) == expected
+    assert take_bytes(expected, None) == [expected[0], expected[2]]
+    assert take_bytes(expected, 6) == [b"one", b"zw"]
+
+
+def test_a_folder_can_mix_kinds(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", ["a1", "a2"])
+    write_rows(tmp_path / "b.parquet", ["b1", "b2", "b3"])
+    write_rows(tmp_path / "c.json.gz", ["c1"])
+    for name in ("d.txt", "e.md"):
+        (tmp_path / name).write_text(name[0] + "1")
+    files = find_files(str(tmp_path))
+    documents = [document.decode() for document in read_documents(files)]
+    assert [name for name in documents if name[1] == "1"] == [file.name[0] + "1" for file in files]
+    assert sorted(documents) == ["a1", "a2", "b1", "b2", "b3", "c1", "d1", "e1"]
+
+
+def test_tokens_of_a_pretrained_tokenizer(tmp_path: Path) -> None:
+    name = save_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "text").mkdir()
+    write_rows(tmp_path / "text" / "rows.jsonl", [f"the document {number}" for number in range(100)])
+    data = TextDataModule(str(tmp_path / "text"), tokenizer=name, **SIZES)
+    data.prepare_data()
+    data.setup("fit")
+    train, val = data._sequences or pytest.fail("nothing was read")
+    row = [*val.tokens.tolist(), 1, *train.tokens.tolist()]
+    expected = data._tokenizer.encode([f"the document {number}".encode() for number in range(100)])
+    assert row == expected.tolist()[:-1]
+    batch = next(iter(data.train_dataloader()))
+    assert batch.dtype == torch.int64 and batch.shape == (2, 9) and batch.max() < data.vocab_size
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_epoch_holds_each_sequence_once(folder: Path, ranks: int, num_workers: int) -> None:
+    seen: list[tuple[int, ...]] = []
+    for rank in range(ranks):
+        data = TextDataModule(str(folder), val_fraction=0.25, num_workers=num_workers, sequence_length=8, batch_size=1)
+        sharding = {"num_replicas": ranks, "rank": rank}
+        data.trainer = SimpleNamespace(distributed_sampler_kwargs=sharding, overfit_batches=0.0)  # type: ignore[assignment]
+        data.prepare_data()
+        data.setup("fit")
+        seen += [tuple(sequence) for batch in data.train_dataloader() for sequence in batch.tolist()]
+    train, _ = data._sequences or pytest.fail("nothing was read")
+    tokens = train.tokens.tolist()
+    slow = [tuple(tokens[start : start + 9]) for start in range(0, len(tokens) - 8, 8)]
+    assert len(slow) == 27 and len(seen) == 27 // ranks * ranks
+    assert Counter(seen) <= Counter(slow)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_share_the_text_without_overlap(folder: Path, ranks: int) -> None:
     shards = []
@@ -260,6 +342,12 @@ class SaveSeen(Callback):
         ({"a.txt": "", "b.txt": " \n"}, {}, "all 2 files of .* are empty"),
         ({"a.txt": "short"}, {}, "at least 17 bytes for one training batch .* leave 5; give more text"),
         ({"a.txt": "x" * 100}, {}, "at least 17 bytes for one validation batch .* leave 5; give more text"),
+        ({"a.json": '[{"a": 1, "b": 2}]'}, {}, "a.json has no column 'text', but has 'a', 'b'; name the one"),
+        ({"a.json": '[{"a": 1}]'}, {"column": "a"}, "'a' of .*a.json must hold text, but holds int; give another"),
+        ({"a.jsonl": "{ not JSON"}, {}, r"a.jsonl cannot be read as json \(.+\); mend it, or take it out of `path`"),
+        ({"a.parquet": "not Parquet"}, {}, r"a.parquet cannot be read as parquet \(.+\); mend it"),
+        ({"a.json": ""}, {}, "all 1 files of .* are empty"),
+        ({"a.txt": "text"}, {"tokenizer": "/no/where"}, "'/no/where' cannot be loaded"),
         ({"a.txt": "x" * 999}, {"max_bytes": 100}, "`max_bytes` 100 .* leave 5; give more text"),
     ],
 )

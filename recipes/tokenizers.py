@@ -1,0 +1,109 @@
+"""From documents to token ids.
+
+A document is its UTF-8 bytes. Each ends with a separator, so that a model can learn where one text ends:
+
+    documents  b"ab", b"c"
+    tokens     a b | c |            | is the separator: byte 0, or the end token of a pretrained tokenizer
+
+Text is only text: a document that writes `</s>` does not thereby end.
+"""
+
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+BATCH = 64  # documents tokenised at once: enough to share the call, little enough to hold as Python integers
+
+
+class Tokenizer(Protocol):
+    """What the data needs of a tokenizer.
+
+    Attributes:
+        separator: the id between documents.
+        vocab_size: 1 + the largest id that ``encode`` can give.
+    """
+
+    separator: int
+    vocab_size: int
+
+    def encode(self, documents: list[bytes]) -> Tensor:
+        """The ids of all documents, each followed by the separator, 1-D, uint8 if they fit, else int32."""
+
+
+class ByteTokenizer:
+    """A byte is a token."""
+
+    separator = 0  # stands in no text, so it can mean "here ends a document"
+    vocab_size = 256
+
+    def encode(self, documents: list[bytes]) -> Tensor:
+        """See `Tokenizer`."""
+        text = bytearray(b"\0".join([*documents, b""]))
+        return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
+class PretrainedTokenizer:
+    """Any tokenizer of ``transformers``.
+
+    ``vocab_size`` leaves out the special tokens that no text gives: T5's tokenizer has 32100 entries, the last 100 of
+    them sentinels, and its value is 32000.
+
+    Args:
+        name: what ``AutoTokenizer.from_pretrained`` takes, a name on the Hugging Face Hub or a folder.
+
+    Raises:
+        ValueError: there is no such tokenizer, or it has no token to end a document with.
+    """
+
+    def __init__(self, name: str) -> None:
+        from transformers import AutoTokenizer  # takes seconds
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(name)
+        except Exception as error:  # a missing network, file, package or entry: each has its own class
+            raise ValueError(
+                f"The tokenizer {name!r} cannot be loaded ({str(error).strip().splitlines()[0]}); give `tokenizer` the"
+                " name of one on the Hugging Face Hub, a folder written by its `save_pretrained`, or 'bytes'."
+            ) from error
+        ends = (self._tokenizer.eos_token_id, self._tokenizer.sep_token_id, self._tokenizer.bos_token_id)
+        separator = next((end for end in ends if end is not None), None)
+        if separator is None:
+            raise ValueError(
+                f"The tokenizer {name!r} has no eos, sep or bos token to stand between documents; give it one"
+                " (`add_special_tokens({'eos_token': '</s>'})`, then `save_pretrained`), or take another `tokenizer`."
+            )
+        self.separator: int = separator
+        added = self._tokenizer.added_tokens_decoder.items()
+        special = {*self._tokenizer.all_special_ids, *(index for index, token in added if token.special)}
+        special.discard(self._tokenizer.unk_token_id)  # stands for text
+        self._special = torch.tensor(sorted(special), dtype=torch.int32)
+        self.vocab_size: int = 1 + max(separator, *(set(self._tokenizer.get_vocab().values()) - special))
+        self._dtype = torch.uint8 if self.vocab_size <= 256 else torch.int32
+
+    def encode(self, documents: list[bytes]) -> Tensor:
+        """See `Tokenizer`."""
+        texts = [document.decode(errors="ignore") for document in documents]
+        settings = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
+        encoded = self._tokenizer(texts, **settings, verbose=False)["input_ids"] if texts else []
+        tokens = torch.tensor(list(chain.from_iterable((*ids, -1) for ids in encoded)), dtype=torch.int32)
+        # `split_special_tokens` looks for no special tokens, but models that know them as pieces of text (T5's knows
+        # `</s>`) give them all the same.
+        tokens = tokens[~torch.isin(tokens, self._special)]
+        return tokens.masked_fill_(tokens < 0, self.separator).to(self._dtype)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes.
+
+    Raises:
+        ValueError: see `PretrainedTokenizer`.
+    """
+    return ByteTokenizer() if name == "bytes" else PretrainedTokenizer(name)
+
+
+def encode_all(tokenizer: Tokenizer, documents: list[bytes]) -> Tensor:
+    """The ids of any number of documents, with a separator between, but not after them; 1-D."""
+    parts = range(0, len(documents), BATCH)
+    return torch.cat([tokenizer.encode(documents[part : part + BATCH]) for part in parts])[:-1]

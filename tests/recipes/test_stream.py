@@ -1,0 +1,323 @@
+"""The stream: every sequence once, on any number of ranks and workers, across every restart and past the end."""
+
+import gzip
+import json
+import pickle
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lightning_lowbit.recipes.data import TextDataModule
+from lightning_lowbit.recipes.stream import BLOCK, SequenceStream, StreamLoader, StreamShard, open_stream
+from lightning_lowbit.recipes.tokenizers import load_tokenizer
+from tests.recipes.test_data import Recorder, SaveAlways, SaveSeen
+from tests.recipes.test_tokenizers import save_tokenizer
+
+LENGTH = 8
+C4 = "hf:./c4:en"
+README = """---
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: en/c4-train.*.json.gz
+  - split: validation
+    path: en/c4-validation.*.json.gz
+---
+"""
+
+
+def write_c4(shards: tuple[int, ...], validation: int = 60, text: str = "document {} of many") -> list[str]:
+    """C4 in small, with so many documents in each shard; gives the documents of ``train``."""
+    folder = Path("c4/en")
+    folder.mkdir(parents=True)
+    (folder.parent / "README.md").write_text(README)
+    texts, number = [], 0
+    for split, sizes in (("train", shards), ("validation", (validation,) if validation else ())):
+        for shard, size in enumerate(sizes):
+            with gzip.open(folder / f"c4-{split}.{shard:05d}-of-{len(sizes):05d}.json.gz", "wt") as file:
+                for _ in range(size):
+                    row = {"text": text.format(number), "timestamp": "2019-04-25T12:57:54Z", "url": "http://a.b/c"}
+                    file.write(json.dumps(row) + "\n")
+                    texts += [row["text"]] if split == "train" else []
+                    number += 1
+    return texts
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths as a user writes them."""
+    monkeypatch.chdir(tmp_path)
+
+
+def slow_sequences(texts: list[str], number: int, length: int = LENGTH) -> list[tuple[int, ...]]:
+    """The first sequences of the endless stream of bytes."""
+    row: list[int] = []
+    while len(row) <= number * length:
+        for text in texts:
+            row += [*text.encode(), 0]
+    return [tuple(row[index * length : (index + 1) * length + 1]) for index in range(number)]
+
+
+def open_loader(
+    ranks: int = 1, rank: int = 0, batch_size: int = 2, num_workers: int = 0, tokenizer: str = "bytes"
+) -> StreamLoader:
+    stream, _ = open_stream(C4, "text", load_tokenizer(tokenizer), LENGTH, 3)
+    return StreamLoader(stream, StreamShard(ranks, rank, seed=0), batch_size, num_workers)
+
+
+def take(loader: StreamLoader, batches: int) -> list[list[tuple[int, ...]]]:
+    return [[tuple(sequence) for sequence in batch.tolist()] for batch in islice(loader, batches)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("shards", [(500, 1, 500), (11, 4)], ids=["once", "again and again"])
+def test_ranks_and_workers_share_the_stream(shards: tuple[int, ...], ranks: int, num_workers: int) -> None:
+    """Three blocks hold their own sequences and no others, each as often as the stream has it."""
+    texts = write_c4(shards)
+    batches = 3 * BLOCK // (24 // ranks * ranks)
+    seen = [take(open_loader(ranks, rank, 24 // ranks, num_workers), batches) for rank in range(ranks)]
+    sequences = slow_sequences(texts, 3 * BLOCK)
+    steps = [sum(step, []) for step in zip(*seen, strict=True)]
+    assert Counter(sum(steps, [])) == Counter(sequences)
+    whole = take(open_loader(batch_size=24), batches)
+    assert [Counter(step) for step in steps] == [Counter(step) for step in whole]
+    assert whole[0] != sequences[:24]
+
+
+def test_a_tokenizer_of_transformers(tmp_path: Path) -> None:
+    name = save_tokenizer(tmp_path / "tokenizer")
+    texts = write_c4((300, 300), text="the document {}")
+    tokenizer = load_tokenizer(name)
+    row = tokenizer.encode([text.encode() for text in texts]).tolist() * 3
+    expected = [tuple(row[index * LENGTH : (index + 1) * LENGTH + 1]) for index in range(BLOCK)]
+    for num_workers in (0, 2):
+        batches = take(open_loader(batch_size=64, num_workers=num_workers, tokenizer=name), BLOCK // 64)
+        assert Counter(sum(batches, [])) == Counter(expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_goes_on_with_the_next_sequence(num_workers: int) -> None:
+    write_c4((400, 30, 400))
+    whole = take(open_loader(batch_size=100, num_workers=num_workers), 40)
+    for batches in (1, 10, 11, 25):  # the 11th crosses from the first block into the second, the data ends in the 20th
+        loader = open_loader(batch_size=100, num_workers=num_workers)
+        assert take(loader, batches) == whole[:batches]
+        torch.save(loader.state_dict(), "state.pt")
+        state = torch.load("state.pt", weights_only=True)
+        assert Path("state.pt").stat().st_size < 4096
+        resumed = open_loader(batch_size=100, num_workers=num_workers)
+        resumed.load_state_dict(state)
+        assert take(resumed, 5) == whole[batches : batches + 5]
+        assert take(resumed, 5) == whole[batches + 5 : batches + 10], "a new iteration goes on"
+        assert take(loader, 5) == whole[batches : batches + 5]
+
+
+def test_the_state_of_one_rank_serves_all() -> None:
+    write_c4((400, 30, 400))
+    loaders = [open_loader(3, rank, batch_size=31) for rank in range(3)]
+    for loader in loaders:
+        take(loader, 11)  # sequence 1023: the third rank is in the next block, the first is not
+    states = [loader.state_dict() for loader in loaders]
+    assert [state["position"]["block"] for state in states] == [0, 0, 0]
+    expected = [take(loader, 3) for loader in loaders]
+    for rank in range(3):
+        loader = open_loader(3, rank, batch_size=31)
+        loader.load_state_dict(states[0])
+        assert take(loader, 3) == expected[rank]
+
+
+def test_resuming_reads_only_from_the_block_on() -> None:
+    texts = write_c4((300, 500))
+    loader = open_loader(batch_size=512)
+    take(loader, 3)
+    with gzip.open("c4/en/c4-train.00000-of-00002.json.gz", "wt") as file:
+        file.writelines(json.dumps({"text": "x", "timestamp": "", "url": ""}) + "\n" for _ in range(300))
+    resumed = open_loader(batch_size=512)
+    resumed.load_state_dict(loader.state_dict())
+    sequences = slow_sequences(texts, 2 * BLOCK)
+    assert {bytes(sequence) for sequence in take(resumed, 1)[0]} <= {bytes(sequence) for sequence in sequences[BLOCK:]}
+
+
+def test_workers_can_be_spawned() -> None:
+    write_c4((50, 50))
+    loader = open_loader(batch_size=4)
+    copy = pickle.loads(pickle.dumps(loader.dataset))
+    assert isinstance(copy, SequenceStream)
+    assert torch.equal(copy[3], loader.dataset[3])
+
+
+def test_the_loader_is_endless() -> None:
+    write_c4((50, 50))
+    loader = open_loader()
+    with pytest.raises(TypeError, match="no end"):
+        len(loader)
+    before = torch.get_rng_state()
+    take(loader, 3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_validation_comes_from_its_split_or_from_held_out_documents() -> None:
+    texts = write_c4((300,), validation=30)
+    held_out = [f"document {number} of many" for number in range(300, 330)]
+    _, val = open_stream(C4, "text", load_tokenizer("bytes"), LENGTH, 3)
+    assert [tuple(sequence.tolist()) for sequence in val] == slow_sequences(held_out, 3)
+    _, val = open_stream(C4, "text", load_tokenizer("bytes"), LENGTH, None)
+    assert bytes(val.tokens.tolist()) == "\0".join([*held_out, ""]).encode()
+
+    Path("c4/en/c4-validation.00000-of-00001.json.gz").unlink()
+    Path("c4/README.md").write_text(README.split("  - split: validation")[0] + "---\n")
+    stream, val = open_stream(C4, "text", load_tokenizer("bytes"), LENGTH, 30)
+    assert [tuple(sequence.tolist()) for sequence in val] == slow_sequences(texts, 30)
+    unseen = -(-(30 * LENGTH + 1) // len("document 0 of many "))
+    loader = StreamLoader(stream, StreamShard(1, 0, seed=0), BLOCK)
+    again = take(loader, 2)  # the data ends in the first of them
+    assert Counter(sum(again, [])) == Counter(slow_sequences(texts[unseen:], 2 * BLOCK))
+
+
+def fit(
+    ckpt_path: Path | None = None, num_workers: int = 0, data: dict[str, Any] | None = None, **trainer: Any
+) -> Recorder:
+    """A quiet run on the CPU."""
+    model = Recorder()
+    sizes = {"sequence_length": LENGTH, "batch_size": 100, "val_batches": 1}
+    module = TextDataModule(C4, **{**sizes, "num_workers": num_workers, **(data or {})})
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, **quiet, **trainer}
+    Trainer(**settings).fit(model, datamodule=module, ckpt_path=ckpt_path)
+    return model
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("limit", [None, 5])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(
+    tmp_path: Path, num_workers: int, limit: int | None, accumulate: int
+) -> None:
+    write_c4((400, 30, 400), validation=60)
+    common = {"num_workers": num_workers, "limit_train_batches": limit, "accumulate_grad_batches": accumulate}
+    common |= {"max_steps": 18 // accumulate} if limit is None else {"max_epochs": 4}
+    if limit is None:
+        common |= {"val_check_interval": 4, "check_val_every_n_epoch": None}
+    whole = fit(callbacks=[SaveAlways(tmp_path)], **common).seen
+    loader = StreamLoader(open_loader().dataset, StreamShard(1, 0, seed=0), 100)  # type: ignore[arg-type]
+    count = 18 if limit is None else 20
+    assert [[tuple(sequence) for sequence in batch] for batch in whole] == take(loader, count)
+
+    steps = {1: (5, 11) if num_workers else (1, 4, 5, 6, 10, 11, 14), 2: (3, 6)}[accumulate]
+    per_epoch = -(-limit // accumulate) if limit else 10**9
+    for step in steps:
+        epoch, rest = divmod(step, per_epoch)
+        resumed = fit(tmp_path / f"step{step}.ckpt", **common).seen
+        assert resumed == whole[epoch * (limit or 0) + rest * accumulate :], f"resumed after step {step}"
+    if limit:
+        assert fit(tmp_path / "epoch1.ckpt", **common).seen == whole[10:]
+
+
+class SaveOnce(Callback):
+    """Saves after one step, on all ranks together."""
+
+    def __init__(self, file: Path, step: int) -> None:
+        self.file, self.step = file, step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.file)
+
+
+def test_two_processes_share_the_stream(tmp_path: Path) -> None:
+    write_c4((400, 30, 400))
+    settings = {"strategy": "ddp_fork", "devices": 2, "limit_val_batches": 0, "max_steps": 12}
+    fit(data={"batch_size": 50}, callbacks=[SaveSeen(tmp_path), SaveOnce(tmp_path / "five.ckpt", 5)], **settings)
+    whole = fit(limit_val_batches=0, max_steps=12).seen
+    seen = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert [sorted(a + b) for a, b in zip(*seen, strict=True)] == [sorted(batch) for batch in whole]
+    fit(tmp_path / "five.ckpt", data={"batch_size": 50}, callbacks=[SaveSeen(tmp_path)], **settings)
+    resumed = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert resumed == [batches[5:] for batches in seen]
+
+
+def test_reloaded_loaders_and_new_runs() -> None:
+    write_c4((400, 400))
+    common = {"limit_train_batches": 3, "max_epochs": 3, "limit_val_batches": 0}
+    whole = fit(**common).seen
+    assert fit(reload_dataloaders_every_n_epochs=1, **common).seen == whole
+    module = TextDataModule(C4, sequence_length=LENGTH, batch_size=100, val_batches=1)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "devices": 1}
+    for _ in range(2):
+        model = Recorder()
+        Trainer(accelerator="cpu", enable_checkpointing=False, **quiet, **common).fit(model, datamodule=module)
+        assert model.seen == whole, "a new run begins with the first batch"
+
+
+def test_overfitting_repeats_the_first_batches() -> None:
+    texts = write_c4((100,))
+    seen = fit(max_epochs=2, overfit_batches=2, data={"batch_size": 4}).seen
+    assert seen == seen[:2] * 2
+    assert [tuple(sequence) for batch in seen[:2] for sequence in batch] == slow_sequences(texts, 8)
+    with pytest.raises(ValueError, match="give `overfit_batches` 0.5 as a number"):
+        fit(max_epochs=2, overfit_batches=0.5, data={"batch_size": 4, "val_batches": 4})
+
+
+def test_checkpoint_of_another_order_is_refused(tmp_path: Path) -> None:
+    write_c4((100, 100), validation=100)
+    name = save_tokenizer(tmp_path / "tokenizer")
+    fit(callbacks=[SaveAlways(tmp_path)], max_steps=2)
+    for data, message in (
+        ({"seed": 1}, "seed was 0, is 1; resume with the same data"),
+        ({"column": "url"}, "column was 'text', is 'url'"),
+        ({"tokenizer": name}, "tokenizer was 'bytes', is"),
+        ({"batch_size": 2}, "batch_size was 100, is 2"),
+    ):
+        with pytest.raises(ValueError, match=f"another order of batches: {message}"):
+            fit(tmp_path / "step1.ckpt", data=data, max_steps=2)
+    saved = torch.load(tmp_path / "step1.ckpt", weights_only=True)
+    with pytest.raises(ValueError, match="ranks was 1, is 2"):
+        open_loader(ranks=2, batch_size=100).load_state_dict(
+            saved["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]
+        )
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "message"),
+    [
+        ("c4", {"column": "txt"}, "c4-.* has no column 'txt', but has 'text', 'timestamp', 'url'; name the one"),
+        (C4, {"column": "txt"}, r"hf:./c4:en \(validation\) has no column 'txt', but has 'text', 'timestamp', 'url'"),
+        ("hf:./c4:fr", {}, r"'./c4', configuration 'fr', cannot be opened \(BuilderConfig 'fr' not found. Available"),
+        ("hf:/no/where/at/all", {}, "'/no/where/at/all', configuration None, cannot be opened .* check the name"),
+        ("nowhere", {}, "does not exist; check `path`, or write hf:NAME or hf:NAME:CONFIG"),
+        (C4, {"batch_size": 1000}, "at least 8001 bytes for one validation batch"),
+        ("hf:./short:en", {"val_batches": 2}, "at least 9 tokens for one sequence of 8, but `path` leaves 0 of them"),
+        ("hf:./short:en", {"val_batches": None}, "`val_batches` None asks for .* has only train; give a number"),
+        (C4, {"tokenizer": "/no/where"}, "'/no/where' cannot be loaded"),
+    ],
+)
+def test_mistakes_end_the_run_before_anything_is_written(
+    tmp_path: Path, path: str, arguments: dict[str, Any], message: str
+) -> None:
+    write_c4((3,))
+    Path("c4").rename("short")
+    Path("short/README.md").write_text(README.split("  - split: validation")[0] + "---\n")
+    Path("short/en/c4-validation.00000-of-00001.json.gz").unlink()
+    write_c4((30,))
+    root = tmp_path / "run"
+    root.mkdir()
+    data = TextDataModule(path, **{"sequence_length": LENGTH, "batch_size": 4, "val_batches": 1, **arguments})
+    trainer = Trainer(accelerator="cpu", default_root_dir=root, logger=TensorBoardLogger(root), max_steps=1)
+    with pytest.raises(ValueError, match=message) as error:
+        trainer.fit(Recorder(), datamodule=data)
+    assert "\n" not in str(error.value)
+    assert not list(root.iterdir())
+
+
+def test_a_stream_has_no_size_to_bound() -> None:
+    with pytest.raises(ValueError, match="max_bytes bounds text in memory, but hf:a/b is a stream"):
+        TextDataModule("hf:a/b", max_bytes=10)
