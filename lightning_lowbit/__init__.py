@@ -3,7 +3,16 @@
 trainer = Trainer(plugins=[FP4Precision("nvfp4", skip=["lm_head"])], callbacks=[QAFSwitch(at=0.9)])
 """
 
-from lightning_lowbit.callbacks import ExactResume, GracefulInterrupt, LowBitProgressBar, PrecisionSwitch, QAFSwitch
+from lightning_lowbit.callbacks import (
+    ExactResume,
+    GracefulInterrupt,
+    LowBitProgressBar,
+    PrecisionSummary,
+    PrecisionSwitch,
+    QAFSwitch,
+    RunReport,
+    Throughput,
+)
 from lightning_lowbit.nn import LinearCasts, convert
 from lightning_lowbit.optim import StableSPAM
 from lightning_lowbit.precision import FP4Precision, LowBitPrecision
@@ -19,10 +28,13 @@ __all__ = [
     "LinearCasts",
     "LowBitPrecision",
     "LowBitProgressBar",
+    "PrecisionSummary",
     "PrecisionSwitch",
     "QAFSwitch",
+    "RunReport",
     "Scale",
     "StableSPAM",
+    "Throughput",
     "convert",
     "quantize",
 ]

@@ -1,13 +1,16 @@
-"""A causal language model of the LLaMA kind, small enough for a laptop.
+"""Causal language models: LLaMA in the papers' sizes and a small one for a laptop, or any other of ``transformers``.
 
-The network is ``transformers.LlamaForCausalLM``, built from plain numbers, so a YAML file describes it whole.
+A network is a name and the values of its configuration that differ, so a YAML file describes it whole.
 What belongs to low precision (which layers compute in four bits, which optimizer keeps that stable) comes from
 outside: the precision plugin, and the ``optimizer`` and ``scheduler`` given as callables that wait for their
 parameters.
 """
 
+import difflib
 import math
-import time
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +22,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lightning_lowbit.precision.base import global_seed
+from lightning_lowbit.quant.cast import choose
+
+
+def count_tokens(batch: Tensor) -> int:
+    """Tokens that are predicted in a batch of int64 (batch, length + 1)."""
+    return batch[:, 1:].numel()
 
 
 class WarmupCosine(LambdaLR):
@@ -75,41 +85,86 @@ class Perplexity(MeanMetric):
         return super().compute().exp()
 
 
-class CausalLM(LightningModule):
-    """Next-token prediction on batches of int64 tokens (batch, length + 1).
+# LLaMA in the sizes of the Stable-SPAM paper (arXiv 2502.17055, table A.1), LLaMA-7B (arXiv 2302.13971), and a small
+# one for two CPU cores, on bytes, whose dimensions are multiples of 64, so that no block of any format is padded.
+_SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+LLAMA = {
+    name: dict(zip(_SHAPE, shape, strict=True))
+    for name, shape in {
+        "llama-small": (256, 704, 4, 4, 256),
+        "llama-60m": (512, 1376, 8, 8, 32000),
+        "llama-130m": (768, 2048, 12, 12, 32000),
+        "llama-350m": (1024, 2736, 24, 16, 32000),
+        "llama-1b": (2048, 5461, 24, 32, 32000),
+        "llama-7b": (4096, 11008, 32, 32, 32000),
+    }.items()
+}
 
-    The defaults have 3.3 million parameters, and each matrix dimension is a multiple of 64, so that no block of
-    any number format needs padding. Logs ``loss``, ``grad_norm`` (global L2, before clipping; parameters sharded
-    over devices are not gathered), ``tokens/s`` (of one process), ``val_loss`` (mean over tokens) and
-    ``val_perplexity``.
+
+def network_config(network: str, config: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """The configuration of a causal language model of ``transformers``.
 
     Args:
-        vocab_size: number of tokens; 256 for bytes.
-        hidden_size: width of the residual stream.
-        intermediate_size: width of the gated feed-forward layer, about 8/3 of ``hidden_size``.
-        num_hidden_layers: transformer blocks.
-        num_attention_heads: attention heads, a divisor of ``hidden_size``.
-        max_position_embeddings: longest sequence the model is meant for; rotary, so it costs no parameters.
-        tie_word_embeddings: makes the output layer share the embedding's matrix; then it cannot be quantised
-            apart from it.
-        attention_dropout: share of attention weights set to zero in training.
+        network: a name in ``LLAMA``; or a folder with a ``config.json``, or that file; or a model type of
+            ``transformers`` such as ``"gpt2"`` or ``"qwen3"``; or a model's name on the Hugging Face Hub.
+        config: values to change, by the names that the configuration has.
+
+    Raises:
+        ValueError: there is no such network, or its configuration has no such value.
+    """
+    changes = dict(config or {})
+    if network in LLAMA:
+        fixed = {"max_position_embeddings": 1024, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+        made: PreTrainedConfig = LlamaConfig(**{**LLAMA[network], **fixed, **changes})
+    elif network in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        made = AutoConfig.for_model(network, **changes)
+    elif Path(network).exists() or re.fullmatch(r"[\w-]+/[\w.-]+", network):
+        try:
+            made = AutoConfig.from_pretrained(network, **changes)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"The network {network!r} has no configuration that transformers can read: "
+                f"{str(error).splitlines()[0]} Give a folder with a config.json, or one of {', '.join(LLAMA)}."
+            ) from error
+    else:
+        close = difflib.get_close_matches(network, [*LLAMA, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES], n=1)
+        raise ValueError(
+            f"There is no network {network!r}.{f' Did you mean {close[0]!r}?' if close else ''} Give one of "
+            f"{', '.join(LLAMA)}; an existing folder with a config.json; or a type of causal language model that "
+            "transformers knows, such as gpt2."
+        )
+    for name in changes:
+        choose(f"value of {type(made).__name__}", name, sorted({*type(made)().to_dict(), *made.attribute_map}))
+    return made
+
+
+class CausalLM(LightningModule):
+    """Next-token prediction on batches of int64 tokens (batch, length + 1), by any network of ``transformers``.
+
+    Logs ``loss``, ``grad_norm`` (global L2, before clipping; parameters sharded over devices are not gathered),
+    ``val_loss`` (mean over tokens) and ``val_perplexity``.
+
+    Args:
+        network: ``"llama-small"`` (3.3 million parameters), ``"llama-60m"``, ``"llama-130m"``, ``"llama-350m"``,
+            ``"llama-1b"``, ``"llama-7b"``, or what else :func:`network_config` takes: a local path, a model type.
+        config: values of the network's configuration to change, e.g. ``{"num_hidden_layers": 2}``.
+        pretrained: loads the weights that lie at the path (or Hub name) ``network``, instead of drawing them.
         gradient_checkpointing: computes activations twice instead of keeping them.
         seed: draws the initial weights, whatever the state of the global random generator; None takes that of
             ``seed_everything``, or 0.
         optimizer: makes the optimizer from the parameters; in YAML a ``class_path`` with ``init_args``.
         scheduler: makes the learning-rate schedule, stepped once per optimizer step; None for a constant rate.
+
+    Raises:
+        ValueError: as in :func:`network_config`; or (before training) the data has more tokens than the vocabulary, or
+            longer sequences than positions.
     """
 
     def __init__(
         self,
-        vocab_size: int = 256,
-        hidden_size: int = 256,
-        intermediate_size: int = 704,
-        num_hidden_layers: int = 4,
-        num_attention_heads: int = 4,
-        max_position_embeddings: int = 1024,
-        tie_word_embeddings: bool = False,
-        attention_dropout: float = 0.0,
+        network: str = "llama-small",
+        config: dict[str, Any] | None = None,
+        pretrained: bool = False,
         gradient_checkpointing: bool = False,
         seed: int | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
@@ -119,31 +174,36 @@ class CausalLM(LightningModule):
         # Classes and functions do not belong in a checkpoint, which must load with `weights_only=True`.
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
-        config = LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            num_hidden_layers=num_hidden_layers,
-            num_attention_heads=num_attention_heads,
-            max_position_embeddings=max_position_embeddings,
-            tie_word_embeddings=tie_word_embeddings,
-            attention_dropout=attention_dropout,
-            attn_implementation="sdpa",  # type: ignore[call-arg]
-            use_cache=False,
-            bos_token_id=0,  # the byte between documents
-            eos_token_id=0,
-        )
-        # On the CPU: `torch.manual_seed` would also touch the generators of all accelerators.
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.default_generator.manual_seed(global_seed() if seed is None else seed)
-            self.model = LlamaForCausalLM(config)
+        made = network_config(network, config)
+        if pretrained:
+            self.model = _load(network, made)
+        else:
+            # On the CPU: `torch.manual_seed` would also touch the generators of all accelerators. The meta device,
+            # where someone only wants the shapes, stays.
+            device = "meta" if torch.get_default_device().type == "meta" else "cpu"
+            with torch.random.fork_rng(devices=[]), torch.device(device):
+                torch.default_generator.manual_seed(global_seed() if seed is None else seed)
+                self.model = AutoModelForCausalLM.from_config(made)  # type: ignore[no-untyped-call]
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable()
         # A loss that is not a number shall show, not be left out of the mean, so NaN stands in for NaN ("disable"
         # would do the same, but in torchmetrics 1.9 it disables the weights too).
         self.val_loss = MeanMetric(nan_strategy=math.nan)
         self.val_perplexity = Perplexity(nan_strategy=math.nan)
-        self._tokens, self._since = 0, time.perf_counter()
+
+    def prepare_data(self) -> None:
+        """Holds the data against the network: Lightning calls this before any logger writes a file."""
+        data, config = getattr(self.trainer, "datamodule", None), self.model.config
+        for given, possible, value in (
+            ("vocab_size", "vocab_size", "tokens of the data's tokenizer"),
+            ("sequence_length", "max_position_embeddings", "tokens of a sequence"),
+        ):
+            needed, there = getattr(data, given, None), getattr(config, possible, None)
+            if needed is not None and there is not None and needed > there:
+                raise ValueError(
+                    f"The network's {possible} is {there}, fewer than the {needed} {value}. Set "
+                    f"model.init_args.config.{possible} to {needed} or more, or choose other data."
+                )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (batch, length, vocab_size) of the token after each of ``tokens`` (batch, length)."""
@@ -173,28 +233,6 @@ class CausalLM(LightningModule):
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         self.log("grad_norm", torch.nn.utils.get_total_norm(gradients), prog_bar=True)
 
-    def on_train_start(self) -> None:
-        """Starts the clock of ``tokens/s``."""
-        self._tokens, self._since = 0, time.perf_counter()
-
-    def on_validation_end(self) -> None:
-        """Restarts the clock of ``tokens/s``: validation is not training time."""
-        self._tokens, self._since = 0, time.perf_counter()
-
-    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        """Logs ``tokens/s`` over the batches since it last did, as often as the logger writes.
-
-        The host only enqueues work, but it cannot run ahead by much: over a logging interval its time is the
-        device's, and no synchronisation is needed.
-        """
-        self._tokens += batch[:, 1:].numel()
-        interval = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if interval and (batch_idx + 1) % interval == 0:
-            rate = self._tokens / (time.perf_counter() - self._since)
-            # A tensor on the host: a float would be copied to the device, which waits for it.
-            self.log("tokens/s", torch.tensor(rate), prog_bar=True)
-            self._tokens, self._since = 0, time.perf_counter()
-
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer and, where one is given, the schedule, per optimizer step."""
         optimizer = self.make_optimizer(self.parameters())
@@ -206,3 +244,13 @@ class CausalLM(LightningModule):
                 raise ValueError("WarmupCosine needs the length of the run: set max_steps, max_epochs or total_steps.")
             scheduler.set_total_steps(self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _load(network: str, config: PreTrainedConfig) -> Any:
+    try:
+        return AutoModelForCausalLM.from_pretrained(network, config=config, dtype=torch.float32)
+    except OSError as error:
+        raise ValueError(
+            f"pretrained needs a path with weights, but transformers can load none from {network!r}: "
+            f"{str(error).splitlines()[0]} Leave pretrained out to draw new ones."
+        ) from error

@@ -1,6 +1,6 @@
 """Imports point downwards, and optional packages are imported where they are used.
 
-L0 formats    L1 kernels    L2 quant    L3 nn, optim    L4 precision, callbacks    L5 cli    L6 recipes
+L0 formats    L1 kernels    L2 quant    L3 nn, optim, metrics    L4 precision, callbacks    L5 cli    L6 recipes
 """
 
 import ast
@@ -11,7 +11,17 @@ import pytest
 import lightning_lowbit
 
 ROOT = Path(lightning_lowbit.__file__).parent
-LEVELS = {"formats": 0, "kernels": 1, "quant": 2, "nn": 3, "optim": 3, "precision": 4, "callbacks": 4, "cli": 5}
+LEVELS = {
+    "formats": 0,
+    "kernels": 1,
+    "quant": 2,
+    "nn": 3,
+    "optim": 3,
+    "metrics": 3,
+    "precision": 4,
+    "callbacks": 4,
+    "cli": 5,
+}
 MAY_IMPORT_LIGHTNING = {"precision", "callbacks", "cli"}
 OPTIONAL = {"transformers", "datasets", "torchmetrics", "tensorboard", "rich", "matplotlib", "triton"}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")

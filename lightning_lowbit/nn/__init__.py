@@ -2,6 +2,7 @@
 
 from lightning_lowbit.nn.casts import OPERANDS, PHASES, PRESETS, LinearCasts
 from lightning_lowbit.nn.convert import convert, plan, set_phase
+from lightning_lowbit.nn.coverage import Coverage, GemmCounter
 from lightning_lowbit.nn.keys import LayerKeys
 from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
 
@@ -9,6 +10,8 @@ __all__ = [
     "OPERANDS",
     "PHASES",
     "PRESETS",
+    "Coverage",
+    "GemmCounter",
     "LayerKeys",
     "LinearCasts",
     "QuantLinear",

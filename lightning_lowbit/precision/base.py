@@ -96,6 +96,11 @@ class LowBitPrecision(FSDPPrecision):
         self._rank = 0
         self._keys: LayerKeys | None = None
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What everything that is not quantised computes in."""
+        return self._compute_dtype
+
     # --- conversion and phases ---
 
     def plan(self, model: nn.Module) -> dict[str, LinearCasts]:

@@ -6,6 +6,7 @@ a tensor is quantised.
 
 import difflib
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -124,6 +125,12 @@ class Cast:
     def fits_bfloat16(self) -> bool:
         """Whether every product of an element with its block scale is exact in bfloat16 (8 significant bits)."""
         return self.format.significant_bits + self.scale.storage.significant_bits <= 8
+
+    @property
+    def bits(self) -> float:
+        """Bits per element, with its share of the block scale: 4.5 for NVFP4."""
+        block = self.scale.block
+        return self.format.bits + self.scale.storage.bits / (math.prod(block) if isinstance(block, tuple) else block)
 
     def __str__(self) -> str:
         return f"{self.element}/{self.scale}" + ("~" if self.rounding == "stochastic" else "")

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit.recipes.models import CausalLM, WarmupCosine
 
-TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY: dict[str, Any] = {"config": SIZE}
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 
 
@@ -43,7 +44,7 @@ def test_default_size() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 3_344_640
     assert all(size % 64 == 0 for parameter in model.parameters() for size in parameter.shape)
     assert model.model.lm_head.weight is not model.model.model.embed_tokens.weight
-    tied = CausalLM(**TINY, tie_word_embeddings=True).model
+    tied = CausalLM(config={**SIZE, "tie_word_embeddings": True}).model
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
 
 
@@ -102,9 +103,8 @@ def test_training_lowers_the_loss_and_logs() -> None:
     run.fit(model, DataLoader(batches(1), batch_size=None), DataLoader(batches(1), batch_size=None))
     metrics = run.callback_metrics
     assert metrics["loss"] < before - 0.5
-    assert metrics["tokens/s"] > 0
     torch.testing.assert_close(metrics["grad_norm"], model.expected)
-    assert run.progress_bar_metrics.keys() >= {"loss", "grad_norm", "tokens/s", "val_loss"}
+    assert run.progress_bar_metrics.keys() >= {"loss", "grad_norm", "val_loss"}
     assert run.lr_scheduler_configs[0].interval == "step"
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3)
 

@@ -14,14 +14,11 @@ from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_lowbit import cli
-
-RECIPES = sorted(path.stem for path in (Path(__file__).parent.parent / "recipes").glob("*.yaml"))
-OVERLAYS = {"bf16"}
+from lightning_lowbit.cli.run import LowBitCLI
 
 TINY = """
-trainer: {max_steps: 6, log_every_n_steps: 1, val_check_interval: 3, default_root_dir: runs/tiny,
-          logger: {init_args: {save_dir: runs/tiny}}}
-model: {init_args: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2,
+trainer: {max_steps: 6, log_every_n_steps: 1, val_check_interval: 3, default_root_dir: runs/tiny}
+model: {init_args: {config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2},
                     scheduler: {init_args: {warmup_steps: 1}}}}
 data: {init_args: {path: text, sequence_length: 16, batch_size: 2, val_batches: 2, val_fraction: 0.2}}
 """
@@ -72,16 +69,21 @@ def test_quickstart(capsys):
     assert config["model"]["init_args"]["optimizer"]["class_path"] == "lightning_lowbit.StableSPAM"
 
 
-@pytest.mark.parametrize("overlay", sorted(OVERLAYS))
-def test_overlays_change_what_they_name_and_keep_the_rest(overlay):
-    assert lowbit(recipes=("quickstart", overlay)) == 0
-    config = yaml.safe_load(Path("runs/tiny/version_0/config.yaml").read_text())
-    assert config["trainer"]["plugins"]["init_args"]["casts"] == overlay
+def test_a_run_has_a_folder_of_its_own_for_each_combination():
+    Path("mine.yaml").write_text(TINY.replace(", default_root_dir: runs/tiny", ""))
+    assert cli.main(["fit", "--config=quickstart", "--config", "bf16", "-c", "mine.yaml"]) == 0
+    config = yaml.safe_load(Path("runs/quickstart+bf16+mine/version_0/config.yaml").read_text())
+    assert config["trainer"]["plugins"]["init_args"]["casts"] == "bf16"
     assert config["trainer"]["plugins"]["init_args"]["skip"] == ["lm_head"]
+    assert lowbit("--trainer.default_root_dir=elsewhere") == 0
+    assert Path("elsewhere/version_0/checkpoints/last.ckpt").exists(), "default_root_dir was ignored"
 
 
-def test_every_recipe_is_tested():
-    assert set(RECIPES) == OVERLAYS | {"quickstart"}
+def test_the_saved_configuration_runs_again():
+    assert lowbit() == 0
+    assert cli.main(["fit", "--config=runs/tiny/version_0/config.yaml"]) == 0
+    first, second = (scalars(f"runs/tiny/version_{number}", "loss") for number in range(2))
+    assert first == second
 
 
 def test_the_same_command_twice():
@@ -107,10 +109,13 @@ def test_validate_from_a_checkpoint():
 
 
 def test_last_is_searched_where_the_checkpoints_are():
-    mine = "--trainer.logger.init_args.save_dir=runs/mine"
-    assert lowbit(mine) == 0
-    assert lowbit("--ckpt_path=last", command="validate") == 2, "another run's folder has no checkpoint"
-    assert lowbit(mine, "--ckpt_path=last", command="validate") == 0
+    for mine in (
+        ["--trainer.default_root_dir=runs/mine"],
+        ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=runs/csv"],
+    ):
+        assert lowbit(*mine) == 0
+        assert lowbit("--ckpt_path=last", command="validate") == 2, "another run's folder has no checkpoint"
+        assert lowbit(*mine, "--ckpt_path=last", command="validate") == 0
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
@@ -140,7 +145,11 @@ def test_last_is_searched_where_the_checkpoints_are():
         (["--trainer.plugins.init_args.skip=[lm_haed]"], "skip: the pattern 'lm_haed' matches no linear layer."),
         (["--trainer.plugins.init_args.skipp=[lm_head]"], "Did you mean 'skip'?"),
         (["--trainer.max_stepz=3"], "Did you mean 'trainer.max_steps'?"),
-        (["--model.init_args.hidden_sise=32"], "Did you mean 'hidden_size'?"),
+        (["--model.init_args.nettwork=gpt2"], "Did you mean 'network'?"),
+        (["--model.init_args.network=lama-60m"], "Did you mean 'llama-60m'?"),
+        (["--model.init_args.config.hidden_sise=32"], "Did you mean 'hidden_size'?"),
+        (["--model.init_args.config.vocab_size=100"], "config.vocab_size to 256 or more"),
+        (["--model.init_args.config.max_position_embeddings=8"], "max_position_embeddings to 16 or more"),
         (["--config=quikstart"], "Did you mean 'quickstart'?"),
         (["--config=typo.yaml"], "Did you mean 'trainer.max_steps'?"),
         (["--config=broken.yaml"], "broken.yaml is not valid YAML"),
@@ -180,7 +189,7 @@ def test_interrupt_before_training(monkeypatch, capsys):
     def interrupted(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli.LowBitCLI, "instantiate_classes", interrupted)
+    monkeypatch.setattr(LowBitCLI, "instantiate_classes", interrupted)
     assert lowbit() == 130
     assert capsys.readouterr().err.endswith("lowbit: interrupted\n")
 
@@ -189,26 +198,6 @@ def test_traceback_on_request(monkeypatch):
     monkeypatch.setenv("LOWBIT_TRACEBACK", "1")
     with pytest.raises(ValueError, match="Unknown preset 'nvfp5'"):
         lowbit("--trainer.plugins.init_args.casts=nvfp5")
-
-
-def test_unknown_command(capsys):
-    assert cli.main(["fitt"]) == 2
-    assert "'fitt'" in capsys.readouterr().err
-
-
-# --- merging ----------------------------------------------------------------------------------------------------------
-
-
-def test_merge():
-    base = {"trainer": {"max_steps": 1, "callbacks": ["a"], "plugins": {"class_path": "P", "init_args": {"x": 1}}}}
-    overlay = {"trainer": {"callbacks": ["b"], "plugins": {"init_args": {"y": 2}}}}
-    merged = cli.merge(base, overlay)
-    assert merged["trainer"]["callbacks"] == ["a", "b"]
-    assert merged["trainer"]["max_steps"] == 1
-    assert merged["trainer"]["plugins"] == {"class_path": "P", "init_args": {"x": 1, "y": 2}}
-    other = cli.merge(base, {"trainer": {"plugins": {"class_path": "Q"}}})
-    assert other["trainer"]["plugins"] == {"class_path": "Q"}, "arguments of one class were given to another"
-    assert cli.merge(base, {"trainer": {"max_steps": 2}})["trainer"]["max_steps"] == 2
 
 
 # --- interruption -----------------------------------------------------------------------------------------------------
@@ -255,7 +244,7 @@ def uninterrupted(tmp_path_factory):
 
 def stop_after(steps):
     # max_steps decides the step of the switch; a limit on time or epochs would too. So a run is stopped by a callback.
-    return [f"--trainer.callbacks+={{class_path: tests.test_cli.StopAfter, init_args: {{steps: {steps}}}}}"]
+    return [f"--trainer.callbacks+={{class_path: tests.cli.test_run.StopAfter, init_args: {{steps: {steps}}}}}"]
 
 
 class StopAfter(Callback):

@@ -1,0 +1,288 @@
+"""What is trained in few bits, and what is not: said at the start, measured in the first step, averaged at the end."""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from lightning_lowbit.callbacks.console import Table, Text, show
+from lightning_lowbit.callbacks.report_page import Section
+from lightning_lowbit.nn import OPERANDS, Coverage, GemmCounter, LinearCasts, QuantizedLayer
+from lightning_lowbit.nn.coverage import operand_cast
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.precision import LowBitPrecision
+
+
+class PrecisionSummary(Callback):
+    """Shows which layers compute in which casts, and how much of the arithmetic that is.
+
+    When training starts, a table of layers, parameters and casts. After the first training step, the coverage: FLOPs of
+    GEMMs whose operands are both quantised over the FLOPs of all matrix products, attentions and convolutions, counted
+    while they ran, and which modules make up the rest. At the end, the bits of a GEMM operand, block scales included,
+    averaged over FLOPs and over the steps in each phase.
+
+    Printed by the first process (with ``rich`` where it is installed), and written to the logger's directory. The
+    counts are those of one micro-batch in one process. Counting makes the first step a little slower and changes no
+    result.
+
+    Args:
+        filename: of the JSON file in the logger's directory.
+        quiet: prints nothing.
+
+    Attributes:
+        counter: FLOPs of the first training step, by module and GEMM; None before.
+
+    Example:
+        >>> Trainer(plugins=[FP4Precision("nvfp4")], callbacks=[PrecisionSummary()])
+    """
+
+    def __init__(self, filename: str = "precision_summary.json", quiet: bool = False) -> None:
+        if Path(filename).name != filename or not filename.endswith(".json"):
+            raise ValueError(f"filename is a name that ends in .json, without folders; got {filename!r}.")
+        self.filename, self.quiet = filename, quiet
+        self.counter: GemmCounter | None = None
+        self._counting = False
+        self._steps: Counter[str] = Counter()  # optimizer steps by phase
+        self._folder: Path | None = None
+        self._model: nn.Module | None = None
+        self._hp_bits = 32
+
+    # --- when ---
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Shows the layers."""
+        self.counter, self._counting, self._model = None, False, pl_module
+        self._hp_bits = _hp_bits(trainer)
+        folder = trainer.log_dir  # all processes ask for it together
+        self._folder = Path(folder) if folder is not None and trainer.loggers else None
+        self._show(trainer, layer_table(pl_module), *cast_legend(pl_module))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Begins to count, in the first step."""
+        if self.counter is None:
+            self.counter = GemmCounter(pl_module)
+            self.counter.__enter__()
+            self._counting = True
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Ends the count before the optimizer's own arithmetic; notes the phase of the step."""
+        self._steps[self._phase(trainer)] += 1
+        if pl_module.automatic_optimization:
+            self._stop(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Ends the count at the latest."""
+        self._stop(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Shows and writes the average."""
+        if self.counter is not None and self._steps:
+            steps = ", ".join(f"{phase}: {count}" for phase, count in self._steps.items())
+            text = (
+                f"Average over the run: {self.average_bits():.2f} bits per GEMM operand (optimizer steps in {steps})."
+            )
+            self._show(trainer, Text(text))
+            self._write(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leaves no counter behind."""
+        self._close()
+
+    def _stop(self, trainer: Trainer) -> None:
+        if self._counting:
+            self._close()
+            self._show(trainer, *self._coverage_blocks())
+            self._write(trainer)
+
+    def _close(self) -> None:
+        if self._counting:
+            assert self.counter is not None
+            self._counting = False
+            self.counter.__exit__(None, None, None)
+
+    # --- what ---
+
+    def coverage(self, phase: str | None = None) -> Coverage:
+        """What was measured in the first training step, for the casts of a phase or those in force.
+
+        Raises:
+            RuntimeError: there was no training step yet.
+        """
+        if self.counter is None or self._counting:
+            raise RuntimeError("Coverage is measured in the first training step, and there was none yet.")
+        return self.counter.coverage(phase, self._hp_bits)
+
+    def average_bits(self) -> float:
+        """Bits of a GEMM operand, block scales included, averaged over FLOPs and the optimizer steps of each phase."""
+        steps = self._steps or Counter({"fqt": 1})
+        bits = sum(count * self.coverage(phase).average_bits for phase, count in steps.items())
+        return bits / sum(steps.values())
+
+    def report_data(self, trainer: Trainer) -> dict[str, Any]:
+        """What a machine wants to know."""
+        data: dict[str, Any] = {"layers": list(_layers(self._model)) if self._model is not None else []}
+        if self.counter is not None and not self._counting:
+            measured = self.coverage("fqt")
+            data |= {
+                "flops_per_micro_batch": measured.flops,
+                "coverage": measured.share,
+                "bits_by_phase": {phase: self.coverage(phase).average_bits for phase in self._steps or ["fqt"]},
+                "average_bits": self.average_bits(),
+                "optimizer_steps_by_phase": dict(self._steps),
+                "uncovered": measured.uncovered,
+                "uncounted": list(measured.uncounted),
+            }
+        return data
+
+    def report_sections(self, trainer: Trainer) -> list[Section]:
+        """The tables, for a report."""
+        if self._model is None:
+            return []
+        measured = self.counter is not None and not self._counting
+        coverage = self._coverage_blocks() if measured else [Text("No training step was taken.")]
+        if measured:
+            coverage.append(Text(f"Average over the run: {self.average_bits():.2f} bits per GEMM operand."))
+        return [
+            Section("Layers and casts", (layer_table(self._model), *cast_legend(self._model))),
+            Section("Coverage", tuple(coverage)),
+        ]
+
+    def _coverage_blocks(self) -> list[Table | Text]:
+        measured = self.coverage("fqt")
+        head = Text(
+            f"Coverage: {measured.share:.1%} of {_flops(measured.flops)} per micro-batch and process have two "
+            f"quantised operands; {measured.average_bits:.2f} bits per GEMM operand."
+        )
+        blocks: list[Table | Text] = [head]
+        if measured.uncovered:
+            rows = [
+                [name or "(outside any module)", str(count), _flops(flops), f"{flops / measured.flops:.1%}"]
+                for name, count, flops in _merge_numbers(measured.uncovered)
+            ]
+            blocks.append(Table(["not covered", "modules", "FLOPs", "share"], rows))
+        if measured.uncounted:
+            names = ", ".join(measured.uncounted)
+            blocks.append(
+                Text(f"Not counted, for want of a formula: {names}. The coverage is too high by their share.")
+            )
+        return blocks
+
+    def _phase(self, trainer: Trainer) -> str:
+        plugin = trainer.precision_plugin
+        return plugin.phase if isinstance(plugin, LowBitPrecision) else "fqt"
+
+    def _show(self, trainer: Trainer, *blocks: Table | Text) -> None:
+        if trainer.is_global_zero and not self.quiet:
+            show(trainer, *blocks)
+
+    def _write(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero and self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            partial = self._folder / f".{self.filename}"
+            partial.write_text(json.dumps(self.report_data(trainer), indent=1))
+            os.replace(partial, self._folder / self.filename)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps in each phase: a resumed run's average is that of the whole run."""
+        return {"steps": dict(self._steps)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes them up."""
+        self._steps = Counter(state_dict["steps"])
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def layer_table(model: nn.Module) -> Table:
+    """The layers of a model with parameters and casts; layers alike but for numbers in their names are one row."""
+    rows: dict[tuple[Any, ...], list[str]] = {}
+    parameters: Counter[tuple[Any, ...]] = Counter()
+    labels = _labels(model)
+    for name, module in model.named_modules():
+        name = clean_name(name)
+        if isinstance(module, QuantizedLayer):
+            out_features, in_features = module.weight_matrix().shape[-2:]
+            size, casts = f"{in_features} → {out_features}", labels[module.full_casts]
+        elif any(True for _ in module.parameters(recurse=False)):
+            size, casts = "", "high precision"
+        else:
+            continue
+        key = (re.sub(r"\d+", "*", name), type(module).__name__, size, casts)
+        rows.setdefault(key, []).append(name)
+        parameters[key] += sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    body = [
+        [_range(names), kind, size, _count(parameters[key]), casts]
+        for key, names in rows.items()
+        for _, kind, size, casts in [key]
+    ]
+    quantised = sum(count for key, count in parameters.items() if key[3] != "high precision")
+    total = sum(parameters.values())
+    share = f"{quantised / total:.1%}" if total else "none"
+    caption = f"{_count(quantised)} of {_count(total)} parameters ({share}) are weights and biases of converted layers."
+    return Table(["layers", "class", "in → out", "parameters", "casts"], body, caption)
+
+
+def cast_legend(model: nn.Module) -> list[Table]:
+    """What the casts in the table are, operand by operand; ``~`` is stochastic rounding."""
+    labels = _labels(model)
+    rows = [[operand, *(str(operand_cast(casts, operand) or "hp") for casts in labels)] for operand in OPERANDS]
+    return [Table(["operand", *labels.values()], rows)] if labels else []
+
+
+def _labels(model: nn.Module) -> dict[LinearCasts, str]:
+    distinct = dict.fromkeys(m.full_casts for m in model.modules() if isinstance(m, QuantizedLayer))
+    return {
+        casts: str(casts) if " " not in str(casts) else f"casts {number}"
+        for number, casts in enumerate(distinct, start=1)
+    }
+
+
+def _layers(model: nn.Module) -> Iterable[dict[str, Any]]:
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLayer):
+            out_features, in_features = module.weight_matrix().shape[-2:]
+            casts = {operand: str(operand_cast(module.full_casts, operand) or "hp") for operand in OPERANDS}
+            yield {"name": clean_name(name), "in": in_features, "out": out_features, "casts": casts}
+
+
+def _merge_numbers(flops: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """(names, how many, FLOPs) of entries alike but for the numbers in their names, largest first."""
+    groups: dict[str, list[str]] = {}
+    for name in flops:
+        groups.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    merged = [(_range(names), len(names), sum(flops[name] for name in names)) for names in groups.values()]
+    return sorted(merged, key=lambda row: -row[2])
+
+
+def _range(names: list[str]) -> str:
+    """``layers.0.up`` … ``layers.7.up`` as ``layers.{0-7}.up``."""
+    columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+    return "".join(
+        parts[0] if len(set(parts)) == 1 else f"{{{min(map(int, parts))}-{max(map(int, parts))}}}" for parts in columns
+    )
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+def _flops(number: int) -> str:
+    return f"{_count(number)} FLOPs" if number < 1e3 else f"{_count(number).replace('B', 'G').replace('k', 'K')}FLOPs"
+
+
+def _hp_bits(trainer: Trainer) -> int:
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, LowBitPrecision):
+        return torch.finfo(plugin.compute_dtype).bits
+    return next((bits for bits in (16, 64) if str(bits) in str(plugin.precision)), 32)

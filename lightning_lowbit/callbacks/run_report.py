@@ -1,0 +1,372 @@
+"""One page that says how a run went, also when it broke off.
+
+    every log step      the metrics of optimizer step k, learning rate and phase, kept as tensors on the device
+    end or exception    report.html (to be read) and run.json (to be computed with), in the run's folder
+
+Other callbacks contribute by having a method, in the order of the Trainer's list:
+
+    report_sections(trainer) -> list[Section]     shown between the metrics and the environment
+    report_data(trainer) -> dict                  merged into "summary" of run.json
+
+Both are called in the first process alone, and also after an exception: no collectives in them.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import re
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_lowbit.callbacks.environment import environment, peak_memory
+from lightning_lowbit.callbacks.report_page import Section, Text
+from lightning_lowbit.callbacks.run_history import History
+from lightning_lowbit.callbacks.run_page import render_run
+from lightning_lowbit.precision import LowBitPrecision
+
+
+class RunReport(Callback):
+    """Writes ``report.html`` and ``run.json`` into the logger's directory when ``fit`` ends or breaks off.
+
+    Without a logger they go to ``default_root_dir``; a dry run (``fast_dev_run``) writes nothing. The history is saved
+    with the checkpoint, so that the page of a resumed run shows the whole run. A step is an optimizer step: what is
+    logged during the k-th one is shown at k, and a validation after it, too. Recording waits for no device.
+
+    Of launchers that start processes inside ``fit`` (``ddp_spawn``, ``ddp_fork``) an exception cannot be reported:
+    Lightning calls no callback in the process where it happened.
+
+    Args:
+        filename: of the page.
+
+    Raises:
+        ValueError: ``filename`` does not end in ``.html`` or has folders in it.
+        ModuleNotFoundError: matplotlib is not installed.
+
+    Example:
+        >>> Trainer(plugins=[FP4Precision()], callbacks=[PrecisionSummary(), RunReport()])
+    """
+
+    def __init__(self, filename: str = "report.html") -> None:
+        if not filename.endswith(".html") or filename == ".html" or set(filename) & set("/\\"):
+            raise ValueError(f"filename is a name that ends in .html, without folders; got {filename!r}.")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ModuleNotFoundError(
+                'RunReport draws its charts with matplotlib: pip install "lightning_lowbit[recipes]".'
+            )
+        self.filename = filename
+        self._trainer: Trainer | None = None
+        self._folder: Path | None = None
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self._history = History()
+        self._validation: list[str] = []  # names of validation metrics
+        self._seconds = 0.0
+        self._since: float | None = None
+        self._max_steps: int | None = None
+        self._trained = False
+        self._begin = self._recorded = 0  # optimizer steps: when training started, and the last one seen
+        self._seen: dict[str, Tensor] = {}
+        self._late: int | None = None
+        self._rates: dict[str, Tensor] = {}
+
+    # --- when ---
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Asks for the folder, where all processes do: ``log_dir`` is a broadcast."""
+        if stage == "fit":
+            self._trainer = trainer
+            if trainer.global_step == 0:  # or else the same Trainer goes on
+                self._start_afresh()
+            folder = str(trainer.log_dir or trainer.default_root_dir)
+            if "://" in folder:
+                rank_zero_warn(f"RunReport writes into local folders alone, and nothing into {folder}.")
+            is_written = "://" not in folder and not trainer.fast_dev_run  # type: ignore[attr-defined]
+            self._folder = Path(folder) if is_written else None
+            self._trained, self._started = False, datetime.now().astimezone()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock."""
+        self._trained = True
+        self._since, self._begin, self._recorded = time.monotonic(), trainer.global_step, trainer.global_step
+        self._seen, self._late, self._rates = {}, None, {}
+        steps: float = trainer.max_steps
+        if pl_module.automatic_optimization:
+            steps = trainer.estimated_stepping_batches
+        self._max_steps = int(steps) if 0 < steps < math.inf else None
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Notes the learning rates of the step; at its end the schedule has moved on."""
+        self._take_late(trainer)
+        if trainer.is_global_zero and trainer._logger_connector.should_update_logs:
+            self._rates = dict(learning_rates(trainer))
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Records the optimizer step."""
+        self._record_step(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Completes the last step."""
+        self._take_late(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Records the metrics of the epoch before."""
+        self._take_epoch(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Records the metrics of the last epoch, and stops the clock."""
+        self._take_epoch(trainer)
+        self._seconds, self._since = self._elapsed(), None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tells what was logged until now from what the validation will."""
+        if self._is_validation_of_fit(trainer):
+            self._take_late(trainer)
+            self._seen.update(_scalars(trainer._logger_connector._callback_metrics))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Records the validation."""
+        self._record_validation(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the report."""
+        self._write(trainer, pl_module, None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Writes the report of a run that broke off."""
+        if trainer.state.fn == "fit" and self._trained:  # before that, there is nothing to report
+            self._seconds, self._since = self._elapsed(), None
+            self._write(trainer, pl_module, exception)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The history so far, also that of the step at whose end another callback saves before this one's turn."""
+        if self._trainer is not None and self._since is not None:
+            self._record_validation(self._trainer) if self._trainer.validating else self._record_step(self._trainer)
+        history = self._history.state_dict()
+        return {"history": history, "validation": list(self._validation), "seconds": self._elapsed()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with it."""
+        self._history.load_state_dict(state_dict["history"])
+        self._validation, self._seconds = list(state_dict["validation"]), state_dict["seconds"]
+
+    def _elapsed(self) -> float:
+        return self._seconds + (0 if self._since is None else time.monotonic() - self._since)
+
+    # --- which value belongs to which step ---
+
+    def _record_step(self, trainer: Trainer) -> None:
+        """Adds the optimizer step that has just been done, when it is one that is logged; once."""
+        step, plugin = trainer.global_step, trainer.precision_plugin
+        in_mid_step = trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
+        if not trainer.is_global_zero or in_mid_step or step <= self._recorded:
+            return
+        self._recorded = step
+        if isinstance(plugin, LowBitPrecision):
+            self._history.add_phase(plugin.phase, self._begin, step)
+        if trainer._logger_connector.should_update_logs:
+            for name, rate in self._rates.items():
+                self._history.add(name, step, rate)
+            self._take(trainer.callback_metrics, step)
+            self._late = step
+
+    def _record_validation(self, trainer: Trainer) -> None:
+        if self._is_validation_of_fit(trainer):
+            new = self._take(trainer._logger_connector._callback_metrics, trainer.global_step)
+            self._validation += [name for name in new if name not in self._validation]
+
+    def _take(self, metrics: Mapping[str, Any], step: int, forked: bool = True) -> list[str]:
+        """Adds what was logged since the last call. Lightning keeps the values of old steps among those of new ones,
+        but makes a new tensor whenever something is logged."""
+        new = []
+        for name, value in _scalars(metrics).items():
+            stem, _, suffix = name.rpartition("_")
+            is_twin = suffix in ("step", "epoch") and stem in metrics  # of `on_step=True, on_epoch=True`
+            is_mean = not forked and f"{name}_step" in metrics
+            seen = self._seen.get(name)
+            if not is_twin and not is_mean and (seen is None or seen.data_ptr() != value.data_ptr()):
+                self._seen[name] = value  # as long as it is kept, no other one has its address
+                if self._history.add(name, step, value):
+                    new.append(name)
+        return new
+
+    def _take_late(self, trainer: Trainer) -> None:
+        """Adds what the module and other callbacks logged in their ``on_train_batch_end``, after this one's.
+
+        Not `trainer.callback_metrics`: at the end of an epoch this would reduce means over processes, in one of them.
+        """
+        if self._late is not None:
+            self._take(trainer._logger_connector._callback_metrics, self._late)
+            self._late = None
+
+    def _take_epoch(self, trainer: Trainer) -> None:
+        """Adds the metrics of an epoch, but not its means of metrics that have a value for each step."""
+        if trainer.is_global_zero:
+            self._take(trainer._logger_connector._callback_metrics, trainer.global_step, forked=False)
+
+    @staticmethod
+    def _is_validation_of_fit(trainer: Trainer) -> bool:
+        return trainer.is_global_zero and trainer.state.fn == "fit" and not trainer.sanity_checking
+
+    # --- what is written ---
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException | None) -> None:
+        if self._folder is None or not trainer.is_global_zero:
+            return
+        try:
+            self._write_files(trainer, pl_module, exception)
+        except Exception as error:  # neither the end of a training nor what went wrong in it is lost to a report
+            with suppress(Warning):  # where warnings are errors
+                rank_zero_warn(f"RunReport could not be written: {type(error).__name__}: {error}")
+
+    def _write_files(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException | None) -> None:
+        assert self._folder is not None
+        try:
+            history = self._history.points()
+        except Exception:  # after an error of the device nothing can be copied from it
+            self._history.drop_pending()
+            history = self._history.points()
+        run: dict[str, Any] = {
+            "name": _name(self._folder),
+            "status": _status(exception),
+            "error": "".join(traceback.format_exception_only(exception)).strip() if exception else None,
+            "steps": trainer.global_step,
+            "max_steps": self._max_steps,
+            "seconds": self._seconds,
+            "peak_memory_bytes": peak_memory(trainer.strategy.root_device),
+            "precision": _precision(trainer),
+            "metrics": {name: points[-1][1] for name, points in history.items()},
+            "validation_metrics": self._validation,
+            "best": self._best(trainer),
+            "history": history,
+            "phases": self._history.phases,
+            "environment": environment(trainer, self._started),
+            "summary": {},
+        }
+        summaries, failures = _ask(trainer, "report_data", dict)
+        for summary in summaries:
+            run["summary"].update(summary)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _replace(self._folder / "run.json", json.dumps(_strict(run), indent=1, allow_nan=False))
+        contributed, more_failures = _ask(trainer, "report_sections", list)
+        sections = [section for sections in contributed for section in sections]
+        configuration = _configuration(self._folder, trainer, pl_module)
+        page = render_run(run, [*sections, *failures, *more_failures], exception, configuration)
+        _replace(self._folder / self.filename, page)
+
+    def _best(self, trainer: Trainer) -> dict[str, float]:
+        """Of the validation metrics of which it is known what is better: losses, and what a callback monitors."""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        modes = {getattr(callback, "monitor", None): getattr(callback, "mode", "min") for callback in callbacks}
+        best = {}
+        for name in self._validation:
+            if name in self._history.extremes and (name in modes or re.search("loss|perplexity|ppl", name)):
+                best[name] = self._history.extremes[name][modes.get(name) == "max"]
+        return best
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def _scalars(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
+    local = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in metrics.items()}
+    return {name: value for name, value in local.items() if isinstance(value, Tensor) and value.numel() == 1}
+
+
+def learning_rates(trainer: Trainer) -> Iterable[tuple[str, Tensor]]:
+    """(name, value) of each optimizer's first parameter group, and of other groups where it differs; named as
+    ``LearningRateMonitor`` does."""
+    used: Counter[str] = Counter()
+    for optimizer in trainer.optimizers:
+        name = f"lr-{type(optimizer).__name__}"
+        used[name] += 1
+        name += f"-{used[name] - 1}" if used[name] > 1 else ""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for i, rate in enumerate(rates):
+            if i == 0 or rate is not rates[0] and (isinstance(rate, Tensor) or rate != rates[0]):
+                value = rate.detach().clone() if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
+                yield f"{name}/pg{i + 1}" if i else name, value
+
+
+def _ask(trainer: Trainer, method: str, kind: type) -> tuple[list[Any], list[Section]]:
+    """What the callbacks have to say, each as a list or dictionary, and a section for each that fails to."""
+    answers, failures = [], []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        try:
+            if hasattr(callback, method):
+                answers.append(kind(getattr(callback, method)(trainer)))
+        except Exception:
+            text = Text(traceback.format_exc(), preformatted=True)
+            failures.append(Section(f"{type(callback).__name__}.{method} failed", [text]))
+    return answers, failures
+
+
+def _status(exception: BaseException | None) -> str:
+    if exception is None:
+        return "finished"
+    return "interrupted" if isinstance(exception, (KeyboardInterrupt, SIGTERMException)) else "failed"
+
+
+def _name(folder: Path) -> str:
+    parts = folder.resolve().parts
+    return "/".join(parts[-2:] if parts[-1].startswith("version_") else parts[-1:])
+
+
+def _precision(trainer: Trainer) -> dict[str, str]:
+    plugin = trainer.precision_plugin
+    if not isinstance(plugin, LowBitPrecision):
+        return {"plugin": type(plugin).__name__, "casts": str(plugin.precision)}
+    parts = [str(plugin.casts), *(f"{pattern}: {casts}" for pattern, casts in plugin.overrides.items())]
+    parts += [f"only {', '.join(plugin.only)}"] if plugin.only else []
+    parts += [f"without {', '.join(plugin.skip)}"] if plugin.skip else []
+    return {"plugin": type(plugin).__name__, "casts": "; ".join(parts)}
+
+
+def _configuration(folder: Path, trainer: Trainer, pl_module: LightningModule) -> str:
+    with suppress(OSError):
+        return (folder / "config.yaml").read_text(errors="replace")  # Lightning's command line wrote it
+    lines = [f"{type(pl_module).__name__}:"]
+    lines += [f"  {name}: {value}" for name, value in pl_module.hparams.items()] or ["  (no saved hyperparameters)"]
+    plugin = trainer.precision_plugin
+    lines += [f"{type(plugin).__name__}:", f"  casts: {_precision(trainer)['casts']}"]
+    if isinstance(plugin, LowBitPrecision):
+        lines += [f"  {name}: {getattr(plugin, name)}" for name in ("compute_dtype", "seed", "exact")]
+    return "\n".join(lines)
+
+
+def _strict(value: Any) -> Any:
+    """What JSON can hold, with null for numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    if isinstance(value, Tensor):
+        return _strict(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, (int, str)) or value is None else str(value)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file such that there is never half of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8", errors="replace")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

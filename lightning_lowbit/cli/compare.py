@@ -1,0 +1,233 @@
+"""``lowbit compare``: a recipe times overlays times learning rates times seeds, as one table.
+
+Each run is a process of its own in a folder of its own, ``<output>/<row>/seed_<n>``, with its whole configuration in
+``recipe.yaml`` there. What is finished is not run again; what was interrupted goes on from its last checkpoint. Table
+and pictures are made anew after each run, from the ``run.json`` that :class:`RunReport` leaves.
+"""
+
+import argparse
+import fcntl
+import itertools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from lightning_lowbit.cli.comparison import write_comparison
+from lightning_lowbit.cli.configs import combined_name, merge, merge_all
+from lightning_lowbit.cli.mistakes import nearest
+from lightning_lowbit.cli.run import find_checkpoints
+
+_REPORT = "lightning_lowbit.RunReport"
+_OWN = ("--seed_everything", "--trainer.default_root_dir", "--ckpt_path")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: a row of the table with one seed."""
+
+    row: str
+    seed: int
+    folder: Path
+    recipe: str = field(repr=False)  # YAML
+    arguments: tuple[str, ...] = ()
+
+    def result(self) -> dict[str, Any] | None:
+        """What ``run.json`` says, or None while the run has not finished."""
+        for path in self.folder.rglob("run.json"):
+            result: dict[str, Any] = json.loads(path.read_text())
+            if result["status"] == "finished":
+                return result
+        return None
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Runs what is not done yet, writes table and pictures; returns 1 if a run failed."""
+    given, rest = _parser().parse_known_args(arguments)
+    output = Path(given.output)
+    runs = plan(given.config, given.vary, given.lr, given.seeds, output, rest)
+    rows = list(dict.fromkeys(run.row for run in runs))
+    baseline = given.baseline or rows[0]
+    if baseline not in rows:
+        raise ValueError(f"--baseline: there is no row {baseline!r}.{nearest(baseline, rows)} Rows: {', '.join(rows)}.")
+    todo = [run for run in runs if run.result() is None]
+    print(f"{len(runs)} runs in {output}, {len(runs) - len(todo)} of them finished.")
+    if given.dry_run:
+        print("\n".join(f"  {run.row}, seed {run.seed}" for run in todo))
+        return 0
+    prepare(runs)
+
+    def results() -> dict[str, dict[int, dict[str, Any]]]:
+        finished = {run: result for run in runs if (result := run.result()) is not None}
+        return {row: {run.seed: result for run, result in finished.items() if run.row == row} for row in rows}
+
+    failed = [
+        run
+        for run, status in execute(todo, given.jobs, lambda: write_comparison(results(), baseline, output))
+        if status != 0
+    ]
+    print(write_comparison(results(), baseline, output))
+    for run in failed:
+        print(f"failed: {run.row}, seed {run.seed}; see {run.folder / 'log.txt'}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lowbit compare",
+        description="Runs a recipe with each combination of overlays, learning rates and seeds, and tabulates them. "
+        "Other arguments are those of `lowbit fit`, and go to every run.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", "-c", action="append", required=True, help="a recipe, or one and overlays for all rows (repeat)")
+    add(
+        "--vary",
+        action="append",
+        default=[],
+        type=_items(str),
+        metavar="A,B",
+        help="overlays, one of which each row "
+        "takes; 'A+B' are two together, 'none' is none; of several --vary all combinations (repeat)",
+    )
+    add("--lr", type=_items(str), default=[], metavar="1e-3,3e-4", help="learning rates; the recipe's by default")
+    add("--seeds", type=_items(int), default=[0], metavar="0,1,2", help="seeds; 0 by default")
+    add("--baseline", help="the row that gaps are relative to; the first by default")
+    add("--output", default="runs/compare", help="folder of the study; runs/compare by default")
+    add("--jobs", type=int, default=1, help="runs at a time")
+    add("--dry_run", action="store_true", help="only says what would run")
+    return parser
+
+
+def _items(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
+    def parse(text: str) -> list[_T]:
+        return [kind(item) for item in text.split(",")]
+
+    return parse
+
+
+def plan(
+    base: Sequence[str],
+    vary: Sequence[Sequence[str]],
+    rates: Sequence[str],
+    seeds: Sequence[int],
+    output: Path,
+    arguments: Sequence[str],
+) -> list[Run]:
+    """All runs of a study, row by row; reads the configurations and writes nothing.
+
+    Raises:
+        ValueError: two rows or seeds have the same name, or an argument would overrule what tells runs apart.
+        FileNotFoundError: a configuration does not exist.
+    """
+    for argument in arguments:
+        if argument.partition("=")[0] in _OWN:
+            raise ValueError(
+                f"{argument} differs between the runs of a study: use --seeds and --output, or leave it out."
+            )
+    _distinct("seed", list(map(str, seeds)))
+    runs, names = [], []
+    for choice in itertools.product(*vary):
+        overlays = [name for item in choice for name in item.split("+") if name != "none"]
+        for rate in rates or [""]:
+            row = combined_name(overlays) or "base"
+            names.append(f"{row},lr={rate}" if rate else row)
+            config = merge_all([*base, *overlays])
+            for seed in seeds:
+                folder = output / names[-1] / f"seed_{seed}"
+                recipe = yaml.safe_dump(_with(config, seed, rate, folder), sort_keys=False)
+                runs.append(Run(names[-1], seed, folder, recipe, tuple(arguments)))
+    _distinct("row", names)
+    return runs
+
+
+def _with(config: dict[str, Any], seed: int, rate: str, folder: Path) -> dict[str, Any]:
+    changes: dict[str, Any] = {"seed_everything": seed, "trainer": {"default_root_dir": str(folder)}}
+    callbacks = config["trainer"].get("callbacks") or []
+    if not any(isinstance(callback, dict) and callback.get("class_path") == _REPORT for callback in callbacks):
+        changes["trainer"]["callbacks"] = [{"class_path": _REPORT}]  # it leaves run.json
+    if rate:
+        try:
+            config["model"]["init_args"]["optimizer"]["class_path"]
+            changes["model"] = {"init_args": {"optimizer": {"init_args": {"lr": float(rate)}}}}
+        except (KeyError, TypeError):
+            raise ValueError("--lr needs a recipe that names its optimizer in model.init_args.optimizer.") from None
+    merged: dict[str, Any] = merge(config, changes)
+    return merged
+
+
+def _distinct(what: str, names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"The study has the {what} {name!r} twice: their runs would share a folder. Leave one out."
+            )
+
+
+def prepare(runs: Sequence[Run]) -> None:
+    """Writes each run's ``recipe.yaml``.
+
+    Raises:
+        ValueError: a folder holds a run of another configuration; nothing is written then.
+    """
+    contents = {run: f"# lowbit fit --config recipe.yaml {shlex.join(run.arguments)}\n{run.recipe}" for run in runs}
+    for run, content in contents.items():
+        path = run.folder / "recipe.yaml"
+        if path.exists() and path.read_text() != content:
+            raise ValueError(
+                f"{run.folder} holds a run of another configuration (see recipe.yaml there): the table would mix them. "
+                "Give another --output, or remove that folder."
+            )
+    for run, content in contents.items():
+        run.folder.mkdir(parents=True, exist_ok=True)
+        (run.folder / "recipe.yaml").write_text(content)
+
+
+def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) -> list[tuple[Run, int]]:
+    """Runs the processes, so many at a time; returns their exit statuses. Ctrl-C lets each finish its step and save."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    def one(run: Run) -> tuple[Run, int]:
+        # The process inherits the lock: when this command is killed and started again, it waits for those left over.
+        with (run.folder / "lock").open("w") as lock, (run.folder / "log.txt").open("ab") as log:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if run.result() is None:
+                resume = ["--ckpt_path", "last"] if find_checkpoints(run.folder) else []
+                recipe = str(run.folder / "recipe.yaml")
+                command = [sys.executable, "-m", "lightning_lowbit.cli", "fit", "--config", recipe, *resume]
+                print(f"  {run.row}, seed {run.seed} {'goes on' if resume else 'begins'}", flush=True)
+                child = subprocess.Popen(
+                    [*command, *run.arguments],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[lock.fileno()],
+                    start_new_session=True,  # Ctrl-C reaches this process alone, which hands it on once
+                )
+                children.append(child)
+                child.wait()
+        return run, 0 if run.result() is not None else 1
+
+    statuses = []
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for status in pool.map(one, runs):
+                statuses.append(status)
+                after_each()
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in children:
+                if child.poll() is None:
+                    os.kill(child.pid, signal.SIGINT)
+            raise
+    return statuses

@@ -1,0 +1,122 @@
+"""Recipes by name, and several configurations put together into one.
+
+Mappings merge key by key, lists of callbacks one after the other, and everything else by the last word. Where an
+overlay names another class, the arguments that the new class takes as well stay: the learning rate of a recipe's
+optimizer holds for the one that takes its place.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_lowbit.cli.mistakes import arguments_of
+
+OVERLAY = "Overlay: "  # begins the first line of a configuration that goes on top of a recipe
+
+
+def recipes() -> dict[str, Path]:
+    """The configurations that come with the package, by name."""
+    found = Path(str(files("lightning_lowbit.recipes"))).glob("*.yaml")
+    return {path.stem: path for path in sorted(found)}
+
+
+def headline(path: Path) -> str:
+    """The first line of a configuration, which says what it is."""
+    return path.read_text().splitlines()[0].lstrip("# ")
+
+
+def find_config(name: str) -> Path:
+    """The file of a ``--config``: a path, or the name of a recipe of this package.
+
+    Raises:
+        FileNotFoundError: there is neither.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    known = recipes()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=3)
+        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise FileNotFoundError(
+            f"--config {name}: no such file, and no such recipe.{hint} Recipes are: {', '.join(known)}."
+        )
+    return known[name]
+
+
+def merge(base: Any, overlay: Any, key: str = "") -> Any:
+    """Puts one configuration on top of another."""
+    if key == "callbacks" and base and overlay:
+        return _as_list(base) + _as_list(overlay)
+    if not (isinstance(base, Mapping) and isinstance(overlay, Mapping)):
+        return overlay
+    if "class_path" in overlay and overlay["class_path"] != base.get("class_path"):
+        taken = arguments_of(overlay["class_path"])
+        base = {"init_args": {name: value for name, value in (base.get("init_args") or {}).items() if name in taken}}
+        if not base["init_args"]:
+            return overlay
+    shared = {name: merge(base[name], overlay[name], name) for name in base if name in overlay}
+    return {**base, **overlay, **shared}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A YAML file as a mapping.
+
+    Raises:
+        ValueError: it is not YAML, or no mapping.
+    """
+    try:
+        config = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}. Mend it there.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a mapping such as 'trainer: {{max_steps: 100}}'; got {config!r}.")
+    return config
+
+
+def merge_all(names: Sequence[str]) -> dict[str, Any]:
+    """The configurations of some names or paths, each on top of those before it.
+
+    A run that says nothing of its folder gets ``runs/<names>``, so that each combination has one of its own.
+    """
+    config: Any = {}
+    for name in names:
+        config = merge(config, read_config(find_config(name)))
+    trainer = config.setdefault("trainer", {})
+    if isinstance(trainer, dict):
+        trainer.setdefault("default_root_dir", f"runs/{combined_name(names)}")
+    return config
+
+
+def combined_name(names: Sequence[str]) -> str:
+    """What a combination of configurations is called."""
+    return "+".join(Path(name).stem for name in names)
+
+
+def split_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The values of all ``--config`` of a command line, and the rest of it."""
+    names, rest = [], []
+    remaining = iter(arguments)
+    for argument in remaining:
+        option, equals, value = argument.partition("=")
+        if option in ("--config", "-c"):
+            names.append(value if equals else next(remaining, ""))
+        else:
+            rest.append(argument)
+    return names, rest
+
+
+def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
+    """Replaces all ``--config`` of a command line by a single one, the file ``merged``, which this function writes."""
+    names, rest = split_configs(arguments)
+    if not names:
+        return rest
+    merged.write_text(yaml.safe_dump(merge_all(names)))
+    return [rest[0], "--config", str(merged), *rest[1:]] if rest else ["--config", str(merged)]

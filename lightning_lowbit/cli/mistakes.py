@@ -1,0 +1,63 @@
+"""What the parser has to say about a mistake, in one line that names the nearest thing that would be right."""
+
+import difflib
+import inspect
+import re
+from collections.abc import Collection
+from pydoc import locate
+
+
+def explain(error: BaseException) -> str:
+    """The message of an error in one line.
+
+    The parser tries every type that an argument may have and reports each attempt, indented. The first one is that of
+    the class which the configuration names; the others are left out.
+    """
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return re.sub(r"\s+", " ", _first_cause(lines)).strip() or type(error).__name__
+
+
+def suggest(message: str, keys: Collection[str]) -> str:
+    """What might have been meant where a message is about an unknown key; empty otherwise.
+
+    Args:
+        message: of the parser, from :func:`explain`.
+        keys: what may stand on the command line.
+    """
+    misspelt = re.search(r"(?:Option '|accept option '|unrecognized arguments: -*)([\w.]+)", message)
+    if misspelt is None:
+        return ""
+    named = re.findall(r"class_path '([\w.]+)'", message)
+    if named:
+        keys = arguments_of(named[-1])
+    close = [
+        match for word in (misspelt[1], misspelt[1].split(".")[0]) for match in difflib.get_close_matches(word, keys)
+    ]
+    return f"Did you mean {close[0]!r}?" if close else "`lowbit fit --help` lists what is possible."
+
+
+def _first_cause(lines: list[str]) -> str:
+    starts = [i for i, line in enumerate(lines) if line.strip() == "Errors:"]
+    if not starts:
+        return " ".join(lines)
+    where = [line for line in lines[: starts[0]] if line.strip().endswith(":")]
+    bullet, *others = lines[starts[0] + 1 :]
+    indent = len(bullet) - len(bullet.lstrip())
+    ends = [i for i, line in enumerate(others) if len(line) - len(line.lstrip()) <= indent]
+    block = [bullet.replace("- ", "", 1), *others[: ends[0] if ends else None]]
+    given = [line for line in others if "Given value:" in line and "Expected" in block[0]]
+    return " ".join([*where, _first_cause(block), *given[:1]])
+
+
+def nearest(given: str, possible: Collection[str]) -> str:
+    """`` Did you mean 'x'?``, or nothing where nothing is near."""
+    close = difflib.get_close_matches(given, possible, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def arguments_of(class_path: str) -> set[str]:
+    """Names of the arguments that a class takes, those that it passes on to its bases included."""
+    cls = locate(class_path)
+    if not inspect.isclass(cls):
+        return set()
+    return {name for base in inspect.getmro(cls) if base is not object for name in inspect.signature(base).parameters}

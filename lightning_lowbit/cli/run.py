@@ -1,0 +1,127 @@
+"""``lowbit fit | validate | test | predict``: Lightning's command line with recipes by name."""
+
+import re
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentError, Namespace
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+from lightning_lowbit.cli.configs import merge_configs
+from lightning_lowbit.cli.mistakes import explain, suggest
+from lightning_lowbit.precision import LowBitPrecision
+
+# Warnings that ask nothing of the user: Lightning 2.6.6 calls what torch 2.13 deprecates; text in memory needs no
+# loader processes; a resumed run has a folder of its own.
+_NOISE = (
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    r"The '.*_dataloader' does not have many workers",
+    r"The dirpath has changed from",
+)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Runs a subcommand of Lightning's command line; all ``--config`` are merged before it sees them."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        for message in _NOISE:
+            warnings.filterwarnings("ignore", message)
+        LowBitCLI(
+            args=merge_configs(arguments, Path(folder) / "merged.yaml"),
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            save_config_callback=SaveConfig,
+            parser_kwargs={"prog": "lowbit", "exit_on_error": False}
+            | {name: {"exit_on_error": False} for name in LightningCLI.subcommands()},
+        )
+
+
+class SaveConfig(SaveConfigCallback):
+    """Writes the resolved configuration once everything is set up, so that a failed start leaves no folder."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Nothing yet."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes."""
+        super().setup(trainer, pl_module, "fit")
+
+
+class LowBitCLI(LightningCLI):
+    """Lightning's command line; checks what it can before anything is written."""
+
+    def before_instantiate_classes(self) -> None:
+        """Gives the run its logger, and finds the checkpoint to go on from: one that is missing is an error."""
+        config = self.config[str(self.subcommand)]
+        folder = config.trainer.default_root_dir
+        if config.trainer.logger in (None, True) and folder is not None:
+            # Lightning's own default would put the versions into a folder "lightning_logs" below this one.
+            config.trainer.logger = Namespace(  # type: ignore[no-untyped-call]
+                class_path="lightning.pytorch.loggers.TensorBoardLogger",
+                init_args=Namespace(save_dir=str(folder), name=None),  # type: ignore[no-untyped-call]
+            )
+        path = config.ckpt_path
+        if path == "last":
+            config.ckpt_path = str(find_last_checkpoint(self._checkpoint_folder(config.trainer)))
+            print(f"Going on from {config.ckpt_path}")
+        elif path not in (None, "best", "hpc") and not re.match(r"\w+:", path) and not Path(path).exists():
+            raise FileNotFoundError(
+                f"The checkpoint {config.ckpt_path!r} does not exist. Give the path of one, or leave --ckpt_path "
+                "out to start afresh."
+            )
+
+    @staticmethod
+    def _checkpoint_folder(trainer: Any) -> Path:
+        # Where ModelCheckpoint writes: below the logger's folder, or the Trainer's.
+        arguments = getattr(trainer.logger, "init_args", None) or {}
+        folder = arguments.get("save_dir") or trainer.default_root_dir
+        if folder is None:
+            raise ValueError(
+                "--ckpt_path last needs the folder of the run: set the logger's save_dir or trainer.default_root_dir, "
+                "or give the path of a checkpoint."
+            )
+        return Path(folder)
+
+    def before_fit(self) -> None:
+        """Matches the plugin's patterns against the model."""
+        plugin = self.trainer.precision_plugin
+        if isinstance(plugin, LowBitPrecision) and type(self.model).configure_model is LightningModule.configure_model:
+            plugin.plan(self.model)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses; of what the parser has to say about a mistake, says one line."""
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentError as error:
+            keys = {action.dest for sub in self._subcommand_parsers.values() for action in sub._actions}
+            message = explain(error)
+            raise ValueError(f"{message.rstrip('.')}. {suggest(message, keys)}".strip()) from error
+
+    def _parse_ckpt_path(self) -> None:
+        # Lightning would let the hyperparameters in a checkpoint override the configuration that is asked for.
+        pass
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Each ``last*.ckpt`` and ``interrupted.ckpt`` below a folder, the newest first."""
+    found = [path for name in ("last*.ckpt", "interrupted.ckpt") for path in folder.rglob(name)]
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def find_last_checkpoint(folder: Path) -> Path:
+    """The newest of them.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = find_checkpoints(folder)
+    if not found:
+        raise FileNotFoundError(
+            f"--ckpt_path last: there is no last*.ckpt or interrupted.ckpt below {folder}. Give the path of a "
+            "checkpoint, or leave --ckpt_path out to start afresh."
+        )
+    return found[0]

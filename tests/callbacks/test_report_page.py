@@ -1,0 +1,175 @@
+"""The page alone: what is in it, what must not be in it, and how a browser shows it."""
+
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from lightning_lowbit.callbacks.report_page import Chart, Section, Table, Text, number, render
+
+EVIL = "<script>alert('x')</script>&\"$^$"
+
+
+class Page(HTMLParser):
+    """Tags with attributes, ids, and the text."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.ids, self.text = [], [], ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for name, value in attrs if name == "id"]
+
+    def handle_data(self, data):
+        self.text += data
+
+    def count(self, tag):
+        return sum(name == tag for name, _ in self.tags)
+
+
+def check_self_contained(page):
+    """Nothing that a browser would fetch or execute, and ids that do not clash."""
+    parsed = Page(page)
+    assert not {tag for tag, _ in parsed.tags} & {"script", "link", "img", "iframe", "object", "base", "image"}
+    assert parsed.count("style") == 1
+    for tag, attributes in parsed.tags:
+        assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
+        for name in ("src", "href", "xlink:href", "data", "action"):
+            assert attributes.get(name, "#").startswith("#"), (tag, attributes)
+    assert "://" not in re.sub(r"(?s)<(pre|p|td|dd)\b.*?</\1>", "", page)
+    assert "@import" not in page
+    assert set(re.findall(r"url\((.)", page)) <= {"#"}
+    assert len(set(parsed.ids)) == len(parsed.ids)
+    used = re.findall(r'url\(#(.*?)\)|href="#(.*?)"', page)
+    assert {a or b for a, b in used} <= set(parsed.ids), "a reference points nowhere"
+    return parsed
+
+
+def line(steps=100, f=lambda x: 1 / x):
+    return list(range(1, steps + 1)), [f(x) for x in range(1, steps + 1)]
+
+
+def everything():
+    charts = [Chart("a", {"a": line()}, log=True, y_label="unit"), Chart("b", {"b": line(3)})]
+    return [
+        Section("Loss", [Chart("", {"loss": line(), "val": line(5)}, spans=[(0, 60, "fqt"), (60, 100, "qaf")])]),
+        Section("Small", [*charts, Text("quiet")]),
+        Section("Table", [Table(["layer", "casts", "FLOPs"], [["a", "nvfp4", 12345], ["b", "bf16", 0.5]], "caption")]),
+        Section("Pre", [Text("a\n  b", preformatted=True)]),
+    ]
+
+
+def test_everything_is_inside():
+    facts = [("Steps", "100", "of 200")]
+    page = check_self_contained(render("my run", everything(), status="finished", lead="lead", facts=facts))
+    assert page.count("svg") == 2 + 2, "a chart alone is drawn for wide and for narrow screens, others once"
+    for text in ("my run", "finished", "lead", "Steps", "of 200", "fqt", "qaf 60–100", "unit", "12,345", "caption"):
+        assert text in page.text
+    assert "a\n  b" in page.text
+
+
+def test_what_comes_from_outside_is_escaped():
+    chart = Chart(EVIL, {EVIL: line(), "b": line()}, EVIL, EVIL, spans=[(0, 50, EVIL[:12]), (50, 100, EVIL[:12] + "b")])
+    blocks = [chart, Text(EVIL), Text(EVIL, preformatted=True), Table([EVIL], [[EVIL]], EVIL)]
+    facts = [(EVIL, EVIL, EVIL)]
+    page = render(EVIL, [Section(EVIL, blocks), Section("x", [chart, chart])], status=EVIL, lead=EVIL, facts=facts)
+    parsed = check_self_contained(page)
+    assert parsed.text.count(EVIL) >= 15, "nothing is lost either"
+    assert "could not be shown" not in page
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_said(log, bad):
+    xs, ys = line()
+    ys[33] = ys[66] = bad
+    page = render("x", [Section("s", [Chart("loss", {"loss": (xs, ys)}, log=log)])])
+    assert "2 values not finite, first at step 34" in Page(page).text
+    assert page.count("<svg") == 2
+    assert "nan" not in re.findall(r"(?s)<svg.*</svg>", page)[0].lower()
+    none = render("x", [Section("s", [Chart("loss", {"loss": ([5], [bad])}, log=log), Chart("", {"empty": ([], [])})])])
+    assert "No value to show" in none
+    assert "1 value not finite, first at step 5" in none
+
+
+def test_a_logarithmic_axis_needs_positive_values():
+    page = render("x", [Section("s", [Chart("a", {"a": ([1, 2], [0.0, 1.0])}, log=True)])])
+    assert "The axis is linear" in page
+
+
+@pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [1e300, -1e300], [1e-300, 1e300], [5e-324, 1.0]])
+@pytest.mark.parametrize("log", [False, True])
+def test_any_values_are_drawn(values, log):
+    page = render("x", [Section("s", [Chart("a", {"a": (list(range(len(values))), values)}, log=log)])])
+    assert "could not be shown" not in page
+    assert page.count("<svg") == 2
+
+
+def test_many_series_are_one_chart_with_a_short_legend():
+    series = {f"layer.{i}": ([1, 2], [i, math.nan if i > 100 else i + 1]) for i in range(200)}
+    page = Page(render("x", [Section("s", [Chart("many", series)])]))
+    assert "200 series" in page.text
+    assert "99 series: 99 values not finite, first at step 2" in page.text
+    assert page.text.count("layer.") <= 2
+
+
+def test_a_broken_section_leaves_the_others():
+    broken = [Section("broken", [Chart("a", {"a": ([1, 2], [1])})]), "no section", Section("none", None)]
+    page = render("x", [*broken, Section("fine", [Text("still here")])])
+    assert page.count("could not be shown") == 3
+    assert "still here" in page
+    assert "ValueError" in page
+
+
+def test_the_readers_matplotlib_settings_are_neither_used_nor_changed():
+    import matplotlib
+
+    with matplotlib.rc_context({"lines.linewidth": 9, "svg.fonttype": "path", "axes.facecolor": "red"}):
+        before = dict(matplotlib.rcParams)
+        page = render("x", everything())
+        assert dict(matplotlib.rcParams) == before
+    assert page == render("x", everything()), "a page depends on what it shows alone"
+
+
+def test_columns_of_numbers_are_aligned():
+    page = render("x", [Section("s", [Table(["name", "share"], [["a", "12.5%"], ["b", "3 GFLOPs"], ["c", ""]])])])
+    assert page.count('class="number"') == 4
+    assert '<td class="number">12.5%</td>' in page
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1234567, "1,234,567"), (1.23456, "1.235"), (12345.6, "12,346"), (1e-7, "1e-07"), (math.nan, "not finite")],
+)
+def test_numbers(value, text):
+    assert number(value) == text
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser `chromium`")
+def test_a_browser_shows_it(tmp_path):
+    measure = (
+        "<script>document.title = [...document.querySelectorAll('svg')].map(e => e.getBoundingClientRect())"
+        ".map(r => Math.round(r.width) + 'x' + Math.round(r.height)).join(' ') + ' page ' +"
+        "document.documentElement.scrollWidth</script>"
+    )
+    (tmp_path / "page.html").write_text(render("my run", everything()) + measure)
+    quiet = ["gpu", "quic", "background-networking", "component-update", "sync"]
+    command = ["chromium", "--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in quiet)]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--window-size=1200,900"]
+    done = subprocess.run(
+        [*command, "--dump-dom", (tmp_path / "page.html").as_uri()], capture_output=True, text=True, timeout=120
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    title = re.findall("<title>(.*?)</title>", done.stdout)[0]
+    sizes, width = title.split(" page ")
+    wide, narrow, *small = [tuple(map(int, size.split("x"))) for size in sizes.split()]
+    assert narrow == (0, 0), "drawn for phones only"
+    for size in (wide, *small):
+        assert min(size) > 100, title
+    assert int(width) <= 1200, "the page scrolls sideways"

@@ -1,0 +1,110 @@
+"""``lowbit ls`` and ``lowbit cp``, here and from a wheel in an empty environment."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from lightning_lowbit import cli
+from lightning_lowbit.cli.configs import recipes
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_ls_shows_every_recipe_with_one_line(capsys):
+    assert cli.main(["ls"]) == 0
+    shown = capsys.readouterr().out
+    for name, path in recipes().items():
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"  {name} ")]
+        assert len(line) <= 120, f"{path.name} needs a shorter first line"
+    assert shown.index("  quickstart ") < shown.index("Overlays") < shown.index("  bf16 ")
+
+
+def test_cp(capsys):
+    assert cli.main(["cp", "quickstart", "new/mine.yaml"]) == 0
+    assert Path("new/mine.yaml").read_text() == recipes()["quickstart"].read_text()
+    assert cli.main(["cp", "bf16"]) == 0
+    assert Path("bf16.yaml").exists()
+    Path("bf16.yaml").write_text("mine")
+    assert cli.main(["cp", "bf16", "."]) == 2
+    assert "bf16.yaml exists already" in capsys.readouterr().err
+    assert Path("bf16.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["fitt"], "There is no command 'fitt'. Did you mean 'fit'?"),
+        (["cp", "quikstart", "x.yaml"], "Did you mean 'quickstart'?"),
+        (["ls", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["cp"], "required: name"),
+        (["compare"], "required: --config"),
+    ],
+)
+def test_mistakes(arguments, line, capsys):
+    try:
+        status = cli.main(arguments)
+    except SystemExit as ended:  # argparse prints its line itself
+        status = ended.code
+    assert status == 2
+    assert line in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_help(capsys):
+    assert cli.main(["--help"]) == 0
+    assert cli.main([]) == 2
+    shown = capsys.readouterr().out
+    assert all(f"\n  {command}" in shown for command in ("ls", "cp", "fit", "validate, test, predict", "compare"))
+
+
+@pytest.fixture(scope="module")
+def wheel_environment(tmp_path_factory):
+    """A virtual environment in which nothing is installed but the wheel; its dependencies are this one's."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    sources = folder / "sources"  # a copy: setuptools leaves its build beside what it builds
+    shutil.copytree(ROOT / "lightning_lowbit", sources / "lightning_lowbit")
+    shutil.copytree(ROOT / "recipes", sources / "recipes")
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, sources)
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", folder, sources], check=True)
+    (wheel,) = folder.glob("*.whl")
+    environment = folder / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    python = environment / "bin" / "python"
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", wheel], check=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    # A path in a .pth file is not searched for further .pth files, such as that of an editable installation.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return environment
+
+
+def test_recipes_of_a_wheel_are_found_from_any_directory(wheel_environment, tmp_path):
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+    def lowbit(*arguments):
+        command = [wheel_environment / "bin" / "lowbit", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=clean, cwd=tmp_path, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    code = "import lightning_lowbit; print(lightning_lowbit.__file__)"
+    python = wheel_environment / "bin" / "python"
+    where = subprocess.run([python, "-c", code], capture_output=True, text=True, env=clean, cwd=tmp_path, check=True)
+    assert where.stdout.startswith(str(wheel_environment)), "the sources were imported instead of the wheel"
+    shown = lowbit("ls")
+    assert all(f"  {name} " in shown for name in recipes())
+    lowbit("cp", "quickstart", "mine.yaml")
+    assert (tmp_path / "mine.yaml").read_text() == recipes()["quickstart"].read_text()
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    tiny = "{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2}"
+    lowbit(
+        *("fit", "--config=quickstart", "--trainer.max_steps=2", f"--model.init_args.config={tiny}"),
+        *("--model.init_args.scheduler.init_args.warmup_steps=1", "--data.init_args.path=text.txt"),
+        *("--data.init_args.sequence_length=16", "--data.init_args.batch_size=2"),
+    )
+    assert (tmp_path / "runs/quickstart/version_0/config.yaml").exists()

@@ -1,0 +1,194 @@
+"""``lowbit compare``: what is planned, what is kept over a kill, and what the table says."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_lowbit import cli
+from lightning_lowbit.cli.compare import plan
+from lightning_lowbit.cli.comparison import markdown
+
+TINY = """
+trainer: {max_steps: 8, log_every_n_steps: 1, val_check_interval: 4}
+model: {init_args: {config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2},
+                    scheduler: {init_args: {warmup_steps: 1}}}}
+data: {init_args: {path: text.txt, sequence_length: 16, batch_size: 2, val_batches: 2, val_fraction: 0.2}}
+"""
+BASE = ["--config=quickstart", "--config=tiny.yaml"]
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path):
+    Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    Path("tiny.yaml").write_text(TINY)
+
+
+def compare(*arguments):
+    return cli.main(["compare", *BASE, *arguments])
+
+
+def make(vary=(), rates=(), seeds=(0,), arguments=(), base=("quickstart",)):
+    return plan(base, vary, rates, seeds, Path("out"), arguments)
+
+
+def test_plan_is_the_product():
+    runs = make([["bf16", "nvfp4+qaf"], ["none", "adamw"]], ["1e-3", "3e-4"], [0, 7])
+    assert [run.row for run in runs[::2]] == [
+        f"{row},lr={rate}"
+        for row in ("bf16", "bf16+adamw", "nvfp4+qaf", "nvfp4+qaf+adamw")
+        for rate in ("1e-3", "3e-4")
+    ]
+    assert [run.seed for run in runs[:4]] == [0, 7, 0, 7]
+    last = runs[-1]
+    assert last.folder == Path("out/nvfp4+qaf+adamw,lr=3e-4/seed_7")
+    config = yaml.safe_load(last.recipe)
+    assert config["seed_everything"] == 7
+    assert config["trainer"]["default_root_dir"] == str(last.folder)
+    assert config["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.AdamW"
+    assert config["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 3e-4
+    names = [callback["class_path"] for callback in config["trainer"]["callbacks"]]
+    assert names.count("lightning_lowbit.QAFSwitch") == 2 and names.count("lightning_lowbit.RunReport") == 1
+    assert [run.row for run in make()] == ["base"]
+
+
+def test_a_recipe_without_a_report_gets_one():
+    Path("plain.yaml").write_text("trainer: {max_steps: 1}")
+    (run,) = make(base=("plain.yaml",))
+    assert yaml.safe_load(run.recipe)["trainer"]["callbacks"] == [{"class_path": "lightning_lowbit.RunReport"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--vary=bf16,bf16"], "The study has the row 'bf16' twice"),
+        (["--vary=bf16,other/bf16.yaml"], "The study has the row 'bf16' twice"),
+        (["--seeds=1,1"], "The study has the seed '1' twice"),
+        (["--lr=1e-3,1e-3"], "twice"),
+        (["--vary=bf17"], "Did you mean 'bf16'?"),
+        (["--vary=bf16,nvfp4", "--baseline=bf16+x"], "there is no row 'bf16+x'. Did you mean 'bf16'?"),
+        (["--seed_everything=3"], "use --seeds"),
+        (["--trainer.default_root_dir=x"], "use --seeds and --output"),
+        (["--config=no_optimizer.yaml", "--lr=1e-3"], "names its optimizer"),
+    ],
+)
+def test_a_wrong_study_writes_nothing(arguments, line, capsys):
+    Path("other").mkdir()
+    Path("other/bf16.yaml").write_text("{}")
+    Path("no_optimizer.yaml").write_text("model: {class_path: lightning.pytorch.demos.boring_classes.BoringModel}")
+    assert compare(*arguments) == 2
+    assert line in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_runs_once_and_tabulates(capsys):
+    study = ["--vary=bf16,nvfp4", "--seeds=0,1", "--jobs=2"]
+    assert compare(*study, "--dry_run") == 0
+    assert capsys.readouterr().out.count("seed") == 4 and not Path("runs").exists()
+    assert compare(*study) == 0
+    capsys.readouterr()
+    table = Path("runs/compare/table.md").read_text()
+    header, _, bf16, nvfp4 = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert header == "run,seeds,loss,perplexity,gap to bf16,spikes,tokens/s,peak memory,bits".split(",")
+    assert bf16[:2] == ["bf16", "2"] and bf16[4] == "baseline" and bf16[-1] == "16.00 ± 0.00"
+    assert nvfp4[:2] == ["nvfp4", "2"] and nvfp4[4][0] in "+-" and 4.5 < float(nvfp4[-1].split()[0]) < 16
+    for picture in ("loss.png", "gap.png"):
+        assert Path("runs/compare", picture).read_bytes().startswith(b"\x89PNG")
+    times = {path: path.stat().st_mtime_ns for path in Path("runs").rglob("run.json")}
+    assert len(times) == 4
+    assert compare("--vary=bf16,nvfp4", "--seeds=1,0") == 0, "a study may grow and change its order"
+    assert "4 runs in runs/compare, 4 of them finished." in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in Path("runs").rglob("run.json")} == times
+    assert compare(*study, "--trainer.max_steps=5") == 2
+    assert "another configuration" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_said_and_the_others_go_on(capsys):
+    Path("broken.yaml").write_text("model: {init_args: {network: nonsense}}")
+    assert compare("--vary=broken.yaml,bf16", "--baseline=bf16") == 1
+    captured = capsys.readouterr()
+    assert "failed: broken, seed 0; see runs/compare/broken/seed_0/log.txt" in captured.err
+    assert "There is no network 'nonsense'" in Path("runs/compare/broken/seed_0/log.txt").read_text()
+    assert "| broken | 0 |" in captured.out and "| bf16 | 1 |" in captured.out
+
+
+# --- kill and Ctrl-C --------------------------------------------------------------------------------------------------
+
+STUDY = ["--vary=bf16,nvfp4", "--trainer.max_steps=60", "--trainer.callbacks.init_args.every_n_train_steps=2"]
+
+
+def start():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "lightning_lowbit.cli", "compare", *BASE, *STUDY]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def wait_for(pattern, process):
+    for _ in range(600):
+        if found := list(Path("runs/compare").glob(pattern)):
+            return found[0]
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    raise AssertionError(f"{pattern} did not come")
+
+
+def test_killed_half_way_and_restarted_it_keeps_what_is_finished(capsys):
+    process = start()
+    finished = wait_for("bf16/seed_0/*/run.json", process)
+    written = finished.stat().st_mtime_ns
+    wait_for("nvfp4/seed_0/*/checkpoints/last.ckpt", process)
+    process.kill()
+    process.communicate()
+    assert compare(*STUDY) == 0
+    assert "2 runs in runs/compare, 1 of them finished." in capsys.readouterr().out
+    assert finished.stat().st_mtime_ns == written, "a finished run was run again"
+    assert "| nvfp4 | 1 |" in Path("runs/compare/table.md").read_text()
+    assert len(list(Path("runs/compare/nvfp4").rglob("run.json"))) == 1, "the run left over was run twice"
+
+
+def test_ctrl_c_saves_and_a_restart_goes_on(capsys):
+    process = start()
+    wait_for("nvfp4/seed_0/*/checkpoints/last.ckpt", process)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "Traceback" not in output, output
+    interrupted = wait_for("nvfp4/seed_0/*/checkpoints/interrupted.ckpt", process)
+    step = torch.load(interrupted, weights_only=True)["global_step"]
+    assert 0 < step < 60, "the machine was so fast that nothing was interrupted"
+    assert compare(*STUDY) == 0
+    assert "nvfp4, seed 0 goes on" in capsys.readouterr().out
+    assert f"Going on from {interrupted}" in Path("runs/compare/nvfp4/seed_0/log.txt").read_text()
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def result(val_loss, losses=()):
+    return {
+        "metrics": {"val_loss": val_loss, "val_perplexity": 2.0},
+        "history": {"tokens/s": [[1, 100.0], [2, 300.0], [3, 200.0]], "loss": list(enumerate(losses))},
+        "peak_memory_bytes": 2**30,
+        "summary": {"average_bits": 4.5},
+    }
+
+
+def test_table_pairs_gaps_by_seed():
+    results = {"a": {0: result(1.0), 1: result(2.0)}, "b": {0: result(1.1), 1: result(2.3), 2: result(9.0)}, "c": {}}
+    *_, b, c = markdown(results, "a").splitlines()
+    assert "| +0.2000 ± 0.1414 |" in b, "seed 2 has no baseline"
+    assert "| b | 3 | 4.1333 ± 4.2572 | 2.000 ± 0.000 |" in b
+    assert "| 200 ± 0 | 1.00 GiB | 4.50 ± 0.00 |" in b
+    assert c == "| c | 0 |  |  |  |  |  |  |  |"
+
+
+def test_table_shows_what_diverged():
+    spiked = result(None, [1.0] * 20 + [None])
+    table = markdown({"a": {0: result(1.0)}, "b": {0: spiked}}, "a").splitlines()[-1]
+    assert table.startswith("| b | 1 | nan |") and "| +nan |" in table
+    assert "| 1.0 |" in table, "a loss that is no number is a spike"

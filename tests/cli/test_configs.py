@@ -1,0 +1,71 @@
+"""Several configurations put together into one, and recipes by name."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_lowbit.cli.configs import find_config, merge, merge_all, merge_configs, recipes
+
+
+def plugin(class_path, **arguments):
+    return {"class_path": class_path, "init_args": arguments}
+
+
+def test_mappings_merge_key_by_key():
+    base = {"trainer": {"max_steps": 1, "plugins": plugin("P", x=1)}}
+    merged = merge(base, {"trainer": {"plugins": {"init_args": {"y": 2}}}})
+    assert merged == {"trainer": {"max_steps": 1, "plugins": plugin("P", x=1, y=2)}}
+    assert base["trainer"]["plugins"]["init_args"] == {"x": 1}, "an argument was changed"
+    assert merge(base, {"trainer": {"max_steps": 2}})["trainer"]["max_steps"] == 2
+
+
+@pytest.mark.parametrize("base", [["a"], "a"])
+@pytest.mark.parametrize("overlay", [["b"], "b"])
+def test_callbacks_are_appended_and_never_lost(base, overlay):
+    assert merge({"callbacks": base}, {"callbacks": overlay}) == {"callbacks": ["a", "b"]}
+    assert merge({"callbacks": base}, {"callbacks": None}) == {"callbacks": None}, "null is how to leave them out"
+    assert merge({"callbacks": None}, {"callbacks": overlay}) == {"callbacks": overlay}
+    assert merge({"other": ["a"]}, {"other": ["b"]}) == {"other": ["b"]}
+
+
+def test_another_class_keeps_the_arguments_that_it_takes_as_well():
+    spam = plugin("lightning_lowbit.StableSPAM", lr=0.1, betas=[0.8, 0.9], gamma1=0.5)
+    assert merge(spam, {"class_path": "torch.optim.AdamW"}) == plugin("torch.optim.AdamW", lr=0.1, betas=[0.8, 0.9])
+    assert merge(spam, plugin("torch.optim.AdamW", lr=0.2)) == plugin("torch.optim.AdamW", lr=0.2, betas=[0.8, 0.9])
+    assert merge(spam, {"class_path": "nowhere.Unknown"}) == {"class_path": "nowhere.Unknown"}
+    fp4 = plugin("lightning_lowbit.FP4Precision", skip=["lm_head"], rounding={"wgrad_x": "nearest"})
+    bf16 = plugin("lightning_lowbit.LowBitPrecision", casts="bf16")
+    assert merge(fp4, bf16) == plugin("lightning_lowbit.LowBitPrecision", casts="bf16", skip=["lm_head"])
+
+
+def test_each_combination_has_a_folder():
+    assert merge_all(["quickstart", "bf16"])["trainer"]["default_root_dir"] == "runs/quickstart+bf16"
+    Path("mine.yaml").write_text("trainer: {default_root_dir: here}")
+    assert merge_all(["quickstart", "mine.yaml"])["trainer"]["default_root_dir"] == "here"
+
+
+def test_overlays_compose():
+    config = merge_all(["c4", "llama_350m", "adamw", "bf16", "qaf"])
+    assert config["model"]["init_args"]["network"] == "llama-350m"
+    optimizer = config["model"]["init_args"]["optimizer"]
+    assert optimizer == plugin("torch.optim.AdamW", lr=4e-4, betas=[0.9, 0.999], weight_decay=0.0)
+    assert config["trainer"]["plugins"] == plugin("lightning_lowbit.LowBitPrecision", casts="bf16", skip=["lm_head"])
+    names = [callback["class_path"] for callback in config["trainer"]["callbacks"]]
+    assert names[-1] == "lightning_lowbit.QAFSwitch" and "lightning_lowbit.RunReport" in names
+
+
+def test_command_line():
+    merged = Path("merged.yaml")
+    arguments = ["fit", "--trainer.max_steps=3", "--config", "quickstart", "-c", "bf16", "--config=qaf"]
+    assert merge_configs(arguments, merged) == ["fit", "--config", "merged.yaml", "--trainer.max_steps=3"]
+    assert yaml.safe_load(merged.read_text())["trainer"]["default_root_dir"] == "runs/quickstart+bf16+qaf"
+    assert merge_configs(["fit", "--help"], merged) == ["fit", "--help"]
+
+
+def test_find_config():
+    assert find_config("quickstart") == recipes()["quickstart"]
+    Path("quickstart").write_text("{}")
+    assert find_config("quickstart") == Path("quickstart"), "a file comes first"
+    with pytest.raises(FileNotFoundError, match="Did you mean 'llama_350m' or 'llama_130m'"):
+        find_config("llama_30m")
