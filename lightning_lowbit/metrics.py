@@ -10,7 +10,8 @@ def count_spikes(losses: Sequence[float], window: int = 20, threshold: float = 6
 
     A value is a spike when it is not finite, or lies more than ``threshold`` robust standard deviations above the
     median of the ``window`` values before it; a run of such values is one spike. The robust standard deviation is
-    1.4826 times the median absolute deviation, which a spike among those values hardly moves.
+    1.4826 times the median absolute deviation, which spikes among those values hardly move; a loss that stays high is
+    the new normal after half a window.
 
     Args:
         losses: training losses in nats, in the order of steps.
@@ -28,9 +29,10 @@ def count_spikes(losses: Sequence[float], window: int = 20, threshold: float = 6
         if not jumped and len(before) >= window:
             center = median(before[-window:])
             deviation = 1.4826 * median(abs(value - center) for value in before[-window:])
+            deviation = max(deviation, abs(center) / 512)  # losses rounded to bfloat16 often are one number
             jumped = loss > center + threshold * deviation
         spikes += jumped and not in_spike
         in_spike = jumped
-        if not jumped:
+        if isfinite(loss):
             before.append(loss)
     return spikes

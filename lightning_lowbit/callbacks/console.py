@@ -5,6 +5,8 @@ import shutil
 import sys
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_lowbit.callbacks.report_page import Table, Text
 
@@ -18,7 +20,12 @@ def show(trainer: Trainer, *blocks: Table | Text) -> None:
     except ImportError:
         text = plain(*blocks)
     bar = trainer.progress_bar_callback
-    print(text) if bar is None else bar.print(text)
+    if isinstance(bar, TQDMProgressBar):
+        Tqdm.write(text)  # bar.print says nothing where no bar is drawn: before training, at its end, with a rate of 0
+    elif bar is not None:
+        bar.print(text)
+    else:
+        print(text)
 
 
 def plain(*blocks: Table | Text) -> str:

@@ -59,6 +59,8 @@ class PrecisionSummary(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Shows the layers."""
         self.counter, self._counting, self._model = None, False, pl_module
+        if trainer.global_step == 0:  # another run
+            self._steps.clear()
         self._hp_bits = _hp_bits(trainer)
         folder = trainer.log_dir  # all processes ask for it together
         self._folder = Path(folder) if folder is not None and trainer.loggers else None
@@ -71,11 +73,18 @@ class PrecisionSummary(Callback):
             self.counter.__enter__()
             self._counting = True
 
+    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+        """Counts again after an optimizer step."""
+        if self.counter is not None:
+            self.counter.paused = False
+
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Ends the count before the optimizer's own arithmetic; notes the phase of the step."""
         self._steps[self._phase(trainer)] += 1
         if pl_module.automatic_optimization:
             self._stop(trainer)
+        elif self._counting and self.counter is not None:
+            self.counter.paused = True  # until the next forward or backward pass: the batch may have other steps
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Ends the count at the latest."""
@@ -92,8 +101,10 @@ class PrecisionSummary(Callback):
             self._write(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves no counter behind."""
-        self._close()
+        """Leaves no counter behind, nor half a measurement."""
+        if self._counting:
+            self._close()
+            self.counter = None
 
     def _stop(self, trainer: Trainer) -> None:
         if self._counting:

@@ -1,5 +1,6 @@
 """How fast a run is, and what share of the hardware's peak that is."""
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -105,7 +106,7 @@ class Throughput(Callback):
 
 def _peaks(device: torch.device) -> Mapping[str, float]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peaks for chip, peaks in PEAKS.items() if chip in name), {})
+    return next((peaks for chip, peaks in PEAKS.items() if re.search(rf"{chip}(?!\d)", name)), {})
 
 
 def _executed_in(trainer: Trainer) -> str:

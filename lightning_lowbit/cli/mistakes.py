@@ -18,16 +18,19 @@ def explain(error: BaseException) -> str:
 
 
 def suggest(message: str, keys: Collection[str]) -> str:
-    """What might have been meant where a message is about an unknown key; empty otherwise.
+    """What might have been meant where a message is about an unknown key or class; empty otherwise.
 
     Args:
         message: of the parser, from :func:`explain`.
         keys: what may stand on the command line.
     """
+    no_class = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message)
+    if no_class is not None:
+        return nearest(no_class[2], dir(locate(no_class[1]))).strip()
     misspelt = re.search(r"(?:Option '|accept option '|unrecognized arguments: -*)([\w.]+)", message)
     if misspelt is None:
         return ""
-    named = re.findall(r"class_path '([\w.]+)'", message)
+    named = re.findall(r"class_path[ =]'([\w.]+)'", message)
     if named:
         keys = arguments_of(named[-1])
     close = [

@@ -59,6 +59,9 @@ def convert(
         # In evaluation torch would run these blocks by one fused operation on the raw weights; it asks this flag first.
         if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.linear1, QuantizedLayer):
             module.activation_relu_or_gelu = 0
+        # With padding it would hand its layers a nested tensor, for that operation's sake.
+        if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, QuantizedLayer) for m in module.modules()):
+            module.use_nested_tensor = False
     return model
 
 

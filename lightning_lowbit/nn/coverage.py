@@ -75,6 +75,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         gemms: FLOPs by (module name, ``"fprop"``, ``"dgrad"`` or ``"wgrad"``) of the converted layers.
         others: FLOPs by module name of everything else.
         recomputed: FLOPs of both that were spent on activations a second time.
+        paused: counts nothing while true; becomes false when a module runs.
 
     Example:
         >>> with GemmCounter(model) as counter:
@@ -88,13 +89,13 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {module: clean_name(name) for name, module in model.named_modules()}
         self._layers = {self._names[m]: m for m in model.modules() if isinstance(m, QuantizedLayer)}
-        self._running: list[str] = []
+        self._running: list[tuple[str, bool]] = []  # and whether it was entered in a backward pass
         self._module_of_node: dict[int, str] = {}
-        self._needs: dict[str, list[str]] = {}
         self._uncounted: set[str] = set()
         self.gemms: Counter[tuple[str, str]] = Counter()
         self.others: Counter[str] = Counter()
         self.recomputed = 0
+        self.paused = False
 
     def __enter__(self) -> "GemmCounter":
         self._entered = ExitStack()
@@ -116,11 +117,12 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         # A module that is not part of the model (a metric, a loss) counts as the module that calls it.
-        name = self._names.get(module, self._running[-1] if self._running else "")
-        self._running.append(name)
-        if name in self._layers and inputs and isinstance(inputs[0], Tensor):
-            wanted = {"dgrad": inputs[0].requires_grad, "wgrad": self._layers[name].weight.requires_grad}
-            self._needs[name] = [gemm for gemm in wanted if wanted[gemm]]
+        self.paused = False
+        name = self._names.get(module, self._innermost())
+        self._running.append((name, torch._C._current_autograd_node() is not None))
+
+    def _innermost(self) -> str:
+        return self._running[-1][0] if self._running else ""
 
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._running.pop()
@@ -129,26 +131,33 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         operation = getattr(func, "_overloadpacket", func)
         if isinstance(func, OpOverload) and _is_composite(func):  # comes whole where gradients are switched off
-            with self:
+            super().__enter__()  # type: ignore[no-untyped-call]  # the mode alone: the hooks are there
+            try:
                 return func.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
+        if self.paused:
+            return out
         formula = _FORMULAS.get(operation)
-        if formula is not None:
+        if formula is not None and not _is_nested(out, *args):  # which has no shape
             self._count(formula(*args, **kwargs, out_val=out))
-        elif _LOOKS_LIKE_GEMM.search(str(operation)):
+        elif formula is not None or _LOOKS_LIKE_GEMM.search(str(operation)):
             self._uncounted.add(str(operation))
         return out
 
     def _count(self, flops: int) -> None:
         node = torch._C._current_autograd_node()
-        if node is None or self._running:  # modules run in the backward pass where activations are recomputed
+        in_module = bool(self._running) and self._running[-1][1]  # where a backward pass computes activations again
+        if node is None or in_module or _is_recomputing(node):
             self.recomputed += 0 if node is None else flops
-            name, gemms = self._running[-1] if self._running else "", ["fprop"]
-            # The node of this operation was numbered just before the operation ran.
-            self._module_of_node[torch._C._autograd._get_sequence_nr() - 1] = name
+            name, gemms = self._innermost() if node is None or in_module else "", ["fprop"]
+            # The node of this operation was numbered just before the operation ran. Without gradients it has none, and
+            # the number is that of an earlier operation, whose it stays.
+            self._module_of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, name)
         else:
             name = self._module_of_node.get(node._sequence_nr(), "")
-            gemms = self._needs.get(name, [])
+            gemms = _needed(node)
         if name in self._layers and gemms:
             for gemm in gemms:  # dgrad and wgrad have the same shapes in another order, and as many FLOPs
                 self.gemms[name, gemm] += flops // len(gemms)
@@ -204,6 +213,24 @@ def _is_composite(operation: OpOverload) -> bool:
     return has(name, "CompositeImplicitAutograd") and not any(has(name, key) for key in own)
 
 
+def _is_nested(*values: Any) -> bool:
+    return any(isinstance(value, Tensor) and value.is_nested and value.layout == torch.strided for value in values)
+
+
+def _is_recomputing(node: Any) -> bool:
+    """Whether torch.utils.checkpoint computes activations again, outside any module."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    again = hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook")
+    return again or node.name() == "CheckpointFunctionBackward"
+
+
+def _needed(node: Any) -> list[str]:
+    """Which of the two GEMMs of a linear layer's backward node are computed."""
+    edges = [edge for edge, _ in node.next_functions]
+    x, w = edges[-2:] if node.name().startswith(("Addmm", "Mm")) else (*edges, None, None)[:2]
+    return [gemm for gemm, edge in (("dgrad", x), ("wgrad", w)) if edge is not None]
+
+
 def operand_cast(casts: LinearCasts, operand: str) -> Cast | None:
     """The cast that an operand has gone through, ``"fprop"`` resolved; None for high precision."""
     cast = getattr(casts, operand)
@@ -251,13 +278,19 @@ def _vector_added(c: Any, a: Any, b: Any, *args: Any, out_shape: Any = None, **k
 
 
 def _rnn(x: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    # Weights come one by one or as a list; those with two dimensions are matrices that meet every token.
-    weights = [shape for shape in (*args[0], *args) if isinstance(shape, torch.Size) and len(shape) == 2]
-    return 2 * prod(x[:-1]) * sum(map(prod, weights))
+    # Weights come as a list or as four; those with two dimensions are matrices that meet every token.
+    weights = args[0] if isinstance(args[0], list) else args[:4]
+    return 2 * prod(x[:-1]) * sum(prod(shape) for shape in weights if len(shape) == 2)
 
 
 def _rnn_backward(x: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return 2 * _rnn(x, *args)
+
+
+def _convolution_backward(g: Any, x: Any, w: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    # torch's own formula takes the weight's gradient of a grouped convolution for that of a full one.
+    transposed, output_mask = args[4], args[7]
+    return 2 * g[0] * prod((x if transposed else g)[2:]) * prod(w) * sum(output_mask[:2])
 
 
 def _int_matmul(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
@@ -272,6 +305,7 @@ _LACKING = {
     _aten._transformer_encoder_layer_fwd: _encoder_layer,
     _aten._grouped_mm: _grouped,
     _aten._int_mm: _int_matmul,
+    _aten.convolution_backward: _convolution_backward,
     _aten.mkldnn_rnn_layer: _rnn,
     _aten.mkldnn_rnn_layer_backward: _rnn_backward,
     _aten._cudnn_rnn: _rnn,

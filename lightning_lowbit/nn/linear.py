@@ -152,6 +152,10 @@ class QuantizedLayer(nn.Module):
 class QuantLinear(QuantizedLayer, nn.Linear):
     """A converted ``nn.Linear``. With six casts of None it computes what ``nn.Linear`` does, to the bit."""
 
+    def forward(self, input: Tensor) -> Tensor:
+        """As ``nn.Linear`` names its input, which callers may do too."""
+        return super().forward(input)
+
 
 @cache
 def quantized_class(cls: Any) -> type[QuantizedLayer] | None:

@@ -95,7 +95,7 @@ def test_runs_once_and_tabulates(capsys):
     capsys.readouterr()
     table = Path("runs/compare/table.md").read_text()
     header, _, bf16, nvfp4 = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    assert header == "run,seeds,loss,perplexity,gap to bf16,spikes,tokens/s,peak memory,bits".split(",")
+    assert header == ["run", "seeds", "loss", "perplexity", "gap to bf16", "spikes", "tokens/s", "peak memory", "bits"]
     assert bf16[:2] == ["bf16", "2"] and bf16[4] == "baseline" and bf16[-1] == "16.00 ± 0.00"
     assert nvfp4[:2] == ["nvfp4", "2"] and nvfp4[4][0] in "+-" and 4.5 < float(nvfp4[-1].split()[0]) < 16
     for picture in ("loss.png", "gap.png"):

@@ -144,6 +144,9 @@ def test_last_is_searched_where_the_checkpoints_are():
         ),
         (["--trainer.plugins.init_args.skip=[lm_haed]"], "skip: the pattern 'lm_haed' matches no linear layer."),
         (["--trainer.plugins.init_args.skipp=[lm_head]"], "Did you mean 'skip'?"),
+        (["--model.init_args.optimizer.init_args.weight_decai=1"], "Did you mean 'weight_decay'?"),
+        (["--trainer.plugins=lightning_lowbit.FP5Precision"], "Did you mean 'FP4Precision'?"),
+        (["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwich}"], "Did you mean 'QAFSwitch'?"),
         (["--trainer.max_stepz=3"], "Did you mean 'trainer.max_steps'?"),
         (["--model.init_args.nettwork=gpt2"], "Did you mean 'network'?"),
         (["--model.init_args.network=lama-60m"], "Did you mean 'llama-60m'?"),
@@ -155,7 +158,10 @@ def test_last_is_searched_where_the_checkpoints_are():
         (["--config=broken.yaml"], "broken.yaml is not valid YAML"),
         (["--config=list.yaml"], "list.yaml must hold a mapping"),
         (["--data.init_args.path=empty"], "found no *.txt, *.md, *.py in"),
-        (["--data.init_args.path=nowhere"], "does not exist"),
+        (["--data.init_args.path=empty.txt"], "are empty"),
+        (["--data.init_args.path=nowhere"], "does not exist; check `path`, or write hf:NAME"),
+        (["--data.init_args.path=hf:./nowhere:en"], "The data set './nowhere', configuration 'en', cannot be opened"),
+        (["--data.init_args.tokenizer=nowhere"], "The tokenizer 'nowhere' cannot be loaded"),
         (["--ckpt_path=nowhere.ckpt"], "The checkpoint 'nowhere.ckpt' does not exist."),
         (["--ckpt_path=last"], "--ckpt_path last: there is no last*.ckpt or interrupted.ckpt below runs/tiny."),
         (["--trainer.precision=16-mixed"], "Received both `precision=16-mixed` and `plugins="),
@@ -171,6 +177,7 @@ def test_a_mistake_ends_with_one_line_that_says_what_to_do(arguments, line, caps
     Path("broken.yaml").write_text("trainer: {max_steps: 3")
     Path("list.yaml").write_text("[1, 2]")
     Path("empty").mkdir()
+    Path("empty.txt").touch()
     before = written()
     assert lowbit(*arguments) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]

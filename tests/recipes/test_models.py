@@ -1,16 +1,17 @@
 """The model: its weights, its metrics, and that a YAML can build it."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
 
-from lightning_lowbit.recipes.models import CausalLM, WarmupCosine
+from lightning_lowbit.recipes.models import LLAMA, CausalLM, WarmupCosine, network_config
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY: dict[str, Any] = {"config": SIZE}
@@ -46,6 +47,88 @@ def test_default_size() -> None:
     assert model.model.lm_head.weight is not model.model.model.embed_tokens.weight
     tied = CausalLM(config={**SIZE, "tie_word_embeddings": True}).model
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+def test_sizes_of_the_papers() -> None:
+    # Stable-SPAM, table A.1: hidden, intermediate, heads, layers; and LLaMA-7B.
+    table = {
+        "llama-60m": (512, 1376, 8, 8),
+        "llama-130m": (768, 2048, 12, 12),
+        "llama-350m": (1024, 2736, 16, 24),
+        "llama-1b": (2048, 5461, 32, 24),
+        "llama-7b": (4096, 11008, 32, 32),
+    }
+    for name, (hidden, intermediate, heads, layers) in table.items():
+        config = network_config(name)
+        assert (config.hidden_size, config.intermediate_size) == (hidden, intermediate), name
+        assert (config.num_attention_heads, config.num_hidden_layers) == (heads, layers), name
+        assert config.vocab_size == 32000 and not config.tie_word_embeddings, name
+    assert set(LLAMA) == {"llama-small", *table}
+
+
+def test_any_causal_language_model_of_transformers(tmp_path: Path) -> None:
+    tokens = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}
+    by_type = CausalLM("gpt2", {"n_layer": 1, "n_embd": 32, "n_head": 2, **tokens})
+    assert type(by_type.model).__name__ == "GPT2LMHeadModel"
+    alias = CausalLM("qwen3", {**SIZE, "num_key_value_heads": 1, "head_dim": 16, **tokens})
+    assert type(alias.model).__name__ == "Qwen3ForCausalLM"
+    by_type.model.save_pretrained(tmp_path / "saved")
+    for path in (tmp_path / "saved", tmp_path / "saved" / "config.json"):
+        drawn = CausalLM(str(path), seed=1)
+        assert type(drawn.model).__name__ == "GPT2LMHeadModel" and drawn.model.config.n_embd == 32
+        assert not torch.equal(drawn.model.lm_head.weight, by_type.model.lm_head.weight)
+    loaded = CausalLM(str(tmp_path / "saved"), pretrained=True)
+    (batch,) = batches(1)
+    with torch.no_grad():
+        assert torch.equal(loaded._loss(batch), by_type.eval()._loss(batch))
+    loaded._loss(batch).backward()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"network": "llama-60"}, "There is no network 'llama-60'. Did you mean 'llama-60m'?"),
+        ({"network": "vit"}, "There is no network 'vit'"),
+        ({"network": "./nowhere"}, "an existing folder with a config.json"),
+        ({"network": "empty"}, "has no configuration that transformers can read"),
+        ({"config": {"hidden_sise": 32}}, "Unknown value of LlamaConfig 'hidden_sise'. Did you mean 'hidden_size'?"),
+        ({"network": "gpt2", "config": {"n_lyer": 1}}, "Did you mean 'n_layer'?"),
+        ({"network": "half", "pretrained": True}, "transformers can load none from 'half'"),
+    ],
+)
+def test_a_wrong_network(arguments: dict[str, Any], message: str) -> None:
+    Path("empty").mkdir()
+    network_config("llama-small").save_pretrained("half")  # a configuration without weights
+    with pytest.raises(ValueError, match=re.escape(message)):
+        CausalLM(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"vocab_size": 257}, "vocab_size is 256, fewer than the 257 tokens of the data's tokenizer"),
+        ({"sequence_length": 1025}, "max_position_embeddings is 1024, fewer than the 1025 tokens of a sequence"),
+    ],
+)
+def test_data_that_the_network_cannot_take(data: dict[str, int], message: str) -> None:
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            raise AssertionError("came too far")
+
+        val_dataloader = train_dataloader
+
+    module = Data()
+    for name, value in data.items():
+        setattr(module, name, value)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trainer(max_steps=1).fit(CausalLM(**TINY), datamodule=module)
+
+
+def test_on_the_meta_device_only_shapes_are_made() -> None:
+    with torch.device("meta"):
+        model = CausalLM("llama-7b")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert sum(parameter.numel() for parameter in model.parameters()) == 6_738_415_616
 
 
 def test_loss_is_float32_and_each_token_predicts_the_next() -> None:
