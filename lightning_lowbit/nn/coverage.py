@@ -28,6 +28,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
+from lightning_lowbit.kernels import backend
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
@@ -105,6 +106,10 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             register_module_forward_hook(self._leave_module, always_call=True),
         ):
             self._entered.callback(hook.remove)
+        # In compiled code nothing tells which module computes. To say so is better than to let torch find that a mode
+        # is active: it would run the same functions as eager code ever after.
+        self._entered.enter_context(torch.compiler.set_stance("force_eager"))
+        self._entered.enter_context(backend("eager"))
         # torch says that hooks are called once more for a compiled module, which does no harm here.
         self._entered.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
@@ -116,8 +121,8 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._entered.close()
 
     def _enter_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        # A module that is not part of the model (a metric, a loss) counts as the module that calls it.
         self.paused = False
+        # A module that is not part of the model (a metric, a loss) counts as the module that calls it.
         name = self._names.get(module, self._innermost())
         self._running.append((name, torch._C._current_autograd_node() is not None))
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn.modules import module as module_globals
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_lowbit import Cast, LinearCasts, Scale, convert
+from lightning_lowbit import Cast, LinearCasts, Scale, convert, kernels
 from lightning_lowbit.nn import GemmCounter, LayerKeys, QuantizedLayer, set_phase
 
 NVFP4 = LinearCasts.preset("nvfp4")
@@ -609,17 +610,48 @@ def test_compiled(whole: bool) -> None:
     x = x_of(TOKENS, WIDTH)
     model = low_bit(nn.Sequential(tower(WIDTH, 8), nn.Tanh(), nn.Linear(4, 2)), skip=["2"])
     eager = count(model, x)
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
     if whole:
-        compiled = torch.compile(model, backend="eager")
+        compiled = torch.compile(model, backend=backend)
     else:
         compiled = model
-        compiled.compile(backend="eager")
+        compiled.compile(backend=backend)
     with warnings.catch_warnings(record=True) as caught, GemmCounter(compiled) as counter:
         backward(compiled(x))
     assert not caught, [str(warning.message) for warning in caught]
     assert counter.gemms == eager.gemms
     assert counter.others == eager.others
-    backward(compiled(x))  # and once without a counter, as a run goes on
+    assert not graphs, "which module computes is not known in compiled code"
+    backward(compiled(x))
+    assert graphs, "the model was left as eager code for good"
+
+
+def test_a_compiled_function_that_calls_modules() -> None:
+    """It counts as it does otherwise."""
+    x = x_of(TOKENS, WIDTH)
+    model = low_bit(tower(WIDTH, 8))
+    with GemmCounter(model) as counter:
+        backward(torch.compile(lambda x: model(x), backend="eager")(x))
+    assert counter.gemms == count(model, x).gemms
+
+
+def test_casts_are_compiled_after_the_count() -> None:
+    """What torch.compile once ran as eager code stays eager code; the casts of a run must not be among it."""
+    x = x_of(TOKENS, WIDTH)
+    model = low_bit(tower(WIDTH, 8))
+    torch._dynamo.reset()
+    counters.clear()
+    with kernels.backend("compiled"):
+        with GemmCounter(model):
+            backward(model(x))
+        assert not counters["frames"]
+        backward(model(x))
+    assert counters["frames"]["ok"] > 0 and counters["frames"]["ok"] == counters["frames"]["total"]
 
 
 # --- phases and casts -------------------------------------------------------------------------------------------------
