@@ -12,7 +12,6 @@ so each token is a target exactly once. Files are read into memory and shuffled 
 what begins with ``hf:`` is read while the model trains (`stream.py`).
 """
 
-import glob
 import hashlib
 import sys
 import sysconfig
@@ -40,6 +39,7 @@ SUFFIXES = {
     "json": tuple(suffix + packed for suffix in (".jsonl", ".json") for packed in ("", ".gz", ".zst")),
     "parquet": (".parquet",),
 }
+PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip", ".tar")
 # Parts of the standard library that are no example of its style; other packages are no part of it anyway.
 TESTS = {"test", "tests", "idle_test"}
 
@@ -57,6 +57,8 @@ def find_files(path: str | None) -> list[Path]:
     """
     root = Path(sysconfig.get_path("stdlib") if path is None else path).expanduser().absolute()
     if root.is_file():
+        if kind_of(root) is None and root.suffix.lower() in PACKED:
+            raise ValueError(f"TextDataModule reads packed JSON, but no packed text such as {root}; unpack it first.")
         return [root]
     if not root.is_dir():
         raise ValueError(
@@ -88,7 +90,8 @@ def read_rows(file: Path, kind: str) -> Iterator[dict[str, Any]]:
     import datasets
 
     read = {"json": datasets.IterableDataset.from_json, "parquet": datasets.IterableDataset.from_parquet}[kind]
-    with tempfile.TemporaryDirectory() as cache:
+    # Streaming keeps no copy of the text that could go stale, and writes but a lock, hence the temporary folder.
+    with no_progress_bars(), tempfile.TemporaryDirectory() as cache:
         # Names are taken for patterns, and those of packed files for parts of an address.
         plain = Path(cache, "rows" + file.suffix.lower())
         plain.symlink_to(file.absolute())
@@ -110,21 +113,13 @@ def read_documents(files: list[Path], column: str = "text") -> Iterator[bytes]:
     Raises:
         ValueError: a file cannot be read, or has no ``column`` of text.
     """
-    import datasets
-
-    # Streaming keeps no copy of the text that could go stale, and writes but a lock, hence the temporary folder. File
-    # names are taken for patterns, hence the escape.
-    with no_progress_bars(), tempfile.TemporaryDirectory() as cache:
-        names = [glob.escape(str(file)) for file in files if kind_of(file) in ("text", None)]
-        settings = {"sample_by": "document", "encoding_errors": "replace", "cache_dir": cache}
-        texts = iter(datasets.IterableDataset.from_text(names, **settings) if names else ())
-        for file in files:
-            kind = kind_of(file)
-            if kind in ("text", None):
-                yield next(texts)["text"].encode()
-            elif file.stat().st_size:
-                for row in read_rows(file, kind):
-                    yield text_of(row, column, str(file))
+    for file in files:
+        kind = kind_of(file)
+        if kind in ("text", None):
+            yield file.read_text(encoding="utf-8", errors="replace").encode()
+        elif file.stat().st_size:
+            for row in read_rows(file, kind):
+                yield text_of(row, column, str(file))
 
 
 def take_bytes(documents: Iterable[bytes], number: int | None) -> list[bytes]:

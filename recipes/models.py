@@ -8,6 +8,7 @@ parameters.
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -113,6 +114,7 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
         ValueError: there is no such network, or its configuration has no such value.
     """
     changes = dict(config or {})
+    network = os.path.expanduser(network)
     if network in LLAMA:
         fixed = {"max_position_embeddings": 1024, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
         made: PreTrainedConfig = LlamaConfig(**{**LLAMA[network], **fixed, **changes})
@@ -248,7 +250,7 @@ class CausalLM(LightningModule):
 
 def _load(network: str, config: PreTrainedConfig) -> Any:
     try:
-        return AutoModelForCausalLM.from_pretrained(network, config=config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(os.path.expanduser(network), config=config, dtype=torch.float32)
     except OSError as error:
         raise ValueError(
             f"pretrained needs a path with weights, but transformers can load none from {network!r}: "

@@ -8,6 +8,7 @@ A document is its UTF-8 bytes. Each ends with a separator, so that a model can l
 Text is only text: a document that writes `</s>` does not thereby end.
 """
 
+import os
 from itertools import chain
 from typing import Protocol
 
@@ -61,7 +62,7 @@ class PretrainedTokenizer:
         from transformers import AutoTokenizer  # takes seconds
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(name)
+            self._tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(name))
         except Exception as error:  # a missing network, file, package or entry: each has its own class
             raise ValueError(
                 f"The tokenizer {name!r} cannot be loaded ({str(error).strip().splitlines()[0]}); give `tokenizer` the"

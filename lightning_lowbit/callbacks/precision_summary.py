@@ -63,7 +63,7 @@ class PrecisionSummary(Callback):
             self._steps.clear()
         self._hp_bits = _hp_bits(trainer)
         folder = trainer.log_dir  # all processes ask for it together
-        self._folder = Path(folder) if folder is not None and trainer.loggers else None
+        self._folder = Path(folder) if folder is not None and trainer.loggers and "://" not in folder else None
         self._show(trainer, layer_table(pl_module), *cast_legend(pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -90,6 +90,10 @@ class PrecisionSummary(Callback):
         """Ends the count at the latest."""
         self._stop(trainer)
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends the count of a batch that was skipped, which has no end."""
+        self._abandon()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Shows and writes the average."""
         if self.counter is not None and self._steps:
@@ -102,6 +106,9 @@ class PrecisionSummary(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leaves no counter behind, nor half a measurement."""
+        self._abandon()
+
+    def _abandon(self) -> None:
         if self._counting:
             self._close()
             self.counter = None
@@ -217,6 +224,7 @@ def layer_table(model: nn.Module) -> Table:
     rows: dict[tuple[Any, ...], list[str]] = {}
     parameters: Counter[tuple[Any, ...]] = Counter()
     labels = _labels(model)
+    counted: set[nn.Parameter] = set()  # tied ones belong to several modules
     for name, module in model.named_modules():
         name = clean_name(name)
         if isinstance(module, QuantizedLayer):
@@ -228,7 +236,9 @@ def layer_table(model: nn.Module) -> Table:
             continue
         key = (re.sub(r"\d+", "*", name), type(module).__name__, size, casts)
         rows.setdefault(key, []).append(name)
-        parameters[key] += sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        own = set(module.parameters(recurse=False)) - counted
+        parameters[key] += sum(parameter.numel() for parameter in own)
+        counted |= own
     body = [
         [_range(names), kind, size, _count(parameters[key]), casts]
         for key, names in rows.items()
@@ -277,19 +287,34 @@ def _range(names: list[str]) -> str:
     """``layers.0.up`` … ``layers.7.up`` as ``layers.{0-7}.up``."""
     columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
     return "".join(
-        parts[0] if len(set(parts)) == 1 else f"{{{min(map(int, parts))}-{max(map(int, parts))}}}" for parts in columns
+        parts[0] if len(set(parts)) == 1 else f"{{{_runs(sorted(set(map(int, parts))))}}}" for parts in columns
     )
 
 
+def _runs(numbers: list[int]) -> str:
+    """``0,2-5`` of 0, 2, 3, 4, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
 def _count(number: int) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return str(number)
+    return _scaled(number, (("B", 1e9), ("M", 1e6), ("k", 1e3)))
 
 
 def _flops(number: int) -> str:
-    return f"{_count(number)} FLOPs" if number < 1e3 else f"{_count(number).replace('B', 'G').replace('k', 'K')}FLOPs"
+    return _scaled(number, (("PFLOPs", 1e15), ("TFLOPs", 1e12), ("GFLOPs", 1e9), ("MFLOPs", 1e6), ("FLOPs", 1)))
+
+
+def _scaled(number: int, units: Iterable[tuple[str, float]]) -> str:
+    for unit, size in units:
+        if number >= size:
+            return f"{number / size:.2f} {unit}" if size > 1 else f"{number} {unit}"
+    return str(number)
 
 
 def _hp_bits(trainer: Trainer) -> int:

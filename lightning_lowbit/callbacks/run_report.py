@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -45,7 +46,8 @@ class RunReport(Callback):
 
     Without a logger they go to ``default_root_dir``; a dry run (``fast_dev_run``) writes nothing. The history is saved
     with the checkpoint, so that the page of a resumed run shows the whole run. A step is an optimizer step: what is
-    logged during the k-th one is shown at k, and a validation after it, too. Recording waits for no device.
+    logged during the k-th one is shown at k, and a validation after it, too. Recording copies
+    from the device once in many values, and else waits for nothing.
 
     Of launchers that start processes inside ``fit`` (``ddp_spawn``, ``ddp_fork``) an exception cannot be reported:
     Lightning calls no callback in the process where it happened.
@@ -246,6 +248,7 @@ class RunReport(Callback):
             "status": _status(exception),
             "error": "".join(traceback.format_exception_only(exception)).strip() if exception else None,
             "steps": trainer.global_step,
+            "begin": self._begin if self._trained else trainer.global_step,  # a resume may find nothing left to do
             "max_steps": self._max_steps,
             "seconds": self._seconds,
             "peak_memory_bytes": peak_memory(trainer.strategy.root_device),
@@ -338,8 +341,9 @@ def _precision(trainer: Trainer) -> dict[str, str]:
 
 
 def _configuration(folder: Path, trainer: Trainer, pl_module: LightningModule) -> str:
-    with suppress(OSError):
-        return (folder / "config.yaml").read_text(errors="replace")  # Lightning's command line wrote it
+    if any(isinstance(callback, SaveConfigCallback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        with suppress(OSError):
+            return (folder / "config.yaml").read_text(errors="replace")  # Lightning's command line wrote it
     lines = [f"{type(pl_module).__name__}:"]
     lines += [f"  {name}: {value}" for name, value in pl_module.hparams.items()] or ["  (no saved hyperparameters)"]
     plugin = trainer.precision_plugin

@@ -23,7 +23,8 @@ usage: lowbit COMMAND ...
   ls                         lists recipes and overlays
   cp NAME [FILE]             copies a recipe, to change it
   fit --config RECIPE [--config OVERLAY ...] [--any.argument VALUE ...]
-  validate, test, predict    the same with a checkpoint: --ckpt_path last
+  validate                   the same with a checkpoint: --ckpt_path last
+  test, predict              for modules and data that have test_step or predict_step
   compare --config RECIPE --vary A,B [--vary C,D ...] [--seeds 0,1,2] [--lr 1e-3,3e-4]
                              runs all combinations and tabulates them
 
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     own: dict[str, Callable[[Sequence[str]], int | None]] = {"ls": _list, "cp": _copy, "compare": compare}
     commands = [*own, *LowBitCLI.subcommands()]
+    if "" not in sys.path:  # a configuration may name classes of the current folder, as with `python -m`
+        sys.path.insert(0, "")
     try:
         if arguments[0] not in commands:
             hint = nearest(arguments[0], commands)
@@ -76,10 +79,12 @@ def _copy(arguments: Sequence[str]) -> None:
     """Copies a recipe or overlay to a file, to change it."""
     parser = argparse.ArgumentParser("lowbit cp", description=_copy.__doc__)
     parser.add_argument("name", help="a name from `lowbit ls`")
-    parser.add_argument("file", nargs="?", default=".", type=Path, help="where to; a folder keeps the name")
+    parser.add_argument("file", nargs="?", default=".", help="where to; a folder keeps the name")
     given = parser.parse_args(arguments)
     source = find_config(given.name)
-    target = given.file / source.name if given.file.is_dir() else given.file
+    target = Path(given.file).expanduser()
+    if target.is_dir() or given.file.endswith("/"):
+        target /= source.name
     if target.exists():
         raise ValueError(f"{target} exists already; give another name, or remove it first.")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -14,18 +14,20 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import yaml
 
 from lightning_lowbit.cli.comparison import write_comparison
-from lightning_lowbit.cli.configs import combined_name, merge, merge_all
+from lightning_lowbit.cli.configs import as_list, combined_name, merge, merge_all
 from lightning_lowbit.cli.mistakes import nearest
-from lightning_lowbit.cli.run import find_checkpoints
+from lightning_lowbit.cli.run import check, find_checkpoints
 
 _REPORT = "lightning_lowbit.RunReport"
 _OWN = ("--seed_everything", "--trainer.default_root_dir", "--ckpt_path")
@@ -44,17 +46,25 @@ class Run:
 
     def result(self) -> dict[str, Any] | None:
         """What ``run.json`` says, or None while the run has not finished."""
-        for path in self.folder.rglob("run.json"):
-            result: dict[str, Any] = json.loads(path.read_text())
-            if result["status"] == "finished":
-                return result
-        return None
+        return next((result for result in self._finished() if result["begin"] < result["steps"]), None)
+
+    def was_at_its_end(self) -> bool:
+        """Whether its last checkpoint is that of the last step: a resume trains nothing, and validates nothing."""
+        return any(result["begin"] >= result["steps"] for result in self._finished())
+
+    def _finished(self) -> list[dict[str, Any]]:
+        results = [json.loads(path.read_text()) for path in self.folder.rglob("run.json")]
+        return [result for result in results if result["status"] == "finished"]
 
 
 def compare(arguments: Sequence[str]) -> int:
     """Runs what is not done yet, writes table and pictures; returns 1 if a run failed."""
     given, rest = _parser().parse_known_args(arguments)
-    output = Path(given.output)
+    output = Path(given.output).expanduser()
+    if given.jobs < 1:
+        raise ValueError(f"--jobs is the number of runs at a time, 1 or more; got {given.jobs}.")
+    if given.lr and any("optimizer" in argument and ".lr" in argument for argument in rest):
+        raise ValueError("--lr and an argument that sets the optimizer's lr contradict each other: leave one out.")
     runs = plan(given.config, given.vary, given.lr, given.seeds, output, rest)
     rows = list(dict.fromkeys(run.row for run in runs))
     baseline = given.baseline or rows[0]
@@ -65,6 +75,11 @@ def compare(arguments: Sequence[str]) -> int:
     if given.dry_run:
         print("\n".join(f"  {run.row}, seed {run.seed}" for run in todo))
         return 0
+    for run in runs[:: len(given.seeds)]:  # one of each row
+        with tempfile.TemporaryDirectory() as folder:
+            recipe = Path(folder) / "recipe.yaml"
+            recipe.write_text(run.recipe)
+            check(["fit", "--config", str(recipe), *rest])
     prepare(runs)
 
     def results() -> dict[str, dict[int, dict[str, Any]]]:
@@ -111,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _items(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
     def parse(text: str) -> list[_T]:
-        return [kind(item) for item in text.split(",")]
+        return [kind(item) for item in text.split(",") if item]
 
     return parse
 
@@ -136,6 +151,7 @@ def plan(
                 f"{argument} differs between the runs of a study: use --seeds and --output, or leave it out."
             )
     _distinct("seed", list(map(str, seeds)))
+    _distinct("learning rate", [str(_number(rate)) for rate in rates])
     runs, names = [], []
     for choice in itertools.product(*vary):
         overlays = [name for item in choice for name in item.split("+") if name != "none"]
@@ -153,9 +169,14 @@ def plan(
 
 def _with(config: dict[str, Any], seed: int, rate: str, folder: Path) -> dict[str, Any]:
     changes: dict[str, Any] = {"seed_everything": seed, "trainer": {"default_root_dir": str(folder)}}
-    callbacks = config["trainer"].get("callbacks") or []
-    if not any(isinstance(callback, dict) and callback.get("class_path") == _REPORT for callback in callbacks):
+    callbacks = as_list(config["trainer"].get("callbacks") or [])
+    names = [callback.get("class_path", "") if isinstance(callback, dict) else callback for callback in callbacks]
+    if not any(name.rpartition(".")[2] == "RunReport" for name in names):
         changes["trainer"]["callbacks"] = [{"class_path": _REPORT}]  # it leaves run.json
+    if config.get("ckpt_path"):
+        raise ValueError("The recipe sets ckpt_path, from which all runs would go on: leave it out.")
+    if config["trainer"].get("logger"):  # every run logs into its own folder
+        changes["trainer"]["logger"] = True
     if rate:
         try:
             config["model"]["init_args"]["optimizer"]["class_path"]
@@ -164,6 +185,13 @@ def _with(config: dict[str, Any], seed: int, rate: str, folder: Path) -> dict[st
             raise ValueError("--lr needs a recipe that names its optimizer in model.init_args.optimizer.") from None
     merged: dict[str, Any] = merge(config, changes)
     return merged
+
+
+def _number(rate: str) -> float:
+    try:
+        return float(rate)
+    except ValueError:
+        raise ValueError(f"--lr takes numbers such as 1e-3,3e-4; got {rate!r}.") from None
 
 
 def _distinct(what: str, names: Sequence[str]) -> None:
@@ -183,7 +211,8 @@ def prepare(runs: Sequence[Run]) -> None:
     contents = {run: f"# lowbit fit --config recipe.yaml {shlex.join(run.arguments)}\n{run.recipe}" for run in runs}
     for run, content in contents.items():
         path = run.folder / "recipe.yaml"
-        if path.exists() and path.read_text() != content:
+        begun = any(run.folder.rglob("run.json")) or find_checkpoints(run.folder)
+        if begun and path.exists() and path.read_text() != content:
             raise ValueError(
                 f"{run.folder} holds a run of another configuration (see recipe.yaml there): the table would mix them. "
                 "Give another --output, or remove that folder."
@@ -193,19 +222,31 @@ def prepare(runs: Sequence[Run]) -> None:
         (run.folder / "recipe.yaml").write_text(content)
 
 
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) -> list[tuple[Run, int]]:
     """Runs the processes, so many at a time; returns their exit statuses. Ctrl-C lets each finish its step and save."""
     children: list[subprocess.Popen[bytes]] = []
+    stopping = threading.Event()
 
     def one(run: Run) -> tuple[Run, int]:
         # The process inherits the lock: when this command is killed and started again, it waits for those left over.
         with (run.folder / "lock").open("w") as lock, (run.folder / "log.txt").open("ab") as log:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if run.result() is None:
-                resume = ["--ckpt_path", "last"] if find_checkpoints(run.folder) else []
+            while not _try_lock(lock):
+                if stopping.wait(0.2):
+                    break
+            while not stopping.is_set() and run.result() is None:
+                goes_on = bool(find_checkpoints(run.folder)) and not run.was_at_its_end()
+                resume = ["--ckpt_path", "last"] if goes_on else []
                 recipe = str(run.folder / "recipe.yaml")
                 command = [sys.executable, "-m", "lightning_lowbit.cli", "fit", "--config", recipe, *resume]
-                print(f"  {run.row}, seed {run.seed} {'goes on' if resume else 'begins'}", flush=True)
+                print(f"  {run.row}, seed {run.seed} {'goes on' if goes_on else 'begins'}", flush=True)
                 child = subprocess.Popen(
                     [*command, *run.arguments],
                     stdout=log,
@@ -216,15 +257,18 @@ def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) ->
                 )
                 children.append(child)
                 child.wait()
+                if not (goes_on and run.was_at_its_end()):  # killed in its last validation: it begins afresh
+                    break
         return run, 0 if run.result() is not None else 1
 
     statuses = []
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            for status in pool.map(one, runs):
-                statuses.append(status)
+            for done in as_completed([pool.submit(one, run) for run in runs]):
+                statuses.append(done.result())
                 after_each()
         except KeyboardInterrupt:
+            stopping.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for child in children:
                 if child.poll() is None:

@@ -34,7 +34,7 @@ def markdown(results: Results, baseline: str) -> str:
                 row,
                 str(len(runs)),
                 _spread(_values(runs.values(), _loss)),
-                _spread(_values(runs.values(), lambda run: run["metrics"].get("val_perplexity")), 3),
+                _spread(_values(runs.values(), lambda run: _metric(run, "val_perplexity")), 3),
                 "baseline" if row == baseline else _spread(_gaps(runs, results[baseline]), 4, signed=True),
                 _spread(_values(runs.values(), _spikes), 1),
                 _spread(_values(runs.values(), _speed), 0),
@@ -49,9 +49,14 @@ def _values(runs: Any, get: Callable[[Mapping[str, Any]], float | None]) -> list
     return [value for run in runs if (value := get(run)) is not None]
 
 
-def _loss(run: Mapping[str, Any]) -> float:
-    value = run["metrics"].get(LOSS)
-    return nan if value is None else value  # run.json has null where a number is not finite
+def _metric(run: Mapping[str, Any], name: str) -> float | None:
+    """None where it was not logged; run.json has null where it is not finite."""
+    value = run["metrics"].get(name)
+    return nan if value is None and name in run["metrics"] else value
+
+
+def _loss(run: Mapping[str, Any]) -> float | None:
+    return _metric(run, LOSS)
 
 
 def _history(run: Mapping[str, Any], name: str) -> list[tuple[float, float]]:
@@ -68,7 +73,8 @@ def _speed(run: Mapping[str, Any]) -> float | None:
 
 
 def _gaps(runs: Mapping[int, Mapping[str, Any]], baseline: Mapping[int, Mapping[str, Any]]) -> list[float]:
-    return [_loss(run) - _loss(baseline[seed]) for seed, run in runs.items() if seed in baseline]
+    pairs = [(_loss(run), _loss(baseline[seed])) for seed, run in runs.items() if seed in baseline]
+    return [loss - other for loss, other in pairs if loss is not None and other is not None]
 
 
 def _spread(values: Sequence[float], digits: int = 4, signed: bool = False) -> str:
@@ -89,19 +95,21 @@ def _picture_losses(results: Results, path: Path) -> None:
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for row, runs in results.items():
+    for number, (row, runs) in enumerate(results.items()):
+        color = f"C{number}"
         by_step: dict[float, list[float]] = {}
         for run in runs.values():
             for step, value in _history(run, LOSS):
                 by_step.setdefault(step, []).append(value)
         steps = sorted(by_step)
         if steps:
-            (line,) = axes.plot(steps, [mean(by_step[step]) for step in steps], label=row)
+            axes.plot(steps, [mean(by_step[step]) for step in steps], label=row, color=color)
             low, high = ([f(by_step[step]) for step in steps] for f in (min, max))
-            axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+            axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
     axes.set(xlabel="optimizer step", ylabel="validation loss (mean and range over seeds)")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    if axes.lines:
+        axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 
@@ -113,7 +121,8 @@ def _picture_gaps(results: Results, baseline: str, path: Path) -> None:
     axes = figure.add_subplot()
     for position, row in enumerate(rows):
         gaps = _gaps(results[row], results[baseline])
-        axes.barh(position, mean(gaps), height=0.6, alpha=0.4)
+        color = f"C{list(results).index(row)}"  # as in the other picture
+        axes.barh(position, mean(gaps), height=0.6, alpha=0.4, color=color)
         axes.plot(gaps, [position] * len(gaps), "o", color="black", markersize=4)
     axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()

@@ -35,8 +35,11 @@ def find_config(name: str) -> Path:
     Raises:
         FileNotFoundError: there is neither.
     """
-    if Path(name).is_file():
-        return Path(name)
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    if not name:
+        raise ValueError("--config needs the name of a recipe or a file; see `lowbit ls`.")
     known = recipes()
     if name not in known:
         close = difflib.get_close_matches(name, known, n=3)
@@ -50,19 +53,28 @@ def find_config(name: str) -> Path:
 def merge(base: Any, overlay: Any, key: str = "") -> Any:
     """Puts one configuration on top of another."""
     if key == "callbacks" and base and overlay:
-        return _as_list(base) + _as_list(overlay)
+        # One that is there already, with the same arguments, is the same: Lightning refuses most callbacks twice.
+        return as_list(base) + [callback for callback in as_list(overlay) if callback not in as_list(base)]
+    if key == "plugins" and isinstance(base, list) and isinstance(overlay, Mapping):
+        if len(base) != 1:
+            raise ValueError(
+                f"An overlay changes the one plugin of a recipe, but trainer.plugins lists {len(base)} of them. Write "
+                "the whole list in the overlay."
+            )
+        base = base[0]
     if not (isinstance(base, Mapping) and isinstance(overlay, Mapping)):
         return overlay
     if "class_path" in overlay and overlay["class_path"] != base.get("class_path"):
-        taken = arguments_of(overlay["class_path"])
-        base = {"init_args": {name: value for name, value in (base.get("init_args") or {}).items() if name in taken}}
+        taken = arguments_of(overlay["class_path"])  # None: the parser will say what is wrong with it
+        kept = (base.get("init_args") or {}).items()
+        base = {"init_args": {name: value for name, value in kept if taken is None or name in taken}}
         if not base["init_args"]:
             return overlay
     shared = {name: merge(base[name], overlay[name], name) for name in base if name in overlay}
     return {**base, **overlay, **shared}
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
@@ -89,8 +101,9 @@ def merge_all(names: Sequence[str]) -> dict[str, Any]:
     config: Any = {}
     for name in names:
         config = merge(config, read_config(find_config(name)))
-    trainer = config.setdefault("trainer", {})
-    if isinstance(trainer, dict):
+    if config.get("trainer") is None:
+        config["trainer"] = {}
+    if isinstance(trainer := config["trainer"], dict):
         trainer.setdefault("default_root_dir", f"runs/{combined_name(names)}")
     return config
 

@@ -4,6 +4,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from pydoc import locate
 
 
@@ -32,7 +33,7 @@ def suggest(message: str, keys: Collection[str]) -> str:
         return ""
     named = re.findall(r"class_path[ =]'([\w.]+)'", message)
     if named:
-        keys = arguments_of(named[-1])
+        keys = arguments_of(named[-1]) or set()
     close = [
         match for word in (misspelt[1], misspelt[1].split(".")[0]) for match in difflib.get_close_matches(word, keys)
     ]
@@ -58,9 +59,13 @@ def nearest(given: str, possible: Collection[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def arguments_of(class_path: str) -> set[str]:
-    """Names of the arguments that a class takes, those that it passes on to its bases included."""
+def arguments_of(class_path: str) -> set[str] | None:
+    """Names of the arguments that a class takes, those that it passes on to its bases included; None if unknown."""
     cls = locate(class_path)
     if not inspect.isclass(cls):
-        return set()
-    return {name for base in inspect.getmro(cls) if base is not object for name in inspect.signature(base).parameters}
+        return None
+    names = set()
+    for base in inspect.getmro(cls):
+        with suppress(ValueError):  # of classes written in C
+            names |= set(inspect.signature(base).parameters)
+    return names

@@ -11,7 +11,7 @@ from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from lightning_lowbit.cli.configs import merge_configs
+from lightning_lowbit.cli.configs import as_list, merge_configs
 from lightning_lowbit.cli.mistakes import explain, suggest
 from lightning_lowbit.precision import LowBitPrecision
 
@@ -29,15 +29,7 @@ def run(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         for message in _NOISE:
             warnings.filterwarnings("ignore", message)
-        LowBitCLI(
-            args=merge_configs(arguments, Path(folder) / "merged.yaml"),
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            save_config_callback=SaveConfig,
-            parser_kwargs={"prog": "lowbit", "exit_on_error": False}
-            | {name: {"exit_on_error": False} for name in LightningCLI.subcommands()},
-        )
+        _make(LowBitCLI, merge_configs(arguments, Path(folder) / "merged.yaml"))
 
 
 class SaveConfig(SaveConfigCallback):
@@ -66,7 +58,7 @@ class LowBitCLI(LightningCLI):
             )
         path = config.ckpt_path
         if path == "last":
-            config.ckpt_path = str(find_last_checkpoint(self._checkpoint_folder(config.trainer)))
+            config.ckpt_path = str(find_last_checkpoint(*self._checkpoint_folders(config.trainer)))
             print(f"Going on from {config.ckpt_path}")
         elif path not in (None, "best", "hpc") and not re.match(r"\w+:", path) and not Path(path).exists():
             raise FileNotFoundError(
@@ -75,16 +67,21 @@ class LowBitCLI(LightningCLI):
             )
 
     @staticmethod
-    def _checkpoint_folder(trainer: Any) -> Path:
-        # Where ModelCheckpoint writes: below the logger's folder, or the Trainer's.
-        arguments = getattr(trainer.logger, "init_args", None) or {}
-        folder = arguments.get("save_dir") or trainer.default_root_dir
-        if folder is None:
+    def _checkpoint_folders(trainer: Any) -> list[Path]:
+        # Where ModelCheckpoint writes: its own folder, or below that of the first logger, or the Trainer's.
+        callbacks = [getattr(callback, "init_args", None) or {} for callback in as_list(trainer.callbacks or [])]
+        logger = as_list(trainer.logger)[0] if trainer.logger else None
+        arguments = getattr(logger, "init_args", None) or {}
+        folders = [*(callback.get("dirpath") for callback in callbacks), arguments.get("save_dir")]
+        if folders[-1] is None:
+            folders.append(trainer.default_root_dir)
+        found = [Path(folder) for folder in folders if folder is not None]
+        if not found:
             raise ValueError(
                 "--ckpt_path last needs the folder of the run: set the logger's save_dir or trainer.default_root_dir, "
                 "or give the path of a checkpoint."
             )
-        return Path(folder)
+        return found
 
     def before_fit(self) -> None:
         """Matches the plugin's patterns against the model."""
@@ -106,22 +103,62 @@ class LowBitCLI(LightningCLI):
         pass
 
 
-def find_checkpoints(folder: Path) -> list[Path]:
-    """Each ``last*.ckpt`` and ``interrupted.ckpt`` below a folder, the newest first."""
-    found = [path for name in ("last*.ckpt", "interrupted.ckpt") for path in folder.rglob(name)]
+def check(arguments: Sequence[str]) -> None:
+    """Parses what :func:`run` would run, and makes nothing of it.
+
+    Raises:
+        ValueError: an argument or a key of a configuration is wrong.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        merged = merge_configs(arguments, Path(folder) / "merged.yaml")
+        _make(_Parsed, merged)
+
+
+def _make(kind: type[LowBitCLI], arguments: list[str]) -> LowBitCLI:
+    return kind(
+        args=arguments,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        auto_configure_optimizers=False,
+        save_config_callback=SaveConfig,
+        save_config_kwargs={"overwrite": True},  # without a logger all runs share a folder
+        parser_kwargs={"prog": "lowbit", "exit_on_error": False}
+        | {name: {"exit_on_error": False} for name in LightningCLI.subcommands()},
+    )
+
+
+class _Parsed(LowBitCLI):
+    """Parses and stops there."""
+
+    def _set_seed(self) -> None:
+        pass
+
+    def before_instantiate_classes(self) -> None:
+        """Nothing."""
+
+    def instantiate_classes(self) -> None:
+        """Nothing."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+def find_checkpoints(*folders: Path) -> list[Path]:
+    """Each ``*.ckpt`` below some folders, the newest first."""
+    found = {path for folder in folders for path in folder.rglob("*.ckpt")}
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
-def find_last_checkpoint(folder: Path) -> Path:
+def find_last_checkpoint(*folders: Path) -> Path:
     """The newest of them.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    found = find_checkpoints(folder)
+    found = find_checkpoints(*folders)
     if not found:
         raise FileNotFoundError(
-            f"--ckpt_path last: there is no last*.ckpt or interrupted.ckpt below {folder}. Give the path of a "
-            "checkpoint, or leave --ckpt_path out to start afresh."
+            f"--ckpt_path last: there is no checkpoint (*.ckpt) below {' or '.join(map(str, folders))}. Give the path "
+            "of one, or leave --ckpt_path out to start afresh."
         )
     return found[0]

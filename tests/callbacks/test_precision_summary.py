@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules import module as module_globals
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_lowbit import FP4Precision, LowBitProgressBar, PrecisionSummary, QAFSwitch
+from lightning_lowbit import FP4Precision, LowBitProgressBar, PrecisionSummary, QAFSwitch, convert
 from lightning_lowbit.callbacks.precision_summary import layer_table
 
 # Of Two, with one sample in a batch: the first layer's input needs no gradient.
@@ -107,7 +107,7 @@ def test_says_layers_coverage_and_average_once(capsys, monkeypatch, rich):
     assert re.search(r"layer\.0 +QuantLinear +32 → 32 +1\.06 k +nvfp4", output)
     assert re.search(r"layer\.2 +Linear +66 +high precision", output)
     assert "1.06 k of 1.12 k parameters (94.1%)" in output
-    assert f"Coverage: {2 * FIRST / TOTAL:.1%} of 4.48 KFLOPs per micro-batch and process" in output
+    assert f"Coverage: {2 * FIRST / TOTAL:.1%} of 4480 FLOPs per micro-batch and process" in output
     assert f"{BITS['fqt']:.2f} bits per GEMM operand." in output
     assert re.search(rf"layer\.2 +1 +{3 * LAST} FLOPs +{3 * LAST / TOTAL:.1%}", output)
     assert f"Average over the run: {BITS['fqt']:.2f} bits per GEMM operand (optimizer steps in fqt: 2)." in output
@@ -147,7 +147,7 @@ def test_without_the_plugin(capsys, precision, bits):
     assert coverage.share == 0
     assert coverage.average_bits == summary.average_bits() == bits
     assert coverage.uncovered == {"layer.0": 2 * FIRST, "layer.2": 3 * LAST}
-    assert "Coverage: 0.0% of 4.48 KFLOPs" in capsys.readouterr().out
+    assert "Coverage: 0.0% of 4480 FLOPs" in capsys.readouterr().out
 
 
 def test_high_precision_is_that_of_the_plugin():
@@ -411,3 +411,14 @@ def test_counts_the_first_step_only():
     watch = Watch()
     fit(PrecisionSummary(quiet=True), watch, max_steps=3)
     assert watch.modes == [1, 0, 0]
+
+
+def test_names_in_the_tables(capsys):
+    """Numbers that are missing in a row are not in its name; tied weights are counted once."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(5))
+    convert(model, "nvfp4", overrides={r"layers\.(0|2|4)": "bf16"})
+    names = [row[0] for row in layer_table(model).rows]
+    assert names == ["layers.{0,2,4}", "layers.{1,3}"]
+    model.layers[1].weight = model.layers[0].weight
+    assert "1.02 k of 1.02 k parameters" in layer_table(model).caption

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -369,11 +370,23 @@ def test_beside_the_logs(tmp_path):
     logger = TensorBoardLogger(tmp_path / "logs", name="demo")
     folder = tmp_path / "logs" / "demo" / "version_0"
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("trainer: {max_steps: 6} # <b>")
+    (folder / "config.yaml").write_text("password: hunter2 # <b>")
     logger._version = 0
     trainer(logger=logger).fit(Known())
     assert load(folder)["name"] == "demo/version_0"
-    assert "trainer: {max_steps: 6} # <b>" in check_self_contained((folder / "report.html").read_text()).text
+    page = check_self_contained((folder / "report.html").read_text())
+    assert "hunter2" not in page.text, "a file that the run did not write was shown"
+
+    class Saved(SaveConfigCallback):
+        def __init__(self):
+            pass
+
+        def setup(self, *_, **__):
+            pass
+
+    trainer(Saved(), logger=logger).fit(Known())
+    page = check_self_contained((folder / "report.html").read_text())
+    assert "password: hunter2 # <b>" in page.text
 
 
 def test_into_the_default_root_dir(tmp_path):

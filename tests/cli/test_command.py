@@ -58,7 +58,7 @@ def test_help(capsys):
     assert cli.main(["--help"]) == 0
     assert cli.main([]) == 2
     shown = capsys.readouterr().out
-    assert all(f"\n  {command}" in shown for command in ("ls", "cp", "fit", "validate, test, predict", "compare"))
+    assert all(f"\n  {command}" in shown for command in ("ls", "cp", "fit", "validate", "test, predict", "compare"))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """``lowbit compare``: what is planned, what is kept over a kill, and what the table says."""
 
+import json
 import os
 import signal
 import subprocess
@@ -54,7 +55,8 @@ def test_plan_is_the_product():
     assert config["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.AdamW"
     assert config["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 3e-4
     names = [callback["class_path"] for callback in config["trainer"]["callbacks"]]
-    assert names.count("lightning_lowbit.QAFSwitch") == 2 and names.count("lightning_lowbit.RunReport") == 1
+    assert names.count("lightning_lowbit.QAFSwitch") == 1, "the same callback twice"
+    assert names.count("lightning_lowbit.RunReport") == 1
     assert [run.row for run in make()] == ["base"]
 
 
@@ -64,9 +66,59 @@ def test_a_recipe_without_a_report_gets_one():
     assert yaml.safe_load(run.recipe)["trainer"]["callbacks"] == [{"class_path": "lightning_lowbit.RunReport"}]
 
 
+@pytest.mark.parametrize("callbacks", ["lightning_lowbit.callbacks.RunReport", {"class_path": "RunReport"}])
+def test_a_recipe_with_a_report_gets_no_other(callbacks):
+    Path("plain.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
+    (run,) = make(base=("plain.yaml",))
+    assert "lightning_lowbit.RunReport" not in run.recipe
+
+
+def test_a_saved_configuration_is_compared_in_folders_of_its_own(capsys):
+    assert cli.main(["fit", *BASE]) == 0
+    saved = "runs/quickstart+tiny/version_0/config.yaml"
+    assert cli.main(["compare", f"--config={saved}", "--output=again"]) == 0
+    assert "| base | 1 |" in capsys.readouterr().out
+    assert len(list(Path("again/base/seed_0").glob("version_*"))) == 1
+    assert not Path("runs/quickstart+tiny/version_1").exists()
+
+
+KILLED_IN_ITS_LAST_VALIDATION = """
+import os
+from pathlib import Path
+from lightning.pytorch import Callback
+
+class Killed(Callback):
+    def on_validation_start(self, trainer, pl_module):
+        if trainer.global_step == trainer.max_steps and not Path("killed").exists():
+            Path("killed").touch()
+            os._exit(9)
+"""
+
+
+def test_a_run_killed_in_its_last_validation_begins_afresh(capsys):
+    Path("killer.py").write_text(KILLED_IN_ITS_LAST_VALIDATION)
+    killer = "--trainer.callbacks+=killer.Killed"
+    often = "--trainer.callbacks.init_args.every_n_train_steps=2"
+    assert compare(often, killer) == 1, "the run was not killed"
+    checkpoints = list(Path("runs/compare/base").rglob("last.ckpt"))
+    assert [torch.load(path, weights_only=True)["global_step"] for path in checkpoints] == [8]
+    assert compare(often, killer) == 0
+    (run,) = make(base=("quickstart", "tiny.yaml"))
+    result = json.loads(max(Path("runs/compare").rglob("run.json")).read_text())
+    assert result["history"]["val_loss"][-1][0] == 8, "the last validation is missing"
+    assert f"{result['metrics']['val_loss']:.4f}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        (["--trainer.max_stepz=3"], "Did you mean 'trainer.max_steps'?"),
+        (["--dryrun"], "unrecognized arguments: --dryrun"),
+        (["--jobs=0"], "--jobs is the number of runs at a time, 1 or more; got 0"),
+        (["--lr=high"], "--lr takes numbers such as 1e-3,3e-4; got 'high'"),
+        (["--lr=1e-3,0.001"], "twice"),
+        (["--lr=1e-3", "--model.init_args.optimizer.init_args.lr=5"], "contradict each other"),
+        (["--config=goes_on.yaml"], "ckpt_path"),
         (["--vary=bf16,bf16"], "The study has the row 'bf16' twice"),
         (["--vary=bf16,other/bf16.yaml"], "The study has the row 'bf16' twice"),
         (["--seeds=1,1"], "The study has the seed '1' twice"),
@@ -81,6 +133,7 @@ def test_a_recipe_without_a_report_gets_one():
 def test_a_wrong_study_writes_nothing(arguments, line, capsys):
     Path("other").mkdir()
     Path("other/bf16.yaml").write_text("{}")
+    Path("goes_on.yaml").write_text("ckpt_path: last")
     Path("no_optimizer.yaml").write_text("model: {class_path: lightning.pytorch.demos.boring_classes.BoringModel}")
     assert compare(*arguments) == 2
     assert line in capsys.readouterr().err

@@ -29,11 +29,26 @@ def test_callbacks_are_appended_and_never_lost(base, overlay):
     assert merge({"other": ["a"]}, {"other": ["b"]}) == {"other": ["b"]}
 
 
+def test_a_callback_that_is_there_already_is_not_added_again():
+    summary, switch = {"class_path": "S"}, plugin("Q", at=0.9)
+    merged = merge({"callbacks": [summary, switch]}, {"callbacks": [plugin("Q", at=0.5), summary]})
+    assert merged == {"callbacks": [summary, switch, plugin("Q", at=0.5)]}
+
+
+def test_the_one_plugin_of_a_list_is_changed():
+    merged = merge({"plugins": [plugin("P", x=1)]}, {"plugins": {"init_args": {"y": 2}}})
+    assert merged == {"plugins": plugin("P", x=1, y=2)}
+    with pytest.raises(ValueError, match="trainer.plugins lists 2 of them"):
+        merge({"plugins": [plugin("P"), plugin("Q")]}, {"plugins": {"init_args": {"y": 2}}})
+
+
 def test_another_class_keeps_the_arguments_that_it_takes_as_well():
     spam = plugin("lightning_lowbit.StableSPAM", lr=0.1, betas=[0.8, 0.9], gamma1=0.5)
     assert merge(spam, {"class_path": "torch.optim.AdamW"}) == plugin("torch.optim.AdamW", lr=0.1, betas=[0.8, 0.9])
     assert merge(spam, plugin("torch.optim.AdamW", lr=0.2)) == plugin("torch.optim.AdamW", lr=0.2, betas=[0.8, 0.9])
-    assert merge(spam, {"class_path": "nowhere.Unknown"}) == {"class_path": "nowhere.Unknown"}
+    unknown = merge(spam, {"class_path": "AdamW"})
+    assert unknown == plugin("AdamW", **spam["init_args"]), "the parser knows short names, and says what does not fit"
+    assert merge(spam, {"class_path": "collections.OrderedDict"}) == {"class_path": "collections.OrderedDict"}
     fp4 = plugin("lightning_lowbit.FP4Precision", skip=["lm_head"], rounding={"wgrad_x": "nearest"})
     bf16 = plugin("lightning_lowbit.LowBitPrecision", casts="bf16")
     assert merge(fp4, bf16) == plugin("lightning_lowbit.LowBitPrecision", casts="bf16", skip=["lm_head"])

@@ -79,6 +79,20 @@ def test_a_run_has_a_folder_of_its_own_for_each_combination():
     assert Path("elsewhere/version_0/checkpoints/last.ckpt").exists(), "default_root_dir was ignored"
 
 
+def test_twice_without_a_logger():
+    for _ in range(2):
+        assert lowbit("--trainer.logger=false", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false") == 0
+    assert Path("runs/tiny/config.yaml").exists()
+
+
+def test_classes_of_the_current_folder(tmp_path):
+    Path("mine.py").write_text("from lightning_lowbit.recipes.models import CausalLM as Mine")
+    command = [Path(sys.executable).with_name("lowbit"), "fit", "--config=quickstart", "--config=tiny.yaml"]
+    done = subprocess.run([*command, "--model.class_path=mine.Mine"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "class_path: mine.Mine" in Path("runs/tiny/version_0/config.yaml").read_text()
+
+
 def test_the_saved_configuration_runs_again():
     assert lowbit() == 0
     assert cli.main(["fit", "--config=runs/tiny/version_0/config.yaml"]) == 0
@@ -112,6 +126,8 @@ def test_last_is_searched_where_the_checkpoints_are():
     for mine in (
         ["--trainer.default_root_dir=runs/mine"],
         ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=runs/csv"],
+        ["--trainer.logger=[{class_path: CSVLogger, init_args: {save_dir: runs/list}}]"],
+        ["--trainer.callbacks.init_args.dirpath=runs/checkpoints", "--trainer.default_root_dir=runs/beside"],
     ):
         assert lowbit(*mine) == 0
         assert lowbit("--ckpt_path=last", command="validate") == 2, "another run's folder has no checkpoint"
@@ -161,9 +177,9 @@ def test_last_is_searched_where_the_checkpoints_are():
         (["--data.init_args.path=empty.txt"], "are empty"),
         (["--data.init_args.path=nowhere"], "does not exist; check `path`, or write hf:NAME"),
         (["--data.init_args.path=hf:./nowhere:en"], "The data set './nowhere', configuration 'en', cannot be opened"),
-        (["--data.init_args.tokenizer=nowhere"], "The tokenizer 'nowhere' cannot be loaded"),
+        (["--data.init_args.tokenizer=./nowhere"], "The tokenizer './nowhere' cannot be loaded"),
         (["--ckpt_path=nowhere.ckpt"], "The checkpoint 'nowhere.ckpt' does not exist."),
-        (["--ckpt_path=last"], "--ckpt_path last: there is no last*.ckpt or interrupted.ckpt below runs/tiny."),
+        (["--ckpt_path=last"], "--ckpt_path last: there is no checkpoint (*.ckpt) below runs/tiny."),
         (["--trainer.precision=16-mixed"], "Received both `precision=16-mixed` and `plugins="),
         (
             ["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwitch, init_args: {at: 2}}"],
