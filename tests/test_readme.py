@@ -24,7 +24,8 @@ def test_there_are_exactly_two_set_up_commands():
     assert all("-c .ci/constraints.txt" in command for command in commands), "install through the constraints"
 
 
-def test_relative_links_exist():
-    root = Path(__file__).parent.parent
-    for link in re.findall(r"\]\((?!http|#)([^)]+)\)", README):
-        assert (root / link).exists(), f"README links to {link}, which does not exist"
+@pytest.mark.parametrize("page", ["README.md", "recipes/README.md"])
+def test_relative_links_exist(page):
+    path = Path(__file__).parent.parent / page
+    for link in re.findall(r"\]\((?!http|#)([^)]+)\)", path.read_text()):
+        assert (path.parent / link.partition("#")[0]).exists(), f"{page} links to {link}, which does not exist"
