@@ -112,8 +112,8 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         type=_items(str),
         metavar="A,B",
-        help="overlays, one of which each row "
-        "takes; 'A+B' are two together, 'none' is none; of several --vary all combinations (repeat)",
+        help="overlays, one of which each row takes; 'A+B' are two together, 'none' is none; of several --vary all "
+        "combinations (repeat)",
     )
     add("--lr", type=_items(str), default=[], metavar="1e-3,3e-4", help="learning rates; the recipe's by default")
     add("--seeds", type=_items(int), default=[0], metavar="0,1,2", help="seeds; 0 by default")
@@ -150,6 +150,8 @@ def plan(
             raise ValueError(
                 f"{argument} differs between the runs of a study: use --seeds and --output, or leave it out."
             )
+    if not seeds or not all(vary):
+        raise ValueError("The study has no run: --seeds and each --vary need at least one name, such as --seeds 0,1,2.")
     _distinct("seed", list(map(str, seeds)))
     _distinct("learning rate", [str(_number(rate)) for rate in rates])
     runs, names = [], []
