@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_lowbit import ExactResume, FP4Precision, QAFSwitch, StableSPAM
+from lightning_lowbit import ExactResume, FP4Precision, PrecisionSummary, QAFSwitch, StableSPAM
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
 
@@ -47,11 +47,13 @@ def train(folder, ckpt_path=None, callbacks=(ExactResume,), switches=(SWITCH,)):
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(random.SystemRandom().randrange(2**31))
     model = CausalLM(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        attention_dropout=0.2,
+        config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "attention_dropout": 0.2,
+        },
         gradient_checkpointing=True,
         optimizer=lambda params: StableSPAM(params, lr=1e-2, reset_interval=4),
     )
@@ -64,6 +66,7 @@ def train(folder, ckpt_path=None, callbacks=(ExactResume,), switches=(SWITCH,)):
         callbacks=[
             *(QAFSwitch(step=step) for step in switches),
             *(make() for make in callbacks),
+            PrecisionSummary(quiet=True),  # counts in the first step after each start, and must change nothing
             run,
         ],
         enable_checkpointing=False,
