@@ -1,5 +1,6 @@
 """Ctrl-C that loses nothing."""
 
+import os
 import signal
 import threading
 from pathlib import Path
@@ -20,13 +21,13 @@ class GracefulInterrupt(Callback):
     """
 
     def __init__(self) -> None:
-        self._requested = False
+        self._requested, self._process = False, 0
         self._previous: Any = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes over the signal (which only a main thread may do)."""
         if threading.current_thread() is threading.main_thread():
-            self._requested = False
+            self._requested, self._process = False, os.getpid()
             self._previous = signal.signal(signal.SIGINT, self._request)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -64,6 +65,8 @@ class GracefulInterrupt(Callback):
         self._restore()
 
     def _request(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a worker of a loader, which has inherited this handler
+            return
         if self._requested:
             raise KeyboardInterrupt
         self._requested = True

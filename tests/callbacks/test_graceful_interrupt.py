@@ -1,5 +1,6 @@
 """Ctrl-C in a real Trainer: what is saved, when, and what happens to the signal."""
 
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -8,7 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
 
 from lightning_lowbit import GracefulInterrupt
 
@@ -113,3 +115,32 @@ def test_gives_the_signal_back():
     before = signal.getsignal(signal.SIGINT)
     fit(Interrupt(), max_steps=2)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_workers_of_a_loader_leave_it_to_the_trainer(capfd):
+    """Ctrl-C reaches all processes of the terminal: the workers inherit the handler, and go on."""
+
+    class InterruptWorkers(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            self.workers = multiprocessing.active_children()
+            if batch_idx in (3, 6):  # the second one would stop the trainer at once
+                for worker in self.workers:
+                    os.kill(worker.pid, signal.SIGINT)
+
+    class Loader(DataLoader):
+        def __iter__(self):  # starts its workers when the first batch is wanted
+            yield from super().__iter__()
+
+    interrupt = InterruptWorkers()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=20,
+        callbacks=[GracefulInterrupt(), interrupt],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel(), Loader(RandomDataset(32, 64), num_workers=2))
+    assert trainer.global_step == 20 and len(interrupt.workers) == 2
+    assert "Interrupted" not in capfd.readouterr().err
