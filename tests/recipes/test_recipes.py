@@ -95,3 +95,9 @@ def test_full_size(name, monkeypatch):
 def test_every_overlay_and_recipe_is_told_apart():
     assert set(RECIPES) == {"quickstart", "c4"}
     assert {"bf16", "nvfp4", "qaf", "adamw", "stable_spam", "llama_130m", "llama_1b"} <= set(OVERLAYS)
+
+
+def test_the_readme_lists_them_all():
+    page = Path(__file__).parent.parent.parent / "recipes" / "README.md"
+    for name in recipes():
+        assert f"`{name}`" in page.read_text(), f"recipes/README.md does not list {name}"
