@@ -6,7 +6,6 @@ outside: the precision plugin, and the ``optimizer`` and ``scheduler`` given as 
 parameters.
 """
 
-import difflib
 import math
 import os
 import re
@@ -27,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lightning_lowbit.precision.base import global_seed
-from lightning_lowbit.quant.cast import choose
+from lightning_lowbit.quant.cast import choose, nearest
 
 
 def count_tokens(batch: Tensor) -> int:
@@ -129,9 +128,9 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
                 f"{str(error).splitlines()[0]} Give a folder with a config.json, or one of {', '.join(LLAMA)}."
             ) from error
     else:
-        close = difflib.get_close_matches(network, [*LLAMA, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES], n=1)
+        hint = nearest(network, [*LLAMA, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
         raise ValueError(
-            f"There is no network {network!r}.{f' Did you mean {close[0]!r}?' if close else ''} Give one of "
+            f"There is no network {network!r}.{hint} Give one of "
             f"{', '.join(LLAMA)}; an existing folder with a config.json; or a type of causal language model that "
             "transformers knows, such as gpt2."
         )

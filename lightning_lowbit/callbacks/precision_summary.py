@@ -1,7 +1,6 @@
 """What is trained in few bits, and what is not: said at the start, measured in the first step, averaged at the end."""
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -13,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from lightning_lowbit.callbacks.console import Table, Text, show
+from lightning_lowbit.callbacks.files import replace_file
 from lightning_lowbit.callbacks.report_page import Section
 from lightning_lowbit.nn import OPERANDS, Coverage, GemmCounter, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.coverage import operand_cast
@@ -29,8 +29,8 @@ class PrecisionSummary(Callback):
     averaged over FLOPs and over the steps in each phase.
 
     Printed by the first process (with ``rich`` where it is installed), and written to the logger's directory. The
-    counts are those of one micro-batch in one process. Counting makes the first step a little slower and changes no
-    result.
+    counts are those of one micro-batch in one process. The counted step runs as eager code: several times slower, with
+    more memory, and with the same results.
 
     Args:
         filename: of the JSON file in the logger's directory.
@@ -120,10 +120,9 @@ class PrecisionSummary(Callback):
             self._write(trainer)
 
     def _close(self) -> None:
-        if self._counting:
-            assert self.counter is not None
-            self._counting = False
-            self.counter.__exit__(None, None, None)
+        assert self.counter is not None
+        self._counting = False
+        self.counter.__exit__(None, None, None)
 
     # --- what ---
 
@@ -203,9 +202,7 @@ class PrecisionSummary(Callback):
     def _write(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            partial = self._folder / f".{self.filename}"
-            partial.write_text(json.dumps(self.report_data(trainer), indent=1))
-            os.replace(partial, self._folder / self.filename)
+            replace_file(self._folder / self.filename, json.dumps(self.report_data(trainer), indent=1))
 
     def state_dict(self) -> dict[str, Any]:
         """The steps in each phase: a resumed run's average is that of the whole run."""

@@ -15,7 +15,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import os
 import re
 import time
 import traceback
@@ -35,6 +34,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.callbacks.environment import environment, peak_memory
+from lightning_lowbit.callbacks.files import replace_file
 from lightning_lowbit.callbacks.report_page import Section, Text
 from lightning_lowbit.callbacks.run_history import History
 from lightning_lowbit.callbacks.run_page import render_run
@@ -265,12 +265,12 @@ class RunReport(Callback):
         for summary in summaries:
             run["summary"].update(summary)
         self._folder.mkdir(parents=True, exist_ok=True)
-        _replace(self._folder / "run.json", json.dumps(_strict(run), indent=1, allow_nan=False))
+        replace_file(self._folder / "run.json", json.dumps(_strict(run), indent=1, allow_nan=False))
         contributed, more_failures = _ask(trainer, "report_sections", list)
         sections = [section for sections in contributed for section in sections]
         configuration = _configuration(self._folder, trainer, pl_module)
         page = render_run(run, [*sections, *failures, *more_failures], exception, configuration)
-        _replace(self._folder / self.filename, page)
+        replace_file(self._folder / self.filename, page)
 
     def _best(self, trainer: Trainer) -> dict[str, float]:
         """Of the validation metrics of which it is known what is better: losses, and what a callback monitors."""
@@ -364,13 +364,3 @@ def _strict(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if isinstance(value, (int, str)) or value is None else str(value)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file such that there is never half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -11,8 +11,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_lowbit.cli.compare import compare
 from lightning_lowbit.cli.configs import OVERLAY, find_config, headline, recipes
-from lightning_lowbit.cli.mistakes import explain, nearest
+from lightning_lowbit.cli.mistakes import explain
 from lightning_lowbit.cli.run import LowBitCLI, run
+from lightning_lowbit.quant.cast import nearest
 
 # What mistakes of the user raise: one line says what to do. Anything else keeps its traceback.
 _USER_ERRORS = (ValueError, OSError, MisconfigurationException, ArgumentError)

@@ -26,8 +26,8 @@ import yaml
 
 from lightning_lowbit.cli.comparison import write_comparison
 from lightning_lowbit.cli.configs import as_list, combined_name, merge, merge_all
-from lightning_lowbit.cli.mistakes import nearest
 from lightning_lowbit.cli.run import check, find_checkpoints
+from lightning_lowbit.quant.cast import nearest
 
 _REPORT = "lightning_lowbit.RunReport"
 _OWN = ("--seed_everything", "--trainer.default_root_dir", "--ckpt_path")
@@ -157,10 +157,9 @@ def plan(
     runs, names = [], []
     for choice in itertools.product(*vary):
         overlays = [name for item in choice for name in item.split("+") if name != "none"]
+        row, config = combined_name(overlays) or "base", merge_all([*base, *overlays])
         for rate in rates or [""]:
-            row = combined_name(overlays) or "base"
             names.append(f"{row},lr={rate}" if rate else row)
-            config = merge_all([*base, *overlays])
             for seed in seeds:
                 folder = output / names[-1] / f"seed_{seed}"
                 recipe = yaml.safe_dump(_with(config, seed, rate, folder), sort_keys=False)

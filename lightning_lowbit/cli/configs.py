@@ -5,7 +5,6 @@ overlay names another class, the arguments that the new class takes as well stay
 optimizer holds for the one that takes its place.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import yaml
 
 from lightning_lowbit.cli.mistakes import arguments_of
+from lightning_lowbit.quant.cast import nearest
 
 OVERLAY = "Overlay: "  # begins the first line of a configuration that goes on top of a recipe
 
@@ -42,10 +42,9 @@ def find_config(name: str) -> Path:
         raise ValueError("--config needs the name of a recipe or a file; see `lowbit ls`.")
     known = recipes()
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=3)
-        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise FileNotFoundError(
-            f"--config {name}: no such file, and no such recipe.{hint} Recipes are: {', '.join(known)}."
+            f"--config {name}: no such file, and no such recipe.{nearest(name, known, most=3)} Recipes are: "
+            f"{', '.join(known)}."
         )
     return known[name]
 

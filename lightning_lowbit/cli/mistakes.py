@@ -7,6 +7,8 @@ from collections.abc import Collection
 from contextlib import suppress
 from pydoc import locate
 
+from lightning_lowbit.quant.cast import nearest
+
 
 def explain(error: BaseException) -> str:
     """The message of an error in one line.
@@ -51,12 +53,6 @@ def _first_cause(lines: list[str]) -> str:
     block = [bullet.replace("- ", "", 1), *others[: ends[0] if ends else None]]
     given = [line for line in others if "Given value:" in line and "Expected" in block[0]]
     return " ".join([*where, _first_cause(block), *given[:1]])
-
-
-def nearest(given: str, possible: Collection[str]) -> str:
-    """`` Did you mean 'x'?``, or nothing where nothing is near."""
-    close = difflib.get_close_matches(given, possible, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def arguments_of(class_path: str) -> set[str] | None:

@@ -18,12 +18,17 @@ Block = int | tuple[int, int]
 _T = TypeVar("_T")
 
 
+def nearest(given: object, possible: Collection[object], most: int = 1) -> str:
+    """`` Did you mean 'x'?`` or `` Did you mean 'x' or 'y'?``; nothing where nothing is near."""
+    close = difflib.get_close_matches(str(given), [str(choice) for choice in possible], n=most)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
 def choose(what: str, given: object, possible: Collection[str]) -> str:
     """Returns ``given`` if it is one of ``possible``, else raises a ``ValueError`` that names the nearest one."""
     if isinstance(given, str) and given in possible:
         return given
-    close = difflib.get_close_matches(str(given), [str(choice) for choice in possible], n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = nearest(given, possible)
     raise ValueError(f"Unknown {what} {given!r}.{hint} Choose one of: {', '.join(map(repr, possible))}.")
 
 

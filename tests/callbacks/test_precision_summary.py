@@ -422,3 +422,25 @@ def test_names_in_the_tables(capsys):
     assert names == ["layers.{0,2,4}", "layers.{1,3}"]
     model.layers[1].weight = model.layers[0].weight
     assert "1.02 k of 1.02 k parameters" in layer_table(model).caption
+
+
+def test_a_skipped_first_batch_leaves_no_counter():
+    class Skips(BoringModel):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1
+
+        def configure_optimizers(self):  # without a schedule, which would step before it
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    summary = PrecisionSummary(quiet=True)
+    Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        limit_val_batches=0,
+        callbacks=[summary],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Skips())
+    assert summary.counter is None and not _get_current_dispatch_mode_stack()

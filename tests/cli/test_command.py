@@ -29,6 +29,8 @@ def test_cp(capsys):
     assert Path("new/mine.yaml").read_text() == recipes()["quickstart"].read_text()
     assert cli.main(["cp", "bf16"]) == 0
     assert Path("bf16.yaml").exists()
+    assert cli.main(["cp", "bf16", "folder/"]) == 0
+    assert Path("folder/bf16.yaml").exists()
     Path("bf16.yaml").write_text("mine")
     assert cli.main(["cp", "bf16", "."]) == 2
     assert "bf16.yaml exists already" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import yaml
 
 from lightning_lowbit import cli
 from lightning_lowbit.cli.compare import plan
-from lightning_lowbit.cli.comparison import markdown
+from lightning_lowbit.cli.comparison import markdown, write_comparison
 
 TINY = """
 trainer: {max_steps: 8, log_every_n_steps: 1, val_check_interval: 4}
@@ -239,6 +239,13 @@ def test_table_pairs_gaps_by_seed():
     assert "| b | 3 | 4.1333 ± 4.2572 | 2.000 ± 0.000 |" in b
     assert "| 200 ± 0 | 1.00 GiB | 4.50 ± 0.00 |" in b
     assert c == "| c | 0 |  |  |  |  |  |  |  |"
+
+
+def test_a_study_without_validation_has_a_table_and_pictures():
+    unknown = {**result(1.0), "metrics": {"loss": 1.0}}
+    table = write_comparison({"a": {0: unknown}, "b": {0: unknown}}, "a", Path()).splitlines()
+    assert table[-1].startswith("| b | 1 |  |  |  |"), "what was not logged is blank, not diverged"
+    assert Path("loss.png").exists() and Path("gap.png").exists()
 
 
 def test_table_shows_what_diverged():

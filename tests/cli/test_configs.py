@@ -58,6 +58,8 @@ def test_each_combination_has_a_folder():
     assert merge_all(["quickstart", "bf16"])["trainer"]["default_root_dir"] == "runs/quickstart+bf16"
     Path("mine.yaml").write_text("trainer: {default_root_dir: here}")
     assert merge_all(["quickstart", "mine.yaml"])["trainer"]["default_root_dir"] == "here"
+    Path("none.yaml").write_text("trainer: null")
+    assert merge_all(["none.yaml"])["trainer"] == {"default_root_dir": "runs/none"}
 
 
 def test_overlays_compose():

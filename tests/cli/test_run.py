@@ -170,6 +170,7 @@ def test_last_is_searched_where_the_checkpoints_are():
         (["--model.init_args.config.vocab_size=100"], "config.vocab_size to 256 or more"),
         (["--model.init_args.config.max_position_embeddings=8"], "max_position_embeddings to 16 or more"),
         (["--config=quikstart"], "Did you mean 'quickstart'?"),
+        (["--config="], "--config needs the name of a recipe or a file"),
         (["--config=typo.yaml"], "Did you mean 'trainer.max_steps'?"),
         (["--config=broken.yaml"], "broken.yaml is not valid YAML"),
         (["--config=list.yaml"], "list.yaml must hold a mapping"),

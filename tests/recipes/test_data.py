@@ -371,3 +371,9 @@ def test_unusable_text_is_refused_before_anything_is_written(
 def test_meaningless_numbers_are_refused(argument: str) -> None:
     with pytest.raises(ValueError, match=f"{argument} must .*, got 0"):
         TextDataModule(**{argument: 0})
+
+
+def test_packed_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.txt.gz").write_bytes(b"packed")
+    with pytest.raises(ValueError, match="unpack it first"):
+        find_files(str(tmp_path / "text.txt.gz"))
