@@ -16,7 +16,7 @@ from lightning_lowbit.callbacks import (
 from lightning_lowbit.nn import LinearCasts, convert
 from lightning_lowbit.optim import StableSPAM
 from lightning_lowbit.precision import FP4Precision, LowBitPrecision
-from lightning_lowbit.quant import Cast, Scale, quantize
+from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
 
 __version__ = "0.1.0"
 
@@ -25,6 +25,7 @@ __all__ = [
     "ExactResume",
     "FP4Precision",
     "GracefulInterrupt",
+    "Hadamard",
     "LinearCasts",
     "LowBitPrecision",
     "LowBitProgressBar",

@@ -157,4 +157,5 @@ SCALE_FORMATS: dict[str, Format] = {
     "e5m2": E5M2,
     "e6m1": _scale("e6m1"),
     "e8m0": Format("e8m0", 8, 0, -127, 2.0**127, encoding="unsigned", dtype=torch.float8_e8m0fnu),
+    "fp32": Format("fp32", 32, 23, -126, torch.finfo(torch.float32).max, encoding="unsigned", dtype=torch.float32),
 }

@@ -1,5 +1,6 @@
 """Every format against its definition (enumerated) and, where another library has it, against that library."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -11,9 +12,18 @@ from tests.references import quantize as reference
 
 ORACLE = load("formats")
 HAS_ORACLE = {str(name) for name in ORACLE["formats"]}
-ALL_FORMATS = ELEMENT_FORMATS | SCALE_FORMATS
-# Unsigned scales with subnormals. E8M0 has no zero and no subnormals, and is held against its oracle alone.
-BLOCK_SCALES = [name for name in SCALE_FORMATS if name != "e8m0"]
+# fp32 scales are float32 numbers: there is nothing to encode, and no table of 2^32 codes.
+ALL_FORMATS = {name: format for name, format in (ELEMENT_FORMATS | SCALE_FORMATS).items() if name != "fp32"}
+# Unsigned scales with subnormals. E8M0 has no zero and no subnormals.
+BLOCK_SCALES = [name for name in SCALE_FORMATS if name not in ("e8m0", "fp32")]
+ML_DTYPES = {
+    "e2m1": ml_dtypes.float4_e2m1fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e8m0": ml_dtypes.float8_e8m0fnu,
+}
 
 
 def expected_table(name: str) -> np.ndarray:
@@ -108,6 +118,40 @@ def test_nearest_values_have_codes(name: str) -> None:
     rounded = round_nearest(torch.from_numpy(probes(name)), format)
     rounded = rounded[~rounded.isnan()]
     assert torch.equal(format.decode(format.encode(rounded)), rounded)
+
+
+# --- ml_dtypes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ML_DTYPES)
+def test_every_code_decodes_as_in_ml_dtypes(name: str) -> None:
+    format = ALL_FORMATS[name]
+    codes = np.arange(2**format.bits, dtype=np.uint8)
+    expected = codes.view(ML_DTYPES[name]).astype(np.float32)
+    found = format.decode(torch.from_numpy(codes)).numpy()
+    np.testing.assert_array_equal(found, expected, err_msg=f"{name}: code -> value")
+    numbers = np.isfinite(expected)
+    zero = expected == 0  # -0 is encoded as +0
+    encoded = format.encode(torch.from_numpy(expected)).numpy()
+    np.testing.assert_array_equal(encoded[numbers], np.where(zero, 0, codes)[numbers], err_msg=f"{name}: value -> code")
+
+
+@pytest.mark.parametrize("name", ML_DTYPES)
+def test_rounding_equals_ml_dtypes(name: str) -> None:
+    """Random numbers over all binades and beyond, every midpoint, and their neighbours; clamped, for ours saturate."""
+    format = ALL_FORMATS[name]
+    generator = np.random.default_rng(0)
+    span = (format.min_exponent - format.mantissa_bits - 2, format.max_exponent + 2)
+    x = generator.standard_normal(20000) * 2.0 ** generator.uniform(max(span[0], -126), min(span[1], 126), 20000)
+    x = np.concatenate([x.astype(np.float32), probes(name)]).astype(np.float32)
+    x = x[np.isfinite(x)]
+    if name == "e8m0":  # has no zero, no sign, and its casts from below 2^-127 differ between libraries
+        x = np.maximum(np.abs(x), np.float32(2.0**-126))
+    codes = np.clip(x, -format.max, format.max).astype(np.float32).astype(ML_DTYPES[name])
+    found = round_nearest(torch.from_numpy(x), format)
+    np.testing.assert_array_equal(found.numpy(), codes.astype(np.float32), err_msg=f"{name}: values")
+    expected = np.where(codes.astype(np.float32) == 0, 0, codes.view(np.uint8))
+    np.testing.assert_array_equal(format.encode(found).numpy(), expected, err_msg=f"{name}: codes")
 
 
 def test_every_oracle_is_used() -> None:

@@ -1,11 +1,16 @@
-"""Spikes that were planted are found, and nothing else is."""
+"""Spikes that were planted are found, and nothing else is; what a cast makes of a tensor is what a loop says."""
 
+import itertools
 import math
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lightning_lowbit.metrics import count_spikes
+from lightning_lowbit import Cast, Scale, quantize
+from lightning_lowbit.formats import ELEMENT_FORMATS
+from lightning_lowbit.metrics import bias, cast_statistics, code_histogram, count_spikes, levels, mse, sqnr
 
 
 def noise(steps=300, seed=0, size=0.05):
@@ -117,3 +122,289 @@ def test_the_threshold_is_in_robust_standard_deviations():
 def test_wrong_settings(window, threshold):
     with pytest.raises(ValueError, match=f"got {window} and {threshold}"):
         count_spikes([1.0], window, threshold)
+
+
+# --- what a cast makes of a tensor ------------------------------------------------------------------------------------
+
+CASTS = [
+    Cast("e2m1", Scale("e4m3", 16, two_level=True)),
+    Cast("e2m1", Scale("e4m3", (4, 16), two_level=True)),
+    Cast("e2m1", Scale("e4m3", 16, "up")),
+    Cast("e2m1", Scale("e8m0", 32)),
+    Cast("e1m2", Scale("e8m0", 32, "floor")),
+    Cast("int4", Scale("fp32", 24)),
+    Cast("ternary", Scale("fp32", "row")),
+    Cast("e4m3", Scale("fp32", "tensor")),
+]
+
+
+def sample(*shape, seed=0, dtype=torch.float32):
+    """Rows of very different sizes, so that scales saturate and underflow; zeros among them, and a row of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.randn(shape[0], 1, generator=generator).mul(4).exp()
+    x[torch.rand(shape, generator=generator) < 0.1] = 0
+    x[shape[0] // 2] = 0
+    return x.to(dtype)
+
+
+def scale_of(quantized, row, column):
+    """The scale of one element, float64, from what is stored."""
+    scale, scales = quantized.cast.scale, quantized.scales
+    scales = scales.double() if scale.storage.dtype is not None else scale.storage.decode(scales).double()
+    height, width = scale.block if isinstance(scale.block, tuple) else (1, scale.block)
+    if isinstance(width, str):
+        height, width = (1, 10**9) if width == "row" else (10**9, 10**9)
+    factor = 1.0 if quantized.tensor_scale is None else quantized.tensor_scale.item()
+    return scales[row // height, column // width].item() * factor
+
+
+def slow(x, quantized):
+    """The seven numbers by one loop over elements, in Python's floats."""
+    q = quantized.dequantize()
+    signal = noise = size = growth = 0.0
+    nonzero = underflowed = saturated = 0
+    for row in range(x.shape[0]):
+        for column in range(x.shape[1]):
+            a, b = x[row, column].item(), q[row, column].item()
+            largest = scale_of(quantized, row, column) * quantized.cast.format.max
+            signal, noise, size = signal + a * a, noise + (a - b) ** 2, size + abs(a)
+            growth += (b - a) * ((a > 0) - (a < 0))
+            nonzero += a != 0
+            underflowed += a != 0 and b == 0
+            saturated += 0 < largest * (1 + 1e-6) < abs(a)
+    return {
+        "sqnr": 10 * math.log10(signal / noise),
+        "mse": noise / x.numel(),
+        "relative_mse": noise / signal,
+        "bias": growth / size,
+        "underflow": underflowed / nonzero,
+        "saturation": saturated / x.numel(),
+        "not_finite": 0.0,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_numbers_of_a_cast_equal_a_loop(cast, dtype):
+    underflow = saturation = 0.0
+    for seed in range(3):
+        x = sample(9, 40, seed=seed, dtype=dtype)
+        expected = slow(x, quantize(x, cast))
+        found = cast_statistics(x, cast)
+        assert found.floats() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        q = quantize(x, cast).dequantize()
+        functions = {"sqnr": sqnr(x, q), "mse": mse(x, q), "relative_mse": mse(x, q, relative=True), "bias": bias(x, q)}
+        for name, value in functions.items():
+            assert value.item() == found.floats()[name], name
+        underflow, saturation = underflow + expected["underflow"], saturation + expected["saturation"]
+    assert underflow > 0, "the sample does not test underflow"
+    assert (saturation > 0) == (cast.scale.format == "e4m3" or cast.scale.rounding == "floor")
+
+
+@pytest.mark.parametrize("dim", [0, 1, -3])
+def test_numbers_do_not_depend_on_where_blocks_lie(dim):
+    x, cast = sample(8, 64), Cast("e2m1", Scale("e4m3", 16))
+    turned = {0: x.t(), 1: x, -3: x.t().reshape(64, 2, 4)}[dim]
+    assert cast_statistics(turned, cast, dim=dim).floats() == pytest.approx(cast_statistics(x, cast).floats(), rel=1e-9)
+
+
+def test_numbers_by_hand():
+    x = torch.tensor([[7.0, 3.4, -0.4, 0.0]])
+    cast = Cast("int4", Scale("fp32", "tensor"))
+    found = cast_statistics(x, cast)  # becomes 7, 3, 0, 0
+    assert found.floats() == pytest.approx(
+        {
+            "sqnr": 10 * math.log10(60.72 / 0.32),
+            "mse": 0.08,
+            "relative_mse": 0.32 / 60.72,
+            "bias": -0.8 / 10.8,
+            "underflow": 1 / 3,
+            "saturation": 0.0,
+            "not_finite": 0.0,
+        },
+        rel=1e-6,
+    )
+    assert found.codes.tolist() == [0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 1, 0, 0, 0, 1]
+    late = cast_statistics(x, cast, amax=torch.tensor(3.5))  # a scale of 1/2 gives 3.5, 3.5, -0.5, 0
+    assert late.floats()["saturation"] == 1 / 4
+    assert late.floats()["bias"] == pytest.approx((-3.5 + 0.1 + 0.1) / 10.8, rel=1e-6)
+    assert late.floats()["underflow"] == 0
+
+
+@pytest.mark.parametrize(("rounding", "saturation"), [("nearest", 1 / 16), ("up", 0.0)])
+def test_a_scale_rounded_down_saturates(rounding, saturation):
+    """6.3 needs a scale of 1.05; E4M3 has 1 and 1.125."""
+    x = torch.full((1, 16), 0.7)
+    x[0, 3] = -6.3
+    assert cast_statistics(x, Cast("e2m1", Scale("e4m3", 16, rounding))).floats()["saturation"] == saturation
+
+
+@pytest.mark.parametrize("element", ["int4", "int8", "e2m1", "e4m3"])
+@pytest.mark.parametrize(
+    "scale", [Scale("fp32", 16), Scale("fp32", "tensor"), Scale("e4m3", 128, two_level=True)], ids=str
+)
+def test_rounding_of_float32_scales_is_no_saturation(element, scale):
+    """The largest element of a block is what its scale was made for, whatever the last bit says."""
+    for seed in range(20):
+        x = torch.randn(1, 128, generator=torch.Generator().manual_seed(seed))
+        assert cast_statistics(x, Cast(element, scale)).floats()["saturation"] == 0
+
+
+def test_a_scale_that_underflows_is_underflow_only():
+    x = torch.full((2, 16), 1e-7)
+    x[0] = 1.0
+    x[1, 0] = 0
+    error = cast_statistics(x, CASTS[0])
+    assert quantize(x, CASTS[0]).scales[1].float() == 0, "the sample does not test what it should"
+    assert error.floats()["underflow"] == 15 / 31
+    assert error.floats()["saturation"] == 0
+    assert error.codes.sum() == 32
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_zeros_and_what_is_exact(cast):
+    nothing = {"mse": 0.0, "relative_mse": 0.0, "bias": 0.0, "underflow": 0.0, "saturation": 0.0, "not_finite": 0.0}
+    assert cast_statistics(torch.zeros(4, 32), cast).floats() == {"sqnr": math.inf, **nothing}
+    ones = torch.ones(4, 32) * torch.tensor([1.0, -1.0]).repeat(16)
+    if cast.scale.format != "e4m3":  # which does not hold 1/6
+        assert cast_statistics(ones * cast.format.max, cast).floats() == {"sqnr": math.inf, **nothing}
+
+
+def test_functions_at_their_limits():
+    zero, one = torch.zeros(3), torch.ones(3)
+    assert sqnr(zero, one) == -math.inf
+    assert mse(zero, one) == 1
+    assert mse(zero, one, relative=True) == math.inf
+    assert sqnr(one, zero) == 0
+    assert bias(one, zero) == -1, "all magnitude is lost"
+    assert bias(torch.tensor([1.0, -3.0]), torch.tensor([2.0, -3.0])) == 0.25
+    assert bias(torch.tensor([1.0, -3.0]), torch.tensor([0.0, -4.0])) == 0, "what one loses the other wins"
+    tiny, huge = torch.full((3,), 1e-30), torch.full((3,), 1e30)
+    for x in (tiny, huge):  # whose squares no float32 holds
+        assert sqnr(x, 0.9 * x).item() == pytest.approx(20, rel=1e-5)
+    assert sqnr(zero[:0], zero[:0]) == math.inf
+    assert mse(zero[:0], zero[:0]).isnan()
+    for function in (sqnr, mse, bias):
+        with pytest.raises(ValueError, match=r"got \(3,\) and \(1, 3\)"):
+            function(one, one[None])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("cast", [CASTS[0], CASTS[3], CASTS[5]], ids=str)
+def test_elements_that_are_not_finite(cast, value):
+    """They take their block with them, which then counts nowhere."""
+    x, block = sample(4, 96), cast.scale.block
+    x[0, 0] = value
+    rest = x[:, block:] if cast.scale.two_level else torch.cat([x[0, block:], x[1:].flatten()])[None]
+    numbers = cast_statistics(x, cast).floats()
+    assert numbers["not_finite"] == block / 384
+    assert all(math.isnan(numbers[name]) for name in ("sqnr", "mse", "relative_mse", "bias"))
+    assert cast_statistics(x, cast).codes.sum() == 384 - block
+    if not cast.scale.two_level:  # a scale of the tensor is another without that value
+        found, expected = cast_statistics(x, cast), cast_statistics(rest, cast)
+        assert found.underflowed == expected.underflowed
+        assert found.saturated == expected.saturated
+        assert found.codes.tolist() == expected.codes.tolist()
+
+
+# --- histograms -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+def test_histogram_equals_counting(name):
+    format = ELEMENT_FORMATS[name]
+    values = levels(format)
+    assert list(values) == sorted(set(values))
+    assert list(values) == [-value for value in reversed(values)], "a level has no opposite"
+    assert max(values) == format.max
+    quantized = quantize(sample(16, 64), Cast(name, Scale("fp32", 16)))
+    counts = Counter(format.decode(quantized.codes).flatten().tolist())
+    histogram = code_histogram(quantized)
+    assert histogram.dtype == torch.int64
+    assert histogram.tolist() == [counts[value] for value in values]
+    assert sum(counts.values()) == 16 * 64
+    shares = code_histogram(quantized, normalise=True)
+    torch.testing.assert_close(shares, histogram / 1024)
+
+
+def test_levels_by_hand():
+    assert levels(ELEMENT_FORMATS["e2m1"]) == (-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6)
+    assert levels(ELEMENT_FORMATS["int2"]) == levels(ELEMENT_FORMATS["ternary"]) == (-1, 0, 1)
+    assert len(levels(ELEMENT_FORMATS["int8"])) == 255
+    assert len(levels(ELEMENT_FORMATS["e4m3"])) == 253
+
+
+def test_minus_zero_is_zero():
+    quantized = quantize(torch.full((1, 16), 6.0), CASTS[2])
+    codes = torch.tensor([[0b0000, 0b1000] * 8], dtype=torch.uint8)
+    histogram = code_histogram(replace(quantized, codes=codes))
+    assert histogram.tolist() == [0] * 7 + [16] + [0] * 7
+
+
+def test_histogram_of_nothing():
+    quantized = quantize(torch.full((1, 16), math.nan), CASTS[0])
+    assert code_histogram(quantized).sum() == 0
+    assert code_histogram(quantized, normalise=True).tolist() == [0.0] * 15
+
+
+# --- parts, devices, what is known of casts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_errors_of_parts_add_up(cast):
+    x = sample(24, 64)
+    amax = x.abs().amax() if cast.scale.needs_amax else None
+    whole = cast_statistics(x, cast)
+    parts = [cast_statistics(part, cast, amax=amax) for part in x.split(8)]
+    total = parts[0] + parts[1] + parts[2]
+    assert total.floats() == pytest.approx(whole.floats(), rel=1e-12)
+    assert total.codes.tolist() == whole.codes.tolist()
+    assert total.elements == 24 * 64
+    assert total.cast == cast
+
+
+def test_errors_of_different_casts_do_not_add_up():
+    x = sample(8, 64)
+    with pytest.raises(ValueError, match="Errors of one cast add up; got those of e2m1/e4m3:1x16.* and e2m1/e8m0"):
+        cast_statistics(x, CASTS[0]) + cast_statistics(x, CASTS[3])
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_nothing_waits_for_the_device(cast):
+    """Tensors without data: whoever asked one for its value would fail."""
+    error = cast_statistics(torch.empty(8, 64, device="meta"), cast)
+    for name in ("sqnr", "mse", "relative_mse", "bias", "underflow", "saturation", "not_finite"):
+        value = getattr(error, name)
+        assert value.device.type == "meta"
+        assert value.shape == ()
+    assert error.codes.shape == (len(levels(cast.format)),)
+
+
+def test_no_gradient_is_recorded():
+    assert not cast_statistics(torch.randn(4, 16, requires_grad=True), CASTS[0]).sqnr.requires_grad
+
+
+def test_what_quantize_refuses():
+    with pytest.raises(ValueError, match="takes a floating point tensor"):
+        cast_statistics(torch.ones(4, 16, dtype=torch.int64), CASTS[0])
+    with pytest.raises(ValueError, match="needs a key"):
+        cast_statistics(torch.ones(4, 16), replace(CASTS[0], rounding="stochastic"))
+
+
+def test_a_bit_is_six_decibels():
+    x = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    casts = [Cast(f"int{bits}", Scale("fp32", "tensor")) for bits in (5, 6, 7, 8)]
+    for fewer, more in itertools.pairwise(casts):
+        gain = cast_statistics(x, more).sqnr - cast_statistics(x, fewer).sqnr
+        assert gain.item() == pytest.approx(20 * math.log10(more.format.max / fewer.format.max), abs=0.15)
+
+
+def test_shrinkage():
+    """Rounded to nearest, normal numbers shrink, more so on E2M1's grid than on a uniform one; stochastically never."""
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
+    scale = Scale("fp32", 16)  # nothing saturates
+    shrunk = {name: cast_statistics(x, Cast(name, scale)).floats()["bias"] for name in ("e2m1", "e1m2", "int4")}
+    assert shrunk["e2m1"] < -0.005
+    assert abs(shrunk["e1m2"]) < 0.6 * abs(shrunk["e2m1"])
+    unbiased = [cast_statistics(x, Cast("e2m1", scale, "stochastic"), key=key).floats()["bias"] for key in range(8)]
+    assert abs(sum(unbiased) / 8) < 0.001

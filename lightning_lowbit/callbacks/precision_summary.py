@@ -251,8 +251,21 @@ def layer_table(model: nn.Module) -> Table:
 def cast_legend(model: nn.Module) -> list[Table]:
     """What the casts in the table are, operand by operand; ``~`` is stochastic rounding."""
     labels = _labels(model)
-    rows = [[operand, *(str(operand_cast(casts, operand) or "hp") for casts in labels)] for operand in OPERANDS]
+    shown = [_describe(casts) for casts in labels]
+    names = dict.fromkeys(name for casts in shown for name in casts)
+    rows = [[name, *(casts.get(name, "") for casts in shown)] for name in names]
     return [Table(["operand", *labels.values()], rows)] if labels else []
+
+
+def _describe(casts: LinearCasts) -> dict[str, str]:
+    """The six operands in words, and what there is beside them."""
+    beside = {
+        "hadamard": ", ".join(f"{gemm} {transform}" for gemm, transform in casts.hadamard.items()),
+        "subtract_mean": ", ".join(casts.subtract_mean),
+        "surrogate": ", ".join(f"{operand} {kind}" for operand, kind in casts.surrogate.items()),
+    }
+    operands = {operand: str(operand_cast(casts, operand) or "hp") for operand in OPERANDS}
+    return operands | {name: text for name, text in beside.items() if text}
 
 
 def _labels(model: nn.Module) -> dict[LinearCasts, str]:
@@ -267,7 +280,7 @@ def _layers(model: nn.Module) -> Iterable[dict[str, Any]]:
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
             out_features, in_features = module.weight_matrix().shape[-2:]
-            casts = {operand: str(operand_cast(module.full_casts, operand) or "hp") for operand in OPERANDS}
+            casts = _describe(module.full_casts)
             yield {"name": clean_name(name), "in": in_features, "out": out_features, "casts": casts}
 
 

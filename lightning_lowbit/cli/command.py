@@ -10,7 +10,8 @@ from jsonargparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_lowbit.cli.compare import compare
-from lightning_lowbit.cli.configs import OVERLAY, find_config, headline, recipes
+from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, recipes
+from lightning_lowbit.cli.inspect import inspect
 from lightning_lowbit.cli.mistakes import explain
 from lightning_lowbit.cli.run import LowBitCLI, run
 from lightning_lowbit.quant.cast import nearest
@@ -21,15 +22,18 @@ _USER_ERRORS = (ValueError, OSError, MisconfigurationException, ArgumentError)
 _USAGE = """\
 usage: lowbit COMMAND ...
 
-  ls                         lists recipes and overlays
+  ls                         lists recipes, overlays and studies
   cp NAME [FILE]             copies a recipe, to change it
   fit --config RECIPE [--config OVERLAY ...] [--any.argument VALUE ...]
   validate                   the same with a checkpoint: --ckpt_path last
   test, predict              for modules and data that have test_step or predict_step
   compare --config RECIPE --vary A,B [--vary C,D ...] [--seeds 0,1,2] [--lr 1e-3,3e-4]
                              runs all combinations and tabulates them
+  compare --study STUDY      the same for the rows of a study
+  inspect CHECKPOINT --casts A,B
+                             what casts make of its weights: a table and a picture
 
-RECIPE and OVERLAY are names from `lowbit ls` or YAML files. `lowbit COMMAND --help` tells more.
+RECIPE, OVERLAY and STUDY are names from `lowbit ls` or YAML files. `lowbit COMMAND --help` tells more.
 """
 
 
@@ -42,7 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE)
         return 0 if arguments else 2
-    own: dict[str, Callable[[Sequence[str]], int | None]] = {"ls": _list, "cp": _copy, "compare": compare}
+    own: dict[str, Callable[[Sequence[str]], int | None]] = {
+        "ls": _list,
+        "cp": _copy,
+        "compare": compare,
+        "inspect": inspect,
+    }
     commands = [*own, *LowBitCLI.subcommands()]
     if "" not in sys.path:  # a configuration may name classes of the current folder, as with `python -m`
         sys.path.insert(0, "")
@@ -65,19 +74,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _list(arguments: Sequence[str]) -> None:
-    """Prints each recipe and overlay with one line on what it is."""
+    """Prints each recipe, overlay and study with one line on what it is."""
     argparse.ArgumentParser("lowbit ls", description=_list.__doc__).parse_args(arguments)
-    lines = {name: headline(path) for name, path in recipes().items()}
-    width = max(map(len, lines))
-    for title, is_overlay in (("Recipes", False), ("Overlays, for a second --config", True)):
-        print(f"{title}:")
-        for name, line in lines.items():
-            if line.startswith(OVERLAY) == is_overlay:
-                print(f"  {name:{width}}  {line.removeprefix(OVERLAY)}")
+    titles = {"": "Recipes", OVERLAY: "Overlays, for a second --config", STUDY: "Studies, for `lowbit compare --study`"}
+    for mark, title in titles.items():
+        group = {name: headline(path).removeprefix(mark) for name, path in recipes().items() if kind(path) == mark}
+        width = max(map(len, group), default=0)
+        print("\n".join([f"{title}:", *(f"  {name:{width}}  {line}" for name, line in group.items())]))
 
 
 def _copy(arguments: Sequence[str]) -> None:
-    """Copies a recipe or overlay to a file, to change it."""
+    """Copies a recipe, overlay or study to a file, to change it."""
     parser = argparse.ArgumentParser("lowbit cp", description=_copy.__doc__)
     parser.add_argument("name", help="a name from `lowbit ls`")
     parser.add_argument("file", nargs="?", default=".", help="where to; a folder keeps the name")
@@ -90,4 +97,5 @@ def _copy(arguments: Sequence[str]) -> None:
         raise ValueError(f"{target} exists already; give another name, or remove it first.")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(source.read_text())
-    print(f"Copied to {target}, for `lowbit fit --config {target}`")
+    use = "compare --study" if kind(source) == STUDY else "fit --config"
+    print(f"Copied to {target}, for `lowbit {use} {target}`")

@@ -1,13 +1,13 @@
-"""``lowbit compare``: a recipe times overlays times learning rates times seeds, as one table.
+"""``lowbit compare``: the rows of a study with their seeds, as one table.
 
 Each run is a process of its own in a folder of its own, ``<output>/<row>/seed_<n>``, with its whole configuration in
-``recipe.yaml`` there. What is finished is not run again; what was interrupted goes on from its last checkpoint. Table
-and pictures are made anew after each run, from the ``run.json`` that :class:`RunReport` leaves.
+``recipe.yaml`` there. What is finished is not run again; what was interrupted goes on from its last checkpoint. Studies
+may share a folder: a row that they have in common runs once. Table and pictures are made anew after each run, from the
+``run.json`` that :class:`RunReport` leaves.
 """
 
 import argparse
 import fcntl
-import itertools
 import json
 import os
 import shlex
@@ -24,9 +24,12 @@ from typing import IO, Any, TypeVar
 
 import yaml
 
+from lightning_lowbit.callbacks.files import replace_file
 from lightning_lowbit.cli.comparison import write_comparison
-from lightning_lowbit.cli.configs import as_list, combined_name, merge, merge_all
+from lightning_lowbit.cli.configs import as_list, merge
+from lightning_lowbit.cli.mistakes import explain
 from lightning_lowbit.cli.run import check, find_checkpoints
+from lightning_lowbit.cli.study import Row, Study, distinct, product, read_study
 from lightning_lowbit.quant.cast import nearest
 
 _REPORT = "lightning_lowbit.RunReport"
@@ -60,14 +63,13 @@ class Run:
 def compare(arguments: Sequence[str]) -> int:
     """Runs what is not done yet, writes table and pictures; returns 1 if a run failed."""
     given, rest = _parser().parse_known_args(arguments)
-    output = Path(given.output).expanduser()
     if given.jobs < 1:
         raise ValueError(f"--jobs is the number of runs at a time, 1 or more; got {given.jobs}.")
-    if given.lr and any("optimizer" in argument and ".lr" in argument for argument in rest):
-        raise ValueError("--lr and an argument that sets the optimizer's lr contradict each other: leave one out.")
-    runs = plan(given.config, given.vary, given.lr, given.seeds, output, rest)
+    study = _study(given, rest)
+    output = Path(given.output or ("runs/studies" if study.name else "runs/compare")).expanduser()
+    runs = plan(study.rows, output, rest)
     rows = list(dict.fromkeys(run.row for run in runs))
-    baseline = given.baseline or rows[0]
+    baseline = given.baseline or study.baseline or rows[0]
     if baseline not in rows:
         raise ValueError(f"--baseline: there is no row {baseline!r}.{nearest(baseline, rows)} Rows: {', '.join(rows)}.")
     todo = [run for run in runs if run.result() is None]
@@ -75,37 +77,54 @@ def compare(arguments: Sequence[str]) -> int:
     if given.dry_run:
         print("\n".join(f"  {run.row}, seed {run.seed}" for run in todo))
         return 0
-    for run in runs[:: len(given.seeds)]:  # one of each row
+    for run in {run.row: run for run in runs}.values():
         with tempfile.TemporaryDirectory() as folder:
             recipe = Path(folder) / "recipe.yaml"
             recipe.write_text(run.recipe)
-            check(["fit", "--config", str(recipe), *rest])
+            try:
+                check(["fit", "--config", str(recipe), *rest])
+            except ValueError as error:
+                raise ValueError(f"Row {run.row!r}: {explain(error)}") from error
     prepare(runs)
 
     def results() -> dict[str, dict[int, dict[str, Any]]]:
         finished = {run: result for run in runs if (result := run.result()) is not None}
         return {row: {run.seed: result for run, result in finished.items() if run.row == row} for row in rows}
 
-    failed = [
-        run
-        for run, status in execute(todo, given.jobs, lambda: write_comparison(results(), baseline, output))
-        if status != 0
-    ]
-    print(write_comparison(results(), baseline, output))
+    def write() -> str:
+        return write_comparison(results(), baseline, output, study.name)
+
+    failed = [run for run, status in execute(todo, given.jobs, write) if status != 0]
+    print(write())
     for run in failed:
         print(f"failed: {run.row}, seed {run.seed}; see {run.folder / 'log.txt'}", file=sys.stderr)
     return 1 if failed else 0
 
 
+def _study(given: argparse.Namespace, rest: Sequence[str]) -> Study:
+    if given.study is None:
+        if not given.config:
+            raise ValueError("--config names the recipe to run, or --study a study; see `lowbit ls`. Give one of them.")
+        if given.lr and any("optimizer" in argument and ".lr" in argument for argument in rest):
+            raise ValueError("--lr and an argument that sets the optimizer's lr contradict each other: leave one out.")
+        return Study(product(given.config, given.vary, given.lr, [0] if given.seeds is None else given.seeds))
+    if others := [f"--{name}" for name in ("config", "vary", "lr") if getattr(given, name)]:
+        raise ValueError(
+            f"A study has its own recipe and rows: leave out {' and '.join(others)}, or change a copy (`lowbit cp`)."
+        )
+    return read_study(given.study, given.seeds)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lowbit compare",
-        description="Runs a recipe with each combination of overlays, learning rates and seeds, and tabulates them. "
-        "Other arguments are those of `lowbit fit`, and go to every run.",
+        description="Runs a recipe with each combination of overlays, learning rates and seeds, or the rows of a "
+        "study, and tabulates them. Other arguments are those of `lowbit fit`, and go to every run.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", "-c", action="append", required=True, help="a recipe, or one and overlays for all rows (repeat)")
+    add("--study", metavar="STUDY", help="a study of `lowbit ls`, or its file, instead of --config, --vary and --lr")
+    add("--config", "-c", action="append", help="a recipe, or one and overlays for all rows (repeat)")
     add(
         "--vary",
         action="append",
@@ -116,9 +135,9 @@ def _parser() -> argparse.ArgumentParser:
         "combinations (repeat)",
     )
     add("--lr", type=_items(str), default=[], metavar="1e-3,3e-4", help="learning rates; the recipe's by default")
-    add("--seeds", type=_items(int), default=[0], metavar="0,1,2", help="seeds; 0 by default")
-    add("--baseline", help="the row that gaps are relative to; the first by default")
-    add("--output", default="runs/compare", help="folder of the study; runs/compare by default")
+    add("--seeds", type=_items(int), metavar="0,1,2", help="seeds; by default those of the study, or 0")
+    add("--baseline", help="the row that gaps are relative to; by default that of the study, or the first")
+    add("--output", help="folder of the runs; runs/compare by default, runs/studies with --study")
     add("--jobs", type=int, default=1, help="runs at a time")
     add("--dry_run", action="store_true", help="only says what would run")
     return parser
@@ -131,44 +150,31 @@ def _items(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
     return parse
 
 
-def plan(
-    base: Sequence[str],
-    vary: Sequence[Sequence[str]],
-    rates: Sequence[str],
-    seeds: Sequence[int],
-    output: Path,
-    arguments: Sequence[str],
-) -> list[Run]:
-    """All runs of a study, row by row; reads the configurations and writes nothing.
+def plan(rows: Sequence[Row], output: Path, arguments: Sequence[str]) -> list[Run]:
+    """All runs, row by row; writes nothing.
 
     Raises:
-        ValueError: two rows or seeds have the same name, or an argument would overrule what tells runs apart.
-        FileNotFoundError: a configuration does not exist.
+        ValueError: two rows, or two seeds of a row, are the same, or an argument would overrule what tells runs apart.
     """
     for argument in arguments:
         if argument.partition("=")[0] in _OWN:
             raise ValueError(
                 f"{argument} differs between the runs of a study: use --seeds and --output, or leave it out."
             )
-    if not seeds or not all(vary):
+    distinct("row", [row.name for row in rows])
+    runs = []
+    for row in rows:
+        distinct("seed", list(map(str, row.seeds)))
+        for seed in row.seeds:
+            folder = output / row.name / f"seed_{seed}"
+            recipe = yaml.safe_dump(_with(row.config, seed, folder), sort_keys=False)
+            runs.append(Run(row.name, seed, folder, recipe, tuple(arguments)))
+    if not runs:
         raise ValueError("The study has no run: --seeds and each --vary need at least one name, such as --seeds 0,1,2.")
-    _distinct("seed", list(map(str, seeds)))
-    _distinct("learning rate", [str(_number(rate)) for rate in rates])
-    runs, names = [], []
-    for choice in itertools.product(*vary):
-        overlays = [name for item in choice for name in item.split("+") if name != "none"]
-        row, config = combined_name(overlays) or "base", merge_all([*base, *overlays])
-        for rate in rates or [""]:
-            names.append(f"{row},lr={rate}" if rate else row)
-            for seed in seeds:
-                folder = output / names[-1] / f"seed_{seed}"
-                recipe = yaml.safe_dump(_with(config, seed, rate, folder), sort_keys=False)
-                runs.append(Run(names[-1], seed, folder, recipe, tuple(arguments)))
-    _distinct("row", names)
     return runs
 
 
-def _with(config: dict[str, Any], seed: int, rate: str, folder: Path) -> dict[str, Any]:
+def _with(config: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
     changes: dict[str, Any] = {"seed_everything": seed, "trainer": {"default_root_dir": str(folder)}}
     callbacks = as_list(config["trainer"].get("callbacks") or [])
     names = [callback.get("class_path", "") if isinstance(callback, dict) else callback for callback in callbacks]
@@ -178,49 +184,41 @@ def _with(config: dict[str, Any], seed: int, rate: str, folder: Path) -> dict[st
         raise ValueError("The recipe sets ckpt_path, from which all runs would go on: leave it out.")
     if config["trainer"].get("logger"):  # every run logs into its own folder
         changes["trainer"]["logger"] = True
-    if rate:
-        try:
-            config["model"]["init_args"]["optimizer"]["class_path"]
-            changes["model"] = {"init_args": {"optimizer": {"init_args": {"lr": float(rate)}}}}
-        except (KeyError, TypeError):
-            raise ValueError("--lr needs a recipe that names its optimizer in model.init_args.optimizer.") from None
     merged: dict[str, Any] = merge(config, changes)
     return merged
 
 
-def _number(rate: str) -> float:
-    try:
-        return float(rate)
-    except ValueError:
-        raise ValueError(f"--lr takes numbers such as 1e-3,3e-4; got {rate!r}.") from None
-
-
-def _distinct(what: str, names: Sequence[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(
-                f"The study has the {what} {name!r} twice: their runs would share a folder. Leave one out."
-            )
-
-
 def prepare(runs: Sequence[Run]) -> None:
-    """Writes each run's ``recipe.yaml``.
+    """Writes each run's ``recipe.yaml``, where it is not there already.
 
     Raises:
         ValueError: a folder holds a run of another configuration; nothing is written then.
     """
-    contents = {run: f"# lowbit fit --config recipe.yaml {shlex.join(run.arguments)}\n{run.recipe}" for run in runs}
-    for run, content in contents.items():
+    changed = {}
+    for run in runs:
+        content = f"# lowbit fit --config recipe.yaml {shlex.join(run.arguments)}\n{run.recipe}"
         path = run.folder / "recipe.yaml"
-        begun = any(run.folder.rglob("run.json")) or find_checkpoints(run.folder)
-        if begun and path.exists() and path.read_text() != content:
+        present = path.read_text() if path.exists() else None
+        if present == content:
+            continue
+        begun = any(run.folder.rglob("run.json")) or find_checkpoints(run.folder) or _is_running(run)
+        if present is not None and begun:
             raise ValueError(
                 f"{run.folder} holds a run of another configuration (see recipe.yaml there): the table would mix them. "
                 "Give another --output, or remove that folder."
             )
-    for run, content in contents.items():
-        run.folder.mkdir(parents=True, exist_ok=True)
-        (run.folder / "recipe.yaml").write_text(content)
+        changed[path] = content
+    for path, content in changed.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
+
+
+def _is_running(run: Run) -> bool:
+    path = run.folder / "lock"
+    if not path.exists():
+        return False
+    with path.open() as lock:
+        return not _try_lock(lock)
 
 
 def _try_lock(file: IO[str]) -> bool:

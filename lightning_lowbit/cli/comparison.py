@@ -13,13 +13,17 @@ Results = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by row and seed, what
 LOSS = "val_loss"
 
 
-def write_comparison(results: Results, baseline: str, output: Path) -> str:
-    """Writes ``table.md``, ``loss.png`` and ``gap.png`` into a folder; returns the table."""
+def write_comparison(results: Results, baseline: str, output: Path, name: str | None = None) -> str:
+    """Writes ``table.md``, ``loss.png`` and ``gap.png`` into a folder; returns the table.
+
+    Those of a study with a name are ``<name>.md``, ``<name>_loss.png`` and ``<name>_gap.png``.
+    """
     table = markdown(results, baseline)
-    (output / "table.md").write_text(table + "\n")
+    (output / f"{name or 'table'}.md").write_text(table + "\n")
+    prefix = f"{name}_" if name else ""
     if any(results.values()):
-        _picture_losses(results, output / "loss.png")
-        _picture_gaps(results, baseline, output / "gap.png")
+        _picture_losses(results, output / f"{prefix}loss.png")
+        _picture_gaps(results, baseline, output / f"{prefix}gap.png")
     return table
 
 
@@ -89,44 +93,76 @@ def _spread(values: Sequence[float], digits: int = 4, signed: bool = False) -> s
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
+# What lies further out is cut off, or one row that diverges would flatten all others: a loss that is so many times the
+# highest one of the row that stays lowest, and a gap that is so many times the median gap.
+_HIGHEST_LOSS, _WIDEST_GAP = 1.5, 10.0
+
+
+def _style(number: int) -> dict[str, Any]:
+    return {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10 % 4]}
+
 
 def _picture_losses(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.add_subplot()
+    ranges = []
     for number, (row, runs) in enumerate(results.items()):
-        color = f"C{number}"
         by_step: dict[float, list[float]] = {}
         for run in runs.values():
             for step, value in _history(run, LOSS):
                 by_step.setdefault(step, []).append(value)
         steps = sorted(by_step)
-        if steps:
-            axes.plot(steps, [mean(by_step[step]) for step in steps], label=row, color=color)
-            low, high = ([f(by_step[step]) for step in steps] for f in (min, max))
-            axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
-    axes.set(xlabel="optimizer step", ylabel="validation loss (mean and range over seeds)")
-    axes.grid(alpha=0.3)
+        if not steps:
+            continue
+        # Where one seed is not finite, so is the mean: the line ends there.
+        points = [by_step[step] if all(map(isfinite, by_step[step])) else [nan] for step in steps]
+        means, low, high = ([f(values) for values in points] for f in (mean, min, max))
+        label = row if isfinite(means[-1]) else f"{row} (diverged)"
+        axes.plot(steps, means, label=label, **_style(number))
+        axes.fill_between(steps, low, high, color=_style(number)["color"], alpha=0.2, linewidth=0)
+        if finite := [value for values in points for value in values if isfinite(value)]:
+            ranges.append((min(finite), max(finite)))
+    label = "validation loss (mean and range over seeds)"
+    if ranges:
+        bottom, top = (min(ends) for ends in zip(*ranges, strict=True))
+        top += (_HIGHEST_LOSS - 1) * abs(top)
+        if max(high for _, high in ranges) > top:
+            axes.set_ylim(bottom - 0.05 * (top - bottom), top)
+            label += f"\nwhat is above {top:.3g} is cut off"
     if axes.lines:
-        axes.legend(frameon=False)
+        figure.legend(loc="outside right upper", frameon=False)
+    axes.set(xlabel="optimizer step", ylabel=label)
+    axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 
 
 def _picture_gaps(results: Results, baseline: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    rows = [row for row in results if row != baseline and _gaps(results[row], results[baseline])]
-    figure = Figure(figsize=(8, 1.2 + 0.5 * len(rows)), layout="constrained")
+    gaps = {row: _gaps(runs, results[baseline]) for row, runs in results.items() if row != baseline}
+    gaps = {row: values for row, values in gaps.items() if values}
+    figure = Figure(figsize=(9, 1.2 + 0.4 * len(gaps)), layout="constrained")
     axes = figure.add_subplot()
-    for position, row in enumerate(rows):
-        gaps = _gaps(results[row], results[baseline])
-        color = f"C{list(results).index(row)}"  # as in the other picture
-        axes.barh(position, mean(gaps), height=0.6, alpha=0.4, color=color)
-        axes.plot(gaps, [position] * len(gaps), "o", color="black", markersize=4)
-    axes.set_yticks(range(len(rows)), rows)
-    axes.invert_yaxis()
+    names = []
+    for position, (row, values) in enumerate(gaps.items()):
+        finite = list(filter(isfinite, values))
+        diverged = len(finite) < len(values)
+        if not diverged:
+            color = _style(list(results).index(row))["color"]  # as in the other picture
+            axes.barh(position, mean(values), height=0.6, alpha=0.4, color=color)
+        axes.plot(finite, [position] * len(finite), "o", color="black", markersize=4)
+        names.append(f"{row}   {'diverged' if diverged else f'{mean(values):+.3g}'}")
+    label = f"final validation loss minus that of {baseline}, same seed (dots: seeds)"
+    sizes = [abs(value) for values in gaps.values() for value in values if isfinite(value)]
+    if sizes and max(sizes) > (limit := _WIDEST_GAP * median(sizes)) > 0:
+        low, high = axes.get_xlim()
+        axes.set_xlim(max(low, -limit), min(high, limit))
+        label += f"\nwhat is beyond {limit:.3g} is cut off"
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set(xlabel=f"final validation loss minus that of {baseline}, same seed (dots: seeds)")
+    axes.set(xlabel=label)
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=150)

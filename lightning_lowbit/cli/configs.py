@@ -1,6 +1,7 @@
 """Recipes by name, and several configurations put together into one.
 
-Mappings merge key by key, lists of callbacks one after the other, and everything else by the last word. Where an
+Mappings merge key by key, lists of callbacks one after the other, and everything else by the last word. A null at the
+head of an overlay's callbacks drops those before it. Fields of casts change the preset that is named before. Where an
 overlay names another class, the arguments that the new class takes as well stay: the learning rate of a recipe's
 optimizer holds for the one that takes its place.
 """
@@ -13,9 +14,11 @@ from typing import Any
 import yaml
 
 from lightning_lowbit.cli.mistakes import arguments_of
+from lightning_lowbit.nn.casts import OPERANDS
 from lightning_lowbit.quant.cast import nearest
 
-OVERLAY = "Overlay: "  # begins the first line of a configuration that goes on top of a recipe
+# How the first line begins of what goes on top of a recipe, and of what runs one many times.
+OVERLAY, STUDY = "Overlay: ", "Study: "
 
 
 def recipes() -> dict[str, Path]:
@@ -29,8 +32,13 @@ def headline(path: Path) -> str:
     return path.read_text().splitlines()[0].lstrip("# ")
 
 
-def find_config(name: str) -> Path:
-    """The file of a ``--config``: a path, or the name of a recipe of this package.
+def kind(path: Path) -> str:
+    """What a configuration is: ``OVERLAY``, ``STUDY``, or empty for a recipe."""
+    return next((mark for mark in (OVERLAY, STUDY) if headline(path).startswith(mark)), "")
+
+
+def find_config(name: str, option: str = "--config") -> Path:
+    """The file of an option: a path, or the name of a recipe, overlay or study of this package.
 
     Raises:
         FileNotFoundError: there is neither.
@@ -39,11 +47,11 @@ def find_config(name: str) -> Path:
     if path.is_file():
         return path
     if not name:
-        raise ValueError("--config needs the name of a recipe or a file; see `lowbit ls`.")
+        raise ValueError("--config needs the name of a recipe or a file, and --study of a study; see `lowbit ls`.")
     known = recipes()
     if name not in known:
         raise FileNotFoundError(
-            f"--config {name}: no such file, and no such recipe.{nearest(name, known, most=3)} Recipes are: "
+            f"{option} {name}: no such file, and no such name in `lowbit ls`.{nearest(name, known, most=3)} Names are: "
             f"{', '.join(known)}."
         )
     return known[name]
@@ -51,6 +59,8 @@ def find_config(name: str) -> Path:
 
 def merge(base: Any, overlay: Any, key: str = "") -> Any:
     """Puts one configuration on top of another."""
+    if key == "callbacks" and isinstance(overlay, list) and overlay[:1] == [None]:
+        return overlay[1:]
     if key == "callbacks" and base and overlay:
         # One that is there already, with the same arguments, is the same: Lightning refuses most callbacks twice.
         return as_list(base) + [callback for callback in as_list(overlay) if callback not in as_list(base)]
@@ -61,16 +71,20 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
                 "the whole list in the overlay."
             )
         base = base[0]
-    if not (isinstance(base, Mapping) and isinstance(overlay, Mapping)):
+    if not isinstance(overlay, Mapping):
         return overlay
-    if "class_path" in overlay and overlay["class_path"] != base.get("class_path"):
+    if key == "casts" and set(OPERANDS) <= set(overlay):  # six casts in full: nothing is left of those before
+        return overlay
+    if key == "casts" and isinstance(base, str):
+        base = {"preset": base}
+    base = base if isinstance(base, Mapping) else {}
+    if base and "class_path" in overlay and overlay["class_path"] != base.get("class_path"):
         taken = arguments_of(overlay["class_path"])  # None: the parser will say what is wrong with it
         kept = (base.get("init_args") or {}).items()
         base = {"init_args": {name: value for name, value in kept if taken is None or name in taken}}
         if not base["init_args"]:
             return overlay
-    shared = {name: merge(base[name], overlay[name], name) for name in base if name in overlay}
-    return {**base, **overlay, **shared}
+    return {**base, **{name: merge(base.get(name), value, name) for name, value in overlay.items()}}
 
 
 def as_list(value: Any) -> list[Any]:
@@ -92,18 +106,30 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def merge_all(names: Sequence[str]) -> dict[str, Any]:
-    """The configurations of some names or paths, each on top of those before it.
+def merge_all(configs: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
+    """Some configurations, each on top of those before it: names, paths, or what would stand in a file.
 
     A run that says nothing of its folder gets ``runs/<names>``, so that each combination has one of its own.
+
+    Raises:
+        ValueError: one of them is a study, or no mapping.
+        FileNotFoundError: there is no such file.
     """
     config: Any = {}
-    for name in names:
-        config = merge(config, read_config(find_config(name)))
+    for each in configs:
+        config = merge(config, _read(each) if isinstance(each, str) else each)
     if config.get("trainer") is None:
         config["trainer"] = {}
     if isinstance(trainer := config["trainer"], dict):
+        names = [each for each in configs if isinstance(each, str)]
         trainer.setdefault("default_root_dir", f"runs/{combined_name(names)}")
+    return config
+
+
+def _read(name: str) -> dict[str, Any]:
+    config = read_config(find_config(name))
+    if "rows" in config:
+        raise ValueError(f"{name} is a study, which is many runs: use `lowbit compare --study {name}`.")
     return config
 
 

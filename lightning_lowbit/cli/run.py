@@ -104,10 +104,10 @@ class LowBitCLI(LightningCLI):
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Parses what :func:`run` would run, and makes nothing of it.
+    """Parses what :func:`run` would run, and makes nothing of it but the plugin.
 
     Raises:
-        ValueError: an argument or a key of a configuration is wrong.
+        ValueError: an argument, a key of a configuration or a cast is wrong.
     """
     with tempfile.TemporaryDirectory() as folder:
         merged = merge_configs(arguments, Path(folder) / "merged.yaml")
@@ -137,7 +137,10 @@ class _Parsed(LowBitCLI):
         """Nothing."""
 
     def instantiate_classes(self) -> None:
-        """Nothing."""
+        """Makes the plugin: to the parser casts are any mapping."""
+        name = str(self.subcommand)
+        plugins = Namespace(plugins=self.config[name].trainer.plugins)  # type: ignore[no-untyped-call]
+        self._subcommand_parsers[name].instantiate(Namespace(trainer=plugins))  # type: ignore[no-untyped-call]
 
     def _run_subcommand(self, subcommand: str) -> None:
         pass

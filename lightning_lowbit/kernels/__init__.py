@@ -5,18 +5,22 @@ code as it stands (the reference) or as machine code generated from it by ``torc
 to the bit. A hand-written kernel for some device belongs in this package and is chosen in this one place.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 Backend = Literal["auto", "eager", "compiled"]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _backend: Backend = "auto"
+_thread = threading.local()
 
 # Generating code takes a second or two per function, so "auto" leaves small operands (tests, toy models) to eager code.
 _AUTO_ELEMENTS = 2**16
@@ -45,6 +49,21 @@ def backend(name: Backend) -> Iterator[None]:
         yield
     finally:
         _backend = previous
+
+
+@contextmanager
+def within_cast() -> Iterator[None]:
+    """Within this context matrix products belong to a cast: they are no GEMMs of the model, and not counted as such."""
+    previous, _thread.casting = is_within_cast(), True
+    try:
+        yield
+    finally:
+        _thread.casting = previous
+
+
+def is_within_cast() -> bool:
+    """Whether this thread is in :func:`within_cast`."""
+    return getattr(_thread, "casting", False)
 
 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -107,3 +126,28 @@ def _can_compile(device_type: str) -> bool:
         )
         return False
     return True
+
+
+def opaque(fake: Callable[_P, _R]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorates a function that a user's ``torch.compile`` must call and not look into.
+
+    The compiler drops the rounding of what it computes to bfloat16 where only float32 code reads it, and our functions
+    are defined on rounded tensors. Inside a compiled graph the function is a custom operator; elsewhere it is itself.
+
+    Args:
+        fake: gives empty results of the right shapes and dtypes, from the same arguments: tensors, strings, numbers.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        operator = torch.library.custom_op(f"lightning_lowbit::{function.__name__}", function, mutates_args=())
+        operator.register_fake(fake)
+
+        @wraps(function)
+        def dispatch(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            chosen: Any = operator if torch.compiler.is_compiling() else function
+            result: _R = chosen(*args, **kwargs)
+            return result
+
+        return dispatch
+
+    return decorate

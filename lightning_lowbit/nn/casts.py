@@ -7,27 +7,47 @@
 Each operand is blocked along the contraction axis of its own GEMM, so X and W are quantised once for fprop and again,
 the other way round, for wgrad and dgrad. None stands for the unquantised operand. ``"fprop"`` (dgrad_w and wgrad_x)
 stands for what the forward pass used, dequantised: the gradient of quantisation-aware training.
+
+Three things belong to a GEMM or to the forward pass rather than to one tensor: a Hadamard transform of both operands,
+the mean that is split off before quantisation, and what stands for the derivative of rounding.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from lightning_lowbit.quant.cast import Cast, Scale, choose, from_fields
+from lightning_lowbit.quant import SURROGATES, Cast, Hadamard, Scale
+from lightning_lowbit.quant.cast import choose, from_fields
 
 OPERANDS = ("fprop_x", "fprop_w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
-BACKWARD = OPERANDS[2:]
+FORWARD, BACKWARD = OPERANDS[:2], OPERANDS[2:]
+GEMMS = ("fprop", "dgrad", "wgrad")
 
 # What each phase sets to None. "qaf" is quantisation-aware finetuning (FP4 All the Way, arXiv 2505.19115, section 4):
 # forward as trained, backward in high precision.
 PHASES: dict[str, tuple[str, ...]] = {
     "fqt": (),
     "qaf": BACKWARD,
-    "hp-forward": ("fprop_x", "fprop_w"),
+    "hp-forward": FORWARD,
     "bf16": OPERANDS,
 }
 
 OperandCast = Cast | Literal["fprop"] | None
+
+
+class Settings(dict[str, Any]):
+    """A mapping that does not change and hashes as its items do, to be a field of a frozen dataclass."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Settings, (dict(self),)  # pickle and deepcopy would fill an empty one
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("The settings of LinearCasts do not change: make others with LinearCasts.replace(...).")
+
+    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse
 
 
 @dataclass(frozen=True)
@@ -37,9 +57,18 @@ class LinearCasts:
     Args:
         fprop_x, fprop_w, dgrad_g, wgrad_g: a :class:`Cast` or None.
         dgrad_w, wgrad_x: a :class:`Cast`, None, or ``"fprop"`` for the operand of the forward pass, dequantised.
+        hadamard: by GEMM, the transform of both operands along the contraction axis before they are quantised: a
+            :class:`Hadamard`, or the size of its groups: ``{"wgrad": 16}``.
+        subtract_mean: GEMMs whose quantised x and g lose their mean over the tokens first. The product with the mean,
+            of rank one, is added in high precision (Averis, arXiv 2603.10444):
+            ``Y = Q(X - 1μᵀ) · Q(W)ᵀ + 1 (W μ)ᵀ``, likewise ``dX`` with the mean ν of dY, and
+            ``dW = Q(dY - 1νᵀ)ᵀ · Q(X - 1μᵀ) + tokens · ν μᵀ``.
+        surrogate: for ``fprop_x`` and ``fprop_w``, what stands for the derivative of rounding: ``"dge"`` (meant for
+            weights) or ``"trust"``, see :mod:`lightning_lowbit.quant.surrogate`; the gradient passes straight through
+            where nothing is given.
 
     Raises:
-        ValueError: a field is none of these.
+        ValueError: a field is none of these, or contradicts another one.
     """
 
     fprop_x: Cast | None = None
@@ -48,6 +77,9 @@ class LinearCasts:
     dgrad_w: OperandCast = None
     wgrad_g: Cast | None = None
     wgrad_x: OperandCast = None
+    hadamard: Mapping[str, Hadamard] = field(default_factory=Settings)
+    subtract_mean: tuple[str, ...] = ()
+    surrogate: Mapping[str, str] = field(default_factory=Settings)
 
     def __post_init__(self) -> None:
         for operand in OPERANDS:
@@ -63,6 +95,75 @@ class LinearCasts:
                     f"LinearCasts.{operand} is a Cast, a mapping of its fields, or None for high precision{also}; "
                     f"got {value!r}."
                 )
+        object.__setattr__(self, "hadamard", self._checked("hadamard", GEMMS, _hadamard, {"wgrad": 16}))
+        object.__setattr__(self, "surrogate", self._checked("surrogate", FORWARD, _surrogate, {"fprop_w": "dge"}))
+        if isinstance(self.subtract_mean, str | Mapping) or not isinstance(self.subtract_mean, Iterable):
+            raise ValueError(
+                f"LinearCasts.subtract_mean is a list of GEMMs such as ['fprop', 'dgrad']; got {self.subtract_mean!r}."
+            )
+        means = {choose("GEMM in LinearCasts.subtract_mean", gemm, GEMMS) for gemm in self.subtract_mean}
+        object.__setattr__(self, "subtract_mean", tuple(gemm for gemm in GEMMS if gemm in means))
+        for problem in self._contradictions():
+            raise ValueError(f"{problem} Got {self}.")
+
+    def _checked(self, name: str, keys: tuple[str, ...], read: Callable[[Any], Any], example: object) -> Settings:
+        given = getattr(self, name) or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f"LinearCasts.{name} maps some of {', '.join(keys)} to a setting, such as {example}; got {given!r}."
+            )
+        for key in given:
+            choose(f"key of LinearCasts.{name}", key, keys)
+        return Settings((key, read(given[key])) for key in keys if key in given)
+
+    def _contradictions(self) -> Iterable[str]:
+        """What is wrong between the fields, and what to do: every combination that is refused."""
+        reused = [operand for operand in BACKWARD if getattr(self, operand) == "fprop"]
+        for gemm in self.hadamard:
+            if not self._casts_of(gemm):
+                yield f"hadamard rotates {gemm}, which quantises nothing: leave {gemm} out of hadamard."
+            for operand in reused:
+                if gemm == "fprop" or operand.startswith(gemm):
+                    yield (
+                        f"hadamard rotates {gemm}, but {operand} is the operand of the forward pass as that pass "
+                        f"quantised it: give {operand} a cast of its own, or leave {gemm} out of hadamard."
+                    )
+        for gemm in self.subtract_mean:
+            if not self._means_of(gemm):
+                yield f"subtract_mean needs an x or g of {gemm} with a cast: leave {gemm} out of subtract_mean."
+            if self.wgrad_x == "fprop" and gemm in ("fprop", "wgrad"):
+                yield (
+                    f"subtract_mean changes x in {gemm}, but wgrad_x is the x that the forward pass quantised: give "
+                    f"wgrad_x a cast of its own, or leave {gemm} out of subtract_mean."
+                )
+        for operand, kind in self.surrogate.items():
+            cast = getattr(self, operand)
+            if cast is None:
+                yield f"surrogate names {operand}, which is not quantised: leave it out of surrogate."
+            elif kind == "dge" and cast.rounding == "stochastic":
+                yield (
+                    f"The surrogate 'dge' stands for rounding to nearest, and {operand} rounds stochastically, whose "
+                    f"mean is the identity already: leave {operand} out of surrogate, or round it to nearest."
+                )
+            if "fprop" in self.subtract_mean:
+                yield (
+                    f"A surrogate of {operand} and subtract_mean in fprop contradict each other, since the product "
+                    "with the mean, whose gradient it would change too, is not quantised: leave out one of them."
+                )
+
+    @staticmethod
+    def operands_of(gemm: str) -> tuple[str, ...]:
+        """The names of the two operands of a GEMM, the one with tokens in its rows first."""
+        return tuple(operand for operand in OPERANDS if operand.startswith(gemm))
+
+    def _casts_of(self, gemm: str) -> list[Cast]:
+        values = [getattr(self, operand) for operand in self.operands_of(gemm)]
+        return [value for value in values if isinstance(value, Cast)]
+
+    def _means_of(self, gemm: str) -> list[str]:
+        """The operands of a GEMM that have tokens and a cast."""
+        tokens = [operand for operand in self.operands_of(gemm) if not operand.endswith("_w")]
+        return [operand for operand in tokens if isinstance(getattr(self, operand), Cast)]
 
     @classmethod
     def preset(cls, name: str) -> "LinearCasts":
@@ -77,7 +178,11 @@ class LinearCasts:
     def of(cls, value: "LinearCasts | str | Mapping[str, Any]") -> "LinearCasts":
         """Casts from what Python code or YAML gives: casts, the name of a preset, or fields.
 
-        A mapping may have the key ``preset`` to start from; fields that it does not name are None otherwise.
+        A mapping may have the key ``preset`` to start from, and ``every``: fields of :class:`Cast` to change in all its
+        casts. What it gives for one operand then changes the named fields only, those of the scale too:
+        ``{"preset": "nvfp4", "every": {"scale": {"block": 32}}, "wgrad_x": {"rounding": "nearest"}}``. Without a
+        preset, operands that it does not name are in high precision. What ``hadamard`` and ``surrogate`` give likewise
+        changes those of the preset, and null takes one away: ``{"preset": "ufp4", "hadamard": {"dgrad": None}}``.
 
         Raises:
             ValueError: an unknown preset or field, or a field with a wrong value.
@@ -90,13 +195,21 @@ class LinearCasts:
             raise ValueError(f"Casts are a LinearCasts, a preset's name or a mapping of fields; got {value!r}.")
         given = dict(value)
         base = cls.preset(given.pop("preset")) if "preset" in given else cls()
-        return from_fields(cls, "LinearCasts", {**{name: getattr(base, name) for name in OPERANDS}, **given})
+        start = {f.name: getattr(base, f.name) for f in fields(cls)}
+        if "every" in given:
+            start.update(_every(start, given.pop("every")))
+        given = {name: _on_top(start.get(name), value) for name, value in given.items()}
+        return from_fields(cls, "LinearCasts", {**start, **given})
 
-    def replace(self, **operands: OperandCast) -> "LinearCasts":
-        """A copy with other casts for some operands."""
-        for name in operands:
-            choose("operand", name, OPERANDS)
-        return replace(self, **operands)  # type: ignore[arg-type]
+    def replace(self, **changes: Any) -> "LinearCasts":
+        """A copy with other fields, such as other casts for some operands.
+
+        Raises:
+            ValueError: an unknown field, or one with a wrong value.
+        """
+        for name in changes:
+            choose("field of LinearCasts", name, [f.name for f in fields(self)])
+        return replace(self, **changes)
 
     def with_rounding(self, rounding: Mapping[str, str]) -> "LinearCasts":
         """A copy in which the named operands round as given, e.g. ``{"wgrad_x": "nearest"}``.
@@ -123,21 +236,65 @@ class LinearCasts:
         Raises:
             ValueError: there is no such phase.
         """
-        return self.replace(**dict.fromkeys(PHASES[choose("phase", name, PHASES)]))
+        off = PHASES[choose("phase", name, PHASES)]
+        bare = replace(self, **dict.fromkeys(off), hadamard={}, subtract_mean=(), surrogate={})
+        # What belongs to a GEMM or operand that is no longer quantised goes with it.
+        return replace(
+            bare,
+            hadamard={gemm: value for gemm, value in self.hadamard.items() if bare._casts_of(gemm)},
+            subtract_mean=tuple(gemm for gemm in self.subtract_mean if bare._means_of(gemm)),
+            surrogate={operand: kind for operand, kind in self.surrogate.items() if operand not in off},
+        )
 
     def __str__(self) -> str:
         def show(gemm: str) -> str:
-            pair = [field.name for field in fields(self) if field.name.startswith(gemm)]
-            return f"{gemm}(" + ", ".join(f"{name[-1]}={_show(getattr(self, name))}" for name in pair) + ")"
+            parts = [f"{operand[-1]}={_show(operand, self)}" for operand in self.operands_of(gemm)]
+            if gemm in self.hadamard:
+                parts.append(f"hadamard={self.hadamard[gemm]}")
+            return f"{gemm}({', '.join([*parts, *(['-mean'] if gemm in self.subtract_mean else [])])})"
 
         for preset in PRESETS:
             if self == PRESETS[preset]():
                 return preset
-        return " ".join(show(gemm) for gemm in ("fprop", "dgrad", "wgrad"))
+        return " ".join(map(show, GEMMS))
 
 
-def _show(value: OperandCast) -> str:
-    return "hp" if value is None else str(value)
+def _show(operand: str, casts: LinearCasts) -> str:
+    value = getattr(casts, operand)
+    return "hp" if value is None else f"{value}{' ' + casts.surrogate[operand] if operand in casts.surrogate else ''}"
+
+
+def _on_top(before: Any, value: Any) -> Any:
+    """What becomes of a field: a mapping changes a cast, or settings, of which None takes one away."""
+    if not isinstance(value, Mapping):
+        return value
+    if isinstance(before, Cast):
+        return before.replace(**{str(name): change for name, change in value.items()})  # keys of YAML may be numbers
+    if isinstance(before, Hadamard):
+        return from_fields(Hadamard, "Hadamard", {**vars(before), **value})
+    if isinstance(before, Settings):
+        changed = {**before, **{key: _on_top(before.get(key), change) for key, change in value.items()}}
+        return {key: change for key, change in changed.items() if change is not None}
+    return value
+
+
+def _every(start: Mapping[str, Any], changes: Any) -> dict[str, Cast]:
+    if not isinstance(changes, Mapping):
+        raise ValueError(f"casts.every is a mapping of fields of Cast; got {changes!r}.")
+    changed = {name: _on_top(value, changes) for name, value in start.items() if isinstance(value, Cast)}
+    if not changed:
+        raise ValueError("casts.every changes the casts of a preset, and there are none: name a preset that has some.")
+    return changed
+
+
+def _hadamard(value: Any) -> Hadamard:
+    if isinstance(value, Mapping):
+        return from_fields(Hadamard, "Hadamard", value)
+    return value if isinstance(value, Hadamard) else Hadamard(value)
+
+
+def _surrogate(value: Any) -> str:
+    return choose("surrogate", value, SURROGATES)
 
 
 # --- presets ----------------------------------------------------------------------------------------------------------
@@ -152,7 +309,82 @@ def _nvfp4() -> LinearCasts:
     """Fully quantised training in NVFP4 (FP4 All the Way, arXiv 2505.19115, section 3): blocks of 16 with E4M3 scales
     and a tensor scale in all six operands; stochastic rounding of both gradients and of wgrad's activations, nearest
     elsewhere."""
+    return _fully(Cast("e2m1", Scale("e4m3", 16, two_level=True)))
+
+
+def _nvfp4_nvidia() -> LinearCasts:
+    """NVIDIA's recipe (Pretraining Large Language Models with NVFP4, arXiv 2509.25149, section 4; Transformer Engine's
+    default): weights in tiles of 16x16, so that forward and backward pass see the same ones; a Hadamard transform of 16
+    in wgrad; stochastic rounding of gradients only. The paper leaves some layers, mostly the last ones, in bf16:
+    ``skip``."""
     nearest = Cast("e2m1", Scale("e4m3", 16, two_level=True))
+    gradient = replace(nearest, rounding="stochastic")
+    return LinearCasts(
+        fprop_x=nearest,
+        fprop_w=nearest.replace(scale={"block": (16, 16)}),
+        dgrad_g=gradient,
+        dgrad_w="fprop",
+        wgrad_g=gradient,
+        wgrad_x=nearest,
+        hadamard={"wgrad": Hadamard(16)},
+    )
+
+
+def _nvfp4_4over6() -> LinearCasts:
+    """``nvfp4`` with Four Over Six in the forward pass (arXiv 2512.02010): each block takes the scale, 6 or 4, with the
+    smaller squared error; the tensor scale leaves room for 6/4 of the largest one (256 * 6 in place of 448 * 6)."""
+    casts = _nvfp4()
+    adaptive = Cast("e2m1", Scale("e4m3", 16, two_level=True, four_over_six="mse"))
+    return casts.replace(fprop_x=adaptive, fprop_w=adaptive)
+
+
+def _mxfp4() -> LinearCasts:
+    """MXFP4 (OCP Microscaling v1.0: blocks of 32, E8M0 scales; arXiv 2310.10537), rounded as in ``nvfp4``. The exponent
+    is rounded up where the largest element would saturate, as stochastic rounding needs (``"rceil"``)."""
+    return _fully(Cast("e2m1", Scale("e8m0", 32)))
+
+
+def _mxfp4_rht() -> LinearCasts:
+    """MXFP4 with the backward pass of Tseng et al. (Training LLMs with MXFP4, arXiv 2502.20586, section 3): OCP's
+    exponent, elements scaled by 3/4 so that none saturates, stochastic rounding of both operands, and a Hadamard
+    transform with random signs over groups of 64. The paper leaves the forward pass in high precision; here it is that
+    of ``mxfp4``."""
+    cast = Cast("e2m1", Scale("e8m0", 32, "floor", prescale=0.75), "stochastic")
+    return _mxfp4().replace(
+        dgrad_g=cast,
+        dgrad_w=cast,
+        wgrad_g=cast,
+        wgrad_x=cast,
+        hadamard={gemm: Hadamard(64, "keyed") for gemm in ("dgrad", "wgrad")},
+    )
+
+
+def _mxfp6() -> LinearCasts:
+    """MXFP6 (Microscaling Data Formats, arXiv 2310.10537, section 5: blocks of 32, E8M0 scales, E3M2 for weights,
+    activations and gradients); nearest everywhere. The exponent is rounded up as in ``mxfp4``."""
+    return LinearCasts().replace(**dict.fromkeys(OPERANDS, Cast("e3m2", Scale("e8m0", 32))))
+
+
+def _mxfp8() -> LinearCasts:
+    """MXFP8 (Recipes for Pre-training LLMs with MXFP8, arXiv 2506.08027): blocks of 32, E8M0 scales rounded up, E4M3
+    for all six operands; nearest everywhere. Gradients too are in E4M3, as the paper recommends: the block scale takes
+    care of their range. E5M2 for them is ``{"preset": "mxfp8", "dgrad_g": {"element": "e5m2"}, ...}``."""
+    return LinearCasts().replace(**dict.fromkeys(OPERANDS, Cast("e4m3", Scale("e8m0", 32))))
+
+
+def _ufp4() -> LinearCasts:
+    """UFP4 (Rethinking Shrinkage Bias in LLM FP4 Pretraining, arXiv 2606.20381): the uniform grid of E1M2, whose
+    rounding to nearest does not shrink magnitudes, in the blocks of NVFP4; a Hadamard transform of 16 in all three
+    GEMMs; stochastic rounding of gradients only."""
+    nearest = Cast("e1m2", Scale("e4m3", 16, two_level=True))
+    gradient = replace(nearest, rounding="stochastic")
+    return LinearCasts(
+        nearest, nearest, gradient, nearest, gradient, nearest, hadamard={gemm: Hadamard(16) for gemm in GEMMS}
+    )
+
+
+def _fully(nearest: Cast) -> LinearCasts:
+    """All six operands in one cast, with the roundings of FP4 All the Way (section 3.2)."""
     stochastic = replace(nearest, rounding="stochastic")
     return LinearCasts(
         fprop_x=nearest,
@@ -167,4 +399,11 @@ def _nvfp4() -> LinearCasts:
 PRESETS: dict[str, Callable[[], LinearCasts]] = {
     "bf16": _bf16,
     "nvfp4": _nvfp4,
+    "nvfp4-nvidia": _nvfp4_nvidia,
+    "nvfp4-4over6": _nvfp4_4over6,
+    "mxfp4": _mxfp4,
+    "mxfp4-rht": _mxfp4_rht,
+    "mxfp6": _mxfp6,
+    "mxfp8": _mxfp8,
+    "ufp4": _ufp4,
 }

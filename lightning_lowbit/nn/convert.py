@@ -6,7 +6,7 @@ it: ``layers\\.0`` stands for the whole first block.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -15,7 +15,8 @@ from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer, quantized_class
 
-CastsLike = LinearCasts | str | Mapping[str, Any]
+# Mappings before LinearCasts: a command line takes the first that fits, and would fill a LinearCasts with defaults.
+CastsLike = str | Mapping[str, Any] | LinearCasts
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -81,9 +82,9 @@ def plan(
             f"{type(model).__name__} holds no layer to quantise: torch.nn.Linear (no subclass of it) or transformers' "
             "Conv1D. Layers that are created in configure_model must exist when the Trainer sets up the strategy."
         )
-    skipped = _select(layers, skip, "skip")
-    chosen = layers if only is None else _select(layers, only, "only")
-    overridden = {pattern: _select(layers, [pattern], "overrides") for pattern in others}
+    skipped = select(layers, skip, "skip")
+    chosen = layers if only is None else select(layers, only, "only")
+    overridden = {pattern: select(layers, [pattern], "overrides") for pattern in others}
     result = {}
     for name in layers:
         if name in chosen and name not in skipped:
@@ -107,7 +108,18 @@ def set_phase(model: nn.Module, phase: str) -> None:
             module.casts = module.full_casts.phase(phase)
 
 
-def _select(layers: list[str], patterns: Iterable[str], argument: str) -> set[str]:
+def select(names: Sequence[str], patterns: Iterable[str], argument: str, kind: str = "linear layer") -> set[str]:
+    """The names that a pattern matches.
+
+    Args:
+        names: of modules, or of their weights.
+        patterns: regular expressions, see above.
+        argument: what the user knows the patterns as.
+        kind: what the names are of.
+
+    Raises:
+        ValueError: a pattern is no regular expression, or matches nothing.
+    """
     if isinstance(patterns, str):
         raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
     selected: set[str] = set()
@@ -116,11 +128,11 @@ def _select(layers: list[str], patterns: Iterable[str], argument: str) -> set[st
             compiled = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{argument}: {pattern!r} is not a regular expression ({error}).") from None
-        matched = {name for name in layers if _matches(compiled, clean_name(name))}
+        matched = {name for name in names if _matches(compiled, clean_name(name))}
         if not matched:
             raise ValueError(
-                f"{argument}: the pattern {pattern!r} matches no linear layer. There are {len(layers)}, "
-                f"e.g. {_some(layers)}. A pattern must match a whole name or a trailing part of it after a dot."
+                f"{argument}: the pattern {pattern!r} matches no {kind}. There are {len(names)}, e.g. {_some(names)}. "
+                "A pattern must match a whole name or a trailing part of it after a dot."
             )
         selected |= matched
     return selected
@@ -132,7 +144,7 @@ def _matches(pattern: re.Pattern[str], name: str) -> bool:
     return any(pattern.fullmatch(".".join(parts[start:end])) for end in ends for start in range(end))
 
 
-def _some(layers: list[str]) -> str:
+def _some(layers: Sequence[str]) -> str:
     return ", ".join(layers if len(layers) <= 4 else [*layers[:3], layers[-1]])
 
 

@@ -28,13 +28,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
-from lightning_lowbit.kernels import backend
+from lightning_lowbit.kernels import backend, is_within_cast
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast
-
-GEMMS = {"fprop": ("fprop_x", "fprop_w"), "dgrad": ("dgrad_g", "dgrad_w"), "wgrad": ("wgrad_g", "wgrad_x")}
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             finally:
                 super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
-        if self.paused:
+        if self.paused or is_within_cast():  # a rotation or a mean, which casts compute beside the GEMMs
             return out
         formula = _FORMULAS.get(operation)
         if formula is not None and not _is_nested(out, *args):  # which has no shape
@@ -189,7 +187,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for (name, gemm), flops in self.gemms.items():
             layer = self._layers[name]
             casts = layer.casts if phase is None else layer.full_casts.phase(phase)
-            pair = [operand_cast(casts, operand) for operand in GEMMS[gemm]]
+            pair = [operand_cast(casts, operand) for operand in casts.operands_of(gemm)]
             bits += flops * sum(hp_bits if cast is None else cast.bits for cast in pair) / 2
             if None not in pair:
                 low_bit += flops

@@ -4,16 +4,17 @@
 so that parameters, their names and every reference to the module stay what they were.
 """
 
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_lowbit.nn.casts import OPERANDS, LinearCasts, OperandCast
-from lightning_lowbit.nn.gemm import matmul
-from lightning_lowbit.quant import Cast, Operand, quantize_operand
+from lightning_lowbit.nn.casts import OPERANDS, LinearCasts
+from lightning_lowbit.nn.gemm import matmul, mean_times
+from lightning_lowbit.quant import Cast, Operand, quantize_operand, rotate, split_mean, through_rounding
 from lightning_lowbit.quant.scaling import absmax
 
 
@@ -25,19 +26,24 @@ class _LinearFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, keys: Tensor | None, casts: LinearCasts, exact: bool
     ) -> Tensor:
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        amax_x = _amax(x, casts.fprop_x, casts.wgrad_x if needs_w else None)
-        amax_w = _amax(w, casts.fprop_w, casts.dgrad_w if needs_x else None)
-        qx = _operand("fprop_x", x, 1, amax_x, keys, casts, exact)
-        qw = _operand("fprop_w", w, 1, amax_w, keys, casts, exact)
+        amax_x = _amax(x, casts, "fprop_x", *["wgrad_x"] * needs_w)
+        amax_w = _amax(w, casts, "fprop_w", *["dgrad_w"] * needs_x)
 
         # Y = X · Wᵀ + b            [tokens, in] · [in, out]
-        y = matmul(qx, qw.t(), bias, x.dtype)
+        qx, qw, offset = _operands("fprop", _Source(x, amax_x), _Source(w, amax_w), keys, casts, exact, bias)
+        y = matmul(qx, qw.t(), offset, x.dtype)
 
         # "fprop" keeps what the forward pass used; everything else is quantised anew from the tensor itself.
-        for_wgrad = qx if casts.wgrad_x == "fprop" else Operand(x)
-        for_dgrad = qw if casts.dgrad_w == "fprop" else Operand(w)
+        reused = torch.float32 if exact else x.dtype
+        for_wgrad = _reusable(qx, reused) if casts.wgrad_x == "fprop" else Operand(x)
+        for_dgrad = _reusable(qw, reused) if casts.dgrad_w == "fprop" else Operand(w)
         ctx.save_for_backward(
-            *(for_wgrad if needs_w else (None, None)), amax_x, *(for_dgrad if needs_x else (None, None)), amax_w
+            *(for_wgrad if needs_w else (None, None)),
+            amax_x,
+            *(for_dgrad if needs_x else (None, None)),
+            amax_w,
+            x if needs_x and "fprop_x" in casts.surrogate else None,
+            w if needs_w and "fprop_w" in casts.surrogate else None,
         )
         # The keys are refilled in place for the next micro-batch, which may begin before this one's backward pass.
         ctx.rest = None if keys is None else keys.clone(), casts, exact, x.dtype
@@ -46,47 +52,124 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, x_factor, amax_x, w, w_factor, amax_w = ctx.saved_tensors
+        x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w = ctx.saved_tensors
         keys, casts, exact, dtype = ctx.rest
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None
         with torch.autocast(g.device.type, enabled=False):
-            amax_g = _amax(g, casts.dgrad_g, casts.wgrad_g)
+            g_ = _Source(g, _amax(g, casts, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
             if needs_x:
                 # dX = dY · W           [tokens, out] · [out, in]
-                qg = _operand("dgrad_g", g, 1, amax_g, keys, casts, exact)
-                qw = _operand("dgrad_w", w, 0, amax_w, keys, casts, exact, w_factor)
-                dx = matmul(qg, qw, dtype=dtype)
+                qg, qw, of_mean = _operands("dgrad", g_, _Source(w, amax_w, w_factor), keys, casts, exact)
+                dx = matmul(qg, qw, of_mean, dtype)
+                dx = _through_rounding("fprop_x", dx, _Source(forward_x, amax_x), keys, casts)
             if needs_w:
                 # dW = dYᵀ · X          [out, tokens] · [tokens, in]
-                qg = _operand("wgrad_g", g, 0, amax_g, keys, casts, exact)
-                qx = _operand("wgrad_x", x, 0, amax_x, keys, casts, exact, x_factor)
-                dw = matmul(qg.t(), qx, dtype=dtype)
+                qg, qx, of_mean = _operands("wgrad", g_, _Source(x, amax_x, x_factor), keys, casts, exact)
+                dw = matmul(qg.t(), qx, of_mean, dtype)
+                dw = _through_rounding("fprop_w", dw, _Source(forward_w, amax_w), keys, casts)
             if needs_bias:
                 db = g.sum(0)  # of the unquantised gradient
         return dx, dw, db, None, None, None
 
 
-def _amax(tensor: Tensor, *casts: OperandCast) -> Tensor | None:
-    """Largest magnitude of a tensor, once for its casts, where one of them has a tensor scale."""
-    return absmax(tensor) if any(isinstance(cast, Cast) and cast.scale.two_level for cast in casts) else None
+class _Source(NamedTuple):
+    """What an operand is made from: ``values * factor``; ``amax`` is its largest magnitude where that is known."""
+
+    values: Any
+    amax: Tensor | None = None
+    factor: Tensor | None = None
 
 
-def _operand(
-    name: str,
-    tensor: Tensor,
-    dim: int,
-    amax: Tensor | None,
+# The dimension of each operand that its GEMM contracts, in the order of OPERANDS.
+_CONTRACTION = dict(zip(OPERANDS, (1, 1, 1, 0, 0, 0), strict=True))
+
+
+def _operands(
+    gemm: str,
+    left: _Source,
+    right: _Source,
     keys: Tensor | None,
     casts: LinearCasts,
     exact: bool,
-    factor: Tensor | None = None,
-) -> Operand:
+    bias: Tensor | None = None,
+) -> tuple[Operand, Operand, Tensor | None]:
+    """Both operands of a GEMM as it takes them, and what is added to it: bias and product with a mean."""
+    names = casts.operands_of(gemm)
+    offset = bias
+    if gemm in casts.subtract_mean:
+        left, right, offset = _split_means(names, left, right, casts, bias)
+    if gemm in casts.hadamard:
+        transform = _transform(gemm, casts, keys, left.values.device)
+        left, right = (
+            _Source(rotate(source.values, transform, _CONTRACTION[name]))
+            for name, source in zip(names, (left, right), strict=True)
+        )
+    return _operand(names[0], left, keys, casts, exact), _operand(names[1], right, keys, casts, exact), offset
+
+
+def _operand(name: str, source: _Source, keys: Tensor | None, casts: LinearCasts, exact: bool) -> Operand:
     cast = getattr(casts, name)
     if not isinstance(cast, Cast):  # None: the tensor itself; "fprop": as the forward pass left it, with its factor
-        return Operand(tensor, factor)
+        return Operand(source.values, source.factor)
     key = None if keys is None else keys[OPERANDS.index(name)]
-    return quantize_operand(tensor, cast, dim, key, amax if cast.scale.two_level else None, exact)
+    amax = source.amax if cast.scale.needs_amax else None
+    return quantize_operand(source.values, cast, _CONTRACTION[name], key, amax, exact)
+
+
+def _split_means(
+    names: Sequence[str], left: _Source, right: _Source, casts: LinearCasts, bias: Tensor | None
+) -> tuple[_Source, _Source, Tensor]:
+    """The operands without their means over the tokens, and the product with the mean, of rank one, plus bias.
+
+    ``(A + 1μᵀ) B = A B + 1 (μᵀ B)``. Where both operands have tokens, ``(A + 1νᵀ)ᵀ (B + 1μᵀ) = Aᵀ B + tokens · ν μᵀ``,
+    since the columns of A and B then sum to zero; splitting one of them gives the same.
+    """
+    rest, mean = split_mean(left.values)
+    if names[1].endswith("_w"):
+        weight = right.values.t() if _CONTRACTION[names[1]] == 1 else right.values
+        return _Source(rest), right, mean_times(mean, weight, right.factor, bias)
+    other_rest, other_mean = split_mean(right.values)
+    product = mean.t() * len(rest) * other_mean
+    left_split, right_split = (isinstance(getattr(casts, name), Cast) for name in names)
+    return _Source(rest) if left_split else left, _Source(other_rest) if right_split else right, product
+
+
+def _transform(gemm: str, casts: LinearCasts, keys: Tensor | None, device: torch.device) -> Tensor:
+    """The rotation of a GEMM. Its signs come from the key of the second operand: that of a weight is all ranks' own."""
+    name = casts.operands_of(gemm)[1]
+    return casts.hadamard[gemm].matrix(None if keys is None else keys[OPERANDS.index(name)], device)
+
+
+def _through_rounding(name: str, gradient: Tensor, source: _Source, keys: Tensor | None, casts: LinearCasts) -> Tensor:
+    """The gradient of a tensor from that of its quantised self, in the space in which it was quantised."""
+    if name not in casts.surrogate:
+        return gradient  # straight through
+    cast, kind = getattr(casts, name), casts.surrogate[name]
+    if "fprop" not in casts.hadamard:
+        amax = source.amax if cast.scale.needs_amax else None
+        return through_rounding(gradient, kind, source.values, cast, 1, amax)
+    transform = _transform("fprop", casts, keys, gradient.device)
+    rotated = through_rounding(rotate(gradient, transform, 1), kind, rotate(source.values, transform, 1), cast, 1)
+    return rotate(rotated, transform.t(), 1)[:, : gradient.shape[1]]
+
+
+def _amax(tensor: Tensor, casts: LinearCasts, *operands: str) -> Tensor | None:
+    """Largest magnitude of a tensor, once for its operands, where one that is made of the tensor as it is needs it."""
+
+    def needed(operand: str) -> bool:
+        cast, gemm = getattr(casts, operand), operand.partition("_")[0]
+        altered = gemm in casts.hadamard or gemm in casts.subtract_mean
+        return isinstance(cast, Cast) and cast.scale.needs_amax and not altered
+
+    return absmax(tensor) if any(map(needed, operands)) else None
+
+
+def _reusable(operand: Operand, dtype: torch.dtype) -> Operand:
+    """An operand for another GEMM, which may contract the axis along which its factor varies."""
+    if operand.factor is None or operand.factor.dim() == 0:
+        return operand
+    return Operand((operand.values.float() * operand.factor).to(dtype))
 
 
 _HP = LinearCasts()
@@ -140,6 +223,8 @@ class QuantizedLayer(nn.Module):
             )
         with torch.autocast(device, enabled=False):
             matrix = x.reshape(-1, x.shape[-1])
+            if matrix.shape[1] != weight.shape[1]:  # a rotation would pad both to whole groups
+                raise ValueError(f"The layer takes {weight.shape[1]} features; got {tuple(x.shape)}.")
             y: Tensor = _LinearFunction.apply(matrix, weight, bias, self.keys, self.casts, self.exact)  # type: ignore[no-untyped-call]
         return y.view(*x.shape[:-1], y.shape[-1])
 

@@ -1,6 +1,22 @@
 """Quantising one tensor."""
 
 from lightning_lowbit.quant.cast import Cast, Scale
+from lightning_lowbit.quant.hadamard import Hadamard, rotate
+from lightning_lowbit.quant.mean import split_mean
 from lightning_lowbit.quant.quantize import Operand, Quantized, quantize, quantize_operand
+from lightning_lowbit.quant.surrogate import SURROGATES, surrogate_factor, through_rounding
 
-__all__ = ["Cast", "Operand", "Quantized", "Scale", "quantize", "quantize_operand"]
+__all__ = [
+    "SURROGATES",
+    "Cast",
+    "Hadamard",
+    "Operand",
+    "Quantized",
+    "Scale",
+    "quantize",
+    "quantize_operand",
+    "rotate",
+    "split_mean",
+    "surrogate_factor",
+    "through_rounding",
+]

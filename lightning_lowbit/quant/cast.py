@@ -7,20 +7,28 @@ a tensor is quantised.
 import difflib
 import json
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, TypeVar
 
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format
 
-Block = int | tuple[int, int]
+Block = int | tuple[int, int] | Literal["row", "tensor"]
 _T = TypeVar("_T")
+
+# How a block's scale is rounded to its format; the first of each is the default.
+_EXMY = ("nearest", "up")
+SCALE_ROUNDINGS = dict.fromkeys(SCALE_FORMATS, _EXMY) | {
+    "e8m0": ("rceil", "floor", "ceil", "even"),
+    "fp32": ("nearest", "power_of_two"),
+}
 
 
 def nearest(given: object, possible: Collection[object], most: int = 1) -> str:
     """`` Did you mean 'x'?`` or `` Did you mean 'x' or 'y'?``; nothing where nothing is near."""
-    close = difflib.get_close_matches(str(given), [str(choice) for choice in possible], n=most)
+    choices = {str(choice).lower(): str(choice) for choice in possible}
+    close = [choices[name] for name in difflib.get_close_matches(str(given).lower(), choices, n=most)]
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
@@ -39,51 +47,167 @@ def from_fields(cls: type[_T], what: str, given: Mapping[str, Any]) -> _T:
     return cls(**given)
 
 
+# Every combination that has no meaning: when it applies, given the scale and the element (None while there is only a
+# scale), and what to say. All other combinations of the fields are honoured.
+REFUSED: "tuple[tuple[Callable[[Scale, str | None], bool], str], ...]" = (
+    (
+        lambda scale, _: scale.two_level and scale.format == "fp32",
+        "Scales in fp32 have the range and the digits that a second level would give: leave out two_level, or take "
+        "another format, such as 'e4m3'.",
+    ),
+    (
+        lambda scale, _: scale.two_level and scale.block == "tensor",
+        "With block='tensor' a second level would scale the same elements again: leave out two_level, or take smaller "
+        "blocks.",
+    ),
+    (
+        lambda scale, _: scale.top is not None and not scale.two_level,
+        "Scale.top says where the scale of the tensor maps its largest element: take two_level=True, or leave out top.",
+    ),
+    (
+        lambda scale, element: (scale.top or 0) * (ELEMENT_FORMATS[element].max if element else 1) >= 2.0**128,
+        "Scale.top times the largest element exceeds float32: take a smaller top, or leave it out.",
+    ),
+    (
+        lambda scale, _: scale.prescale != 1 and (scale.format, scale.rounding) != ("e8m0", "floor"),
+        "Scale.prescale makes room for elements that would saturate, which e8m0 scales with rounding='floor' cause and "
+        "no others: take those, or leave out prescale.",
+    ),
+    (
+        lambda scale, _: scale.prescale != 1 and scale.two_level,
+        "With two levels the scale of the tensor makes the room: leave out prescale, or two_level.",
+    ),
+    (
+        lambda scale, _: scale.four_over_six is not None and scale.format in ("e8m0", "fp32"),
+        "4/6 chooses between a scale and 6/4 of it: powers of two cannot hold that, and fp32 scales have no reason to. "
+        "Take an ExMy format such as 'e4m3', or leave out four_over_six.",
+    ),
+    (
+        lambda scale, _: scale.four_over_six is not None and not scale.per_block,
+        "4/6 chooses per block: take a block such as 16, or leave out four_over_six.",
+    ),
+    (
+        lambda scale, element: scale.four_over_six is not None and element not in (None, "e2m1"),
+        "4/6 maps the largest element of a block to 6 or to 4, levels of e2m1: take element='e2m1', or leave out "
+        "four_over_six.",
+    ),
+)
+
+
+def _refuse(scale: "Scale", element: str | None) -> None:
+    for applies, message in REFUSED:
+        if applies(scale, element):
+            raise ValueError(f"{message} Got {scale}" + (f" for {element}." if element else "."))
+
+
 @dataclass(frozen=True)
 class Scale:
     """How the scales of one tensor are made.
 
     Args:
-        format: format of the block scales: ``"e4m3"``, ``"e5m2"``, ``"e1m6"``, ``"e2m5"``, ``"e3m4"``, ``"e6m1"``
-            (FP4 All the Way, arXiv 2505.19115, figure 1).
-        block: elements that share a scale: ``16`` along the contraction axis, or ``(16, 16)``, a tile of the tensor
-            (a tile is the same for the tensor and its transpose).
+        format: format of the block scales: ``"e1m6"``, ``"e2m5"``, ``"e3m4"``, ``"e4m3"``, ``"e5m2"``, ``"e6m1"`` (FP4
+            All the Way, arXiv 2505.19115, figure 1), ``"e8m0"`` (OCP Microscaling), ``"fp32"``.
+        block: elements that share a scale: ``16`` along the contraction axis; ``(16, 16)``, a tile of the tensor (a
+            tile is the same for the tensor and its transpose); ``"row"``, the whole contraction axis: one scale per
+            token or output channel; ``"tensor"``.
         rounding: of the scale itself. ``"nearest"`` may round the scale of a block below what its largest element
-            needs, which then saturates; ``"up"`` never does, which makes stochastic rounding unbiased.
+            needs, which then saturates; ``"up"`` never does, which makes stochastic rounding unbiased. For ``"e8m0"``
+            the rules by which the exponent follows from the largest magnitude 2^k * m of a block: ``"floor"`` (OCP; may
+            saturate), ``"ceil"``, ``"even"`` (up where m rounds up to 2 in the element format; may saturate),
+            ``"rceil"`` (the smallest exponent at which nothing saturates; the default). For ``"fp32"`` ``"nearest"`` or
+            ``"power_of_two"``, the next one at which nothing saturates.
         two_level: with a float32 scale of the whole tensor above the block scales, as in NVFP4: it maps the largest
-            element of the tensor to ``scale.max * element.max``.
+            element of the tensor to ``top * element.max``.
+        top: scale of the block with the largest element of the tensor, with two levels; None is the largest scale
+            there is (1 for ``"e8m0"``, which has float32's range; with 4/6 the largest power of two of which 6/4 is
+            still a scale: 256 for ``"e4m3"``).
+        four_over_six: ``"mse"`` or ``"mae"``: of each block's scale and the one 6/4 as large, which maps the block's
+            largest element to 4 instead of 6, the one with the smaller error (Four Over Six, arXiv 2512.02010).
+        prescale: what elements are multiplied by once the scales are made; undone in the operand's own decoding. 3/4
+            keeps FP4 elements from saturating under ``"floor"`` (Tseng et al., arXiv 2502.20586, algorithm 2).
 
     Raises:
-        ValueError: an argument is not one of the above.
+        ValueError: an argument is not one of the above, or a combination has no meaning; ``REFUSED`` lists those.
     """
 
     format: str = "e4m3"
     block: Block = 16
-    rounding: Literal["nearest", "up"] = "nearest"
+    rounding: str | None = None
     two_level: bool = False
+    top: float | None = None
+    four_over_six: Literal["mse", "mae"] | None = None
+    prescale: float = 1.0
 
     def __post_init__(self) -> None:
-        choose("scale format", self.format, [name for name in SCALE_FORMATS if name != "e8m0"])
-        choose("rounding of scales", self.rounding, ("nearest", "up"))
+        choose("scale format", self.format, SCALE_FORMATS)
+        if self.rounding is None:
+            object.__setattr__(self, "rounding", SCALE_ROUNDINGS[self.format][0])
+        choose(f"rounding of {self.format} scales", self.rounding, SCALE_ROUNDINGS[self.format])
         if isinstance(self.block, list):  # YAML has no tuples
             object.__setattr__(self, "block", tuple(self.block))
         sizes = self.block if isinstance(self.block, tuple) and len(self.block) == 2 else (self.block,)
-        if not all(type(size) is int and size > 0 for size in sizes):
+        if self.block not in ("row", "tensor") and not all(type(size) is int and size > 0 for size in sizes):
             raise ValueError(
-                f"Scale.block is a positive number of elements such as 16, or a tile such as (16, 16); "
+                f"Scale.block is a positive number of elements such as 16, a tile such as (16, 16), 'row' or 'tensor'; "
                 f"got {self.block!r}."
             )
         if not isinstance(self.two_level, bool):
             raise ValueError(f"Scale.two_level is true or false; got {self.two_level!r}.")
+        if self.four_over_six is not None:
+            choose("error measure of Scale.four_over_six", self.four_over_six, ("mse", "mae"))
+        for name, largest in (("top", self.storage.max), ("prescale", 1.0)):
+            value = getattr(self, name)
+            if name == "top" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"Scale.{name} is a number; got {value!r}.")
+            if not 0 < value <= largest:
+                raise ValueError(f"Scale.{name} must lie in (0, {largest:g}] for {self.format} scales; got {value!r}.")
+        _refuse(self, None)
 
     @property
     def storage(self) -> Format:
         """The format in which block scales are stored."""
         return SCALE_FORMATS[self.format]
 
+    @property
+    def largest(self) -> float:
+        """Scale of the block that holds the largest element of the tensor, with two levels: ``top`` or its default."""
+        if self.four_over_six is not None and self.top is None:
+            return 2.0 ** math.floor(math.log2(self.storage.max / 1.5))
+        return self.top or (1.0 if self.format == "e8m0" else self.storage.max)
+
+    @property
+    def per_block(self) -> bool:
+        """Whether a scale belongs to a part of the contraction axis; if not, it factors out of the GEMM."""
+        return self.block not in ("row", "tensor")
+
+    @property
+    def needs_amax(self) -> bool:
+        """Whether the largest magnitude of the whole tensor enters."""
+        return self.two_level or self.block == "tensor"
+
+    @property
+    def significant_bits(self) -> int:
+        """Binary digits that a scale adds to those of an element; a power of two adds none."""
+        power_of_two = self.format == "e8m0" or self.rounding == "power_of_two"
+        return 0 if power_of_two else self.storage.significant_bits
+
     def __str__(self) -> str:
-        block = "x".join(map(str, self.block)) if isinstance(self.block, tuple) else f"1x{self.block}"
-        return f"{self.format}:{block}" + ("+fp32" if self.two_level else "") + ("^" if self.rounding == "up" else "")
+        block = self.block if isinstance(self.block, str) else f"1x{self.block}"
+        if isinstance(self.block, tuple):
+            block = "x".join(map(str, self.block))
+            block = f"[{block}]" if self.block[0] == 1 else block  # a tile, whatever the contraction axis
+        parts = [f"{self.format}:{block}"]
+        if self.two_level:
+            parts.append("+fp32" + ("" if self.top is None else f"<{self.top:g}"))
+        if self.rounding != SCALE_ROUNDINGS[self.format][0]:
+            parts.append("^" if self.rounding == "up" else f"({self.rounding})")
+        if self.four_over_six is not None:
+            parts.append(f"(4/6 {self.four_over_six})")
+        if self.prescale != 1:
+            parts.append(f"(x{self.prescale:g})")
+        return "".join(parts)
 
 
 @dataclass(frozen=True)
@@ -97,7 +221,7 @@ class Cast:
         rounding: of the elements. ``"nearest"`` has ties to even; ``"stochastic"`` is unbiased and needs a key.
 
     Raises:
-        ValueError: an argument is not one of the above.
+        ValueError: an argument is not one of the above, or a combination has no meaning; ``REFUSED`` lists those.
     """
 
     element: str = "e2m1"
@@ -112,6 +236,7 @@ class Cast:
             object.__setattr__(self, "scale", from_fields(Scale, "Scale", self.scale))
         if not isinstance(self.scale, Scale):
             raise ValueError(f"Cast.scale is a Scale or a mapping of its fields; got {self.scale!r}.")
+        _refuse(self.scale, self.element)
         own = {name: getattr(self, name) for name in ("element", "rounding")}
         object.__setattr__(self, "spec", json.dumps({**own, "scale": asdict(self.scale)}))
 
@@ -121,6 +246,22 @@ class Cast:
         """The cast with this ``spec``, a JSON object of its fields: custom operators take strings, not objects."""
         return Cast(**json.loads(spec))
 
+    def replace(self, **changes: Any) -> "Cast":
+        """A copy with other fields; ``scale`` may be a mapping of those fields of the scale that change.
+
+        Raises:
+            ValueError: an unknown field, or a combination that has no meaning.
+        """
+        for name in changes:
+            choose("field of Cast", name, ("element", "scale", "rounding"))
+        if isinstance(scale := changes.get("scale"), Mapping):
+            for name in scale:
+                choose("field of Scale", name, [f.name for f in fields(Scale)])
+            if self.scale.rounding == SCALE_ROUNDINGS[self.scale.format][0]:  # a default, which another format changes
+                scale = {"rounding": None, **scale}
+            changes = {**changes, "scale": replace(self.scale, **scale)}
+        return replace(self, **changes)
+
     @property
     def format(self) -> Format:
         """The format of the elements."""
@@ -128,13 +269,15 @@ class Cast:
 
     @property
     def fits_bfloat16(self) -> bool:
-        """Whether every product of an element with its block scale is exact in bfloat16 (8 significant bits)."""
-        return self.format.significant_bits + self.scale.storage.significant_bits <= 8
+        """Whether what enters the GEMM, elements times block scales, is exact in bfloat16 (8 significant bits)."""
+        return self.format.significant_bits + (self.scale.significant_bits if self.scale.per_block else 0) <= 8
 
     @property
     def bits(self) -> float:
-        """Bits per element, with its share of the block scale: 4.5 for NVFP4."""
+        """Bits per element, with its share of the block scale: 4.5 for NVFP4; one per row or tensor counts as 0."""
         block = self.scale.block
+        if isinstance(block, str):
+            return float(self.format.bits)
         return self.format.bits + self.scale.storage.bits / (math.prod(block) if isinstance(block, tuple) else block)
 
     def __str__(self) -> str:

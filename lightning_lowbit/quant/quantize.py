@@ -7,6 +7,9 @@ Both see the tensor as a matrix cut into tiles: 1 x k for blocks along its rows,
 view* has the two sides of a tile as dimensions 1 and 3, so that a scale is a reduction over the odd dimensions:
 
     [R, C]  ->  [R / k1, k1, C / k2, k2]         or, where a side is 1,   [R C / k, k]   and   [R / k, k, C]
+
+A scale that belongs to a whole row, column or tensor is a reduction over an even dimension of [R, 1, C] or [R C, 1]:
+the odd ones are constants of compiled code, and sizes of tensors must not be.
 """
 
 from dataclasses import dataclass
@@ -16,11 +19,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowbit.kernels import compiled
+from lightning_lowbit.kernels import compiled, opaque
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.rounding import round_nearest, round_stochastic, uniform
-from lightning_lowbit.quant.scaling import absmax, block_scales, encode_factor, tensor_encode_scale
+from lightning_lowbit.quant.scaling import (
+    absmax,
+    block_scales,
+    encode_factor,
+    four_over_six_scales,
+    scales_of,
+    stored_scales,
+    tensor_encode_scale,
+)
 
+ALL = 0  # as the side of a tile: all there is
 Tile = tuple[int, int]
 
 
@@ -30,8 +42,9 @@ class Quantized:
 
     Attributes:
         codes: uint8, the shape of the tensor, one code per element (not packed).
-        scales: block scales, in torch's float8 dtype where there is one, else as uint8 codes. The shape of the tensor
-            with the blocked dimension divided by the block, rounded up; for tiles both of the last two dimensions.
+        scales: block scales, in torch's dtype where there is one (float8, float32), else as uint8 codes. The shape of
+            the tensor with the blocked dimension divided by the block, rounded up (1 for ``"row"``); for tiles both of
+            the last two dimensions; for ``"tensor"`` all of them 1.
         tensor_scale: float32, 0-d, what every block scale is multiplied by; None with one level.
         cast: how it was quantised.
         dim: the blocked dimension, counted from the end (for tiles of no consequence).
@@ -52,19 +65,25 @@ class Quantized:
         if self.tensor_scale is not None:
             scales = scales * self.tensor_scale
         blocks = to_blocks(self.cast.format.decode(codes), tile)
-        scales = scales.reshape([1 if i % 2 else size for i, size in enumerate(blocks.shape)])
-        return _from_matrix(from_blocks(blocks * scales, codes.shape, tile), self.codes.shape, self.dim).to(dtype)
+        values = from_blocks(blocks * _scales_view(scales, blocks, tile), codes.shape, tile)
+        return _from_matrix(values, self.codes.shape, self.dim).to(dtype)
 
 
 class Operand(NamedTuple):
-    """One operand of a GEMM, the matrix ``values * factor``; ``factor`` is a 0-d float32 tensor, or None for 1."""
+    """One operand of a GEMM, the matrix ``values * factor``.
+
+    Attributes:
+        values: ``[rows, columns]``.
+        factor: float32, what does not vary along the contraction axis and therefore multiplies the result: 0-d,
+            ``[rows, 1]`` or ``[1, columns]``; None for 1.
+    """
 
     values: Tensor
     factor: Tensor | None = None
 
     def t(self) -> "Operand":
         """The transposed matrix."""
-        return Operand(self.values.t(), self.factor)
+        return Operand(self.values.t(), None if self.factor is None else self.factor.t())
 
 
 @torch.no_grad()
@@ -86,7 +105,7 @@ def quantize(
         Codes and scales. An element that is NaN or infinite decodes to NaN, with its block.
 
     Raises:
-        ValueError: stochastic rounding without a key; ``amax`` for a cast without a scale of the tensor; tiles of a
+        ValueError: stochastic rounding without a key; ``amax`` for a cast that does not depend on it; tiles of a
             tensor that is not a matrix; a dtype that is not floating point.
     """
     if not x.is_floating_point():
@@ -99,17 +118,20 @@ def quantize(
         raise ValueError(f"There is no dimension {dim} in a tensor of shape {tuple(x.shape)}.")
     dim = dim if dim < 0 else dim - x.dim()
     matrix, tile = _as_matrix(x.float(), dim), _tile(cast, dim, x.dim())
-    blocks = to_blocks(matrix, tile)
-    encode, decode = _tensor_scales(matrix, cast, amax)
-    scales = block_scales(blocks, encode, cast=cast)
+    blocks, scales, decode = _scale_blocks(matrix, cast, tile, amax)
     codes = _round(blocks, scales, decode, cast, key, scaled=False, dtype=torch.float32)
+    stored = stored_scales(scales, cast)
+    if cast.scale.block == "tensor":
+        stored = torch.where(absmax(matrix).isfinite(), stored, torch.nan)  # some formats of elements have no NaN
+        stored = stored.reshape([1] * x.dim())
+    else:
+        stored = stored.reshape([1 if k == ALL else -(-n // k) for n, k in zip(matrix.shape, tile, strict=True)])
+        stored = _from_matrix(stored, x.shape, dim)
     storage = cast.scale.storage
-    stored = scales.reshape(-(-matrix.shape[0] // tile[0]), -(-matrix.shape[1] // tile[1]))
-    stored = stored.to(storage.dtype) if storage.dtype is not None else storage.encode(stored)
     return Quantized(
         codes=_from_matrix(cast.format.encode(from_blocks(codes, matrix.shape, tile)), x.shape, dim),
-        scales=_from_matrix(stored, x.shape, dim),
-        tensor_scale=decode if cast.scale.two_level else None,
+        scales=stored.to(storage.dtype) if storage.dtype is not None else storage.encode(stored),
+        tensor_scale=decode if cast.scale.two_level or cast.scale.prescale != 1 else None,
         cast=cast,
         dim=dim,
     )
@@ -126,19 +148,28 @@ def quantize_operand(
         exact: with float32 values whatever the dtype of ``x``.
 
     Returns:
-        ``codes * scales`` in the dtype of ``x`` and the tensor's scale. In bfloat16 the products are exact where
-        ``cast.fits_bfloat16``; other casts give float32 values.
+        ``codes * scales`` in the dtype of ``x`` and the tensor's scale; scales per row or tensor are part of the
+        factor. In bfloat16 the values are exact where ``cast.fits_bfloat16``; other casts give float32 values.
     """
-    if torch.compiler.is_compiling():  # opaque to the compiler, which would skip the rounding of x to its own dtype
-        values, factor = _quantize_operand_op(x, cast.spec, dim, key, amax, exact)
-        return Operand(values, factor if cast.scale.two_level else None)
+    values, factor = _quantize_operand(x, cast.spec, dim, key, amax, exact)
+    return Operand(values, factor if _has_factor(cast) else None)
+
+
+def scaled_elements(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> Tensor:
+    """The elements of a matrix in units of their scales, before rounding: float32, the shape of ``x``."""
     tile = _tile(cast, dim, x.dim())
-    blocks = to_blocks(x, tile)
-    encode, decode = _tensor_scales(x, cast, amax)
-    scales = block_scales(blocks, encode, cast=cast)
-    dtype = _operand_dtype(x, cast, exact)
-    values = from_blocks(_round(blocks, scales, decode, cast, key, scaled=True, dtype=dtype), x.shape, tile)
-    return Operand(values, decode if cast.scale.two_level else None)
+    blocks, scales, decode = _scale_blocks(x, cast, tile, amax)
+    return from_blocks(blocks.float() * encode_factor(scales, decode, cast), x.shape, tile)
+
+
+def _has_factor(cast: Cast) -> bool:
+    return cast.scale.two_level or cast.scale.prescale != 1 or not cast.scale.per_block
+
+
+def _factor_shape(x: Tensor, cast: Cast, dim: int) -> tuple[int, ...]:
+    if cast.scale.block != "row":
+        return ()
+    return (1, x.shape[1]) if dim in (0, -2) else (x.shape[0], 1)
 
 
 def _operand_dtype(x: Tensor, cast: Cast, exact: bool) -> torch.dtype:
@@ -147,18 +178,26 @@ def _operand_dtype(x: Tensor, cast: Cast, exact: bool) -> torch.dtype:
     return x.dtype if fits and not exact else torch.float32
 
 
-@torch.library.custom_op("lightning_lowbit::quantize_operand", mutates_args=())
-def _quantize_operand_op(
+def _fake_operand(
     x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, exact: bool
 ) -> tuple[Tensor, Tensor]:
-    values, factor = quantize_operand(x, Cast.from_spec(spec), dim, key, amax, exact)
-    return values.contiguous(), torch.ones((), device=x.device) if factor is None else factor
+    cast = Cast.from_spec(spec)
+    factor = x.new_empty(_factor_shape(x, cast, dim), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=_operand_dtype(x, cast, exact)), factor
 
 
-@_quantize_operand_op.register_fake
-def _(x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, exact: bool) -> tuple[Tensor, Tensor]:
-    dtype = _operand_dtype(x, Cast.from_spec(spec), exact)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((), dtype=torch.float32)
+@opaque(_fake_operand)
+def _quantize_operand(
+    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, exact: bool
+) -> tuple[Tensor, Tensor]:
+    cast = Cast.from_spec(spec)
+    tile = _tile(cast, dim, x.dim())
+    blocks, scales, factor = _scale_blocks(x, cast, tile, amax)
+    dtype = _operand_dtype(x, cast, exact)
+    rounded = _round(blocks, scales, factor, cast, key, scaled=cast.scale.per_block, dtype=dtype)
+    if not cast.scale.per_block:
+        factor = (stored_scales(scales, cast) * factor).reshape(_factor_shape(x, cast, dim))
+    return from_blocks(rounded, x.shape, tile).contiguous(), factor
 
 
 @compiled
@@ -166,12 +205,15 @@ def _round_blocks(
     blocks: Tensor, scales: Tensor, decode_scale: Tensor, *keys: Tensor, cast: Cast, scaled: bool, dtype: torch.dtype
 ) -> Tensor:
     """Rounds blocked elements; ``codes * scales`` if ``scaled``, else the codes' values."""
-    values = blocks.float() * encode_factor(scales, decode_scale)
+    values = blocks.float()
+    if cast.scale.block == "tensor":
+        values = values + (values - values)  # an amax from outside does not tell of infinities: this makes them NaN
+    values = values * encode_factor(scales, decode_scale, cast)
     if keys:
         codes = round_stochastic(values, cast.format, uniform(_element_index(blocks), keys[0]))
     else:
         codes = round_nearest(values, cast.format)
-    return (codes * scales if scaled else codes).to(dtype)
+    return (codes * stored_scales(scales, cast) if scaled else codes).to(dtype)
 
 
 def _round(
@@ -198,19 +240,32 @@ def _round(
     return _round_blocks(blocks, scales, decode, key, cast=cast, scaled=scaled, dtype=dtype)
 
 
-def _tensor_scales(x: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tensor, Tensor]:
-    """S and 1/S of :mod:`scaling`, 0-d float32; ones with a single level."""
-    if not cast.scale.two_level:
-        if amax is not None:
-            raise ValueError(f"amax was given, but {cast} has no scale of the whole tensor: use Scale(two_level=True).")
-        one = torch.ones((), device=x.device)
-        return one, one
-    if amax is None:
+def _scale_blocks(x: Tensor, cast: Cast, tile: Tile, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The blocked view of a matrix, its scales as :func:`block_scales` gives them, and 1/S of :mod:`scaling`."""
+    blocks = to_blocks(x, tile)
+    if amax is not None and not cast.scale.needs_amax:
+        raise ValueError(
+            f"amax was given, but {cast} has no scale of the whole tensor: use Scale(two_level=True) or block='tensor'."
+        )
+    if amax is None and cast.scale.needs_amax:
         amax = absmax(x)
-    elif not isinstance(amax, Tensor) or amax.numel() != 1:
+    elif amax is not None and (not isinstance(amax, Tensor) or amax.numel() != 1):
         raise ValueError(f"amax is a tensor of one element, the largest magnitude; got {amax!r}.")
-    encode = tensor_encode_scale(amax.float().reshape(()), cast)
-    return encode, torch.reciprocal(encode)
+    encode = torch.ones((), device=x.device)
+    if amax is not None:
+        amax = amax.float().reshape(())
+        if cast.scale.two_level:
+            encode = tensor_encode_scale(amax, cast)
+    dims = _block_dims(blocks, tile)
+    if cast.scale.block == "tensor":
+        assert amax is not None
+        scales = scales_of(amax.reshape(1, 1), encode, cast)
+    elif cast.scale.four_over_six is not None:
+        scales = four_over_six_scales(blocks, encode, cast, dims)
+    else:
+        scales = block_scales(blocks, encode, cast=cast, dims=dims)
+    # The prescale comes after the scales are made: made of smaller elements, they would be smaller themselves.
+    return blocks, scales, torch.reciprocal(encode * cast.scale.prescale)
 
 
 def _element_index(blocks: Tensor) -> Tensor:
@@ -233,13 +288,20 @@ def _tile(cast: Cast, dim: int, dimensions: int) -> Tile:
     block = cast.scale.block
     if isinstance(block, tuple):
         return block
-    return (block, 1) if dimensions == 2 and dim in (0, -2) else (1, block)
+    if block == "tensor":
+        return (ALL, ALL)
+    size = ALL if block == "row" else int(block)
+    return (size, 1) if dimensions == 2 and dim in (0, -2) else (1, size)
 
 
 def to_blocks(matrix: Tensor, tile: Tile) -> Tensor:
     """Blocked view of a matrix ``[R, C]``, zero-padded to whole tiles (zeros change no maximum and round to zero)."""
     matrix = matrix.contiguous()
     (rows, columns), (k1, k2) = matrix.shape, tile
+    if tile == (ALL, ALL):
+        return matrix.reshape(rows * columns, 1)
+    if ALL in tile:
+        return matrix.reshape(rows, 1, columns)
     if rows % k1 or columns % k2:
         matrix = F.pad(matrix, (0, -columns % k2, 0, -rows % k1))
         rows, columns = matrix.shape
@@ -250,9 +312,24 @@ def to_blocks(matrix: Tensor, tile: Tile) -> Tensor:
     return matrix.reshape(rows // k1, k1, columns // k2, k2)
 
 
+def _block_dims(blocks: Tensor, tile: Tile) -> tuple[int, ...]:
+    """The dimensions of one block in its view."""
+    if ALL not in tile:
+        return tuple(range(1, blocks.dim(), 2))
+    return (2,) if tile == (1, ALL) else (0,)
+
+
+def _scales_view(scales: Tensor, blocks: Tensor, tile: Tile) -> Tensor:
+    """Scales, in the order of a matrix, as they multiply a blocked view."""
+    dims = _block_dims(blocks, tile)
+    return scales.reshape([1 if i in dims or i % 2 else size for i, size in enumerate(blocks.shape)])
+
+
 def from_blocks(blocks: Tensor, shape: torch.Size, tile: Tile) -> Tensor:
     """Inverse of :func:`to_blocks`: the matrix of the given shape, without padding."""
     rows, columns = shape
+    if ALL in tile:
+        return blocks.reshape(shape)
     padded = blocks.reshape(rows + -rows % tile[0], columns + -columns % tile[1])
     return padded if padded.shape == shape else padded[:rows, :columns]
 

@@ -1,20 +1,29 @@
 """From the largest magnitude of a block to its scale.
 
-For elements up to ``element.max`` and scales up to ``scale.max``, with A the largest magnitude of the tensor and b that
-of a block, all in float32 and in this association (it decides the last bit, and is Transformer Engine's):
+With A the largest magnitude of the tensor and b that of a block, all in float32 and in this association (it decides the
+last bit, and is Transformer Engine's):
 
-    S = min(scale.max * element.max / A, FLT_MAX)      encode scale of the tensor; 1 without a second level
-    s = round(min(b * (S * fl(1 / element.max)), scale.max))      stored scale of the block
-    e = min(1 / (s * (1/S)), FLT_MAX)                  what elements are multiplied by before rounding
+    S = min(top * element.max / A, FLT_MAX)      encode scale of the tensor; 1 without a second level
+    s = scale of the block, below                stored
+    e = min(1 / (s * (1/S)), FLT_MAX)            what elements are multiplied by before rounding
     value = code * (s * (1/S))
 
-A block whose s underflows to 0 decodes to 0. A block that holds a NaN or an infinity gets s = NaN and decodes to NaN,
-whatever its element format: an overflow never becomes a finite number. Where A is 0 or not finite, S is 1.
+    ExMy    s = round(min(b * (S * fl(1 / element.max)), scale.max))
+    4/6     s = round(min((b / 6) * S * m, scale.max)) with m = 1 or 6/4, the one with the smaller error in the block
+    E8M0    s = 2^(k - floor(log2 element.max)) with b * S = 2^k * m, and one more where the rule rounds up
+    fp32    e = element.max / b, stored as s = 1/e; elements are multiplied by e itself
+
+With a prescale p, e is p / s and a value code * (s / p). A block whose s underflows to 0 decodes to 0. A block that
+holds a NaN or an infinity gets s = NaN and decodes to NaN, whatever its element format: an overflow never becomes a
+finite number. Where A is 0 or not finite, S is 1; where b is 0 an fp32 e is 1.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
+from lightning_lowbit.formats import Format
 from lightning_lowbit.kernels import compiled
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.rounding import round_nearest, round_up
@@ -31,36 +40,120 @@ def absmax(x: Tensor) -> Tensor:
 
 
 def tensor_encode_scale(amax: Tensor, cast: Cast) -> Tensor:
-    """S above: 0-d float32, from the tensor's largest magnitude (0-d float32)."""
-    target = amax.new_full((), cast.scale.storage.max * cast.format.max)
-    # tensor / tensor: torch computes number / tensor as number * (1 / tensor), which is off by one ulp in places
-    scale = torch.div(target, amax).clamp(max=_FLOAT32_MAX)
+    """S above, with two levels: 0-d float32, from the tensor's largest magnitude (0-d float32)."""
+    scale = _divide(cast.scale.largest * cast.format.max, amax).clamp(max=_FLOAT32_MAX)
     return torch.where(torch.isfinite(amax) & (amax > 0), scale, 1.0)
 
 
-def block_dims(blocks: Tensor) -> tuple[int, ...]:
-    """The dimensions of one block in a blocked view: the odd ones, see :func:`quantize.to_blocks`."""
-    return tuple(range(1, blocks.dim(), 2))
+def _divide(number: float, tensor: Tensor) -> Tensor:
+    # tensor / tensor: torch computes number / tensor as number * (1 / tensor), which is off by one ulp in places
+    return torch.div(torch.full_like(tensor, number), tensor)
+
+
+def _divide_by(tensor: Tensor, number: float) -> Tensor:
+    return torch.div(tensor, torch.full_like(tensor, number))
 
 
 @compiled
-def block_scales(blocks: Tensor, encode_scale: Tensor, *, cast: Cast) -> Tensor:
-    """s above.
+def block_scales(blocks: Tensor, encode_scale: Tensor, *, cast: Cast, dims: tuple[int, ...]) -> Tensor:
+    """s above; for fp32 scales e.
 
     Args:
-        blocks: floating point, blocked view ``[B, k]``, ``[B, k, I]`` or ``[R, k1, C, k2]``.
+        blocks: floating point, a blocked view, see :func:`quantize.to_blocks`.
         encode_scale: S, 0-d float32.
+        dims: the dimensions of one block in that view.
 
     Returns:
-        float32 values of the stored scales, the shape of ``blocks`` with block dimensions of size 1.
+        float32, the shape of ``blocks`` with block dimensions of size 1.
     """
+    return scales_of(_block_amax(blocks, dims), encode_scale, cast)
+
+
+def _block_amax(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
     # The maximum is taken in the input's dtype, exactly, before the few maxima are widened.
-    amax = blocks.abs().amax(block_dims(blocks), keepdim=True).float()
-    wanted = amax * (encode_scale * (torch.ones_like(encode_scale) / cast.format.max))
-    round_scale = round_up if cast.scale.rounding == "up" else round_nearest
-    return torch.where(torch.isfinite(amax), round_scale(wanted, cast.scale.storage), torch.nan)
+    if blocks.numel() == 0:  # of nothing amax refuses to take a maximum
+        return blocks.new_zeros([1 if i in dims else n for i, n in enumerate(blocks.shape)], dtype=torch.float32)
+    return blocks.abs().amax(dims, keepdim=True).float()
 
 
-def encode_factor(scales: Tensor, decode_scale: Tensor) -> Tensor:
-    """e above, from s (float32, any shape) and 1/S (0-d float32)."""
+def scales_of(amax: Tensor, encode_scale: Tensor, cast: Cast) -> Tensor:
+    """s above (for fp32 scales e) from the largest magnitudes of blocks: float32, any shape."""
+    if cast.scale.format == "fp32":
+        scales = _divide(cast.format.max, amax).clamp(max=_FLOAT32_MAX)
+        if cast.scale.rounding == "power_of_two":
+            exponent = _exponent(scales)[0]  # downwards: what elements are multiplied by
+            scales = _power_of_two(exponent.clamp(min=-127))  # whose reciprocal still is a float32
+        scales = torch.where(amax > 0, scales, 1.0)
+    elif cast.scale.format == "e8m0":
+        scales = _round_e8m0(amax * encode_scale, cast.format, cast.scale.rounding)
+    else:
+        scales = _round_exmy(amax * (encode_scale * (torch.ones_like(encode_scale) / cast.format.max)), cast)
+    return torch.where(torch.isfinite(amax), scales, torch.nan)
+
+
+def _round_exmy(wanted: Tensor, cast: Cast) -> Tensor:
+    return (round_up if cast.scale.rounding == "up" else round_nearest)(wanted, cast.scale.storage)
+
+
+def _round_e8m0(amax: Tensor, element: Format, rounding: str | None) -> Tensor:
+    """The power of two that a rule gives for the largest magnitudes of blocks, within 2^-127 and 2^127."""
+    fraction, exponent = math.frexp(element.max)
+    top, exponent = 2 * fraction, exponent - 1  # element.max = top * 2^exponent
+    digits = element.mantissa_bits - max(element.min_exponent - exponent, 0)  # of element.max, after the leading one
+    # From this m on, of amax = 2^k * m, the scale is one power of two larger.
+    threshold = {
+        "floor": 2.0,  # never
+        "even": 2 - 2.0 ** (-digits - 1),  # where m, rounded to that many digits, becomes 2
+        "rceil": top + 2.0**-23,  # the first float32 above: where element.max would be exceeded
+        "ceil": 1 + 2.0**-23,
+    }[str(rounding)]
+    k, m = _exponent(amax)
+    scale = k - exponent + (m >= threshold).to(torch.int32)
+    return _power_of_two(torch.where(amax > 0, scale, -127).clamp(-127, 127))
+
+
+def _exponent(values: Tensor) -> tuple[Tensor, Tensor]:
+    """k (int32) and m (float32) in [1, 2) of positive float32 values 2^k * m."""
+    mantissa, exponent = torch.frexp(values)
+    return exponent - 1, mantissa * 2
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent for int32 exponents from -149 to 127, exactly: from its bits. Below -126 there is one bit alone."""
+    normal, subnormal = (exponent + 127) << 23, 1 << (exponent + 149).clamp(0, 22)
+    return torch.where(exponent >= -126, normal, subnormal).to(torch.int32).view(torch.float32)
+
+
+def four_over_six_scales(blocks: Tensor, encode_scale: Tensor, cast: Cast, dims: tuple[int, ...]) -> Tensor:
+    """:func:`block_scales` with 4/6; where both errors are equal, 6."""
+    amax = _block_amax(blocks, dims)
+    wanted = _divide_by(amax, cast.format.max) * encode_scale
+    six, four = _round_exmy(wanted, cast), _round_exmy(wanted * 1.5, cast)
+    gain = _excess_error(blocks, four, six, torch.reciprocal(encode_scale), cast=cast)
+    # Summed here, in one order: sums of generated code have another one, and might choose otherwise.
+    scales = torch.where(gain.sum(dims, keepdim=True) < 0, four, six)
+    return torch.where(torch.isfinite(amax), scales, torch.nan)
+
+
+@compiled
+def _excess_error(blocks: Tensor, scales: Tensor, others: Tensor, decode_scale: Tensor, *, cast: Cast) -> Tensor:
+    """By how much each element's error with ``scales`` exceeds that with ``others``, rounded to nearest: float32."""
+
+    def error(scales: Tensor) -> Tensor:
+        codes = round_nearest(blocks.float() * encode_factor(scales, decode_scale, cast), cast.format)
+        difference = codes * (scales * decode_scale) - blocks.float()
+        return difference.square() if cast.scale.four_over_six == "mse" else difference.abs()
+
+    return error(scales) - error(others)
+
+
+def encode_factor(scales: Tensor, decode_scale: Tensor, cast: Cast) -> Tensor:
+    """e above, from what :func:`block_scales` gives (float32, any shape) and 1/S (0-d float32)."""
+    if cast.scale.format == "fp32":
+        return scales
     return torch.reciprocal(scales * decode_scale).clamp(max=_FLOAT32_MAX)
+
+
+def stored_scales(scales: Tensor, cast: Cast) -> Tensor:
+    """s above, from what :func:`block_scales` gives."""
+    return torch.reciprocal(scales) if cast.scale.format == "fp32" else scales

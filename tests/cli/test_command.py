@@ -21,7 +21,8 @@ def test_ls_shows_every_recipe_with_one_line(capsys):
     for name, path in recipes().items():
         (line,) = [line for line in shown.splitlines() if line.startswith(f"  {name} ")]
         assert len(line) <= 120, f"{path.name} needs a shorter first line"
-    assert shown.index("  quickstart ") < shown.index("Overlays") < shown.index("  bf16 ")
+    order = ["Recipes", "  quickstart ", "Overlays", "  bf16 ", "Studies", "  scale_formats "]
+    assert sorted(order, key=shown.index) == order
 
 
 def test_cp(capsys):
@@ -29,6 +30,8 @@ def test_cp(capsys):
     assert Path("new/mine.yaml").read_text() == recipes()["quickstart"].read_text()
     assert cli.main(["cp", "bf16"]) == 0
     assert Path("bf16.yaml").exists()
+    assert cli.main(["cp", "scale_formats"]) == 0
+    assert "lowbit compare --study scale_formats.yaml" in capsys.readouterr().out
     assert cli.main(["cp", "bf16", "folder/"]) == 0
     assert Path("folder/bf16.yaml").exists()
     Path("bf16.yaml").write_text("mine")
@@ -44,7 +47,7 @@ def test_cp(capsys):
         (["cp", "quikstart", "x.yaml"], "Did you mean 'quickstart'?"),
         (["ls", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["cp"], "required: name"),
-        (["compare"], "required: --config"),
+        (["compare"], "--config names the recipe to run, or --study a study"),
     ],
 )
 def test_mistakes(arguments, line, capsys):

@@ -15,6 +15,7 @@ import yaml
 from lightning_lowbit import cli
 from lightning_lowbit.cli.compare import plan
 from lightning_lowbit.cli.comparison import markdown, write_comparison
+from lightning_lowbit.cli.study import product
 
 TINY = """
 trainer: {max_steps: 8, log_every_n_steps: 1, val_check_interval: 4}
@@ -36,7 +37,7 @@ def compare(*arguments):
 
 
 def make(vary=(), rates=(), seeds=(0,), arguments=(), base=("quickstart",)):
-    return plan(base, vary, rates, seeds, Path("out"), arguments)
+    return plan(product(base, vary, rates, seeds), Path("out"), arguments)
 
 
 def test_plan_is_the_product():

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from lightning_lowbit.cli.configs import find_config, merge, merge_all, merge_configs, recipes
+from lightning_lowbit.nn import OPERANDS
 
 
 def plugin(class_path, **arguments):
@@ -35,11 +36,31 @@ def test_a_callback_that_is_there_already_is_not_added_again():
     assert merged == {"callbacks": [summary, switch, plugin("Q", at=0.5)]}
 
 
+def test_a_null_at_the_head_drops_the_callbacks_before_it():
+    summary, switch = {"class_path": "S"}, plugin("Q", at=0.9)
+    assert merge({"callbacks": [switch, summary]}, {"callbacks": [None, summary]}) == {"callbacks": [summary]}
+    assert merge({}, {"trainer": {"callbacks": [None, summary]}}) == {"trainer": {"callbacks": [summary]}}
+    Path("mine.yaml").write_text("trainer: {callbacks: [null, mine.First]}")
+    for configs in (["quickstart", "mine.yaml"], ["mine.yaml"], ["nvfp4", "mine.yaml"]):
+        assert merge_all(configs)["trainer"]["callbacks"] == ["mine.First"]
+    after = merge_all(["quickstart", "mine.yaml", "qaf"])["trainer"]["callbacks"]
+    assert after == ["mine.First", plugin("lightning_lowbit.QAFSwitch", at=0.9)], "what comes after it is added"
+
+
 def test_the_one_plugin_of_a_list_is_changed():
     merged = merge({"plugins": [plugin("P", x=1)]}, {"plugins": {"init_args": {"y": 2}}})
     assert merged == {"plugins": plugin("P", x=1, y=2)}
     with pytest.raises(ValueError, match="trainer.plugins lists 2 of them"):
         merge({"plugins": [plugin("P"), plugin("Q")]}, {"plugins": {"init_args": {"y": 2}}})
+
+
+def test_fields_of_casts_change_the_preset_before_them():
+    fields = {"fprop_x": {"rounding": "stochastic"}}
+    assert merge({"casts": "nvfp4"}, {"casts": fields}) == {"casts": {"preset": "nvfp4", **fields}}
+    assert merge({"casts": "nvfp4"}, {"casts": {"preset": "mxfp4"}}) == {"casts": {"preset": "mxfp4"}}
+    assert merge({"casts": {"preset": "nvfp4", **fields}}, {"casts": "bf16"}) == {"casts": "bf16"}
+    assert merge({}, {"casts": fields}) == {"casts": fields}
+    assert merge({"other": "nvfp4"}, {"other": fields}) == {"other": fields}
 
 
 def test_another_class_keeps_the_arguments_that_it_takes_as_well():
@@ -60,6 +81,15 @@ def test_each_combination_has_a_folder():
     assert merge_all(["quickstart", "mine.yaml"])["trainer"]["default_root_dir"] == "here"
     Path("none.yaml").write_text("trainer: null")
     assert merge_all(["none.yaml"])["trainer"] == {"default_root_dir": "runs/none"}
+
+
+def test_a_piece_of_a_configuration_goes_on_top_like_a_file():
+    piece = {"model": {"init_args": {"optimizer": {"init_args": {"lr": 0.5}}}}}
+    config = merge_all(["quickstart", piece, "adamw"])
+    assert config["model"]["init_args"]["optimizer"] == plugin(
+        "torch.optim.AdamW", lr=0.5, betas=[0.9, 0.95], weight_decay=0.1
+    )
+    assert config["trainer"]["default_root_dir"] == "runs/quickstart+adamw"
 
 
 def test_overlays_compose():
@@ -86,3 +116,11 @@ def test_find_config():
     assert find_config("quickstart") == Path("quickstart"), "a file comes first"
     with pytest.raises(FileNotFoundError, match="Did you mean 'llama_350m' or 'llama_130m'"):
         find_config("llama_30m")
+
+
+def test_six_casts_in_full_keep_nothing_of_those_before():
+    six = {operand: {"element": "e2m1", "scale": {"format": "e8m0", "block": 32}} for operand in OPERANDS}
+    assert merge({"casts": "nvfp4"}, {"casts": six}) == {"casts": six}
+    assert merge({"casts": {"preset": "nvfp4", "hadamard": {"wgrad": 16}}}, {"casts": six}) == {"casts": six}
+    some = {"wgrad_x": {"rounding": "nearest"}}
+    assert merge({"casts": "nvfp4"}, {"casts": some}) == {"casts": {"preset": "nvfp4", **some}}

@@ -148,7 +148,8 @@ def test_last_is_searched_where_the_checkpoints_are():
         (["--trainer.plugins.init_args.casts={fprop_x: {scale: {format: e4m4}}}"], "Unknown scale format 'e4m4'."),
         (
             ["--trainer.plugins.init_args.casts={fprop_x: {scale: {block: 0}}}"],
-            "Scale.block is a positive number of elements such as 16, or a tile such as (16, 16); got 0.",
+            "Scale.block is a positive number of elements such as 16, a tile such as (16, 16), 'row' or 'tensor'; "
+            "got 0.",
         ),
         (
             ["--trainer.plugins.init_args.rounding={wgradx: nearest}"],

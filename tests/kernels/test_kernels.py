@@ -1,5 +1,7 @@
 """The choice between eager and generated code."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -30,3 +32,45 @@ def test_without_a_compiler_casts_run_as_eager_code_and_say_so(monkeypatch):
     finally:
         kernels._can_compile.cache_clear()
     assert torch.equal(found, expected)
+
+
+def test_within_a_cast_nests_and_ends():
+    assert not kernels.is_within_cast()
+    with kernels.within_cast():
+        with kernels.within_cast():
+            assert kernels.is_within_cast()
+        assert kernels.is_within_cast(), "the inner context ended the outer one"
+        with pytest.raises(KeyError), kernels.within_cast():
+            raise KeyError
+        with ThreadPoolExecutor(1) as other:
+            assert not other.submit(kernels.is_within_cast).result(), (
+                "another thread is not within the cast of this one"
+            )
+    assert not kernels.is_within_cast()
+
+
+def test_a_backend_ends_with_its_context():
+    with pytest.raises(KeyError), kernels.backend("compiled"):
+        raise KeyError
+    assert kernels._backend == "auto"
+
+
+def test_auto_compiles_large_operands_only(monkeypatch):
+    """Small ones are not worth the seconds that code takes to generate."""
+    sizes = []
+
+    def generate(function, static, layout):
+        def record(*tensors):
+            sizes.append(tensors[0].numel())
+            return function(*tensors, **dict(static))
+
+        return record
+
+    monkeypatch.setattr(kernels, "_generate", generate)
+    monkeypatch.setattr(kernels, "_can_compile", lambda device: True)
+    for rows in (1, 4095, 4096, 8192):
+        quantize(torch.randn(rows, 16), Cast())
+    assert sizes == [2**16] * 2 + [2**17] * 2, "scales and codes of the two large operands"
+    with kernels.backend("eager"):
+        quantize(torch.randn(8192, 16), Cast())
+    assert len(sizes) == 4, "the eager backend generated code"

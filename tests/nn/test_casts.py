@@ -1,5 +1,11 @@
 """LinearCasts as values: validation, presets, phases, YAML."""
 
+import ast
+import copy
+import inspect
+import itertools
+import pickle
+import textwrap
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -9,15 +15,30 @@ import yaml
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn import OPERANDS, PHASES, PRESETS
+from lightning_lowbit.quant import Hadamard
+from tests.nn.layers import GEMMS
 
 NEAREST = Cast("e2m1", Scale("e4m3", 16, two_level=True))
 STOCHASTIC = replace(NEAREST, rounding="stochastic")
 INT4 = Cast("int4", Scale("e5m2", 128))
 SIX = LinearCasts(**dict.fromkeys(OPERANDS, NEAREST))
+ROTATED = SIX.replace(hadamard={"fprop": 16, "dgrad": Hadamard(64, "keyed"), "wgrad": 128})
+CENTRED = SIX.replace(subtract_mean=["fprop", "dgrad", "wgrad"])
+SURROGATES = ROTATED.replace(surrogate={"fprop_x": "trust", "fprop_w": "dge"}, subtract_mean=["dgrad", "wgrad"])
+MIXED = LinearCasts(
+    fprop_x=NEAREST,
+    dgrad_w="fprop",
+    wgrad_g=INT4,
+    hadamard={"wgrad": 32},
+    subtract_mean=["fprop", "wgrad"],
+)
+REUSED = LinearCasts(fprop_w=INT4, dgrad_g=STOCHASTIC, dgrad_w="fprop", wgrad_x="fprop", subtract_mean=["dgrad"])
+AWKWARD = {"rotated": ROTATED, "centred": CENTRED, "surrogates": SURROGATES, "mixed": MIXED, "reused": REUSED}
 
 
-def test_operands_are_the_fields() -> None:
-    assert tuple(field.name for field in fields(LinearCasts)) == OPERANDS
+def test_operands_are_the_first_fields() -> None:
+    names = tuple(field.name for field in fields(LinearCasts))
+    assert names == (*OPERANDS, "hadamard", "subtract_mean", "surrogate")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -48,9 +69,72 @@ def test_of_takes_casts_as_they_are() -> None:
 def test_of_mapping_starts_from_a_preset() -> None:
     given = {"preset": "nvfp4", "fprop_x": None, "wgrad_x": "fprop", "dgrad_w": {"element": "int4"}}
     found = LinearCasts.of(given)
-    expected = LinearCasts.preset("nvfp4").replace(fprop_x=None, wgrad_x="fprop", dgrad_w=Cast("int4"))
-    assert found == expected
+    int4 = Cast("int4", Scale("e4m3", 16, two_level=True))
+    assert found == LinearCasts.preset("nvfp4").replace(fprop_x=None, wgrad_x="fprop", dgrad_w=int4)
     assert given["preset"] == "nvfp4", "the mapping that was given was changed"
+    assert given["dgrad_w"] == {"element": "int4"}, "the mapping that was given was changed"
+
+
+NVFP4, NVIDIA = LinearCasts.preset("nvfp4"), LinearCasts.preset("nvfp4-nvidia")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # one operand: the fields that are named, of the scale too
+        ({"wgrad_x": {"rounding": "nearest"}}, NVFP4.with_rounding({"wgrad_x": "nearest"})),
+        (
+            {"wgrad_g": {"scale": {"block": 32}}},
+            NVFP4.replace(wgrad_g=Cast("e2m1", Scale("e4m3", 32, two_level=True), "stochastic")),
+        ),
+        (
+            {"wgrad_g": {"scale": Scale("e5m2", 32)}},
+            NVFP4.replace(wgrad_g=Cast("e2m1", Scale("e5m2", 32), "stochastic")),
+        ),
+        ({"wgrad_g": Cast("int4")}, NVFP4.replace(wgrad_g=Cast("int4"))),
+        ({"wgrad_g": {}}, NVFP4),
+        # where there is no cast to change, fields make one
+        ({"preset": "nvfp4-nvidia", "dgrad_w": {"element": "int4"}}, NVIDIA.replace(dgrad_w=Cast("int4"))),
+        ({"preset": "bf16", "dgrad_w": {"element": "int4"}}, LinearCasts(dgrad_w=Cast("int4"))),
+        # every cast that there is, then single ones
+        (
+            {"every": {"element": "e1m2"}},
+            NVFP4.replace(**{n: replace(getattr(NVFP4, n), element="e1m2") for n in OPERANDS}),
+        ),
+        (
+            {"every": {"scale": {"block": 32}}, "wgrad_x": {"rounding": "nearest"}, "fprop_w": None},
+            NVFP4.replace(
+                **{n: getattr(NVFP4, n).replace(scale={"block": 32}) for n in OPERANDS if n != "fprop_w"}, fprop_w=None
+            ).with_rounding({"wgrad_x": "nearest"}),
+        ),
+        (
+            {"preset": "nvfp4-nvidia", "every": {"rounding": "nearest"}},
+            NVIDIA.with_rounding({"dgrad_g": "nearest", "wgrad_g": "nearest"}),
+        ),
+        ({"every": {}}, NVFP4),
+        # the rest of the fields is given whole
+        ({"preset": "nvfp4-nvidia", "hadamard": {}}, NVIDIA),
+        ({"preset": "nvfp4-nvidia", "hadamard": None}, NVIDIA.replace(hadamard={})),
+        ({"preset": "nvfp4-nvidia", "hadamard": {"wgrad": None}}, NVIDIA.replace(hadamard={})),
+        (
+            {"preset": "nvfp4-nvidia", "hadamard": {"wgrad": {"signs": "keyed"}}},
+            NVIDIA.replace(hadamard={"wgrad": Hadamard(16, "keyed")}),
+        ),
+        ({"preset": "nvfp4-nvidia", "hadamard": {"wgrad": 64}}, NVIDIA.replace(hadamard={"wgrad": 64})),
+        (
+            {"preset": "nvfp4-nvidia", "hadamard": {"dgrad": 32}, "dgrad_w": None},
+            NVIDIA.replace(hadamard={"dgrad": 32, "wgrad": 16}, dgrad_w=None),
+        ),
+        ({"subtract_mean": ["wgrad"]}, NVFP4.replace(subtract_mean=("wgrad",))),
+        ({"surrogate": {"fprop_w": "dge"}}, NVFP4.replace(surrogate={"fprop_w": "dge"})),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_of_changes_what_it_names(given: dict[str, Any], expected: LinearCasts) -> None:
+    given = {"preset": "nvfp4", **given}
+    before = copy.deepcopy(given)
+    assert LinearCasts.of(given) == expected
+    assert given == before, "the mapping that was given was changed"
 
 
 def test_of_mapping_without_preset_starts_from_high_precision() -> None:
@@ -65,6 +149,13 @@ dgrad_g: {element: e1m2, rounding: stochastic}
 dgrad_w: fprop
 wgrad_g: null
 wgrad_x: fprop
+subtract_mean: [dgrad]
+surrogate: {fprop_w: dge}
+"""
+YAML_ROTATED = """
+preset: nvfp4
+hadamard: {dgrad: 32, wgrad: {size: 64, signs: keyed}}
+every: {scale: {format: e8m0, rounding: rceil, two_level: false}}
 """
 
 
@@ -83,10 +174,19 @@ wgrad_x: fprop
                 dgrad_w="fprop",
                 wgrad_g=None,
                 wgrad_x="fprop",
+                subtract_mean=("dgrad",),
+                surrogate={"fprop_w": "dge"},
+            ),
+        ),
+        (
+            YAML_ROTATED,
+            LinearCasts(
+                *(Cast("e2m1", Scale("e8m0", 16), getattr(NVFP4, operand).rounding) for operand in OPERANDS),
+                hadamard={"dgrad": Hadamard(32), "wgrad": Hadamard(64, "keyed")},
             ),
         ),
     ],
-    ids=["name", "preset and override", "preset and null", "six fields"],
+    ids=["name", "preset and override", "preset and null", "fields", "preset and all its casts"],
 )
 def test_yaml(text: str, expected: LinearCasts) -> None:
     assert LinearCasts.of(yaml.safe_load(text)) == expected
@@ -117,16 +217,64 @@ EXPECTED_PHASES = {
 }
 
 
-@pytest.mark.parametrize("casts", [SIX, LinearCasts.preset("nvfp4"), LinearCasts(fprop_w=INT4, dgrad_w="fprop")])
-@pytest.mark.parametrize("phase", PHASES)
-def test_phases(phase: str, casts: LinearCasts) -> None:
-    changed = casts.phase(phase)
-    for operand in OPERANDS:
-        expected = None if operand in EXPECTED_PHASES[phase] else getattr(casts, operand)
-        assert getattr(changed, operand) == expected, f"{operand} in phase {phase}"
-    assert changed.phase(phase) == changed, f"{phase} is not idempotent"
+def assert_phases(casts: LinearCasts) -> None:
+    for phase in PHASES:
+        changed = casts.phase(phase)
+        quantised = set()
+        for operand in OPERANDS:
+            expected = None if operand in EXPECTED_PHASES[phase] else getattr(casts, operand)
+            assert getattr(changed, operand) == expected, f"{operand} in phase {phase} of {casts}"
+            quantised |= {operand} if isinstance(expected, Cast) else set()
+        # What belongs to a GEMM or a tensor stays exactly where something is quantised that it concerns.
+        rotated = {gemm: setting for gemm, setting in casts.hadamard.items() if quantised & set(GEMMS[gemm])}
+        centred = tuple(
+            gemm for gemm in casts.subtract_mean if any(name in quantised and name[-1] != "w" for name in GEMMS[gemm])
+        )
+        surrogate = {operand: kind for operand, kind in casts.surrogate.items() if operand in quantised}
+        assert changed.hadamard == rotated, f"{phase} of {casts}"
+        assert changed.subtract_mean == centred, f"{phase} of {casts}"
+        assert changed.surrogate == surrogate, f"{phase} of {casts}"
+        assert changed.phase(phase) == changed, f"{phase} is not idempotent"
+        assert changed.phase("fqt") == changed, "fqt changes casts"
     assert casts.phase("fqt") == casts, "fqt does not give the casts back"
     assert casts.phase("bf16") == LinearCasts()
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *AWKWARD, "six", "reuse of a weight"])
+def test_phases(name: str) -> None:
+    others = {**AWKWARD, "six": SIX, "reuse of a weight": LinearCasts(fprop_w=INT4, dgrad_w="fprop")}
+    assert_phases(others[name] if name in others else LinearCasts.preset(name))
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *AWKWARD])
+def test_values(name: str) -> None:
+    """They compare and hash by what they say, and survive copying and pickling."""
+    casts = AWKWARD[name] if name in AWKWARD else LinearCasts.preset(name)
+    for twin in (copy.copy(casts), copy.deepcopy(casts), pickle.loads(pickle.dumps(casts)), casts.replace()):
+        assert twin == casts
+        assert hash(twin) == hash(casts)
+        assert str(twin) == str(casts)
+        assert twin.phase("qaf") == casts.phase("qaf")
+    others = [*AWKWARD.values(), *map(LinearCasts.preset, PRESETS)]
+    assert sum(casts == other for other in others) == 1
+    assert sum(str(casts) == str(other) for other in others) == 1, f"{casts} says less than it is"
+    assert len(set(others)) == len(others)
+
+
+def test_settings_of_gemms_have_one_form() -> None:
+    """However they are written, and whatever becomes of what was given."""
+    given: dict[str, Any] = {"wgrad": 16, "fprop": {"size": 32, "signs": "keyed"}}
+    casts = SIX.replace(hadamard=given, subtract_mean=iter(["wgrad", "fprop", "wgrad"]))
+    same = SIX.replace(
+        hadamard={"fprop": Hadamard(32, "keyed"), "wgrad": Hadamard(16, "fixed")}, subtract_mean=("fprop", "wgrad")
+    )
+    assert casts == same
+    assert (hash(casts), str(casts)) == (hash(same), str(same))
+    assert CENTRED.subtract_mean == SIX.replace(subtract_mean={"wgrad", "dgrad", "fprop"}).subtract_mean == tuple(GEMMS)
+    given["dgrad"] = 64
+    assert casts == same, "the mapping that was given is still in use"
+    one, other = ({"fprop_x": "dge", "fprop_w": "trust"}, {"fprop_w": "trust", "fprop_x": "dge"})
+    assert hash(SIX.replace(surrogate=one)) == hash(SIX.replace(surrogate=other))
 
 
 def test_str() -> None:
@@ -134,6 +282,155 @@ def test_str() -> None:
     assert str(casts) == (
         "fprop(x=e2m1/e4m3:1x16+fp32, w=int4/e5m2:1x128) dgrad(g=hp, w=fprop) wgrad(g=e2m1/e4m3:1x16+fp32~, x=hp)"
     )
+    assert str(casts.replace(hadamard={"wgrad": {"size": 64, "signs": "keyed"}}, surrogate={"fprop_w": "dge"})) == (
+        "fprop(x=e2m1/e4m3:1x16+fp32, w=int4/e5m2:1x128 dge) dgrad(g=hp, w=fprop) "
+        "wgrad(g=e2m1/e4m3:1x16+fp32~, x=hp, hadamard=64~)"
+    )
+    assert str(casts.replace(hadamard={"wgrad": 16}, subtract_mean=["fprop", "wgrad"])) == (
+        "fprop(x=e2m1/e4m3:1x16+fp32, w=int4/e5m2:1x128, -mean) dgrad(g=hp, w=fprop) "
+        "wgrad(g=e2m1/e4m3:1x16+fp32~, x=hp, hadamard=16, -mean)"
+    )
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+# Fields that contradict each other, what the error says of them, and a change that it proposes.
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "hadamard of nothing": (
+        {"hadamard": {"wgrad": 16}},
+        "hadamard rotates wgrad, which quantises nothing: leave wgrad out of hadamard",
+        {"hadamard": {}},
+    ),
+    "hadamard of what is only reused": (
+        {"fprop_x": INT4, "wgrad_x": "fprop", "hadamard": {"wgrad": 16}},
+        "hadamard rotates wgrad, which quantises nothing: leave wgrad out",
+        {"hadamard": {}},
+    ),
+    "hadamard and reuse in its GEMM": (
+        {"fprop_w": INT4, "dgrad_g": INT4, "dgrad_w": "fprop", "hadamard": {"dgrad": 16}},
+        "hadamard rotates dgrad, but dgrad_w is the operand of the forward pass as that pass quantised it: give "
+        "dgrad_w a cast of its own, or leave dgrad out",
+        {"dgrad_w": INT4},
+    ),
+    "reuse of what is rotated": (
+        {"fprop_x": INT4, "wgrad_x": "fprop", "hadamard": {"fprop": 16}},
+        "hadamard rotates fprop, but wgrad_x is the operand of the forward pass .*: give wgrad_x a cast of its own",
+        {"wgrad_x": INT4},
+    ),
+    "reuse of a weight whose GEMM is rotated": (
+        {"fprop_x": INT4, "dgrad_w": "fprop", "hadamard": {"fprop": 16}},
+        "hadamard rotates fprop, but dgrad_w is the operand of the forward pass .* or leave fprop out of hadamard",
+        {"hadamard": {}},
+    ),
+    "mean of no cast": (
+        {"fprop_w": INT4, "subtract_mean": ["fprop"]},
+        "subtract_mean needs an x or g of fprop with a cast: leave fprop out of subtract_mean",
+        {"subtract_mean": []},
+    ),
+    "mean of dgrad in hp": (
+        {"dgrad_w": INT4, "subtract_mean": ["dgrad"]},
+        "subtract_mean needs an x or g of dgrad with a cast: leave dgrad out of subtract_mean",
+        {"subtract_mean": []},
+    ),
+    "mean of what is reused": (
+        {"fprop_x": INT4, "wgrad_x": "fprop", "subtract_mean": ["fprop"]},
+        "subtract_mean changes x in fprop, but wgrad_x is the x that the forward pass quantised: give wgrad_x a cast "
+        "of its own, or leave fprop out",
+        {"wgrad_x": INT4},
+    ),
+    "mean and reuse in wgrad": (
+        {"fprop_x": INT4, "wgrad_g": INT4, "wgrad_x": "fprop", "subtract_mean": ["wgrad"]},
+        "subtract_mean changes x in wgrad, but wgrad_x is .* or leave wgrad out of subtract_mean",
+        {"subtract_mean": []},
+    ),
+    "surrogate of hp": (
+        {"fprop_x": INT4, "surrogate": {"fprop_w": "trust"}},
+        "surrogate names fprop_w, which is not quantised: leave it out of surrogate",
+        {"surrogate": {}},
+    ),
+    "dge of stochastic rounding": (
+        {"fprop_w": STOCHASTIC, "surrogate": {"fprop_w": "dge"}},
+        "'dge' stands for rounding to nearest, and fprop_w rounds stochastically, .*: leave fprop_w out of surrogate, "
+        "or round it to nearest",
+        {"fprop_w": NEAREST},
+    ),
+    "surrogate of x without its mean": (
+        {"fprop_x": INT4, "surrogate": {"fprop_x": "trust"}, "subtract_mean": ["fprop"]},
+        "A surrogate of fprop_x and subtract_mean in fprop contradict each other, .*: leave out one of them",
+        {"subtract_mean": []},
+    ),
+    "surrogate of a weight that also meets the mean": (  # which it does unquantised: that part of dW passes as it is
+        {"fprop_x": INT4, "fprop_w": INT4, "surrogate": {"fprop_w": "trust"}, "subtract_mean": ["fprop"]},
+        "A surrogate of fprop_w and subtract_mean in fprop contradict each other, .*: leave out one of them",
+        {"surrogate": {}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_contradictions(name: str) -> None:
+    given, message, remedy = CONTRADICTIONS[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        LinearCasts(**given)
+    assert "Got fprop(" in str(caught.value), "the error does not say what was given"
+    LinearCasts(**{**given, **remedy})
+
+
+def test_every_contradiction_is_in_the_table() -> None:
+    source = textwrap.dedent(inspect.getsource(LinearCasts._contradictions))
+    kinds = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Yield)]
+    starts = [
+        "hadamard rotates .*, which",
+        "hadamard rotates .*, but",
+        "subtract_mean needs",
+        "subtract_mean changes",
+        "surrogate names",
+        "'dge'",
+        "A surrogate of",
+    ]
+    assert len(kinds) == len(starts), "a contradiction was added: tell of it here and in CONTRADICTIONS"
+    for start in starts:
+        assert any(message.startswith(start.split(" .*")[0]) for _, message, _ in CONTRADICTIONS.values()), start
+
+
+def impossible(casts: dict[str, Any]) -> bool:
+    """Whether the fields contradict each other, in other words than the package's."""
+    quantised = {name for name in OPERANDS if isinstance(casts.get(name), Cast)}
+    reused = {name for name in OPERANDS if casts.get(name) == "fprop"}
+    rotated = {name for gemm in casts["hadamard"] for name in GEMMS[gemm]}
+    centred = {name for gemm in casts["subtract_mean"] for name in GEMMS[gemm] if name[-1] != "w"}
+    return (
+        any(not quantised & set(GEMMS[gemm]) for gemm in casts["hadamard"])
+        or any(not quantised & centred & set(GEMMS[gemm]) for gemm in casts["subtract_mean"])
+        or bool(reused & rotated)  # the tensor of the forward pass, in a space in which it was not quantised
+        or bool(reused and "fprop" in casts["hadamard"])  # and the other way round
+        or ("wgrad_x" in reused and bool(centred & {"fprop_x", "wgrad_x"}))
+        or any(name not in quantised for name in casts["surrogate"])
+        or any(k == "dge" and casts[name].rounding == "stochastic" for name, k in casts["surrogate"].items())
+        or ("fprop" in casts["subtract_mean"] and bool(casts["surrogate"]))
+    )
+
+
+def test_all_combinations_are_honoured_or_refused_and_have_phases() -> None:
+    forward = itertools.product((None, NEAREST), (None, NEAREST, STOCHASTIC))
+    backward = itertools.product((None, NEAREST), (None, NEAREST, "fprop"), (None, NEAREST), (None, NEAREST, "fprop"))
+    extras = [{}, *({"hadamard": {gemm: 16}} for gemm in GEMMS), *({"subtract_mean": (gemm,)} for gemm in GEMMS)]
+    extras += [{"surrogate": {name: kind}} for name in OPERANDS[:2] for kind in ("dge", "trust")]
+    extras += [{"surrogate": {name: "trust"}, "subtract_mean": ("fprop",)} for name in OPERANDS[:2]]
+    extras += [{"hadamard": {"wgrad": 64}, "subtract_mean": ("fprop", "wgrad"), "surrogate": {}}]
+    valid = 0
+    for (six, rest), extra in itertools.product(itertools.product(forward, list(backward)), extras):
+        given = dict(zip(OPERANDS, (*six, *rest), strict=True))
+        given = {**given, "hadamard": {}, "subtract_mean": (), "surrogate": {}, **extra}
+        try:
+            casts = LinearCasts(**given)
+        except ValueError as error:
+            assert impossible(given), f"refused: {error}"
+        else:
+            assert not impossible(given), f"not refused: {casts}"
+            valid += 1
+            assert_phases(casts)
+    assert valid > 500
 
 
 @pytest.mark.parametrize(
@@ -157,7 +454,7 @@ def test_str() -> None:
         (lambda: LinearCasts.of({1: None}), "Unknown field of LinearCasts 1"),
         (lambda: LinearCasts.of(None), "a preset's name or a mapping of fields; got None"),
         (lambda: LinearCasts.of(["nvfp4"]), r"a preset's name or a mapping of fields; got \['nvfp4'\]"),
-        (lambda: SIX.replace(fprop=None), "Unknown operand 'fprop'"),
+        (lambda: SIX.replace(fprop=None), "Unknown field of LinearCasts 'fprop'. Did you mean 'fprop_"),
         (lambda: SIX.replace(fprop_x="fprop"), "LinearCasts.fprop_x is"),
         (lambda: SIX.phase("qat"), "Unknown phase 'qat'. Did you mean 'qaf'"),
         (lambda: SIX.phase(None), "Unknown phase None"),
@@ -166,8 +463,75 @@ def test_str() -> None:
         (lambda: SIX.with_rounding("stochastic"), "rounding"),
         (lambda: LinearCasts().with_rounding({"wgrad_x": "nearest"}), "wgrad_x is None"),
         (lambda: SIX.replace(wgrad_x="fprop").with_rounding({"wgrad_x": "nearest"}), "wgrad_x is 'fprop'"),
+        (lambda: SIX.replace(hadamard=16), "LinearCasts.hadamard maps some of fprop, dgrad, wgrad to .* got 16"),
+        (lambda: SIX.replace(hadamard=16), "LinearCasts.hadamard maps some of fprop, .*{'wgrad': 16}; got 16"),
+        (
+            lambda: SIX.replace(hadamard={"wgard": 16}),
+            "Unknown key of LinearCasts.hadamard 'wgard'. Did you mean 'wgrad'",
+        ),
+        (lambda: SIX.replace(hadamard={"wgrad_x": 16}), "Unknown key of LinearCasts.hadamard 'wgrad_x'"),
+        *[
+            (lambda size=size: SIX.replace(hadamard={"wgrad": size}), "Hadamard.size is one of 16, 32, 64, 128; got")
+            for size in (8, 48, True, None, "16", 16.0)
+        ],
+        (
+            lambda: SIX.replace(hadamard={"wgrad": {"sise": 16}}),
+            "Unknown field of Hadamard 'sise'. Did you mean 'size'",
+        ),
+        (lambda: SIX.replace(hadamard={"wgrad": {"signs": "key"}}), "Unknown signs of a Hadamard transform 'key'. Did"),
+        (
+            lambda: SIX.replace(subtract_mean="wgrad"),
+            "LinearCasts.subtract_mean is a list of GEMMs such as .*; got 'wgrad'",
+        ),
+        (lambda: SIX.replace(subtract_mean=None), "LinearCasts.subtract_mean is a list of GEMMs such as .*; got None"),
+        (lambda: SIX.replace(subtract_mean=True), "LinearCasts.subtract_mean is a list of GEMMs such as .*; got True"),
+        (
+            lambda: SIX.replace(subtract_mean={"wgrad": False}),
+            "LinearCasts.subtract_mean is a list of GEMMs such as .*; got {",
+        ),
+        (lambda: SIX.replace(subtract_mean=["wgard"]), "Unknown GEMM in .*subtract_mean 'wgard'. Did you mean 'wgrad'"),
+        (lambda: SIX.replace(subtract_mean=["wgrad_x"]), "Unknown GEMM in LinearCasts.subtract_mean 'wgrad_x'"),
+        (lambda: SIX.replace(surrogate="dge"), "LinearCasts.surrogate maps some of fprop_x, fprop_w to .* got 'dge'"),
+        (lambda: SIX.replace(surrogate={"dgrad_w": "dge"}), "Unknown key of LinearCasts.surrogate 'dgrad_w'"),
+        (lambda: SIX.replace(surrogate={"fprop_w": "ste"}), "Unknown surrogate 'ste'.*'trust', 'dge'"),
+        (lambda: SIX.replace(surrogate={"fprop_w": None}), "Unknown surrogate None"),
+        (
+            lambda: LinearCasts.of({"preset": "nvfp4", "every": 32}),
+            "casts.every is a mapping of fields of Cast; got 32",
+        ),
+        (
+            lambda: LinearCasts.of({"every": {"element": "int4"}}),
+            "every changes the casts of a preset, and there are none",
+        ),
+        (lambda: LinearCasts.of({"preset": "bf16", "every": {}}), "every changes the casts of a preset, and there are"),
+        (lambda: LinearCasts.of({"preset": "nvfp4", "every": {"elment": "int4"}}), "Unknown field of Cast 'elment'"),
+        (lambda: LinearCasts.of({"preset": "nvfp4", "every": {"scale": {"blok": 8}}}), "Unknown field of Scale 'blok'"),
+        (lambda: LinearCasts.of({"preset": "nvfp4", "every": {1: 2}}), "Unknown field of Cast '?1"),
+        (lambda: LinearCasts.of({"preset": "nvfp4", "fprop_x": {"elment": 1}}), "Unknown field of Cast 'elment'. Did"),
+        (lambda: LinearCasts.of({"preset": "nvfp4", "fprop_x": {1: 2}}), "Unknown field of Cast '?1"),
+        (
+            lambda: LinearCasts.of({"preset": "nvfp4", "fprop_x": {"scale": {"top": 500}}}),
+            r"Scale.top must lie in \(0, 448",
+        ),
+        (lambda: LinearCasts.of({"preset": "ufp4", "wgrad_g": None, "wgrad_x": None}), "hadamard rotates wgrad, which"),
     ],
 )
 def test_errors(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda settings: settings.__setitem__("wgrad", None),
+        lambda settings: settings.update(wgrad=None),
+        lambda settings: settings.pop("wgrad"),
+        lambda settings: settings.clear(),
+    ],
+)
+def test_settings_do_not_change(change: Callable[[Any], Any]) -> None:
+    casts = LinearCasts.preset("ufp4")
+    with pytest.raises(TypeError, match="LinearCasts.replace"):
+        change(casts.hadamard)
+    assert casts == LinearCasts.preset("ufp4")

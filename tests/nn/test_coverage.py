@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert, kernels
 from lightning_lowbit.nn import GemmCounter, LayerKeys, QuantizedLayer, set_phase
+from lightning_lowbit.quant import Hadamard
 
 NVFP4 = LinearCasts.preset("nvfp4")
 BITS, HP_BITS = 4.5, 16
@@ -831,6 +832,54 @@ def test_a_module_that_is_not_part_of_the_model() -> None:
     assert_counted(counter, {"layer": layer(TOKENS, WIDTH, 4, ["dgrad"])}, {"head": 3 * gemm(TOKENS, 8, 4)})
 
 
+# --- casts that multiply matrices themselves --------------------------------------------------------------------------
+
+HADAMARD = {"fprop": 16, "dgrad": Hadamard(16, "keyed"), "wgrad": Hadamard(32, "keyed")}
+MEANS = ("fprop", "dgrad", "wgrad")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hadamard": HADAMARD},
+        {"subtract_mean": MEANS},
+        {"hadamard": HADAMARD, "subtract_mean": MEANS},
+        {"surrogate": {"fprop_x": "dge", "fprop_w": "trust"}, "hadamard": HADAMARD},
+        {"subtract_mean": MEANS, "dgrad_w": "fprop"},
+    ],
+    ids=str,
+)
+def test_rotations_and_means(changes: dict[str, Any]) -> None:
+    """They are part of the casts: GEMMs, coverage and what the model needs are what they would be without."""
+    model = low_bit(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32)), NVFP4.replace(**changes))
+    counter = count(model, x_of(32, 64, grad=True))
+    assert_counted(counter, {"0": layer(32, 64, 48), "2": layer(32, 48, 32)}, {})
+
+
+def test_casts_of_rows_and_tensors_are_covered() -> None:
+    """Their scales count as no bits: there is one for a whole row."""
+    rows, tensor = Cast("int8", Scale("fp32", "row")), Cast("e4m3", Scale("fp32", "tensor"))
+    model = low_bit(nn.Sequential(nn.Linear(64, 48)), LinearCasts(rows, tensor, rows, "fprop", rows, None))
+    counter = count(model, x_of(32, 64, grad=True))
+    flops = gemm(32, 64, 48)
+    coverage = counter.coverage()
+    assert coverage.low_bit == 2 * flops
+    assert coverage.uncovered == {"0 (wgrad)": flops}
+    assert coverage.average_bits == pytest.approx((8 + 8 + (8 + HP_BITS) / 2) / 3)
+
+
+def test_a_phase_without_rotations() -> None:
+    """Coverage of another phase follows from the counts, whatever was rotated when they were made."""
+    model = low_bit(nn.Sequential(nn.Linear(64, 48)), NVFP4.replace(hadamard=HADAMARD, subtract_mean=MEANS))
+    counter = count(model, x_of(32, 64, grad=True))
+    assert counter.coverage().uncounted == ()
+    assert counter.coverage("fqt").average_bits == pytest.approx(BITS)
+    assert counter.coverage("bf16").share == 0
+    assert counter.coverage("bf16").average_bits == HP_BITS
+    assert 0 < counter.coverage("qaf").share < counter.coverage("fqt").share == 1
+    assert counter.coverage("qaf").uncovered.keys() == {"0 (dgrad)", "0 (wgrad)"}
+
+
 # --- the counter itself -----------------------------------------------------------------------------------------------
 
 
@@ -892,16 +941,19 @@ def test_an_exception_that_the_model_catches() -> None:
     assert dict(counter.others) == {"": 2 * gemm(TOKENS, 4, WIDTH)}
 
 
+@pytest.mark.parametrize("changes", [{}, {"hadamard": HADAMARD, "subtract_mean": MEANS}], ids=["", "transforms"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_changes_no_result(dtype: torch.dtype) -> None:
+def test_changes_no_result(dtype: torch.dtype, changes: dict[str, Any]) -> None:
     """Outputs and gradients are the same to the bit: random rounding, dropout and activations with kernels of their own
     (of which torch's own counter makes many operations, with a rounding each) included."""
+
+    casts = NVFP4.replace(**changes)
 
     def run(counting: bool) -> list[Tensor]:
         torch.manual_seed(0)
         encoder = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.1, batch_first=True)
         activations = (nn.SiLU(), nn.GELU("tanh"), nn.Mish(), nn.Hardswish(), nn.LayerNorm(WIDTH), nn.Softplus())
-        model = low_bit(nn.Sequential(encoder, *activations, nn.LogSoftmax(-1), nn.Linear(WIDTH, 4)).to(dtype))
+        model = low_bit(nn.Sequential(encoder, *activations, nn.LogSoftmax(-1), nn.Linear(WIDTH, 4)).to(dtype), casts)
         x = torch.randn(BATCH, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
         with GemmCounter(model) if counting else nullcontext():
             output = model(x)

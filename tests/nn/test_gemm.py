@@ -13,6 +13,8 @@ from lightning_lowbit.quant import Operand, quantize_operand
 NVFP4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
 ONE_LEVEL = Cast("e2m1", Scale("e4m3", 16))
 WIDE = Cast("int8", Scale("e4m3", 16, two_level=True))  # does not fit bfloat16
+ROWS = Cast("int8", Scale("fp32", "row"))
+TENSOR = Cast("e4m3", Scale("fp32", "tensor"))
 
 
 def operands(m: int = 24, k: int = 80, n: int = 40, *, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -33,10 +35,14 @@ def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check(found: Tensor, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, ulps: float) -> None:
-    exact = value(a) @ value(b) + (0.0 if bias is None else bias.double())
+    product = value(a) @ value(b)
+    exact = product + (0.0 if bias is None else bias.double())
     # Rounding of partial sums counts against what was added up, not against what is left after cancellation.
     size = value(a).abs() @ value(b).abs() + (0.0 if bias is None else bias.double().abs())
     allowed = ulps * ulp(exact, dtype) + size * 2.0**-22
+    if any(operand.factor is not None and operand.factor.dim() for operand in (a, b)):
+        # Scales of rows multiply what the GEMM has rounded, and bias comes after them.
+        allowed += torch.finfo(dtype).eps / 2 * product.abs()
     error = (found.double() - exact).abs()
     assert found.dtype == dtype
     assert (error <= allowed).all(), f"off by {(error / ulp(exact, dtype)).max():.2f} ulp of {dtype}"
@@ -45,7 +51,7 @@ def check(found: Tensor, a: Operand, b: Operand, bias: Tensor | None, dtype: tor
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
     ("left", "right"),
-    list(itertools.product([None, ONE_LEVEL, NVFP4, WIDE], repeat=2)),
+    list(itertools.product([None, ONE_LEVEL, NVFP4, WIDE, ROWS, TENSOR], repeat=2)),
     ids=lambda cast: "hp" if cast is None else str(cast),
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -68,32 +74,42 @@ def test_exact_mode_rounds_once(with_bias: bool) -> None:
     check(fast, a, b, bias, torch.bfloat16, ulps=1)
 
 
+SIZES = [(1e18, 1e18), (1e-15, 1e-15), (1e30, 1e-30), (1e-25, 1e8), (1e-30, 1.0), (1e-18, 1e-17)]
+PAIRS = {"nvfp4": (NVFP4, NVFP4), "rows": (ROWS, ROWS), "tensor": (TENSOR, TENSOR), "mixed": (ROWS, NVFP4)}
+
+
 @pytest.mark.parametrize(
-    ("size_a", "size_b"),
-    [(1e18, 1e18), (1e-15, 1e-15), (1e30, 1e-30), (1e-25, 1e8), (1e36, 1.0), (1e-30, 1.0), (1e-18, 1e-17)],
+    ("pair", "size_a", "size_b"),
+    [
+        *((pair, *sizes) for pair in PAIRS for sizes in SIZES),
+        # Scales of rows multiply one after the other, in float32: codes times the first of them may not exceed it.
+        ("nvfp4", 1e36, 1.0),
+        ("tensor", 1e36, 1.0),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_tensors_of_extreme_size(size_a: float, size_b: float, dtype: torch.dtype) -> None:
+def test_tensors_of_extreme_size(size_a: float, size_b: float, pair: str, dtype: torch.dtype) -> None:
     x, w = operands(dtype=torch.float32)
     x, w = (x * size_a).to(dtype), (w * size_b).to(dtype)
     bias = (torch.randn(40) * size_a * size_b).to(dtype)
-    a, b = quantize_operand(x, NVFP4, 1), quantize_operand(w, NVFP4, 0)
+    a, b = quantize_operand(x, PAIRS[pair][0], 1), quantize_operand(w, PAIRS[pair][1], 0)
     for offset in (None, bias):
         check(matmul(a, b, offset, dtype), a, b, offset, dtype, ulps=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_huge_maxima_that_never_meet(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("pair", PAIRS)
+def test_huge_maxima_that_never_meet(pair: str, dtype: torch.dtype) -> None:
     """The product of the two tensor scales is infinite, no element of the result is."""
     x, w = (torch.zeros(2, 32, dtype=dtype), torch.zeros(32, 2, dtype=dtype))
     x[0, 0], x[1, 20] = 1e28, 1e26
     w[1, 0], w[21, 1] = 1e26, 1e28
-    a, b = quantize_operand(x, NVFP4, 1), quantize_operand(w, NVFP4, 0)
+    a, b = quantize_operand(x, PAIRS[pair][0], 1), quantize_operand(w, PAIRS[pair][1], 0)
     assert matmul(a, b, dtype=dtype).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("cast", [None, ONE_LEVEL, NVFP4], ids=str)
+@pytest.mark.parametrize("cast", [None, ONE_LEVEL, NVFP4, ROWS], ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["a", "b", "bias"])
 def test_non_finite_propagates(where: str, bad: float, cast: Cast | None, dtype: torch.dtype) -> None:
@@ -111,15 +127,17 @@ def test_non_finite_propagates(where: str, bad: float, cast: Cast | None, dtype:
 
 @pytest.mark.parametrize("shape", [(0, 32, 8), (4, 32, 0), (4, 0, 8), (1, 1, 1)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_empty(shape: tuple[int, int, int], with_bias: bool) -> None:
+@pytest.mark.parametrize("cast", [NVFP4, ROWS, TENSOR], ids=str)
+def test_empty(shape: tuple[int, int, int], with_bias: bool, cast: Cast) -> None:
     x, w = operands(*shape, dtype=torch.bfloat16)
     bias = torch.randn(shape[2]).bfloat16() if with_bias else None
-    a, b = quantize_operand(x, NVFP4, 1), quantize_operand(w, NVFP4, 0)
+    a, b = quantize_operand(x, cast, 1), quantize_operand(w, cast, 0)
     check(matmul(a, b, bias), a, b, bias, torch.bfloat16, ulps=1)
 
 
-def test_transposed_operands() -> None:
+@pytest.mark.parametrize("cast", [NVFP4, ROWS], ids=str)
+def test_transposed_operands(cast: Cast) -> None:
     x, w = operands(dtype=torch.bfloat16)
-    a, b = quantize_operand(x, NVFP4, 1), quantize_operand(w, NVFP4, 0)
+    a, b = quantize_operand(x, cast, 1), quantize_operand(w, cast, 0)
     assert torch.equal(value(a.t()), value(a).t())
     check(matmul(b.t(), a.t()), b.t(), a.t(), None, torch.bfloat16, ulps=1)

@@ -12,8 +12,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowbit import Cast, FP4Precision, LinearCasts, LowBitPrecision, QAFSwitch, Scale, convert
-from lightning_lowbit.nn import QuantLinear, set_phase
+from lightning_lowbit.nn import PRESETS, QuantLinear, set_phase
 from lightning_lowbit.precision.base import global_seed
+from lightning_lowbit.quant import Hadamard
 
 
 def quiet(**kwargs):
@@ -269,7 +270,10 @@ def test_from_yaml(monkeypatch):
                 wgrad_g: {element: e1m2, rounding: stochastic, scale: {format: e5m2, block: 32}}
                 dgrad_g: {element: e2m1, rounding: nearest, scale: {format: e4m3, block: [16, 16], two_level: true}}
               rounding: {wgrad_g: nearest}
-              overrides: {layer: bf16}
+              overrides:
+                layer:
+                  fprop_w: {element: e1m2, scale: {format: e5m2, block: 32}}
+                  hadamard: {fprop: {size: 32, signs: keyed}}
               compute_dtype: fp32
               seed: 5
           logger: false
@@ -279,10 +283,46 @@ def test_from_yaml(monkeypatch):
     plugin = cli.trainer.precision_plugin
     assert plugin.casts.wgrad_x == "fprop"
     assert plugin.casts.dgrad_g.scale.block == (16, 16)
-    assert plugin.casts.wgrad_g == Cast("e1m2", Scale("e5m2", 32), "nearest"), "YAML's fields have other defaults"
-    assert plugin.overrides == {"layer": LinearCasts()}
+    assert plugin.casts.dgrad_g.rounding == "nearest"
+    changed = Cast("e1m2", Scale("e5m2", 32, two_level=True), "nearest")
+    assert plugin.casts.wgrad_g == changed, "YAML changes other fields of the preset than it names"
+    alone = LinearCasts(fprop_w=Cast("e1m2", Scale("e5m2", 32)), hadamard={"fprop": Hadamard(32, "keyed")})
+    assert plugin.overrides == {"layer": alone}, "YAML's fields have other defaults"
     assert plugin.seed == 5
     assert plugin.precision == "32-true"
+
+
+EXPLICIT = """
+fprop_x: {element: int8, scale: {format: fp32, block: row}}
+fprop_w: {element: e2m1, scale: {format: e4m3, block: [16, 16], two_level: true, top: 256, four_over_six: mse}}
+dgrad_g: {element: e5m2, scale: {format: fp32, block: tensor, rounding: power_of_two}, rounding: stochastic}
+dgrad_w: fprop
+wgrad_g: {element: e2m1, scale: {format: e8m0, block: 32, rounding: floor, prescale: 0.75}}
+wgrad_x: null
+hadamard: {wgrad: 64}
+subtract_mean: [dgrad, wgrad]
+surrogate: {fprop_w: dge}
+"""
+
+
+@pytest.mark.parametrize(
+    "casts",
+    [
+        *PRESETS,
+        *(f"{{preset: {name}, fprop_x: null, dgrad_w: {{element: int4}}, hadamard: {{}}}}" for name in PRESETS),
+        "{preset: nvfp4, every: {scale: {format: e8m0, rounding: null, block: 32, two_level: false}}}",
+        "{preset: mxfp4-rht, hadamard: {wgrad: {size: 128, signs: fixed}}, subtract_mean: [fprop]}",
+        "{fprop_w: {element: int4}}",
+        EXPLICIT,
+    ],
+)
+def test_casts_from_yaml(monkeypatch, casts):
+    """Whatever :meth:`LinearCasts.of` reads reaches the plugin through the command line of Lightning as it is."""
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    plugin = {"class_path": "lightning_lowbit.LowBitPrecision", "init_args": {"casts": yaml.safe_load(casts)}}
+    config = {"seed_everything": 1, "trainer": {"plugins": plugin, "logger": False, "enable_checkpointing": False}}
+    cli = LightningCLI(BoringModel, args=config, run=False, save_config_callback=None, auto_configure_optimizers=False)
+    assert cli.trainer.precision_plugin.casts == LinearCasts.of(yaml.safe_load(casts))
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

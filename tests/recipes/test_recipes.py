@@ -1,4 +1,7 @@
-"""Every recipe and overlay: two steps of a small version, and its full size without memory for the numbers."""
+"""Every recipe and overlay: two steps of a small version, and its full size without memory for the numbers.
+
+Every study: its rows, which differ in what they say they do, and are the same ones wherever two studies share a name.
+"""
 
 import gzip
 import json
@@ -10,12 +13,16 @@ import yaml
 
 from lightning_lowbit import cli
 from lightning_lowbit.cli import run
-from lightning_lowbit.cli.configs import OVERLAY, headline, recipes
+from lightning_lowbit.cli.compare import plan
+from lightning_lowbit.cli.configs import OVERLAY, STUDY, kind, recipes
+from lightning_lowbit.cli.study import read_study
 from lightning_lowbit.nn import LinearCasts
+from lightning_lowbit.nn.casts import GEMMS, OPERANDS, PRESETS
 from lightning_lowbit.precision import LowBitPrecision
 
-OVERLAYS = [name for name, path in recipes().items() if headline(path).startswith(OVERLAY)]
-RECIPES = [name for name in recipes() if name not in OVERLAYS]
+RECIPES, OVERLAYS, STUDIES = (
+    [name for name, path in recipes().items() if kind(path) == mark] for mark in ("", OVERLAY, STUDY)
+)
 
 # Millions of parameters.
 SIZES = {
@@ -25,6 +32,13 @@ SIZES = {
     "llama_350m": 367.97,
     "llama_1b": 1339,
     "llama_7b": 6738,
+}
+
+# Casts that overlays make of the recipe's, where they are no preset of the same name.
+CHANGES = {
+    "averis": LinearCasts.preset("nvfp4").replace(subtract_mean=GEMMS),
+    "dge": LinearCasts.preset("nvfp4").replace(surrogate={"fprop_w": "dge"}),
+    "trust": LinearCasts.preset("nvfp4").replace(surrogate={"fprop_x": "trust", "fprop_w": "trust"}),
 }
 
 SMALL = """
@@ -37,7 +51,7 @@ data: {init_args: {path: PATH, tokenizer: bytes, sequence_length: 16, batch_size
 
 def combinations():
     """(name, configurations) of each recipe alone and each overlay on a recipe that it suits."""
-    yield from ((name, [name]) for name in RECIPES)
+    yield from ((name, [name]) for name in RECIPES if name != "quadratic")  # no language model: it has its own tests
     yield from ((name, ["c4" if name.startswith("llama") else "quickstart", name]) for name in OVERLAYS)
 
 
@@ -85,7 +99,8 @@ def test_full_size(name, monkeypatch):
     assert size == pytest.approx(SIZES.get(name, SIZES["quickstart"]), rel=0.01)
     plugin = parsed.trainer.precision_plugin
     assert isinstance(plugin, LowBitPrecision)
-    casts = LinearCasts() if name == "bf16" else LinearCasts.preset("nvfp4")
+    preset = name.replace("_", "-")
+    casts = CHANGES.get(name) or LinearCasts.preset(preset if preset in PRESETS else "nvfp4")
     planned = plugin.plan(parsed.model)
     assert len(planned) == 7 * parsed.model.model.config.num_hidden_layers and set(planned.values()) == {casts}
     assert type(optimizer).__name__ == ("AdamW" if name == "adamw" else "StableSPAM")
@@ -93,11 +108,91 @@ def test_full_size(name, monkeypatch):
 
 
 def test_every_overlay_and_recipe_is_told_apart():
-    assert set(RECIPES) == {"quickstart", "c4"}
-    assert {"bf16", "nvfp4", "qaf", "adamw", "stable_spam", "llama_130m", "llama_1b"} <= set(OVERLAYS)
+    assert set(RECIPES) == {"quickstart", "c4", "quadratic"}
+    assert {"bf16", "nvfp4", "qaf", "adamw", "stable_spam", "llama_130m", "llama_1b", "study"} <= set(OVERLAYS)
+    assert set(STUDIES) == {"scale_formats", "block_sizes", "stochastic_rounding", "nearest_rounding"}
 
 
 def test_the_readme_lists_them_all():
     page = Path(__file__).parent.parent.parent / "recipes" / "README.md"
     for name in recipes():
         assert f"`{name}`" in page.read_text(), f"recipes/README.md does not list {name}"
+
+
+# --- studies ----------------------------------------------------------------------------------------------------------
+
+
+def runs_of(study):
+    return plan(read_study(study).rows, Path("out"), ())
+
+
+def casts_of(study):
+    """By row, the casts."""
+    arguments = {row.name: row.config["trainer"]["plugins"]["init_args"] for row in read_study(study).rows}
+    return {name: LinearCasts.of(given["casts"]) for name, given in arguments.items()}
+
+
+def differing(casts, other):
+    return {operand for operand in OPERANDS if getattr(casts, operand) != getattr(other, operand)}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_rows_of_a_study_differ_in_their_casts_alone(name):
+    study, casts = read_study(name), casts_of(name)
+    assert study.name == name and study.baseline == "bf16"
+    assert casts["bf16"] == LinearCasts() and casts["e4m3"] == LinearCasts.preset("nvfp4")
+    assert len(set(casts.values())) == len(casts)
+    assert {len(row.seeds) for row in study.rows if row.name in ("bf16", "e4m3")} == {3}
+    for row in study.rows:
+        del row.config["trainer"]["default_root_dir"], row.config["trainer"]["plugins"]["init_args"]["casts"]
+        assert row.config["trainer"].pop("plugins")["init_args"] == {"skip": ["lm_head"]}
+        assert row.config == study.rows[0].config
+    callbacks = [callback["class_path"] for callback in study.rows[0].config["trainer"]["callbacks"]]
+    assert not any(callback.endswith("Switch") for callback in callbacks), "one precision from first to last"
+
+
+def test_studies_share_what_has_the_same_name():
+    recipes_by_folder = {}
+    for name in STUDIES:
+        for each in runs_of(name):
+            recipes_by_folder.setdefault(each.folder, set()).add(each.recipe)
+    assert all(len(recipes) == 1 for recipes in recipes_by_folder.values())
+    assert len(recipes_by_folder) < sum(len(runs_of(name)) for name in STUDIES)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_row_of_each_study_parses(name):
+    Path("row.yaml").write_text(runs_of(name)[-1].recipe)
+    run.check(["fit", "--config=row.yaml"])
+
+
+def test_scale_formats_and_block_sizes_are_what_their_names_say():
+    for row, casts in (casts_of("scale_formats") | casts_of("block_sizes")).items():
+        if row == "bf16":
+            continue
+        scale_format, _, block = row.partition("_block")
+        for operand in OPERANDS:
+            scale = getattr(casts, operand).scale
+            assert (scale.format, scale.block) == (scale_format, int(block or 16))
+            assert scale.two_level == (scale_format != "e8m0")
+            assert scale.rounding == ("rceil" if scale_format == "e8m0" else "nearest")
+            assert getattr(casts, operand).rounding == getattr(LinearCasts.preset("nvfp4"), operand).rounding
+
+
+@pytest.mark.parametrize(
+    ("study", "all_of_them", "prefix", "others"),
+    [
+        ("stochastic_rounding", "all_nearest", "sr", "nearest"),
+        ("nearest_rounding", "all_stochastic", "nearest", "stochastic"),
+    ],
+)
+def test_one_operand_at_a_time_rounds_otherwise(study, all_of_them, prefix, others):
+    casts = casts_of(study)
+    everywhere = casts[all_of_them]
+    assert {getattr(everywhere, operand).rounding for operand in OPERANDS} == {others}
+    assert everywhere.fprop_x.scale == LinearCasts.preset("nvfp4").fprop_x.scale
+    for operand in OPERANDS:
+        one = casts[f"{prefix}_{operand}"]
+        assert differing(one, everywhere) == {operand}
+        assert getattr(one, operand).rounding != others
+        assert getattr(one, operand).scale == getattr(everywhere, operand).scale

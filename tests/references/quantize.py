@@ -3,7 +3,9 @@
 Nothing here comes from the package: the grids follow from the names of the formats.
 """
 
+import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,8 +33,14 @@ FLOATS = {
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 
+@cache
 def magnitudes(name: str) -> np.ndarray:
-    """The magnitudes of a format, float64, ascending from 0; the code of a non-negative float is its place here."""
+    """The magnitudes of a format, float64, ascending from 0; the code of a non-negative float is its place here.
+
+    Those of E8M0 begin at 2^-127: it has no 0.
+    """
+    if name == "e8m0":
+        return 2.0 ** np.arange(-127, 128)
     if name == "ternary":
         return np.arange(2.0)
     if name.startswith("int"):
@@ -112,6 +120,69 @@ def splitmix64(key: int) -> int:
     return key ^ key >> 31
 
 
+# --- scales -----------------------------------------------------------------------------------------------------------
+
+
+def significand_bits(element: str) -> int:
+    """Binary digits after the leading one of a format's largest value."""
+    if element.startswith("int"):
+        return int(element[3:]) - 2  # 1.11..1 * 2^(bits - 2)
+    return 0 if element == "ternary" else int(element[3])
+
+
+def power_of_two_scale(largest: float, element: str, rounding: str) -> float:
+    """E8M0: the power of two for a block whose largest magnitude is this, by the words of each rule."""
+    if largest == 0:
+        return 2.0**-127
+    largest, top = float(largest), float(magnitudes(element)[-1])
+    exponent, top_exponent = math.frexp(largest)[1] - 1, math.frexp(top)[1] - 1  # floor(log2)
+    if rounding == "ceil" and largest > 2.0**exponent:
+        exponent += 1
+    if rounding == "even":
+        digits = significand_bits(element)
+        if np.rint(largest / 2.0**exponent * 2**digits) == 2 ** (digits + 1):
+            exponent += 1
+    scale = exponent - top_exponent
+    if rounding == "rceil":
+        scale = next(k for k in range(exponent - top_exponent - 1, 400) if largest <= top * 2.0**k)
+    return 2.0 ** min(max(scale, -127), 127)
+
+
+def scale_and_factor(
+    block: np.ndarray, largest: np.float32, encode: np.float32, decode: np.float32, element: str, scale: Any
+) -> tuple[np.float32, np.float32]:
+    """The scale of a block, and what its elements are multiplied by."""
+    one, top = np.float32(1), np.float32(magnitudes(element)[-1])
+    if not (np.isfinite(largest) and np.isfinite(block).all()):
+        return np.float32(np.nan), np.float32(np.nan)
+    if scale.format == "fp32":
+        factor = np.minimum(top / largest, FLOAT32_MAX) if largest > 0 else one
+        if scale.rounding == "power_of_two":
+            factor = np.float32(2.0 ** max(math.frexp(factor)[1] - 1, -127))
+        return one / factor, factor
+    if scale.format == "e8m0":
+        found = np.float32(power_of_two_scale(largest * encode, element, scale.rounding))
+        return found, encode_factor(found, decode)
+    limit = np.float32(magnitudes(scale.format)[-1])
+    rounded = {"nearest": nearest, "up": up}[scale.rounding]
+    if scale.four_over_six is None:
+        found = np.float32(rounded(np.minimum(largest * (encode * (one / top)), limit), scale.format))
+        return found, encode_factor(found, decode)
+    wanted = largest / top * encode
+    choices = [np.float32(rounded(np.minimum(wanted * np.float32(m), limit), scale.format)) for m in (1, 1.5)]
+    errors = []
+    for choice in choices:
+        codes = nearest(block * encode_factor(choice, decode), element).astype(np.float32)
+        difference = np.abs(codes * (choice * decode) - block).astype(np.float64)
+        errors.append((difference**2 if scale.four_over_six == "mse" else difference).sum())
+    found = choices[1] if errors[1] < errors[0] else choices[0]
+    return found, encode_factor(found, decode)
+
+
+def encode_factor(scale: np.float32, decode: np.float32) -> np.float32:
+    return np.minimum(np.float32(1) / (scale * decode), FLOAT32_MAX)
+
+
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
@@ -132,48 +203,37 @@ class Result:
 
 
 def quantize_matrix(
-    x: np.ndarray,
-    element: str,
-    scale_format: str,
-    tile: tuple[int, int],
-    *,
-    two_level: bool = False,
-    scale_up: bool = False,
-    amax: float | None = None,
-    key: int | None = None,
+    x: np.ndarray, cast: Any, tile: tuple[int, int], *, amax: float | None = None, key: int | None = None
 ) -> Result:
     """Quantises ``x`` (float32 ``[R, C]``) tile by tile; stochastically if there is a key."""
-    one, element_max = np.float32(1), np.float32(magnitudes(element)[-1])
-    scale_max = np.float32(magnitudes(scale_format)[-1])
+    scale, one, top = cast.scale, np.float32(1), magnitudes(cast.element)[-1]
     (rows, columns), (k1, k2) = x.shape, tile
     padded_columns = -(-columns // k2) * k2
     scaled, values, spread = (np.zeros((rows, columns), np.float32) for _ in range(3))
     scales = np.zeros((-(-rows // k1), -(-columns // k2)), np.float32)
     with np.errstate(all="ignore"):
         encode = one
-        if two_level:
+        if scale.two_level:
+            largest_scale = scale.top or (1.0 if scale.format == "e8m0" else magnitudes(scale.format)[-1])
+            if scale.four_over_six and not scale.top:
+                largest_scale = max(2.0**k for k in range(-20, 128) if 1.5 * 2.0**k <= largest_scale)
             largest = np.float32(np.abs(x).max(initial=0) if amax is None else amax)
             if np.isfinite(largest) and largest > 0:
-                encode = np.minimum(scale_max * element_max / largest, FLOAT32_MAX)
-        decode = one / encode
+                encode = np.minimum(np.float32(largest_scale * top) / largest, FLOAT32_MAX)
+        decode = one / (encode * np.float32(scale.prescale))
         for i in range(scales.shape[0]):
             for j in range(scales.shape[1]):
                 at = slice(i * k1, (i + 1) * k1), slice(j * k2, (j + 1) * k2)
-                block = x[at]
-                largest = np.abs(block).max()
-                wanted = np.minimum(largest * (encode * (one / element_max)), scale_max)
-                scale = np.float32((up if scale_up else nearest)(wanted, scale_format))
-                if not np.isfinite(largest):
-                    scale = np.float32(np.nan)
-                factor = np.minimum(one / (scale * decode), FLOAT32_MAX)
-                scaled[at] = block * factor
-                scales[i, j] = spread[at] = scale
+                given = amax is not None and scale.block == "tensor"
+                largest = np.float32(amax) if given else np.abs(x[at]).max()
+                scales[i, j], factor = scale_and_factor(x[at], largest, encode, decode, cast.element, scale)
+                spread[at], scaled[at] = scales[i, j], x[at] * factor
         if key is None:
-            values[:] = nearest(scaled, element)
+            values[:] = nearest(scaled, cast.element)
         else:
             index = np.arange(rows)[:, None] * padded_columns + np.arange(columns)
-            lower, upper = neighbours(scaled, element)
-            goes_up = np.clip(scaled, -element_max, element_max) - lower > (upper - lower) * (1 - uniform(index, key))
+            lower, upper = neighbours(scaled, cast.element)
+            goes_up = np.clip(scaled, -top, top) - lower > (upper - lower) * (1 - uniform(index, key))
             values[:] = np.where(np.isnan(scaled), np.nan, np.where(goes_up, upper, lower))
     return Result(scaled, values, scales, spread, decode)
 
@@ -183,24 +243,28 @@ def quantize(
 ) -> Tensor:
     """One field of :class:`Result` for a tensor of any shape and a ``Cast``, as float32; blocks lie along ``dim``."""
     block = cast.scale.block
-    if isinstance(block, tuple):
-        matrix, tile = x, block
-    elif x.dim() == 2 and dim in (0, -2):
-        matrix, tile = x, (block, 1)
+    columns = x.dim() == 2 and dim in (0, -2)
+    if isinstance(block, tuple) or x.dim() == 2:
+        matrix = x
     else:
         moved = x.movedim(dim, -1)
-        matrix, tile = moved.reshape(-1, moved.shape[-1]), (1, block)
+        matrix = moved.reshape(-1, moved.shape[-1])
+    side = matrix.shape[0 if columns else 1] if block == "row" else block
+    tile = (side, 1) if columns else (1, side)
+    if isinstance(block, tuple):
+        tile = block
+    if block == "tensor":
+        tile = tuple(matrix.shape)
     result = quantize_matrix(
         matrix.detach().float().numpy(),
-        cast.element,
-        cast.scale.format,
+        cast,
         tile,
-        two_level=cast.scale.two_level,
-        scale_up=cast.scale.rounding == "up",
         amax=amax,
         key=key if cast.rounding == "stochastic" else None,
     )
     found = torch.from_numpy(getattr(result, field))
+    if field == "scales" and block == "tensor":
+        return found.reshape([1] * x.dim())
     return found if x.dim() == 2 else found.reshape(*moved.shape[:-1], found.shape[-1]).movedim(-1, dim)
 
 

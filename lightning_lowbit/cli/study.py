@@ -1,0 +1,140 @@
+"""What ``lowbit compare`` compares: rows, each of them a configuration with a name and seeds.
+
+They are the product of ``--vary`` and ``--lr``, or stand in a file, a study:
+
+    # Study: does AdamW survive four bits?
+    config: [quickstart, study]       the recipe, and overlays for all rows
+    baseline: bf16                    the row that gaps are relative to; the first one by default
+    seeds: [0]
+    more_seeds: {bf16: [1, 2]}        further seeds of some rows
+    rows:                             what each row changes: an overlay's name, a piece of a configuration, or several
+      bf16: bf16
+      adamw: [nvfp4, adamw]
+      warm: [nvfp4, {model: {init_args: {scheduler: {init_args: {warmup_steps: 100}}}}}]
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+
+from lightning_lowbit.cli.configs import as_list, combined_name, find_config, merge, merge_all, read_config
+from lightning_lowbit.cli.mistakes import explain
+from lightning_lowbit.quant.cast import choose
+
+_CONFIGS = str | dict[str, Any] | list[str | dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: one configuration, with each of some seeds."""
+
+    name: str
+    config: dict[str, Any]
+    seeds: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared.
+
+    Args:
+        rows: in the order of the table.
+        baseline: name of the row that gaps are relative to; None is the first one.
+        name: of the study, where it has a file; its tables and pictures are called after it.
+    """
+
+    rows: Sequence[Row]
+    baseline: str | None = None
+    name: str | None = None
+
+
+def product(
+    base: Sequence[str], vary: Sequence[Sequence[str]], rates: Sequence[str], seeds: Sequence[int]
+) -> list[Row]:
+    """A row for each combination of overlays and learning rates.
+
+    Raises:
+        ValueError: a learning rate is no number or comes twice, or the recipe has no place for it.
+        FileNotFoundError: a configuration does not exist.
+    """
+    distinct("learning rate", [str(_number(rate)) for rate in rates])
+    rows = []
+    for choice in itertools.product(*vary):
+        overlays = [name for item in choice for name in item.split("+") if name != "none"]
+        name, config = combined_name(overlays) or "base", merge_all([*base, *overlays])
+        rows += [Row(f"{name},lr={rate}", _with_rate(config, rate), seeds) for rate in rates] or [
+            Row(name, config, seeds)
+        ]
+    return rows
+
+
+def read_study(name: str, seeds: Sequence[int] | None = None) -> Study:
+    """The study in a file.
+
+    Args:
+        name: of a study in `lowbit ls`, or a path.
+        seeds: instead of all that the file names.
+
+    Raises:
+        ValueError: the file is no study, or something in it is wrong.
+        FileNotFoundError: it does not exist, or a configuration that it names.
+    """
+    path = find_config(name, "--study")
+    given = _parse(path)
+    for row in given.more_seeds:
+        choose(f"row in more_seeds of {path}", row, given.rows)
+    rows = []
+    for row, changes in given.rows.items():
+        if not isinstance(row, str) or row != Path(row).name:
+            raise ValueError(f"{path}: the name of a row is text, and that of a folder; got {row!r}.")
+        config = merge_all([*as_list(given.config), *as_list(changes)])
+        own = [*given.seeds, *given.more_seeds.get(row, [])] if seeds is None else seeds
+        rows.append(Row(row, config, own))
+    return Study(rows, given.baseline, path.stem)
+
+
+def _parse(path: Path) -> Namespace:
+    content = read_config(path)
+    if "rows" not in content:
+        raise ValueError(f"{path} is no study, since it has no rows: use `lowbit fit --config` or `compare --config`.")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", type=_CONFIGS, required=True)
+    parser.add_argument("--rows", type=dict[str, _CONFIGS])
+    parser.add_argument("--baseline", type=str | None)
+    parser.add_argument("--seeds", type=list[int], default=[0])
+    parser.add_argument("--more_seeds", type=dict[str, list[int]], default={})
+    try:
+        return parser.parse_object(content)
+    except ArgumentError as error:
+        raise ValueError(f"{path}: {explain(error)}") from None
+
+
+def _with_rate(config: dict[str, Any], rate: str) -> dict[str, Any]:
+    try:
+        config["model"]["init_args"]["optimizer"]["class_path"]
+    except (KeyError, TypeError):
+        raise ValueError("--lr needs a recipe that names its optimizer in model.init_args.optimizer.") from None
+    merged: dict[str, Any] = merge(
+        config, {"model": {"init_args": {"optimizer": {"init_args": {"lr": _number(rate)}}}}}
+    )
+    return merged
+
+
+def _number(rate: str) -> float:
+    try:
+        return float(rate)
+    except ValueError:
+        raise ValueError(f"--lr takes numbers such as 1e-3,3e-4; got {rate!r}.") from None
+
+
+def distinct(what: str, names: Sequence[str]) -> None:
+    """Raises a ``ValueError`` where a name comes twice."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"The study has the {what} {name!r} twice: their runs would share a folder. Leave one out."
+            )

@@ -1,0 +1,64 @@
+"""What stands for the derivative of rounding, which is zero almost everywhere.
+
+The gradient of a quantised tensor passes straight through to the tensor itself (the straight-through estimator), or is
+multiplied, element by element, by a factor that depends on where v = x · e lies on the grid:
+
+    "trust"   1 where |v| exceeds the largest level by at most half a step, else 0: no gradient through saturated
+              values (QuEST, arXiv 2502.05003, section 3.3: trust where the error is at most half a step)
+    "dge"     min(|2 r - 1|^(1/k - 1) / k, 3) with r in [0, 1) the place of |v| between its neighbours: the derivative
+              of a smooth step, steep in the middle, flat at the levels (arXiv 2501.17116, section 3.1; k = 5)
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.kernels import opaque
+from lightning_lowbit.quant.cast import Cast, choose
+from lightning_lowbit.quant.quantize import scaled_elements
+from lightning_lowbit.quant.rounding import grid_step
+
+SURROGATES = ("trust", "dge")
+
+_SHARPNESS = 5.0  # k
+_LIMIT = 3.0  # the derivative is infinite half-way between two levels
+
+
+def surrogate_factor(kind: str, x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> Tensor:
+    """What the gradient of the quantised ``x`` is multiplied by.
+
+    Args:
+        kind: ``"trust"`` or ``"dge"``.
+        x, cast, dim, amax: as they were quantised; see :func:`quantize_operand`.
+
+    Returns:
+        float32, the shape of ``x``, a matrix. In a block whose scale is 0 all but zeros count as saturated.
+
+    Raises:
+        ValueError: there is no such surrogate.
+    """
+    return _factor(choose("surrogate", kind, SURROGATES), x, cast.spec, dim, amax)
+
+
+def through_rounding(
+    gradient: Tensor, kind: str, x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None
+) -> Tensor:
+    """The gradient of ``x`` from that of its quantised self: multiplied in float32, rounded once to its dtype."""
+    return _through_rounding(gradient, choose("surrogate", kind, SURROGATES), x, cast.spec, dim, amax)
+
+
+@opaque(lambda gradient, kind, x, spec, dim, amax: torch.empty_like(gradient))
+def _through_rounding(gradient: Tensor, kind: str, x: Tensor, spec: str, dim: int, amax: Tensor | None) -> Tensor:
+    return (gradient * _factor(kind, x, spec, dim, amax)).to(gradient.dtype)
+
+
+@opaque(lambda kind, x, spec, dim, amax: x.new_empty(x.shape, dtype=torch.float32))
+def _factor(kind: str, x: Tensor, spec: str, dim: int, amax: Tensor | None) -> Tensor:
+    cast = Cast.from_spec(spec)
+    magnitude = scaled_elements(x, cast, dim, amax).abs()
+    largest = torch.full_like(magnitude, cast.format.max)
+    if kind == "trust":
+        return (magnitude <= largest + grid_step(largest, cast.format) / 2).float()
+    magnitude = torch.minimum(magnitude, largest)
+    step = grid_step(magnitude, cast.format)
+    place = torch.remainder(magnitude, step) / step
+    return ((2 * place - 1).abs() ** (1 / _SHARPNESS - 1) / _SHARPNESS).clamp(max=_LIMIT)

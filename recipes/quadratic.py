@@ -1,0 +1,219 @@
+"""Gradient descent on a quadratic loss with an error in every gradient: what noise costs, and what bias costs.
+
+A rounded gradient is the true one plus an error ε. On the loss L(θ) = λ/2 ‖θ‖² in d dimensions the gradient is g = λθ,
+and a step of η makes
+
+    θ  ->  θ - η (g + ε) = a θ - η ε,                    a = 1 - ηλ
+
+**Noise**, E ε = 0 and E εεᵀ = σ² I, is what stochastic rounding leaves (FP4 All the Way, arXiv 2505.19115, section 4
+and figure 4). Let it shrink with the gradient: σ = k σ_critical, where σ_critical = ‖g‖ / √(3d). Then E ‖ε‖² is
+k²/3 ‖g‖², and one step makes
+
+    E L  ->  (a² + (ηλ)² k²/3) L                         k = 2       1       1/2       0
+                                            ηλ = 1       4/3      1/3      1/12       0
+                                            ηλ = 0.1   0.823    0.813     0.811    0.81
+
+With the full step k = 2 climbs, and k = 1 descends, but leaves four times as much as k = 1/2. With a tenth of it k
+hardly matters, for noise enters with the square of the step.
+
+So what is critical at σ_critical? Nothing stops there. With its best step, ηλ = 1 / (1 + k²/3), descent takes the share
+1 / (1 + k²/3) off the loss, where without noise it takes all: 3/4 at k = 1, and still 3/7 at k = 2. As a function of σ
+this share falls steepest at k = 1, where ‖g‖ = √3 σ √d: a little more noise costs most there. Descent stops where the
+factor above reaches 1, at k² = 3 (2 / ηλ - 1): at k = √3 with the full step, at k = 7.5 with a tenth of it. That k = 2
+does not descend is thus a matter of the step, and a smaller learning rate a remedy.
+
+**Bias**, E ε = m with ‖m‖ = μ, is what rounding to nearest can leave (appendix B.2). An error that is always m gives
+
+    θ_n = aⁿ θ_0 - (1 - aⁿ) m/λ  ->  -m/λ                L  ->  μ² / (2λ)
+
+a floor on which η has no influence. Unbiased noise of the same constant size, E ‖ε‖² = μ², has its floor at
+
+    E L  ->  μ² / (2λ) · ηλ / (2 - ηλ)
+
+which is the same for the full step, but 19 times lower for a tenth of it: over many small steps noise averages out, and
+bias does not.
+
+The theory posits the errors; a cast makes its own. Where its scales follow the gradient, as in NVFP4, its errors shrink
+with it, and on this loss both roundings reach zero. Where its scale stays as it is, they do what the theory says:
+rounding to nearest halts once every element is within half the finest spacing, however small the step, and stochastic
+rounding comes the closer, the smaller the step.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+NOISE, BIASED, UNBIASED = "noise", "biased", "unbiased"
+
+
+class Curve(NamedTuple):
+    """One run of gradient descent.
+
+    Attributes:
+        error: of its gradients: ``"noise"`` that shrinks with them, or ``"biased"`` or ``"unbiased"`` of constant size.
+        size: of the error: of noise its standard deviation over σ_critical, k; else its root mean square length, μ.
+        step: the step in units of 1/λ, that is ηλ.
+    """
+
+    error: str
+    size: float
+    step: float
+
+    @property
+    def name(self) -> str:
+        """What its loss is logged as."""
+        return f"loss/{self.error}_{self.size:g}/step_{self.step:g}"
+
+
+class Quadratic(LightningModule):
+    """All runs at once, each a row of one matrix ``points`` (curves, dimensions), float64, with the minimum at 0.
+
+    They begin at the same random point, where the loss is 1. Logs the loss of each, before the step, by the names of
+    ``curves``, and at the end of fit draws ``quadratic.png`` into the run's folder. Needs no data, and a Trainer with
+    ``max_steps``.
+
+    Args:
+        noises: k; of figure 4, with noiseless descent for comparison.
+        errors: μ; each both as bias, alike in all dimensions, and as unbiased noise.
+        steps: ηλ; each with all of the errors.
+        dimensions: d.
+        curvature: λ.
+
+    Raises:
+        ValueError: the loss has no dimensions or no minimum.
+    """
+
+    # Of each curve (curves, 1); 0 where its error is another.
+    step: Tensor
+    noise: Tensor
+    biased: Tensor
+    unbiased: Tensor
+
+    def __init__(
+        self,
+        noises: Sequence[float] = (2, 1, 0.5, 0),
+        errors: Sequence[float] = (0.1,),
+        steps: Sequence[float] = (1, 0.1),
+        dimensions: int = 1000,
+        curvature: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if dimensions < 1 or curvature <= 0:
+            raise ValueError(
+                "A quadratic loss needs at least one dimension and a positive curvature; got "
+                f"dimensions={dimensions}, curvature={curvature}."
+            )
+        self.dimensions, self.curvature = dimensions, curvature
+        self.curves = [Curve(NOISE, size, step) for step in steps for size in noises]
+        self.curves += [Curve(kind, size, step) for step in steps for size in errors for kind in (BIASED, UNBIASED)]
+        self.history: list[Tensor] = []
+        start = torch.randn(dimensions, dtype=torch.float64)
+        start *= math.sqrt(2 / curvature) / start.norm()
+        self.points = nn.Parameter(start.repeat(len(self.curves), 1))
+        self.register_buffer("step", self._column(curve.step for curve in self.curves), persistent=False)
+        for kind in (NOISE, BIASED, UNBIASED):
+            sizes = (curve.size if curve.error == kind else 0.0 for curve in self.curves)
+            self.register_buffer(kind, self._column(sizes), persistent=False)
+
+    @staticmethod
+    def _column(values: Iterable[float]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.float64)[:, None]
+
+    def forward(self) -> Tensor:
+        """The loss of each row, (curves,)."""
+        return self.curvature / 2 * self.points.square().sum(1)
+
+    def train_dataloader(self) -> Iterable[int]:
+        """A number for each step: the loss needs no data."""
+        return range(self.trainer.max_steps)
+
+    def on_fit_start(self) -> None:
+        """Forgets an earlier fit."""
+        self.history.clear()
+
+    def training_step(self, batch: int, batch_idx: int) -> Tensor:
+        """The sum of the losses, whose gradient is that of each row."""
+        losses = self()
+        self.history.append(losses.detach())
+        names = (curve.name for curve in self.curves)
+        self.log_dict(dict(zip(names, losses.detach(), strict=True)), batch_size=1)
+        return losses.sum()
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Makes of the gradients (curves, d) what a rounded one would be, and gives each row its step."""
+        gradient = self.points.grad
+        assert gradient is not None
+        # The root mean square length of the noise is √d times its standard deviation, and σ_critical √d = ‖g‖ / √3.
+        length = self.noise * gradient.norm(dim=1, keepdim=True) / math.sqrt(3) + self.unbiased
+        gradient += (length * torch.randn_like(gradient) + self.biased) / math.sqrt(self.dimensions)
+        gradient *= self.step
+
+    def configure_optimizers(self) -> Optimizer:
+        """Plain SGD; with a learning rate of 1/λ, a gradient times ηλ makes a step of η."""
+        return SGD([self.points], lr=1 / self.curvature)
+
+    def losses(self) -> dict[Curve, Tensor]:
+        """The loss of each curve before each step of the last fit and after it, (steps + 1,)."""
+        return dict(zip(self.curves, torch.stack(self.history).cpu().T, strict=True))
+
+    def on_fit_end(self) -> None:
+        """Draws the picture."""
+        self.history.append(self().detach())
+        folder = self.trainer.log_dir
+        if folder is not None and self.trainer.is_global_zero:
+            path = Path(folder) / "quadratic.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draw(self.losses(), self.curvature).savefig(path, dpi=150)
+            rank_zero_info(f"The losses are drawn in {path}")
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+_DASHES = ("-", "--", "-.")  # of the steps
+_WINDOW = {"xlim": (-1, 40), "ylim": (1e-12, 1e6)}  # of the left panel: beyond, lines go on as they began
+
+
+def draw(losses: Mapping[Curve, Tensor], curvature: float) -> Figure:
+    """Loss over steps: on the left with noise, on the right with errors of constant size; dotted the floors of bias.
+
+    Args:
+        losses: of each curve, (steps + 1,), from the start on.
+        curvature: λ.
+    """
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    step_sizes = dict.fromkeys(curve.step for curve in losses)
+    dashes: dict[float, Any] = dict(zip(step_sizes, cycle(_DASHES), strict=False))
+    for axes, errors in ((left, (NOISE,)), (right, (UNBIASED, BIASED))):
+        shown = {curve: values for curve, values in losses.items() if curve.error in errors}
+        kinds = dict.fromkeys((curve.error, curve.size) for curve in shown)
+        colors = {kind: f"C{i}" for i, kind in enumerate(kinds)}
+        for curve, values in shown.items():
+            # What has a bias ends on a line, and lies visibly below what fluctuates about the same one.
+            look: dict[str, Any] = {"linewidth": 3, "alpha": 0.6} if curve.error == BIASED else {"linewidth": 1.4}
+            color = colors[curve.error, curve.size]
+            axes.plot(values, color=color, linestyle=dashes[curve.step], **look)
+        handles = [Line2D([], [], color=color, label=_label(*kind)) for kind, color in colors.items()]
+        handles += [Line2D([], [], color="0.4", linestyle=dashes[step], label=f"η = {step:g}/λ") for step in step_sizes]
+        floors = [size**2 / (2 * curvature) for error, size in kinds if error == BIASED]
+        dotted = [axes.axhline(floor, color="black", linestyle=":", label="μ²/2λ") for floor in floors]
+        axes.legend(handles=handles + dotted[:1], frameon=False)
+        axes.set(xlabel="step", ylabel="loss", yscale="log")
+        axes.grid(alpha=0.3)
+    left.set(title=r"Noise of $k\,\sigma_\mathrm{critical}$", **_WINDOW)
+    right.set(title="Errors of constant size μ")
+    return figure
+
+
+def _label(error: str, size: float) -> str:
+    return f"k = {size:g}" if error == NOISE else f"{error}, μ = {size:g}"

@@ -1,0 +1,211 @@
+"""What tests of layers share: a converted copy, a pass through it, its operands, and what it computes by definition."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_lowbit import Cast, LinearCasts, convert, quantize
+from lightning_lowbit.nn import OPERANDS, LayerKeys, linear
+from lightning_lowbit.quant import Hadamard, Operand, rotate, split_mean, surrogate_factor
+from tests.references.quantize import splitmix64, uniform
+
+# The operands of each GEMM and what it computes; of each operand, the axis of the contraction.
+GEMMS = {"fprop": ("fprop_x", "fprop_w"), "dgrad": ("dgrad_g", "dgrad_w"), "wgrad": ("wgrad_g", "wgrad_x")}
+RESULTS = {"fprop": "y", "dgrad": "x", "wgrad": "weight"}
+CONTRACTION = {"fprop_x": 1, "fprop_w": 1, "dgrad_g": 1, "dgrad_w": 0, "wgrad_g": 0, "wgrad_x": 0}
+
+
+def every(cast: Cast, **others: Any) -> LinearCasts:
+    """All six operands in one cast."""
+    return LinearCasts(**{**dict.fromkeys(OPERANDS, cast), **others})
+
+
+def layer_like(original: nn.Module, casts: Any, seed: int = 1, **kwargs: Any) -> nn.Module:
+    """A converted copy with keys."""
+    layer = convert(copy.deepcopy(original), casts, **kwargs)
+    LayerKeys(layer, seed).fill_(3)
+    return layer
+
+
+def run(
+    layer: nn.Module, x: Tensor, g: Tensor, autocast: bool = False, needs_x: bool = True
+) -> dict[str, Tensor | None]:
+    """Output and gradients for the output gradient g."""
+    x = x.detach().clone().requires_grad_(needs_x)
+    layer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        y = layer(x)
+    if y.requires_grad:
+        y.backward(g.to(y.dtype))
+    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **gradients}
+
+
+def identical(found: dict[str, Tensor | None], expected: dict[str, Tensor | None], message: str = "") -> None:
+    assert found.keys() == expected.keys()
+    for name, a in found.items():
+        b = expected[name]
+        if a is None or b is None:
+            assert a is b, f"{message} {name}: one of them has no gradient"
+            continue
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), (
+            f"{message} {name}: {a.dtype} {a.shape}, not {b.dtype} {b.shape}"
+        )
+        assert torch.equal(a, b), f"{message} {name}: differs by up to {(a - b).abs().max()}"
+
+
+def value(operand: Operand) -> Tensor:
+    """float64."""
+    return operand.values.double() * (1.0 if operand.factor is None else operand.factor.double())
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0, recompute: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 8, bias=False)
+        self.dropout, self.recompute = nn.Dropout(dropout), recompute
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.second(F.relu(self.first(self.dropout(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.block, x, use_reentrant=False) if self.recompute else self.block(x)
+        return self.head(x + y)
+
+
+def net(casts: Any = "nvfp4", **kwargs: Any) -> tuple[Net, LayerKeys]:
+    torch.manual_seed(4)
+    model = convert(Net(**kwargs), casts)
+    keys = LayerKeys(model)
+    keys.fill_(1)
+    return model, keys
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+    torch.manual_seed(8)  # of dropout
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    y = model(x)
+    y.square().mean().backward()
+    return {
+        "y": y.detach(),
+        "x": x.grad,
+        **{n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
+    }
+
+
+@contextmanager
+def spied(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Operand]]:
+    """Captures the operands that enter the three GEMMs, by name."""
+    seen: dict[str, Operand] = {}
+    original: Callable[..., Operand] = linear._operand
+
+    def spy(name: str, *args: Any, **kwargs: Any) -> Operand:
+        assert name not in seen, f"{name} was made twice"
+        seen[name] = original(name, *args, **kwargs)
+        return seen[name]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "_operand", spy)
+        yield seen
+
+
+# --- by definition ----------------------------------------------------------------------------------------------------
+
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # Transformer Engine's
+
+
+def rotation(transform: Hadamard, key: int) -> Tensor:
+    """diag(±1) · H / √n in float64: H has a -1 where the binary numbers of row and column share an odd number of 1s."""
+    n = transform.size
+    matrix = [[(-1.0) ** (row & column).bit_count() for column in range(n)] for row in range(n)]
+    signs: Any = _SIGNS * (n // 16)
+    if transform.signs == "keyed":
+        signs = np.where(uniform(np.arange(n), splitmix64((key ^ 0x48616461) % 2**64)) < 0.5, -1.0, 1.0)
+    return torch.tensor(signs, dtype=torch.float64)[:, None] * torch.tensor(matrix, dtype=torch.float64) / math.sqrt(n)
+
+
+@dataclass
+class Definition:
+    """What a layer computes, float64.
+
+    Attributes:
+        operands: by name, as they meet in their GEMMs.
+        results: ``y``, ``x``, ``weight`` and ``bias``, the latter three being gradients.
+        sizes: of y, x and weight, the sums of the magnitudes of what was added up.
+        offsets: the part of these sums that is no part of the GEMM: bias, and the product with the mean.
+    """
+
+    operands: dict[str, Tensor]
+    results: dict[str, Tensor]
+    sizes: dict[str, Tensor]
+    offsets: dict[str, Tensor]
+
+
+def by_definition(layer: Any, x: Tensor, g: Tensor) -> Definition:
+    """One pass, a step at a time: split means, rotate, quantise, multiply exactly; then what stands for rounding."""
+    casts: LinearCasts = layer.casts
+    keys = dict(zip(OPERANDS, layer.keys.tolist(), strict=True))
+    tensors = {"x": x, "w": layer.weight_matrix().detach(), "g": g}
+    bias = torch.zeros(()) if layer.bias is None else layer.bias.detach()
+    operands: dict[str, Tensor] = {}
+    results, sizes, offsets = {"bias": g.double().sum(0)}, {}, {}
+    transforms = {gemm: rotation(t, keys[GEMMS[gemm][1]]) for gemm, t in casts.hadamard.items()}
+
+    for gemm, names in GEMMS.items():
+        sides = {name: tensors[name[-1]] for name in names}
+        for name in names:
+            if getattr(casts, name) == "fprop":
+                sides[name] = operands[forward := f"fprop_{name[-1]}"]
+                cast = getattr(casts, forward)
+                if isinstance(cast, Cast) and cast.scale.block == "row" and not layer.exact:
+                    sides[name] = sides[name].to(x.dtype)  # the other way round its scales are part of the elements
+        offset = bias.double() if gemm == "fprop" else torch.zeros((), dtype=torch.float64)
+        offset_size = offset.abs()
+        if gemm in casts.subtract_mean:
+            left, right = (sides[name].double() for name in names)
+            mean = split_mean(sides[names[0]])[1].double()
+            if gemm == "wgrad":
+                other = split_mean(sides[names[1]])[1].double()
+                product, size = len(g) * mean.t() @ other, len(g) * mean.abs().t() @ other.abs()
+            else:
+                right = right.t() if gemm == "fprop" else right
+                product, size = mean @ right, mean.abs() @ right.abs()
+            offset, offset_size = offset + product, offset_size + size
+            for name in names:
+                if name[-1] != "w" and isinstance(getattr(casts, name), Cast):
+                    sides[name] = split_mean(sides[name])[0]
+        for name, tensor in sides.items():
+            if gemm in transforms:
+                tensor = rotate(tensor, transforms[gemm].float(), CONTRACTION[name])
+            cast = getattr(casts, name)
+            if isinstance(cast, Cast):
+                tensor = quantize(tensor, cast, CONTRACTION[name], keys[name]).dequantize()
+            operands[name] = tensor.double()
+        left, right = (operands[name] for name in names)
+        left, right = (left, right.t()) if gemm == "fprop" else (left, right) if gemm == "dgrad" else (left.t(), right)
+        results[RESULTS[gemm]] = left @ right + offset
+        sizes[RESULTS[gemm]], offsets[RESULTS[gemm]] = left.abs() @ right.abs() + offset_size, offset_size
+
+    for name, kind in casts.surrogate.items():
+        result, tensor = ("weight" if name == "fprop_w" else "x"), tensors[name[-1]]
+        back = torch.eye(tensor.shape[1], dtype=torch.float64)
+        if "fprop" in transforms:
+            n = casts.hadamard["fprop"].size
+            tensor = rotate(tensor, transforms["fprop"].float(), 1)
+            back = torch.block_diag(*[transforms["fprop"]] * (tensor.shape[1] // n))[: back.shape[0]]
+        factor = surrogate_factor(kind, tensor, getattr(casts, name), 1).double()
+        # `back` has orthonormal rows: the gradient of what was rounded, its factor, and the way back.
+        results[result] = ((results[result] @ back) * factor) @ back.t()
+        sizes[result] = ((sizes[result] @ back.abs()) * factor) @ back.abs().t()
+    return Definition(operands, results, sizes, offsets)

@@ -1,0 +1,193 @@
+"""Settings are honoured: every field of Scale, Cast and LinearCasts changes what it names, and nothing else.
+
+The tables have an entry for each field, and their values are all that a field may be: a field or a value that is added
+to the package fails here until it is turned.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit import Cast, LinearCasts, Scale
+from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS
+from lightning_lowbit.nn import OPERANDS
+from lightning_lowbit.quant import SURROGATES, Hadamard
+from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
+from lightning_lowbit.quant.hadamard import SIZES
+from tests.nn.layers import GEMMS, RESULTS, every, layer_like, run, spied, value
+
+ONE_LEVEL = Cast("e2m1", Scale("e4m3", 16))
+TWO_LEVEL = Cast("e2m1", Scale("e4m3", 16, two_level=True))
+SATURATING = Cast("e2m1", Scale("e8m0", 32, "floor"))  # gives each surrogate something to do
+TOKENS, IN, OUT = 48, 64, 32
+
+
+def traced(monkeypatch: pytest.MonkeyPatch, casts: LinearCasts) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+    """Operands (float64, by name) and results of a pass, always over the same tensors."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, g = (torch.randn(shape, generator=generator) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
+    x[:, 5], w[3], g[7] = 60.0, 0.0, g[7] * 1e-3  # an outlier channel, a zero row, a row of small gradients
+    torch.manual_seed(2)  # of the bias
+    original = nn.Linear(IN, OUT)
+    original.weight.data.copy_(w)
+    with spied(monkeypatch) as seen:
+        results = run(layer_like(original, casts), x, g)
+    assert tuple(seen) == OPERANDS, "operands in another order, or missing"
+    return {name: value(operand) for name, operand in seen.items()}, results
+
+
+def moved(before: Mapping[str, Tensor | None], after: Mapping[str, Tensor | None]) -> set[str]:
+    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}  # type: ignore[arg-type]
+
+
+def assert_turns(
+    monkeypatch: pytest.MonkeyPatch, knob: str, before: LinearCasts, after: LinearCasts, operands: set[str]
+) -> None:
+    """Exactly these operands change, and with them exactly the results of their GEMMs."""
+    (old, old_results), (new, new_results) = traced(monkeypatch, before), traced(monkeypatch, after)
+    assert moved(old, new) == operands, f"{knob} changed {moved(old, new)}"
+    results = {RESULTS[gemm] for gemm, pair in GEMMS.items() if operands & set(pair)}
+    assert moved(old_results, new_results) == results, f"{knob} changed {moved(old_results, new_results)}"
+
+
+# --- one tensor -------------------------------------------------------------------------------------------------------
+
+# By field, pairs of scales that differ in this field only.
+SCALES: dict[str, list[tuple[Scale, Scale]]] = {
+    "format": [(Scale("e4m3", 16), Scale(name, 16)) for name in SCALE_FORMATS if name != "e4m3"],
+    "block": [
+        (Scale("e4m3", 16), Scale("e4m3", block)) for block in (8, 32, 64, 128, (16, 16), (4, 8), "row", "tensor")
+    ],
+    "rounding": [
+        (Scale(name, 16), Scale(name, 16, rounding))
+        for name, (_, *others) in SCALE_ROUNDINGS.items()
+        for rounding in others
+    ],
+    "two_level": [(Scale(name, 16), Scale(name, 16, two_level=True)) for name in SCALE_FORMATS if name != "fp32"],
+    "top": [(Scale("e4m3", 16, two_level=True), Scale("e4m3", 16, two_level=True, top=top)) for top in (256, 0.1)],
+    "four_over_six": [
+        (Scale("e4m3", 16), Scale("e4m3", 16, four_over_six=measure))  # type: ignore[arg-type]
+        for measure in ("mse", "mae")
+    ],
+    "prescale": [(Scale("e8m0", 32, "floor"), Scale("e8m0", 32, "floor", prescale=factor)) for factor in (0.75, 0.6)],
+}
+CASTS: dict[str, list[tuple[Cast, Cast]]] = {
+    "element": [(ONE_LEVEL, Cast(name, ONE_LEVEL.scale)) for name in ELEMENT_FORMATS if name != "e2m1"],
+    "scale": [(Cast("e2m1", before), Cast("e2m1", after)) for pairs in SCALES.values() for before, after in pairs],
+    "rounding": [(ONE_LEVEL, Cast("e2m1", ONE_LEVEL.scale, "stochastic"))],
+}
+
+
+def test_every_field_of_scale_and_cast_has_a_knob() -> None:
+    assert {field.name for field in fields(Scale)} == set(SCALES)
+    assert {field.name for field in fields(Cast) if field.init} == set(CASTS)
+    for table in (SCALES, CASTS):
+        for name, pairs in table.items():
+            for before, after in pairs:
+                differ = {
+                    f.name for f in fields(before) if f.compare and getattr(before, f.name) != getattr(after, f.name)
+                }
+                # The rounding of a scale is one that its format has.
+                assert differ <= {name, "rounding"} if name == "format" else differ == {name}, f"{name}: {after}"
+
+
+@pytest.mark.parametrize("field", CASTS)
+def test_a_cast_changes_its_own_operand(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    for before, after in CASTS[field]:
+        base = every(before)
+        expected, _ = traced(monkeypatch, base)
+        for operand in OPERANDS:
+            found, _ = traced(monkeypatch, base.replace(**{operand: after}))
+            assert moved(expected, found) == {operand}, (
+                f"{operand}: {before} -> {after} changed {moved(expected, found)}"
+            )
+
+
+# --- one layer --------------------------------------------------------------------------------------------------------
+
+BASES = {
+    "mostly hp": LinearCasts(fprop_x=ONE_LEVEL, fprop_w=TWO_LEVEL, wgrad_g=ONE_LEVEL),
+    "nvfp4": LinearCasts.preset("nvfp4"),
+    "stochastic": every(Cast("e2m1", ONE_LEVEL.scale, "stochastic")),
+    "rows": every(Cast("int8", Scale("fp32", "row"))),
+}
+OPERAND_SETTINGS = (None, Cast("e3m0", Scale("e5m2", 32)), Cast("int4", Scale("e4m3", 16, "up", True), "stochastic"))
+
+
+# By field: other values of it, and the operands that they change, given casts in all six of them.
+LINEAR: dict[str, list[tuple[Any, set[str]]]] = {
+    **{operand: [(setting, {operand}) for setting in OPERAND_SETTINGS] for operand in OPERANDS},
+    "hadamard": [
+        ({gemm: Hadamard(size, signs)}, set(pair))  # type: ignore[arg-type]
+        for gemm, pair in GEMMS.items()
+        for size in SIZES
+        for signs in ("fixed", "keyed")
+    ],
+    "subtract_mean": [([gemm], {name for name in pair if not name.endswith("_w")}) for gemm, pair in GEMMS.items()],
+    "surrogate": [({operand: kind}, set()) for operand in ("fprop_x", "fprop_w") for kind in SURROGATES],
+}
+for _operand in ("dgrad_w", "wgrad_x"):
+    LINEAR[_operand].append(("fprop", {_operand}))
+
+
+def test_every_field_of_linear_casts_has_a_knob() -> None:
+    assert {field.name for field in fields(LinearCasts)} == set(LINEAR)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("field", [name for name in LINEAR if name != "surrogate"])
+def test_every_field_changes_what_it_names(monkeypatch: pytest.MonkeyPatch, field: str, base: str) -> None:
+    casts = BASES[base]
+    quantised = {name for name in OPERANDS if isinstance(getattr(casts, name), Cast)}
+    for setting, operands in LINEAR[field]:
+        if field in OPERANDS and getattr(casts, field) == setting:
+            continue
+        if field == "subtract_mean":
+            operands = operands & quantised
+        if field not in OPERANDS and not operands & quantised:
+            continue  # refused: it would change nothing
+        assert_turns(monkeypatch, f"{base}: {field}={setting}", casts, casts.replace(**{field: setting}), operands)
+
+
+@pytest.mark.parametrize(("fprop", "reuses"), [("fprop_w", "dgrad_w"), ("fprop_x", "wgrad_x")])
+def test_what_is_reused_changes_with_the_forward_pass(monkeypatch: pytest.MonkeyPatch, fprop: str, reuses: str) -> None:
+    for base in BASES.values():
+        before = base.replace(**{reuses: "fprop"})
+        for setting in OPERAND_SETTINGS:
+            if getattr(before, fprop) != setting:
+                after = before.replace(**{fprop: setting})
+                assert_turns(monkeypatch, f"{fprop}={setting}", before, after, {fprop, reuses})
+
+
+@pytest.mark.parametrize("hadamard", [{}, {"fprop": 16}], ids=["", "rotated"])
+@pytest.mark.parametrize("kind", SURROGATES)
+def test_a_surrogate_changes_the_gradient_of_its_tensor(
+    monkeypatch: pytest.MonkeyPatch, kind: str, hadamard: dict[str, int]
+) -> None:
+    before = every(SATURATING, hadamard=hadamard)
+    operands, results = traced(monkeypatch, before)
+    for given in ({"fprop_x"}, {"fprop_w"}, {"fprop_x", "fprop_w"}):
+        found, found_results = traced(monkeypatch, before.replace(surrogate=dict.fromkeys(given, kind)))
+        assert not moved(operands, found), f"{kind} of {given} changed the operands {moved(operands, found)}"
+        expected = {{"fprop_x": "x", "fprop_w": "weight"}[operand] for operand in given}
+        assert moved(results, found_results) == expected, f"{kind} of {given} changed {moved(results, found_results)}"
+
+
+def test_fields_of_hadamard_are_all_turned() -> None:
+    turned = {(gemm, h.size, h.signs) for setting, _ in LINEAR["hadamard"] for gemm, h in setting.items()}
+    assert {field.name for field in fields(Hadamard)} == {"size", "signs"}
+    assert len(turned) == len(GEMMS) * len(SIZES) * 2
+
+
+def test_groups_and_signs_all_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two transforms of a GEMM give the same operand."""
+    for gemm, pair in GEMMS.items():
+        settings = [setting for setting, operands in LINEAR["hadamard"] if operands == set(pair)]
+        found = [traced(monkeypatch, every(ONE_LEVEL, hadamard=setting))[0][pair[0]] for setting in settings]
+        for i, one in enumerate(found):
+            for j in range(i):
+                assert not torch.equal(one, found[j]), f"{gemm}: {settings[i]} is {settings[j]}"

@@ -1,0 +1,59 @@
+"""Inside a compiled graph our functions are custom operators: what the compiler is told of their results is true."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_lowbit.nn  # noqa: F401  # registers them
+from lightning_lowbit import Cast, Scale
+
+KEY, ROTATION = torch.tensor(12345), torch.eye(16)
+BLOCKS = Cast("e2m1", Scale("e4m3", 16, two_level=True), "stochastic").spec
+ROWS = Cast("int8", Scale("fp32", "row")).spec
+TWO, BIAS = torch.tensor(2.0), torch.ones(24)
+
+# By operator, the arguments to try for a matrix [40, 24], which may lie in memory in any way.
+ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
+    "_matrix": lambda x: product((None, KEY), (16, 64), (x.device,)),
+    "rotate": lambda x: [*product((x,), (ROTATION, ROTATION.t()), (0, 1)), (x[:32], ROTATION, 0)],
+    "split_mean": lambda x: [(x,)],
+    "_quantize_operand": lambda x: product((x,), (BLOCKS, ROWS), (0, 1), (KEY,), (None,), (False, True)),
+    "_factor": lambda x: product(("trust", "dge"), (x,), (BLOCKS, ROWS), (1,), (None,)),
+    "_through_rounding": lambda x: product(
+        (x, x.contiguous()), ("trust",), (x, x.contiguous()), (ROWS,), (1,), (None,)
+    ),
+    "mean_times": lambda x: product((torch.ones(1, 40),), (x,), (None, TWO), (None, BIAS.to(x.dtype))),
+    "_opaque_matmul": lambda x: [
+        (x, left, x.t(), right, bias, x.dtype)
+        for left, right in ((TWO, None), (torch.ones(40, 1), torch.ones(1, 40)), (None, None))
+        for bias in (None, torch.ones(40, dtype=x.dtype))
+    ],
+}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": Tensor.contiguous,
+    "columns": lambda x: x.t().contiguous().t(),
+    "one row": lambda x: x[:1].expand(40, 24),
+    "strided": lambda x: x.repeat(2, 2)[::2, ::2],
+}
+
+
+def test_every_operator_is_checked() -> None:
+    prefix = "lightning_lowbit::"
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)]
+    assert {name.removeprefix(prefix) for name in names} == set(ARGUMENTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_the_compiler_is_told_the_truth(name: str, layout: str, dtype: torch.dtype) -> None:
+    """Shapes, dtypes and strides, of dynamic shapes too; and that nothing is changed or aliased."""
+    x = LAYOUTS[layout](torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).to(dtype))
+    operator = getattr(torch.ops.lightning_lowbit, name).default
+    for arguments in ARGUMENTS[name](x):
+        checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(operator, arguments, test_utils=checks)

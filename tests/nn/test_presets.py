@@ -1,0 +1,131 @@
+"""Presets, and the grid of FP4 casts: they are what their sources say, come out of YAML as they went in, and train."""
+
+import inspect
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from lightning_lowbit import Cast, LinearCasts, Scale, convert
+from lightning_lowbit.formats import SCALE_FORMATS
+from lightning_lowbit.nn import OPERANDS, PHASES, PRESETS, LayerKeys, set_phase
+from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
+
+# The six operands in order, as casts print, and the rest.
+NVFP4, TILES = "e2m1/e4m3:1x16+fp32", "e2m1/e4m3:16x16+fp32"
+ADAPTIVE = f"{NVFP4}(4/6 mse)"
+MXFP4, TSENG = "e2m1/e8m0:1x32", "e2m1/e8m0:1x32(floor)(x0.75)~"
+UFP4 = "e1m2/e4m3:1x16+fp32"
+EXPECTED: dict[str, tuple[list[str], dict[str, str]]] = {
+    "bf16": (["None"] * 6, {}),
+    "nvfp4": ([NVFP4, NVFP4, f"{NVFP4}~", NVFP4, f"{NVFP4}~", f"{NVFP4}~"], {}),
+    "nvfp4-nvidia": ([NVFP4, TILES, f"{NVFP4}~", "fprop", f"{NVFP4}~", NVFP4], {"wgrad": "16"}),
+    "nvfp4-4over6": ([ADAPTIVE, ADAPTIVE, f"{NVFP4}~", NVFP4, f"{NVFP4}~", f"{NVFP4}~"], {}),
+    "mxfp4": ([MXFP4, MXFP4, f"{MXFP4}~", MXFP4, f"{MXFP4}~", f"{MXFP4}~"], {}),
+    "mxfp4-rht": ([MXFP4, MXFP4, TSENG, TSENG, TSENG, TSENG], {"dgrad": "64~", "wgrad": "64~"}),
+    "mxfp6": (["e3m2/e8m0:1x32"] * 6, {}),
+    "mxfp8": (["e4m3/e8m0:1x32"] * 6, {}),
+    "ufp4": ([UFP4, UFP4, f"{UFP4}~", UFP4, f"{UFP4}~", UFP4], dict.fromkeys(("fprop", "dgrad", "wgrad"), "16")),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_what_its_source_says(name: str) -> None:
+    casts = LinearCasts.preset(name)
+    operands, hadamard = EXPECTED[name]
+    assert [str(getattr(casts, operand)) for operand in OPERANDS] == operands
+    assert {gemm: str(setting) for gemm, setting in casts.hadamard.items()} == hadamard
+    assert casts.subtract_mean == ()
+    assert casts.surrogate == {}
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "bf16"])
+def test_a_preset_names_its_source(name: str) -> None:
+    assert "arXiv" in (inspect.getdoc(PRESETS[name]) or ""), f"the docstring of {name} names no paper"
+
+
+def written_out(casts: LinearCasts) -> dict[str, Any]:
+    """All fields of casts, as someone would write them in YAML."""
+    found = {field.name: getattr(casts, field.name) for field in fields(casts)}
+    for name, setting in found.items():
+        if isinstance(setting, Cast):
+            found[name] = {key: value for key, value in asdict(setting).items() if key != "spec"}
+    found["hadamard"] = {gemm: asdict(setting) for gemm, setting in casts.hadamard.items()}
+    return json.loads(json.dumps(found))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_from_yaml(name: str) -> None:
+    casts = LinearCasts.preset(name)
+
+    def read(text: str) -> LinearCasts:
+        return LinearCasts.of(yaml.safe_load(text))
+
+    assert read(name) == casts
+    assert read(f"preset: {name}") == casts
+    assert read(yaml.safe_dump(written_out(casts))) == casts, "not the same from all its fields"
+    changed = read(f"{{preset: {name}, fprop_x: null, dgrad_w: {{element: int4}}, hadamard: null}}")
+    dgrad_w = casts.dgrad_w.replace(element="int4") if isinstance(casts.dgrad_w, Cast) else Cast("int4")
+    assert changed == casts.replace(fprop_x=None, dgrad_w=dgrad_w, hadamard={})
+    if name != "bf16":
+        nearest = read(f"{{preset: {name}, every: {{rounding: nearest}}}}")
+        assert not any("~" in str(getattr(nearest, operand)) for operand in OPERANDS)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(40, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def two_steps(casts: Any, phase: str = "fqt", autocast: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Trains; yields the losses, gradients and, as ``moved``, how weights have changed."""
+    torch.manual_seed(0)
+    model = convert(Tiny(), casts)
+    set_phase(model, phase)
+    keys, optimizer = LayerKeys(model), torch.optim.SGD(model.parameters(), lr=0.01)
+    x, target = torch.randn(20, 40), torch.randn(20, 8)
+    for step in range(2):
+        before = [p.detach().clone() for p in model.parameters()]
+        keys.fill_(step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = (model(x).float() - target).square().sum() / 20
+        loss.backward()
+        optimizer.step()
+        yield f"loss {step}", loss.detach()
+        for (name, p), old in zip(model.named_parameters(), before, strict=True):
+            assert p.grad is not None, f"{name} has no gradient"
+            yield f"gradient of {name}, step {step}", p.grad
+            assert not torch.equal(p, old), f"{name} does not change in step {step}"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_trains_in_every_phase(name: str, phase: str) -> None:
+    for autocast in (True, False):
+        for what, tensor in two_steps(name, phase, autocast):
+            assert tensor.isfinite().all(), f"{name} in phase {phase}: {what} is not finite"
+
+
+@pytest.mark.parametrize("format", [name for name in SCALE_FORMATS if name != "fp32"])
+def test_fp4_with_every_scale(format: str) -> None:
+    """The grid of FP4 All the Way, figure 1, and more: scale formats by block sizes, roundings and levels."""
+    assert len(SCALE_FORMATS) == 8, "a scale format was added"
+    grid = itertools.product((8, 16, 32, 64, 128), SCALE_ROUNDINGS[format], (False, True), ("nearest", "stochastic"))
+    for block, scale_rounding, two_level, rounding in grid:
+        cast = Cast("e2m1", Scale(format, block, scale_rounding, two_level), rounding)
+        for what, tensor in two_steps(dict.fromkeys(OPERANDS, cast)):
+            assert tensor.isfinite().all(), f"{cast}: {what} is not finite"

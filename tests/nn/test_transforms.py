@@ -1,0 +1,219 @@
+"""Rotations, means that are split off and surrogates: what they are for, and what they leave alone.
+
+That a layer computes them as they are defined is in test_linear.py; here they meet what they stand in for.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit import Cast, LinearCasts, Scale, convert
+from lightning_lowbit.nn import OPERANDS, LayerKeys
+from lightning_lowbit.quant import Hadamard, surrogate_factor
+from tests.nn.layers import GEMMS, RESULTS, every, layer_like, run, spied, value
+
+LOSSLESS = Cast("int8", Scale("fp32", 1))  # each element is the largest of its block
+NEAREST = Cast("e2m1", Scale("e4m3", 16, two_level=True))
+STOCHASTIC = Cast("e2m1", Scale("e4m3", 16, two_level=True), "stochastic")
+SATURATING = Cast("e2m1", Scale("e8m0", 32, "floor"))
+TOKENS, IN, OUT = 50, 40, 24
+KEYED = {gemm: Hadamard(16, "keyed") for gemm in GEMMS}
+ALL = tuple(GEMMS)
+
+
+def tensors(tokens: int = TOKENS, mean: float = 0.0) -> tuple[nn.Linear, Tensor, Tensor]:
+    """A layer, x and g; all tokens share a direction of the given size."""
+    generator = torch.Generator().manual_seed(3)
+    layer = nn.Linear(IN, OUT)
+    layer.weight.data = torch.randn(OUT, IN, generator=generator)
+    layer.bias.data = torch.randn(OUT, generator=generator)
+    x, g = (
+        torch.randn(tokens, size, generator=generator) + mean * torch.randn(size, generator=generator)
+        for size in (IN, OUT)
+    )
+    return layer, x, g
+
+
+def error(found: Tensor | None, expected: Tensor | None) -> float:
+    assert found is not None
+    assert expected is not None
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+# --- what cancels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mean", [0.0, 30.0])
+@pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        *[{"hadamard": {gemm: size}} for gemm in GEMMS for size in (16, 64)],
+        {"hadamard": KEYED},
+        *[{"subtract_mean": [gemm]} for gemm in GEMMS],
+        {"subtract_mean": ["wgrad"], "wgrad_x": None},
+        {"subtract_mean": ["wgrad"], "wgrad_g": None},
+        {"subtract_mean": ALL, "hadamard": KEYED},
+        {"subtract_mean": ["fprop", "dgrad"], "dgrad_w": "fprop"},
+        {"surrogate": {"fprop_x": "trust", "fprop_w": "trust"}},  # nothing is saturated
+        {"surrogate": {"fprop_w": "trust"}, "hadamard": KEYED, "subtract_mean": ["dgrad", "wgrad"]},
+    ],
+    ids=str,
+)
+def test_with_lossless_casts_the_layer_is_linear(settings: dict[str, Any], exact: bool, mean: float) -> None:
+    original, x, g = tensors(mean=mean)
+    found = run(layer_like(original, every(LOSSLESS, **settings), exact=exact), x, g)
+    for name, expected in run(original, x, g).items():
+        assert error(found[name], expected) < 1e-5, f"{name}: off by {error(found[name], expected):.1e}"
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_splitting_the_mean_off_helps_where_there_is_one(gemm: str) -> None:
+    """Averaged over draws of the random bits, where there are some."""
+    casts = LinearCasts.preset("nvfp4")
+    for mean, low, high in ((30.0, 0.0, 0.5), (0.0, 0.7, 1.3)):
+        original, x, g = tensors(tokens=512, mean=mean)
+        expected = run(original, x, g)[RESULTS[gemm]]
+        errors = [
+            sum(error(run(layer_like(original, c, seed), x, g)[RESULTS[gemm]], expected) for seed in range(4))
+            for c in (casts.replace(subtract_mean=[gemm]), casts)
+        ]
+        ratio = errors[0] / errors[1]
+        assert low < ratio < high, f"{gemm}, a mean of size {mean}: {ratio:.2f} of the error without"
+
+
+# --- surrogates -------------------------------------------------------------------------------------------------------
+
+SURROGATE_CASTS = [SATURATING, Cast("e2m1", Scale("e4m3", 16, two_level=True)), Cast("int4", Scale("fp32", "row"))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cast", SURROGATE_CASTS, ids=str)
+@pytest.mark.parametrize("kind", ["trust", "dge"])
+def test_a_surrogate_multiplies_the_straight_through_gradient(kind: str, cast: Cast, dtype: torch.dtype) -> None:
+    original, x, g = tensors()
+    original, x, g = original.to(dtype), x.to(dtype), g.to(dtype)
+    casts = every(cast, dgrad_w="fprop", wgrad_x="fprop")  # dX and dW as autograd through the forward pass has them
+    straight = run(layer_like(original, casts), x, g)
+    for operand, name, tensor in (("fprop_x", "x", x), ("fprop_w", "weight", original.weight.detach())):
+        found = run(layer_like(original, casts.replace(surrogate={operand: kind})), x, g)
+        factor = surrogate_factor(kind, tensor, cast, 1)
+        expected = {**straight, name: (straight[name].float() * factor).to(dtype)}  # type: ignore[union-attr]
+        assert factor.unique().numel() > 1 or kind == "trust", "the surrogate has nothing to do"
+        for result, values in expected.items():
+            assert values is not None
+            rounding = 2.01 * torch.finfo(dtype).eps if result == name else 0.0
+            message = f"{kind} of {operand}: {result}"
+            torch.testing.assert_close(
+                found[result], values, rtol=rounding, atol=0.0, msg=lambda text, message=message: f"{message} {text}"
+            )
+
+
+def test_a_surrogate_acts_in_the_rotated_space() -> None:
+    """Where fprop is rotated, what was rounded is the rotated weight: its gradient is rotated there and back."""
+    generator = torch.Generator().manual_seed(0)
+    original = nn.Linear(16, 8, bias=False)
+    original.weight.data = torch.randn(8, 16, generator=generator)
+    x, g = torch.randn(6, 16, generator=generator), torch.randn(6, 8, generator=generator)
+    casts = LinearCasts(fprop_w=SATURATING, hadamard={"fprop": 16})
+    transform = Hadamard(16).matrix(None, torch.device("cpu"))
+    straight = run(layer_like(original, casts), x, g)["weight"]
+    assert straight is not None
+    for kind in ("trust", "dge"):
+        found = run(layer_like(original, casts.replace(surrogate={"fprop_w": kind})), x, g)["weight"]
+        factor = surrogate_factor(kind, original.weight.detach() @ transform, SATURATING, 1)
+        expected = ((straight @ transform) * factor) @ transform.t()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=lambda text, kind=kind: f"{kind}: {text}")
+        assert not torch.allclose(expected, straight * surrogate_factor(kind, original.weight.detach(), SATURATING, 1))
+
+
+def test_trust_stops_saturated_weights_only() -> None:
+    """A weight far beyond its block's largest level has no gradient, and no other is touched."""
+    original = nn.Linear(32, 4, bias=False)
+    original.weight.data.fill_(1.0)
+    original.weight.data[2, 7] = 1.99  # floor gives the block the scale 1/4, whose levels end at 6/4
+    x, g = torch.randn(5, 32), torch.randn(5, 4)
+    casts = LinearCasts(fprop_w=SATURATING)
+    straight = run(layer_like(original, casts), x, g)["weight"]
+    found = run(layer_like(original, casts.replace(surrogate={"fprop_w": "trust"})), x, g)["weight"]
+    assert straight is not None
+    assert found is not None
+    stopped = (found == 0) & (straight != 0)
+    assert stopped.nonzero().tolist() == [[2, 7]]
+    assert torch.equal(found[~stopped], straight[~stopped])
+
+
+# --- keyed signs ------------------------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        self.second.weight = self.first.weight
+
+
+def rotated_operands(
+    monkeypatch: pytest.MonkeyPatch, layer: str = "first", step: int = 0, rank: int = 0, micro_batch: int = 0, **h: Any
+) -> dict[str, Tensor]:
+    """The operands of one of two equal layers under keys of this step; rounding is deterministic."""
+    torch.manual_seed(0)
+    model = convert(Two(), every(NEAREST, hadamard={gemm: Hadamard(16, **h) for gemm in GEMMS}))
+    LayerKeys(model).fill_(step, micro_batch, rank)
+    with spied(monkeypatch) as seen:
+        run(getattr(model, layer), torch.randn(16, 32), torch.randn(16, 32))
+    return {name: value(operand) for name, operand in seen.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"layer": "second"}, ()),
+        ({"step": 1}, ()),
+        ({"micro_batch": 1}, ()),
+        ({"rank": 1}, ("fprop_x", "fprop_w", "dgrad_g", "dgrad_w")),  # all ranks quantise a weight alike
+    ],
+    ids=str,
+)
+def test_keyed_signs_are_drawn_anew(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], same: tuple[str, ...]
+) -> None:
+    first, again = rotated_operands(monkeypatch, signs="keyed"), rotated_operands(monkeypatch, signs="keyed")
+    other = rotated_operands(monkeypatch, signs="keyed", **change)
+    fixed = [rotated_operands(monkeypatch, **changes) for changes in ({}, change)]
+    for name in OPERANDS:
+        assert torch.equal(first[name], again[name]), f"{name}: signs depend on something else than keys"
+        assert torch.equal(first[name], other[name]) == (name in same), f"{name} with {change}"
+        assert torch.equal(fixed[0][name], fixed[1][name]), f"{name}: fixed signs change with {change}"
+
+
+def test_signs_of_the_gemms_differ() -> None:
+    """Three GEMMs of a layer do not share their signs, and signs do not share their bits with rounding."""
+    layer: Any = layer_like(nn.Linear(16, 16), every(NEAREST, hadamard=KEYED))
+    device = torch.device("cpu")
+    signs = [
+        Hadamard(128, "keyed").matrix(layer.keys[OPERANDS.index(names[1])], device)[:, 0] for names in GEMMS.values()
+    ]
+    for i in range(3):
+        assert not torch.equal(signs[i], signs[i - 1])
+        assert 0.2 < (signs[i] > 0).float().mean() < 0.8, "signs are not balanced"
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_keyed_signs_without_keys_are_refused(gemm: str) -> None:
+    layer = convert(nn.Linear(IN, OUT), every(NEAREST, hadamard={gemm: Hadamard(16, "keyed")}))
+    x = torch.randn(2, IN, requires_grad=True)
+    with pytest.raises(ValueError, match="Keyed signs of a Hadamard transform need a key.*LayerKeys"):
+        layer(x).sum().backward()
+
+
+def test_copies_of_a_layer_rotate_alike() -> None:
+    original, x, g = tensors()
+    layer = layer_like(original, every(STOCHASTIC, hadamard=KEYED, subtract_mean=ALL))
+    found, expected = run(copy.deepcopy(layer), x, g), run(layer, x, g)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), f"{name} of a copy"  # type: ignore[arg-type]

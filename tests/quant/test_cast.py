@@ -1,0 +1,307 @@
+"""Casts as values: what is refused and what is not, names that tell casts apart, and partial replacement."""
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_lowbit import Cast, Scale, quantize
+from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS
+from lightning_lowbit.quant import cast as cast_module
+from lightning_lowbit.quant.cast import REFUSED, SCALE_ROUNDINGS
+from tests.quant.tensors import NVFP4, casts
+
+BLOCKS = (8, 16, (16, 16), "row", "tensor")
+MESSAGES = [message for _, message in REFUSED]
+
+
+def grid() -> list[dict[str, Any]]:
+    """The fields of every Scale: all formats with their roundings, blocks and levels, possible or not."""
+    fields_of = {
+        "format, rounding": [(name, rounding) for name in SCALE_FORMATS for rounding in SCALE_ROUNDINGS[name]],
+        "block": BLOCKS,
+        "two_level": (False, True),
+        "four_over_six": (None, "mse", "mae"),
+        "prescale": (1, 0.75),
+        "top": (None, 1),
+    }
+    settings = [dict(zip(fields_of, values, strict=True)) for values in itertools.product(*fields_of.values())]
+    return [dict(zip(("format", "rounding"), one.pop("format, rounding"), strict=True)) | one for one in settings]
+
+
+def refusal(build: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What was built, or which message of REFUSED refused it."""
+    try:
+        return build(), None
+    except ValueError as error:
+        (known,) = [message for message in MESSAGES if str(error).startswith(message)] or [None]
+        assert known is not None, f"a refusal that REFUSED does not list: {error}"  # noqa: PT017
+        return None, known
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_every_combination_is_honoured_or_refused() -> None:
+    """All elements, scale formats with their roundings, blocks, levels, 4/6, prescales and tops."""
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    honoured, hit = 0, set()
+    for settings in grid():
+        scale, message = refusal(lambda settings=settings: Scale(**settings))
+        hit.add(message)
+        if scale is None:
+            continue
+        for element, format in ELEMENT_FORMATS.items():
+            cast, message = refusal(lambda element=element, scale=scale: Cast(element, scale))
+            hit.add(message)
+            if cast is None:
+                continue
+            found = quantize(x, cast)
+            values = format.decode(found.codes)
+            assert values.isfinite().all(), f"{cast}: codes without a value"
+            assert (values.abs() <= format.max).all(), f"{cast}: values beyond the largest"
+            assert found.dequantize().isfinite().all(), f"{cast}: finite elements decode to infinity or NaN"
+            honoured += 1
+    # By hand: the six ExMy in two roundings with 5 blocks + 4 with two levels * 2 tops; of e2m1 also 4/6 twice on 3
+    # blocks * 3 levels; e8m0 in four roundings alike, and its prescale on 5 blocks; fp32 in two on 5.
+    assert honoured == 15 * (12 * (5 + 4 * 2) + 4 * (5 + 4 * 2) + 5 + 2 * 5) + 12 * 2 * 3 * 3
+    # What no top of 1 can do: exceed float32.
+    hit.add(refusal(lambda: Cast("e5m2", Scale("e8m0", two_level=True, top=2.0**127)))[1])
+    assert hit >= set(MESSAGES), f"in REFUSED, but never refused: {set(MESSAGES) - hit}"
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_refusal_says_what_to_do(message: str) -> None:
+    assert re.search("(?i)leave out|take", message), f"no remedy in {message!r}"
+
+
+REFUSALS = [
+    (lambda: Scale("fp32", two_level=True), "range and the digits that a second level would give: leave out two_level"),
+    (lambda: Scale("e4m3", "tensor", two_level=True), "scale the same elements again: leave out two_level"),
+    (lambda: Scale("e4m3", top=256), "Scale.top says where"),
+    (lambda: Scale("e4m3", prescale=0.75), "e8m0 scales with rounding='floor' cause and no others"),
+    (lambda: Scale("e8m0", prescale=0.75), "e8m0 scales with rounding='floor' cause and no others"),
+    (lambda: Scale("e8m0", 32, "floor", two_level=True, prescale=0.75), "leave out prescale, or two_level"),
+    (lambda: Scale("e8m0", four_over_six="mse"), "powers of two cannot hold that"),
+    (lambda: Scale("fp32", four_over_six="mae"), "fp32 scales have no reason to"),
+    (lambda: Scale("e4m3", "row", four_over_six="mse"), "4/6 chooses per block: take a block such as 16"),
+    (lambda: Scale("e4m3", "tensor", four_over_six="mse"), "4/6 chooses per block"),
+    (
+        lambda: Cast("e4m3", Scale(four_over_six="mse")),
+        "take element='e2m1', or leave out four_over_six. Got e4m3:1x16",
+    ),
+    (lambda: Cast("int4", {"four_over_six": "mse"}), "levels of e2m1"),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSALS)
+def test_refusals(build: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build()
+
+
+def test_e2m1_with_four_over_six_may_replace_another_element_and_back() -> None:
+    cast = Cast("e2m1", Scale(four_over_six="mse"))
+    with pytest.raises(ValueError, match="levels of e2m1"):
+        cast.replace(element="int4")
+    assert cast.replace(element="int4", scale={"four_over_six": None}).element == "int4"
+
+
+# --- wrong fields -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Cast("ternry"), "Unknown element format 'ternry'. Did you mean 'ternary'"),
+        (lambda: Cast("E2M1"), "Unknown element format 'E2M1'. Did you mean|Unknown element format 'E2M1'. Choose"),
+        (lambda: Cast(4), "Unknown element format 4"),
+        (lambda: Cast("fp32"), "Unknown element format 'fp32'.* Choose one of: 'e2m1', 'e1m2', .*'ternary'"),
+        (lambda: Cast("e8m0"), "Unknown element format 'e8m0'"),
+        (lambda: Cast(rounding="stochastc"), "Unknown rounding 'stochastc'. Did you mean 'stochastic'"),
+        (lambda: Cast(scale="e4m3"), "Cast.scale is a Scale or a mapping of its fields; got 'e4m3'"),
+        (lambda: Cast(scale=None), "Cast.scale is a Scale"),
+        (lambda: Cast(scale={"blok": 16}), "Unknown field of Scale 'blok'. Did you mean 'block'"),
+        (lambda: Scale("e4m4"), "Unknown scale format 'e4m4'. Did you mean 'e4m3'"),
+        (lambda: Scale("int8"), "Unknown scale format 'int8'.* Choose one of: .*'e8m0', 'fp32'"),
+        (lambda: Scale(rounding="upp"), "Unknown rounding of e4m3 scales 'upp'. Did you mean 'up'"),
+        (lambda: Scale("e4m3", rounding="rceil"), "rounding of e4m3 scales 'rceil'.*Choose one of: 'nearest', 'up'"),
+        (lambda: Scale("e8m0", rounding="up"), "of e8m0 scales 'up'.*: 'rceil', 'floor', 'ceil', 'even'"),
+        (lambda: Scale("e8m0", rounding="nearest"), "of e8m0 scales 'nearest'.*Choose one of: 'rceil'"),
+        (lambda: Scale("fp32", rounding="up"), "of fp32 scales 'up'.*Choose one of: 'nearest', 'power_of_two'"),
+        (lambda: Scale(four_over_six="mxe"), "error measure of Scale.four_over_six 'mxe'. Did you mean .*'mse', 'mae'"),
+        (lambda: Scale(four_over_six=True), "error measure of Scale.four_over_six True"),
+        (lambda: Scale(two_level=1), "two_level is true or false; got 1"),
+        (lambda: Scale(two_level="no"), "two_level is true or false; got 'no'"),
+        *[
+            (lambda block=block: Scale(block=block), "Scale.block is a positive number .* 'row' or 'tensor'; got")
+            for block in (
+                0,
+                -1,
+                True,
+                1.5,
+                (16,),
+                "x",
+                "rows",
+                None,
+                (16, 0),
+                (16, True),
+                (16, 16, 16),
+                [16],
+                [16, 1.5],
+                {},
+            )
+        ],
+        *[
+            (lambda top=top: Scale(two_level=True, top=top), r"Scale.top must lie in \(0, 448\] for e4m3 scales; got")
+            for top in (0, -1, 449, float("nan"), float("inf"))
+        ],
+        *[
+            (lambda factor=factor: Scale("e8m0", 32, "floor", prescale=factor), r"Scale.prescale must lie in \(0, 1\]")
+            for factor in (0, -0.75, 1.5, float("nan"))
+        ],
+        (lambda: Scale(two_level=True, top="448"), "Scale.top is a number; got '448'"),
+        (lambda: Scale(two_level=True, top=True), "Scale.top is a number; got True"),
+        (lambda: Scale("e8m0", prescale=None), "Scale.prescale is a number; got None"),
+    ],
+)
+def test_wrong_fields(build: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_casts_are_values() -> None:
+    cast = Cast("e2m1", Scale("e4m3", [16, 16], "up", True), "stochastic")
+    same_cast = Cast(scale={"block": (16, 16), "rounding": "up", "two_level": True}, rounding="stochastic")
+    assert cast == same_cast
+    assert hash(cast) == hash(same_cast)
+    assert cast != replace(cast, rounding="nearest")
+    with pytest.raises(AttributeError):
+        cast.element = "e1m2"  # type: ignore[misc]
+
+
+def every_cast() -> list[Cast]:
+    blocks = (*BLOCKS, 1, (1, 16), (16, 1))
+    nearest = [cast for element in ELEMENT_FORMATS for block in blocks for cast in casts(element, block)]
+    return nearest + [replace(cast, rounding="stochastic") for cast in nearest]
+
+
+def test_names_tell_casts_apart() -> None:
+    names: dict[str, Cast] = {}
+    for cast in every_cast():
+        other = names.setdefault(str(cast), cast)
+        assert other == cast, f"{cast!r} and {other!r} are both called {cast}"
+
+
+def test_specs_round_trip() -> None:
+    for cast in every_cast():
+        again = Cast.from_spec(cast.spec)
+        assert again == cast, f"{cast!r} came back as {again!r}"
+        assert hash(again) == hash(cast)
+        assert again.spec == cast.spec
+
+
+@pytest.mark.parametrize(
+    ("cast", "name"),
+    [
+        (Cast(), "e2m1/e4m3:1x16"),
+        (Cast("int4", Scale("e5m2", 128)), "int4/e5m2:1x128"),
+        (Cast("e2m1", Scale("e4m3", (16, 16), "up", True), "stochastic"), "e2m1/e4m3:16x16+fp32^~"),
+        (Cast("e2m1", Scale("e8m0", 32)), "e2m1/e8m0:1x32"),
+        (Cast("e2m1", Scale("e8m0", 32, "floor", prescale=0.75), "stochastic"), "e2m1/e8m0:1x32(floor)(x0.75)~"),
+        (Cast("e4m3", Scale("fp32", "row", "power_of_two")), "e4m3/fp32:row(power_of_two)"),
+        (Cast("e5m2", Scale("fp32", "tensor")), "e5m2/fp32:tensor"),
+        (Cast("e2m1", Scale(two_level=True, top=256, four_over_six="mae")), "e2m1/e4m3:1x16+fp32<256(4/6 mae)"),
+    ],
+)
+def test_names(cast: Cast, name: str) -> None:
+    assert str(cast) == name
+
+
+@pytest.mark.parametrize(
+    ("cast", "bits"),
+    [
+        (NVFP4, 4 + 8 / 16),
+        (Cast("e2m1", Scale("e4m3", (16, 16), two_level=True)), 4 + 8 / 256),
+        (Cast("e2m1", Scale("e8m0", 32)), 4 + 8 / 32),
+        (Cast("e3m2", Scale("e8m0", 32)), 6 + 8 / 32),
+        (Cast("e4m3", Scale("e8m0", 32)), 8 + 8 / 32),
+        (Cast("int4", Scale("fp32", 128)), 4 + 32 / 128),
+        (Cast("int5", Scale("e6m1", 10)), 5 + 7 / 10),
+        (Cast("e4m3", Scale("fp32", "row")), 8),
+        (Cast("ternary", Scale("fp32", "tensor")), 2),
+    ],
+    ids=str,
+)
+def test_bits(cast: Cast, bits: float) -> None:
+    assert cast.bits == bits
+
+
+# --- replace ----------------------------------------------------------------------------------------------------------
+
+
+def test_replace_changes_what_it_names() -> None:
+    cast = Cast("e2m1", Scale("e4m3", (16, 16), "up", two_level=True, top=256, four_over_six="mse"), "stochastic")
+    changes: dict[str, Any] = {
+        "format": "e5m2",
+        "block": [8, 8],
+        "rounding": "nearest",
+        "two_level": True,
+        "top": None,
+        "four_over_six": "mae",
+        "prescale": 1,
+    }
+    assert set(changes) == {field.name for field in fields(Scale)}, "a field of Scale is not tried"
+    for name, value in changes.items():
+        found = cast.replace(scale={name: value})
+        expected = tuple(value) if isinstance(value, list) else value
+        assert getattr(found.scale, name) == expected, f"scale.{name} is {getattr(found.scale, name)}"
+        others = {field.name for field in fields(Scale)} - {name}
+        kept = {other: getattr(found.scale, other) == getattr(cast.scale, other) for other in others}
+        assert all(kept.values()), f"scale.{name} changed, and so did another field: {kept}"
+        assert (found.element, found.rounding) == (cast.element, cast.rounding)
+    assert cast.replace(rounding="nearest") == replace(cast, rounding="nearest")
+    assert cast.replace(scale=Scale("e8m0")).scale == Scale("e8m0")
+    both = cast.replace(element="e2m1", rounding="nearest", scale={"block": 32})
+    assert (both.rounding, both.scale.block, both.scale.top) == ("nearest", 32, 256)
+    assert cast.replace() == cast
+
+
+@pytest.mark.parametrize("name", SCALE_FORMATS)
+def test_a_default_rounding_follows_the_format(name: str) -> None:
+    """Nobody chose it, so it must not stand in the way of another format; a chosen one is kept, or refused."""
+    for cast in (Cast(), Cast(scale=Scale("e8m0")), Cast(scale=Scale("fp32"))):
+        assert cast.replace(scale={"format": name}).scale == Scale(name)
+    chosen = Cast(scale=Scale("e4m3", rounding="up"))
+    if "up" in SCALE_ROUNDINGS[name]:
+        assert chosen.replace(scale={"format": name}).scale.rounding == "up"
+    else:
+        with pytest.raises(ValueError, match=f"Unknown rounding of {name} scales 'up'"):
+            chosen.replace(scale={"format": name})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"elemnt": "e2m1"}, "Unknown field of Cast 'elemnt'. Did you mean 'element'"),
+        ({"spec": "{}"}, "Unknown field of Cast 'spec'"),
+        ({"scale": {"blok": 16}}, "Unknown field of Scale 'blok'. Did you mean 'block'"),
+        ({"scale": {"block": "tensor"}}, "leave out two_level"),
+        ({"element": "fp4"}, "Unknown element format 'fp4'"),
+    ],
+)
+def test_replace_refuses(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NVFP4.replace(**changes)
+
+
+def test_every_format_has_roundings() -> None:
+    assert SCALE_ROUNDINGS.keys() == cast_module.SCALE_FORMATS.keys()
+    assert all(SCALE_ROUNDINGS.values())

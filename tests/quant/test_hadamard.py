@@ -1,0 +1,184 @@
+"""The Hadamard transform: orthogonal, gone between two operands, and signs that a key decides."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbit.quant import Hadamard, rotate
+from lightning_lowbit.quant.hadamard import SIZES
+from lightning_lowbit.quant.rounding import mix_key, uniform
+from tests.quant.tensors import same
+
+CPU = torch.device("cpu")
+KEYS = mix_key(torch.arange(2000))
+
+
+def matrix(size: int, key: int | None = None) -> Tensor:
+    keyed = {} if key is None else {"signs": "keyed"}
+    return Hadamard(size, **keyed).matrix(None if key is None else torch.tensor(key), CPU)
+
+
+def signs_of(transform: Tensor) -> Tensor:
+    """The first column of H is ones: that of T is the signs / sqrt(n)."""
+    return transform[:, 0].sign()
+
+
+def hadamard(size: int) -> np.ndarray:
+    """By its closed form: the sign of entry (i, j) is the parity of the bits that i and j share."""
+    return np.array([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)])
+
+
+@pytest.mark.parametrize("key", [None, 5])
+@pytest.mark.parametrize("size", SIZES)
+def test_matrix(size: int, key: int | None) -> None:
+    transform = matrix(size, key)
+    assert transform.dtype == torch.float32
+    expected = signs_of(transform)[:, None].numpy() * hadamard(size) / size**0.5
+    np.testing.assert_allclose(transform, expected, rtol=1e-7, err_msg=f"{size} is not diag(signs) H / sqrt(n)")
+    unsigned = transform * signs_of(transform)[:, None]
+    same(unsigned, unsigned.t(), f"H of {size} is not symmetric")
+    product = transform.double() @ transform.double().t()
+    torch.testing.assert_close(product, torch.eye(size).double(), rtol=0, atol=1e-6)
+    if size in (16, 64):  # sqrt(n) is a power of two
+        same(product, torch.eye(size).double(), f"T of {size} is not exactly orthogonal")
+
+
+def test_larger_groups_repeat_the_fixed_signs() -> None:
+    expected = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
+    for size in SIZES:
+        assert signs_of(matrix(size)).tolist() == expected * (size // 16), f"fixed signs of {size}"
+
+
+@pytest.mark.parametrize("key", [None, 5])
+@pytest.mark.parametrize("size", SIZES)
+def test_cancels_between_operands(size: int, key: int | None) -> None:
+    """(A T)(T' B) = A B, whatever part of a group the contraction axis fills."""
+    transform = matrix(size, key)
+    for contraction in (size, 2 * size, size + 1, 3, 2 * size - 5):
+        a, b = torch.randn(7, contraction), torch.randn(contraction, 5)
+        found = rotate(a, transform, 1).double() @ rotate(b, transform, 0).double()
+        error = (found - a.double() @ b.double()).abs().max() / contraction**0.5
+        assert error < 2e-6, f"{size}, contraction over {contraction}: off by {error:.1e}"
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("size", SIZES)
+def test_rotate(size: int, dim: int) -> None:
+    """Each group times T; zeros fill the last group and take part."""
+    transform, length = matrix(size), 2 * size - 3
+    x = torch.randn(length, 5) if dim == 0 else torch.randn(5, length)
+    before = x.clone()
+    found = rotate(x, transform, dim)
+    padded = torch.zeros(2 * size, 5)
+    padded[:length] = x if dim == 0 else x.t()
+    expected = torch.cat([transform.double().t() @ group.double() for group in padded.split(size)])
+    expected = expected if dim == 0 else expected.t()
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+    same(x, before, "the input was changed")
+    other = rotate(x.t(), transform, 1 - dim)
+    torch.testing.assert_close(other.t(), found, rtol=0, atol=1e-6)
+    back = rotate(found, transform.t(), dim)
+    torch.testing.assert_close(back.narrow(dim, 0, length), x, rtol=0, atol=2e-6)
+    assert back.narrow(dim, length, 3).abs().max() < 2e-6, "rotated back, the padding is not zero"
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("size", [16, 64])
+def test_bfloat16_is_rounded_once(size: int, dim: int) -> None:
+    """Sums of such integers are exact in float32, and too long for bfloat16: one rounding is all there may be."""
+    x = torch.randint(-255, 256, (size, size)).bfloat16()
+    transform = matrix(size).double()
+    exact = transform.t() @ x.double() if dim == 0 else x.double() @ transform
+    found = rotate(x, matrix(size), dim)
+    assert found.dtype == torch.bfloat16
+    same(found, exact.float().bfloat16(), f"{size} along {dim}")
+    assert (found.double() != exact).any(), "the test needs sums that are rounded"
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 16), (16, 0), (0, 0)])
+def test_empty(shape: tuple[int, int], dim: int) -> None:
+    found = rotate(torch.empty(shape), matrix(16), dim)
+    expected = list(shape)
+    expected[dim] = -(-shape[dim] // 16) * 16
+    assert list(found.shape) == expected
+
+
+def test_what_is_not_finite_stays_in_its_group() -> None:
+    x = torch.randn(4, 48)
+    x[1, 20], x[2, 40] = torch.inf, torch.nan
+    found = rotate(x, matrix(16), 1)
+    assert not found[1, 16:32].isfinite().any(), "an infinity became finite"
+    assert found[2, 32:].isnan().all(), "a NaN became finite"
+    found[1, 16:32] = found[2, 32:] = 0
+    assert found.isfinite().all(), "the damage leaves its group"
+
+
+# --- keyed signs ------------------------------------------------------------------------------------------------------
+
+
+def test_keyed_signs_need_a_key() -> None:
+    with pytest.raises(ValueError, match="Keyed signs of a Hadamard transform need a key.*LayerKeys"):
+        Hadamard(signs="keyed").matrix(None, CPU)
+    same(Hadamard().matrix(torch.tensor(3), CPU), matrix(16), "fixed signs with a key")
+
+
+def test_keyed_signs_are_a_function_of_the_key() -> None:
+    key = KEYS[0]
+    same(Hadamard(16, "keyed").matrix(key, CPU), matrix(16, int(key)), "the same key twice")
+    same(Hadamard(16, "keyed").matrix(key.reshape(1), CPU), matrix(16, int(key)), "a key of one element")
+    patterns = {tuple(signs_of(matrix(128, int(key))).tolist()) for key in KEYS[:200]}
+    assert len(patterns) == 200, "keys share their signs"
+
+
+def test_keyed_signs_are_balanced() -> None:
+    """Every sign, every pair and every pattern of four neighbours, over keys as layers have them."""
+    signs = torch.stack([signs_of(matrix(16, int(key))) for key in KEYS])
+    assert set(signs.unique().tolist()) == {-1, 1}
+    z = signs.sum(0) / len(KEYS) ** 0.5
+    assert z.abs().max() < 4, f"sign {z.abs().argmax()} leans to one side: z = {z.abs().max():.1f}"
+    pairs = (signs.t() @ signs / len(KEYS) ** 0.5).fill_diagonal_(0)
+    assert pairs.abs().max() < 4.5, f"two signs go together: z = {pairs.abs().max():.1f}"
+    steps = (signs[1:] * signs[:-1]).sum(0) / len(KEYS) ** 0.5
+    assert steps.abs().max() < 4, f"signs of consecutive keys go together: z = {steps.abs().max():.1f}"
+    for start in range(0, 16, 4):
+        bits = (signs[:, start : start + 4] > 0).int() @ torch.tensor([1, 2, 4, 8], dtype=torch.int32)
+        counts, expected = torch.bincount(bits, minlength=16), len(KEYS) / 16
+        z = (counts - expected) / (expected * 15 / 16) ** 0.5
+        assert z.abs().max() < 4.5, f"signs {start} to {start + 3}: pattern {z.abs().argmax()} occurs {counts.tolist()}"
+
+
+def test_keyed_signs_are_not_the_bits_of_stochastic_rounding() -> None:
+    """Both come from the key of an operand; neither the raw key nor the element index may tie them together."""
+    signs = torch.stack([signs_of(matrix(16, int(key))) for key in KEYS])
+    index = torch.arange(64, dtype=torch.int32)
+    for name, keys in (("key", KEYS), ("mixed key", mix_key(KEYS))):
+        draws = torch.stack([uniform(index, key) for key in keys]) - 0.5
+        z = signs.t() @ draws * (12 / len(KEYS)) ** 0.5
+        assert z.abs().max() < 5, f"{name}: sign and draw {divmod(z.abs().argmax().item(), 64)} correlate"
+
+
+# --- errors and names -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((8,), "Hadamard.size is one of 16, 32, 64, 128; got 8"),
+        ((True,), "got True"),
+        (("16",), "got '16'"),
+        ((16, "kyed"), "signs of a Hadamard transform 'kyed'. Did you mean 'keyed'"),
+    ],
+)
+def test_errors(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Hadamard(*arguments)
+
+
+def test_names_tell_transforms_apart() -> None:
+    every = [Hadamard(size, signs) for size, signs in itertools.product(SIZES, ("fixed", "keyed"))]
+    assert len({str(transform) for transform in every}) == len(every)
+    assert str(Hadamard(32, "keyed")) == "32~"

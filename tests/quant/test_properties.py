@@ -1,0 +1,208 @@
+"""What holds for every tensor: hypothesis looks for one for which it does not. Deterministic: it derives no seeds.
+
+Elements lie within 2^±10, so that no scale in float32's range over- or underflows: how scales end is tested elsewhere.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from torch import Tensor
+
+from lightning_lowbit import Cast, Scale, quantize
+from lightning_lowbit.formats import ELEMENT_FORMATS
+from lightning_lowbit.quant import quantize_operand
+from tests.quant.tensors import EXMY, casts, float_scales, same, spread_scales
+
+# The fixture that every test has gives it a folder and a seed, which these do not use.
+PROFILE = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+_numbers = st.floats(2.0**-10, 2.0**10, width=32)
+_elements = st.one_of(st.just(0.0), _numbers, _numbers.map(lambda number: -number))
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> Tensor:
+    """Up to 6 x 40, many elements alike: ties, zero blocks, parts of blocks."""
+    shape = draw(st.tuples(st.integers(1, 6), st.integers(1, 40)))
+    return torch.from_numpy(draw(arrays.arrays(np.float32, shape, elements=_elements)))
+
+
+def some_casts(blocks: tuple[Any, ...] = (4, 16, (4, 16), "row", "tensor")) -> list[Cast]:
+    return [cast for element in ELEMENT_FORMATS for block in blocks for cast in casts(element, block)]
+
+
+def dequantised(x: Tensor, cast: Cast, dim: int = -1, **given: Any) -> Tensor:
+    return quantize(x, cast, dim, **given).dequantize()
+
+
+# --- casting twice ----------------------------------------------------------------------------------------------------
+
+
+def exactly_idempotent() -> list[Cast]:
+    """Casts whose every value is cast to itself.
+
+    With one level of scales that are powers of two, a block's largest code gives the same scale again, or half of it
+    where the codes can double. With ExMy scales that needs a largest code which does not move: among e2m1's 4 and 6
+    there is nothing for a scale within 1/8 to reach, and of the two scales of 4/6 the one chosen has no error.
+    """
+    powers = [
+        Scale("e8m0", block, rule) for rule in ("floor", "ceil", "even", "rceil") for block in (4, (4, 16), "row")
+    ]
+    powers += [Scale("fp32", block, "power_of_two") for block in (4, "row", "tensor")]
+    exmy = [Scale(name, block) for name in ("e4m3", "e3m4", "e5m2") for block in (4, (4, 16), "row", "tensor")]
+    exmy += [Scale("e4m3", 4, rounding) for rounding in ("nearest", "up")]
+    exmy += [Scale("e4m3", 4, four_over_six=measure) for measure in ("mse", "mae")]
+    return [Cast(element, scale) for scale in powers for element in ELEMENT_FORMATS] + [
+        Cast("e2m1", scale) for scale in exmy
+    ]
+
+
+@PROFILE
+@given(x=matrices(), cast=st.sampled_from(exactly_idempotent()), again=st.sampled_from(("nearest", "stochastic")))
+def test_values_of_a_cast_are_cast_to_themselves(x: Tensor, cast: Cast, again: str) -> None:
+    """To nearest, and stochastically too: a value on the grid stays where it is."""
+    once = quantize(x, cast)
+    twice = dequantised(once.dequantize(), replace(cast, rounding=again), key=3)
+    # An ExMy scale among the subnormals may be off by more than 1/8.
+    counts = spread_scales(once) >= (2.0**cast.scale.storage.min_exponent if cast.scale.format in EXMY else 0)
+    same(twice[counts], once.dequantize()[counts], f"{cast} twice")
+
+
+NEARLY = [
+    *[Cast(element, Scale("fp32", block)) for element in ELEMENT_FORMATS for block in (4, "row", "tensor")],
+    *[Cast("e2m1", Scale("e4m3", block, two_level=True)) for block in (4, (4, 16), "row")],
+]
+
+
+@PROFILE
+@given(x=matrices(), cast=st.sampled_from(NEARLY))
+def test_values_of_these_casts_return_within_an_ulp_or_two(x: Tensor, cast: Cast) -> None:
+    """max / (max * (1 / (max / b))) need not be max / b, nor the A of the second cast that of the first."""
+    x = x.sign() * x.abs().clamp(min=x.abs().max().item() / 64)  # no scale underflows below the tensor's largest
+    once = quantize(x, cast)
+    twice = quantize(once.dequantize(), cast)
+    same(twice.codes, once.codes, f"codes of {cast} twice")
+    torch.testing.assert_close(twice.dequantize(), once.dequantize(), rtol=2.0**-21, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("cast", "x"),
+    [
+        # 123.05 / 127 rounds to the scale 1; the code 123, a little less, asks for 15/16, and then saturates.
+        (Cast("int8", Scale("e4m3")), [123.05, 1.0]),
+        # 6.5 / 6 is rounded up to the scale 1.5, its code down to 4, which asks for the scale 1; 0.75 is no code of it.
+        (Cast("e2m1", Scale("e6m1", rounding="up")), [6.5, 0.75]),
+        # 0.51 of the smallest scale is rounded to it, and the code to 3, which asks for half of it: a tie, to 0.
+        (Cast("e2m1", Scale("e4m3")), [0.51 * 6 * 2.0**-9, 0.0]),
+        # The largest value, 6 * 4/3, has the next exponent, and 0.5 * 4/3 is lost under its scale.
+        (Cast("e2m1", Scale("e8m0", 32, "floor", prescale=0.75)), [7.9, 0.6]),
+        # S is no power of two: times S, the largest value of the second block lands just below 4, and then saturates.
+        (Cast("e2m1", Scale("e8m0", 2, "floor", two_level=True)), [6.8070583, 2.269, 2.3488514, 0.9415]),
+    ],
+    ids=str,
+)
+def test_casting_twice_moves_these(cast: Cast, x: list[float]) -> None:
+    """The limits of the property above, one example each."""
+    once = dequantised(torch.tensor([x]), cast)
+    assert not torch.equal(dequantised(once, cast), once), f"{cast} is idempotent for {x}: the reason above is wrong"
+
+
+# --- symmetries -------------------------------------------------------------------------------------------------------
+
+
+def scale_invariant() -> list[Cast]:
+    """All but one-level ExMy scales, which have subnormals and an end within reach."""
+    return [cast for cast in some_casts() if cast.scale.format not in EXMY or cast.scale.two_level]
+
+
+@PROFILE
+@given(x=matrices(), cast=st.sampled_from(scale_invariant()), power=st.integers(-30, 30), dim=st.integers(0, 1))
+def test_powers_of_two_pass_through(x: Tensor, cast: Cast, power: int, dim: int) -> None:
+    """So a loss scale of a power of two does not change a gradient."""
+    found, scaled = quantize(x, cast, dim), quantize(x * 2.0**power, cast, dim)
+    same(scaled.codes, found.codes, f"codes of {cast} under 2^{power}")
+    same(scaled.dequantize(), found.dequantize() * 2.0**power, f"values of {cast} under 2^{power}")
+
+
+@PROFILE
+@given(x=matrices(), cast=st.sampled_from(some_casts()), dim=st.integers(0, 1))
+def test_signs_pass_through(x: Tensor, cast: Cast, dim: int) -> None:
+    same(dequantised(-x, cast, dim), -dequantised(x, cast, dim), f"{cast} of -x along {dim}")
+
+
+@PROFILE
+@given(x=matrices(), cast=st.sampled_from(some_casts(((4, 16), (16, 4), (4, 4), "tensor"))))
+def test_tiles_are_those_of_the_transpose(x: Tensor, cast: Cast) -> None:
+    block = cast.scale.block
+    turned = cast if block == "tensor" else cast.replace(scale={"block": block[::-1]})
+    found, other = quantize(x, cast), quantize(x.t(), turned)
+    same(other.codes.t(), found.codes, f"codes of {cast}")
+    same(float_scales(other).t(), float_scales(found), f"scales of {cast}")
+    same(other.dequantize().t(), found.dequantize(), f"values of {cast}")
+
+
+@PROFILE
+@given(x=matrices(), cast=st.sampled_from(some_casts((4, 16, "row"))))
+def test_blocks_along_columns_are_those_of_the_transpose(x: Tensor, cast: Cast) -> None:
+    same(dequantised(x.t(), cast, 0).t(), dequantised(x, cast, 1), f"{cast} along 0 and 1")
+
+
+@PROFILE
+@given(
+    x=matrices(),
+    cast=st.sampled_from(some_casts()),
+    dim=st.integers(0, 1),
+    rows=st.integers(0, 5),
+    more=st.integers(0, 20),
+)
+def test_padding_changes_nothing(x: Tensor, cast: Cast, dim: int, rows: int, more: int) -> None:
+    padded = torch.nn.functional.pad(x, (0, more, 0, rows))
+    found = dequantised(padded, cast, dim)
+    same(found[: len(x), : x.shape[1]], dequantised(x, cast, dim), f"{cast} along {dim}, padded by {rows} x {more}")
+    assert not found[len(x) :].any(), f"{cast}: zeros became numbers"
+    assert not found[:, x.shape[1] :].any(), f"{cast}: zeros became numbers"
+
+
+@PROFILE
+@given(x=matrices(), cast=st.sampled_from(some_casts((16, "row"))), rows=st.integers(0, 5), key=st.integers(0, 2**40))
+def test_rows_to_come_do_not_change_random_bits(x: Tensor, cast: Cast, rows: int, key: int) -> None:
+    cast = replace(cast, rounding="stochastic")
+    longer = torch.cat([x, torch.zeros(rows, x.shape[1])])
+    same(dequantised(longer, cast, key=key)[: len(x)], dequantised(x, cast, key=key), f"{cast}, {rows} more rows")
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@PROFILE
+@given(x=matrices(), cast=st.sampled_from(some_casts()), key=st.integers(0, 2**40), dim=st.integers(0, 1))
+def test_both_roundings_end_on_a_neighbour(x: Tensor, cast: Cast, key: int, dim: int) -> None:
+    """Elements within reach of the codes end at most one step away; others at the largest code."""
+    steps = torch.from_numpy(
+        np.unique(cast.format.decode(torch.arange(2**cast.format.bits, dtype=torch.uint8)).numpy())
+    )
+    steps = steps[steps.isfinite() & (steps.abs() <= cast.format.max)].contiguous()
+    for rounding, reach in (("nearest", 0.5), ("stochastic", 1.0)):
+        operand = quantize_operand(x, replace(cast, rounding=rounding), dim, torch.tensor(key), exact=True)
+        found = operand.values * (1.0 if operand.factor is None else operand.factor)
+        quantized = quantize(x, replace(cast, rounding=rounding), dim, key=key)
+        codes = cast.format.decode(quantized.codes)
+        unit = torch.where(codes != 0, found / codes, 0.0)  # what a code of 1 stands for
+        place = torch.searchsorted(steps, codes.contiguous())
+        below, above = (steps[(place + by).clamp(0, len(steps) - 1)] for by in (-1, 1))
+        step = torch.maximum(above - codes, codes - below) * unit
+        within = (codes != 0) & (codes.abs() < cast.format.max)
+        off = ((found - x).abs() > reach * step * (1 + 1e-5)) & within
+        assert not off.any(), f"{cast}, {rounding}: {x[off][:3].tolist()} became {found[off][:3].tolist()}"

@@ -1,0 +1,245 @@
+"""The quadratic loss: every curve against what theory expects of it, within four standard errors."""
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer, seed_everything
+from matplotlib.image import imread
+from torch import Tensor
+
+from lightning_lowbit import Cast, Scale, cli, quantize
+from lightning_lowbit.cli.configs import recipes
+from lightning_lowbit.recipes.quadratic import Curve, Quadratic, draw
+
+STEPS, DIMENSIONS = 150, 1000
+NOISES = (2.0, 1.0, 0.5, 0.0)
+EXACT = 1e-12  # for what no noise disturbs
+
+
+def fit(model: Quadratic, steps: int) -> Quadratic:
+    Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    ).fit(model)
+    return model
+
+
+def begin(**arguments: Any) -> Quadratic:
+    seed_everything(0, verbose=False)
+    return Quadratic(**{"dimensions": DIMENSIONS, "noises": (), "errors": (), **arguments})
+
+
+def descend(**arguments: Any) -> dict[Curve, Tensor]:
+    return fit(begin(**arguments), STEPS).losses()
+
+
+@cache
+def descend_all(curvature: float) -> dict[Curve, Tensor]:
+    return descend(noises=NOISES, errors=(0.1, 1.0), steps=(1, 0.3, 0.1), curvature=curvature)
+
+
+def factor(noise: float, step: float) -> tuple[float, float]:
+    """Mean and standard deviation of L' / L over one step, whatever happened before.
+
+    The step takes θ to ‖θ‖ (a u + b/√d z), where u has length 1, z is normal, a = 1 - ηλ and b = ηλ k/√3.
+    """
+    a, b = 1 - step, step * noise / math.sqrt(3)
+    return a**2 + b**2, math.sqrt((4 * a**2 * b**2 + 2 * b**4) / DIMENSIONS)
+
+
+def factors(losses: Tensor) -> Tensor:
+    return losses[1:] / losses[:-1]
+
+
+# --- noise that shrinks with the gradient -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("curvature", [1.0, 2.5])
+def test_the_loss_falls_by_the_factor_expected_of_noise_and_step(curvature: float) -> None:
+    curves = {curve: losses for curve, losses in descend_all(curvature).items() if curve.error == "noise"}
+    assert len(curves) == 12
+    for (_, noise, step), losses in curves.items():
+        assert losses.shape == (STEPS + 1,) and losses[0].item() == pytest.approx(1)
+        if noise == 0 and step == 1:
+            assert losses[1] < 1e-30
+            continue
+        mean, deviation = factor(noise, step)
+        measured = factors(losses)
+        assert measured.mean().item() == pytest.approx(mean, abs=4 * deviation / math.sqrt(STEPS) + EXACT)
+        # Of noise that is not independent in each dimension, the mean would be the same.
+        assert measured.std().item() == pytest.approx(deviation, rel=4 / math.sqrt(2 * STEPS), abs=EXACT)
+
+
+def test_each_row_has_noise_of_its_own() -> None:
+    first, second = (factors(descend_all(1.0)[Curve("noise", noise, 1)]) for noise in (2, 1))
+    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 4 / math.sqrt(STEPS)
+
+
+def test_figure_4() -> None:
+    losses = descend_all(1.0)
+    full, tenth = ({noise: losses[Curve("noise", noise, step)] for noise in NOISES} for step in (1, 0.1))
+    assert full[2][10] > full[2][0] and full[2][-1] > 1e12  # does not descend
+    steps = 20
+    slower = torch.log(full[1][steps] / full[0.5][steps]).item()
+    assert slower == pytest.approx(steps * math.log(4), abs=4 * math.sqrt(2 * steps * 2 / DIMENSIONS))
+    # With a tenth of the step, noise of k = 2 costs 1.6 % a step, all other hardly anything.
+    for noise, most in ((2, 0.02), (1, 0.006), (0.5, 0.003)):
+        expected, deviation = factor(noise, 0.1)
+        cost = torch.log(tenth[noise][-1] / tenth[0][-1]).item() / STEPS
+        assert cost == pytest.approx(math.log(expected / 0.81), abs=4 * deviation / expected / math.sqrt(STEPS))
+        assert cost < most
+
+
+def test_the_best_step_takes_off_a_share_of_what_the_noiseless_one_takes() -> None:
+    shares = {0.5: 12 / 13, 1: 3 / 4, 2: 3 / 7}
+    losses = descend(noises=tuple(shares), steps=tuple(shares.values()))
+    mean = {(noise, step): factors(values).mean().item() for (_, noise, step), values in losses.items()}
+    for noise, share in shares.items():
+        assert 1 - mean[noise, share] == pytest.approx(share, abs=4 * factor(noise, share)[1] / math.sqrt(STEPS))
+        assert mean[noise, share] == min(mean[noise, step] for step in shares.values())
+
+
+@pytest.mark.parametrize("step", [1.0, 0.5, 0.1])
+def test_descent_stops_at_the_noise_that_a_step_bears(step: float) -> None:
+    limit = math.sqrt(3 * (2 / step - 1))
+    below, above = descend(noises=(0.9 * limit, 1.1 * limit), steps=(step,)).values()
+    assert below[-1] < 0.1 and above[-1] > 10
+
+
+# --- errors of constant size ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("curvature", [1.0, 2.5])
+def test_bias_leaves_a_floor_that_the_step_does_not_move(curvature: float) -> None:
+    start = begin(curvature=curvature, errors=(1.0,)).points[0].detach()
+    curves = {curve: losses for curve, losses in descend_all(curvature).items() if curve.error == "biased"}
+    assert len(curves) == 6
+    for curve, losses in curves.items():
+        for n in (0, 1, 7, STEPS):
+            rest = (1 - curve.step) ** n
+            point = rest * start - (1 - rest) * curve.size / math.sqrt(DIMENSIONS) / curvature
+            assert losses[n].item() == pytest.approx(curvature / 2 * point.square().sum().item(), rel=1e-9)
+        assert losses[-1].item() == pytest.approx(curve.size**2 / (2 * curvature), rel=1e-3)
+
+
+@pytest.mark.parametrize("curvature", [1.0, 2.5])
+def test_unbiased_errors_of_that_size_have_a_floor_that_falls_with_the_step(curvature: float) -> None:
+    number = 100  # steps, after those in which the loss settles
+    floors = {}
+    for step in (1, 0.1):
+        floor = 0.1**2 / (2 * curvature) * step / (2 - step)
+        settled = descend_all(curvature)[Curve("unbiased", 0.1, step)][-number:]
+        # About its mean the loss is correlated with itself, by (1 - ηλ)² from step to step.
+        correlated = (1 + (1 - step) ** 2) / (1 - (1 - step) ** 2)
+        floors[step] = settled.mean().item()
+        assert floors[step] == pytest.approx(floor, rel=4 * math.sqrt(2 * correlated / DIMENSIONS / number))
+    assert floors[1] / floors[0.1] == pytest.approx(19, rel=0.1)
+
+
+# --- real casts -------------------------------------------------------------------------------------------------------
+
+
+def descend_in(cast: Cast, step: float, amax: Tensor | None) -> Tensor:
+    """Where 300 steps with λ = 1 and quantised gradients lead from a point of loss 1."""
+    generator = torch.Generator().manual_seed(0)
+    point = torch.randn(DIMENSIONS, generator=generator)
+    point *= math.sqrt(2) / point.norm()
+    for n in range(300):
+        point -= step * quantize(point, cast, key=n if cast.rounding == "stochastic" else None, amax=amax).dequantize()
+    return point
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_cast_whose_scales_follow_the_gradient_leaves_no_floor(rounding: Any) -> None:
+    cast = Cast("e2m1", Scale("e4m3", block=16, two_level=True), rounding=rounding)
+    for step in (1, 0.1):
+        assert descend_in(cast, step, amax=None).square().sum() / 2 < 1e-12
+
+
+def test_of_casts_whose_scale_stays_rounding_to_nearest_halts_and_stochastic_rounding_obeys_the_step() -> None:
+    scale, amax = Scale("fp32", block="tensor"), torch.tensor(1.0)
+    spacing = 0.5 / 6  # between E2M1's values around 0, where its 6 stands for 1
+    loss = {}
+    for rounding in ("nearest", "stochastic"):
+        for step in (1, 0.1):
+            point = descend_in(Cast("e2m1", scale, rounding=rounding), step, amax)
+            loss[rounding, step] = point.square().sum().item() / 2
+            if rounding == "nearest":
+                assert point.abs().max() <= spacing / 2
+    assert loss["nearest", 0.1] >= loss["nearest", 1] > 0.1
+    assert loss["stochastic", 0.1] < loss["stochastic", 1] / 10
+    assert loss["stochastic", 0.1] < loss["nearest", 0.1] / 10
+
+
+# --- the recipe and its picture ---------------------------------------------------------------------------------------
+
+
+def test_the_recipe_runs_repeats_itself_and_draws() -> None:
+    short = "--trainer.max_steps=10"
+    for options in ([], [short], [short], [short, "--seed_everything=1"]):
+        assert cli.main(["fit", "--config=quadratic", *options]) == 0
+    whole, first, again, other = (Path(f"runs/quadratic/version_{i}/quadratic.png").read_bytes() for i in range(4))
+    assert whole.startswith(b"\x89PNG\r\n\x1a\n")
+    assert first == again != other
+    picture = imread(Path("runs/quadratic/version_0/quadratic.png"))
+    height, width, _ = picture.shape
+    assert width > height > 500
+    for panel in (picture[:, : width // 2], picture[:, width // 2 :]):
+        assert len({tuple(color) for color in panel[::5, ::5].reshape(-1, panel.shape[2]).round(1)}) > 5
+
+
+def test_the_recipe_spells_out_the_defaults() -> None:
+    written = yaml.safe_load(recipes()["quadratic"].read_text())["model"]["init_args"]
+    assert Quadratic(**written).curves == Quadratic().curves
+    assert (written["dimensions"], written["curvature"]) == (Quadratic().dimensions, Quadratic().curvature)
+
+
+def test_the_picture_shows_all_curves_and_the_floors() -> None:
+    model = fit(begin(noises=NOISES, errors=(0.1, 0.01), steps=(1, 0.1), curvature=2.5), steps=5)
+    left, right = draw(model.losses(), 2.5).axes
+    assert left.get_yscale() == right.get_yscale() == "log"
+    assert len(left.lines) == 8 and len(right.lines) == 8 + 2
+    drawn = {tuple(line.get_ydata()) for axes in (left, right) for line in axes.lines}
+    assert all(tuple(losses.tolist()) in drawn for losses in model.losses().values())
+    floors = [line.get_ydata()[0] for line in right.lines if line.get_linestyle() == ":"]
+    assert floors == pytest.approx([0.1**2 / 5, 0.01**2 / 5])
+    entries = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (left, right)]
+    steps = ["η = 1/λ", "η = 0.1/λ"]
+    assert entries[0] == ["k = 2", "k = 1", "k = 0.5", "k = 0", *steps]
+    kinds = [f"{error}, μ = {size}" for size in (0.1, 0.01) for error in ("biased", "unbiased")]
+    assert entries[1] == [*kinds, *steps, "μ²/2λ"]
+
+
+def test_it_logs_each_curve_before_its_step() -> None:
+    model = fit(begin(noises=(2, 1), errors=(0.1,), steps=(1, 0.1)), steps=1)
+    names = {
+        f"loss/{error}/step_{step}"
+        for error in ("noise_2", "noise_1", "biased_0.1", "unbiased_0.1")
+        for step in ("1", "0.1")
+    }
+    logged = model.trainer.logged_metrics
+    assert set(logged) == names
+    assert all(value.item() == pytest.approx(1) for value in logged.values())
+
+
+def test_a_second_fit_forgets_the_first() -> None:
+    model = fit(begin(noises=(1,), steps=(1,)), steps=3)
+    end = model().detach()
+    (losses,) = fit(model, steps=2).losses().values()
+    assert losses.shape == (3,) and losses[0] == end
+
+
+@pytest.mark.parametrize("arguments", [{"dimensions": 0}, {"curvature": 0}, {"curvature": -1}])
+def test_a_loss_without_minimum_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="at least one dimension and a positive curvature"):
+        Quadratic(**arguments)
