@@ -3,7 +3,7 @@
 With A the largest magnitude of the tensor and b that of a block, all in float32 and in this association (it decides the
 last bit, and is Transformer Engine's):
 
-    S = min(top * element.max / A, FLT_MAX)      encode scale of the tensor; 1 without a second level
+    S = top * element.max / A                    encode scale of the tensor, a normal float32; 1 without a second level
     s = scale of the block, below                stored
     e = min(1 / (s * (1/S)), FLT_MAX)            what elements are multiplied by before rounding
     value = code * (s * (1/S))
@@ -28,7 +28,7 @@ from lightning_lowbit.kernels import compiled
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.rounding import round_nearest, round_up
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
+_FLOAT32_MAX, _FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
 def absmax(x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def absmax(x: Tensor) -> Tensor:
 
 def tensor_encode_scale(amax: Tensor, cast: Cast) -> Tensor:
     """S above, with two levels: 0-d float32, from the tensor's largest magnitude (0-d float32)."""
-    scale = _divide(cast.scale.largest * cast.format.max, amax).clamp(max=_FLOAT32_MAX)
+    scale = _divide(cast.scale.largest * cast.format.max, amax).clamp(_FLOAT32_TINY, _FLOAT32_MAX)
     return torch.where(torch.isfinite(amax) & (amax > 0), scale, 1.0)
 
 
@@ -85,7 +85,8 @@ def scales_of(amax: Tensor, encode_scale: Tensor, cast: Cast) -> Tensor:
             scales = _power_of_two(exponent.clamp(min=-127))  # whose reciprocal still is a float32
         scales = torch.where(amax > 0, scales, 1.0)
     elif cast.scale.format == "e8m0":
-        scales = _round_e8m0(amax * encode_scale, cast.format, cast.scale.rounding)
+        wanted = (amax * encode_scale).clamp(max=_FLOAT32_MAX)  # an amax from outside may be far too small
+        scales = _round_e8m0(wanted, cast.format, cast.scale.rounding)
     else:
         scales = _round_exmy(amax * (encode_scale * (torch.ones_like(encode_scale) / cast.format.max)), cast)
     return torch.where(torch.isfinite(amax), scales, torch.nan)
