@@ -140,6 +140,8 @@ def test_keyed_signs_are_balanced() -> None:
     assert set(signs.unique().tolist()) == {-1, 1}
     z = signs.sum(0) / len(KEYS) ** 0.5
     assert z.abs().max() < 4, f"sign {z.abs().argmax()} leans to one side: z = {z.abs().max():.1f}"
+    total = signs.sum() / signs.numel() ** 0.5
+    assert total.abs() < 4, f"all signs together lean to one side: z = {total:.1f}"
     pairs = (signs.t() @ signs / len(KEYS) ** 0.5).fill_diagonal_(0)
     assert pairs.abs().max() < 4.5, f"two signs go together: z = {pairs.abs().max():.1f}"
     steps = (signs[1:] * signs[:-1]).sum(0) / len(KEYS) ** 0.5

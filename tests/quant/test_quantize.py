@@ -275,6 +275,7 @@ def test_powers_of_two_fit_bfloat16(element: str) -> None:
     fits = {rule: Cast(element, Scale("fp32", 16, rule)).fits_bfloat16 for rule in ("nearest", "power_of_two")}
     assert fits == {"nearest": False, "power_of_two": True}
     assert Cast(element, Scale("e8m0", 32)).fits_bfloat16
+    assert [Scale("e8m0").significant_bits, Scale("fp32", 16, "power_of_two").significant_bits] == [0, 0]
 
 
 def exact_product(codes: Tensor, scales: Tensor, cast: Cast) -> Tensor:
