@@ -1,4 +1,4 @@
-"""Low-bit training for PyTorch Lightning: FP4, and what keeps it stable.
+"""Low-bit training for PyTorch Lightning: FP4, FP8, and what keeps them stable.
 
 trainer = Trainer(plugins=[FP4Precision("nvfp4", skip=["lm_head"])], callbacks=[QAFSwitch(at=0.9)])
 """
@@ -13,9 +13,9 @@ from lightning_lowbit.callbacks import (
     RunReport,
     Throughput,
 )
-from lightning_lowbit.nn import LinearCasts, convert
+from lightning_lowbit.nn import LinearCasts, convert, fold, smooth_swiglu
 from lightning_lowbit.optim import StableSPAM
-from lightning_lowbit.precision import FP4Precision, LowBitPrecision
+from lightning_lowbit.precision import FP4Precision, FP8Precision, LowBitPrecision
 from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ __all__ = [
     "Cast",
     "ExactResume",
     "FP4Precision",
+    "FP8Precision",
     "GracefulInterrupt",
     "Hadamard",
     "LinearCasts",
@@ -37,5 +38,7 @@ __all__ = [
     "StableSPAM",
     "Throughput",
     "convert",
+    "fold",
     "quantize",
+    "smooth_swiglu",
 ]

@@ -15,9 +15,10 @@ from lightning_lowbit.callbacks.console import Table, Text, show
 from lightning_lowbit.callbacks.files import replace_file
 from lightning_lowbit.callbacks.report_page import Section
 from lightning_lowbit.nn import OPERANDS, Coverage, GemmCounter, LinearCasts, QuantizedLayer
-from lightning_lowbit.nn.coverage import operand_cast
+from lightning_lowbit.nn.casts import GEMMS
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.precision.base import compute_dtype
 
 
 class PrecisionSummary(Callback):
@@ -61,7 +62,7 @@ class PrecisionSummary(Callback):
         self.counter, self._counting, self._model = None, False, pl_module
         if trainer.global_step == 0:  # another run
             self._steps.clear()
-        self._hp_bits = _hp_bits(trainer)
+        self._hp_bits = torch.finfo(compute_dtype(trainer.precision_plugin)).bits
         folder = trainer.log_dir  # all processes ask for it together
         self._folder = Path(folder) if folder is not None and trainer.loggers and "://" not in folder else None
         self._show(trainer, layer_table(pl_module), *cast_legend(pl_module))
@@ -227,25 +228,37 @@ def layer_table(model: nn.Module) -> Table:
         if isinstance(module, QuantizedLayer):
             out_features, in_features = module.weight_matrix().shape[-2:]
             size, casts = f"{in_features} → {out_features}", labels[module.full_casts]
+            where = _executed(module)
         elif any(True for _ in module.parameters(recurse=False)):
-            size, casts = "", "high precision"
+            size, casts, where = "", "high precision", ""
         else:
             continue
-        key = (re.sub(r"\d+", "*", name), type(module).__name__, size, casts)
+        key = (re.sub(r"\d+", "*", name), type(module).__name__, size, casts, where)
         rows.setdefault(key, []).append(name)
         own = set(module.parameters(recurse=False)) - counted
         parameters[key] += sum(parameter.numel() for parameter in own)
         counted |= own
     body = [
-        [_range(names), kind, size, _count(parameters[key]), casts]
+        [_range(names), kind, size, _count(parameters[key]), casts, where]
         for key, names in rows.items()
-        for _, kind, size, casts in [key]
+        for _, kind, size, casts, where in [key]
     ]
     quantised = sum(count for key, count in parameters.items() if key[3] != "high precision")
     total = sum(parameters.values())
     share = f"{quantised / total:.1%}" if total else "none"
     caption = f"{_count(quantised)} of {_count(total)} parameters ({share}) are weights and biases of converted layers."
-    return Table(["layers", "class", "in → out", "parameters", "casts"], body, caption)
+    return Table(["layers", "class", "in → out", "parameters", "casts", "GEMMs"], body, caption)
+
+
+def _executed(layer: QuantizedLayer) -> str:
+    """Where the quantised GEMMs of a layer run: natively, emulated, or some so and some so."""
+    casts = layer.full_casts
+    quantised = [gemm for gemm in GEMMS if any(casts.cast_of(operand) for operand in casts.operands_of(gemm))]
+    native = layer.native_gemms(layer.weight.device, casts)
+    if not quantised or not native:
+        return "emulated" if quantised else ""
+    rest = [gemm for gemm in quantised if gemm not in native]
+    return f"native {', '.join(native)}; emulated {', '.join(rest)}" if rest else "native"
 
 
 def cast_legend(model: nn.Module) -> list[Table]:
@@ -263,8 +276,9 @@ def _describe(casts: LinearCasts) -> dict[str, str]:
         "hadamard": ", ".join(f"{gemm} {transform}" for gemm, transform in casts.hadamard.items()),
         "subtract_mean": ", ".join(casts.subtract_mean),
         "surrogate": ", ".join(f"{operand} {kind}" for operand, kind in casts.surrogate.items()),
+        "smooth": casts.smooth or "",
     }
-    operands = {operand: str(operand_cast(casts, operand) or "hp") for operand in OPERANDS}
+    operands = {operand: str(casts.cast_of(operand) or "hp") for operand in OPERANDS}
     return operands | {name: text for name, text in beside.items() if text}
 
 
@@ -281,7 +295,8 @@ def _layers(model: nn.Module) -> Iterable[dict[str, Any]]:
         if isinstance(module, QuantizedLayer):
             out_features, in_features = module.weight_matrix().shape[-2:]
             casts = _describe(module.full_casts)
-            yield {"name": clean_name(name), "in": in_features, "out": out_features, "casts": casts}
+            native = list(module.native_gemms(module.weight.device, module.full_casts))
+            yield {"name": clean_name(name), "in": in_features, "out": out_features, "casts": casts, "native": native}
 
 
 def _merge_numbers(flops: Mapping[str, int]) -> list[tuple[str, int, int]]:
@@ -325,10 +340,3 @@ def _scaled(number: int, units: Iterable[tuple[str, float]]) -> str:
         if number >= size:
             return f"{number / size:.2f} {unit}" if size > 1 else f"{number} {unit}"
     return str(number)
-
-
-def _hp_bits(trainer: Trainer) -> int:
-    plugin = trainer.precision_plugin
-    if isinstance(plugin, LowBitPrecision):
-        return torch.finfo(plugin.compute_dtype).bits
-    return next((bits for bits in (16, 64) if str(bits) in str(plugin.precision)), 32)

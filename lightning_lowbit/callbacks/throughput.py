@@ -10,7 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_lowbit.callbacks.precision_summary import PrecisionSummary
-from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.nn import GemmCounter
+from lightning_lowbit.precision.base import compute_dtype
 
 # Dense peaks in FLOP/s by what a GEMM is executed in, from NVIDIA's data sheets (which mostly print twice as much,
 # "with sparsity"). The first name that is part of the device's name holds.
@@ -32,7 +33,8 @@ class Throughput(Callback):
 
     Model FLOPs utilisation is the time that the model's FLOPs would take at the device's dense peak over the time they
     took. The peak is that of what GEMMs are executed in: an emulated FP4 GEMM runs in bf16, and counts as one, since a
-    share of a peak that the hardware was not asked for says nothing. Recomputed activations do not count, but for the
+    share of a peak that the hardware was not asked for says nothing; native FP8 GEMMs, which :class:`PrecisionSummary`
+    tells apart, count at the peak of FP8. Recomputed activations do not count, but for the
     one of five products that the gradient of fused attention computes again.
 
     FLOPs of a batch are those that :class:`PrecisionSummary` measures where it is among the callbacks, or the module's
@@ -43,7 +45,7 @@ class Throughput(Callback):
     Args:
         unit: what is counted.
         count: how many of them a batch has; None takes the size of the first dimension.
-        peak_flops: FLOP/s of one device by ``"bfloat16"``, ``"float32"``, …; None looks the device up.
+        peak_flops: FLOP/s of one device by ``"bfloat16"``, ``"float8"``, ``"float32"``, …; None looks the device up.
 
     Example:
         >>> Trainer(callbacks=[PrecisionSummary(), Throughput("tokens", count=lambda batch: batch.numel())])
@@ -58,7 +60,7 @@ class Throughput(Callback):
         self.unit = unit
         self.count = extract_batch_size if count is None else count
         self.peak_flops = peak_flops
-        self._peak: float | None = None
+        self._peaks: Mapping[str, float] = {}
         self._replicas = 1
         self._begun = False
         self._restart()
@@ -67,8 +69,7 @@ class Throughput(Callback):
         """Looks up what the rates are relative to."""
         sharding = trainer.distributed_sampler_kwargs  # ranks that share a batch count as one
         self._replicas = sharding["num_replicas"] if sharding else 1
-        peaks = _peaks(trainer.strategy.root_device) if self.peak_flops is None else self.peak_flops
-        self._peak = peaks.get(_executed_in(trainer))
+        self._peaks = _peaks(trainer.strategy.root_device) if self.peak_flops is None else self.peak_flops
         self._begun = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -93,8 +94,8 @@ class Throughput(Callback):
         if flops is not None:
             rate = flops * self._batches / seconds
             metrics["tflops"] = rate / 1e12
-            if self._peak:
-                metrics["mfu"] = rate / self._peak
+            if peak := _peak(trainer, self._peaks):
+                metrics["mfu"] = rate / peak
         for name, value in metrics.items():
             # A tensor on the host: a float would be copied to the device, which waits for it.
             pl_module.log(name, torch.tensor(value), prog_bar=name != "tflops", batch_size=1)
@@ -110,16 +111,26 @@ def _peaks(device: torch.device) -> Mapping[str, float]:
     return next((peaks for chip, peaks in PEAKS.items() if re.search(rf"{chip}(?!\d)", name)), {})
 
 
-def _executed_in(trainer: Trainer) -> str:
-    plugin = trainer.precision_plugin
-    if isinstance(plugin, LowBitPrecision):
-        return str(plugin.compute_dtype).removeprefix("torch.")
-    return "bfloat16" if "16" in str(plugin.precision) else "float32"
+def _peak(trainer: Trainer, peaks: Mapping[str, float]) -> float | None:
+    """FLOP/s if all of the model's FLOPs ran at the peak of what they are executed in; None if one is not known."""
+    counter, device = _counter(trainer), trainer.strategy.root_device
+    native = counter.native_share(device) if counter is not None else 0.0
+    shares = {"float8": native, str(compute_dtype(trainer.precision_plugin)).removeprefix("torch."): 1 - native}
+    shares = {name: share for name, share in shares.items() if share}
+    if not all(peaks.get(name) for name in shares):
+        return None
+    return 1 / sum(share / peaks[name] for name, share in shares.items())
+
+
+def _counter(trainer: Trainer) -> GemmCounter | None:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    counters = [callback.counter for callback in callbacks if isinstance(callback, PrecisionSummary)]
+    return next((counter for counter in counters if counter is not None), None)
 
 
 def _flops_per_batch(trainer: Trainer, pl_module: LightningModule) -> int | None:
     if hasattr(pl_module, "flops_per_batch"):
         own: Any = pl_module.flops_per_batch
         return own
-    counters = [callback.counter for callback in trainer.callbacks if isinstance(callback, PrecisionSummary)]  # type: ignore[attr-defined]
-    return next((counter.model_flops for counter in counters if counter is not None), None)
+    counter = _counter(trainer)
+    return None if counter is None else counter.model_flops

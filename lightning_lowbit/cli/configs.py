@@ -38,7 +38,8 @@ def kind(path: Path) -> str:
 
 
 def find_config(name: str, option: str = "--config") -> Path:
-    """The file of an option: a path, or the name of a recipe, overlay or study of this package.
+    """The file of an option: a path, or the name of a recipe, overlay or study of this package (also as presets are
+    written, with hyphens).
 
     Raises:
         FileNotFoundError: there is neither.
@@ -49,12 +50,12 @@ def find_config(name: str, option: str = "--config") -> Path:
     if not name:
         raise ValueError("--config needs the name of a recipe or a file, and --study of a study; see `lowbit ls`.")
     known = recipes()
-    if name not in known:
+    if name.replace("-", "_") not in known:
         raise FileNotFoundError(
             f"{option} {name}: no such file, and no such name in `lowbit ls`.{nearest(name, known, most=3)} Names are: "
             f"{', '.join(known)}."
         )
-    return known[name]
+    return known[name.replace("-", "_")]
 
 
 def merge(base: Any, overlay: Any, key: str = "") -> Any:
@@ -135,7 +136,7 @@ def _read(name: str) -> dict[str, Any]:
 
 def combined_name(names: Sequence[str]) -> str:
     """What a combination of configurations is called."""
-    return "+".join(Path(name).stem for name in names)
+    return "+".join(find_config(name).stem for name in names)
 
 
 def split_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

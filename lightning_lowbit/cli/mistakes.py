@@ -4,8 +4,9 @@ import difflib
 import inspect
 import re
 from collections.abc import Collection
-from contextlib import suppress
 from pydoc import locate
+
+from jsonargparse import ArgumentParser
 
 from lightning_lowbit.quant.cast import nearest
 
@@ -60,8 +61,7 @@ def arguments_of(class_path: str) -> set[str] | None:
     cls = locate(class_path)
     if not inspect.isclass(cls):
         return None
-    names = set()
-    for base in inspect.getmro(cls):
-        with suppress(ValueError):  # of classes written in C
-            names |= set(inspect.signature(base).parameters)
-    return names
+    try:
+        return set(ArgumentParser().add_class_arguments(cls, fail_untyped=False))
+    except ValueError:  # of classes written in C
+        return set()

@@ -1,22 +1,30 @@
 """Quantised linear layers."""
 
+from lightning_lowbit.nn import presets as presets
+from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import OPERANDS, PHASES, PRESETS, LinearCasts
 from lightning_lowbit.nn.convert import convert, plan, set_phase
 from lightning_lowbit.nn.coverage import Coverage, GemmCounter
 from lightning_lowbit.nn.keys import LayerKeys
 from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
+from lightning_lowbit.nn.smooth_swiglu import SwiGLU, fold, smooth_swiglu, swiglus
 
 __all__ = [
     "OPERANDS",
     "PHASES",
     "PRESETS",
+    "AmaxHistories",
     "Coverage",
     "GemmCounter",
     "LayerKeys",
     "LinearCasts",
     "QuantLinear",
     "QuantizedLayer",
+    "SwiGLU",
     "convert",
+    "fold",
     "plan",
     "set_phase",
+    "smooth_swiglu",
+    "swiglus",
 ]

@@ -1,4 +1,4 @@
-"""The six casts of a linear layer, the presets, and the phases.
+"""The six casts of a linear layer, and the phases.
 
     fprop   Y  = X  · Wᵀ      casts fprop_x, fprop_w      contraction: in_features
     dgrad   dX = dY · W       casts dgrad_g, dgrad_w      contraction: out_features
@@ -8,20 +8,24 @@ Each operand is blocked along the contraction axis of its own GEMM, so X and W a
 the other way round, for wgrad and dgrad. None stands for the unquantised operand. ``"fprop"`` (dgrad_w and wgrad_x)
 stands for what the forward pass used, dequantised: the gradient of quantisation-aware training.
 
-Three things belong to a GEMM or to the forward pass rather than to one tensor: a Hadamard transform of both operands,
-the mean that is split off before quantisation, and what stands for the derivative of rounding.
+Four things belong to a GEMM or to the layer rather than to one tensor: a Hadamard transform of both operands, the mean
+that is split off before quantisation, what stands for the derivative of rounding, and the smoothing of x.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from lightning_lowbit.quant import SURROGATES, Cast, Hadamard, Scale
+from lightning_lowbit.quant import SURROGATES, Cast, Hadamard
 from lightning_lowbit.quant.cast import choose, from_fields
 
 OPERANDS = ("fprop_x", "fprop_w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
 FORWARD, BACKWARD = OPERANDS[:2], OPERANDS[2:]
 GEMMS = ("fprop", "dgrad", "wgrad")
+
+# Operands that another GEMM may have made already. x is not among them: its quantised self would have to be kept for
+# the backward pass, once per layer that reads it.
+SHARED = {"dgrad_w": "fprop_w", "wgrad_g": "dgrad_g"}
 
 # What each phase sets to None. "qaf" is quantisation-aware finetuning (FP4 All the Way, arXiv 2505.19115, section 4):
 # forward as trained, backward in high precision.
@@ -31,6 +35,12 @@ PHASES: dict[str, tuple[str, ...]] = {
     "hp-forward": FORWARD,
     "bf16": OPERANDS,
 }
+
+# What brings to one size the channels or the tokens of a layer's input.
+SMOOTHINGS = ("channel", "token")
+
+# Named casts, see presets.py.
+PRESETS: "dict[str, Callable[[], LinearCasts]]" = {}
 
 OperandCast = Cast | Literal["fprop"] | None
 
@@ -66,6 +76,8 @@ class LinearCasts:
         surrogate: for ``fprop_x`` and ``fprop_w``, what stands for the derivative of rounding: ``"dge"`` (meant for
             weights) or ``"trust"``, see :mod:`lightning_lowbit.quant.surrogate`; the gradient passes straight through
             where nothing is given.
+        smooth: brings the channels (``"channel"``) or tokens (``"token"``) of x to one size by powers of two, which the
+            weight or the output is divided by; see :mod:`lightning_lowbit.nn.smooth_swiglu`.
 
     Raises:
         ValueError: a field is none of these, or contradicts another one.
@@ -80,6 +92,7 @@ class LinearCasts:
     hadamard: Mapping[str, Hadamard] = field(default_factory=Settings)
     subtract_mean: tuple[str, ...] = ()
     surrogate: Mapping[str, str] = field(default_factory=Settings)
+    smooth: Literal["channel", "token"] | None = None
 
     def __post_init__(self) -> None:
         for operand in OPERANDS:
@@ -103,6 +116,8 @@ class LinearCasts:
             )
         means = {choose("GEMM in LinearCasts.subtract_mean", gemm, GEMMS) for gemm in self.subtract_mean}
         object.__setattr__(self, "subtract_mean", tuple(gemm for gemm in GEMMS if gemm in means))
+        if self.smooth is not None:
+            choose("kind of LinearCasts.smooth", self.smooth, SMOOTHINGS)
         for problem in self._contradictions():
             raise ValueError(f"{problem} Got {self}.")
 
@@ -150,6 +165,57 @@ class LinearCasts:
                     f"A surrogate of {operand} and subtract_mean in fprop contradict each other, since the product "
                     "with the mean, whose gradient it would change too, is not quantised: leave out one of them."
                 )
+        if self.smooth is not None and not self.quantises_x_or_w:
+            yield "smooth scales x and w, which are not quantised: leave out smooth."
+        for operand in ("fprop_w", "dgrad_w"):
+            cast = getattr(self, operand)
+            if self.smooth == "channel" and isinstance(cast, Cast) and cast.scale.source == "delayed":
+                yield (
+                    f"With smooth='channel' the weight changes with every batch, and delayed scaling of {operand} "
+                    f"would meet the leap of a channel there: give {operand} a scale with source='current'."
+                )
+
+    @property
+    def quantises_x_or_w(self) -> bool:
+        """Whether x or w, which ``smooth`` scales, has a cast in any GEMM."""
+        return any(isinstance(getattr(self, operand), Cast) for operand in OPERANDS if not operand.endswith("_g"))
+
+    def cast_of(self, operand: str) -> Cast | None:
+        """The cast that an operand has gone through, ``"fprop"`` resolved; None for high precision."""
+        cast = getattr(self, operand)
+        return getattr(self, f"fprop_{operand[-1]}") if cast == "fprop" else cast
+
+    def shared(self, operand: str) -> bool:
+        """Whether an operand is the one in ``SHARED``, to the bit: of the same tensor, by a cast that has no axis."""
+        other, cast = SHARED[operand], getattr(self, operand)
+        alike = isinstance(cast, Cast) and cast == getattr(self, other) and cast.rounding == "nearest"
+        if not alike or not (cast.scale.block == "tensor" or isinstance(cast.scale.block, tuple)):
+            return False
+        gemms = {operand.partition("_")[0], other.partition("_")[0]}
+        return not gemms & {*self.hadamard, *self.subtract_mean}
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether an operand is scaled by what :class:`lightning_lowbit.nn.AmaxHistories` remembers."""
+        casts = (getattr(self, operand) for operand in OPERANDS)
+        return any(isinstance(cast, Cast) and cast.scale.source == "delayed" for cast in casts)
+
+    @property
+    def native_gemms(self) -> tuple[str, ...]:
+        """The GEMMs that FP8 tensor cores can compute: E4M3 and E5M2, not E5M2 twice, scales per tensor or row."""
+        return tuple(gemm for gemm in GEMMS if self._is_native(gemm))
+
+    def _is_native(self, gemm: str) -> bool:
+        elements = []
+        for name in self.operands_of(gemm):
+            cast = self.cast_of(name)
+            if cast is None or cast.element not in ("e4m3", "e5m2") or cast.scale.per_block:
+                return False
+            # What the forward pass used is in FP8 if that was; scales per row lie along the other axis now.
+            if getattr(self, name) == "fprop" and (cast.scale.block == "row" or not self._is_native("fprop")):
+                return False
+            elements.append(cast.element)
+        return elements != ["e5m2", "e5m2"]
 
     @staticmethod
     def operands_of(gemm: str) -> tuple[str, ...]:
@@ -237,13 +303,15 @@ class LinearCasts:
             ValueError: there is no such phase.
         """
         off = PHASES[choose("phase", name, PHASES)]
-        bare = replace(self, **dict.fromkeys(off), hadamard={}, subtract_mean=(), surrogate={})
+        bare: LinearCasts = self.replace(**dict.fromkeys(off), hadamard={}, subtract_mean=(), surrogate={}, smooth=None)
         # What belongs to a GEMM or operand that is no longer quantised goes with it.
         return replace(
             bare,
             hadamard={gemm: value for gemm, value in self.hadamard.items() if bare._casts_of(gemm)},
             subtract_mean=tuple(gemm for gemm in self.subtract_mean if bare._means_of(gemm)),
             surrogate={operand: kind for operand, kind in self.surrogate.items() if operand not in off},
+            # Kept as long as anything it scales is quantised, so that histories go on to hold the same tensors.
+            smooth=self.smooth if bare.quantises_x_or_w else None,
         )
 
     def __str__(self) -> str:
@@ -256,7 +324,7 @@ class LinearCasts:
         for preset in PRESETS:
             if self == PRESETS[preset]():
                 return preset
-        return " ".join(map(show, GEMMS))
+        return " ".join([*map(show, GEMMS), *([f"smooth={self.smooth}"] if self.smooth else [])])
 
 
 def _show(operand: str, casts: LinearCasts) -> str:
@@ -295,115 +363,3 @@ def _hadamard(value: Any) -> Hadamard:
 
 def _surrogate(value: Any) -> str:
     return choose("surrogate", value, SURROGATES)
-
-
-# --- presets ----------------------------------------------------------------------------------------------------------
-
-
-def _bf16() -> LinearCasts:
-    """Everything in high precision: the baseline."""
-    return LinearCasts()
-
-
-def _nvfp4() -> LinearCasts:
-    """Fully quantised training in NVFP4 (FP4 All the Way, arXiv 2505.19115, section 3): blocks of 16 with E4M3 scales
-    and a tensor scale in all six operands; stochastic rounding of both gradients and of wgrad's activations, nearest
-    elsewhere."""
-    return _fully(Cast("e2m1", Scale("e4m3", 16, two_level=True)))
-
-
-def _nvfp4_nvidia() -> LinearCasts:
-    """NVIDIA's recipe (Pretraining Large Language Models with NVFP4, arXiv 2509.25149, section 4; Transformer Engine's
-    default): weights in tiles of 16x16, so that forward and backward pass see the same ones; a Hadamard transform of 16
-    in wgrad; stochastic rounding of gradients only. The paper leaves some layers, mostly the last ones, in bf16:
-    ``skip``."""
-    nearest = Cast("e2m1", Scale("e4m3", 16, two_level=True))
-    gradient = replace(nearest, rounding="stochastic")
-    return LinearCasts(
-        fprop_x=nearest,
-        fprop_w=nearest.replace(scale={"block": (16, 16)}),
-        dgrad_g=gradient,
-        dgrad_w="fprop",
-        wgrad_g=gradient,
-        wgrad_x=nearest,
-        hadamard={"wgrad": Hadamard(16)},
-    )
-
-
-def _nvfp4_4over6() -> LinearCasts:
-    """``nvfp4`` with Four Over Six in the forward pass (arXiv 2512.02010): each block takes the scale, 6 or 4, with the
-    smaller squared error; the tensor scale leaves room for 6/4 of the largest one (256 * 6 in place of 448 * 6)."""
-    casts = _nvfp4()
-    adaptive = Cast("e2m1", Scale("e4m3", 16, two_level=True, four_over_six="mse"))
-    return casts.replace(fprop_x=adaptive, fprop_w=adaptive)
-
-
-def _mxfp4() -> LinearCasts:
-    """MXFP4 (OCP Microscaling v1.0: blocks of 32, E8M0 scales; arXiv 2310.10537), rounded as in ``nvfp4``. The exponent
-    is rounded up where the largest element would saturate, as stochastic rounding needs (``"rceil"``)."""
-    return _fully(Cast("e2m1", Scale("e8m0", 32)))
-
-
-def _mxfp4_rht() -> LinearCasts:
-    """MXFP4 with the backward pass of Tseng et al. (Training LLMs with MXFP4, arXiv 2502.20586, section 3): OCP's
-    exponent, elements scaled by 3/4 so that none saturates, stochastic rounding of both operands, and a Hadamard
-    transform with random signs over groups of 64. The paper leaves the forward pass in high precision; here it is that
-    of ``mxfp4``."""
-    cast = Cast("e2m1", Scale("e8m0", 32, "floor", prescale=0.75), "stochastic")
-    return _mxfp4().replace(
-        dgrad_g=cast,
-        dgrad_w=cast,
-        wgrad_g=cast,
-        wgrad_x=cast,
-        hadamard={gemm: Hadamard(64, "keyed") for gemm in ("dgrad", "wgrad")},
-    )
-
-
-def _mxfp6() -> LinearCasts:
-    """MXFP6 (Microscaling Data Formats, arXiv 2310.10537, section 5: blocks of 32, E8M0 scales, E3M2 for weights,
-    activations and gradients); nearest everywhere. The exponent is rounded up as in ``mxfp4``."""
-    return LinearCasts().replace(**dict.fromkeys(OPERANDS, Cast("e3m2", Scale("e8m0", 32))))
-
-
-def _mxfp8() -> LinearCasts:
-    """MXFP8 (Recipes for Pre-training LLMs with MXFP8, arXiv 2506.08027): blocks of 32, E8M0 scales rounded up, E4M3
-    for all six operands; nearest everywhere. Gradients too are in E4M3, as the paper recommends: the block scale takes
-    care of their range. E5M2 for them is ``{"preset": "mxfp8", "dgrad_g": {"element": "e5m2"}, ...}``."""
-    return LinearCasts().replace(**dict.fromkeys(OPERANDS, Cast("e4m3", Scale("e8m0", 32))))
-
-
-def _ufp4() -> LinearCasts:
-    """UFP4 (Rethinking Shrinkage Bias in LLM FP4 Pretraining, arXiv 2606.20381): the uniform grid of E1M2, whose
-    rounding to nearest does not shrink magnitudes, in the blocks of NVFP4; a Hadamard transform of 16 in all three
-    GEMMs; stochastic rounding of gradients only."""
-    nearest = Cast("e1m2", Scale("e4m3", 16, two_level=True))
-    gradient = replace(nearest, rounding="stochastic")
-    return LinearCasts(
-        nearest, nearest, gradient, nearest, gradient, nearest, hadamard={gemm: Hadamard(16) for gemm in GEMMS}
-    )
-
-
-def _fully(nearest: Cast) -> LinearCasts:
-    """All six operands in one cast, with the roundings of FP4 All the Way (section 3.2)."""
-    stochastic = replace(nearest, rounding="stochastic")
-    return LinearCasts(
-        fprop_x=nearest,
-        fprop_w=nearest,
-        dgrad_g=stochastic,
-        dgrad_w=nearest,
-        wgrad_g=stochastic,
-        wgrad_x=stochastic,
-    )
-
-
-PRESETS: dict[str, Callable[[], LinearCasts]] = {
-    "bf16": _bf16,
-    "nvfp4": _nvfp4,
-    "nvfp4-nvidia": _nvfp4_nvidia,
-    "nvfp4-4over6": _nvfp4_4over6,
-    "mxfp4": _mxfp4,
-    "mxfp4-rht": _mxfp4_rht,
-    "mxfp6": _mxfp6,
-    "mxfp8": _mxfp8,
-    "ufp4": _ufp4,
-}

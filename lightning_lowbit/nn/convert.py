@@ -2,18 +2,21 @@
 
 Patterns select layers. A pattern is a regular expression that matches a module when it full-matches its name or what
 follows a dot in it: ``lm_head`` matches ``model.lm_head``. A pattern that matches a module holds for all layers inside
-it: ``layers\\.0`` stands for the whole first block.
+it: ``layers\\.0`` stands for the whole first block. Numbers count from the end, too: ``layers\\.-1`` is the last one.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any, TypeVar
 
 from torch import nn
 
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts import GEMMS, LinearCasts
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.linear import QuantizedLayer, quantized_class
+from lightning_lowbit.nn.linear import BACKENDS, QuantizedLayer, is_linear, quantized_class
+from lightning_lowbit.nn.smooth_swiglu import smooth_casts, watch_up_projections
+from lightning_lowbit.quant.cast import choose
 
 # Mappings before LinearCasts: a command line takes the first that fits, and would fill a LinearCasts with defaults.
 CastsLike = str | Mapping[str, Any] | LinearCasts
@@ -27,6 +30,8 @@ def convert(
     only: Iterable[str] | None = None,
     overrides: Mapping[str, CastsLike] | None = None,
     exact: bool = False,
+    backend: str = "auto",
+    smooth_swiglu: str | None = None,
 ) -> _Model:
     """Quantises the linear layers of a model in place.
 
@@ -40,22 +45,29 @@ def convert(
         only: patterns of the layers to convert; None for all.
         overrides: other casts for some layers, by pattern; the first pattern that matches a layer holds.
         exact: GEMMs in float32 over exact operands, rounded once: a slow reference for the emulation.
+        backend: ``"auto"`` runs FP8 GEMMs with scales per tensor or row natively where the device can, all others
+            emulated; ``"emulated"`` all; ``"native"`` is an error where a quantised GEMM has no native form.
+        smooth_swiglu: ``"channel"`` or ``"token"`` smooths what enters the down projections of SwiGLU MLPs, see
+            :mod:`lightning_lowbit.nn.smooth_swiglu`.
 
     Returns:
         The model itself.
 
     Raises:
-        ValueError: a pattern matches no layer, or no layer is left to convert; nothing has been changed then.
+        ValueError: a pattern matches no layer, or no layer is left to convert; an unknown backend, or a native one that
+            the casts do not have; no SwiGLU to smooth. Nothing has been changed then.
     """
-    planned = plan(model, casts, skip, only, overrides)
+    planned = plan(model, casts, skip, only, overrides, smooth_swiglu)
+    check_backend(planned, backend, exact)
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLayer) and name not in planned:  # converted before, and to be left alone now
-            module.full_casts = module.casts = LinearCasts()
+            module.set_casts(LinearCasts())
     for name, layer_casts in planned.items():
         layer: Any = model.get_submodule(name)
         layer.__class__ = quantized_class(type(layer))  # type: ignore[arg-type]
-        layer.full_casts = layer.casts = layer_casts
-        layer.exact = exact
+        layer.set_casts(layer_casts)
+        layer.exact, layer.backend = exact, backend
+    watch_up_projections(model)
     for module in model.modules():
         # In evaluation torch would run these blocks by one fused operation on the raw weights; it asks this flag first.
         if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.linear1, QuantizedLayer):
@@ -72,11 +84,12 @@ def plan(
     skip: Iterable[str] = (),
     only: Iterable[str] | None = None,
     overrides: Mapping[str, CastsLike] | None = None,
+    smooth_swiglu: str | None = None,
 ) -> dict[str, LinearCasts]:
     """What :func:`convert` would do: the casts of each layer by name. Arguments and errors are the same."""
     default = LinearCasts.of(casts)
     others = {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
-    layers = [name for name, module in model.named_modules() if _is_linear(module)]
+    layers = [name for name, module in model.named_modules() if is_linear(module)]
     if not layers:
         raise ValueError(
             f"{type(model).__name__} holds no layer to quantise: torch.nn.Linear (no subclass of it) or transformers' "
@@ -94,7 +107,24 @@ def plan(
             f"No layer is left to quantise: {len(layers)} were found, e.g. {_some(layers)}, and skip and only leave "
             "none of them. Skip fewer layers."
         )
-    return result
+    return result if smooth_swiglu is None else smooth_casts(model, result, smooth_swiglu)
+
+
+def check_backend(planned: Mapping[str, LinearCasts], backend: str, exact: bool = False) -> None:
+    """Raises a ``ValueError`` for a backend that does not exist, or that the casts of a layer do not have."""
+    choose("backend", backend, BACKENDS)
+    if backend != "native":
+        return
+    if exact:
+        raise ValueError("exact emulates GEMMs, and backend='native' does not: choose one of them.")
+    for name, casts in planned.items():
+        for gemm in GEMMS:
+            quantised = all(casts.cast_of(operand) is not None for operand in casts.operands_of(gemm))
+            if quantised and gemm not in casts.native_gemms:
+                raise ValueError(
+                    f"backend='native', but {gemm} of {name or 'the casts'} has no native GEMM: those take E4M3 or "
+                    f"E5M2 (not E5M2 twice) with scales per tensor or row; got {casts}. Use backend='auto'."
+                )
 
 
 def set_phase(model: nn.Module, phase: str) -> None:
@@ -128,7 +158,8 @@ def select(names: Sequence[str], patterns: Iterable[str], argument: str, kind: s
             compiled = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{argument}: {pattern!r} is not a regular expression ({error}).") from None
-        matched = {name for name in names if _matches(compiled, clean_name(name))}
+        called = _from_the_end(names) if _NEGATIVE.search(pattern) else {n: [clean_name(n).split(".")] for n in names}
+        matched = {name for name, paths in called.items() if any(_matches(compiled, path) for path in paths)}
         if not matched:
             raise ValueError(
                 f"{argument}: the pattern {pattern!r} matches no {kind}. There are {len(names)}, e.g. {_some(names)}. "
@@ -138,15 +169,29 @@ def select(names: Sequence[str], patterns: Iterable[str], argument: str, kind: s
     return selected
 
 
-def _matches(pattern: re.Pattern[str], name: str) -> bool:
-    parts = name.split(".")
+# A negative number in a pattern, which is not the rest of a range such as [0-9].
+_NEGATIVE = re.compile(r"(?<![\w\]])-\d")
+
+
+def _from_the_end(names: Iterable[str]) -> dict[str, list[list[str]]]:
+    """What each name may be called, as parts: as it is, and with numbers counted from the end of their list."""
+    parts = {name: clean_name(name).split(".") for name in names}
+    lengths: dict[tuple[str, ...], int] = {}
+    for path in parts.values():
+        for i, part in enumerate(path):
+            if part.isdigit():
+                lengths[tuple(path[:i])] = max(lengths.get(tuple(path[:i]), 0), int(part) + 1)
+
+    def choices(path: Sequence[str], i: int) -> Iterable[str]:
+        return (path[i], str(int(path[i]) - lengths[tuple(path[:i])])) if path[i].isdigit() else (path[i],)
+
+    return {name: [*map(list, product(*(choices(path, i) for i in range(len(path)))))] for name, path in parts.items()}
+
+
+def _matches(pattern: re.Pattern[str], parts: Sequence[str]) -> bool:
     ends = range(1, len(parts) + 1)  # the layer and the modules around it
     return any(pattern.fullmatch(".".join(parts[start:end])) for end in ends for start in range(end))
 
 
 def _some(layers: Sequence[str]) -> str:
     return ", ".join(layers if len(layers) <= 4 else [*layers[:3], layers[-1]])
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return quantized_class(type(module)) is not None  # type: ignore[arg-type]

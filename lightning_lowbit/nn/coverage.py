@@ -32,7 +32,6 @@ from lightning_lowbit.kernels import backend, is_within_cast
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.quant import Cast
 
 
 @dataclass(frozen=True)
@@ -172,6 +171,13 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """FLOPs that the model needs: all that were counted, but for recomputed activations."""
         return sum(self.gemms.values()) + sum(self.others.values()) - self.recomputed
 
+    def native_share(self, device: torch.device) -> float:
+        """Share of all FLOPs in GEMMs that a device computes natively in FP8, with the casts in force."""
+        native = sum(
+            flops for (name, gemm), flops in self.gemms.items() if gemm in self._layers[name].native_gemms(device)
+        )
+        return native / max(self.model_flops + self.recomputed, 1)
+
     def coverage(self, phase: str | None = None, hp_bits: int = 16) -> Coverage:
         """What part of the counted FLOPs is low-bit.
 
@@ -187,7 +193,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for (name, gemm), flops in self.gemms.items():
             layer = self._layers[name]
             casts = layer.casts if phase is None else layer.full_casts.phase(phase)
-            pair = [operand_cast(casts, operand) for operand in casts.operands_of(gemm)]
+            pair = [casts.cast_of(operand) for operand in casts.operands_of(gemm)]
             bits += flops * sum(hp_bits if cast is None else cast.bits for cast in pair) / 2
             if None not in pair:
                 low_bit += flops
@@ -232,12 +238,6 @@ def _needed(node: Any) -> list[str]:
     edges = [edge for edge, _ in node.next_functions]
     x, w = edges[-2:] if node.name().startswith(("Addmm", "Mm")) else (*edges, None, None)[:2]
     return [gemm for gemm, edge in (("dgrad", x), ("wgrad", w)) if edge is not None]
-
-
-def operand_cast(casts: LinearCasts, operand: str) -> Cast | None:
-    """The cast that an operand has gone through, ``"fprop"`` resolved; None for high precision."""
-    cast = getattr(casts, operand)
-    return getattr(casts, f"fprop_{operand[-1]}") if cast == "fprop" else cast
 
 
 # --- formulas that torch's table lacks, by shapes ---------------------------------------------------------------------

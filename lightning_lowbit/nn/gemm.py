@@ -1,23 +1,48 @@
-"""The GEMMs, emulated: what low-precision tensor cores compute, on any device.
+"""The GEMMs: emulated, which gives what low-precision tensor cores compute on any device, and FP8's native ones.
 
 An FP4 element times its block scale is exact in bfloat16 (see ``Cast.fits_bfloat16``), and a product of two such
 numbers in float32, so a bfloat16 GEMM over ``codes * scales`` with float32 accumulation is the tensor core's GEMM up to
 the order of summation. The scales of the two tensors, and of their rows, stay outside and multiply the accumulated
 result in float32, before it is rounded: folded into the operands they would cost exactness.
+
+Operands whose values are in FP8 themselves go to the tensor cores (``torch._scaled_mm``), which multiply by the scales
+of tensors or rows as they write the result. The products are the same; sums differ by their order and, where
+accumulation is fast, by the 14 bits that the tensor cores of Hopper keep of it.
 """
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowbit.kernels import opaque, within_cast
+from lightning_lowbit.kernels import compiled, opaque, within_cast
 from lightning_lowbit.quant import Operand
 
 _FLOAT32 = torch.finfo(torch.float32)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def matmul(a: Operand, b: Operand, bias: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def native_obstacle(device: torch.device) -> str | None:
+    """Why a device cannot compute FP8 GEMMs natively, in words; None where it can."""
+    needed = "native FP8 GEMMs need an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell)"
+    if device.type != "cuda":
+        return f"{needed}; the device is {device.type!r}"
+    if torch.version.hip is not None:
+        return f"{needed}; {torch.cuda.get_device_name(device)} is AMD's, whose FP8 formats have not been tried"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        return f"{needed}; {torch.cuda.get_device_name(device)} has {major}.{minor}"
+    return None
+
+
+def matmul(
+    a: Operand,
+    b: Operand,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    fast_accumulation: bool = False,
+) -> Tensor:
     """``a · b + bias``.
 
     Args:
@@ -25,11 +50,15 @@ def matmul(a: Operand, b: Operand, bias: Tensor | None = None, dtype: torch.dtyp
         b: ``[k, n]``, its factor 0-d or ``[1, n]``.
         bias: in ``dtype`` or float32, any shape that broadcasts to ``[m, n]``; or None.
         dtype: of the result.
+        fast_accumulation: of native GEMMs: leaves sums in the tensor cores, faster and less exact.
 
     Returns:
-        ``[m, n]``. Where both operands have ``dtype``, its GEMM is used; otherwise (casts that do not fit bfloat16,
-        and exact mode) that of float32, rounded once.
+        ``[m, n]``. Where both operands are in FP8, the native GEMM is used; where both have ``dtype``, its GEMM;
+        otherwise (casts that do not fit bfloat16, and exact mode) that of float32, rounded once.
     """
+    if a.values.dtype in _FP8 and b.values.dtype in _FP8:
+        return _scaled_matmul(a.values, a.factor, b.values, b.factor, bias, dtype, fast_accumulation)
+    a, b = (Operand(x.values.to(dtype), x.factor) if x.values.dtype in _FP8 else x for x in (a, b))
     plain = a.factor is None and b.factor is None and (bias is None or bias.dtype == dtype)
     if plain and a.values.dtype == b.values.dtype == dtype:
         return _matmul(a.values, None, b.values, None, bias, dtype)
@@ -58,15 +87,34 @@ def _matmul(
             return (product if bias is None else product + bias).to(dtype)
         offset = left.new_zeros(()) if bias is None else bias.to(left.dtype)
         return torch.addmm(offset, left, right, alpha=alpha, beta=0 if bias is None else 1).to(dtype)
-    if left.dtype in (torch.float32, torch.float64):
-        product = torch.mm(left, right)
-    elif left.device.type == "cpu":  # has no GEMM that leaves its float32 result unrounded
-        product = torch.mm(left, right).float()
+    if left.dtype in (torch.float32, torch.float64) or left.device.type == "cpu":
+        product = torch.mm(left, right)  # the CPU has no GEMM that leaves its float32 result unrounded
     else:
         product = torch.mm(left, right, out_dtype=torch.float32)
+    return _finish(product, factors, bias, dtype)
+
+
+def _finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``product * factors + bias``, in one pass."""
+    if not factors and bias is None:
+        return product.to(dtype)
+
+    def view(tensor: Tensor) -> Tensor:  # as `compiled` takes it: [m, 1, n], sizes of 1 where it is broadcast
+        return tensor.reshape([1] * (2 - tensor.dim()) + list(tensor.shape)).unsqueeze(1)
+
+    others = [view(tensor) for tensor in (*factors, bias) if tensor is not None]
+    return _scale(view(product), *others, biased=bias is not None, dtype=dtype).squeeze(1)
+
+
+@compiled
+def _scale(product: Tensor, *others: Tensor, biased: bool, dtype: torch.dtype) -> Tensor:
+    factors, biases = (others[:-1], others[-1:]) if biased else (others, ())
+    result = product if product.dtype == torch.float64 else product.float()
     for factor in factors:  # one after the other: their product may leave float32
-        product = product * factor
-    return (product if bias is None else product + bias).to(dtype)
+        result = result * factor
+    for bias in biases:
+        result = result + bias
+    return result.to(dtype)
 
 
 @opaque(
@@ -81,6 +129,49 @@ def _opaque_matmul(
     dtype: torch.dtype,
 ) -> Tensor:
     return _matmul(left, left_factor, right, right_factor, bias, dtype)
+
+
+@opaque(
+    lambda left, left_factor, right, right_factor, bias, dtype, fast: left.new_empty(
+        (len(left), right.shape[1]), dtype=dtype
+    )
+)
+def _scaled_matmul(
+    left: Tensor,
+    left_factor: Tensor | None,
+    right: Tensor,
+    right_factor: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    """The native GEMM of FP8 values, padded to what it takes: inner size and columns in multiples of 16."""
+    rows, columns = len(left), right.shape[1]
+    # It reads rows of the left operand and columns of the right one, each contiguous.
+    left, right = _pad(left, 0, -left.shape[1] % 16), _pad(right.t(), -columns % 16, -len(right) % 16).t()
+    factors = [torch.ones((), device=left.device) if f is None else f for f in (left_factor, right_factor)]
+    # The result is rounded once, after bias and scales: in the GEMM for bfloat16, here for the rest, which it lacks.
+    inside = dtype == torch.bfloat16 and (bias is None or (bias.dtype == dtype and bias.dim() == 1))
+    if not inside:
+        one = torch.ones((), device=left.device)
+        product = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast)
+        return _finish(product[:, :columns], factors, bias, dtype)
+    if any(factor.dim() for factor in factors):  # then of every row and column
+        of_rows, of_columns = factors[0].expand(rows, 1).reshape(rows), factors[1].expand(1, columns).reshape(columns)
+        factors = [of_rows.contiguous().unsqueeze(1), F.pad(of_columns, (0, -columns % 16)).unsqueeze(0)]
+    if bias is not None:
+        bias = F.pad(bias, (0, -columns % 16))
+    product = torch._scaled_mm(
+        left, right, scale_a=factors[0], scale_b=factors[1], bias=bias, out_dtype=dtype, use_fast_accum=fast
+    )
+    return product[:, :columns].contiguous()
+
+
+def _pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """An FP8 matrix, contiguous, with zeros below and to the right."""
+    if rows or columns:
+        return F.pad(matrix.view(torch.uint8), (0, columns, 0, rows)).view(matrix.dtype)
+    return matrix.contiguous()
 
 
 @opaque(lambda mean, weight, factor, bias: weight.new_empty((1, weight.shape[1]), dtype=torch.float32))

@@ -66,6 +66,7 @@ class LayerKeys:
         own = hash_numbers(self.seed, step, micro_batch, rank)
         self._keys.copy_(mix_key(self._salts ^ torch.where(self._is_weight, shared, own)))
 
+    @torch.inference_mode(False)  # evaluation may be what moves them, and they are refilled in training
     def _place(self, device: torch.device) -> None:
         self._salts, self._is_weight = self._salts.to(device), self._is_weight.to(device)
         self._keys = torch.zeros_like(self._salts)

@@ -2,5 +2,6 @@
 
 from lightning_lowbit.precision.base import LowBitPrecision
 from lightning_lowbit.precision.fp4 import FP4Precision
+from lightning_lowbit.precision.fp8 import FP8Precision
 
-__all__ = ["FP4Precision", "LowBitPrecision"]
+__all__ = ["FP4Precision", "FP8Precision", "LowBitPrecision"]

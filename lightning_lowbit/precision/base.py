@@ -1,11 +1,11 @@
 """One precision plugin for every Trainer: it converts the model, and owns all state that quantisation needs.
 
     Trainer.fit ── convert_module          the model's linear layers become QuantLinear, in place
-                ── train_step_context      autocast; keys of this micro-batch's random bits
-                ── optimizer_step          counts the step
+                ── train_step_context      autocast; keys of this micro-batch's random bits; amaxes are staged
+                ── optimizer_step          counts the step; amaxes enter their histories
 
-The state (step, micro-batch, phase) is saved under one key whatever the plugin's class, as tensors and primitives. The
-model's ``state_dict`` is untouched: its weights load into the unconverted model.
+The state (step, micro-batch, phase, amaxes) is saved under one key whatever the plugin's class, as tensors and
+primitives, the same on all ranks. The model's ``state_dict`` is untouched: its weights load into the unconverted model.
 """
 
 import os
@@ -15,15 +15,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import FSDPPrecision
+from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_lowbit.nn.casts import PHASES, LinearCasts
-from lightning_lowbit.nn.convert import CastsLike, convert, plan, set_phase
+from lightning_lowbit.nn.amax import AmaxHistories
+from lightning_lowbit.nn.casts import PHASES, SMOOTHINGS, LinearCasts
+from lightning_lowbit.nn.convert import CastsLike, check_backend, convert, plan, set_phase
+from lightning_lowbit.nn.gemm import native_obstacle
 from lightning_lowbit.nn.keys import LayerKeys
 from lightning_lowbit.quant.cast import choose
 
@@ -38,6 +41,14 @@ _COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "32-true"], torch.dtype]]
 def global_seed() -> int:
     """The seed given to ``lightning.seed_everything``, which leaves it in the environment; 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
+
+
+def compute_dtype(plugin: Precision) -> torch.dtype:
+    """What a precision plugin, this package's or Lightning's own, leaves high-precision matrix products to."""
+    if isinstance(plugin, LowBitPrecision):
+        return plugin.compute_dtype
+    names = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
+    return next((dtype for name, dtype in names.items() if name in str(plugin.precision)), torch.float32)
 
 
 def _as_list(patterns: Iterable[str]) -> Iterable[str]:
@@ -56,6 +67,11 @@ class LowBitPrecision(FSDPPrecision):
             rounded to before they are quantised. Parameters stay as they are.
         seed: of the random bits of stochastic rounding; None takes that of ``seed_everything``, or 0.
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
+        backend: ``"auto"``: FP8 GEMMs with scales per tensor or row run natively on hardware that has them, all others
+            are emulated; ``"native"`` refuses hardware and casts without native GEMMs; ``"emulated"`` never uses them.
+        smooth_swiglu: ``"channel"`` or ``"token"``: what enters the down projections of SwiGLU MLPs is brought to one
+            size, a help for FP8 with one scale per tensor; see :mod:`lightning_lowbit.nn.smooth_swiglu`.
+        fresh_histories: delayed scaling and smoothing start anew, whatever a checkpoint holds of them.
 
     Attributes:
         phase: the phase in force, set by :meth:`set_phase`.
@@ -80,6 +96,9 @@ class LowBitPrecision(FSDPPrecision):
         compute_dtype: str = "bf16",
         seed: int | None = None,
         exact: bool = False,
+        backend: str = "auto",
+        smooth_swiglu: str | None = None,
+        fresh_histories: bool = False,
     ) -> None:
         precision, self._compute_dtype = _COMPUTE_DTYPES[choose("compute_dtype", compute_dtype, _COMPUTE_DTYPES)]
         super().__init__(precision)
@@ -87,14 +106,21 @@ class LowBitPrecision(FSDPPrecision):
         self.overrides = {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
         self.skip, self.only = _as_list(skip), None if only is None else _as_list(only)
         self.seed, self.exact = global_seed() if seed is None else seed, exact
+        self.backend, self.smooth_swiglu = backend, smooth_swiglu
+        self.fresh_histories = fresh_histories
+        if smooth_swiglu is not None:
+            choose("kind of smooth_swiglu", smooth_swiglu, SMOOTHINGS)
+        check_backend({"": self.casts, **self.overrides}, backend, exact)
         self.phase = "fqt"
         self.step = 0
         self.micro_batch = 0
         self._root: nn.Module | None = None
         self._trainer: weakref.ref[Any] | None = None
+        self._model: weakref.ref[Any] | None = None
         self._device = torch.device("cpu")
         self._rank = 0
         self._keys: LayerKeys | None = None
+        self._histories: AmaxHistories | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -105,7 +131,7 @@ class LowBitPrecision(FSDPPrecision):
 
     def plan(self, model: nn.Module) -> dict[str, LinearCasts]:
         """The casts that each layer of a model would get, by name, without changing it. Raises as conversion does."""
-        return plan(model, self.casts, self.skip, self.only, self.overrides)
+        return plan(model, self.casts, self.skip, self.only, self.overrides, self.smooth_swiglu)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Converts the model in place."""
@@ -117,14 +143,32 @@ class LowBitPrecision(FSDPPrecision):
                 "lightning_lowbit.convert(model, casts) and set keys with lightning_lowbit.nn.LayerKeys."
             )
         if self._trainer is not None and self._trainer() is not trainer:  # another run
-            self.step, self.micro_batch, self.phase = 0, 0, "fqt"
-        self._trainer = weakref.ref(trainer)
+            self.step, self.micro_batch, self.phase, self._histories = 0, 0, "fqt", None
+        if self._model is not None and self._model() is not module:  # whose amaxes are others
+            self._histories = None
+        self._trainer, self._model = weakref.ref(trainer), weakref.ref(module)
         strategy = trainer.strategy
         self._device, self._rank = strategy.root_device, trainer.global_rank
-        convert(module, self.casts, self.skip, self.only, self.overrides, self.exact)
+        obstacle = native_obstacle(self._device)
+        if self.backend == "native" and obstacle is not None:
+            raise ValueError(f"backend='native': {obstacle}. Use backend='auto' or 'emulated'.")
+        convert(
+            module,
+            self.casts,
+            self.skip,
+            self.only,
+            self.overrides,
+            self.exact,
+            self.backend,
+            self.smooth_swiglu,
+        )
         set_phase(module, self.phase)
         self._root = module
         self._keys = LayerKeys(module, self.seed)
+        before, self._histories = self._histories, AmaxHistories(module)
+        self._record(False)
+        if before is not None:  # the same run goes on
+            self._histories.load_state_dict(before.state_dict())
         return module
 
     def set_phase(self, phase: str) -> None:
@@ -146,8 +190,10 @@ class LowBitPrecision(FSDPPrecision):
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Autocast to the compute dtype."""
-        if self._keys is not None:
+        if self._keys is not None and self._histories is not None:
             self._keys.fill_(self.step, self.micro_batch, self._rank, self._device)
+            self._histories.to_(self._device)
+            self._record(False)
         if self._compute_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._compute_dtype)
@@ -156,17 +202,45 @@ class LowBitPrecision(FSDPPrecision):
     def train_step_context(self) -> Generator[None, None, None]:
         """The forward context, with random bits of this micro-batch's own (the backward pass still uses them)."""
         with self.forward_context():
+            self._record(True)
             yield
+        if not self._is_automatic:  # its backward passes were in here
+            self._record(False)
         self.micro_batch += 1
+
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """Ends what belongs to a micro-batch: the backward pass may compute activations again, hooks may evaluate."""
+        if self._is_automatic:
+            self._record(False)
+        return super().post_backward(tensor, module)
+
+    @property
+    def _is_automatic(self) -> bool:
+        """Whether Lightning runs backward passes and steps, after ``training_step``; if not, that runs them itself."""
+        model = None if self._model is None else self._model()
+        return model is None or model.automatic_optimization
+
+    def _record(self, on: bool) -> None:
+        if self._histories is not None:
+            self._histories.recording = on
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Steps, and counts the step."""
+        """Steps, and counts the step; what it staged enters the histories, by one collective for all layers."""
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         self.step += 1
         self.micro_batch = 0
+        if self._histories is not None:
+            self._histories.advance_(self._maximum_over_ranks)
+        if self._is_automatic:  # also where there was no backward pass
+            self._record(False)
         return result
+
+    @staticmethod
+    def _maximum_over_ranks(tensor: Tensor) -> None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
 
     # --- gradient clipping, on every strategy ---
 
@@ -190,11 +264,17 @@ class LowBitPrecision(FSDPPrecision):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the state under a key that does not depend on the plugin's class."""
-        state = {"step": self.step, "micro_batch": self.micro_batch, "phase": self.phase, "seed": self.seed}
+        state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
+        if self._histories:
+            state |= self._histories.state_dict()
         checkpoint[_CHECKPOINT_KEY] = state
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes the state of a checkpoint; one that was saved without this plugin, or weights only, has none."""
+        """Takes the state of a checkpoint; one that was saved without this plugin, or weights only, has none.
+
+        Raises:
+            ValueError: its amax histories are those of other layers, or of another length.
+        """
         state = checkpoint.get(_CHECKPOINT_KEY)
         if state is None:
             rank_zero_warn(
@@ -208,5 +288,17 @@ class LowBitPrecision(FSDPPrecision):
                 f"The checkpoint's random bits are those of seed {state['seed']}, this run's of seed {self.seed}: it "
                 f"will not repeat the uninterrupted run. Give seed={state['seed']} for that."
             )
+        self._load_histories(state)
         self.step, self.micro_batch = state["step"], state["micro_batch"]
         self.set_phase(state["phase"])
+
+    def _load_histories(self, state: Mapping[str, Any]) -> None:
+        if self.fresh_histories or not self._histories:
+            return
+        if "amax_history" not in state:
+            rank_zero_warn(
+                "The checkpoint holds no amax histories (it was trained without delayed scaling and smoothing): they "
+                "start empty, and the first step scales by its own amaxes."
+            )
+            return
+        self._histories.load_state_dict(state)

@@ -91,6 +91,20 @@ REFUSED: "tuple[tuple[Callable[[Scale, str | None], bool], str], ...]" = (
         "4/6 maps the largest element of a block to 6 or to 4, levels of e2m1: take element='e2m1', or leave out "
         "four_over_six.",
     ),
+    (
+        lambda scale, _: scale.margin > 0 and scale.format != "fp32",
+        "Scale.margin leaves room above the largest magnitude in fp32 scales: take format='fp32', or leave out margin.",
+    ),
+    (
+        lambda scale, _: scale.source == "delayed" and not scale.needs_amax,
+        "Delayed scaling remembers the largest magnitude of the whole tensor: take block='tensor' or two_level=True, "
+        "or source='current'.",
+    ),
+    (
+        lambda scale, _: scale.source != "delayed" and (scale.history, scale.algorithm) != (16, "max"),
+        "Scale.history and Scale.algorithm say what delayed scaling remembers: take source='delayed', or leave both "
+        "out.",
+    ),
 )
 
 
@@ -125,6 +139,13 @@ class Scale:
             largest element to 4 instead of 6, the one with the smaller error (Four Over Six, arXiv 2512.02010).
         prescale: what elements are multiplied by once the scales are made; undone in the operand's own decoding. 3/4
             keeps FP4 elements from saturating under ``"floor"`` (Tseng et al., arXiv 2502.20586, algorithm 2).
+        margin: powers of two of room above the largest magnitude, for ``"fp32"``: scales are 2^margin larger.
+        source: of the largest magnitude of the tensor. ``"current"``: the tensor itself; ``"delayed"``: those of the
+            steps before, which :class:`lightning_lowbit.nn.AmaxHistories` remembers (FP8 Formats for Deep Learning,
+            arXiv 2209.05433, and Transformer Engine's ``DelayedScaling``). Magnitudes beyond it saturate. Takes
+            ``block="tensor"`` or ``two_level=True``.
+        history: steps that delayed scaling remembers (Transformer Engine: 1024).
+        algorithm: ``"max"`` or ``"most_recent"`` of the remembered magnitudes.
 
     Raises:
         ValueError: an argument is not one of the above, or a combination has no meaning; ``REFUSED`` lists those.
@@ -137,6 +158,10 @@ class Scale:
     top: float | None = None
     four_over_six: Literal["mse", "mae"] | None = None
     prescale: float = 1.0
+    margin: int = 0
+    source: Literal["current", "delayed"] = "current"
+    history: int = 16
+    algorithm: Literal["max", "most_recent"] = "max"
 
     def __post_init__(self) -> None:
         choose("scale format", self.format, SCALE_FORMATS)
@@ -155,6 +180,11 @@ class Scale:
             raise ValueError(f"Scale.two_level is true or false; got {self.two_level!r}.")
         if self.four_over_six is not None:
             choose("error measure of Scale.four_over_six", self.four_over_six, ("mse", "mae"))
+        choose("source of Scale", self.source, ("current", "delayed"))
+        choose("algorithm of Scale", self.algorithm, ("max", "most_recent"))
+        for name, least, most in (("margin", 0, 64), ("history", 1, 2**20)):
+            if type(number := getattr(self, name)) is not int or not least <= number <= most:
+                raise ValueError(f"Scale.{name} is a whole number from {least} to {most}; got {number!r}.")
         for name, largest in (("top", self.storage.max), ("prescale", 1.0)):
             value = getattr(self, name)
             if name == "top" and value is None:
@@ -207,6 +237,10 @@ class Scale:
             parts.append(f"(4/6 {self.four_over_six})")
         if self.prescale != 1:
             parts.append(f"(x{self.prescale:g})")
+        if self.margin:
+            parts.append(f"(margin {self.margin})")
+        if self.source == "delayed":
+            parts.append(f"(delayed {self.history}{'' if self.algorithm == 'max' else f' {self.algorithm}'})")
         return "".join(parts)
 
 

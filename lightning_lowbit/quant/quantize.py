@@ -138,20 +138,25 @@ def quantize(
 
 
 def quantize_operand(
-    x: Tensor, cast: Cast, dim: int, key: Tensor | None = None, amax: Tensor | None = None, exact: bool = False
+    x: Tensor,
+    cast: Cast,
+    dim: int,
+    key: Tensor | None = None,
+    amax: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Operand:
     """Quantises one operand of a GEMM.
 
     Args:
         x: matrix ``[rows, columns]`` in the GEMM's dtype.
         cast, dim, key, amax: as in :func:`quantize`.
-        exact: with float32 values whatever the dtype of ``x``.
+        dtype: of the values, one that holds them exactly: float32, or the elements' own where scales are per row or
+            tensor; None for that of ``x``, which in bfloat16 is exact where ``cast.fits_bfloat16``, and float32 else.
 
     Returns:
-        ``codes * scales`` in the dtype of ``x`` and the tensor's scale; scales per row or tensor are part of the
-        factor. In bfloat16 the values are exact where ``cast.fits_bfloat16``; other casts give float32 values.
+        ``codes * scales`` and the tensor's scale; scales per row or tensor are part of the factor.
     """
-    values, factor = _quantize_operand(x, cast.spec, dim, key, amax, exact)
+    values, factor = _quantize_operand(x, cast.spec, dim, key, amax, dtype or _operand_dtype(x, cast))
     return Operand(values, factor if _has_factor(cast) else None)
 
 
@@ -172,28 +177,26 @@ def _factor_shape(x: Tensor, cast: Cast, dim: int) -> tuple[int, ...]:
     return (1, x.shape[1]) if dim in (0, -2) else (x.shape[0], 1)
 
 
-def _operand_dtype(x: Tensor, cast: Cast, exact: bool) -> torch.dtype:
+def _operand_dtype(x: Tensor, cast: Cast) -> torch.dtype:
     # float16 has the digits but not the range: codes * scales exceed 65504 for some scale formats.
-    fits = cast.fits_bfloat16 and x.dtype != torch.float16
-    return x.dtype if fits and not exact else torch.float32
+    return x.dtype if cast.fits_bfloat16 and x.dtype != torch.float16 else torch.float32
 
 
 def _fake_operand(
-    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, exact: bool
+    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     cast = Cast.from_spec(spec)
     factor = x.new_empty(_factor_shape(x, cast, dim), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=_operand_dtype(x, cast, exact)), factor
+    return x.new_empty(x.shape, dtype=dtype), factor
 
 
 @opaque(_fake_operand)
 def _quantize_operand(
-    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, exact: bool
+    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     cast = Cast.from_spec(spec)
     tile = _tile(cast, dim, x.dim())
     blocks, scales, factor = _scale_blocks(x, cast, tile, amax)
-    dtype = _operand_dtype(x, cast, exact)
     rounded = _round(blocks, scales, factor, cast, key, scaled=cast.scale.per_block, dtype=dtype)
     if not cast.scale.per_block:
         factor = (stored_scales(scales, cast) * factor).reshape(_factor_shape(x, cast, dim))

@@ -11,7 +11,7 @@ last bit, and is Transformer Engine's):
     ExMy    s = round(min(b * (S * fl(1 / element.max)), scale.max))
     4/6     s = round(min((b / 6) * S * m, scale.max)) with m = 1 or 6/4, the one with the smaller error in the block
     E8M0    s = 2^(k - floor(log2 element.max)) with b * S = 2^k * m, and one more where the rule rounds up
-    fp32    e = element.max / b, stored as s = 1/e; elements are multiplied by e itself
+    fp32    e = element.max * 2^-margin / b, stored as s = 1/e; elements are multiplied by e itself
 
 With a prescale p, e is p / s and a value code * (s / p). A block whose s underflows to 0 decodes to 0. A block that
 holds a NaN or an infinity gets s = NaN and decodes to NaN, whatever its element format: an overflow never becomes a
@@ -29,6 +29,7 @@ from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.rounding import round_nearest, round_up
 
 _FLOAT32_MAX, _FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+_FLOAT32_LEAST = 2.0**-128 + 2.0**-149  # of which 1/x still is a float32
 
 
 def absmax(x: Tensor) -> Tensor:
@@ -79,10 +80,10 @@ def _block_amax(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
 def scales_of(amax: Tensor, encode_scale: Tensor, cast: Cast) -> Tensor:
     """s above (for fp32 scales e) from the largest magnitudes of blocks: float32, any shape."""
     if cast.scale.format == "fp32":
-        scales = _divide(cast.format.max, amax).clamp(max=_FLOAT32_MAX)
+        scales = _divide(cast.format.max * 2.0**-cast.scale.margin, amax).clamp(_FLOAT32_LEAST, _FLOAT32_MAX)
         if cast.scale.rounding == "power_of_two":
-            exponent = _exponent(scales)[0]  # downwards: what elements are multiplied by
-            scales = _power_of_two(exponent.clamp(min=-127))  # whose reciprocal still is a float32
+            exponent = binary_exponent(scales)[0]  # downwards: what elements are multiplied by
+            scales = power_of_two(exponent.clamp(min=-127))  # whose reciprocal still is a float32
         scales = torch.where(amax > 0, scales, 1.0)
     elif cast.scale.format == "e8m0":
         wanted = (amax * encode_scale).clamp(max=_FLOAT32_MAX)  # an amax from outside may be far too small
@@ -108,18 +109,18 @@ def _round_e8m0(amax: Tensor, element: Format, rounding: str | None) -> Tensor:
         "rceil": top + 2.0**-23,  # the first float32 above: where element.max would be exceeded
         "ceil": 1 + 2.0**-23,
     }[str(rounding)]
-    k, m = _exponent(amax)
+    k, m = binary_exponent(amax)
     scale = k - exponent + (m >= threshold).to(torch.int32)
-    return _power_of_two(torch.where(amax > 0, scale, -127).clamp(-127, 127))
+    return power_of_two(torch.where(amax > 0, scale, -127).clamp(-127, 127))
 
 
-def _exponent(values: Tensor) -> tuple[Tensor, Tensor]:
+def binary_exponent(values: Tensor) -> tuple[Tensor, Tensor]:
     """k (int32) and m (float32) in [1, 2) of positive float32 values 2^k * m."""
     mantissa, exponent = torch.frexp(values)
     return exponent - 1, mantissa * 2
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
+def power_of_two(exponent: Tensor) -> Tensor:
     """2^exponent for int32 exponents from -149 to 127, exactly: from its bits. Below -126 there is one bit alone."""
     normal, subnormal = (exponent + 127) << 23, 1 << (exponent + 149).clamp(0, 22)
     return torch.where(exponent >= -126, normal, subnormal).to(torch.int32).view(torch.float32)

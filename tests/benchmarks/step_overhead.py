@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit import convert, kernels
-from lightning_lowbit.nn import PRESETS, LayerKeys
+from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
 from tests.benchmarks.environment import describe, keep_large_blocks
 
 # The linear layers of a block of LLaMA-60M (Stable-SPAM, table A.1): how many, in_features, out_features.
@@ -27,6 +27,7 @@ def layer(casts: str | None, inputs: int, outputs: int, device: str) -> nn.Modul
     model = nn.Sequential(nn.Linear(inputs, outputs, bias=False)).to(device)
     if casts is not None:
         LayerKeys(convert(model, casts)).fill_(0, device=torch.device(device))
+        AmaxHistories(model).to_(torch.device(device))  # which delayed scaling reads and stages
         model[0].forward = model[0].quantized_forward  # of bf16 casts too, which would else be a plain nn.Linear
     return model
 

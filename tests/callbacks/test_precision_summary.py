@@ -16,7 +16,15 @@ from torch import nn
 from torch.nn.modules import module as module_globals
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_lowbit import FP4Precision, LowBitProgressBar, PrecisionSummary, QAFSwitch, convert
+from lightning_lowbit import (
+    FP4Precision,
+    FP8Precision,
+    LowBitPrecision,
+    LowBitProgressBar,
+    PrecisionSummary,
+    QAFSwitch,
+    convert,
+)
 from lightning_lowbit.callbacks.precision_summary import layer_table
 
 # Of Two, with one sample in a batch: the first layer's input needs no gradient.
@@ -302,7 +310,7 @@ def test_writes_json_beside_the_log(tmp_path):
     folder = tmp_path / "lightning_logs" / "version_0"
     data = json.loads((folder / "bits.json").read_text())
     casts = data["layers"][0].pop("casts")
-    assert data.pop("layers") == [{"name": "layer.0", "in": 32, "out": 32}]
+    assert data.pop("layers") == [{"name": "layer.0", "in": 32, "out": 32, "native": []}]
     assert casts["fprop_x"] == "e2m1/e4m3:1x16+fp32"
     assert casts["wgrad_g"].endswith("~")
     assert data == {
@@ -315,6 +323,34 @@ def test_writes_json_beside_the_log(tmp_path):
         "uncounted": [],
     }
     assert not list(folder.glob(".*")), "a partial file was left"
+
+
+@pytest.mark.parametrize(
+    ("plugin", "has_tensor_cores", "where", "native"),
+    [
+        (lambda: FP8Precision("current"), True, "native", ["fprop", "dgrad", "wgrad"]),
+        (lambda: FP8Precision("current"), False, "emulated", []),
+        (lambda: FP8Precision("current", backend="emulated"), True, "emulated", []),
+        (lambda: FP8Precision("mx"), True, "emulated", []),
+        (lambda: FP8Precision("row", overrides={r"layer\.\d": "bf16"}), True, "", []),
+        (
+            lambda: LowBitPrecision({"preset": "fp8-row", "dgrad_w": "fprop"}),  # rows along the other axis
+            True,
+            "native fprop, wgrad; emulated dgrad",
+            ["fprop", "wgrad"],
+        ),
+    ],
+)
+def test_says_which_layers_run_natively(monkeypatch, plugin, has_tensor_cores, where, native):
+    obstacle = None if has_tensor_cores else "no tensor cores"
+    monkeypatch.setattr("lightning_lowbit.nn.linear.native_obstacle", lambda device: obstacle)
+    summary, model = PrecisionSummary(quiet=True), Two()
+    trainer = trainer_with(summary, plugin=plugin())
+    trainer.fit(model)
+    assert [row[-1] for row in layer_table(model).rows] == [where, where]
+    assert [layer["native"] for layer in summary.report_data(trainer)["layers"]] == [native, native]
+    share = summary.counter.native_share(torch.device("cpu"))
+    assert (share == 1) == (where == "native"), f"{share:.0%} of the FLOPs are said to be native"
 
 
 def test_writes_nothing_without_a_logger(tmp_path):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import FP4Precision, PrecisionSummary, Throughput
+from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, Throughput
 from lightning_lowbit.callbacks import throughput
 from lightning_lowbit.callbacks.throughput import PEAKS
 
@@ -148,6 +148,29 @@ def test_measured_flops(clock, settings, peak):
     rows = fit(Model(clock), PrecisionSummary(quiet=True), Throughput(peak_flops=BY_DTYPE), **settings)
     assert column(rows, "tflops") == approx([FLOPS / s / 1e12 for s in (2, 8 / 2, 18 / 2)])
     assert column(rows, "mfu") == approx([FLOPS / s / peak for s in (2, 8 / 2, 18 / 2)])
+
+
+@pytest.mark.parametrize("peaks", [{"float8": 8e4, "float32": 1e4}, {"float32": 1e4}])
+def test_native_gemms_have_the_peak_of_fp8(clock, monkeypatch, peaks):
+    """Of two layers of one size the first is native; half of all FLOPs are, and no gradient of its input is needed."""
+
+    class TwoLayers(Model):
+        def __init__(self, clock):
+            super().__init__(clock)
+            self.layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+        def train_dataloader(self):
+            return DataLoader(RandomDataset(WIDTH, 8 * 16), batch_size=16)  # of which nothing is padded
+
+    monkeypatch.setattr("lightning_lowbit.nn.linear.native_obstacle", lambda device: None)
+    plugin = FP8Precision("current", overrides={r"layer\.1": "bf16"}, compute_dtype="fp32")
+    rows = fit(TwoLayers(clock), PrecisionSummary(quiet=True), Throughput(peak_flops=peaks), plugins=[plugin])
+    gemm = 2 * 16 * WIDTH * WIDTH
+    if "float8" not in peaks:
+        assert "mfu" not in rows[0]
+        return
+    shortest = 2 * gemm / 8e4 + 3 * gemm / 1e4  # seconds
+    assert column(rows, "mfu") == approx([shortest / s for s in (2, 8 / 2, 18 / 2)])
 
 
 def test_the_modules_own_number_goes_first(clock):

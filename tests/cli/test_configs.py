@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_lowbit.cli.configs import find_config, merge, merge_all, merge_configs, recipes
+from lightning_lowbit.cli.configs import combined_name, find_config, merge, merge_all, merge_configs, recipes
 from lightning_lowbit.nn import OPERANDS
 
 
@@ -19,6 +19,14 @@ def test_mappings_merge_key_by_key():
     assert merged == {"trainer": {"max_steps": 1, "plugins": plugin("P", x=1, y=2)}}
     assert base["trainer"]["plugins"]["init_args"] == {"x": 1}, "an argument was changed"
     assert merge(base, {"trainer": {"max_steps": 2}})["trainer"]["max_steps"] == 2
+
+
+def test_arguments_that_another_class_does_not_take_are_dropped():
+    base = {"plugins": plugin("lightning_lowbit.FP4Precision", casts="nvfp4", rounding={}, skip=["lm_head"])}
+    merged = merge(base, {"plugins": plugin("lightning_lowbit.FP8Precision", scaling="row")})
+    assert merged == {"plugins": plugin("lightning_lowbit.FP8Precision", scaling="row", skip=["lm_head"])}
+    merged = merge(merged, {"plugins": plugin("lightning_lowbit.FP4Precision", casts="mxfp4")})
+    assert merged == {"plugins": plugin("lightning_lowbit.FP4Precision", casts="mxfp4", skip=["lm_head"])}
 
 
 @pytest.mark.parametrize("base", [["a"], "a"])
@@ -112,6 +120,8 @@ def test_command_line():
 
 def test_find_config():
     assert find_config("quickstart") == recipes()["quickstart"]
+    assert find_config("nvfp4-nvidia") == recipes()["nvfp4_nvidia"], "as the preset is written"
+    assert combined_name(["quickstart", "nvfp4-nvidia"]) == "quickstart+nvfp4_nvidia", "one folder for both spellings"
     Path("quickstart").write_text("{}")
     assert find_config("quickstart") == Path("quickstart"), "a file comes first"
     with pytest.raises(FileNotFoundError, match="Did you mean 'llama_350m' or 'llama_130m'"):

@@ -162,7 +162,7 @@ def test_last_is_searched_where_the_checkpoints_are():
         (["--trainer.plugins.init_args.skip=[lm_haed]"], "skip: the pattern 'lm_haed' matches no linear layer."),
         (["--trainer.plugins.init_args.skipp=[lm_head]"], "Did you mean 'skip'?"),
         (["--model.init_args.optimizer.init_args.weight_decai=1"], "Did you mean 'weight_decay'?"),
-        (["--trainer.plugins=lightning_lowbit.FP5Precision"], "Did you mean 'FP4Precision'?"),
+        (["--trainer.plugins=lightning_lowbit.FP44Precision"], "Did you mean 'FP4Precision'?"),
         (["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwich}"], "Did you mean 'QAFSwitch'?"),
         (["--trainer.max_stepz=3"], "Did you mean 'trainer.max_steps'?"),
         (["--model.init_args.nettwork=gpt2"], "Did you mean 'network'?"),

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import Cast, LinearCasts, convert, quantize
-from lightning_lowbit.nn import OPERANDS, LayerKeys, linear
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer, linear
 from lightning_lowbit.quant import Hadamard, Operand, rotate, split_mean, surrogate_factor
 from tests.references.quantize import splitmix64, uniform
 
@@ -31,16 +31,32 @@ def every(cast: Cast, **others: Any) -> LinearCasts:
 
 
 def layer_like(original: nn.Module, casts: Any, seed: int = 1, **kwargs: Any) -> nn.Module:
-    """A converted copy with keys."""
+    """A converted copy with keys and empty amax histories."""
     layer = convert(copy.deepcopy(original), casts, **kwargs)
     LayerKeys(layer, seed).fill_(3)
+    AmaxHistories(layer)
     return layer
+
+
+def remember(model: nn.Module, *steps: float | Mapping[str, float]) -> AmaxHistories:
+    """Histories of a model after steps in which operands had these amaxes: by name, or all of them the same."""
+    histories = AmaxHistories(model)
+    for step in steps:
+        amaxes = step if isinstance(step, Mapping) else dict.fromkeys(OPERANDS, step)
+        for layer in model.modules():
+            if isinstance(layer, QuantizedLayer) and layer.amaxes is not None:
+                for name, amax in amaxes.items():
+                    layer.amaxes.staged[OPERANDS.index(name)] = amax
+        histories.advance_()
+    return histories
 
 
 def run(
     layer: nn.Module, x: Tensor, g: Tensor, autocast: bool = False, needs_x: bool = True
 ) -> dict[str, Tensor | None]:
-    """Output and gradients for the output gradient g."""
+    """Output and gradients for the output gradient g. Tokens are smoothed by :func:`token_amax`."""
+    if isinstance(layer, QuantizedLayer) and layer.casts.smooth == "token":
+        layer.token_amax = token_amax(x)
     x = x.detach().clone().requires_grad_(needs_x)
     layer.zero_grad()
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
@@ -49,6 +65,11 @@ def run(
         y.backward(g.to(y.dtype))
     gradients = {name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
     return {"y": y.detach(), "x": x.grad, **gradients}
+
+
+def token_amax(x: Tensor) -> Tensor:
+    """float32 ``[tokens, 1]``, of many sizes: amaxes that an up projection might have told of, not those of x."""
+    return x.detach().reshape(-1, x.shape[-1])[:, :1].abs().float() + 2.0**-7
 
 
 def identical(found: dict[str, Tensor | None], expected: dict[str, Tensor | None], message: str = "") -> None:
@@ -88,6 +109,7 @@ def net(casts: Any = "nvfp4", **kwargs: Any) -> tuple[Net, LayerKeys]:
     model = convert(Net(**kwargs), casts)
     keys = LayerKeys(model)
     keys.fill_(1)
+    AmaxHistories(model)
     return model, keys
 
 
@@ -152,11 +174,45 @@ class Definition:
     offsets: dict[str, Tensor]
 
 
-def by_definition(layer: Any, x: Tensor, g: Tensor) -> Definition:
-    """One pass, a step at a time: split means, rotate, quantise, multiply exactly; then what stands for rounding."""
+def in_force(cast: Cast, remembered: Sequence[float]) -> Tensor | None:
+    """The amax that a cast scales by after steps with these amaxes, oldest first; None for the tensor's own."""
+    if cast.scale.source == "current" or not remembered:
+        return None
+    newest = remembered[-cast.scale.history :]
+    return torch.tensor(newest[-1] if cast.scale.algorithm == "most_recent" else max(newest))
+
+
+def smoothing(casts: LinearCasts, x: Tensor) -> dict[str, Tensor]:
+    """By tensor, the powers of two, float64, that smoothing multiplies it by: s the largest with s · amax <= 1."""
+    factors = dict.fromkeys("xwg", torch.ones((), dtype=torch.float64))
+    if casts.smooth is None:
+        return factors
+    amax = x.double().abs().amax(0) if casts.smooth == "channel" else token_amax(x)
+    s = torch.tensor([2.0 ** -math.ceil(math.log2(a)) if a else 1.0 for a in amax.flatten().tolist()])
+    s = s.double().view(amax.shape)
+    # Y = (X s) (W / s)ᵀ, so dX = (dY · W / s) s; or Y = (s X) Wᵀ / s, whose product has the gradient dY / s.
+    return {**factors, "x": s, "w" if casts.smooth == "channel" else "g": 1 / s}
+
+
+def smoothed(casts: LinearCasts, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """x, w and g as they meet in the GEMMs, in their dtype: smoothed where the casts say so."""
+    factors = smoothing(casts, tensors["x"])
+    return {name: (tensor.double() * factors[name]).to(tensor.dtype) for name, tensor in tensors.items()}
+
+
+def by_definition(layer: Any, x: Tensor, g: Tensor, remembered: Sequence[float] = ()) -> Definition:
+    """One pass, a step at a time: smooth, split means, rotate, quantise, multiply exactly; then what stands for
+    rounding, and the smoothing undone.
+
+    Args:
+        layer: converted, with keys.
+        x, g: input and gradient of the output, matrices.
+        remembered: the amaxes of former steps, oldest first, the same for all operands.
+    """
     casts: LinearCasts = layer.casts
     keys = dict(zip(OPERANDS, layer.keys.tolist(), strict=True))
-    tensors = {"x": x, "w": layer.weight_matrix().detach(), "g": g}
+    factors = smoothing(casts, x)
+    tensors = smoothed(casts, {"x": x, "w": layer.weight_matrix().detach(), "g": g})
     bias = torch.zeros(()) if layer.bias is None else layer.bias.detach()
     operands: dict[str, Tensor] = {}
     results, sizes, offsets = {"bias": g.double().sum(0)}, {}, {}
@@ -170,7 +226,8 @@ def by_definition(layer: Any, x: Tensor, g: Tensor) -> Definition:
                 cast = getattr(casts, forward)
                 if isinstance(cast, Cast) and cast.scale.block == "row" and not layer.exact:
                     sides[name] = sides[name].to(x.dtype)  # the other way round its scales are part of the elements
-        offset = bias.double() if gemm == "fprop" else torch.zeros((), dtype=torch.float64)
+        # Undoing the smoothing must leave the bias as it is.
+        offset = bias.double() / factors["g"] if gemm == "fprop" else torch.zeros((), dtype=torch.float64)
         offset_size = offset.abs()
         if gemm in casts.subtract_mean:
             left, right = (sides[name].double() for name in names)
@@ -190,7 +247,8 @@ def by_definition(layer: Any, x: Tensor, g: Tensor) -> Definition:
                 tensor = rotate(tensor, transforms[gemm].float(), CONTRACTION[name])
             cast = getattr(casts, name)
             if isinstance(cast, Cast):
-                tensor = quantize(tensor, cast, CONTRACTION[name], keys[name]).dequantize()
+                amax = in_force(cast, remembered)
+                tensor = quantize(tensor, cast, CONTRACTION[name], keys[name], amax).dequantize()
             operands[name] = tensor.double()
         left, right = (operands[name] for name in names)
         left, right = (left, right.t()) if gemm == "fprop" else (left, right) if gemm == "dgrad" else (left.t(), right)
@@ -204,8 +262,13 @@ def by_definition(layer: Any, x: Tensor, g: Tensor) -> Definition:
             n = casts.hadamard["fprop"].size
             tensor = rotate(tensor, transforms["fprop"].float(), 1)
             back = torch.block_diag(*[transforms["fprop"]] * (tensor.shape[1] // n))[: back.shape[0]]
-        factor = surrogate_factor(kind, tensor, getattr(casts, name), 1).double()
+        cast = getattr(casts, name)
+        factor = surrogate_factor(kind, tensor, cast, 1, in_force(cast, remembered)).double()
         # `back` has orthonormal rows: the gradient of what was rounded, its factor, and the way back.
         results[result] = ((results[result] @ back) * factor) @ back.t()
         sizes[result] = ((sizes[result] @ back.abs()) * factor) @ back.abs().t()
+
+    for result, factor in (("y", factors["g"]), ("x", factors["x"]), ("weight", factors["w"])):
+        for parts in (results, sizes, offsets):
+            parts[result] = parts[result] * factor
     return Definition(operands, results, sizes, offsets)

@@ -32,13 +32,24 @@ MIXED = LinearCasts(
     hadamard={"wgrad": 32},
     subtract_mean=["fprop", "wgrad"],
 )
+DELAYED = Cast("e4m3", Scale("fp32", "tensor", margin=1, source="delayed", history=4, algorithm="most_recent"))
+SMOOTHED = SIX.replace(smooth="channel", fprop_x=DELAYED, dgrad_w="fprop", hadamard={"wgrad": 16})
 REUSED = LinearCasts(fprop_w=INT4, dgrad_g=STOCHASTIC, dgrad_w="fprop", wgrad_x="fprop", subtract_mean=["dgrad"])
-AWKWARD = {"rotated": ROTATED, "centred": CENTRED, "surrogates": SURROGATES, "mixed": MIXED, "reused": REUSED}
+AWKWARD = {
+    "rotated": ROTATED,
+    "centred": CENTRED,
+    "surrogates": SURROGATES,
+    "mixed": MIXED,
+    "reused": REUSED,
+    "smoothed": SMOOTHED,
+    "smoothed tokens": SMOOTHED.replace(smooth="token"),
+    "delayed": SIX.replace(fprop_x=DELAYED, dgrad_g=DELAYED.replace(scale={"algorithm": "max"})),
+}
 
 
 def test_operands_are_the_first_fields() -> None:
     names = tuple(field.name for field in fields(LinearCasts))
-    assert names == (*OPERANDS, "hadamard", "subtract_mean", "surrogate")
+    assert names == (*OPERANDS, "hadamard", "subtract_mean", "surrogate", "smooth")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -75,6 +86,7 @@ def test_of_mapping_starts_from_a_preset() -> None:
     assert given["dgrad_w"] == {"element": "int4"}, "the mapping that was given was changed"
 
 
+LONG = Scale("fp32", "tensor", source="delayed", history=1024)
 NVFP4, NVIDIA = LinearCasts.preset("nvfp4"), LinearCasts.preset("nvfp4-nvidia")
 
 
@@ -127,6 +139,14 @@ NVFP4, NVIDIA = LinearCasts.preset("nvfp4"), LinearCasts.preset("nvfp4-nvidia")
         ),
         ({"subtract_mean": ["wgrad"]}, NVFP4.replace(subtract_mean=("wgrad",))),
         ({"surrogate": {"fprop_w": "dge"}}, NVFP4.replace(surrogate={"fprop_w": "dge"})),
+        ({"smooth": "token"}, NVFP4.replace(smooth="token")),
+        ({"preset": "fp8-current", "smooth": None}, LinearCasts.preset("fp8-current")),
+        (
+            {"preset": "fp8-delayed", "every": {"scale": {"history": 1024}}, "wgrad_g": {"scale": {"margin": 2}}},
+            LinearCasts(*(Cast("e5m2" if n[-1] == "g" else "e4m3", LONG) for n in OPERANDS)).replace(
+                wgrad_g=Cast("e5m2", replace(LONG, margin=2))
+            ),
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -159,6 +179,13 @@ every: {scale: {format: e8m0, rounding: rceil, two_level: false}}
 """
 
 
+YAML_DELAYED = """
+fprop_x: {element: e4m3, scale: {format: fp32, block: tensor, margin: 1, source: delayed, history: 4,
+          algorithm: most_recent}}
+smooth: token
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -185,8 +212,9 @@ every: {scale: {format: e8m0, rounding: rceil, two_level: false}}
                 hadamard={"dgrad": Hadamard(32), "wgrad": Hadamard(64, "keyed")},
             ),
         ),
+        (YAML_DELAYED, LinearCasts(fprop_x=DELAYED, smooth="token")),
     ],
-    ids=["name", "preset and override", "preset and null", "fields", "preset and all its casts"],
+    ids=["name", "preset and override", "preset and null", "fields", "preset and all its casts", "delayed, smoothed"],
 )
 def test_yaml(text: str, expected: LinearCasts) -> None:
     assert LinearCasts.of(yaml.safe_load(text)) == expected
@@ -234,6 +262,7 @@ def assert_phases(casts: LinearCasts) -> None:
         assert changed.hadamard == rotated, f"{phase} of {casts}"
         assert changed.subtract_mean == centred, f"{phase} of {casts}"
         assert changed.surrogate == surrogate, f"{phase} of {casts}"
+        assert changed.smooth == (casts.smooth if {name[-1] for name in quantised} & {"x", "w"} else None), phase
         assert changed.phase(phase) == changed, f"{phase} is not idempotent"
         assert changed.phase("fqt") == changed, "fqt changes casts"
     assert casts.phase("fqt") == casts, "fqt does not give the casts back"
@@ -290,6 +319,130 @@ def test_str() -> None:
         "fprop(x=e2m1/e4m3:1x16+fp32, w=int4/e5m2:1x128, -mean) dgrad(g=hp, w=fprop) "
         "wgrad(g=e2m1/e4m3:1x16+fp32~, x=hp, hadamard=16, -mean)"
     )
+    assert str(LinearCasts(fprop_x=DELAYED, smooth="token")) == (
+        "fprop(x=e4m3/fp32:tensor(margin 1)(delayed 4 most_recent), w=hp) dgrad(g=hp, w=hp) wgrad(g=hp, x=hp) "
+        "smooth=token"
+    )
+
+
+# --- what follows from casts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *AWKWARD])
+def test_casts_of_operands(name: str) -> None:
+    casts = AWKWARD[name] if name in AWKWARD else LinearCasts.preset(name)
+    for operand in OPERANDS:
+        given = getattr(casts, operand)
+        expected = {"dgrad_w": casts.fprop_w, "wgrad_x": casts.fprop_x}[operand] if given == "fprop" else given
+        assert casts.cast_of(operand) == expected, operand
+    assert casts.quantises_x_or_w == any(isinstance(getattr(casts, n), Cast) for n in OPERANDS if n[-1] in "xw")
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_any_delayed_operand_makes_casts_delayed(operand: str) -> None:
+    assert not SIX.is_delayed
+    assert SIX.replace(**{operand: DELAYED}).is_delayed
+    assert LinearCasts(**{operand: DELAYED}).is_delayed
+    assert not SIX.replace(**{operand: DELAYED}).phase("bf16").is_delayed
+    assert LinearCasts(**{operand: DELAYED}).quantises_x_or_w == (operand[-1] != "g")
+
+
+# What decides whether tensor cores take an operand.
+E4M3, E5M2 = (Cast(element, Scale("fp32", "tensor")) for element in ("e4m3", "e5m2"))
+FORMS = {
+    None: None,
+    "e4m3": E4M3,
+    "e5m2": E5M2,
+    "e4m3 rows": Cast("e4m3", Scale("fp32", "row", "power_of_two")),
+    "e5m2 rows": Cast("e5m2", Scale("e4m3", "row", two_level=True), "stochastic"),
+    "e4m3 delayed": DELAYED,
+    "e4m3 blocks": Cast("e4m3", Scale("e8m0", 32)),
+    "e4m3 tiles": Cast("e4m3", Scale("e4m3", (16, 16), two_level=True)),
+    "e3m2": Cast("e3m2", Scale("fp32", "tensor")),
+    "int8 rows": Cast("int8", Scale("fp32", "row")),
+}
+TAKEN = {"e4m3", "e5m2", "e4m3 rows", "e5m2 rows", "e4m3 delayed"}
+
+
+def taken(left: str | None, right: str | None) -> bool:
+    """Whether FP8 tensor cores compute a GEMM of these two: E4M3 or E5M2 each, but not E5M2 twice."""
+    return {left, right} <= TAKEN and not (str(left).startswith("e5m2") and str(right).startswith("e5m2"))
+
+
+def test_native_gemms() -> None:
+    for left, right in itertools.product(FORMS, repeat=2):
+        for gemm, (one, other) in GEMMS.items():
+            found = LinearCasts(**{one: FORMS[left], other: FORMS[right]}).native_gemms
+            assert found == ((gemm,) if taken(left, right) else ()), f"{gemm}: {left} times {right}"
+
+
+def test_native_gemms_of_what_is_reused() -> None:
+    """It is in FP8 if the forward pass had it so, and its scales do not lie along what is now the contraction."""
+    for x, w, g in itertools.product(FORMS, ("e4m3", "e5m2", "e4m3 rows", "e4m3 delayed", None), FORMS):
+        casts = LinearCasts(
+            fprop_x=FORMS[x], fprop_w=FORMS[w], dgrad_g=FORMS[g], dgrad_w="fprop", wgrad_g=FORMS[g], wgrad_x="fprop"
+        )
+        expected = ["fprop"] if taken(x, w) else []
+        for gemm, operand in (("dgrad", w), ("wgrad", x)):
+            if expected[:1] == ["fprop"] and taken(g, operand) and not str(operand).endswith("rows"):
+                expected.append(gemm)
+        assert list(casts.native_gemms) == expected, f"x {x}, w {w}, g {g}"
+
+
+@pytest.mark.parametrize(
+    ("name", "native"),
+    [
+        ("bf16", ()),
+        ("nvfp4", ()),
+        ("mxfp8", ()),
+        ("fp8-delayed", tuple(GEMMS)),
+        ("fp8-current", tuple(GEMMS)),
+        ("fp8-row", tuple(GEMMS)),
+    ],
+)
+def test_native_gemms_of_presets(name: str, native: tuple[str, ...]) -> None:
+    casts = LinearCasts.preset(name)
+    assert casts.native_gemms == native
+    assert casts.phase("qaf").native_gemms == native[:1]
+    assert casts.phase("hp-forward").native_gemms == native[1:]
+
+
+TILES = Cast("e2m1", Scale("e4m3", (16, 16), two_level=True))
+
+
+@pytest.mark.parametrize(
+    ("cast", "one"),
+    [
+        (E4M3, True),
+        (E5M2, True),
+        (DELAYED, True),
+        (TILES, True),
+        (Cast("int4", Scale("e4m3", (4, 8))), True),
+        (NEAREST, False),  # whose blocks lie along another axis
+        (INT4, False),
+        (FORMS["e4m3 rows"], False),
+        (replace(E4M3, rounding="stochastic"), False),  # whose random bits are the operand's own
+        (replace(TILES, rounding="stochastic"), False),
+        (None, False),
+    ],
+    ids=str,
+)
+def test_operands_that_are_one(cast: Any, one: bool) -> None:
+    for first, second in (("fprop_w", "dgrad_w"), ("dgrad_g", "wgrad_g")):
+        casts = LinearCasts(**{first: cast, second: cast})
+        others = {"dgrad_w", "wgrad_g"} - {second}
+        assert casts.shared(second) == one
+        assert not any(casts.shared(other) for other in others)
+        if cast is None:
+            continue
+        assert not casts.replace(**{first: None}).shared(second)
+        assert not casts.replace(**{first: MIXED.wgrad_g}).shared(second), "not if the two differ"
+        for gemm in GEMMS:
+            touched = gemm in (first.split("_")[0], second.split("_")[0])
+            six = LinearCasts(**{**dict.fromkeys(OPERANDS, E5M2), first: cast, second: cast})
+            assert six.replace(hadamard={gemm: 16}).shared(second) == (one and not touched), f"{gemm} rotated"
+            assert six.replace(subtract_mean=[gemm]).shared(second) == (one and not touched), f"{gemm} centred"
+    assert not LinearCasts(fprop_w=cast, dgrad_w="fprop").shared("dgrad_w"), "what is reused is no cast of its own"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -364,6 +517,27 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "A surrogate of fprop_w and subtract_mean in fprop contradict each other, .*: leave out one of them",
         {"surrogate": {}},
     ),
+    "smoothing of hp": (
+        {"smooth": "channel"},
+        "smooth scales x and w, which are not quantised: leave out smooth",
+        {"smooth": None},
+    ),
+    "smoothing of gradients only": (
+        {"dgrad_g": INT4, "dgrad_w": "fprop", "wgrad_g": INT4, "wgrad_x": "fprop", "smooth": "token"},
+        "smooth scales x and w, which are not quantised: leave out smooth",
+        {"wgrad_x": INT4},
+    ),
+    "delayed scaling of a smoothed weight": (
+        {"fprop_x": DELAYED, "fprop_w": DELAYED, "smooth": "channel"},
+        "With smooth='channel' the weight changes with every batch, and delayed scaling of fprop_w would meet the leap "
+        "of a channel there: give fprop_w a scale with source='current'",
+        {"fprop_w": E4M3},
+    ),
+    "delayed scaling of a smoothed weight, backwards": (
+        {"fprop_x": DELAYED, "dgrad_w": DELAYED, "smooth": "channel"},
+        "delayed scaling of dgrad_w would meet the leap of a channel there: give dgrad_w a scale with source='current'",
+        {"smooth": "token"},
+    ),
 }
 
 
@@ -387,6 +561,8 @@ def test_every_contradiction_is_in_the_table() -> None:
         "surrogate names",
         "'dge'",
         "A surrogate of",
+        "smooth scales",
+        "With smooth='channel'",
     ]
     assert len(kinds) == len(starts), "a contradiction was added: tell of it here and in CONTRADICTIONS"
     for start in starts:
@@ -408,6 +584,11 @@ def impossible(casts: dict[str, Any]) -> bool:
         or any(name not in quantised for name in casts["surrogate"])
         or any(k == "dge" and casts[name].rounding == "stochastic" for name, k in casts["surrogate"].items())
         or ("fprop" in casts["subtract_mean"] and bool(casts["surrogate"]))
+        or (casts["smooth"] is not None and not any(name[-1] != "g" for name in quantised))
+        or (
+            casts["smooth"] == "channel"
+            and any(name[-1] == "w" and casts[name].scale.source == "delayed" for name in quantised)
+        )
     )
 
 
@@ -418,10 +599,16 @@ def test_all_combinations_are_honoured_or_refused_and_have_phases() -> None:
     extras += [{"surrogate": {name: kind}} for name in OPERANDS[:2] for kind in ("dge", "trust")]
     extras += [{"surrogate": {name: "trust"}, "subtract_mean": ("fprop",)} for name in OPERANDS[:2]]
     extras += [{"hadamard": {"wgrad": 64}, "subtract_mean": ("fprop", "wgrad"), "surrogate": {}}]
+    settings = itertools.product(((*f, *b) for f, b in itertools.product(forward, list(backward))), extras)
+    casts_of_x, casts_of_w = (None, NEAREST, DELAYED), (None, DELAYED, E4M3)
+    smoothed = itertools.product(
+        casts_of_x, casts_of_w, (None, DELAYED), (*casts_of_w, "fprop"), (None, NEAREST), (*casts_of_x, "fprop")
+    )
+    extras = [{"smooth": kind, **extra} for kind in ("channel", "token") for extra in ({}, {"hadamard": {"wgrad": 16}})]
     valid = 0
-    for (six, rest), extra in itertools.product(itertools.product(forward, list(backward)), extras):
-        given = dict(zip(OPERANDS, (*six, *rest), strict=True))
-        given = {**given, "hadamard": {}, "subtract_mean": (), "surrogate": {}, **extra}
+    for six, extra in itertools.chain(settings, itertools.product(smoothed, extras)):
+        given = dict(zip(OPERANDS, six, strict=True))
+        given = {**given, "hadamard": {}, "subtract_mean": (), "surrogate": {}, "smooth": None, **extra}
         try:
             casts = LinearCasts(**given)
         except ValueError as error:
@@ -495,6 +682,18 @@ def test_all_combinations_are_honoured_or_refused_and_have_phases() -> None:
         (lambda: SIX.replace(surrogate={"dgrad_w": "dge"}), "Unknown key of LinearCasts.surrogate 'dgrad_w'"),
         (lambda: SIX.replace(surrogate={"fprop_w": "ste"}), "Unknown surrogate 'ste'.*'trust', 'dge'"),
         (lambda: SIX.replace(surrogate={"fprop_w": None}), "Unknown surrogate None"),
+        (lambda: SIX.replace(smooth="chanel"), "Unknown kind of LinearCasts.smooth 'chanel'. Did you mean 'channel'"),
+        (lambda: SIX.replace(smooth=True), "Unknown kind of LinearCasts.smooth True.* Choose one of: 'channel', 'tok"),
+        (lambda: SIX.replace(smooth=""), "Unknown kind of LinearCasts.smooth ''"),
+        (lambda: SIX.replace(smoth="token"), "Unknown field of LinearCasts 'smoth'. Did you mean 'smooth'"),
+        (
+            lambda: LinearCasts.of({"preset": "fp8-delayed", "smooth": "channel"}),
+            "give fprop_w a scale with source='current'.* Got fprop\\(x=e4m3/fp32:tensor\\(delayed 16\\)",
+        ),
+        (
+            lambda: LinearCasts.of({"preset": "fp8-row", "every": {"scale": {"source": "delayed"}}}),
+            "take block='tensor' or two_level=True, or source='current'",
+        ),
         (
             lambda: LinearCasts.of({"preset": "nvfp4", "every": 32}),
             "casts.every is a mapping of fields of Cast; got 32",

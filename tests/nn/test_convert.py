@@ -75,6 +75,11 @@ def test_nothing_is_skipped_by_default() -> None:
         (r".*\.out", {"layers.0.attention.out", "layers.1.attention.out"}),
         (r"layers\.\d+\.attention\.qkv", {"layers.0.attention.qkv", "layers.1.attention.qkv"}),
         (".*", ALL),
+        (r"layers\.-1", {name for name in ALL if name.startswith("layers.1.")}),
+        (r"layers\.(0|-1)", ALL - {"lm_head"}),
+        (r"-2\.mlp\.up", {"layers.0.mlp.up"}),
+        (r"layers\.[0-9]\.mlp", {name for name in ALL if ".mlp." in name}),
+        (r"layers\.(?!0).*", {name for name in ALL if name.startswith("layers.1.")}),  # 0 is not -2 here
     ],
 )
 def test_patterns(pattern: str, matched: set[str]) -> None:
@@ -86,7 +91,9 @@ def test_patterns(pattern: str, matched: set[str]) -> None:
     assert set(casts) == ALL
 
 
-@pytest.mark.parametrize("pattern", ["head", "lm", "m_head", "p", "ayers", "layers.", "0.mlp.u", "embed", "", "UP"])
+@pytest.mark.parametrize(
+    "pattern", ["head", "lm", "m_head", "p", "ayers", "layers.", "0.mlp.u", "embed", "", "UP", "layers.-3"]
+)
 @pytest.mark.parametrize("argument", ["skip", "only", "overrides"])
 def test_a_pattern_that_matches_nothing(pattern: str, argument: str) -> None:
     """Parts of a word do not match, nor do modules that hold no linear layer; nothing has been changed then."""
@@ -96,6 +103,13 @@ def test_a_pattern_that_matches_nothing(pattern: str, argument: str) -> None:
     with pytest.raises(ValueError, match=f"{argument}: the pattern '{pattern}' matches no linear layer. There are 9"):
         convert(model, NVFP4, **{argument: given})
     assert classes(model) == before
+
+
+def test_numbers_count_from_the_end_of_each_list() -> None:
+    model = nn.ModuleDict({"encoder": Model(3), "decoder": Model(5)})
+    model["net"] = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
+    found = set(plan(model, NVFP4, only=[r"layers\.-1\.mlp\.up", r"net\.-1"]))
+    assert found == {"encoder.layers.2.mlp.up", "decoder.layers.4.mlp.up", "net.2"}  # the last one that holds a layer
 
 
 def test_skip_and_only_together() -> None:

@@ -5,8 +5,8 @@ to the package fails here until it is turned.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -18,24 +18,28 @@ from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.quant import SURROGATES, Hadamard
 from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
 from lightning_lowbit.quant.hadamard import SIZES
-from tests.nn.layers import GEMMS, RESULTS, every, layer_like, run, spied, value
+from tests.nn.layers import GEMMS, RESULTS, every, layer_like, remember, run, spied, value
 
 ONE_LEVEL = Cast("e2m1", Scale("e4m3", 16))
 TWO_LEVEL = Cast("e2m1", Scale("e4m3", 16, two_level=True))
 SATURATING = Cast("e2m1", Scale("e8m0", 32, "floor"))  # gives each surrogate something to do
 TOKENS, IN, OUT = 48, 64, 32
+# Amaxes of former steps, other ones for each tensor: the largest, the largest of the last two and the last all differ.
+REMEMBERED = [{name: amax + "xwg".index(name[-1]) / 8 for name in OPERANDS} for amax in (0.7, 7.0, 0.1, 2.3, 0.9)]
 
 
 def traced(monkeypatch: pytest.MonkeyPatch, casts: LinearCasts) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
-    """Operands (float64, by name) and results of a pass, always over the same tensors."""
+    """Operands (float64, by name) and results of a pass, always over the same tensors and after the same steps."""
     generator = torch.Generator().manual_seed(0)
     x, w, g = (torch.randn(shape, generator=generator) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
     x[:, 5], w[3], g[7] = 60.0, 0.0, g[7] * 1e-3  # an outlier channel, a zero row, a row of small gradients
     torch.manual_seed(2)  # of the bias
     original = nn.Linear(IN, OUT)
     original.weight.data.copy_(w)
+    layer = layer_like(original, casts)
+    remember(layer, *REMEMBERED)
     with spied(monkeypatch) as seen:
-        results = run(layer_like(original, casts), x, g)
+        results = run(layer, x, g)
     assert tuple(seen) == OPERANDS, "operands in another order, or missing"
     return {name: value(operand) for name, operand in seen.items()}, results
 
@@ -56,6 +60,9 @@ def assert_turns(
 
 # --- one tensor -------------------------------------------------------------------------------------------------------
 
+# Scales that depend on the largest magnitude of the whole tensor.
+WHOLE = (Scale("fp32", "tensor"), Scale("e4m3", "tensor"), Scale("e4m3", 16, two_level=True))
+
 # By field, pairs of scales that differ in this field only.
 SCALES: dict[str, list[tuple[Scale, Scale]]] = {
     "format": [(Scale("e4m3", 16), Scale(name, 16)) for name in SCALE_FORMATS if name != "e4m3"],
@@ -74,6 +81,21 @@ SCALES: dict[str, list[tuple[Scale, Scale]]] = {
         for measure in ("mse", "mae")
     ],
     "prescale": [(Scale("e8m0", 32, "floor"), Scale("e8m0", 32, "floor", prescale=factor)) for factor in (0.75, 0.6)],
+    "margin": [
+        (Scale("fp32", block, rounding), Scale("fp32", block, rounding, margin=margin))
+        for block in (16, "row", "tensor")
+        for rounding in SCALE_ROUNDINGS["fp32"]
+        for margin in (1, 2)
+    ],
+    "source": [(scale, replace(scale, source="delayed")) for scale in WHOLE],
+    "history": [
+        (replace(scale, source="delayed"), replace(scale, source="delayed", history=steps))
+        for scale in WHOLE
+        for steps in (1, 2)
+    ],
+    "algorithm": [
+        (replace(scale, source="delayed"), replace(scale, source="delayed", algorithm="most_recent")) for scale in WHOLE
+    ],
 }
 CASTS: dict[str, list[tuple[Cast, Cast]]] = {
     "element": [(ONE_LEVEL, Cast(name, ONE_LEVEL.scale)) for name in ELEMENT_FORMATS if name != "e2m1"],
@@ -109,11 +131,15 @@ def test_a_cast_changes_its_own_operand(monkeypatch: pytest.MonkeyPatch, field: 
 
 # --- one layer --------------------------------------------------------------------------------------------------------
 
+DELAYED = Scale("fp32", "tensor", source="delayed")
 BASES = {
     "mostly hp": LinearCasts(fprop_x=ONE_LEVEL, fprop_w=TWO_LEVEL, wgrad_g=ONE_LEVEL),
     "nvfp4": LinearCasts.preset("nvfp4"),
     "stochastic": every(Cast("e2m1", ONE_LEVEL.scale, "stochastic")),
     "rows": every(Cast("int8", Scale("fp32", "row"))),
+    "delayed": LinearCasts.preset("fp8-delayed").replace(  # no two casts alike, which would share one operand
+        dgrad_w=Cast("e5m2", DELAYED), wgrad_g=Cast("e4m3", DELAYED), wgrad_x=Cast("e5m2", DELAYED)
+    ),
 }
 OPERAND_SETTINGS = (None, Cast("e3m0", Scale("e5m2", 32)), Cast("int4", Scale("e4m3", 16, "up", True), "stochastic"))
 
@@ -129,6 +155,11 @@ LINEAR: dict[str, list[tuple[Any, set[str]]]] = {
     ],
     "subtract_mean": [([gemm], {name for name in pair if not name.endswith("_w")}) for gemm, pair in GEMMS.items()],
     "surrogate": [({operand: kind}, set()) for operand in ("fprop_x", "fprop_w") for kind in SURROGATES],
+    # s goes to x, and 1/s to w, or to the output, whose gradient takes it on.
+    "smooth": [
+        ("channel", {"fprop_x", "fprop_w", "dgrad_w", "wgrad_x"}),
+        ("token", {"fprop_x", "dgrad_g", "wgrad_g", "wgrad_x"}),
+    ],
 }
 for _operand in ("dgrad_w", "wgrad_x"):
     LINEAR[_operand].append(("fprop", {_operand}))
@@ -138,8 +169,25 @@ def test_every_field_of_linear_casts_has_a_knob() -> None:
     assert {field.name for field in fields(LinearCasts)} == set(LINEAR)
 
 
+def choices(hint: Any) -> set[Any]:
+    """What the type of a field lists by name."""
+    if get_origin(hint) is Literal:
+        return set(get_args(hint))
+    return set().union(*map(choices, get_args(hint)))
+
+
+def test_every_choice_is_tried() -> None:
+    for kind, table in ((Scale, SCALES), (Cast, CASTS)):
+        for name, pairs in table.items():
+            missing = choices(get_type_hints(kind)[name]) - {getattr(one, name) for pair in pairs for one in pair}
+            assert not missing, f"{kind.__name__}.{name}: {missing} are not tried"
+    for name, settings in LINEAR.items():
+        missing = choices(get_type_hints(LinearCasts)[name]) - {s for s, _ in settings if isinstance(s, str)}
+        assert not missing, f"LinearCasts.{name}: {missing} are not tried"
+
+
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("field", [name for name in LINEAR if name != "surrogate"])
+@pytest.mark.parametrize("field", [name for name in LINEAR if name not in ("surrogate", "smooth")])
 def test_every_field_changes_what_it_names(monkeypatch: pytest.MonkeyPatch, field: str, base: str) -> None:
     casts = BASES[base]
     quantised = {name for name in OPERANDS if isinstance(getattr(casts, name), Cast)}
@@ -151,6 +199,28 @@ def test_every_field_changes_what_it_names(monkeypatch: pytest.MonkeyPatch, fiel
         if field not in OPERANDS and not operands & quantised:
             continue  # refused: it would change nothing
         assert_turns(monkeypatch, f"{base}: {field}={setting}", casts, casts.replace(**{field: setting}), operands)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("kind", "operands"), LINEAR["smooth"])
+def test_smoothing_changes_what_it_scales(
+    monkeypatch: pytest.MonkeyPatch, kind: str, operands: set[str], base: str
+) -> None:
+    """And results of GEMMs that quantise what is scaled: all others have the powers of two divided out again."""
+    casts = BASES[base]
+    if base == "delayed" and kind == "channel":  # refused where the weight is scaled by former steps
+        casts = casts.replace(fprop_w=ONE_LEVEL, dgrad_w=TWO_LEVEL)
+    (old, old_results), (new, new_results) = (
+        traced(monkeypatch, casts.replace(smooth=smooth)) for smooth in (None, kind)
+    )
+    assert moved(old, new) == operands, f"{kind} changed {moved(old, new)}"
+    quantised = {name for name in operands if isinstance(getattr(casts, name), Cast)}
+    results = {RESULTS[gemm] for gemm, pair in GEMMS.items() if quantised & set(pair)}
+    found = moved(old_results, new_results)
+    assert found, f"{kind} changed no result"
+    if (kind, base) == ("token", "mostly hp"):
+        found -= {"y"}  # its bias is added later
+    assert found <= results, f"{kind} changed {found}"
 
 
 @pytest.mark.parametrize(("fprop", "reuses"), [("fprop_w", "dgrad_w"), ("fprop_x", "wgrad_x")])

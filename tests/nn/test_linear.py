@@ -15,9 +15,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert, quantize
-from lightning_lowbit.nn import OPERANDS, PHASES, PRESETS, LayerKeys, QuantizedLayer, set_phase
-from lightning_lowbit.nn.coverage import operand_cast
-from lightning_lowbit.quant import Hadamard
+from lightning_lowbit.nn import OPERANDS, PHASES, PRESETS, AmaxHistories, LayerKeys, QuantizedLayer, set_phase
+from lightning_lowbit.nn.casts import SMOOTHINGS
+from lightning_lowbit.quant import Hadamard, Operand
 from tests.nn.layers import (
     CONTRACTION,
     GEMMS,
@@ -30,8 +30,11 @@ from tests.nn.layers import (
     identical,
     layer_like,
     net,
+    remember,
     run,
+    smoothed,
     spied,
+    token_amax,
     value,
 )
 from tests.references.quantize import fake_quantize
@@ -191,9 +194,9 @@ def test_fprop_is_autograd_through_fake_quantize(cast: Cast) -> None:
 
 
 INT8_ROWS = every(Cast("int8", Scale("fp32", "row")))
-FP8_TENSORS = LinearCasts(
-    *[Cast("e5m2" if name.endswith("g") else "e4m3", Scale("fp32", "tensor")) for name in OPERANDS]
-)
+FP8_TENSORS = LinearCasts.preset("fp8-current")
+DELAYED = LinearCasts.preset("fp8-delayed")
+REMEMBERED = (0.5, 2.0, 1.0)  # amaxes of the steps before, below those of x and g, above those of w
 ALL_ROTATED = {"fprop": 64, "dgrad": Hadamard(16, "keyed"), "wgrad": Hadamard(32, "keyed")}
 ALL_MEANS = ("fprop", "dgrad", "wgrad")
 SATURATING = Cast("e2m1", Scale("e8m0", 32, "floor"))
@@ -236,6 +239,35 @@ CASTS = {
     "tensors, e8m0": every(Cast("e4m3", Scale("e8m0", "tensor"))),
     "tensors reused": FP8_TENSORS.replace(dgrad_w="fprop", wgrad_x="fprop"),
     "rows times tensors": INT8_ROWS.replace(fprop_w=FP8_TENSORS.fprop_w, dgrad_g=FP8_TENSORS.dgrad_g),
+    "tensors and rows, margin": every(
+        Cast("e4m3", Scale("fp32", "row", margin=3)), wgrad_g=Cast("e3m2", Scale("fp32", "tensor", margin=2))
+    ),
+    # scales of former steps
+    "delayed, most recent": every(
+        Cast("e4m3", Scale("fp32", "tensor", margin=1, source="delayed", algorithm="most_recent"))
+    ),
+    "delayed, reused": DELAYED.replace(dgrad_w="fprop", wgrad_x="fprop"),
+    "delayed, two levels": every(Cast("e2m1", Scale("e4m3", 16, two_level=True, source="delayed", history=1))),
+    "delayed, hadamard and mean": DELAYED.replace(hadamard=ALL_ROTATED, subtract_mean=ALL_MEANS),
+    "delayed, surrogates": DELAYED.replace(surrogate={"fprop_x": "trust", "fprop_w": "dge"}),
+    "delayed, surrogates, rotated": DELAYED.replace(
+        surrogate={"fprop_x": "trust", "fprop_w": "dge"}, hadamard=ALL_ROTATED
+    ),
+    # smoothing
+    **{f"{kind}s": FP8_TENSORS.replace(smooth=kind) for kind in SMOOTHINGS},
+    **{f"{kind}s, rows": INT8_ROWS.replace(smooth=kind) for kind in SMOOTHINGS},
+    **{f"{kind}s, reused": FP8_TENSORS.replace(smooth=kind, dgrad_w="fprop", wgrad_x="fprop") for kind in SMOOTHINGS},
+    **{
+        f"{kind}s, hadamard and mean": NVFP4.replace(smooth=kind, hadamard=ALL_ROTATED, subtract_mean=ALL_MEANS)
+        for kind in SMOOTHINGS
+    },
+    **{
+        f"{kind}s, surrogates": every(SATURATING, smooth=kind, surrogate={"fprop_x": "trust", "fprop_w": "dge"})
+        for kind in SMOOTHINGS
+    },
+    "channels, some hp": NVFP4.replace(smooth="channel", fprop_x=None, dgrad_w=None, wgrad_g=None),
+    "channels, delayed": DELAYED.replace(smooth="channel", fprop_w=FP8_TENSORS.fprop_w, dgrad_w=FP8_TENSORS.dgrad_w),
+    "tokens, delayed": DELAYED.replace(smooth="token"),
 }
 
 
@@ -253,9 +285,10 @@ def test_operands_and_gemms(
     original = nn.Linear(inputs, outputs, dtype=dtype)
     x, g = (torch.randn(tokens, size, generator=generator).to(dtype) for size in (inputs, outputs))
     layer = layer_like(original, casts, exact=exact)
+    remember(layer, *REMEMBERED)
     with spied(monkeypatch) as seen:
         found = run(layer, x, g)
-    expected = by_definition(layer, x, g)
+    expected = by_definition(layer, x, g, REMEMBERED)
     assert tuple(seen) == OPERANDS, "operands in another order, or missing"
     for operand in OPERANDS:
         torch.testing.assert_close(
@@ -288,26 +321,34 @@ def allowance(casts: LinearCasts, gemm: str, expected: Definition, dtype: torch.
     surrogate = {"dgrad": "fprop_x", "wgrad": "fprop_w"}.get(gemm)
     if surrogate in casts.surrogate:  # the factor, its product, and what is rotated there and back
         allowed += 2 * eps * (size if "fprop" in casts.hadamard else expected.results[result].abs())
+    if casts.smooth == "token" and gemm == "fprop":  # the bias comes after the rounding of the GEMM
+        allowed += eps * (expected.results[result].abs() + expected.offsets[result])
     return allowed
 
 
 @pytest.mark.parametrize("name", CASTS)
 def test_phases_quantise_what_they_say(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """What a phase leaves quantised it leaves as it was; the rest is the tensor itself."""
+    """What a phase leaves quantised it leaves as it was, smoothed or not; the rest is the tensor itself."""
     original, x, g = nn.Linear(40, 24), torch.randn(50, 40), torch.randn(50, 24)
-    raw = {"x": x, "w": original.weight.detach(), "g": g}
+    full: dict[str | None, dict[str, Operand]] = {}
+    for smooth in {CASTS[name].smooth, None}:
+        layer = layer_like(original, CASTS[name].replace(smooth=smooth))
+        remember(layer, *REMEMBERED)
+        with spied(monkeypatch) as full[smooth]:
+            run(layer, x, g)
     layer = layer_like(original, CASTS[name])
-    with spied(monkeypatch) as full:
-        run(layer, x, g)
+    remember(layer, *REMEMBERED)
     layer.forward = layer.quantized_forward  # type: ignore[method-assign]  # in the phase "bf16" too
     for phase in PHASES:
         set_phase(layer, phase)
+        casts, raw = layer.casts, smoothed(layer.casts, {"x": x, "w": original.weight.detach(), "g": g})
         with spied(monkeypatch) as seen:
             run(layer, x, g)
         for operand in OPERANDS:
-            if operand_cast(layer.casts, operand) is not None:
-                assert torch.equal(value(seen[operand]), value(full[operand])), f"{operand} changes in {phase}"
-            elif operand.split("_")[0] not in layer.casts.hadamard:
+            if casts.cast_of(operand) is not None:
+                same = torch.equal(value(seen[operand]), value(full[casts.smooth][operand]))
+                assert same, f"{operand} changes in {phase}"
+            elif operand.split("_")[0] not in casts.hadamard:
                 assert torch.equal(seen[operand].values, raw[operand[-1]]), f"{operand} is quantised in {phase}"
 
 
@@ -348,6 +389,43 @@ def test_blocks_lie_along_the_contraction(monkeypatch: pytest.MonkeyPatch, name:
     assert not (flushed & ~block).any(), f"{name}: blocks do not lie along axis {axis}"
 
 
+# --- scales of former steps, and smoothing ----------------------------------------------------------------------------
+
+
+def alike(cast: Cast, source: str) -> LinearCasts:
+    return every(cast.replace(scale={"source": source}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "cast", [TWO_LEVEL, Cast("e5m2", Scale("fp32", "tensor", margin=2)), Cast("int4", Scale("e8m0", "tensor"))], ids=str
+)
+def test_without_a_history_delayed_scaling_is_current(cast: Cast, dtype: torch.dtype) -> None:
+    """So is it with one whose amaxes are those of the tensors."""
+    original = nn.Linear(IN, OUT, dtype=dtype)
+    x, g = torch.randn(TOKENS, IN).to(dtype), torch.randn(TOKENS, OUT).to(dtype)
+    expected = run(layer_like(original, alike(cast, "current")), x, g)
+    layer = layer_like(original, alike(cast, "delayed"))
+    identical(run(layer, x, g), expected, "empty history,")
+    amaxes = {"x": x, "w": original.weight, "g": g}
+    remember(layer, {name: amaxes[name[-1]].abs().max().item() for name in OPERANDS})
+    identical(run(layer, x, g), expected, "history of the tensors themselves,")
+
+
+@pytest.mark.parametrize("kind", SMOOTHINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_smoothing_leaves_unquantised_gemms_alone(kind: str, dtype: torch.dtype) -> None:
+    """To the bit: powers of two scale products and sums exactly."""
+    original = nn.Linear(IN, OUT, bias=False, dtype=dtype)
+    x, g = torch.randn(TOKENS, IN).to(dtype), torch.randn(TOKENS, OUT).to(dtype)
+    x[:, 7] *= 1e4
+    for gemm, operand in (("fprop", "fprop_w"), ("dgrad", "dgrad_w"), ("wgrad", "wgrad_x")):
+        casts = LinearCasts(**{operand: FP8_TENSORS.fprop_w})
+        plain, found = (run(layer_like(original, casts.replace(smooth=smooth)), x, g) for smooth in (None, kind))
+        others = [result for name, result in RESULTS.items() if name != gemm]
+        identical({name: found[name] for name in others}, {name: plain[name] for name in others}, f"{gemm} quantised,")
+
+
 # --- overflow ---------------------------------------------------------------------------------------------------------
 
 TRANSFORMED = {"hadamard": dict.fromkeys(GEMMS, 16), "subtract_mean": ALL_MEANS}
@@ -359,6 +437,11 @@ OVERFLOW = {
     "transformed": every(STOCHASTIC, **TRANSFORMED),
     "transformed rows": every(INT8_ROWS.fprop_x, **TRANSFORMED),
     "surrogates": every(SATURATING, surrogate={"fprop_x": "dge", "fprop_w": "trust"}),
+    "delayed": DELAYED,
+    "delayed blocks": every(Cast("e2m1", Scale("e4m3", 16, two_level=True, source="delayed"))),
+    "delayed, reused": DELAYED.replace(dgrad_w="fprop", wgrad_x="fprop"),
+    "channels": FP8_TENSORS.replace(smooth="channel"),
+    "tokens": DELAYED.replace(smooth="token"),
 }
 
 
@@ -367,6 +450,7 @@ OVERFLOW = {
 @pytest.mark.parametrize("casts", OVERFLOW)
 def test_grad_scaler_sees_overflows(where: str, bad: float, casts: str) -> None:
     layer = layer_like(nn.Linear(IN, OUT), OVERFLOW[casts])
+    remember(layer, *REMEMBERED)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     x = torch.randn(TOKENS, IN)
     for tainted in (False, True):
@@ -375,6 +459,7 @@ def test_grad_scaler_sees_overflows(where: str, bad: float, casts: str) -> None:
         if tainted:
             {"x": x, "w": layer.weight.data, "g": taint}[where][20, 20] = bad
         before = layer.weight.detach().clone()
+        layer.token_amax = token_amax(x)
         y = layer(x)
         y.register_hook(lambda g, taint=taint: g + taint)
         scaler.scale(y.square().mean()).backward()
@@ -396,6 +481,7 @@ def test_overflows_reach_every_gradient(bad: float, casts: str) -> None:
     hits["g"] = {"weight": (20,), "x": (20,)}
     for where, expected in hits.items():
         layer = layer_like(nn.Linear(IN, OUT), OVERFLOW[casts])
+        remember(layer, *REMEMBERED)
         x, g = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
         {"x": x, "w": layer.weight.data, "g": g}[where][20, 20] = bad
         found = run(layer, x, g)
@@ -584,18 +670,20 @@ def test_torch_compile_gives_the_same_bits(casts: str) -> None:
         identical(found, expected, f"compiled, autocast {autocast}, step {step}")
 
 
-@pytest.mark.parametrize("casts", ["nvfp4", "surrogates"])
+@pytest.mark.parametrize("casts", ["nvfp4", "surrogates", "fp8-delayed"])
 def test_a_phase_costs_one_compilation(casts: str) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     x = torch.randn(16, 32)
     model, keys = net(EVERYTHING.get(casts, casts))
+    histories = AmaxHistories(model)
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for phase, expected in (("fqt", 1), ("qaf", 2), ("fqt", 2), ("qaf", 2)):
         set_phase(model, phase)
         for step in range(3):
             keys.fill_(step)
             gradients(compiled, x)
+            histories.advance_()
         assert counter.frame_count == expected, f"{counter.frame_count} compilations after the phase {phase}"
     torch._dynamo.reset()
 

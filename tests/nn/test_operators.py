@@ -14,14 +14,31 @@ from lightning_lowbit import Cast, Scale
 KEY, ROTATION = torch.tensor(12345), torch.eye(16)
 BLOCKS = Cast("e2m1", Scale("e4m3", 16, two_level=True), "stochastic").spec
 ROWS = Cast("int8", Scale("fp32", "row")).spec
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3_ROWS = Cast("e4m3", Scale("fp32", "row")).spec
+E5M2_TENSOR = Cast("e5m2", Scale("fp32", "tensor", source="delayed"), "stochastic").spec
 TWO, BIAS = torch.tensor(2.0), torch.ones(24)
+# Factors of the rows of a result and of its columns.
+FACTORS = [(TWO, None), (torch.ones(40, 1), torch.ones(1, 40)), (None, None)]
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix in another dtype, which lies in memory as it does."""
+    everything = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,))
+    return everything.to(dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+
 
 # By operator, the arguments to try for a matrix [40, 24], which may lie in memory in any way.
 ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
     "_matrix": lambda x: product((None, KEY), (16, 64), (x.device,)),
     "rotate": lambda x: [*product((x,), (ROTATION, ROTATION.t()), (0, 1)), (x[:32], ROTATION, 0)],
     "split_mean": lambda x: [(x,)],
-    "_quantize_operand": lambda x: product((x,), (BLOCKS, ROWS), (0, 1), (KEY,), (None,), (False, True)),
+    "_quantize_operand": lambda x: [
+        *product((x,), (BLOCKS, ROWS), (0, 1), (KEY,), (None,), (torch.float32, x.dtype)),
+        *product((x,), (E4M3_ROWS,), (0, 1), (None,), (None,), (E4M3,)),
+        *product((x,), (E5M2_TENSOR,), (0,), (KEY,), (None, TWO), (E5M2,)),
+    ],
+    "largest": lambda x: [*product((x, x[None]), (0, 1, -1)), (x[0], 0), (x.new_empty(0, 24), 0)],
     "_factor": lambda x: product(("trust", "dge"), (x,), (BLOCKS, ROWS), (1,), (None,)),
     "_through_rounding": lambda x: product(
         (x, x.contiguous()), ("trust",), (x, x.contiguous()), (ROWS,), (1,), (None,)
@@ -29,8 +46,16 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
     "mean_times": lambda x: product((torch.ones(1, 40),), (x,), (None, TWO), (None, BIAS.to(x.dtype))),
     "_opaque_matmul": lambda x: [
         (x, left, x.t(), right, bias, x.dtype)
-        for left, right in ((TWO, None), (torch.ones(40, 1), torch.ones(1, 40)), (None, None))
+        for left, right in FACTORS
         for bias in (None, torch.ones(40, dtype=x.dtype))
+    ],
+    "_scaled_matmul": lambda x: [
+        *(
+            (in_dtype(x, E4M3), left, in_dtype(x, E4M3).t(), right, bias, x.dtype, True)
+            for left, right in (*FACTORS, (TWO, torch.ones(1, 40)))
+            for bias in (None, torch.ones(40, dtype=x.dtype), torch.ones(1, 40))
+        ),
+        (in_dtype(x, E5M2), TWO, in_dtype(x, E4M3).t(), None, None, x.dtype, False),
     ],
 }
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -55,5 +80,19 @@ def test_the_compiler_is_told_the_truth(name: str, layout: str, dtype: torch.dty
     x = LAYOUTS[layout](torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).to(dtype))
     operator = getattr(torch.ops.lightning_lowbit, name).default
     for arguments in ARGUMENTS[name](x):
-        checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        checks = ["test_faketensor", "test_aot_dispatch_dynamic"]
+        if any(isinstance(one, Tensor) and one.dtype in (E4M3, E5M2) for one in arguments):
+            assert_pure(operator, arguments)  # the check below cannot compare FP8
+        else:
+            checks.append("test_schema")
         torch.library.opcheck(operator, arguments, test_utils=checks)
+
+
+def assert_pure(operator: Any, arguments: tuple[Any, ...]) -> None:
+    """Nothing is changed, and the result shares no memory with an argument."""
+    tensors = [one for one in arguments if isinstance(one, Tensor)]
+    before = [tensor.clone() for tensor in tensors]
+    result = operator(*arguments)
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor.float(), old.float()), f"{operator} changed an argument"
+        assert tensor.untyped_storage().data_ptr() != result.untyped_storage().data_ptr(), f"{operator} returned a view"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert
 from lightning_lowbit.formats import SCALE_FORMATS
-from lightning_lowbit.nn import OPERANDS, PHASES, PRESETS, LayerKeys, set_phase
+from lightning_lowbit.nn import OPERANDS, PHASES, PRESETS, AmaxHistories, LayerKeys, set_phase
 from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
 
 # The six operands in order, as casts print, and the rest.
@@ -22,6 +22,7 @@ NVFP4, TILES = "e2m1/e4m3:1x16+fp32", "e2m1/e4m3:16x16+fp32"
 ADAPTIVE = f"{NVFP4}(4/6 mse)"
 MXFP4, TSENG = "e2m1/e8m0:1x32", "e2m1/e8m0:1x32(floor)(x0.75)~"
 UFP4 = "e1m2/e4m3:1x16+fp32"
+E4M3, E5M2 = "e4m3/fp32:", "e5m2/fp32:"
 EXPECTED: dict[str, tuple[list[str], dict[str, str]]] = {
     "bf16": (["None"] * 6, {}),
     "nvfp4": ([NVFP4, NVFP4, f"{NVFP4}~", NVFP4, f"{NVFP4}~", f"{NVFP4}~"], {}),
@@ -32,6 +33,11 @@ EXPECTED: dict[str, tuple[list[str], dict[str, str]]] = {
     "mxfp6": (["e3m2/e8m0:1x32"] * 6, {}),
     "mxfp8": (["e4m3/e8m0:1x32"] * 6, {}),
     "ufp4": ([UFP4, UFP4, f"{UFP4}~", UFP4, f"{UFP4}~", UFP4], dict.fromkeys(("fprop", "dgrad", "wgrad"), "16")),
+    # E5M2 for gradients, E4M3 for the rest
+    **{
+        name: ([f"{element}{scale}" for element in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)], {})
+        for name, scale in (("fp8-delayed", "tensor(delayed 16)"), ("fp8-current", "tensor"), ("fp8-row", "row"))
+    },
 }
 
 
@@ -43,6 +49,7 @@ def test_a_preset_is_what_its_source_says(name: str) -> None:
     assert {gemm: str(setting) for gemm, setting in casts.hadamard.items()} == hadamard
     assert casts.subtract_mean == ()
     assert casts.surrogate == {}
+    assert casts.smooth is None
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "bf16"])
@@ -91,11 +98,12 @@ class Tiny(nn.Module):
 
 
 def two_steps(casts: Any, phase: str = "fqt", autocast: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Trains; yields the losses, gradients and, as ``moved``, how weights have changed."""
+    """Trains, the second step with the amaxes of the first; yields losses and gradients."""
     torch.manual_seed(0)
     model = convert(Tiny(), casts)
     set_phase(model, phase)
-    keys, optimizer = LayerKeys(model), torch.optim.SGD(model.parameters(), lr=0.01)
+    keys, histories = LayerKeys(model), AmaxHistories(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x, target = torch.randn(20, 40), torch.randn(20, 8)
     for step in range(2):
         before = [p.detach().clone() for p in model.parameters()]
@@ -105,6 +113,7 @@ def two_steps(casts: Any, phase: str = "fqt", autocast: bool = True) -> Iterator
             loss = (model(x).float() - target).square().sum() / 20
         loss.backward()
         optimizer.step()
+        histories.advance_()
         yield f"loss {step}", loss.detach()
         for (name, p), old in zip(model.named_parameters(), before, strict=True):
             assert p.grad is not None, f"{name} has no gradient"

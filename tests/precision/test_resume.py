@@ -9,11 +9,28 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from lightning_lowbit import ExactResume, FP4Precision, PrecisionSummary, QAFSwitch, StableSPAM
+from lightning_lowbit import ExactResume, FP4Precision, FP8Precision, PrecisionSummary, QAFSwitch, StableSPAM
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
 
 STEPS, SWITCH, ACCUMULATE = 9, 5, 2
+
+PLUGINS = {
+    "fp4": lambda: FP4Precision("nvfp4", skip=["lm_head"]),
+    "fp8": lambda: FP8Precision(history=4, smooth_swiglu="channel", skip=["lm_head"]),
+}
+
+
+def _next_step(state):
+    state["step"] += 1
+
+
+def _another_amax(state):
+    state["amax_history"]["model.model.layers.1.mlp.up_proj/dgrad_g"][-1] *= 10
+
+
+# Damages to what each one's arithmetic lives on: the random bits of a step; the amaxes of former ones.
+DAMAGES = {"fp4": _next_step, "fp8": _another_amax}
 
 
 @dataclass
@@ -38,7 +55,7 @@ class Run(Callback):
         return dict(list(self.losses.items())[step * ACCUMULATE :])
 
 
-def train(folder, ckpt_path=None, callbacks=(ExactResume,), switches=(SWITCH,)):
+def train(plugin, folder, ckpt_path=None, callbacks=(ExactResume,), switches=(SWITCH,)):
     (folder / "text").mkdir(exist_ok=True)
     words = random.Random(0)
     text = " ".join(words.choice(["red", "green", "blue", "round", "square"]) for _ in range(400))
@@ -62,7 +79,7 @@ def train(folder, ckpt_path=None, callbacks=(ExactResume,), switches=(SWITCH,)):
         accelerator="cpu",
         max_steps=STEPS,
         accumulate_grad_batches=ACCUMULATE,
-        plugins=[FP4Precision("nvfp4", skip=["lm_head"])],
+        plugins=[PLUGINS[plugin]()],
         callbacks=[
             *(QAFSwitch(step=step) for step in switches),
             *(make() for make in callbacks),
@@ -79,10 +96,10 @@ def train(folder, ckpt_path=None, callbacks=(ExactResume,), switches=(SWITCH,)):
     return run
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+@pytest.fixture(scope="module", params=PLUGINS)
+def uninterrupted(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
-    return folder, train(folder)
+    return request.param, folder, train(request.param, folder)
 
 
 def assert_same(resumed, whole, step):
@@ -95,37 +112,43 @@ def assert_same(resumed, whole, step):
 
 @pytest.mark.parametrize("step", [3, SWITCH, 7])
 def test_resume_equals_the_uninterrupted_run(uninterrupted, tmp_path, step):
-    folder, whole = uninterrupted
+    plugin, folder, whole = uninterrupted
     assert set(whole.phases.values()) == {"fqt", "qaf"}
     assert max(batch for _, batch in whole.losses) >= 2 * 7, "checkpoints must lie in mid-epoch"
-    resumed = train(tmp_path, folder / f"step={step}.ckpt")
+    resumed = train(plugin, tmp_path, folder / f"step={step}.ckpt")
     assert_same(resumed, whole, step)
+    found, expected = (
+        torch.load(place / f"step={STEPS}.ckpt", weights_only=True)["lightning_lowbit"] for place in (tmp_path, folder)
+    )
+    for kind in ("amax_history", "channel_amax"):
+        torch.testing.assert_close(found.pop(kind, {}), expected.pop(kind, {}), rtol=0, atol=0)
+    assert found == expected
 
 
 def test_the_phase_is_the_checkpoints_also_without_the_callback(uninterrupted, tmp_path):
-    folder, whole = uninterrupted
-    resumed = train(tmp_path, folder / "step=7.ckpt", switches=())
+    plugin, folder, whole = uninterrupted
+    resumed = train(plugin, tmp_path, folder / "step=7.ckpt", switches=())
     assert_same(resumed, whole, 7)
 
 
-@pytest.mark.parametrize("damage", ["drop", "step", "phase"])
+@pytest.mark.parametrize("damage", ["drop", "arithmetic", "phase"])
 def test_a_damaged_state_breaks_the_equality_or_is_mended(uninterrupted, tmp_path, damage):
-    folder, whole = uninterrupted
+    plugin, folder, whole = uninterrupted
     step = 7 if damage == "phase" else 3
     checkpoint = torch.load(folder / f"step={step}.ckpt", weights_only=True)
     if damage == "drop":
         del checkpoint["lightning_lowbit"]
-    elif damage == "step":
-        checkpoint["lightning_lowbit"]["step"] += 1
+    elif damage == "arithmetic":
+        DAMAGES[plugin](checkpoint["lightning_lowbit"])
     else:
         assert checkpoint["lightning_lowbit"]["phase"] == "qaf"
         checkpoint["lightning_lowbit"]["phase"] = "bf16"
     torch.save(checkpoint, tmp_path / "damaged.ckpt")
     if damage == "drop":
         with pytest.warns(UserWarning, match="holds no state"):
-            resumed = train(tmp_path, tmp_path / "damaged.ckpt")
+            resumed = train(plugin, tmp_path, tmp_path / "damaged.ckpt")
     else:
-        resumed = train(tmp_path, tmp_path / "damaged.ckpt")
+        resumed = train(plugin, tmp_path, tmp_path / "damaged.ckpt")
     if damage == "phase":
         assert_same(resumed, whole, step)  # the switch is due before the first batch, and mends it
     else:
@@ -134,6 +157,6 @@ def test_a_damaged_state_breaks_the_equality_or_is_mended(uninterrupted, tmp_pat
 
 
 def test_without_exact_resume_dropout_differs(uninterrupted, tmp_path):
-    _, whole = uninterrupted
-    other = train(tmp_path, callbacks=())
+    plugin, _, whole = uninterrupted
+    other = train(plugin, tmp_path, callbacks=())
     assert other.losses != whole.losses, "dropout does not act, so these tests show nothing"

@@ -28,7 +28,7 @@ def scales(block: Any = 16, element: str = "e2m1") -> Iterator[Scale]:
     for rounding, level in itertools.product(SCALE_ROUNDINGS["e8m0"], levels):
         yield Scale("e8m0", block, rounding, **level)
     yield Scale("e8m0", block, "floor", prescale=0.75)
-    yield from (Scale("fp32", block, rounding) for rounding in SCALE_ROUNDINGS["fp32"])
+    yield from (Scale("fp32", block, rounding, margin=m) for rounding in SCALE_ROUNDINGS["fp32"] for m in (0, 2))
 
 
 def casts(element: str, block: Any = 16, **fields: Any) -> list[Cast]:

@@ -33,6 +33,21 @@ def grid() -> list[dict[str, Any]]:
     return [dict(zip(("format", "rounding"), one.pop("format, rounding"), strict=True)) | one for one in settings]
 
 
+def margins_and_memories() -> list[dict[str, Any]]:
+    """The fields of every Scale likewise, with and without a margin and all that delayed scaling remembers."""
+    fields_of = {
+        "format, rounding": [(name, rounding) for name in SCALE_FORMATS for rounding in SCALE_ROUNDINGS[name]],
+        "block": BLOCKS,
+        "two_level": (False, True),
+        "margin": (0, 1),
+        "source": ("current", "delayed"),
+        "history": (16, 4),
+        "algorithm": ("max", "most_recent"),
+    }
+    settings = [dict(zip(fields_of, values, strict=True)) for values in itertools.product(*fields_of.values())]
+    return [dict(zip(("format", "rounding"), one.pop("format, rounding"), strict=True)) | one for one in settings]
+
+
 def refusal(build: Callable[[], Any]) -> tuple[Any, str | None]:
     """What was built, or which message of REFUSED refused it."""
     try:
@@ -71,7 +86,36 @@ def test_every_combination_is_honoured_or_refused() -> None:
     assert honoured == 15 * (12 * (5 + 4 * 2) + 4 * (5 + 4 * 2) + 5 + 2 * 5) + 12 * 2 * 3 * 3
     # What no top of 1 can do: exceed float32.
     hit.add(refusal(lambda: Cast("e5m2", Scale("e8m0", two_level=True, top=2.0**127)))[1])
+    hit |= {refusal(lambda settings=settings: Scale(**settings))[1] for settings in margins_and_memories()}
     assert hit >= set(MESSAGES), f"in REFUSED, but never refused: {set(MESSAGES) - hit}"
+
+
+def possible(format: str, block: Any, two_level: bool, margin: int, source: str, memory: tuple[Any, ...]) -> bool:
+    """Whether these fields have a meaning together, in other words than the package's."""
+    levels = not two_level or (format != "fp32" and block != "tensor")
+    whole = two_level or block == "tensor"  # something is made of the amax of the tensor, which steps can remember
+    return levels and (margin == 0 or format == "fp32") and (whole if source == "delayed" else memory == (16, "max"))
+
+
+def test_every_margin_and_memory_is_honoured_or_refused() -> None:
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    honoured = 0
+    for given in margins_and_memories():
+        scale, message = refusal(lambda given=given: Scale(**given))
+        fields_of = [given[name] for name in ("format", "block", "two_level", "margin", "source")]
+        expected = possible(*fields_of, (given["history"], given["algorithm"]))
+        assert (scale is not None) == expected, f"{given}: {message or 'not refused'}"
+        for element in ("e4m3", "int4") if scale is not None else ():
+            cast, message = refusal(lambda element=element, scale=scale: Cast(element, scale))
+            assert cast is not None, f"{scale} is refused for {element}: {message}"
+            # What delayed scaling remembers comes from outside, and may be too small or too large.
+            for amax in (None, 0.3, 50.0) if scale.source == "delayed" else (None,):
+                found = quantize(x, cast, amax=None if amax is None else torch.tensor(amax)).dequantize()
+                assert found.isfinite().all(), f"{cast}, amax {amax}"
+            honoured += 1
+    # By hand: ExMy and e8m0 in 16 with 9 blocks and levels, 5 of which know the tensor's amax; fp32 in 2 with 5 and 1.
+    # Each of the latter has 4 memories.
+    assert honoured == 2 * (16 * (9 + 5 * 4) + 2 * 2 * (5 + 1 * 4))
 
 
 @pytest.mark.parametrize("message", MESSAGES)
@@ -95,6 +139,12 @@ REFUSALS = [
         "take element='e2m1', or leave out four_over_six. Got e4m3:1x16",
     ),
     (lambda: Cast("int4", {"four_over_six": "mse"}), "levels of e2m1"),
+    (lambda: Scale("e4m3", margin=1), "in fp32 scales: take format='fp32', or leave out margin. Got e4m3:1x16(margin"),
+    (lambda: Scale("e8m0", "tensor", margin=2), "in fp32 scales: take format='fp32', or leave out margin"),
+    (lambda: Scale("fp32", "row", source="delayed"), "take block='tensor' or two_level=True, or source='current'"),
+    (lambda: Scale("e4m3", 16, source="delayed"), "remembers the largest magnitude of the whole tensor"),
+    (lambda: Scale("fp32", "tensor", history=32), "take source='delayed', or leave both out. Got fp32:tensor"),
+    (lambda: Scale(algorithm="most_recent"), "Scale.history and Scale.algorithm say what delayed scaling remembers"),
 ]
 
 
@@ -167,6 +217,24 @@ def test_e2m1_with_four_over_six_may_replace_another_element_and_back() -> None:
         (lambda: Scale(two_level=True, top="448"), "Scale.top is a number; got '448'"),
         (lambda: Scale(two_level=True, top=True), "Scale.top is a number; got True"),
         (lambda: Scale("e8m0", prescale=None), "Scale.prescale is a number; got None"),
+        *[
+            (lambda margin=margin: Scale("fp32", margin=margin), "Scale.margin is a whole number from 0 to 64; got")
+            for margin in (-1, 65, 1.0, True, "1", None, float("nan"))
+        ],
+        *[
+            (
+                lambda history=history: Scale("fp32", "tensor", source="delayed", history=history),
+                "Scale.history is a whole number from 1 to 1048576; got",
+            )
+            for history in (0, -16, 2**20 + 1, 16.0, True, "16", None)
+        ],
+        (lambda: Scale(source="delay"), "Unknown source of Scale 'delay'. Did you mean 'delayed'"),
+        (lambda: Scale(source=None), "Unknown source of Scale None.* Choose one of: 'current', 'delayed'"),
+        (
+            lambda: Scale(algorithm="recent"),
+            "Unknown algorithm of Scale 'recent'.* Choose one of: 'max', 'most_recent'",
+        ),
+        (lambda: Cast(scale={"histroy": 16}), "Unknown field of Scale 'histroy'. Did you mean 'history'"),
     ],
 )
 def test_wrong_fields(build: Callable[[], Any], message: str) -> None:
@@ -190,6 +258,18 @@ def test_casts_are_values() -> None:
 def every_cast() -> list[Cast]:
     blocks = (*BLOCKS, 1, (1, 16), (16, 1))
     nearest = [cast for element in ELEMENT_FORMATS for block in blocks for cast in casts(element, block)]
+    nearest += [
+        cast.replace(scale={"margin": margin}) for cast in nearest if cast.scale.format == "fp32" for margin in (1, 64)
+    ]
+    memories = [
+        {"history": history, "algorithm": algorithm} for history in (1, 16) for algorithm in ("max", "most_recent")
+    ]
+    nearest += [
+        cast.replace(scale={"source": "delayed", **memory})
+        for cast in nearest
+        if cast.scale.needs_amax and cast.element in ("e2m1", "e5m2")
+        for memory in memories
+    ]
     return nearest + [replace(cast, rounding="stochastic") for cast in nearest]
 
 
@@ -219,6 +299,19 @@ def test_specs_round_trip() -> None:
         (Cast("e4m3", Scale("fp32", "row", "power_of_two")), "e4m3/fp32:row(power_of_two)"),
         (Cast("e5m2", Scale("fp32", "tensor")), "e5m2/fp32:tensor"),
         (Cast("e2m1", Scale(two_level=True, top=256, four_over_six="mae")), "e2m1/e4m3:1x16+fp32<256(4/6 mae)"),
+        (Cast("e4m3", Scale("fp32", "row", margin=2)), "e4m3/fp32:row(margin 2)"),
+        (Cast("e4m3", Scale("fp32", "tensor", source="delayed")), "e4m3/fp32:tensor(delayed 16)"),
+        (
+            Cast(
+                "e5m2",
+                Scale(
+                    "fp32", "tensor", "power_of_two", margin=1, source="delayed", history=1024, algorithm="most_recent"
+                ),
+                "stochastic",
+            ),
+            "e5m2/fp32:tensor(power_of_two)(margin 1)(delayed 1024 most_recent)~",
+        ),
+        (Cast("e2m1", Scale(two_level=True, source="delayed", history=1)), "e2m1/e4m3:1x16+fp32(delayed 1)"),
     ],
 )
 def test_names(cast: Cast, name: str) -> None:
@@ -248,7 +341,8 @@ def test_bits(cast: Cast, bits: float) -> None:
 
 
 def test_replace_changes_what_it_names() -> None:
-    cast = Cast("e2m1", Scale("e4m3", (16, 16), "up", two_level=True, top=256, four_over_six="mse"), "stochastic")
+    scale = Scale("e4m3", (16, 16), "up", two_level=True, top=256, four_over_six="mse", source="delayed")
+    cast = Cast("e2m1", scale, "stochastic")
     changes: dict[str, Any] = {
         "format": "e5m2",
         "block": [8, 8],
@@ -257,6 +351,10 @@ def test_replace_changes_what_it_names() -> None:
         "top": None,
         "four_over_six": "mae",
         "prescale": 1,
+        "margin": 0,
+        "source": "current",
+        "history": 1024,
+        "algorithm": "most_recent",
     }
     assert set(changes) == {field.name for field in fields(Scale)}, "a field of Scale is not tried"
     for name, value in changes.items():
@@ -272,6 +370,8 @@ def test_replace_changes_what_it_names() -> None:
     both = cast.replace(element="e2m1", rounding="nearest", scale={"block": 32})
     assert (both.rounding, both.scale.block, both.scale.top) == ("nearest", 32, 256)
     assert cast.replace() == cast
+    room = Cast("e4m3", Scale("fp32", "row", "power_of_two"))
+    assert room.replace(scale={"margin": 2}) == Cast("e4m3", Scale("fp32", "row", "power_of_two", margin=2))
 
 
 @pytest.mark.parametrize("name", SCALE_FORMATS)
@@ -295,6 +395,8 @@ def test_a_default_rounding_follows_the_format(name: str) -> None:
         ({"scale": {"blok": 16}}, "Unknown field of Scale 'blok'. Did you mean 'block'"),
         ({"scale": {"block": "tensor"}}, "leave out two_level"),
         ({"element": "fp4"}, "Unknown element format 'fp4'"),
+        ({"scale": {"margin": 1}}, "take format='fp32', or leave out margin"),
+        ({"scale": {"history": 4}}, "take source='delayed', or leave both out"),
     ],
 )
 def test_replace_refuses(changes: dict[str, Any], message: str) -> None:

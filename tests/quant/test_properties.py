@@ -195,7 +195,7 @@ def test_both_roundings_end_on_a_neighbour(x: Tensor, cast: Cast, key: int, dim:
     )
     steps = steps[steps.isfinite() & (steps.abs() <= cast.format.max)].contiguous()
     for rounding, reach in (("nearest", 0.5), ("stochastic", 1.0)):
-        operand = quantize_operand(x, replace(cast, rounding=rounding), dim, torch.tensor(key), exact=True)
+        operand = quantize_operand(x, replace(cast, rounding=rounding), dim, torch.tensor(key), dtype=torch.float32)
         found = operand.values * (1.0 if operand.factor is None else operand.factor)
         quantized = quantize(x, replace(cast, rounding=rounding), dim, key=key)
         codes = cast.format.decode(quantized.codes)

@@ -300,9 +300,9 @@ def test_operand_is_codes_times_scales(element: str, block: Any, dtype: torch.dt
         stored = quantize(x, mode, dim, key)
         codes, scales = mode.format.decode(stored.codes), spread_scales(stored)
         product = (exact_product(codes, scales, mode) if mode.scale.per_block else codes).double()
-        for exact in (False, True):
-            operand = quantize_operand(x, mode, dim, key, exact=exact)
-            wanted = torch.float32 if exact or not mode.fits_bfloat16 else dtype
+        for given in (None, torch.float32):
+            operand = quantize_operand(x, mode, dim, key, dtype=given)
+            wanted = given or (dtype if mode.fits_bfloat16 else torch.float32)
             assert operand.values.dtype == wanted, f"{message}: {operand.values.dtype}"
             same(operand.values.double(), product, f"{message}, values")
         if mode.scale.per_block:

@@ -145,6 +145,61 @@ def test_fp32_powers_of_two_reach_the_largest_number(element: str) -> None:
         assert values[3] == 0, f"{element}, block {block}: 0 became {values[3]}"
 
 
+@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+def test_a_margin_is_powers_of_two_of_room(element: str) -> None:
+    """In the scale, exactly; and so is the largest number that does not saturate under an amax from outside."""
+    largest = ELEMENT_FORMATS[element].max
+    for block, rounding, amax in itertools.product((16, "row", "tensor"), ("nearest", "power_of_two"), (0.3, 7.0, 1e5)):
+        plain = scale_of(amax, element, Scale("fp32", block, rounding))
+        for margin in (1, 3, 64):
+            found = scale_of(amax, element, Scale("fp32", block, rounding, margin=margin))
+            assert found == plain * 2.0**margin, f"{element}, {block}, {rounding}, margin {margin}: {found}"
+        assert scale_of(0.0, element, Scale("fp32", block, rounding, margin=3)) == 1, "the scale of zeros"
+    for margin in (0, 1, 5):
+        cast = Cast(element, Scale("fp32", "tensor", "power_of_two", margin=margin))
+        reach = 4 * largest * 2.0**margin  # with the scale 4 * 2^margin
+        x = torch.tensor([[reach, -reach, 2 * reach]])
+        found = quantize(x, cast, amax=torch.tensor(4 * largest)).dequantize()
+        assert found.tolist() == [[reach, -reach, reach]], f"{cast}: {found.tolist()} for {x.tolist()}"
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "power_of_two"])
+@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+def test_margins_by_definition(element: str, rounding: str) -> None:
+    x = sample(6, 40, seed=1)
+    for block, margin, dim in itertools.product((16, (4, 16), "row", "tensor"), (1, 2, 9), (0, 1)):
+        cast = Cast(element, Scale("fp32", block, rounding, margin=margin))
+        for key in (None, 11):
+            mode = cast if key is None else replace(cast, rounding="stochastic")
+            expected = reference.quantize(x, mode, dim, key, field="dequantized")
+            same(quantize(x, mode, dim, key).dequantize(), expected, f"{mode} along {dim}")
+        if block == "tensor":
+            for amax in (0.5, 300.0):
+                expected = reference.quantize(x, cast, dim, amax=amax, field="dequantized")
+                found = quantize(x, cast, dim, amax=torch.tensor(amax)).dequantize()
+                same(found, expected, f"{cast} along {dim}, amax {amax}")
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "power_of_two"])
+@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+def test_margins_end_where_float32_does(element: str, rounding: str) -> None:
+    """Room beyond the largest float32 is no room: scales stay finite, and zeros are zeros."""
+    for block, margin in itertools.product((16, "row", "tensor"), (0, 1, 10, 40, 64)):
+        cast = Cast(element, Scale("fp32", block, rounding, margin=margin))
+        for amax in (1e-44, 1e22, 1e30, 3e38, torch.finfo(torch.float32).max):
+            x = torch.tensor([[amax, -amax / 4, 0.0]])
+            found = quantize(x, cast)
+            scale = float_scales(found).max().item()
+            assert scale < torch.inf, f"{cast}: the scale of {amax} is infinite"
+            wanted = x[0, 0].item() / ELEMENT_FORMATS[element].max * 2.0**margin
+            assert scale >= min(wanted, 2.0**127) * 0.999, f"{cast}: the scale of {amax} is {scale}, not {wanted}"
+            values = found.dequantize()[0]
+            assert values[2] == 0, f"{cast}: 0 beside {amax} became {values[2]}"
+            assert not values.isnan().any(), f"{cast}: {x.tolist()} became {values.tolist()}"
+            assert (values.sign() * x[0].sign() >= 0).all(), f"{cast}: {x.tolist()} became {values.tolist()}"
+            same(found.dequantize(), reference.quantize(x, cast, field="dequantized"), f"{cast} of {amax}")
+
+
 # --- ExMy -------------------------------------------------------------------------------------------------------------
 
 

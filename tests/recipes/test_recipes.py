@@ -5,6 +5,7 @@ Every study: its rows, which differ in what they say they do, and are the same o
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ RECIPES, OVERLAYS, STUDIES = (
     [name for name, path in recipes().items() if kind(path) == mark] for mark in ("", OVERLAY, STUDY)
 )
 
+FP4_STUDIES = ("scale_formats", "block_sizes", "stochastic_rounding", "nearest_rounding")
+
 # Millions of parameters.
 SIZES = {
     "quickstart": 3.34,
@@ -36,9 +39,17 @@ SIZES = {
 
 # Casts that overlays make of the recipe's, where they are no preset of the same name.
 CHANGES = {
+    "fp8": LinearCasts.preset("fp8-delayed"),
     "averis": LinearCasts.preset("nvfp4").replace(subtract_mean=GEMMS),
     "dge": LinearCasts.preset("nvfp4").replace(surrogate={"fprop_w": "dge"}),
     "trust": LinearCasts.preset("nvfp4").replace(surrogate={"fprop_x": "trust", "fprop_w": "trust"}),
+}
+
+# Casts that overlays make of those of some layers.
+SOME_LAYERS = {
+    "smooth_swiglu": (r"\.down_proj$", LinearCasts.preset("nvfp4").replace(smooth="channel")),
+    "w3_bf16": (r"\.down_proj$", LinearCasts()),
+    "edges_bf16": (r"\.layers\.[03]\.", LinearCasts()),
 }
 
 SMALL = """
@@ -102,7 +113,10 @@ def test_full_size(name, monkeypatch):
     preset = name.replace("_", "-")
     casts = CHANGES.get(name) or LinearCasts.preset(preset if preset in PRESETS else "nvfp4")
     planned = plugin.plan(parsed.model)
-    assert len(planned) == 7 * parsed.model.model.config.num_hidden_layers and set(planned.values()) == {casts}
+    assert len(planned) == 7 * parsed.model.model.config.num_hidden_layers
+    pattern, others = SOME_LAYERS.get(name, ("never", None))
+    assert planned == {layer: others if re.search(pattern, layer) else casts for layer in planned}
+    assert (others in planned.values()) == (name in SOME_LAYERS)
     assert type(optimizer).__name__ == ("AdamW" if name == "adamw" else "StableSPAM")
     assert not Path("runs").exists()
 
@@ -110,7 +124,7 @@ def test_full_size(name, monkeypatch):
 def test_every_overlay_and_recipe_is_told_apart():
     assert set(RECIPES) == {"quickstart", "c4", "quadratic"}
     assert {"bf16", "nvfp4", "qaf", "adamw", "stable_spam", "llama_130m", "llama_1b", "study"} <= set(OVERLAYS)
-    assert set(STUDIES) == {"scale_formats", "block_sizes", "stochastic_rounding", "nearest_rounding"}
+    assert set(STUDIES) == {*FP4_STUDIES, "fp8_scalings"}
 
 
 def test_the_readme_lists_them_all():
@@ -136,7 +150,7 @@ def differing(casts, other):
     return {operand for operand in OPERANDS if getattr(casts, operand) != getattr(other, operand)}
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", FP4_STUDIES)
 def test_the_rows_of_a_study_differ_in_their_casts_alone(name):
     study, casts = read_study(name), casts_of(name)
     assert study.name == name and study.baseline == "bf16"
@@ -149,6 +163,26 @@ def test_the_rows_of_a_study_differ_in_their_casts_alone(name):
         assert row.config == study.rows[0].config
     callbacks = [callback["class_path"] for callback in study.rows[0].config["trainer"]["callbacks"]]
     assert not any(callback.endswith("Switch") for callback in callbacks), "one precision from first to last"
+
+
+def test_the_rows_of_fp8_scalings():
+    """FP8 by its scales over all steps of the quickstart, without a switch."""
+    plugins = {row.name: row.config["trainer"]["plugins"] for row in read_study("fp8_scalings").rows}
+    assert plugins.pop("bf16_400")["init_args"] == {"casts": "bf16", "skip": ["lm_head"]}
+    classes = {name: plugin["class_path"].rpartition(".")[2] for name, plugin in plugins.items()}
+    assert classes == {name: "LowBitPrecision" if name == "mxfp8" else "FP8Precision" for name in plugins}
+    assert {name: plugin["init_args"] for name, plugin in plugins.items()} == {
+        "fp8": {"scaling": "delayed", "skip": ["lm_head"]},
+        "fp8_current": {"scaling": "current", "skip": ["lm_head"]},
+        "fp8_row": {"scaling": "row", "skip": ["lm_head"]},
+        "mxfp8": {"casts": "mxfp8", "skip": ["lm_head"]},
+        "fp8+smooth_swiglu": {"scaling": "delayed", "smooth_swiglu": "channel", "skip": ["lm_head"]},
+        "fp8+w3_bf16": {"scaling": "delayed", "overrides": {"down_proj": "bf16"}, "skip": ["lm_head"]},
+    }
+    for row in read_study("fp8_scalings").rows:
+        assert row.config["trainer"]["max_steps"] == 400 and len(row.seeds) == 3
+        callbacks = [callback["class_path"] for callback in row.config["trainer"]["callbacks"]]
+        assert not any(callback.endswith("Switch") for callback in callbacks), "one precision from first to last"
 
 
 def test_studies_share_what_has_the_same_name():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 FLOAT32_MAX = np.finfo(np.float32).max
+LEAST_INVERTIBLE = np.float32(2.0**-128 + 2.0**-149)  # the reciprocal of the float32 below is infinite
 
 # ExMy: exponent bias, and how many of the topmost codes (of one sign) stand for no number.
 FLOATS = {
@@ -156,7 +157,8 @@ def scale_and_factor(
     if not (np.isfinite(largest) and np.isfinite(block).all()):
         return np.float32(np.nan), np.float32(np.nan)
     if scale.format == "fp32":
-        factor = np.minimum(top / largest, FLOAT32_MAX) if largest > 0 else one
+        wanted = top * np.float32(2.0**-scale.margin)
+        factor = np.clip(wanted / largest, LEAST_INVERTIBLE, FLOAT32_MAX) if largest > 0 else one
         if scale.rounding == "power_of_two":
             factor = np.float32(2.0 ** max(math.frexp(factor)[1] - 1, -127))
         return one / factor, factor

@@ -1,0 +1,210 @@
+"""The largest magnitudes (amaxes) that outlive a step: delayed scaling scales by them, smoothing evaluates with them.
+
+    during a step    an operand with delayed scaling takes the amax in force, and raises the staged one to its own
+    at its end       the staged ones become the largest over all ranks, and the histories advance:
+
+        history    the last amaxes; one of 0 (the layer did not run) changes nothing, one that is not finite is dropped
+        in force   the largest in the history, or the newest; with an empty history each operand takes its own
+
+Staging takes a maximum: micro-batches add up to one step, and computing activations a second time changes nothing.
+Transformer Engine differs in two places, on purpose. Its first step has the scale 1, with which gradients below 2^-17
+vanish; and one infinity stays in its history, and the scale with it, for as many steps as that is long.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit.nn.casts import OPERANDS, LinearCasts
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.linear import LayerAmaxes, QuantizedLayer
+from lightning_lowbit.quant import Cast
+
+
+@dataclass
+class _Row:
+    """Where a layer's amaxes lie: its row of the histories, and its piece of the channels."""
+
+    name: str
+    layer: QuantizedLayer
+    channels: slice
+    windows: list[int]  # of the operands: how many steps each remembers, 0 without delayed scaling
+
+
+class AmaxHistories:
+    """The amaxes of all layers of a model with delayed scaling or smoothed channels, advanced once per optimizer step.
+
+    They belong to no module: a ``state_dict`` of the model is that of the unconverted one, and nothing broadcasts or
+    casts them. Each layer holds views, so that a step of the whole model is a handful of operations and, on several
+    ranks, one collective.
+
+    Args:
+        model: holds converted layers; their names are those in this model.
+
+    Attributes:
+        recording: whether passes through the model are stages of a step. Set it to False to evaluate: nothing is staged
+            then, and smoothing uses the channels of the last training step.
+
+    Example:
+        >>> histories = AmaxHistories(convert(model, "fp8-delayed"))
+        >>> for batch in batches:
+        ...     model(batch).backward()
+        ...     histories.advance_()
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._switch = [True]
+        self._rows: list[_Row] = []
+        channels = 0
+        for name, layer in model.named_modules():
+            if not isinstance(layer, QuantizedLayer):
+                continue
+            layer.amaxes = None
+            casts = layer.full_casts
+            windows = [_history(casts, operand) for operand in OPERANDS]
+            smoothed = layer.weight_matrix().shape[1] if casts.smooth == "channel" else 0
+            if any(windows) or smoothed:
+                piece = slice(channels, channels := channels + smoothed)
+                self._rows.append(_Row(clean_name(name), layer, piece, windows))
+        size, operands = len(self._rows), len(OPERANDS)
+        longest = max([1, *(length for row in self._rows for length in row.windows)])
+        self._history = torch.zeros(size, operands, longest)  # oldest first
+        used = torch.tensor([[_window(row, i) for i in range(operands)] for row in self._rows]).view(size, operands, 1)
+        self._remembered = torch.arange(longest) >= longest - used
+        self._channels = torch.zeros(channels)
+        # One tensor of all that is staged, which one collective reduces: operands first, then channels.
+        self._staged = torch.zeros(size * operands + channels)
+        self._place(torch.device("cpu"))
+
+    def __len__(self) -> int:
+        """How many layers have something to remember."""
+        return len(self._rows)
+
+    @property
+    def recording(self) -> bool:
+        """See the class."""
+        return self._switch[0]
+
+    @recording.setter
+    def recording(self, on: bool) -> None:
+        self._switch[0] = on
+
+    def to_(self, device: torch.device) -> None:
+        """Moves everything to where the layers compute."""
+        if (device := torch.empty(0, device=device).device) != self._staged.device:
+            self._place(device)  # "cuda" has become "cuda:0" by now, and compares
+
+    @torch.inference_mode(False)  # evaluation may be what moves it, and training goes on in these tensors
+    def _place(self, device: torch.device) -> None:
+        for name in ("_history", "_remembered", "_channels", "_staged"):
+            setattr(self, name, getattr(self, name).to(device))
+        staged, staged_channels = self._split()
+        self._in_force = torch.zeros_like(staged)
+        self._choose()
+        for i, row in enumerate(self._rows):
+            channels = self._channels[row.channels], staged_channels[row.channels]
+            row.layer.amaxes = LayerAmaxes(self._in_force[i], staged[i], *channels, self._switch)
+
+    def _split(self) -> tuple[Tensor, Tensor]:
+        size = len(self._rows) * len(OPERANDS)
+        return self._staged[:size].view(-1, len(OPERANDS)), self._staged[size:]
+
+    def _choose(self) -> None:
+        self._in_force.copy_(torch.where(self._remembered, self._history, 0).amax(-1))
+
+    def advance_(self, reduce: Callable[[Tensor], Any] | None = None) -> None:
+        """Ends a step: what was staged enters the histories.
+
+        Args:
+            reduce: takes the maximum of a tensor over ranks, in place, where several train one model: one collective,
+                ``partial(torch.distributed.all_reduce, op=ReduceOp.MAX)``. All ranks must take part.
+        """
+        if not self._rows:
+            return
+        if reduce is not None:
+            reduce(self._staged)
+        staged, staged_channels = self._split()
+        advanced = torch.cat([self._history[..., 1:], staged[..., None]], -1)
+        self._history = torch.where(staged[..., None] > 0, advanced, self._history)
+        self._choose()
+        self._channels.copy_(torch.where(staged_channels > 0, staged_channels, self._channels))
+        self._staged.zero_()
+
+    # --- state ---
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """float32 on the CPU, the same on all ranks.
+
+        Returns:
+            ``amax_history``: by layer and operand, such as ``"layers.0.up_proj/fprop_x"``, the amaxes, oldest first and
+            0 where there is none yet; ``channel_amax``: by layer, the amaxes of its input's channels in the last step.
+        """
+        history, channels = self._history.cpu(), self._channels.cpu()
+        return {
+            "amax_history": {
+                f"{row.name}/{operand}": history[i, j, -row.windows[j] :].clone()
+                for i, row in enumerate(self._rows)
+                for j, operand in enumerate(OPERANDS)
+                if row.windows[j]
+            },
+            "channel_amax": {
+                row.name: channels[row.channels].clone() for row in self._rows if len(channels[row.channels])
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Takes what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: it is that of other layers or operands, or of another length; nothing has been changed then.
+        """
+        own = self.state_dict()
+        for kind in own:
+            _compare(kind, own[kind], state[kind])
+        history, channels = torch.zeros(self._history.shape), torch.zeros(self._channels.shape)
+        for i, row in enumerate(self._rows):
+            for j, operand in enumerate(OPERANDS):
+                if row.windows[j]:
+                    history[i, j, -row.windows[j] :] = state["amax_history"][f"{row.name}/{operand}"]
+            if row.name in own["channel_amax"]:
+                channels[row.channels] = state["channel_amax"][row.name]
+        self._history.copy_(history)
+        self._channels.copy_(channels)
+        self._staged.zero_()
+        self._choose()
+
+
+def _history(casts: LinearCasts, operand: str) -> int:
+    cast = getattr(casts, operand)
+    return cast.scale.history if isinstance(cast, Cast) and cast.scale.source == "delayed" else 0
+
+
+def _window(row: _Row, index: int) -> int:
+    """How many of the amaxes that an operand remembers can be in force."""
+    cast: Any = getattr(row.layer.full_casts, OPERANDS[index])
+    return 1 if row.windows[index] and cast.scale.algorithm == "most_recent" else row.windows[index]
+
+
+_ADVICE = "Give the settings with which it was saved, or start with empty histories: fresh_histories=True."
+
+
+def _compare(kind: str, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    if missing or unexpected:
+        parts = [("missing there", missing), ("not in this model", unexpected)]
+        told = "; ".join(f"{what}: {_some(names)}" for what, names in parts if names)
+        raise ValueError(f"The checkpoint's {kind} is that of other layers: {told}. {_ADVICE}")
+    for name, tensor in own.items():
+        if given[name].shape != tensor.shape:
+            what = "steps" if kind == "amax_history" else "channels"
+            raise ValueError(
+                f"The checkpoint's {kind} of {name} has {len(given[name])} {what}, and this run's {len(tensor)}. "
+                f"{_ADVICE}"
+            )
+
+
+def _some(names: list[str], most: int = 6) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

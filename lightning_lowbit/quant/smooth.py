@@ -1,0 +1,40 @@
+"""Smoothing: bringing the channels, or the tokens, of an activation to one size before it is quantised.
+
+One channel that leaps takes the scale of the whole tensor with it, and all others underflow. Multiplied by powers of
+two s, which are divided out again elsewhere in the GEMM, every channel (or token) has its largest magnitude between 1/2
+and 1, and nothing has been rounded (Smooth-SwiGLU, arXiv 2409.12517, section 4.4).
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.kernels import opaque
+from lightning_lowbit.quant.scaling import binary_exponent, power_of_two
+
+# Factors stay far from the ends of float32's and bfloat16's range, so that what they multiply does, too. In float16
+# they and their reciprocals are just normal numbers.
+_LIMIT, _FLOAT16_LIMIT = 64, 14
+
+
+@opaque(lambda x, dim: x.new_empty([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)]).float())
+def largest(x: Tensor, dim: int) -> Tensor:
+    """Largest magnitude along a dimension, which keeps the size 1: float32, 0 of no elements."""
+    if x.shape[dim] == 0:
+        return x.new_zeros([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)], dtype=torch.float32)
+    return x.abs().amax(dim, keepdim=True).float()
+
+
+def smoothing_factor(amax: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``1 / amax``, rounded down to a power of two.
+
+    Args:
+        amax: float32, any shape, 0 or more.
+        dtype: of the factors.
+
+    Returns:
+        Powers of two from 2^-64 to 2^64, in float16 from 2^-14 to 2^14; 1 where ``amax`` is 0 or not finite.
+    """
+    limit = _FLOAT16_LIMIT if dtype == torch.float16 else _LIMIT
+    exponent, mantissa = binary_exponent(amax)
+    factor = power_of_two((-exponent - (mantissa > 1).to(torch.int32)).clamp(-limit, limit))
+    return torch.where(torch.isfinite(amax) & (amax > 0), factor, 1.0).to(dtype)

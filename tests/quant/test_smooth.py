@@ -1,0 +1,137 @@
+"""Smoothing factors: powers of two that bring a largest magnitude into (1/2, 1]."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbit.quant import largest, smoothing_factor
+from tests.quant.tensors import same
+
+FLOAT32 = torch.finfo(torch.float32)
+LIMITS = {torch.float32: 64, torch.bfloat16: 64, torch.float16: 14}  # of the exponents of factors
+
+
+def definition(amax: float, limit: int) -> float:
+    """The largest power of two within 2^±limit with s * amax <= 1."""
+    if not 0 < amax < math.inf:  # NaN too
+        return 1.0
+    return next((2.0**k for k in range(limit, -limit, -1) if 2.0**k * amax <= 1), 2.0**-limit)
+
+
+def magnitudes() -> Tensor:
+    """All binades of float32 and beside them, subnormal numbers, and random ones."""
+    powers = torch.tensor([2.0**k for k in range(-149, 128)])
+    beside = [torch.nextafter(powers, torch.full_like(powers, towards)) for towards in (0.0, torch.inf)]
+    drawn = torch.randn(1000, generator=torch.Generator().manual_seed(0)).mul(30).exp2()
+    return torch.cat([powers, *beside, drawn, torch.tensor([0.0, FLOAT32.max, torch.inf, torch.nan])])
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_factors_by_definition(dtype: torch.dtype) -> None:
+    amax = magnitudes()
+    found = smoothing_factor(amax, dtype)
+    assert found.dtype == dtype
+    same(found.float(), torch.tensor([definition(one, LIMITS[dtype]) for one in amax.tolist()]), f"factors in {dtype}")
+
+
+def test_factors_are_float32_unless_told() -> None:
+    assert smoothing_factor(torch.ones(3)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_factors_are_exact_and_so_are_their_reciprocals(dtype: torch.dtype) -> None:
+    """Normal powers of two, so that a number times s times 1/s is itself where neither product leaves its range."""
+    amax = magnitudes()
+    s = smoothing_factor(amax, dtype)
+    assert (s.float().frexp().mantissa == 0.5).all(), "a factor is no power of two"
+    for factor in (s, s.reciprocal()):
+        assert (factor >= torch.finfo(dtype).tiny).all(), f"{factor.min()} is subnormal"
+        assert factor.isfinite().all()
+    assert torch.equal(s * s.reciprocal(), torch.ones_like(s))
+    assert torch.equal(s.float().log2().abs().amax(), torch.tensor(float(LIMITS[dtype]))), "limits that are not reached"
+    x = torch.rand(len(amax), 16, generator=torch.Generator().manual_seed(1)).add(0.5).to(dtype)
+    within = s.float().log2().abs() <= 10
+    there_and_back = x * s[:, None] * s.reciprocal()[:, None]
+    assert torch.equal(there_and_back[within], x[within]), "smoothing has rounded a number"
+
+
+def test_smoothed_magnitudes_lie_between_a_half_and_one() -> None:
+    amax = magnitudes()
+    amax = amax[(amax >= 2.0**-64) & (amax <= 2.0**64)]
+    product = smoothing_factor(amax).double() * amax.double()
+    assert ((product > 0.5) & (product <= 1)).all(), f"{product.min()} to {product.max()}"
+    powers = torch.tensor([2.0**k for k in range(-64, 65)])
+    assert torch.equal(smoothing_factor(powers) * powers, torch.ones(129)), "a power of two does not become 1"
+
+
+@pytest.mark.parametrize("amax", [0.0, -0.0, torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_what_has_no_size_is_left_alone(amax: float, dtype: torch.dtype) -> None:
+    """And does not change its neighbours."""
+    found = smoothing_factor(torch.tensor([4.0, amax, 0.25]), dtype)
+    assert found.tolist() == [0.25, 1.0, 4.0]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), LIMITS.items(), ids=str)
+def test_limits(dtype: torch.dtype, limit: int) -> None:
+    """Also where amax itself, subnormal or huge, asks for more."""
+    small = torch.tensor([2.0**-limit, 2.0 ** (-limit - 1), 2.0**-126, 2.0**-127, 2.0**-149])
+    assert smoothing_factor(small, dtype).tolist() == [2.0**limit] * 5
+    large = torch.tensor([2.0**limit, 2.0 ** (limit + 1), 1e38, FLOAT32.max])
+    assert smoothing_factor(large, dtype).tolist() == [2.0**-limit] * 4
+    within = torch.tensor([2.0 ** (1 - limit), 2.0 ** (limit - 1)])
+    assert smoothing_factor(within, dtype).tolist() == [2.0 ** (limit - 1), 2.0 ** (1 - limit)]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 1), (2, 3, 4)], ids=str)
+def test_any_shape(shape: tuple[int, ...]) -> None:
+    amax = torch.rand(shape) + 0.1
+    before = amax.clone()
+    found = smoothing_factor(amax)
+    assert found.shape == shape
+    assert torch.equal(found.flatten(), smoothing_factor(amax.flatten()))
+    assert torch.equal(amax, before), "amax was changed"
+
+
+# --- the largest magnitude --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (1, 6), (6, 1), (4, 7), (2, 3, 4)], ids=str)
+def test_largest_along_a_dimension(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for layout, dim in itertools.product((x, x.mT.contiguous().mT if x.dim() > 1 else x), range(-x.dim(), x.dim())):
+        found = largest(layout, dim)
+        size = [1 if i == dim % x.dim() else n for i, n in enumerate(shape)]
+        assert (found.dtype, list(found.shape)) == (torch.float32, size)
+        expected = [max(map(abs, row)) for row in x.movedim(dim, -1).reshape(-1, shape[dim]).tolist()]
+        assert torch.equal(found.flatten(), torch.tensor(expected)), f"along {dim}"
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (2, 0, 3), (0, 0)], ids=str)
+def test_largest_of_nothing(shape: tuple[int, ...]) -> None:
+    for dim in range(-len(shape), len(shape)):
+        found = largest(torch.ones(shape), dim)
+        assert list(found.shape) == [1 if i == dim % len(shape) else n for i, n in enumerate(shape)]
+        assert found.dtype == torch.float32
+        assert not found.any()
+
+
+def test_largest_shows_what_is_not_finite() -> None:
+    x = torch.tensor([[1.0, -torch.inf], [torch.nan, 3.0], [-2.0, 0.5]])
+    same(largest(x, 0), torch.tensor([[torch.nan, torch.inf]]), "along 0")
+    same(largest(x, 1), torch.tensor([[torch.inf], [torch.nan], [2.0]]), "along 1")
+
+
+def test_largest_leaves_its_argument_alone() -> None:
+    x = torch.randn(4, 5)
+    before = x.clone()
+    for dim in (0, 1):
+        found = largest(x, dim)
+        assert found.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    assert torch.equal(x, before)
+    one = torch.tensor([[1.5]])
+    assert largest(one, 0).untyped_storage().data_ptr() != one.untyped_storage().data_ptr(), "a view of its argument"
