@@ -15,7 +15,6 @@ from lightning_lowbit.callbacks.console import Table, Text, show
 from lightning_lowbit.callbacks.files import replace_file
 from lightning_lowbit.callbacks.report_page import Section
 from lightning_lowbit.nn import OPERANDS, Coverage, GemmCounter, LinearCasts, QuantizedLayer
-from lightning_lowbit.nn.casts import GEMMS
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.base import compute_dtype
@@ -252,8 +251,7 @@ def layer_table(model: nn.Module) -> Table:
 
 def _executed(layer: QuantizedLayer) -> str:
     """Where the quantised GEMMs of a layer run: natively, emulated, or some so and some so."""
-    casts = layer.full_casts
-    quantised = [gemm for gemm in GEMMS if any(casts.cast_of(operand) for operand in casts.operands_of(gemm))]
+    casts, quantised = layer.full_casts, layer.full_casts.quantised_gemms
     native = layer.native_gemms(layer.weight.device, casts)
     if not quantised or not native:
         return "emulated" if quantised else ""

@@ -34,8 +34,8 @@ class Throughput(Callback):
     Model FLOPs utilisation is the time that the model's FLOPs would take at the device's dense peak over the time they
     took. The peak is that of what GEMMs are executed in: an emulated FP4 GEMM runs in bf16, and counts as one, since a
     share of a peak that the hardware was not asked for says nothing; native FP8 GEMMs, which :class:`PrecisionSummary`
-    tells apart, count at the peak of FP8. Recomputed activations do not count, but for the
-    one of five products that the gradient of fused attention computes again.
+    tells apart, count at the peak of FP8. Recomputed activations do not count, but for the one of five products that
+    the gradient of fused attention computes again.
 
     FLOPs of a batch are those that :class:`PrecisionSummary` measures where it is among the callbacks, or the module's
     ``flops_per_batch`` where it has one. Validation, and the first batch of a run, which compiles and allocates, are

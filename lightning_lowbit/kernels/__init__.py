@@ -66,6 +66,21 @@ def is_within_cast() -> bool:
     return getattr(_thread, "casting", False)
 
 
+@contextmanager
+def counted_as(*shape: int) -> Iterator[None]:
+    """Within this context a matrix product counts as one of this shape: its padding is no work of the model's."""
+    _thread.shape = shape
+    try:
+        yield
+    finally:
+        _thread.shape = None
+
+
+def counted_shape() -> tuple[int, ...] | None:
+    """What :func:`counted_as` says in this thread: rows, inner size, columns."""
+    return getattr(_thread, "shape", None)
+
+
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorates ``function(blocks, *tensors, **static) -> Tensor`` so that it may run compiled.
 

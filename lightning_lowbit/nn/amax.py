@@ -7,8 +7,8 @@
         in force   the largest in the history, or the newest; with an empty history each operand takes its own
 
 Staging takes a maximum: micro-batches add up to one step, and computing activations a second time changes nothing.
-Transformer Engine differs in two places, on purpose. Its first step has the scale 1, with which gradients below 2^-17
-vanish; and one infinity stays in its history, and the scale with it, for as many steps as that is long.
+In two places this differs from Transformer Engine on purpose. There the first step has the scale 1, with which
+gradients below 2^-17 vanish; and one infinity stays in the history, and the scale with it, for all its length.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ class _Row:
     name: str
     layer: QuantizedLayer
     channels: slice
-    windows: list[int]  # of the operands: how many steps each remembers, 0 without delayed scaling
+    lengths: list[int]  # of the operands: how many steps each remembers, 0 without delayed scaling
 
 
 class AmaxHistories:
@@ -64,15 +64,15 @@ class AmaxHistories:
                 continue
             layer.amaxes = None
             casts = layer.full_casts
-            windows = [_history(casts, operand) for operand in OPERANDS]
+            lengths = [_length(casts, operand) for operand in OPERANDS]
             smoothed = layer.weight_matrix().shape[1] if casts.smooth == "channel" else 0
-            if any(windows) or smoothed:
+            if any(lengths) or smoothed:
                 piece = slice(channels, channels := channels + smoothed)
-                self._rows.append(_Row(clean_name(name), layer, piece, windows))
+                self._rows.append(_Row(clean_name(name), layer, piece, lengths))
         size, operands = len(self._rows), len(OPERANDS)
-        longest = max([1, *(length for row in self._rows for length in row.windows)])
+        longest = max([1, *(length for row in self._rows for length in row.lengths)])
         self._history = torch.zeros(size, operands, longest)  # oldest first
-        used = torch.tensor([[_window(row, i) for i in range(operands)] for row in self._rows]).view(size, operands, 1)
+        used = torch.tensor([[_used(row, i) for i in range(operands)] for row in self._rows]).view(size, operands, 1)
         self._remembered = torch.arange(longest) >= longest - used
         self._channels = torch.zeros(channels)
         # One tensor of all that is staged, which one collective reduces: operands first, then channels.
@@ -145,10 +145,10 @@ class AmaxHistories:
         history, channels = self._history.cpu(), self._channels.cpu()
         return {
             "amax_history": {
-                f"{row.name}/{operand}": history[i, j, -row.windows[j] :].clone()
+                f"{row.name}/{operand}": history[i, j, -row.lengths[j] :].clone()
                 for i, row in enumerate(self._rows)
                 for j, operand in enumerate(OPERANDS)
-                if row.windows[j]
+                if row.lengths[j]
             },
             "channel_amax": {
                 row.name: channels[row.channels].clone() for row in self._rows if len(channels[row.channels])
@@ -167,8 +167,8 @@ class AmaxHistories:
         history, channels = torch.zeros(self._history.shape), torch.zeros(self._channels.shape)
         for i, row in enumerate(self._rows):
             for j, operand in enumerate(OPERANDS):
-                if row.windows[j]:
-                    history[i, j, -row.windows[j] :] = state["amax_history"][f"{row.name}/{operand}"]
+                if row.lengths[j]:
+                    history[i, j, -row.lengths[j] :] = state["amax_history"][f"{row.name}/{operand}"]
             if row.name in own["channel_amax"]:
                 channels[row.channels] = state["channel_amax"][row.name]
         self._history.copy_(history)
@@ -177,15 +177,15 @@ class AmaxHistories:
         self._choose()
 
 
-def _history(casts: LinearCasts, operand: str) -> int:
+def _length(casts: LinearCasts, operand: str) -> int:
     cast = getattr(casts, operand)
     return cast.scale.history if isinstance(cast, Cast) and cast.scale.source == "delayed" else 0
 
 
-def _window(row: _Row, index: int) -> int:
+def _used(row: _Row, index: int) -> int:
     """How many of the amaxes that an operand remembers can be in force."""
     cast: Any = getattr(row.layer.full_casts, OPERANDS[index])
-    return 1 if row.windows[index] and cast.scale.algorithm == "most_recent" else row.windows[index]
+    return 1 if row.lengths[index] and cast.scale.algorithm == "most_recent" else row.lengths[index]
 
 
 _ADVICE = "Give the settings with which it was saved, or start with empty histories: fresh_histories=True."

@@ -201,12 +201,20 @@ class LinearCasts:
         return any(isinstance(cast, Cast) and cast.scale.source == "delayed" for cast in casts)
 
     @property
+    def quantised_gemms(self) -> tuple[str, ...]:
+        """The GEMMs whose two operands are both quantised; any other is one in high precision."""
+        return tuple(gemm for gemm in GEMMS if all(self.cast_of(operand) for operand in self.operands_of(gemm)))
+
+    @property
     def native_gemms(self) -> tuple[str, ...]:
-        """The GEMMs that FP8 tensor cores can compute: E4M3 and E5M2, not E5M2 twice, scales per tensor or row."""
+        """The GEMMs that FP8 tensor cores can compute: E4M3 and E5M2, not E5M2 twice, scales per tensor or row.
+
+        With scales per row the second operand is in E4M3: CUTLASS, which torch mostly takes then, has no other kernel.
+        """
         return tuple(gemm for gemm in GEMMS if self._is_native(gemm))
 
     def _is_native(self, gemm: str) -> bool:
-        elements = []
+        elements, blocks = [], []
         for name in self.operands_of(gemm):
             cast = self.cast_of(name)
             if cast is None or cast.element not in ("e4m3", "e5m2") or cast.scale.per_block:
@@ -215,7 +223,8 @@ class LinearCasts:
             if getattr(self, name) == "fprop" and (cast.scale.block == "row" or not self._is_native("fprop")):
                 return False
             elements.append(cast.element)
-        return elements != ["e5m2", "e5m2"]
+            blocks.append(cast.scale.block)
+        return elements[1] == "e4m3" or (elements[0] == "e4m3" and "row" not in blocks)
 
     @staticmethod
     def operands_of(gemm: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from lightning_lowbit.nn.casts import GEMMS, LinearCasts
+from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import BACKENDS, QuantizedLayer, is_linear, quantized_class
 from lightning_lowbit.nn.smooth_swiglu import smooth_casts, watch_up_projections
@@ -46,7 +46,8 @@ def convert(
         overrides: other casts for some layers, by pattern; the first pattern that matches a layer holds.
         exact: GEMMs in float32 over exact operands, rounded once: a slow reference for the emulation.
         backend: ``"auto"`` runs FP8 GEMMs with scales per tensor or row natively where the device can, all others
-            emulated; ``"emulated"`` all; ``"native"`` is an error where a quantised GEMM has no native form.
+            emulated; ``"emulated"`` all; ``"native"`` is an error where a GEMM of two quantised operands has no native
+            form.
         smooth_swiglu: ``"channel"`` or ``"token"`` smooths what enters the down projections of SwiGLU MLPs, see
             :mod:`lightning_lowbit.nn.smooth_swiglu`.
 
@@ -118,9 +119,8 @@ def check_backend(planned: Mapping[str, LinearCasts], backend: str, exact: bool 
     if exact:
         raise ValueError("exact emulates GEMMs, and backend='native' does not: choose one of them.")
     for name, casts in planned.items():
-        for gemm in GEMMS:
-            quantised = all(casts.cast_of(operand) is not None for operand in casts.operands_of(gemm))
-            if quantised and gemm not in casts.native_gemms:
+        for gemm in casts.quantised_gemms:
+            if gemm not in casts.native_gemms:
                 raise ValueError(
                     f"backend='native', but {gemm} of {name or 'the casts'} has no native GEMM: those take E4M3 or "
                     f"E5M2 (not E5M2 twice) with scales per tensor or row; got {casts}. Use backend='auto'."

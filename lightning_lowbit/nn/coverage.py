@@ -28,7 +28,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
-from lightning_lowbit.kernels import backend, is_within_cast
+from lightning_lowbit.kernels import backend, counted_shape, is_within_cast
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
@@ -143,7 +143,8 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         formula = _FORMULAS.get(operation)
         if formula is not None and not _is_nested(out, *args):  # which has no shape
-            self._count(formula(*args, **kwargs, out_val=out))
+            shape = counted_shape()
+            self._count(2 * prod(shape) if shape else formula(*args, **kwargs, out_val=out))
         elif formula is not None or _LOOKS_LIKE_GEMM.search(str(operation)):
             self._uncounted.add(str(operation))
         return out
@@ -195,7 +196,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             casts = layer.casts if phase is None else layer.full_casts.phase(phase)
             pair = [casts.cast_of(operand) for operand in casts.operands_of(gemm)]
             bits += flops * sum(hp_bits if cast is None else cast.bits for cast in pair) / 2
-            if None not in pair:
+            if gemm in casts.quantised_gemms:
                 low_bit += flops
             elif casts == LinearCasts():
                 whole[name] += flops

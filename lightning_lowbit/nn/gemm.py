@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowbit.kernels import compiled, opaque, within_cast
+from lightning_lowbit.kernels import compiled, counted_as, opaque, within_cast
 from lightning_lowbit.quant import Operand
 
 _FLOAT32 = torch.finfo(torch.float32)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it cannot trace a device's name
 def native_obstacle(device: torch.device) -> str | None:
     """Why a device cannot compute FP8 GEMMs natively, in words; None where it can."""
     needed = "native FP8 GEMMs need an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell)"
@@ -146,32 +147,36 @@ def _scaled_matmul(
     fast: bool,
 ) -> Tensor:
     """The native GEMM of FP8 values, padded to what it takes: inner size and columns in multiples of 16."""
-    rows, columns = len(left), right.shape[1]
+    rows, inner, columns = len(left), len(right), right.shape[1]
     # It reads rows of the left operand and columns of the right one, each contiguous.
-    left, right = _pad(left, 0, -left.shape[1] % 16), _pad(right.t(), -columns % 16, -len(right) % 16).t()
+    left, right = _pad(left, 0, -inner % 16), _pad(right.t(), -columns % 16, -inner % 16).t()
     factors = [torch.ones((), device=left.device) if f is None else f for f in (left_factor, right_factor)]
     # The result is rounded once, after bias and scales: in the GEMM for bfloat16, here for the rest, which it lacks.
     inside = dtype == torch.bfloat16 and (bias is None or (bias.dtype == dtype and bias.dim() == 1))
+    scales, added = factors, bias
     if not inside:
-        one = torch.ones((), device=left.device)
-        product = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast)
-        return _finish(product[:, :columns], factors, bias, dtype)
-    if any(factor.dim() for factor in factors):  # then of every row and column
+        scales, added = [torch.ones((), device=left.device)] * 2, None
+    elif any(factor.dim() for factor in factors):  # then of every row and column
         of_rows, of_columns = factors[0].expand(rows, 1).reshape(rows), factors[1].expand(1, columns).reshape(columns)
-        factors = [of_rows.contiguous().unsqueeze(1), F.pad(of_columns, (0, -columns % 16)).unsqueeze(0)]
-    if bias is not None:
-        bias = F.pad(bias, (0, -columns % 16))
-    product = torch._scaled_mm(
-        left, right, scale_a=factors[0], scale_b=factors[1], bias=bias, out_dtype=dtype, use_fast_accum=fast
-    )
-    return product[:, :columns].contiguous()
+        scales = [of_rows.contiguous().unsqueeze(1), F.pad(of_columns, (0, -columns % 16)).unsqueeze(0)]
+    with counted_as(rows, inner, columns):
+        product = torch._scaled_mm(
+            left,
+            right,
+            scale_a=scales[0],
+            scale_b=scales[1],
+            bias=None if added is None else F.pad(added, (0, -columns % 16)),
+            out_dtype=dtype if inside else torch.float32,
+            use_fast_accum=fast,
+        )[:, :columns]
+    return product.contiguous() if inside else _finish(product, factors, bias, dtype)
 
 
 def _pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
     """An FP8 matrix, contiguous, with zeros below and to the right."""
     if rows or columns:
         return F.pad(matrix.view(torch.uint8), (0, columns, 0, rows)).view(matrix.dtype)
-    return matrix.contiguous()
+    return matrix.contiguous().flatten().view(matrix.shape)  # one row, too, gets the strides that the GEMM asks for
 
 
 @opaque(lambda mean, weight, factor, bias: weight.new_empty((1, weight.shape[1]), dtype=torch.float32))

@@ -102,7 +102,8 @@ def smooth_swiglu(model: _Model, kind: Literal["channel", "token"] = "channel") 
 
     Args:
         model: converted; ``convert(..., smooth_swiglu=kind)`` does both.
-        kind: ``"channel"``, which :func:`fold` can work into the weights, or ``"token"``.
+        kind: ``"channel"``, which :func:`fold` can work into the weights, or ``"token"``, which
+            ``torch.compile(fullgraph=True)`` refuses inside an activation checkpoint.
 
     Returns:
         The model itself.
@@ -221,7 +222,9 @@ def _check_linear(name: str, mlp: Any, s: Tensor) -> None:
     casts, modes = [layer.casts for layer in layers], [(module, module.training) for module in mlp.modules()]
     seen: list[Tensor] = []
     weight = _matrix(mlp.up_proj)
-    x = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    x = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([[1.0], [4.0], [16.0], [64.0]])  # what clamps shows at large numbers only
+    x = x.to(weight.device, weight.dtype)
     hooks = [mlp.down_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))]
     try:
         mlp.eval()  # without dropout
@@ -231,6 +234,8 @@ def _check_linear(name: str, mlp: Any, s: Tensor) -> None:
             mlp(x)
             hooks.append(mlp.up_proj.register_forward_hook(lambda _, __, output: output * s.to(output.dtype)))
             mlp(x)
+    except TypeError as error:
+        raise ValueError(f"{name}: its MLP must take x alone to be folded: {error}.") from None
     finally:
         for hook in hooks:
             hook.remove()

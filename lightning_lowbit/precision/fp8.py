@@ -1,11 +1,8 @@
 """FP8 training."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.precision.base import LowBitPrecision
-from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.cast import choose
 
 # What each scaling starts from.
@@ -48,17 +45,11 @@ class FP8Precision(LowBitPrecision):
         gradient_format: str | None = None,
         **kwargs: Any,
     ) -> None:
-        preset = LinearCasts.preset(_PRESETS[choose("scaling", scaling, _PRESETS)])
         scale: dict[str, Any] = {"history": history, "algorithm": algorithm, "margin": margin}
         if power_of_two and scaling != "mx":
             scale["rounding"] = "power_of_two"
+        casts: dict[str, Any] = {"preset": _PRESETS[choose("scaling", scaling, _PRESETS)], "every": {"scale": scale}}
         if gradient_format is not None:
             choose("gradient_format", gradient_format, ("e4m3", "e5m2"))
-        super().__init__(_with(preset, scale, gradient_format), **kwargs)
-
-
-def _with(casts: LinearCasts, scale: Mapping[str, Any], gradient_format: str | None) -> LinearCasts:
-    changed = {name: cast.replace(scale=scale) for name, cast in vars(casts).items() if isinstance(cast, Cast)}
-    if gradient_format is not None:
-        changed |= {name: changed[name].replace(element=gradient_format) for name in ("dgrad_g", "wgrad_g")}
-    return casts.replace(**changed)
+            casts |= dict.fromkeys(("dgrad_g", "wgrad_g"), {"element": gradient_format})
+        super().__init__(casts, **kwargs)

@@ -67,10 +67,11 @@ def block_scales(blocks: Tensor, encode_scale: Tensor, *, cast: Cast, dims: tupl
     Returns:
         float32, the shape of ``blocks`` with block dimensions of size 1.
     """
-    return scales_of(_block_amax(blocks, dims), encode_scale, cast)
+    return scales_of(block_amax(blocks, dims), encode_scale, cast)
 
 
-def _block_amax(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
+def block_amax(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Largest magnitudes over some dimensions, which keep the size 1: float32, 0 of no elements."""
     # The maximum is taken in the input's dtype, exactly, before the few maxima are widened.
     if blocks.numel() == 0:  # of nothing amax refuses to take a maximum
         return blocks.new_zeros([1 if i in dims else n for i, n in enumerate(blocks.shape)], dtype=torch.float32)
@@ -128,7 +129,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 def four_over_six_scales(blocks: Tensor, encode_scale: Tensor, cast: Cast, dims: tuple[int, ...]) -> Tensor:
     """:func:`block_scales` with 4/6; where both errors are equal, 6."""
-    amax = _block_amax(blocks, dims)
+    amax = block_amax(blocks, dims)
     wanted = _divide_by(amax, cast.format.max) * encode_scale
     six, four = _round_exmy(wanted, cast), _round_exmy(wanted * 1.5, cast)
     gain = _excess_error(blocks, four, six, torch.reciprocal(encode_scale), cast=cast)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels import opaque
-from lightning_lowbit.quant.scaling import binary_exponent, power_of_two
+from lightning_lowbit.quant.scaling import binary_exponent, block_amax, power_of_two
 
 # Factors stay far from the ends of float32's and bfloat16's range, so that what they multiply does, too. In float16
 # they and their reciprocals are just normal numbers.
@@ -19,9 +19,7 @@ _LIMIT, _FLOAT16_LIMIT = 64, 14
 @opaque(lambda x, dim: x.new_empty([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)]).float())
 def largest(x: Tensor, dim: int) -> Tensor:
     """Largest magnitude along a dimension, which keeps the size 1: float32, 0 of no elements."""
-    if x.shape[dim] == 0:
-        return x.new_zeros([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)], dtype=torch.float32)
-    return x.abs().amax(dim, keepdim=True).float()
+    return block_amax(x, (dim % x.dim(),))
 
 
 def smoothing_factor(amax: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale
-from lightning_lowbit.nn import AmaxHistories, linear, set_phase
+from lightning_lowbit.nn import AmaxHistories, GemmCounter, linear, set_phase
 from lightning_lowbit.nn.gemm import matmul, native_obstacle
 from lightning_lowbit.quant import Operand, quantize_operand
 from tests.nn.layers import GEMMS, RESULTS, by_definition, identical, layer_like, remember, run, spied, value
@@ -175,6 +175,25 @@ def native_pair(
     return native(x, elements[0], blocks[0], 1), native(w, elements[1], blocks[1], 0)
 
 
+def as_gpus_want_it(left: Tensor, right: Tensor, arguments: dict[str, Any]) -> None:
+    """What cuBLAS and CUTLASS ask of layouts, sizes and scales, and the CPU does not."""
+    (rows, inner), columns = left.shape, right.shape[1]
+    assert inner % 16 == columns % 16 == 0, f"sizes {inner} and {columns}"
+    if left.numel() and right.numel():
+        assert left.stride() == (inner, 1), f"the left operand {tuple(left.shape)} has strides {left.stride()}"
+        assert right.stride() == (1, inner), f"the right operand {tuple(right.shape)} has strides {right.stride()}"
+    scales = arguments["scale_a"], arguments["scale_b"]
+    assert all(scale.dtype == torch.float32 for scale in scales)
+    if any(scale.dim() for scale in scales):
+        assert [tuple(scale.shape) for scale in scales] == [(rows, 1), (1, columns)]
+        assert scales[0].stride(1) == scales[1].stride(1) == 1
+        assert all(scale.is_contiguous() for scale in scales)
+        assert arguments["out_dtype"] == torch.bfloat16, "scales of rows come with bfloat16 alone"
+    if arguments["bias"] is not None:
+        assert arguments["bias"].dtype == arguments["out_dtype"] == torch.bfloat16
+        assert arguments["bias"].shape == (columns,)
+
+
 @pytest.fixture(autouse=True)
 def native_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """What the native GEMM is called with. Nothing may call it with large operands, which take the CPU minutes."""
@@ -183,6 +202,7 @@ def native_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any
 
     def spy(left: Tensor, right: Tensor, **arguments: Any) -> Tensor:
         assert left.numel() * right.shape[1] < 2**20, "too large for the CPU"
+        as_gpus_want_it(left, right, arguments)
         calls.append(arguments)
         return original(left, right, **arguments)
 
@@ -376,7 +396,7 @@ def has_native_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("has_native_gemms")
-@pytest.mark.parametrize("sizes", [(16, 16, 32), (13, 24, 7), (1, 16, 16)], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 16, 32), (13, 24, 7), (1, 16, 16), (16, 16, 1), (16, 1, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_native_layer_is_the_emulated_one(
@@ -473,6 +493,38 @@ def test_without_the_hardware_layers_are_emulated_or_refuse(native_calls: list[d
         ValueError, match="backend='native': native FP8 GEMMs need .*; the device is 'cpu'. Use backend="
     ):
         layer(torch.randn(16, 16))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_asking_for_the_hardware_breaks_no_graph(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """As on a GPU of this capability, of which the compiler can trace neither name nor properties."""
+    torch._dynamo.reset()
+
+    def name(device: Any = None) -> str:
+        torch._dynamo.graph_break()
+        return "a GPU"
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (name(), capability)[1])
+
+    def asks(x: Tensor) -> Tensor:
+        return x * (2 if native_obstacle(torch.device("cuda")) is None else 3)
+
+    compiled = torch.compile(asks, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(1)).item() == (2 if capability >= (8, 9) else 3)
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("has_native_gemms")
+@pytest.mark.parametrize("shape", [(16, 32, 48), (13, 24, 7)], ids=str)
+def test_padding_is_no_work_of_the_models(shape: tuple[int, int, int]) -> None:
+    tokens, inputs, outputs = shape
+    model = nn.Sequential(layer_like(nn.Linear(inputs, outputs), CURRENT))
+    AmaxHistories(model)
+    with GemmCounter(model) as counter:
+        run(model, torch.randn(tokens, inputs), torch.randn(tokens, outputs))
+    assert counter.gemms == {("0", gemm): 2 * tokens * inputs * outputs for gemm in GEMMS}
+    assert counter.native_share(torch.device("cpu")) == 1
 
 
 @pytest.mark.usefixtures("has_native_gemms")

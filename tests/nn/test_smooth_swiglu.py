@@ -978,6 +978,11 @@ class Norm(nn.Module):
         return self.norm(h)
 
 
+class Masked(MLP):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x) * mask
+
+
 def smoothed(model: nn.Module, steps: bool = True, kind: Any = "channel") -> nn.Module:
     convert(model, DELAYED, smooth_swiglu=kind)
     if steps:
@@ -1010,6 +1015,8 @@ GOOD = {"layers.0.down_proj": torch.full((24,), 3.0)}
         (lambda: smoothed(Net(lambda: MLP(between=Norm()))), None, r"layers\.0\.down_proj: .* not linear"),
         (lambda: Net(Swapped), GOOD, "not linear"),
         (lambda: Net(lambda: MLP(between=nn.Tanh())), GOOD, "not linear"),
+        (lambda: Net(lambda: MLP(between=nn.Hardtanh(-7, 7))), GOOD, "not linear"),  # that of common numbers
+        (lambda: Net(Masked), GOOD, r"layers\.0\.down_proj: its MLP must take x alone"),
     ],
     ids=[
         "unconverted",
@@ -1029,6 +1036,8 @@ GOOD = {"layers.0.down_proj": torch.full((24,), 3.0)}
         "norm, converted",
         "activation of up",
         "tanh",
+        "clamp",
+        "two arguments",
     ],
 )
 def test_fold_refuses(make: Callable[[], nn.Module], amax: dict[str, Tensor] | None, message: str) -> None:
