@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import Cast, LinearCasts, convert, quantize
-from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer, linear
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer, function
 from lightning_lowbit.quant import Hadamard, Operand, rotate, split_mean, surrogate_factor
 from tests.references.quantize import splitmix64, uniform
 
@@ -130,7 +130,7 @@ def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
 def spied(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Operand]]:
     """Captures the operands that enter the three GEMMs, by name."""
     seen: dict[str, Operand] = {}
-    original: Callable[..., Operand] = linear._operand
+    original: Callable[..., Operand] = function._operand
 
     def spy(name: str, *args: Any, **kwargs: Any) -> Operand:
         assert name not in seen, f"{name} was made twice"
@@ -138,7 +138,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Operand]]:
         return seen[name]
 
     with monkeypatch.context() as patch:
-        patch.setattr(linear, "_operand", spy)
+        patch.setattr(function, "_operand", spy)
         yield seen
 
 

@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert, fold, quantize, smooth_swiglu
 from lightning_lowbit.metrics import swiglu_alignment
-from lightning_lowbit.nn import AmaxHistories, LayerKeys, QuantizedLayer, linear, plan, set_phase, swiglus
+from lightning_lowbit.nn import AmaxHistories, LayerKeys, QuantizedLayer, function, plan, set_phase, swiglus
 from lightning_lowbit.quant import Operand, smoothing_factor
 from tests.nn.layers import CONTRACTION, by_definition
 
@@ -180,14 +180,14 @@ def unchanged(model: nn.Module, before: dict[str, Any]) -> None:
 def sources(monkeypatch: pytest.MonkeyPatch, lossless: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
     """Captures what is to be quantised, by operand, in the order of the GEMMs; ``lossless`` then leaves it as it is."""
     seen: list[tuple[str, Tensor]] = []
-    original: Callable[..., Operand] = linear._operand
+    original: Callable[..., Operand] = function._operand
 
     def spy(name: str, source: Any, how: Any) -> Operand:
         seen.append((name, source.values))
         return Operand(source.values, source.factor) if lossless else original(name, source, how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(linear, "_operand", spy)
+        patch.setattr(function, "_operand", spy)
         yield seen
 
 
@@ -336,9 +336,9 @@ def test_refusals(model: Callable[[], nn.Module], arguments: dict[str, Any], mes
     given: dict[str, Any] = {"smooth_swiglu": "channel", **arguments}
     fresh = model()
     before = everything(fresh)
-    for function in (convert, plan):
+    for call in (convert, plan):
         with pytest.raises(ValueError, match=message):
-            function(fresh, DELAYED, **given)
+            call(fresh, DELAYED, **given)
         unchanged(fresh, before)
     kind = given.pop("smooth_swiglu")
     converted = convert(fresh, DELAYED, **given)

@@ -1,0 +1,221 @@
+"""The autograd function of a linear layer: three GEMMs, six operands, six casts."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_lowbit.nn.casts import OPERANDS, SHARED, LinearCasts
+from lightning_lowbit.nn.gemm import matmul, mean_times
+from lightning_lowbit.quant import Cast, Operand, quantize_operand, rotate, split_mean, through_rounding
+from lightning_lowbit.quant.scaling import absmax
+
+
+class Setup(NamedTuple):
+    """How a layer computes: its casts, and what :class:`lightning_lowbit.nn.QuantizedLayer` says of the rest."""
+
+    casts: LinearCasts
+    keys: Tensor | None
+    in_force: Tensor | None
+    staged: Tensor | None  # None: amaxes are not recorded
+    exact: bool
+    native: tuple[str, ...]
+
+
+class _LinearFunction(torch.autograd.Function):
+    """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, *setup: Any) -> Tensor:
+        how = Setup(*setup)
+        casts, (needs_x, needs_w) = how.casts, ctx.needs_input_grad[:2]
+        amax_x = _amax(x, casts, "fprop_x", *["wgrad_x"] * needs_w)
+        amax_w = _amax(w, casts, "fprop_w", *["dgrad_w"] * needs_x)
+
+        # Y = X · Wᵀ + b            [tokens, in] · [in, out]
+        qx, qw, offset = _operands("fprop", _Source(x, amax_x), _Source(w, amax_w), how, bias)
+        y = matmul(qx, qw.t(), offset, x.dtype, fast_accumulation=True)
+
+        # "fprop" keeps what the forward pass used; everything else is quantised anew from the tensor itself.
+        reused = torch.float32 if how.exact else x.dtype
+        for_wgrad = _reusable(qx, reused) if casts.wgrad_x == "fprop" else Operand(x)
+        for_dgrad = _reusable(qw, reused) if casts.dgrad_w == "fprop" or _shared("dgrad_w", how) else Operand(w)
+        ctx.save_for_backward(
+            *(for_wgrad if needs_w else (None, None)),
+            amax_x,
+            *(for_dgrad if needs_x else (None, None)),
+            amax_w,
+            x if needs_x and "fprop_x" in casts.surrogate else None,
+            w if needs_w and "fprop_w" in casts.surrogate else None,
+        )
+        # Both are refilled in place for the next micro-batch or step, which may begin before this one's backward pass.
+        keys, in_force = (None if slots is None else slots.clone() for slots in (how.keys, how.in_force))
+        ctx.rest = how._replace(keys=keys, in_force=in_force), x.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w = ctx.saved_tensors
+        how, dtype = ctx.rest
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        with torch.autocast(g.device.type, enabled=False):
+            g_ = _Source(g, _amax(g, how.casts, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
+            if needs_x:
+                # dX = dY · W           [tokens, out] · [out, in]
+                w_ = _Source(w, amax_w, w_factor, made=_shared("dgrad_w", how))
+                qg, qw, of_mean = _operands("dgrad", g_, w_, how)
+                dx = matmul(qg, qw, of_mean, dtype)
+                dx = _through_rounding("fprop_x", dx, _Source(forward_x, amax_x), how)
+                if _shared("wgrad_g", how):
+                    g_ = _Source(qg.values, None, qg.factor, made=True)
+            if needs_w:
+                # dW = dYᵀ · X          [out, tokens] · [tokens, in]
+                qg, qx, of_mean = _operands("wgrad", g_, _Source(x, amax_x, x_factor), how)
+                dw = matmul(qg.t(), qx, of_mean, dtype)
+                dw = _through_rounding("fprop_w", dw, _Source(forward_w, amax_w), how)
+            if needs_bias:
+                db = g.sum(0)  # of the unquantised gradient
+        return dx, dw, db, *[None] * len(how)
+
+
+def linear_function(x: Tensor, w: Tensor, bias: Tensor | None, how: Setup) -> Tensor:
+    """``x · wᵀ + bias``.
+
+    Args:
+        x: ``[tokens, in_features]``, in the dtype of the computation.
+        w: ``[out_features, in_features]``, likewise.
+        bias: ``[out_features]``, likewise, or None.
+        how: the casts of the six operands, and what they need.
+
+    Returns:
+        ``[tokens, out_features]``.
+    """
+    y: Tensor = _LinearFunction.apply(x, w, bias, *how)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Source(NamedTuple):
+    """What an operand is made from: ``values * factor``; ``amax`` is its largest magnitude where that is known.
+
+    ``made``: it is the operand already, quantised for another GEMM.
+    """
+
+    values: Any
+    amax: Tensor | None = None
+    factor: Tensor | None = None
+    made: bool = False
+
+
+# The dimension of each operand that its GEMM contracts, in the order of OPERANDS.
+_CONTRACTION = dict(zip(OPERANDS, (1, 1, 1, 0, 0, 0), strict=True))
+
+
+def _operands(
+    gemm: str, left: _Source, right: _Source, how: Setup, bias: Tensor | None = None
+) -> tuple[Operand, Operand, Tensor | None]:
+    """Both operands of a GEMM as it takes them, and what is added to it: bias and product with a mean."""
+    casts, names = how.casts, how.casts.operands_of(gemm)
+    offset = bias
+    if gemm in casts.subtract_mean:
+        left, right, offset = _split_means(names, left, right, casts, bias)
+    if gemm in casts.hadamard:
+        transform = _transform(gemm, casts, how.keys, left.values.device)
+        left, right = (
+            _Source(rotate(source.values, transform, _CONTRACTION[name]))
+            for name, source in zip(names, (left, right), strict=True)
+        )
+    return _operand(names[0], left, how), _operand(names[1], right, how), offset
+
+
+def _operand(name: str, source: _Source, how: Setup) -> Operand:
+    cast = getattr(how.casts, name)
+    if source.made or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": as it was left, with its factor
+        return Operand(source.values, source.factor)
+    key = None if how.keys is None else how.keys[OPERANDS.index(name)]
+    amax = _scale_amax(name, cast, source, how)
+    native = cast.format.dtype if name.partition("_")[0] in how.native else None
+    dtype = torch.float32 if how.exact else native
+    return quantize_operand(source.values, cast, _CONTRACTION[name], key, amax, dtype)
+
+
+def _scale_amax(name: str, cast: Cast, source: _Source, how: Setup) -> Tensor | None:
+    """The amax that a tensor is scaled by: its own, or with delayed scaling that in force, if there is one."""
+    if not cast.scale.needs_amax:
+        return None
+    if cast.scale.source == "current":
+        return source.amax
+    own = absmax(source.values) if source.amax is None else source.amax
+    i = OPERANDS.index(name)
+    assert how.in_force is not None
+    if how.staged is not None:  # a slot keeps the largest of the step; an operand that is shared has two
+        others = [other for other, made in SHARED.items() if made == name and _shared(other, how)]
+        for slot in (i, *map(OPERANDS.index, others)):
+            how.staged[slot] = torch.maximum(how.staged[slot], own.nan_to_num(nan=0.0, posinf=0.0))
+    return torch.where(how.in_force[i] > 0, how.in_force[i], own)
+
+
+def _shared(operand: str, how: Setup) -> bool:
+    """Whether an operand is one that another GEMM has made, in the form that this one takes."""
+    gemms = (operand.partition("_")[0], SHARED[operand].partition("_")[0])
+    return how.casts.shared(operand) and len({gemm in how.native for gemm in gemms}) == 1
+
+
+def _split_means(
+    names: Sequence[str], left: _Source, right: _Source, casts: LinearCasts, bias: Tensor | None
+) -> tuple[_Source, _Source, Tensor]:
+    """The operands without their means over the tokens, and the product with the mean, of rank one, plus bias.
+
+    ``(A + 1μᵀ) B = A B + 1 (μᵀ B)``. Where both operands have tokens, ``(A + 1νᵀ)ᵀ (B + 1μᵀ) = Aᵀ B + tokens · ν μᵀ``,
+    since the columns of A and B then sum to zero; splitting one of them gives the same.
+    """
+    rest, mean = split_mean(left.values)
+    if names[1].endswith("_w"):
+        weight = right.values.t() if _CONTRACTION[names[1]] == 1 else right.values
+        return _Source(rest), right, mean_times(mean, weight, right.factor, bias)
+    other_rest, other_mean = split_mean(right.values)
+    product = mean.t() * len(rest) * other_mean
+    left_split, right_split = (isinstance(getattr(casts, name), Cast) for name in names)
+    return _Source(rest) if left_split else left, _Source(other_rest) if right_split else right, product
+
+
+def _transform(gemm: str, casts: LinearCasts, keys: Tensor | None, device: torch.device) -> Tensor:
+    """The rotation of a GEMM. Its signs come from the key of the second operand: that of a weight is all ranks' own."""
+    name = casts.operands_of(gemm)[1]
+    return casts.hadamard[gemm].matrix(None if keys is None else keys[OPERANDS.index(name)], device)
+
+
+def _through_rounding(name: str, gradient: Tensor, source: _Source, how: Setup) -> Tensor:
+    """The gradient of a tensor from that of its quantised self, in the space in which it was quantised."""
+    casts, how = how.casts, how._replace(staged=None)
+    if name not in casts.surrogate:
+        return gradient  # straight through
+    cast, kind = getattr(casts, name), casts.surrogate[name]
+    if "fprop" not in casts.hadamard:
+        return through_rounding(gradient, kind, source.values, cast, 1, _scale_amax(name, cast, source, how))
+    transform = _transform("fprop", casts, how.keys, gradient.device)
+    turned = _Source(rotate(source.values, transform, 1))
+    amax = _scale_amax(name, cast, turned, how)
+    rotated = through_rounding(rotate(gradient, transform, 1), kind, turned.values, cast, 1, amax)
+    return rotate(rotated, transform.t(), 1)[:, : gradient.shape[1]]
+
+
+def _amax(tensor: Tensor, casts: LinearCasts, *operands: str) -> Tensor | None:
+    """Largest magnitude of a tensor, once for its operands, where one that is made of the tensor as it is needs it."""
+
+    def needed(operand: str) -> bool:
+        cast, gemm = getattr(casts, operand), operand.partition("_")[0]
+        altered = gemm in casts.hadamard or gemm in casts.subtract_mean
+        return isinstance(cast, Cast) and cast.scale.needs_amax and not altered
+
+    return absmax(tensor) if any(map(needed, operands)) else None
+
+
+def _reusable(operand: Operand, dtype: torch.dtype) -> Operand:
+    """An operand for another GEMM, which may contract the axis along which its factor varies."""
+    if operand.factor is None or operand.factor.dim() == 0:
+        return operand
+    return Operand((operand.values.float() * operand.factor).to(dtype))
