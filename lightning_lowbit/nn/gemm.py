@@ -57,15 +57,20 @@ def matmul(
         ``[m, n]``. Where both operands are in FP8, the native GEMM is used; where both have ``dtype``, its GEMM;
         otherwise (casts that do not fit bfloat16, and exact mode) that of float32, rounded once.
     """
-    if a.values.dtype in _FP8 and b.values.dtype in _FP8:
-        return _scaled_matmul(a.values, a.factor, b.values, b.factor, bias, dtype, fast_accumulation)
-    a, b = (Operand(x.values.to(dtype), x.factor) if x.values.dtype in _FP8 else x for x in (a, b))
+    native = a.values.dtype in _FP8 and b.values.dtype in _FP8
+    if not native:  # one of them may be what a native GEMM used
+        a, b = (Operand(x.values.to(dtype), x.factor) if x.values.dtype in _FP8 else x for x in (a, b))
     plain = a.factor is None and b.factor is None and (bias is None or bias.dtype == dtype)
     if plain and a.values.dtype == b.values.dtype == dtype:
-        return _matmul(a.values, None, b.values, None, bias, dtype)
-    return _opaque_matmul(a.values, a.factor, b.values, b.factor, bias, dtype)
+        return torch.mm(a.values, b.values) if bias is None else torch.addmm(bias, a.values, b.values)
+    return _matmul(a.values, a.factor, b.values, b.factor, bias, dtype, fast_accumulation)
 
 
+@opaque(
+    lambda left, left_factor, right, right_factor, bias, dtype, fast: left.new_empty(
+        (len(left), right.shape[1]), dtype=dtype
+    )
+)
 def _matmul(
     left: Tensor,
     left_factor: Tensor | None,
@@ -73,12 +78,18 @@ def _matmul(
     right_factor: Tensor | None,
     bias: Tensor | None,
     dtype: torch.dtype,
+    fast: bool,
 ) -> Tensor:
+    factors = left_factor, right_factor
+    if left.dtype in _FP8:
+        one = torch.ones((), device=left.device)
+        return _native(left, right, [one if factor is None else factor for factor in factors], bias, dtype, fast)
+    return _emulated(left, right, [factor for factor in factors if factor is not None], bias, dtype)
+
+
+def _emulated(left: Tensor, right: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if left.dtype != dtype or right.dtype != dtype:
         left, right = left.float(), right.float()
-    factors = [factor for factor in (left_factor, right_factor) if factor is not None]
-    if not factors and left.dtype == dtype and (bias is None or bias.dtype == dtype):
-        return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
     narrow = bias is None or bias.dtype == dtype  # a float32 product with a mean is added before anything is rounded
     if left.device.type == "cpu" and narrow and all(factor.dim() == 0 for factor in factors):
         # On the CPU reading a number costs nothing, and the GEMM multiplies its float32 result by alpha.
@@ -118,39 +129,13 @@ def _scale(product: Tensor, *others: Tensor, biased: bool, dtype: torch.dtype) -
     return result.to(dtype)
 
 
-@opaque(
-    lambda left, left_factor, right, right_factor, bias, dtype: left.new_empty((len(left), right.shape[1]), dtype=dtype)
-)
-def _opaque_matmul(
-    left: Tensor,
-    left_factor: Tensor | None,
-    right: Tensor,
-    right_factor: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    return _matmul(left, left_factor, right, right_factor, bias, dtype)
-
-
-@opaque(
-    lambda left, left_factor, right, right_factor, bias, dtype, fast: left.new_empty(
-        (len(left), right.shape[1]), dtype=dtype
-    )
-)
-def _scaled_matmul(
-    left: Tensor,
-    left_factor: Tensor | None,
-    right: Tensor,
-    right_factor: Tensor | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    fast: bool,
+def _native(
+    left: Tensor, right: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     """The native GEMM of FP8 values, padded to what it takes: inner size and columns in multiples of 16."""
     rows, inner, columns = len(left), len(right), right.shape[1]
     # It reads rows of the left operand and columns of the right one, each contiguous.
     left, right = _pad(left, 0, -inner % 16), _pad(right.t(), -columns % 16, -inner % 16).t()
-    factors = [torch.ones((), device=left.device) if f is None else f for f in (left_factor, right_factor)]
     # The result is rounded once, after bias and scales: in the GEMM for bfloat16, here for the rest, which it lacks.
     inside = dtype == torch.bfloat16 and (bias is None or (bias.dtype == dtype and bias.dim() == 1))
     scales, added = factors, bias

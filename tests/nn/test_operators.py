@@ -44,12 +44,12 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
         (x, x.contiguous()), ("trust",), (x, x.contiguous()), (ROWS,), (1,), (None,)
     ),
     "mean_times": lambda x: product((torch.ones(1, 40),), (x,), (None, TWO), (None, BIAS.to(x.dtype))),
-    "_opaque_matmul": lambda x: [
-        (x, left, x.t(), right, bias, x.dtype)
-        for left, right in FACTORS
-        for bias in (None, torch.ones(40, dtype=x.dtype))
-    ],
-    "_scaled_matmul": lambda x: [
+    "_matmul": lambda x: [
+        *(
+            (x, left, x.t(), right, bias, x.dtype, False)
+            for left, right in FACTORS
+            for bias in (None, torch.ones(40, dtype=x.dtype))
+        ),
         *(
             (in_dtype(x, E4M3), left, in_dtype(x, E4M3).t(), right, bias, x.dtype, True)
             for left, right in (*FACTORS, (TWO, torch.ones(1, 40)))
