@@ -46,6 +46,8 @@ class FP8Precision(LowBitPrecision):
         **kwargs: Any,
     ) -> None:
         scale: dict[str, Any] = {"history": history, "algorithm": algorithm, "margin": margin}
+        if not isinstance(power_of_two, bool):
+            raise ValueError(f"power_of_two is true or false; got {power_of_two!r}.")
         if power_of_two and scaling != "mx":
             scale["rounding"] = "power_of_two"
         casts: dict[str, Any] = {"preset": _PRESETS[choose("scaling", scaling, _PRESETS)], "every": {"scale": scale}}

@@ -79,6 +79,7 @@ def test_arguments_land_in_the_casts(arguments: dict[str, Any], casts: LinearCas
         ({"history": 0}, r"history is a whole number from 1 to \d+; got 0"),
         ({"history": 2.0}, r"history is a whole number from 1 to \d+; got 2.0"),
         ({"algorithm": "mean"}, r"Unknown algorithm of Scale 'mean'.* Choose one of: 'max', 'most_recent'"),
+        ({"power_of_two": "no"}, r"power_of_two is true or false; got 'no'"),
         ({"margin": -1}, r"margin is a whole number from 0 to \d+; got -1"),
         ({"gradient_format": "e3m2"}, r"Unknown gradient_format 'e3m2'.* Choose one of: 'e4m3', 'e5m2'"),
         ({"scaling": "current", "history": 4}, r"history .* take source='delayed', or leave both out"),

@@ -1,0 +1,47 @@
+"""Native FP8 GEMMs where there are some: the emulated ones, up to the order of sums and the accumulation's digits."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit import convert
+from lightning_lowbit.nn import AmaxHistories
+from lightning_lowbit.nn.gemm import native_obstacle
+
+OBSTACLE = native_obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+
+
+def results(casts: Any, backend: str, original: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    layer = convert(copy.deepcopy(original), casts, backend=backend)
+    histories = AmaxHistories(layer)
+    histories.to_(x.device)
+    for _ in range(2):  # with empty histories, and with one amax in each
+        layer.zero_grad()
+        x = x.detach().requires_grad_()
+        y = layer(x)
+        y.backward(g)
+        histories.advance_()
+    assert x.grad is not None
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [(256, 512, 768), (200, 100, 60), (64, 256, 1), (1, 64, 48), (0, 64, 48)], ids=str)
+@pytest.mark.parametrize(
+    "casts", ["fp8-delayed", "fp8-current", "fp8-row", {"preset": "fp8-current", "smooth": "channel"}]
+)
+def test_native_equals_emulated(casts: Any, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    tokens, inputs, outputs = sizes
+    torch.manual_seed(0)
+    original = nn.Linear(inputs, outputs, device="cuda", dtype=dtype)
+    x, g = (torch.randn(tokens, n, device="cuda", dtype=dtype) for n in (inputs, outputs))
+    found, expected = (results(casts, backend, original, x, g) for backend in ("native", "emulated"))
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        error = (found[name].double() - tensor.double()).norm() / tensor.double().norm().clamp(min=1e-30)
+        # Two roundings to bfloat16, or the 14 bits of fast accumulation in the forward pass.
+        assert error < (2**-8 if dtype == torch.bfloat16 else 2**-10), f"{name} is off by {error:.1e}"
