@@ -8,7 +8,7 @@ to the bit. A hand-written kernel for some device belongs in this package and is
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -52,33 +52,28 @@ def backend(name: Backend) -> Iterator[None]:
 
 
 @contextmanager
-def within_cast() -> Iterator[None]:
-    """Within this context matrix products belong to a cast: they are no GEMMs of the model, and not counted as such."""
-    previous, _thread.casting = is_within_cast(), True
+def counted_as(*shape: int) -> Iterator[None]:
+    """Within this context a matrix product counts as one of this shape: its padding is no work of the model's."""
+    previous, _thread.shape = counted_shape(), shape
     try:
         yield
     finally:
-        _thread.casting = previous
+        _thread.shape = previous
+
+
+def counted_shape() -> tuple[int, ...] | None:
+    """What :func:`counted_as` says in this thread: rows, inner size, columns; None for a product's own."""
+    return getattr(_thread, "shape", None)
+
+
+def within_cast() -> AbstractContextManager[None]:
+    """Within this context matrix products belong to a cast: they are no GEMMs of the model, and not counted as such."""
+    return counted_as(0)
 
 
 def is_within_cast() -> bool:
     """Whether this thread is in :func:`within_cast`."""
-    return getattr(_thread, "casting", False)
-
-
-@contextmanager
-def counted_as(*shape: int) -> Iterator[None]:
-    """Within this context a matrix product counts as one of this shape: its padding is no work of the model's."""
-    _thread.shape = shape
-    try:
-        yield
-    finally:
-        _thread.shape = None
-
-
-def counted_shape() -> tuple[int, ...] | None:
-    """What :func:`counted_as` says in this thread: rows, inner size, columns."""
-    return getattr(_thread, "shape", None)
+    return counted_shape() == (0,)
 
 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

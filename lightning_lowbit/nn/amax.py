@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit.nn.casts import OPERANDS, LinearCasts
-from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.casts import OPERANDS
+from lightning_lowbit.nn.keys import clean_name, with_index
 from lightning_lowbit.nn.linear import LayerAmaxes, QuantizedLayer
-from lightning_lowbit.quant import Cast
 
 
 @dataclass
@@ -64,10 +63,10 @@ class AmaxHistories:
                 continue
             layer.amaxes = None
             casts = layer.full_casts
-            lengths = [_length(casts, operand) for operand in OPERANDS]
             smoothed = layer.weight_matrix().shape[1] if casts.smooth == "channel" else 0
-            if any(lengths) or smoothed:
+            if casts.is_delayed or smoothed:
                 piece = slice(channels, channels := channels + smoothed)
+                lengths = [casts.delayed[o].scale.history if o in casts.delayed else 0 for o in OPERANDS]
                 self._rows.append(_Row(clean_name(name), layer, piece, lengths))
         size, operands = len(self._rows), len(OPERANDS)
         longest = max([1, *(length for row in self._rows for length in row.lengths)])
@@ -94,8 +93,8 @@ class AmaxHistories:
 
     def to_(self, device: torch.device) -> None:
         """Moves everything to where the layers compute."""
-        if (device := torch.empty(0, device=device).device) != self._staged.device:
-            self._place(device)  # "cuda" has become "cuda:0" by now, and compares
+        if with_index(device) != self._staged.device:
+            self._place(device)
 
     @torch.inference_mode(False)  # evaluation may be what moves it, and training goes on in these tensors
     def _place(self, device: torch.device) -> None:
@@ -177,15 +176,10 @@ class AmaxHistories:
         self._choose()
 
 
-def _length(casts: LinearCasts, operand: str) -> int:
-    cast = getattr(casts, operand)
-    return cast.scale.history if isinstance(cast, Cast) and cast.scale.source == "delayed" else 0
-
-
 def _used(row: _Row, index: int) -> int:
     """How many of the amaxes that an operand remembers can be in force."""
-    cast: Any = getattr(row.layer.full_casts, OPERANDS[index])
-    return 1 if row.lengths[index] and cast.scale.algorithm == "most_recent" else row.lengths[index]
+    cast = row.layer.full_casts.delayed.get(OPERANDS[index])
+    return 1 if cast is not None and cast.scale.algorithm == "most_recent" else row.lengths[index]
 
 
 _ADVICE = "Give the settings with which it was saved, or start with empty histories: fresh_histories=True."

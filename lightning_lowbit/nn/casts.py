@@ -167,9 +167,8 @@ class LinearCasts:
                 )
         if self.smooth is not None and not self.quantises_x_or_w:
             yield "smooth scales x and w, which are not quantised: leave out smooth."
-        for operand in ("fprop_w", "dgrad_w"):
-            cast = getattr(self, operand)
-            if self.smooth == "channel" and isinstance(cast, Cast) and cast.scale.source == "delayed":
+        for operand in self.delayed:
+            if self.smooth == "channel" and operand.endswith("_w"):
                 yield (
                     f"With smooth='channel' the weight changes with every batch, and delayed scaling of {operand} "
                     f"would meet the leap of a channel there: give {operand} a scale with source='current'."
@@ -195,10 +194,15 @@ class LinearCasts:
         return not gemms & {*self.hadamard, *self.subtract_mean}
 
     @property
+    def delayed(self) -> dict[str, Cast]:
+        """The casts of the operands that are scaled by what :class:`lightning_lowbit.nn.AmaxHistories` remembers."""
+        casts = {operand: getattr(self, operand) for operand in OPERANDS}
+        return {name: c for name, c in casts.items() if isinstance(c, Cast) and c.scale.source == "delayed"}
+
+    @property
     def is_delayed(self) -> bool:
-        """Whether an operand is scaled by what :class:`lightning_lowbit.nn.AmaxHistories` remembers."""
-        casts = (getattr(self, operand) for operand in OPERANDS)
-        return any(isinstance(cast, Cast) and cast.scale.source == "delayed" for cast in casts)
+        """Whether any operand is."""
+        return bool(self.delayed)
 
     @property
     def quantised_gemms(self) -> tuple[str, ...]:

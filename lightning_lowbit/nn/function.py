@@ -154,8 +154,13 @@ def _scale_amax(name: str, cast: Cast, source: _Source, how: Setup) -> Tensor | 
     if how.staged is not None:  # a slot keeps the largest of the step; an operand that is shared has two
         others = [other for other, made in SHARED.items() if made == name and _shared(other, how)]
         for slot in (i, *map(OPERANDS.index, others)):
-            how.staged[slot] = torch.maximum(how.staged[slot], own.nan_to_num(nan=0.0, posinf=0.0))
+            stage_(how.staged[slot], own)
     return torch.where(how.in_force[i] > 0, how.in_force[i], own)
+
+
+def stage_(staged: Tensor, amax: Tensor) -> None:
+    """Raises what is staged of a step to an amax, in place; what is not finite is dropped."""
+    staged.copy_(torch.maximum(staged, amax.nan_to_num(nan=0.0, posinf=0.0)))
 
 
 def _shared(operand: str, how: Setup) -> bool:

@@ -26,6 +26,11 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def with_index(device: torch.device) -> torch.device:
+    """A device as tensors name it: ``cuda:0`` for ``cuda``, which does not compare equal to it."""
+    return torch.empty(0, device=device).device
+
+
 class LayerKeys:
     """The keys of all quantised layers of a model, filled in place before each micro-batch.
 
@@ -60,8 +65,8 @@ class LayerKeys:
             rank: of this process among the data-parallel ones.
             device: where the layers compute; None leaves the keys where they are.
         """
-        if device is not None and (device := torch.empty(0, device=device).device) != self._keys.device:
-            self._place(device)  # "cuda" has become "cuda:0" by now, and compares
+        if device is not None and with_index(device) != self._keys.device:
+            self._place(device)
         shared = hash_numbers(self.seed, step, micro_batch)
         own = hash_numbers(self.seed, step, micro_batch, rank)
         self._keys.copy_(mix_key(self._salts ^ torch.where(self._is_weight, shared, own)))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.function import Setup, linear_function
+from lightning_lowbit.nn.function import Setup, linear_function, stage_
 from lightning_lowbit.nn.gemm import native_obstacle
 from lightning_lowbit.quant import largest, smoothing_factor
 
@@ -19,6 +19,14 @@ _HP = LinearCasts()
 
 # Where GEMMs run: natively where device and casts allow, always natively, or never.
 BACKENDS = ("auto", "native", "emulated")
+
+
+def has_native_gemms(device: torch.device, backend: str) -> bool:
+    """Whether a device computes FP8 GEMMs natively; a ``ValueError`` if it does not and ``backend`` is ``"native"``."""
+    obstacle = native_obstacle(device)
+    if obstacle is not None and backend == "native":
+        raise ValueError(f"backend='native': {obstacle}. Use backend='auto' or 'emulated'.")
+    return obstacle is None
 
 
 class LayerAmaxes(NamedTuple):
@@ -123,7 +131,7 @@ class QuantizedLayer(nn.Module):
             return own
         _, _, channels, staged, (recording,) = self.amaxes
         if recording:
-            staged.copy_(torch.maximum(staged, own.nan_to_num(nan=0.0, posinf=0.0)))
+            stage_(staged, own)
             return own
         return torch.where(channels > 0, channels, own)
 
@@ -158,10 +166,7 @@ class QuantizedLayer(nn.Module):
         """
         if self.backend == "emulated" or self.exact:
             return ()
-        obstacle = native_obstacle(device)
-        if obstacle is not None and self.backend == "native":
-            raise ValueError(f"backend='native': {obstacle}. Use backend='auto' or 'emulated'.")
-        return (casts or self.casts).native_gemms if obstacle is None else ()
+        return (casts or self.casts).native_gemms if has_native_gemms(device, self.backend) else ()
 
     def extra_repr(self) -> str:
         """Shows the casts in force, so that ``print(model)`` tells how each layer computes."""

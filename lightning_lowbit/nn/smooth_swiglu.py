@@ -89,11 +89,10 @@ def _smoothed(casts: LinearCasts | None, kind: str) -> LinearCasts | None:
 
 def _own_weight_scales(casts: LinearCasts) -> dict[str, Cast]:
     """The casts of the weight that are scaled by former steps, scaled by the weight itself."""
-    weights = {operand: getattr(casts, operand) for operand in ("fprop_w", "dgrad_w")}
     return {
         operand: cast.replace(scale={"source": "current", "history": 16, "algorithm": "max"})
-        for operand, cast in weights.items()
-        if isinstance(cast, Cast) and cast.scale.source == "delayed"
+        for operand, cast in casts.delayed.items()
+        if operand.endswith("_w")
     }
 
 

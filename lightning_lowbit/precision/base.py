@@ -26,8 +26,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import PHASES, SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.convert import CastsLike, check_backend, convert, plan, set_phase
-from lightning_lowbit.nn.gemm import native_obstacle
 from lightning_lowbit.nn.keys import LayerKeys
+from lightning_lowbit.nn.linear import has_native_gemms
 from lightning_lowbit.quant.cast import choose
 
 _CHECKPOINT_KEY = "lightning_lowbit"
@@ -149,9 +149,7 @@ class LowBitPrecision(FSDPPrecision):
         self._trainer, self._model = weakref.ref(trainer), weakref.ref(module)
         strategy = trainer.strategy
         self._device, self._rank = strategy.root_device, trainer.global_rank
-        obstacle = native_obstacle(self._device)
-        if self.backend == "native" and obstacle is not None:
-            raise ValueError(f"backend='native': {obstacle}. Use backend='auto' or 'emulated'.")
+        has_native_gemms(self._device, self.backend)  # or else raises, before anything is changed
         convert(
             module,
             self.casts,

@@ -16,7 +16,7 @@ from lightning_lowbit.quant.scaling import binary_exponent, block_amax, power_of
 _LIMIT, _FLOAT16_LIMIT = 64, 14
 
 
-@opaque(lambda x, dim: x.new_empty([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)]).float())
+@opaque(lambda x, dim: x.new_empty([*x.shape[:dim], 1, *x.shape[dim:][1:]], dtype=torch.float32))
 def largest(x: Tensor, dim: int) -> Tensor:
     """Largest magnitude along a dimension, which keeps the size 1: float32, 0 of no elements."""
     return block_amax(x, (dim % x.dim(),))
