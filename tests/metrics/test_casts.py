@@ -10,14 +10,7 @@ import torch
 
 from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS
-from lightning_lowbit.metrics import (
-    bias,
-    cast_statistics,
-    code_histogram,
-    levels,
-    mse,
-    sqnr,
-)
+from lightning_lowbit.metrics import bias, cast_statistics, code_histogram, levels, mse, sqnr
 
 # --- what a cast makes of a tensor ------------------------------------------------------------------------------------
 

@@ -5,9 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_lowbit.metrics import (
-    count_spikes,
-)
+from lightning_lowbit.metrics import count_spikes
 
 
 def noise(steps=300, seed=0, size=0.05):

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowbit.metrics import (
-    swiglu_alignment,
-)
+from lightning_lowbit.metrics import swiglu_alignment
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
