@@ -7,15 +7,19 @@ from lightning_lowbit.callbacks import (
     ExactResume,
     GracefulInterrupt,
     LowBitProgressBar,
+    OsciReset,
+    Plateau,
     PrecisionSummary,
     PrecisionSwitch,
     QAFSwitch,
+    QuantizationMonitor,
     RunReport,
     Throughput,
+    WeightDecaySwitch,
 )
 from lightning_lowbit.nn import LinearCasts, convert, fold, smooth_swiglu
 from lightning_lowbit.optim import StableSPAM
-from lightning_lowbit.precision import FP4Precision, FP8Precision, LowBitPrecision
+from lightning_lowbit.precision import FP4Precision, FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
 from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
 
 __version__ = "0.1.0"
@@ -27,16 +31,22 @@ __all__ = [
     "FP8Precision",
     "GracefulInterrupt",
     "Hadamard",
+    "IntegerPrecision",
     "LinearCasts",
     "LowBitPrecision",
     "LowBitProgressBar",
+    "OsciReset",
+    "Plateau",
     "PrecisionSummary",
     "PrecisionSwitch",
     "QAFSwitch",
+    "QuantizationMonitor",
     "RunReport",
     "Scale",
     "StableSPAM",
+    "TernaryPrecision",
     "Throughput",
+    "WeightDecaySwitch",
     "convert",
     "fold",
     "quantize",

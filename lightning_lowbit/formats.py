@@ -49,6 +49,13 @@ class Format:
         return max(math.frexp(self.max)[1] - 1, self.min_exponent)
 
     @property
+    def gemm_dtype(self) -> torch.dtype | None:
+        """What hardware takes elements of this format in where it multiplies them as they are; None where none does."""
+        if self.encoding in ("twos-complement", "offset"):
+            return torch.int8 if self.bits <= 8 else None
+        return self.dtype
+
+    @property
     def significant_bits(self) -> int:
         """Binary digits that a value of this format needs, the leading one included."""
         if self.encoding in ("twos-complement", "offset"):
@@ -114,7 +121,8 @@ def _float(name: str, largest: float, dtype: torch.dtype | None = None) -> Forma
     return Format(name, bits, mantissa_bits, 1 - bias, largest, dtype=dtype)
 
 
-def _integer(bits: int) -> Format:
+def integer(bits: int) -> Format:
+    """Whole numbers up to ±(2^(bits-1) - 1)."""
     # min_exponent = mantissa_bits: the whole range lies below the first binade and has spacing 1.
     return Format(f"int{bits}", bits, bits - 1, bits - 1, 2 ** (bits - 1) - 1, encoding="twos-complement")
 
@@ -139,13 +147,13 @@ ELEMENT_FORMATS: dict[str, Format] = {
     "e3m2": _float("e3m2", 28.0),
     "e4m3": E4M3,
     "e5m2": E5M2,
-    "int2": _integer(2),
-    "int3": _integer(3),
-    "int4": _integer(4),
-    "int5": _integer(5),
-    "int6": _integer(6),
-    "int7": _integer(7),
-    "int8": _integer(8),
+    "int2": integer(2),
+    "int3": integer(3),
+    "int4": integer(4),
+    "int5": integer(5),
+    "int6": integer(6),
+    "int7": integer(7),
+    "int8": integer(8),
     "ternary": Format("ternary", 2, 1, 1, 1.0, encoding="offset"),
 }
 

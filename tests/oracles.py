@@ -23,10 +23,11 @@ def cases(name: str) -> list[str]:
 
 
 def case(name: str, case: str) -> dict[str, Any]:
-    """The fields of one case; its input ``x`` as a tensor in the dtype it stands for."""
+    """The fields of one case; its input, ``x`` or a weight ``w``, as a tensor in the dtype it stands for."""
     prefix = f"{case}/"
     fields = {key.removeprefix(prefix): value for key, value in load(name).items() if key.startswith(prefix)}
-    return {**fields, "x": _tensor(fields["x"], str(fields["x_dtype"]))}
+    inputs = {key: _tensor(fields[key], str(fields[f"{key}_dtype"])) for key in ("x", "w") if key in fields}
+    return {**fields, **inputs}
 
 
 def _tensor(array: np.ndarray, dtype: str) -> Tensor:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format, table
+from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format, integer, table
 from lightning_lowbit.quant.rounding import round_nearest, round_up
 from tests.oracles import load
 from tests.references import quantize as reference
@@ -168,6 +168,28 @@ def test_integers_are_symmetric(bits: int) -> None:
     largest = 2 ** (bits - 1) - 1
     found = round_nearest(torch.tensor([-1e9, -largest - 1.0, 1e9]), ELEMENT_FORMATS[f"int{bits}"])
     assert found.tolist() == [-largest, -largest, largest]
+
+
+@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+def test_what_hardware_multiplies(name: str) -> None:
+    """FP8 as it is; integers, ternary among them, in int8; nothing else."""
+    format = ELEMENT_FORMATS[name]
+    native = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "ternary": torch.int8}
+    assert format.gemm_dtype == native.get(name, torch.int8 if name.startswith("int") else None)
+    if format.gemm_dtype is not None:
+        values = table(format)[table(format).abs() <= format.max]
+        assert torch.equal(values.to(format.gemm_dtype).float(), values), f"{name}: {format.gemm_dtype} lacks a value"
+
+
+@pytest.mark.parametrize("bits", range(2, 10))
+def test_whole_numbers_of_any_width(bits: int) -> None:
+    """Nine bits hold what lies on either side of a zero point of eight."""
+    format, largest = integer(bits), 2 ** (bits - 1) - 1
+    assert ELEMENT_FORMATS.get(f"int{bits}", format) == format
+    assert (format.max, format.significant_bits) == (largest, bits - 1)
+    x = torch.arange(-4.0 * largest - 4, 4 * largest + 5) / 4
+    expected = torch.from_numpy(np.clip(np.rint(x.numpy()), -largest, largest))
+    assert torch.equal(round_nearest(x, format), expected)
 
 
 # --- scale formats ----------------------------------------------------------------------------------------------------

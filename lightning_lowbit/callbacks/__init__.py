@@ -2,19 +2,27 @@
 
 from lightning_lowbit.callbacks.exact_resume import ExactResume
 from lightning_lowbit.callbacks.graceful_interrupt import GracefulInterrupt
+from lightning_lowbit.callbacks.osci_reset import OsciReset
 from lightning_lowbit.callbacks.precision_summary import PrecisionSummary
 from lightning_lowbit.callbacks.precision_switch import PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.progress_bar import LowBitProgressBar
+from lightning_lowbit.callbacks.quantization_monitor import QuantizationMonitor
 from lightning_lowbit.callbacks.run_report import RunReport
+from lightning_lowbit.callbacks.switch import Plateau
 from lightning_lowbit.callbacks.throughput import Throughput
+from lightning_lowbit.callbacks.weight_decay_switch import WeightDecaySwitch
 
 __all__ = [
     "ExactResume",
     "GracefulInterrupt",
     "LowBitProgressBar",
+    "OsciReset",
+    "Plateau",
     "PrecisionSummary",
     "PrecisionSwitch",
     "QAFSwitch",
+    "QuantizationMonitor",
     "RunReport",
     "Throughput",
+    "WeightDecaySwitch",
 ]

@@ -19,6 +19,9 @@ from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.base import compute_dtype
 
+# Steps of progressive quantisation, whatever their phase: operands are on their way, and still dense.
+_BLENDING = "blending"
+
 
 class PrecisionSummary(Callback):
     """Shows which layers compute in which casts, and how much of the arithmetic that is.
@@ -26,7 +29,8 @@ class PrecisionSummary(Callback):
     When training starts, a table of layers, parameters and casts. After the first training step, the coverage: FLOPs of
     GEMMs whose operands are both quantised over the FLOPs of all matrix products, attentions and convolutions, counted
     while they ran, and which modules make up the rest. At the end, the bits of a GEMM operand, block scales included,
-    averaged over FLOPs and over the steps in each phase.
+    averaged over FLOPs and over the steps in each phase; steps of progressive quantisation, with λ below 1, count as
+    high precision.
 
     Printed by the first process (with ``rich`` where it is installed), and written to the logger's directory. The
     counts are those of one micro-batch in one process. The counted step runs as eager code: several times slower, with
@@ -139,8 +143,10 @@ class PrecisionSummary(Callback):
     def average_bits(self) -> float:
         """Bits of a GEMM operand, block scales included, averaged over FLOPs and the optimizer steps of each phase."""
         steps = self._steps or Counter({"fqt": 1})
-        bits = sum(count * self.coverage(phase).average_bits for phase, count in steps.items())
-        return bits / sum(steps.values())
+        return sum(count * self._bits(phase) for phase, count in steps.items()) / sum(steps.values())
+
+    def _bits(self, phase: str) -> float:
+        return self.coverage("bf16" if phase == _BLENDING else phase).average_bits
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         """What a machine wants to know."""
@@ -150,7 +156,7 @@ class PrecisionSummary(Callback):
             data |= {
                 "flops_per_micro_batch": measured.flops,
                 "coverage": measured.share,
-                "bits_by_phase": {phase: self.coverage(phase).average_bits for phase in self._steps or ["fqt"]},
+                "bits_by_phase": {phase: self._bits(phase) for phase in self._steps or ["fqt"]},
                 "average_bits": self.average_bits(),
                 "optimizer_steps_by_phase": dict(self._steps),
                 "uncovered": measured.uncovered,
@@ -193,7 +199,9 @@ class PrecisionSummary(Callback):
 
     def _phase(self, trainer: Trainer) -> str:
         plugin = trainer.precision_plugin
-        return plugin.phase if isinstance(plugin, LowBitPrecision) else "fqt"
+        if not isinstance(plugin, LowBitPrecision):
+            return "fqt"
+        return _BLENDING if plugin.is_blending else plugin.phase
 
     def _show(self, trainer: Trainer, *blocks: Table | Text) -> None:
         if trainer.is_global_zero and not self.quiet:

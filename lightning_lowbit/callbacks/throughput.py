@@ -13,19 +13,21 @@ from lightning_lowbit.callbacks.precision_summary import PrecisionSummary
 from lightning_lowbit.nn import GemmCounter
 from lightning_lowbit.precision.base import compute_dtype
 
-# Dense peaks in FLOP/s by what a GEMM is executed in, from NVIDIA's data sheets (which mostly print twice as much,
-# "with sparsity"). The first name that is part of the device's name holds.
+# Dense peaks in FLOP/s (of integers in operations) by what a GEMM is executed in, from NVIDIA's data sheets (which
+# mostly print twice as much, "with sparsity"). The first name that is part of the device's name holds.
 PEAKS: dict[str, dict[str, float]] = {
-    "GB200": {"bfloat16": 2.5e15, "float8": 5.0e15, "float4": 10.0e15},
-    "B200": {"bfloat16": 2.25e15, "float8": 4.5e15, "float4": 9.0e15},
-    "H200 NVL": {"bfloat16": 835.5e12, "float8": 1671e12},
-    "H200": {"bfloat16": 989.4e12, "float8": 1978.9e12},
-    "H100 NVL": {"bfloat16": 835.5e12, "float8": 1671e12},
-    "H100 PCIe": {"bfloat16": 756e12, "float8": 1513e12},
-    "H100": {"bfloat16": 989.4e12, "float8": 1978.9e12},
-    "A100": {"bfloat16": 312e12},
-    "L40S": {"bfloat16": 362e12, "float8": 733e12},
+    "GB200": {"bfloat16": 2.5e15, "float8": 5.0e15, "int8": 5.0e15, "float4": 10.0e15},
+    "B200": {"bfloat16": 2.25e15, "float8": 4.5e15, "int8": 4.5e15, "float4": 9.0e15},
+    "H200 NVL": {"bfloat16": 835.5e12, "float8": 1671e12, "int8": 1671e12},
+    "H200": {"bfloat16": 989.4e12, "float8": 1978.9e12, "int8": 1978.9e12},
+    "H100 NVL": {"bfloat16": 835.5e12, "float8": 1671e12, "int8": 1671e12},
+    "H100 PCIe": {"bfloat16": 756e12, "float8": 1513e12, "int8": 1513e12},
+    "H100": {"bfloat16": 989.4e12, "float8": 1978.9e12, "int8": 1978.9e12},
+    "A100": {"bfloat16": 312e12, "int8": 624e12},
+    "L40S": {"bfloat16": 362e12, "float8": 733e12, "int8": 733e12},
 }
+
+_PEAK_OF = {"fp8": "float8"}  # by the kind of native GEMM, where the names differ
 
 
 class Throughput(Callback):
@@ -33,9 +35,9 @@ class Throughput(Callback):
 
     Model FLOPs utilisation is the time that the model's FLOPs would take at the device's dense peak over the time they
     took. The peak is that of what GEMMs are executed in: an emulated FP4 GEMM runs in bf16, and counts as one, since a
-    share of a peak that the hardware was not asked for says nothing; native FP8 GEMMs, which :class:`PrecisionSummary`
-    tells apart, count at the peak of FP8. Recomputed activations do not count, but for the one of five products that
-    the gradient of fused attention computes again.
+    share of a peak that the hardware was not asked for says nothing; native FP8 and int8 GEMMs, which
+    :class:`PrecisionSummary` tells apart, count at the peaks of these. Recomputed activations do not count, but for the
+    one of five products that the gradient of fused attention computes again.
 
     FLOPs of a batch are those that :class:`PrecisionSummary` measures where it is among the callbacks, or the module's
     ``flops_per_batch`` where it has one. Validation, and the first batch of a run, which compiles and allocates, are
@@ -45,7 +47,8 @@ class Throughput(Callback):
     Args:
         unit: what is counted.
         count: how many of them a batch has; None takes the size of the first dimension.
-        peak_flops: FLOP/s of one device by ``"bfloat16"``, ``"float8"``, ``"float32"``, …; None looks the device up.
+        peak_flops: FLOP/s of one device by ``"bfloat16"``, ``"float8"``, ``"int8"``, ``"float32"``, …; None looks the
+            device up.
 
     Example:
         >>> Trainer(callbacks=[PrecisionSummary(), Throughput("tokens", count=lambda batch: batch.numel())])
@@ -114,9 +117,9 @@ def _peaks(device: torch.device) -> Mapping[str, float]:
 def _peak(trainer: Trainer, peaks: Mapping[str, float]) -> float | None:
     """FLOP/s if all of the model's FLOPs ran at the peak of what they are executed in; None if one is not known."""
     counter, device = _counter(trainer), trainer.strategy.root_device
-    native = counter.native_share(device) if counter is not None else 0.0
-    shares = {"float8": native, str(compute_dtype(trainer.precision_plugin)).removeprefix("torch."): 1 - native}
-    shares = {name: share for name, share in shares.items() if share}
+    native = counter.native_shares(device) if counter is not None else {}
+    rest = {str(compute_dtype(trainer.precision_plugin)).removeprefix("torch."): 1 - sum(native.values())}
+    shares = {_PEAK_OF.get(kind, kind): share for kind, share in (native | rest).items() if share}
     if not all(peaks.get(name) for name in shares):
         return None
     return 1 / sum(share / peaks[name] for name, share in shares.items())

@@ -132,6 +132,8 @@ def measure(weight: Tensor, candidate: Candidate) -> CastStatistics:
     cast, block = candidate.cast, candidate.cast.scale.block
     height = block[0] if isinstance(block, tuple) else 1
     rows = max(_SLICE // weight.shape[1] // height, 1) * height
+    if block == "tensor" and not cast.scale.needs_amax:  # but a mean or a range of the whole weight
+        rows = len(weight)
     slices = [operand(part, candidate) for part in torch.split(weight, rows)]
     amax = torch.stack([absmax(part) for part in slices]).amax() if cast.scale.needs_amax else None
     errors = (cast_statistics(part, cast, key=number, amax=amax) for number, part in enumerate(slices))

@@ -151,7 +151,7 @@ class Inspection:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=9, borderaxespad=0.2)
 
     def _draw_codes(self, axes: Any, i: int) -> None:
-        candidate, total, values = self.candidates[i], self.totals[i], levels(self.candidates[i].cast.format)
+        candidate, total, values = self.candidates[i], self.totals[i], levels(self.candidates[i].cast.grid)
         shares = (100 * self.codes[i] / self.codes[i].sum()).tolist()
         axes.bar(range(len(values)), shares, width=0.8 if len(values) < 40 else 1, color=f"C{i % 10}")
         zero, step = len(values) // 2, max(len(values) // 14, 1)

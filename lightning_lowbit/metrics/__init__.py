@@ -1,4 +1,5 @@
-"""Numbers that tell how a run went, what a cast makes of a tensor, and where outliers are about to come from."""
+"""Numbers that tell how a run went, what casts make of tensors and of weights in training, and where outliers are about
+to come from."""
 
 from lightning_lowbit.metrics.casts import (
     CastStatistics,
@@ -11,6 +12,14 @@ from lightning_lowbit.metrics.casts import (
 )
 from lightning_lowbit.metrics.runs import count_spikes
 from lightning_lowbit.metrics.swiglu import SwiGLUAlignment, swiglu_alignment
+from lightning_lowbit.metrics.weights import (
+    expected_zeros,
+    flip_rate,
+    flipped,
+    is_ternary,
+    ternary_shares,
+    threshold_distance,
+)
 
 __all__ = [
     "CastStatistics",
@@ -19,8 +28,14 @@ __all__ = [
     "cast_statistics",
     "code_histogram",
     "count_spikes",
+    "expected_zeros",
+    "flip_rate",
+    "flipped",
+    "is_ternary",
     "levels",
     "mse",
     "sqnr",
     "swiglu_alignment",
+    "ternary_shares",
+    "threshold_distance",
 ]

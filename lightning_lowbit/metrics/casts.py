@@ -6,7 +6,8 @@ With x a tensor and q what its codes and scales decode to:
     relative MSE  Σ (x - q)² / Σ x²                10^(-SQNR / 10)
     bias          Σ (q - x) sign(x) / Σ |x|        below 0 where magnitudes shrink, -1 where all became 0
     underflow     of the elements that are not 0, the share that became 0
-    saturation    of all elements, the share beyond the largest magnitude that the scale of their block can express
+    saturation    of all elements, the share beyond the largest magnitude that the scale of their block can express, or
+                  with a zero point beyond the least or the largest level of their block
 
 Everything is computed where the tensor lies, from sums in float64, and nothing waits for a device.
 """
@@ -125,17 +126,22 @@ def code_histogram(quantized: Quantized, normalise: bool = False) -> Tensor:
         normalise: to a sum of 1.
 
     Returns:
-        int64 counts (float32 shares if normalised) in the order of :func:`levels`. Codes count as they are stored, also
-        in a block whose scale underflowed to 0. Elements that decode to NaN are left out.
+        int64 counts (float32 shares if normalised) in the order of the :func:`levels` of the cast's grid: those of its
+        element format, or with zero points those on either side of them, ``-15`` to ``15`` for int4. Codes count as
+        they are stored, also in a block whose scale underflowed to 0. Elements that decode to NaN are left out.
     """
     counts = _count_codes(quantized, quantized.dequantize())
     return ratio(counts, counts.sum()) if normalise else counts
 
 
 def _count_codes(quantized: Quantized, decoded: Tensor) -> Tensor:
-    format, device = quantized.cast.format, quantized.codes.device
-    size = len(levels(format))
-    places = torch.where(decoded.isnan(), size, _places(format, device)[quantized.codes.long()]).flatten()
+    grid, device = quantized.cast.grid, quantized.codes.device
+    size = len(levels(grid))
+    if quantized.zero_points is None:
+        places = _places(grid, device)[quantized.codes.long()]
+    else:  # the levels are whole numbers
+        places = (quantized.elements() + grid.max).long()
+    places = torch.where(decoded.isnan(), size, places).flatten()
     one = torch.ones((), dtype=torch.int64, device=device).expand_as(places)
     return torch.zeros(size + 1, dtype=torch.int64, device=device).scatter_add_(0, places, one)[:size]
 
@@ -174,8 +180,10 @@ class CastStatistics:
         saturated: elements whose magnitude exceeds ``scale * tensor_scale * element.max`` of their block, by more than
             the rounding of scales to float32: what they lose is not decided by the grid. They need not be far beyond:
             an E4M3 scale rounded to nearest leaves the largest element of about every other block outside. Elements in
-            a block whose scale underflowed to 0 became 0, and count as underflow only.
-        codes: elements at each of the :func:`levels` of the element format; see :func:`code_histogram`.
+            a block whose scale underflowed to 0 became 0, and count as underflow only. With a zero point, elements
+            below the least level of their block or above the largest: since the zero point is a whole number, mostly
+            one end of each block, by up to half a step.
+        codes: elements at each of the :func:`levels` of the cast's grid; see :func:`code_histogram`.
     """
 
     cast: Cast
@@ -260,8 +268,8 @@ def cast_statistics(
     """
     quantized = quantize(x, cast, dim, key, amax)
     q = quantized.dequantize()
-    top = int(cast.format.encode(torch.tensor(cast.format.max)))
-    largest = replace(quantized, codes=torch.full_like(quantized.codes, top)).dequantize()
+    ends = _lowest_and_highest(cast)
+    low, high = (replace(quantized, codes=torch.full_like(quantized.codes, code)).dequantize() for code in ends)
     signal, noise, magnitude, growth = _sums(x, q)
     return CastStatistics(
         cast=cast,
@@ -272,6 +280,14 @@ def cast_statistics(
         growth=growth,
         nonzero=(x != 0).sum(),
         underflowed=((x != 0) & (q == 0)).sum(),
-        saturated=((x.abs() > largest * (1 + _ULPS)) & (largest > 0)).sum(),
+        saturated=(((x < low * (1 + _ULPS)) | (x > high * (1 + _ULPS))) & (low < high)).sum(),
         codes=_count_codes(quantized, q),
     )
+
+
+def _lowest_and_highest(cast: Cast) -> tuple[int, int]:
+    """The codes of the least and the largest level."""
+    if cast.scale.statistic == "minmax":
+        return 0, 2**cast.format.bits - 1
+    low, high = cast.format.encode(torch.tensor([-cast.format.max, cast.format.max])).tolist()
+    return low, high

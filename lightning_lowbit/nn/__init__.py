@@ -3,7 +3,7 @@
 from lightning_lowbit.nn import presets as presets
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import OPERANDS, PHASES, PRESETS, LinearCasts
-from lightning_lowbit.nn.convert import convert, plan, set_phase
+from lightning_lowbit.nn.convert import convert, plan, set_blend, set_phase
 from lightning_lowbit.nn.coverage import Coverage, GemmCounter
 from lightning_lowbit.nn.keys import LayerKeys
 from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
@@ -24,6 +24,7 @@ __all__ = [
     "convert",
     "fold",
     "plan",
+    "set_blend",
     "set_phase",
     "smooth_swiglu",
     "swiglus",

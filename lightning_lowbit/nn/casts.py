@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+import torch
+
 from lightning_lowbit.quant import SURROGATES, Cast, Hadamard
 from lightning_lowbit.quant.cast import choose, from_fields
 
@@ -155,6 +157,11 @@ class LinearCasts:
             cast = getattr(self, operand)
             if cast is None:
                 yield f"surrogate names {operand}, which is not quantised: leave it out of surrogate."
+            elif cast.scale.statistic == "minmax":
+                yield (
+                    f"The surrogate of {operand} counts levels from zero, and with statistic='minmax' those of a block "
+                    f"begin elsewhere: leave {operand} out of surrogate, or take another statistic."
+                )
             elif kind == "dge" and cast.rounding == "stochastic":
                 yield (
                     f"The surrogate 'dge' stands for rounding to nearest, and {operand} rounds stochastically, whose "
@@ -210,25 +217,32 @@ class LinearCasts:
         return tuple(gemm for gemm in GEMMS if all(self.cast_of(operand) for operand in self.operands_of(gemm)))
 
     @property
-    def native_gemms(self) -> tuple[str, ...]:
-        """The GEMMs that FP8 tensor cores can compute: E4M3 and E5M2, not E5M2 twice, scales per tensor or row.
+    def native_gemms(self) -> dict[str, str]:
+        """The GEMMs that hardware may compute on the elements as they are, and in what: ``"fp8"`` or ``"int8"``.
 
-        With scales per row the second operand is in E4M3: CUTLASS, which torch mostly takes then, has no other kernel.
+        Scales are per tensor or row. In FP8 not both operands are in E5M2; with scales per row the second one is in
+        E4M3: CUTLASS, which torch mostly takes then, has no other kernel. Integers and ternary weights are int8.
         """
-        return tuple(gemm for gemm in GEMMS if self._is_native(gemm))
+        kinds = {gemm: self._native_kind(gemm) for gemm in GEMMS}
+        return {gemm: kind for gemm, kind in kinds.items() if kind is not None}
 
-    def _is_native(self, gemm: str) -> bool:
-        elements, blocks = [], []
-        for name in self.operands_of(gemm):
-            cast = self.cast_of(name)
-            if cast is None or cast.element not in ("e4m3", "e5m2") or cast.scale.per_block:
-                return False
-            # What the forward pass used is in FP8 if that was; scales per row lie along the other axis now.
-            if getattr(self, name) == "fprop" and (cast.scale.block == "row" or not self._is_native("fprop")):
-                return False
-            elements.append(cast.element)
-            blocks.append(cast.scale.block)
-        return elements[1] == "e4m3" or (elements[0] == "e4m3" and "row" not in blocks)
+    def _native_kind(self, gemm: str) -> str | None:
+        casts = [self.cast_of(operand) for operand in self.operands_of(gemm)]
+        given = [cast for cast in casts if cast is not None and not cast.scale.per_block]
+        if len(given) < 2:
+            return None
+        for operand, cast in zip(self.operands_of(gemm), given, strict=True):
+            # What the forward pass used has its dtype; scales per row lie along the other axis now.
+            if getattr(self, operand) == "fprop" and (cast.scale.block == "row" or not self._native_kind("fprop")):
+                return None
+        if all(cast.grid.gemm_dtype == torch.int8 for cast in given):
+            # Integers have no NaN: an element that is none must show in the scale, which is then its own tensor's.
+            return "int8" if all(cast.scale.source == "current" for cast in given) else None
+        left, right = (cast.element for cast in given)
+        if not {left, right} <= {"e4m3", "e5m2"}:
+            return None
+        rows = any(cast.scale.block == "row" for cast in given)
+        return "fp8" if right == "e4m3" or (left == "e4m3" and not rows) else None
 
     @staticmethod
     def operands_of(gemm: str) -> tuple[str, ...]:

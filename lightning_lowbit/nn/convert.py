@@ -10,12 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.casts import GEMMS, LinearCasts
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.linear import BACKENDS, QuantizedLayer, is_linear, quantized_class
+from lightning_lowbit.nn.linear import BACKENDS, QuantizedLayer, has_native_gemms, is_linear, quantized_class
 from lightning_lowbit.nn.smooth_swiglu import smooth_casts, watch_up_projections
+from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.cast import choose
 
 # Mappings before LinearCasts: a command line takes the first that fits, and would fill a LinearCasts with defaults.
@@ -45,9 +47,9 @@ def convert(
         only: patterns of the layers to convert; None for all.
         overrides: other casts for some layers, by pattern; the first pattern that matches a layer holds.
         exact: GEMMs in float32 over exact operands, rounded once: a slow reference for the emulation.
-        backend: ``"auto"`` runs FP8 GEMMs with scales per tensor or row natively where the device can, all others
-            emulated; ``"emulated"`` all; ``"native"`` is an error where a GEMM of two quantised operands has no native
-            form.
+        backend: ``"auto"`` runs GEMMs of FP8 or integers with scales per tensor or row natively where the device can,
+            all others emulated; ``"emulated"`` all; ``"native"`` is an error where a GEMM that is quantised has no
+            native form.
         smooth_swiglu: ``"channel"`` or ``"token"`` smooths what enters the down projections of SwiGLU MLPs, see
             :mod:`lightning_lowbit.nn.smooth_swiglu`.
 
@@ -111,20 +113,27 @@ def plan(
     return result if smooth_swiglu is None else smooth_casts(model, result, smooth_swiglu)
 
 
-def check_backend(planned: Mapping[str, LinearCasts], backend: str, exact: bool = False) -> None:
-    """Raises a ``ValueError`` for a backend that does not exist, or that the casts of a layer do not have."""
+def check_backend(
+    planned: Mapping[str, LinearCasts], backend: str, exact: bool = False, device: torch.device | None = None
+) -> None:
+    """Raises a ``ValueError`` for a backend that does not exist, or that casts of a layer or a device do not have."""
     choose("backend", backend, BACKENDS)
     if backend != "native":
         return
     if exact:
         raise ValueError("exact emulates GEMMs, and backend='native' does not: choose one of them.")
     for name, casts in planned.items():
-        for gemm in casts.quantised_gemms:
+        for gemm in GEMMS:
+            if not any(isinstance(getattr(casts, operand), Cast) for operand in casts.operands_of(gemm)):
+                continue
             if gemm not in casts.native_gemms:
                 raise ValueError(
                     f"backend='native', but {gemm} of {name or 'the casts'} has no native GEMM: those take E4M3 or "
-                    f"E5M2 (not E5M2 twice) with scales per tensor or row; got {casts}. Use backend='auto'."
+                    f"E5M2 (not E5M2 twice), or integers, with scales per tensor or row; got {casts}. Use "
+                    "backend='auto'."
                 )
+            if device is not None:
+                has_native_gemms(device, casts.native_gemms[gemm], backend)  # or else raises
 
 
 def set_phase(model: nn.Module, phase: str) -> None:
@@ -136,6 +145,48 @@ def set_phase(model: nn.Module, phase: str) -> None:
     for module in model.modules():
         if isinstance(module, QuantizedLayer):
             module.casts = module.full_casts.phase(phase)
+
+
+def set_blend(model: nn.Module, blend: float | Tensor | None) -> None:
+    """Sets how far converted layers are quantised: each operand that has a cast is ``x + λ (q(x) - x)``.
+
+    While λ is set, operands are dense tensors of the compute dtype, and no GEMM is native. λ may change in place at
+    any time, without compiling anything anew.
+
+    Args:
+        blend: λ in [0, 1]: a number, or a 0-d float32 tensor on the layers' device, to be changed in place; the number
+            1 or None for quantisation all the way.
+
+    Raises:
+        ValueError: a number outside [0, 1], or another tensor.
+    """
+    if isinstance(blend, Tensor):
+        if blend.shape != () or blend.dtype != torch.float32:
+            raise ValueError(
+                f"blend is a number or a 0-d float32 tensor; got {blend.dtype} of shape {tuple(blend.shape)}."
+            )
+        check_blend(blend.item())
+    elif blend is not None:
+        blend = None if check_blend(blend) == 1 else float(blend)
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
+    devices = {layer.weight.device for layer in layers}
+    if isinstance(blend, Tensor) and devices - {blend.device}:
+        raise ValueError(
+            f"blend is a tensor on the device of the layers, {', '.join(map(str, devices))}; got one on {blend.device}."
+        )
+    made = {device: torch.tensor(blend, device=device) if isinstance(blend, float) else blend for device in devices}
+    for layer in layers:
+        layer.blend = made[layer.weight.device]
+
+
+def check_blend(blend: float) -> float:
+    """Returns λ if it is in [0, 1], else raises a ``ValueError``."""
+    if isinstance(blend, bool) or not isinstance(blend, int | float) or not 0 <= blend <= 1:
+        raise ValueError(
+            f"blend is λ, how far operands are quantised: a number from 0 (high precision) to 1 (all the way); got "
+            f"{blend!r}."
+        )
+    return blend
 
 
 def select(names: Sequence[str], patterns: Iterable[str], argument: str, kind: str = "linear layer") -> set[str]:

@@ -172,12 +172,14 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """FLOPs that the model needs: all that were counted, but for recomputed activations."""
         return sum(self.gemms.values()) + sum(self.others.values()) - self.recomputed
 
-    def native_share(self, device: torch.device) -> float:
-        """Share of all FLOPs in GEMMs that a device computes natively in FP8, with the casts in force."""
-        native = sum(
-            flops for (name, gemm), flops in self.gemms.items() if gemm in self._layers[name].native_gemms(device)
-        )
-        return native / max(self.model_flops + self.recomputed, 1)
+    def native_shares(self, device: torch.device) -> dict[str, float]:
+        """Shares of all FLOPs in GEMMs that a device computes in ``"fp8"`` or ``"int8"``, with the casts in force."""
+        native: Counter[str] = Counter()
+        for (name, gemm), flops in self.gemms.items():
+            layer = self._layers[name]
+            if gemm in layer.native_gemms(device):
+                native[layer.casts.native_gemms[gemm]] += flops
+        return {kind: flops / max(self.model_flops + self.recomputed, 1) for kind, flops in native.items()}
 
     def coverage(self, phase: str | None = None, hp_bits: int = 16) -> Coverage:
         """What part of the counted FLOPs is low-bit.

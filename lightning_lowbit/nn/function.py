@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_lowbit.nn.casts import OPERANDS, SHARED, LinearCasts
 from lightning_lowbit.nn.gemm import matmul, mean_times
-from lightning_lowbit.quant import Cast, Operand, quantize_operand, rotate, split_mean, through_rounding
+from lightning_lowbit.quant import Cast, Operand, blend, quantize_operand, rotate, split_mean, through_rounding
 from lightning_lowbit.quant.scaling import absmax
 
 
@@ -22,6 +22,7 @@ class Setup(NamedTuple):
     staged: Tensor | None  # None: amaxes are not recorded
     exact: bool
     native: tuple[str, ...]
+    blend: Tensor | None  # None: all the way
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -39,9 +40,8 @@ class _LinearFunction(torch.autograd.Function):
         y = matmul(qx, qw.t(), offset, x.dtype, fast_accumulation=True)
 
         # "fprop" keeps what the forward pass used; everything else is quantised anew from the tensor itself.
-        reused = torch.float32 if how.exact else x.dtype
-        for_wgrad = _reusable(qx, reused) if casts.wgrad_x == "fprop" else Operand(x)
-        for_dgrad = _reusable(qw, reused) if casts.dgrad_w == "fprop" or _shared("dgrad_w", how) else Operand(w)
+        for_wgrad = qx if casts.wgrad_x == "fprop" else Operand(x)
+        for_dgrad = qw if casts.dgrad_w == "fprop" or _shared("dgrad_w", how) else Operand(w)
         ctx.save_for_backward(
             *(for_wgrad if needs_w else (None, None)),
             amax_x,
@@ -50,9 +50,10 @@ class _LinearFunction(torch.autograd.Function):
             x if needs_x and "fprop_x" in casts.surrogate else None,
             w if needs_w and "fprop_w" in casts.surrogate else None,
         )
-        # Both are refilled in place for the next micro-batch or step, which may begin before this one's backward pass.
-        keys, in_force = (None if slots is None else slots.clone() for slots in (how.keys, how.in_force))
-        ctx.rest = how._replace(keys=keys, in_force=in_force), x.dtype
+        # All are refilled in place for the next micro-batch or step, which may begin before this one's backward pass.
+        refilled = (how.keys, how.in_force, how.blend)
+        keys, in_force, blend_ = (None if tensor is None else tensor.clone() for tensor in refilled)
+        ctx.rest = how._replace(keys=keys, in_force=in_force, blend=blend_), x.dtype
         return y
 
     @staticmethod
@@ -61,11 +62,13 @@ class _LinearFunction(torch.autograd.Function):
         x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w = ctx.saved_tensors
         how, dtype = ctx.rest
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        reused = torch.float32 if how.exact else dtype
         dx = dw = db = None
         with torch.autocast(g.device.type, enabled=False):
             g_ = _Source(g, _amax(g, how.casts, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
             if needs_x:
                 # dX = dY · W           [tokens, out] · [out, in]
+                w, w_factor = _reusable(Operand(w, w_factor), reused)
                 w_ = _Source(w, amax_w, w_factor, made=_shared("dgrad_w", how))
                 qg, qw, of_mean = _operands("dgrad", g_, w_, how)
                 dx = matmul(qg, qw, of_mean, dtype)
@@ -74,6 +77,7 @@ class _LinearFunction(torch.autograd.Function):
                     g_ = _Source(qg.values, None, qg.factor, made=True)
             if needs_w:
                 # dW = dYᵀ · X          [out, tokens] · [tokens, in]
+                x, x_factor = _reusable(Operand(x, x_factor), reused)
                 qg, qx, of_mean = _operands("wgrad", g_, _Source(x, amax_x, x_factor), how)
                 dw = matmul(qg.t(), qx, of_mean, dtype)
                 dw = _through_rounding("fprop_w", dw, _Source(forward_w, amax_w), how)
@@ -137,9 +141,10 @@ def _operand(name: str, source: _Source, how: Setup) -> Operand:
         return Operand(source.values, source.factor)
     key = None if how.keys is None else how.keys[OPERANDS.index(name)]
     amax = _scale_amax(name, cast, source, how)
-    native = cast.format.dtype if name.partition("_")[0] in how.native else None
+    native = cast.grid.gemm_dtype if name.partition("_")[0] in how.native else None
     dtype = torch.float32 if how.exact else native
-    return quantize_operand(source.values, cast, _CONTRACTION[name], key, amax, dtype)
+    quantised = quantize_operand(source.values, cast, _CONTRACTION[name], key, amax, dtype)
+    return quantised if how.blend is None else blend(source.values, quantised, how.blend, how.exact)
 
 
 def _scale_amax(name: str, cast: Cast, source: _Source, how: Setup) -> Tensor | None:
@@ -200,12 +205,17 @@ def _through_rounding(name: str, gradient: Tensor, source: _Source, how: Setup) 
         return gradient  # straight through
     cast, kind = getattr(casts, name), casts.surrogate[name]
     if "fprop" not in casts.hadamard:
-        return through_rounding(gradient, kind, source.values, cast, 1, _scale_amax(name, cast, source, how))
-    transform = _transform("fprop", casts, how.keys, gradient.device)
-    turned = _Source(rotate(source.values, transform, 1))
-    amax = _scale_amax(name, cast, turned, how)
-    rotated = through_rounding(rotate(gradient, transform, 1), kind, turned.values, cast, 1, amax)
-    return rotate(rotated, transform.t(), 1)[:, : gradient.shape[1]]
+        through = through_rounding(gradient, kind, source.values, cast, 1, _scale_amax(name, cast, source, how))
+    else:
+        transform = _transform("fprop", casts, how.keys, gradient.device)
+        turned = _Source(rotate(source.values, transform, 1))
+        amax = _scale_amax(name, cast, turned, how)
+        rotated = through_rounding(rotate(gradient, transform, 1), kind, turned.values, cast, 1, amax)
+        through = rotate(rotated, transform.t(), 1)[:, : gradient.shape[1]]
+    if how.blend is None:
+        return through
+    wide = torch.promote_types(gradient.dtype, torch.float32)  # in bfloat16 a λ of 0.999 is 1
+    return torch.lerp(gradient.to(wide), through.to(wide), how.blend.to(wide)).to(gradient.dtype)
 
 
 def _amax(tensor: Tensor, casts: LinearCasts, *operands: str) -> Tensor | None:

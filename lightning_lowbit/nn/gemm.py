@@ -1,4 +1,4 @@
-"""The GEMMs: emulated, which gives what low-precision tensor cores compute on any device, and FP8's native ones.
+"""The GEMMs: emulated, which gives what low-precision tensor cores compute on any device, and native ones.
 
 An FP4 element times its block scale is exact in bfloat16 (see ``Cast.fits_bfloat16``), and a product of two such
 numbers in float32, so a bfloat16 GEMM over ``codes * scales`` with float32 accumulation is the tensor core's GEMM up to
@@ -8,6 +8,9 @@ result in float32, before it is rounded: folded into the operands they would cos
 Operands whose values are in FP8 themselves go to the tensor cores (``torch._scaled_mm``), which multiply by the scales
 of tensors or rows as they write the result. The products are the same; sums differ by their order and, where
 accumulation is fast, by the 14 bits that the tensor cores of Hopper keep of it.
+
+Integers whose scales are per tensor or row, ternary weights among them, go to int8 units (``torch._int_mm``), which sum
+exactly in int32.
 """
 
 import math
@@ -22,19 +25,31 @@ from lightning_lowbit.quant import Operand
 _FLOAT32 = torch.finfo(torch.float32)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
+# Up to this inner size int32 holds the sum of products of int8 values, which are at most 127 · 127.
+_LONGEST = (2**31 - 1) // 127**2
+
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it cannot trace a device's name
-def native_obstacle(device: torch.device) -> str | None:
-    """Why a device cannot compute FP8 GEMMs natively, in words; None where it can."""
-    needed = "native FP8 GEMMs need an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell)"
+def native_obstacle(device: torch.device, kind: str) -> str | None:
+    """Why a device cannot compute GEMMs in ``"fp8"`` or ``"int8"`` natively, in words; None where it can."""
+    needed, least = _NEEDED[kind]
+    if device.type == "cpu" and kind == "int8":
+        return None if torch.cpu._is_vnni_supported() else f"{needed}; this CPU has none"
     if device.type != "cuda":
         return f"{needed}; the device is {device.type!r}"
     if torch.version.hip is not None:
-        return f"{needed}; {torch.cuda.get_device_name(device)} is AMD's, whose FP8 formats have not been tried"
+        return f"{needed}; {torch.cuda.get_device_name(device)} is AMD's, which has not been tried"
     major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < (8, 9):
+    if (major, minor) < least:
         return f"{needed}; {torch.cuda.get_device_name(device)} has {major}.{minor}"
     return None
+
+
+# By kind, what native GEMMs need, and the least compute capability of an NVIDIA GPU.
+_NEEDED = {
+    "fp8": ("native FP8 GEMMs need an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell)", (8, 9)),
+    "int8": ("native int8 GEMMs need an NVIDIA GPU of compute capability 7.5 or more, or a CPU with VNNI", (7, 5)),
+}
 
 
 def matmul(
@@ -54,12 +69,12 @@ def matmul(
         fast_accumulation: of native GEMMs: leaves sums in the tensor cores, faster and less exact.
 
     Returns:
-        ``[m, n]``. Where both operands are in FP8, the native GEMM is used; where both have ``dtype``, its GEMM;
-        otherwise (casts that do not fit bfloat16, and exact mode) that of float32, rounded once.
+        ``[m, n]``. Where both operands are in FP8 or int8, the native GEMM is used; where both have ``dtype``, its
+        GEMM; otherwise (casts that do not fit bfloat16, and exact mode) that of float32, rounded once.
     """
-    native = a.values.dtype in _FP8 and b.values.dtype in _FP8
-    if not native:  # one of them may be what a native GEMM used
-        a, b = (Operand(x.values.to(dtype), x.factor) if x.values.dtype in _FP8 else x for x in (a, b))
+    dtypes = {a.values.dtype, b.values.dtype}
+    if not dtypes <= {*_FP8} and dtypes != {torch.int8}:  # one of them may be what a native GEMM used
+        a, b = (Operand(x.values.to(dtype), x.factor) if x.values.dtype.itemsize == 1 else x for x in (a, b))
     plain = a.factor is None and b.factor is None and (bias is None or bias.dtype == dtype)
     if plain and a.values.dtype == b.values.dtype == dtype:
         return torch.mm(a.values, b.values) if bias is None else torch.addmm(bias, a.values, b.values)
@@ -84,7 +99,19 @@ def _matmul(
     if left.dtype in _FP8:
         one = torch.ones((), device=left.device)
         return _native(left, right, [one if factor is None else factor for factor in factors], bias, dtype, fast)
-    return _emulated(left, right, [factor for factor in factors if factor is not None], bias, dtype)
+    there = [factor for factor in factors if factor is not None]
+    if left.dtype == right.dtype == torch.int8 and len(right) <= _LONGEST:
+        return _finish(_integer(left, right), there, bias, dtype)
+    return _emulated(left, right, there, bias, dtype)
+
+
+def _integer(left: Tensor, right: Tensor) -> Tensor:
+    """The native GEMM of int8 values: int32, padded to what a GPU takes, more than 16 rows and multiples of 8."""
+    rows, inner, columns = len(left), len(right), right.shape[1]
+    if left.device.type == "cuda":
+        left, right = _pad(left, max(17 - rows, 0), -inner % 8), _pad(right.t(), -columns % 8, -inner % 8).t()
+    with counted_as(rows, inner, columns):
+        return torch._int_mm(left, right)[:rows, :columns]
 
 
 def _emulated(left: Tensor, right: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -158,7 +185,7 @@ def _native(
 
 
 def _pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """An FP8 matrix, contiguous, with zeros below and to the right."""
+    """A matrix of elements of one byte, contiguous, with zeros below and to the right."""
     if rows or columns:
         return F.pad(matrix.view(torch.uint8), (0, columns, 0, rows)).view(matrix.dtype)
     return matrix.contiguous().flatten().view(matrix.shape)  # one row, too, gets the strides that the GEMM asks for

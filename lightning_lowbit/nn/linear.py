@@ -21,9 +21,13 @@ _HP = LinearCasts()
 BACKENDS = ("auto", "native", "emulated")
 
 
-def has_native_gemms(device: torch.device, backend: str) -> bool:
-    """Whether a device computes FP8 GEMMs natively; a ``ValueError`` if it does not and ``backend`` is ``"native"``."""
-    obstacle = native_obstacle(device)
+def has_native_gemms(device: torch.device, kind: str, backend: str = "auto") -> bool:
+    """Whether a device computes GEMMs in ``"fp8"`` or ``"int8"`` natively.
+
+    Raises:
+        ValueError: it does not, and ``backend`` is ``"native"``.
+    """
+    obstacle = native_obstacle(device, kind)
     if obstacle is not None and backend == "native":
         raise ValueError(f"backend='native': {obstacle}. Use backend='auto' or 'emulated'.")
     return obstacle is None
@@ -57,6 +61,8 @@ class QuantizedLayer(nn.Module):
         amaxes: what outlives a step; None until set.
         exact: float32 GEMMs over exact operands instead of those of the compute dtype.
         backend: ``"auto"`` (native GEMMs where device and casts allow), ``"native"`` or ``"emulated"``.
+        blend: float32, 0-d: λ of progressive quantisation, which is on its way; None for all the way. See
+            :func:`set_blend`.
         token_amax: float32 ``[tokens, 1]``, what tokens are smoothed by in the next pass; None until set.
     """
 
@@ -66,6 +72,7 @@ class QuantizedLayer(nn.Module):
     amaxes: LayerAmaxes | None = None
     exact: bool = False
     backend: str = "auto"
+    blend: Tensor | None = None
     token_amax: Tensor | None = None
 
     weight: Any  # as nn.Linear and Conv1D declare it
@@ -154,19 +161,21 @@ class QuantizedLayer(nn.Module):
             )
         if self.amaxes is not None and not self.amaxes.switch[0]:
             staged = None
-        native = self.native_gemms(x.device)
-        how = Setup(self.casts, self.keys, in_force, staged, self.exact, native)
+        how = Setup(self.casts, self.keys, in_force, staged, self.exact, self.native_gemms(x.device), self.blend)
         return linear_function(x, weight, bias, how)
 
     def native_gemms(self, device: torch.device, casts: LinearCasts | None = None) -> tuple[str, ...]:
-        """The GEMMs that a device computes natively in FP8, with casts, or those in force; all others are emulated.
+        """The GEMMs that a device computes natively, with casts, or those in force; all others are emulated.
+
+        None are while operands are on their way, see :func:`set_blend`; with casts given it is said for all the way.
 
         Raises:
-            ValueError: ``backend="native"`` on a device that has no FP8 GEMMs.
+            ValueError: ``backend="native"`` on a device that has none of their kind.
         """
-        if self.backend == "emulated" or self.exact:
+        if self.backend == "emulated" or self.exact or (casts is None and self.blend is not None):
             return ()
-        return (casts or self.casts).native_gemms if has_native_gemms(device, self.backend) else ()
+        kinds = (casts or self.casts).native_gemms
+        return tuple(gemm for gemm, kind in kinds.items() if has_native_gemms(device, kind, self.backend))
 
     def extra_repr(self) -> str:
         """Shows the casts in force, so that ``print(model)`` tells how each layer computes."""
@@ -194,6 +203,12 @@ def quantized_class(cls: Any) -> type[QuantizedLayer] | None:
         members = {"weight_matrix": lambda self: self.weight.t(), "__repr__": nn.Module.__repr__}
         return type("QuantConv1D", (QuantizedLayer, cls), members)
     return None
+
+
+def in_features(layer: Any) -> int:
+    """How long a row of the weight of a layer is, converted or to be."""
+    matrix = quantized_class(type(layer)).weight_matrix(layer)  # type: ignore[union-attr, arg-type]
+    return int(matrix.shape[1])
 
 
 def is_linear(module: Any) -> bool:

@@ -1,6 +1,7 @@
 """Casts by name, and where they are from."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning_lowbit.nn.casts import GEMMS, OPERANDS, PRESETS, LinearCasts
@@ -128,6 +129,38 @@ def _fp8_row() -> LinearCasts:
     return _fp8(block="row")
 
 
+def quantisation_aware(x: Cast | None, w: Cast | None) -> LinearCasts:
+    """Forward pass in few bits, backward pass through what it used: ``F.linear(fake_quantize(x), fake_quantize(w))``,
+    whose gradients pass straight through the rounding."""
+    return LinearCasts(fprop_x=x, fprop_w=w, dgrad_w="fprop" if w else None, wgrad_x="fprop" if x else None)
+
+
+def _groups_of_128(element: str) -> LinearCasts:
+    cast = Cast(element, Scale("fp32", 128), rounded=True)
+    return quantisation_aware(cast, cast)
+
+
+def _integer(bits: int) -> LinearCasts:
+    """Integer QAT of weights and activations, symmetric in groups of 128, the group size of most int4 checkpoints
+    (GPTQ, arXiv 2210.17323; AWQ, arXiv 2306.00978)."""
+    return _groups_of_128(f"int{bits}")
+
+
+def _e1m2() -> LinearCasts:
+    """The "FP4" of Stable-SPAM's experiments (arXiv 2502.17055, section 4): QAT of weights and activations in E1M2. The
+    authors' code has groups of 256 of which the two largest elements stay exact, and 9 levels; these are E1M2's 15."""
+    return _groups_of_128("e1m2")
+
+
+def _ternary() -> LinearCasts:
+    """BitNet b1.58 (arXiv 2402.17764, section 2): int8 activations per token, ternary weights times their mean
+    magnitude per tensor."""
+    return quantisation_aware(
+        Cast("int8", Scale("fp32", "row", epsilon=1e-5)),
+        Cast("ternary", Scale("fp32", "tensor", statistic="absmean", epsilon=1e-5)),
+    )
+
+
 PRESETS.update(
     {
         "bf16": _bf16,
@@ -142,5 +175,8 @@ PRESETS.update(
         "fp8-delayed": _fp8_delayed,
         "fp8-current": _fp8_current,
         "fp8-row": _fp8_row,
+        **{f"int{bits}": partial(_integer, bits) for bits in range(8, 1, -1)},
+        "e1m2": _e1m2,
+        "ternary": _ternary,
     }
 )

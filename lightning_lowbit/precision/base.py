@@ -4,7 +4,7 @@
                 ── train_step_context      autocast; keys of this micro-batch's random bits; amaxes are staged
                 ── optimizer_step          counts the step; amaxes enter their histories
 
-The state (step, micro-batch, phase, amaxes) is saved under one key whatever the plugin's class, as tensors and
+The state (step, micro-batch, phase, λ, amaxes) is saved under one key whatever the plugin's class, as tensors and
 primitives, the same on all ranks. The model's ``state_dict`` is untouched: its weights load into the unconverted model.
 """
 
@@ -25,9 +25,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import PHASES, SMOOTHINGS, LinearCasts
-from lightning_lowbit.nn.convert import CastsLike, check_backend, convert, plan, set_phase
-from lightning_lowbit.nn.keys import LayerKeys
-from lightning_lowbit.nn.linear import has_native_gemms
+from lightning_lowbit.nn.convert import CastsLike, check_backend, check_blend, convert, plan, set_phase
+from lightning_lowbit.nn.keys import LayerKeys, with_index
 from lightning_lowbit.quant.cast import choose
 
 _CHECKPOINT_KEY = "lightning_lowbit"
@@ -67,14 +66,17 @@ class LowBitPrecision(FSDPPrecision):
             rounded to before they are quantised. Parameters stay as they are.
         seed: of the random bits of stochastic rounding; None takes that of ``seed_everything``, or 0.
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
-        backend: ``"auto"``: FP8 GEMMs with scales per tensor or row run natively on hardware that has them, all others
-            are emulated; ``"native"`` refuses hardware and casts without native GEMMs; ``"emulated"`` never uses them.
+        backend: ``"auto"``: GEMMs of FP8 or integers with scales per tensor or row run natively on hardware that has
+            them, all others are emulated; ``"native"`` refuses hardware and casts without native GEMMs; ``"emulated"``
+            never uses them.
         smooth_swiglu: ``"channel"`` or ``"token"``: what enters the down projections of SwiGLU MLPs is brought to one
             size, a help for FP8 with one scale per tensor; see :mod:`lightning_lowbit.nn.smooth_swiglu`.
         fresh_histories: delayed scaling and smoothing start anew, whatever a checkpoint holds of them.
 
     Attributes:
         phase: the phase in force, set by :meth:`set_phase`.
+        blend: λ of progressive quantisation, 0-d float32, set by :meth:`set_blend`: operands that have a cast are
+            ``x + λ (q(x) - x)``.
         step: optimizer steps taken.
         micro_batch: training steps taken since the last optimizer step.
 
@@ -112,6 +114,8 @@ class LowBitPrecision(FSDPPrecision):
             choose("kind of smooth_swiglu", smooth_swiglu, SMOOTHINGS)
         check_backend({"": self.casts, **self.overrides}, backend, exact)
         self.phase = "fqt"
+        self.blend = torch.ones(())
+        self.is_blending = False
         self.step = 0
         self.micro_batch = 0
         self._root: nn.Module | None = None
@@ -144,12 +148,14 @@ class LowBitPrecision(FSDPPrecision):
             )
         if self._trainer is not None and self._trainer() is not trainer:  # another run
             self.step, self.micro_batch, self.phase, self._histories = 0, 0, "fqt", None
+            self.set_blend(1.0)
         if self._model is not None and self._model() is not module:  # whose amaxes are others
             self._histories = None
         self._trainer, self._model = weakref.ref(trainer), weakref.ref(module)
         strategy = trainer.strategy
         self._device, self._rank = strategy.root_device, trainer.global_rank
-        has_native_gemms(self._device, self.backend)  # or else raises, before anything is changed
+        # Raises, if at all, before anything is changed.
+        check_backend(self.plan(module), self.backend, self.exact, self._device)
         convert(
             module,
             self.casts,
@@ -163,6 +169,7 @@ class LowBitPrecision(FSDPPrecision):
         set_phase(module, self.phase)
         self._root = module
         self._keys = LayerKeys(module, self.seed)
+        self.set_blend(float(self.blend))
         before, self._histories = self._histories, AmaxHistories(module)
         self._record(False)
         if before is not None:  # the same run goes on
@@ -180,6 +187,28 @@ class LowBitPrecision(FSDPPrecision):
             for layer in self._keys.layers.values():
                 layer.casts = layer.full_casts.phase(phase)
 
+    def set_blend(self, value: float) -> None:
+        """Sets λ, how far operands are quantised: from 0 (high precision) to 1 (all the way).
+
+        From one λ below 1 to another nothing is compiled anew; at 1 operands are again what hardware takes.
+
+        Raises:
+            ValueError: a number outside [0, 1].
+        """
+        self.blend.fill_(check_blend(value))
+        self.is_blending = value < 1
+        self._share_blend()
+
+    @torch.inference_mode(False)  # evaluation may be what moves it, and it is refilled in training
+    def _place_blend(self) -> None:
+        self.blend = self.blend.to(self._device)
+        self._share_blend()
+
+    def _share_blend(self) -> None:
+        if self._keys is not None:
+            for layer in self._keys.layers.values():
+                layer.blend = self.blend if self.is_blending else None
+
     # --- one step ---
 
     def convert_input(self, data: Any) -> Any:
@@ -192,6 +221,8 @@ class LowBitPrecision(FSDPPrecision):
             self._keys.fill_(self.step, self.micro_batch, self._rank, self._device)
             self._histories.to_(self._device)
             self._record(False)
+            if self.blend.device != with_index(self._device):
+                self._place_blend()
         if self._compute_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._compute_dtype)
@@ -263,6 +294,7 @@ class LowBitPrecision(FSDPPrecision):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the state under a key that does not depend on the plugin's class."""
         state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
+        state["blend"] = self.blend.cpu().clone()
         if self._histories:
             state |= self._histories.state_dict()
         checkpoint[_CHECKPOINT_KEY] = state
@@ -289,6 +321,7 @@ class LowBitPrecision(FSDPPrecision):
         self._load_histories(state)
         self.step, self.micro_batch = state["step"], state["micro_batch"]
         self.set_phase(state["phase"])
+        self.set_blend(float(state.get("blend", 1.0)))
 
     def _load_histories(self, state: Mapping[str, Any]) -> None:
         if self.fresh_histories or not self._histories:

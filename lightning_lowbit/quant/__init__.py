@@ -3,7 +3,7 @@
 from lightning_lowbit.quant.cast import Cast, Scale
 from lightning_lowbit.quant.hadamard import Hadamard, rotate
 from lightning_lowbit.quant.mean import split_mean
-from lightning_lowbit.quant.quantize import Operand, Quantized, quantize, quantize_operand
+from lightning_lowbit.quant.quantize import Operand, Quantized, blend, quantize, quantize_operand
 from lightning_lowbit.quant.smooth import largest, smoothing_factor
 from lightning_lowbit.quant.surrogate import SURROGATES, surrogate_factor, through_rounding
 
@@ -14,6 +14,7 @@ __all__ = [
     "Operand",
     "Quantized",
     "Scale",
+    "blend",
     "largest",
     "quantize",
     "quantize_operand",

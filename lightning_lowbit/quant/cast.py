@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, TypeVar
 
-from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format
+from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format, integer
 
 Block = int | tuple[int, int] | Literal["row", "tensor"]
 _T = TypeVar("_T")
@@ -92,6 +92,26 @@ REFUSED: "tuple[tuple[Callable[[Scale, str | None], bool], str], ...]" = (
         "four_over_six.",
     ),
     (
+        lambda scale, _: scale.format != "fp32" and (scale.statistic, scale.factor, scale.epsilon) != ("absmax", 1, 0),
+        "Scale.statistic, factor and epsilon say what an fp32 scale is made from: take format='fp32', or leave them "
+        "out.",
+    ),
+    (
+        lambda scale, _: scale.statistic != "absmax" and scale.margin > 0,
+        "Scale.margin leaves room above the largest magnitude, from which this scale is not made: leave it out, or "
+        "take factor.",
+    ),
+    (
+        lambda scale, _: scale.statistic != "absmax" and scale.source == "delayed",
+        "Delayed scaling remembers largest magnitudes, from which this scale is not made: take statistic='absmax', or "
+        "source='current'.",
+    ),
+    (
+        lambda scale, element: scale.statistic == "minmax" and not (element or "int").startswith("int"),
+        "With statistic='minmax' an element counts steps from the least one, which integers do: take 'int2' to 'int8', "
+        "or statistic='absmax'.",
+    ),
+    (
         lambda scale, _: scale.margin > 0 and scale.format != "fp32",
         "Scale.margin leaves room above the largest magnitude in fp32 scales: take format='fp32', or leave out margin.",
     ),
@@ -140,6 +160,13 @@ class Scale:
         prescale: what elements are multiplied by once the scales are made; undone in the operand's own decoding. 3/4
             keeps FP4 elements from saturating under ``"floor"`` (Tseng et al., arXiv 2502.20586, algorithm 2).
         margin: powers of two of room above the largest magnitude, for ``"fp32"``: scales are 2^margin larger.
+        statistic: of a block, what its scale is made from, for ``"fp32"``. ``"absmax"``: the largest magnitude, which
+            becomes the largest level; ``"absmean"``: the mean magnitude, which becomes 1, and larger elements saturate
+            (BitNet b1.58, arXiv 2402.17764, section 2); ``"minmax"``: least and largest element, 0 among them, between
+            which an integer of b bits counts 2^b - 1 steps from a zero point (Jacob et al., arXiv 1712.05877, section
+            2.1).
+        factor: what the statistic is multiplied by, for ``"fp32"``: below 1 more elements saturate.
+        epsilon: the least that the statistic is taken for, for ``"fp32"``: 1e-5 in BitNet.
         source: of the largest magnitude of the tensor. ``"current"``: the tensor itself; ``"delayed"``: those of the
             steps before, which :class:`lightning_lowbit.nn.AmaxHistories` remembers (FP8 Formats for Deep Learning,
             arXiv 2209.05433, and Transformer Engine's ``DelayedScaling``). Magnitudes beyond it saturate. Takes
@@ -159,6 +186,9 @@ class Scale:
     four_over_six: Literal["mse", "mae"] | None = None
     prescale: float = 1.0
     margin: int = 0
+    statistic: Literal["absmax", "absmean", "minmax"] = "absmax"
+    factor: float = 1.0
+    epsilon: float = 0.0
     source: Literal["current", "delayed"] = "current"
     history: int = 16
     algorithm: Literal["max", "most_recent"] = "max"
@@ -180,19 +210,23 @@ class Scale:
             raise ValueError(f"Scale.two_level is true or false; got {self.two_level!r}.")
         if self.four_over_six is not None:
             choose("error measure of Scale.four_over_six", self.four_over_six, ("mse", "mae"))
+        choose("statistic of Scale", self.statistic, ("absmax", "absmean", "minmax"))
         choose("source of Scale", self.source, ("current", "delayed"))
         choose("algorithm of Scale", self.algorithm, ("max", "most_recent"))
         for name, least, most in (("margin", 0, 64), ("history", 1, 2**20)):
             if type(number := getattr(self, name)) is not int or not least <= number <= most:
                 raise ValueError(f"Scale.{name} is a whole number from {least} to {most}; got {number!r}.")
-        for name, largest in (("top", self.storage.max), ("prescale", 1.0)):
+        for name, largest in (("top", self.storage.max), ("prescale", 1.0), ("factor", 2.0**16), ("epsilon", 1.0)):
             value = getattr(self, name)
             if name == "top" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"Scale.{name} is a number; got {value!r}.")
-            if not 0 < value <= largest:
-                raise ValueError(f"Scale.{name} must lie in (0, {largest:g}] for {self.format} scales; got {value!r}.")
+            if not (0 < value <= largest or (name == "epsilon" and value == 0)):
+                bracket = "[" if name == "epsilon" else "("
+                raise ValueError(
+                    f"Scale.{name} must lie in {bracket}0, {largest:g}] for {self.format} scales; got {value!r}."
+                )
         _refuse(self, None)
 
     @property
@@ -215,7 +249,7 @@ class Scale:
     @property
     def needs_amax(self) -> bool:
         """Whether the largest magnitude of the whole tensor enters."""
-        return self.two_level or self.block == "tensor"
+        return self.two_level or (self.block == "tensor" and self.statistic == "absmax")
 
     @property
     def significant_bits(self) -> int:
@@ -239,6 +273,10 @@ class Scale:
             parts.append(f"(x{self.prescale:g})")
         if self.margin:
             parts.append(f"(margin {self.margin})")
+        if (self.statistic, self.factor) != ("absmax", 1):
+            parts.append(f"({self.statistic}{'' if self.factor == 1 else f' x{self.factor:g}'})")
+        if self.epsilon:
+            parts.append(f"(epsilon {self.epsilon:g})")
         if self.source == "delayed":
             parts.append(f"(delayed {self.history}{'' if self.algorithm == 'max' else f' {self.algorithm}'})")
         return "".join(parts)
@@ -253,6 +291,9 @@ class Cast:
             ``"e5m2"``, ``"int2"`` to ``"int8"``, ``"ternary"``.
         scale: how the scales are made; a mapping of its fields is accepted too.
         rounding: of the elements. ``"nearest"`` has ties to even; ``"stochastic"`` is unbiased and needs a key.
+        rounded: what enters a GEMM, elements times block scales, is rounded to bfloat16 where that is the dtype of the
+            computation, as fake quantisation does; what it holds exactly stays as it is. If not, a GEMM whose operands
+            bfloat16 does not hold exactly is one of float32.
 
     Raises:
         ValueError: an argument is not one of the above, or a combination has no meaning; ``REFUSED`` lists those.
@@ -261,6 +302,7 @@ class Cast:
     element: str = "e2m1"
     scale: Scale = Scale()
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounded: bool = False
     spec: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -270,8 +312,10 @@ class Cast:
             object.__setattr__(self, "scale", from_fields(Scale, "Scale", self.scale))
         if not isinstance(self.scale, Scale):
             raise ValueError(f"Cast.scale is a Scale or a mapping of its fields; got {self.scale!r}.")
+        if not isinstance(self.rounded, bool):
+            raise ValueError(f"Cast.rounded is true or false; got {self.rounded!r}.")
         _refuse(self.scale, self.element)
-        own = {name: getattr(self, name) for name in ("element", "rounding")}
+        own = {name: getattr(self, name) for name in ("element", "rounding", "rounded")}
         object.__setattr__(self, "spec", json.dumps({**own, "scale": asdict(self.scale)}))
 
     @staticmethod
@@ -287,7 +331,7 @@ class Cast:
             ValueError: an unknown field, or a combination that has no meaning.
         """
         for name in changes:
-            choose("field of Cast", name, ("element", "scale", "rounding"))
+            choose("field of Cast", name, [f.name for f in fields(Cast) if f.init])
         if isinstance(scale := changes.get("scale"), Mapping):
             for name in scale:
                 choose("field of Scale", name, [f.name for f in fields(Scale)])
@@ -302,17 +346,24 @@ class Cast:
         return ELEMENT_FORMATS[self.element]
 
     @property
+    def grid(self) -> Format:
+        """What elements are rounded to: their format, or with a zero point whole numbers on either side of it."""
+        return integer(self.format.bits + 1) if self.scale.statistic == "minmax" else self.format
+
+    @property
     def fits_bfloat16(self) -> bool:
         """Whether what enters the GEMM, elements times block scales, is exact in bfloat16 (8 significant bits)."""
-        return self.format.significant_bits + (self.scale.significant_bits if self.scale.per_block else 0) <= 8
+        return self.grid.significant_bits + (self.scale.significant_bits if self.scale.per_block else 0) <= 8
 
     @property
     def bits(self) -> float:
-        """Bits per element, with its share of the block scale: 4.5 for NVFP4; one per row or tensor counts as 0."""
+        """Bits per element, with its share of scale and zero point: 4.5 for NVFP4; one of a row or tensor is 0."""
         block = self.scale.block
         if isinstance(block, str):
             return float(self.format.bits)
-        return self.format.bits + self.scale.storage.bits / (math.prod(block) if isinstance(block, tuple) else block)
+        shared = self.scale.storage.bits + (self.format.bits if self.scale.statistic == "minmax" else 0)
+        return self.format.bits + shared / (math.prod(block) if isinstance(block, tuple) else block)
 
     def __str__(self) -> str:
-        return f"{self.element}/{self.scale}" + ("~" if self.rounding == "stochastic" else "")
+        marks = ("~" if self.rounding == "stochastic" else "") + ("≈" if self.rounded else "")
+        return f"{self.element}/{self.scale}{marks}"

@@ -3,37 +3,44 @@
 :func:`quantize` gives codes and scales, what hardware and exporters store. :func:`quantize_operand` gives the same
 numbers as a GEMM wants them: ``codes * scales`` in the GEMM's dtype, and the scale of the tensor as one factor apart.
 
-Both see the tensor as a matrix cut into tiles: 1 x k for blocks along its rows, k x 1 along its columns. The *blocked
-view* has the two sides of a tile as dimensions 1 and 3, so that a scale is a reduction over the odd dimensions:
-
-    [R, C]  ->  [R / k1, k1, C / k2, k2]         or, where a side is 1,   [R C / k, k]   and   [R / k, k, C]
-
-A scale that belongs to a whole row, column or tensor is a reduction over an even dimension of [R, 1, C] or [R C, 1]:
-the odd ones are constants of compiled code, and sizes of tensors must not be.
+Both see the tensor as a matrix cut into tiles, see :mod:`lightning_lowbit.quant.blocks`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowbit.kernels import compiled, opaque
+from lightning_lowbit.quant.blocks import (
+    ALL,
+    Tile,
+    as_matrix,
+    block_dims,
+    element_index,
+    elements_per_block,
+    from_blocks,
+    from_matrix,
+    scales_view,
+    tile_of,
+    to_blocks,
+)
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.rounding import round_nearest, round_stochastic, uniform
 from lightning_lowbit.quant.scaling import (
     absmax,
+    block_mean,
+    block_range,
     block_scales,
     encode_factor,
     four_over_six_scales,
     scales_of,
     stored_scales,
     tensor_encode_scale,
+    zero_points,
 )
-
-ALL = 0  # as the side of a tile: all there is
-Tile = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ class Quantized:
         tensor_scale: float32, 0-d, what every block scale is multiplied by; None with one level.
         cast: how it was quantised.
         dim: the blocked dimension, counted from the end (for tiles of no consequence).
+        zero_points: uint8, the shape of ``scales``: the code of 0 with ``statistic="minmax"``, else None.
     """
 
     codes: Tensor
@@ -55,18 +63,29 @@ class Quantized:
     tensor_scale: Tensor | None
     cast: Cast
     dim: int
+    zero_points: Tensor | None = None
+
+    def elements(self) -> Tensor:
+        """What the codes stand for, in units of their scales: float32, the shape of the tensor."""
+        if self.zero_points is None:
+            return self.cast.format.decode(self.codes)
+        return self._spread(self.codes.float(), self.zero_points.float(), torch.sub)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``code * (scale * tensor_scale)``: computed in float32, rounded once to ``dtype``."""
-        codes, scales = _as_matrix(self.codes, self.dim), _as_matrix(self.scales, self.dim)
-        tile = _tile(self.cast, self.dim, self.codes.dim())
+        """``element * (scale * tensor_scale)``: computed in float32, rounded once to ``dtype``."""
         storage = self.cast.scale.storage
-        scales = scales.float() if storage.dtype is not None else storage.decode(scales)
+        scales = self.scales.float() if storage.dtype is not None else storage.decode(self.scales)
         if self.tensor_scale is not None:
             scales = scales * self.tensor_scale
-        blocks = to_blocks(self.cast.format.decode(codes), tile)
-        values = from_blocks(blocks * _scales_view(scales, blocks, tile), codes.shape, tile)
-        return _from_matrix(values, self.codes.shape, self.dim).to(dtype)
+        return self._spread(self.elements(), scales, torch.mul).to(dtype)
+
+    def _spread(self, elements: Tensor, scales: Tensor, operation: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """An operation on each element and what its block has."""
+        matrix, scales = as_matrix(elements, self.dim), as_matrix(scales, self.dim)
+        tile = tile_of(self.cast, self.dim, elements.dim())
+        blocks = to_blocks(matrix, tile)
+        values = from_blocks(operation(blocks, scales_view(scales, blocks, tile)), matrix.shape, tile)
+        return from_matrix(values, elements.shape, self.dim)
 
 
 class Operand(NamedTuple):
@@ -117,23 +136,31 @@ def quantize(
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"There is no dimension {dim} in a tensor of shape {tuple(x.shape)}.")
     dim = dim if dim < 0 else dim - x.dim()
-    matrix, tile = _as_matrix(x.float(), dim), _tile(cast, dim, x.dim())
-    blocks, scales, decode = _scale_blocks(matrix, cast, tile, amax)
-    codes = _round(blocks, scales, decode, cast, key, scaled=False, dtype=torch.float32)
-    stored = stored_scales(scales, cast)
+    matrix, tile = as_matrix(x.float(), dim), tile_of(cast, dim, x.dim())
+    scaled = _scale_blocks(matrix, cast, tile, amax)
+    elements = _round(scaled, cast, key, multiplied=False, dtype=torch.float32)
+    stored = stored_scales(scaled.scales, cast)
     if cast.scale.block == "tensor":
         stored = torch.where(absmax(matrix).isfinite(), stored, torch.nan)  # some formats of elements have no NaN
-        stored = stored.reshape([1] * x.dim())
+
+    def per_block(values: Tensor) -> Tensor:
+        if cast.scale.block == "tensor":
+            return values.reshape([1] * x.dim())
+        shape = [1 if k == ALL else -(-n // k) for n, k in zip(matrix.shape, tile, strict=True)]
+        return from_matrix(values.reshape(shape), x.shape, dim)
+
+    if (zeros := scaled.zeros) is None:
+        codes = cast.format.encode(from_blocks(elements, matrix.shape, tile))
     else:
-        stored = stored.reshape([1 if k == ALL else -(-n // k) for n, k in zip(matrix.shape, tile, strict=True)])
-        stored = _from_matrix(stored, x.shape, dim)
-    storage = cast.scale.storage
+        codes = from_blocks(elements + zeros, matrix.shape, tile).nan_to_num(nan=0.0).to(torch.uint8)
+    storage, stored = cast.scale.storage, per_block(stored)
     return Quantized(
-        codes=_from_matrix(cast.format.encode(from_blocks(codes, matrix.shape, tile)), x.shape, dim),
+        codes=from_matrix(codes, x.shape, dim),
         scales=stored.to(storage.dtype) if storage.dtype is not None else storage.encode(stored),
-        tensor_scale=decode if cast.scale.two_level or cast.scale.prescale != 1 else None,
+        tensor_scale=scaled.decode if cast.scale.two_level or cast.scale.prescale != 1 else None,
         cast=cast,
         dim=dim,
+        zero_points=None if zeros is None else per_block(zeros).nan_to_num(nan=0.0).to(torch.uint8),
     )
 
 
@@ -150,8 +177,9 @@ def quantize_operand(
     Args:
         x: matrix ``[rows, columns]`` in the GEMM's dtype.
         cast, dim, key, amax: as in :func:`quantize`.
-        dtype: of the values, one that holds them exactly: float32, or the elements' own where scales are per row or
-            tensor; None for that of ``x``, which in bfloat16 is exact where ``cast.fits_bfloat16``, and float32 else.
+        dtype: of the values, one that holds them exactly: float32, or ``cast.grid.gemm_dtype`` where scales are per
+            row or tensor; None for that of ``x``, if it is exact in bfloat16 or the cast is ``rounded``, and float32
+            else.
 
     Returns:
         ``codes * scales`` and the tensor's scale; scales per row or tensor are part of the factor.
@@ -160,10 +188,30 @@ def quantize_operand(
     return Operand(values, factor if _has_factor(cast) else None)
 
 
+def blend(x: Tensor, quantised: Operand, share: Tensor, exact: bool = False) -> Operand:
+    """``x + λ (q - x)``: an operand on its way from high precision to few bits (progressive quantisation).
+
+    Args:
+        x: matrix ``[rows, columns]``.
+        quantised: q, of the same shape.
+        share: λ in [0, 1], 0-d float32. 0 gives ``x`` to the bit where q is finite, and 1 gives q, rounded once.
+        exact: values are float32 instead of being rounded to a narrower dtype of ``x``.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32) if exact else x.dtype
+    return Operand(_blend(x, quantised.values, quantised.factor, share, dtype))
+
+
+@opaque(lambda x, values, factor, share, dtype: x.new_empty(x.shape, dtype=dtype))
+def _blend(x: Tensor, values: Tensor, factor: Tensor | None, share: Tensor, dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, values = x.to(wide), values.to(wide)
+    return torch.lerp(x, values if factor is None else values * factor, share.to(wide)).to(dtype).contiguous()
+
+
 def scaled_elements(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> Tensor:
     """The elements of a matrix in units of their scales, before rounding: float32, the shape of ``x``."""
-    tile = _tile(cast, dim, x.dim())
-    blocks, scales, decode = _scale_blocks(x, cast, tile, amax)
+    tile = tile_of(cast, dim, x.dim())
+    blocks, scales, decode, _ = _scale_blocks(x, cast, tile, amax)
     return from_blocks(blocks.float() * encode_factor(scales, decode, cast), x.shape, tile)
 
 
@@ -179,7 +227,13 @@ def _factor_shape(x: Tensor, cast: Cast, dim: int) -> tuple[int, ...]:
 
 def _operand_dtype(x: Tensor, cast: Cast) -> torch.dtype:
     # float16 has the digits but not the range: codes * scales exceed 65504 for some scale formats.
-    return x.dtype if cast.fits_bfloat16 and x.dtype != torch.float16 else torch.float32
+    fits = cast.fits_bfloat16 and x.dtype != torch.float16
+    return x.dtype if fits or _is_rounded(x, cast) else torch.float32
+
+
+def _is_rounded(x: Tensor, cast: Cast) -> bool:
+    """Whether what enters the GEMM is rounded to the dtype of ``x``."""
+    return cast.rounded and cast.scale.per_block and x.dtype != torch.float16
 
 
 def _fake_operand(
@@ -195,41 +249,56 @@ def _quantize_operand(
     x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     cast = Cast.from_spec(spec)
-    tile = _tile(cast, dim, x.dim())
-    blocks, scales, factor = _scale_blocks(x, cast, tile, amax)
-    rounded = _round(blocks, scales, factor, cast, key, scaled=cast.scale.per_block, dtype=dtype)
+    tile = tile_of(cast, dim, x.dim())
+    scaled = _scale_blocks(x, cast, tile, amax)
+    rounded = x.dtype if _is_rounded(x, cast) else dtype  # also where float32 is asked for
+    values = _round(scaled, cast, key, cast.scale.per_block, rounded)
+    factor = scaled.decode
     if not cast.scale.per_block:
-        factor = (stored_scales(scales, cast) * factor).reshape(_factor_shape(x, cast, dim))
-    return from_blocks(rounded, x.shape, tile).contiguous(), factor
+        factor = (stored_scales(scaled.scales, cast) * factor).reshape(_factor_shape(x, cast, dim))
+    return from_blocks(values.to(dtype), x.shape, tile).contiguous(), factor
+
+
+class _Scaled(NamedTuple):
+    """The blocked view of a matrix, its scales as :func:`block_scales` gives them, 1/S and z of :mod:`scaling`."""
+
+    blocks: Tensor
+    scales: Tensor
+    decode: Tensor
+    zeros: Tensor | None = None
 
 
 @compiled
 def _round_blocks(
-    blocks: Tensor, scales: Tensor, decode_scale: Tensor, *keys: Tensor, cast: Cast, scaled: bool, dtype: torch.dtype
+    blocks: Tensor,
+    scales: Tensor,
+    decode_scale: Tensor,
+    *rest: Tensor,
+    cast: Cast,
+    multiplied: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Rounds blocked elements; ``codes * scales`` if ``scaled``, else the codes' values."""
+    """Rounds blocked elements; ``elements * scales`` if ``multiplied``, else the elements.
+
+    ``rest``: the zero points of casts that have them, then the key of those that round stochastically.
+    """
     values = blocks.float()
     if cast.scale.block == "tensor":
         values = values + (values - values)  # an amax from outside does not tell of infinities: this makes them NaN
     values = values * encode_factor(scales, decode_scale, cast)
-    if keys:
-        codes = round_stochastic(values, cast.format, uniform(_element_index(blocks), keys[0]))
+    if cast.scale.statistic == "minmax":  # the levels of the block are those from -z on
+        values = torch.minimum(torch.maximum(values, -rest[0]), cast.grid.max - rest[0])
+    if cast.rounding == "stochastic":
+        elements = round_stochastic(values, cast.grid, uniform(element_index(blocks), rest[-1]))
     else:
-        codes = round_nearest(values, cast.format)
-    return (codes * stored_scales(scales, cast) if scaled else codes).to(dtype)
+        elements = round_nearest(values, cast.grid)
+    return (elements * stored_scales(scales, cast) if multiplied else elements).to(dtype)
 
 
-def _round(
-    blocks: Tensor,
-    scales: Tensor,
-    decode: Tensor,
-    cast: Cast,
-    key: Tensor | int | None,
-    scaled: bool,
-    dtype: torch.dtype,
-) -> Tensor:
+def _round(scaled: _Scaled, cast: Cast, key: Tensor | int | None, multiplied: bool, dtype: torch.dtype) -> Tensor:
+    blocks, tensors = scaled.blocks, [tensor for tensor in scaled if tensor is not None]
     if cast.rounding == "nearest":
-        return _round_blocks(blocks, scales, decode, cast=cast, scaled=scaled, dtype=dtype)
+        return _round_blocks(*tensors, cast=cast, multiplied=multiplied, dtype=dtype)
     if key is None:
         raise ValueError(
             f"{cast} rounds stochastically and needs a key: quantize(x, cast, key=...). In a layer, keys are set by "
@@ -240,15 +309,15 @@ def _round(
     if key.dtype != torch.int64 or key.numel() != 1:
         raise ValueError(f"A key is an integer or an int64 tensor of one element; got {key!r}.")
     key = key.reshape(())
-    return _round_blocks(blocks, scales, decode, key, cast=cast, scaled=scaled, dtype=dtype)
+    return _round_blocks(*tensors, key, cast=cast, multiplied=multiplied, dtype=dtype)
 
 
-def _scale_blocks(x: Tensor, cast: Cast, tile: Tile, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The blocked view of a matrix, its scales as :func:`block_scales` gives them, and 1/S of :mod:`scaling`."""
+def _scale_blocks(x: Tensor, cast: Cast, tile: Tile, amax: Tensor | None) -> _Scaled:
     blocks = to_blocks(x, tile)
     if amax is not None and not cast.scale.needs_amax:
         raise ValueError(
-            f"amax was given, but {cast} has no scale of the whole tensor: use Scale(two_level=True) or block='tensor'."
+            f"amax was given, but {cast} has no scale of the whole tensor's largest magnitude: use "
+            "Scale(two_level=True), or block='tensor' with statistic='absmax'."
         )
     if amax is None and cast.scale.needs_amax:
         amax = absmax(x)
@@ -259,8 +328,15 @@ def _scale_blocks(x: Tensor, cast: Cast, tile: Tile, amax: Tensor | None) -> tup
         amax = amax.float().reshape(())
         if cast.scale.two_level:
             encode = tensor_encode_scale(amax, cast)
-    dims = _block_dims(blocks, tile)
-    if cast.scale.block == "tensor":
+    dims = block_dims(blocks, tile)
+    zeros = None
+    if cast.scale.statistic == "absmean":
+        scales = scales_of(block_mean(blocks, dims, elements_per_block(x, blocks, tile)), encode, cast)
+    elif cast.scale.statistic == "minmax":
+        low, span = block_range(blocks, dims)
+        scales = scales_of(span, encode, cast)
+        zeros = zero_points(low, scales, cast)
+    elif cast.scale.block == "tensor":
         assert amax is not None
         scales = scales_of(amax.reshape(1, 1), encode, cast)
     elif cast.scale.four_over_six is not None:
@@ -268,85 +344,4 @@ def _scale_blocks(x: Tensor, cast: Cast, tile: Tile, amax: Tensor | None) -> tup
     else:
         scales = block_scales(blocks, encode, cast=cast, dims=dims)
     # The prescale comes after the scales are made: made of smaller elements, they would be smaller themselves.
-    return blocks, scales, torch.reciprocal(encode * cast.scale.prescale)
-
-
-def _element_index(blocks: Tensor) -> Tensor:
-    """Row-major index of every element, int32: that of the matrix, padded to whole blocks."""
-    index: Tensor | int = 0
-    stride = 1
-    for dimension in reversed(range(blocks.dim())):
-        shape = [1] * blocks.dim()
-        shape[dimension] = blocks.shape[dimension]
-        index = index + torch.arange(shape[dimension], dtype=torch.int32, device=blocks.device).view(shape) * stride
-        stride = stride * shape[dimension]
-    assert isinstance(index, Tensor)
-    return index
-
-
-# --- the blocked view -------------------------------------------------------------------------------------------------
-
-
-def _tile(cast: Cast, dim: int, dimensions: int) -> Tile:
-    block = cast.scale.block
-    if isinstance(block, tuple):
-        return block
-    if block == "tensor":
-        return (ALL, ALL)
-    size = ALL if block == "row" else int(block)
-    return (size, 1) if dimensions == 2 and dim in (0, -2) else (1, size)
-
-
-def to_blocks(matrix: Tensor, tile: Tile) -> Tensor:
-    """Blocked view of a matrix ``[R, C]``, zero-padded to whole tiles (zeros change no maximum and round to zero)."""
-    matrix = matrix.contiguous()
-    (rows, columns), (k1, k2) = matrix.shape, tile
-    if tile == (ALL, ALL):
-        return matrix.reshape(rows * columns, 1)
-    if ALL in tile:
-        return matrix.reshape(rows, 1, columns)
-    if rows % k1 or columns % k2:
-        matrix = F.pad(matrix, (0, -columns % k2, 0, -rows % k1))
-        rows, columns = matrix.shape
-    if k1 == 1:
-        return matrix.reshape(rows * columns // k2, k2)
-    if k2 == 1:
-        return matrix.reshape(rows // k1, k1, columns)
-    return matrix.reshape(rows // k1, k1, columns // k2, k2)
-
-
-def _block_dims(blocks: Tensor, tile: Tile) -> tuple[int, ...]:
-    """The dimensions of one block in its view."""
-    if ALL not in tile:
-        return tuple(range(1, blocks.dim(), 2))
-    return (2,) if tile == (1, ALL) else (0,)
-
-
-def _scales_view(scales: Tensor, blocks: Tensor, tile: Tile) -> Tensor:
-    """Scales, in the order of a matrix, as they multiply a blocked view."""
-    dims = _block_dims(blocks, tile)
-    return scales.reshape([1 if i in dims or i % 2 else size for i, size in enumerate(blocks.shape)])
-
-
-def from_blocks(blocks: Tensor, shape: torch.Size, tile: Tile) -> Tensor:
-    """Inverse of :func:`to_blocks`: the matrix of the given shape, without padding."""
-    rows, columns = shape
-    if ALL in tile:
-        return blocks.reshape(shape)
-    padded = blocks.reshape(rows + -rows % tile[0], columns + -columns % tile[1])
-    return padded if padded.shape == shape else padded[:rows, :columns]
-
-
-def _as_matrix(x: Tensor, dim: int) -> Tensor:
-    """A matrix is itself; any other tensor has the blocked dimension moved to the columns."""
-    if x.dim() == 2:
-        return x
-    return x.movedim(dim, -1).flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
-
-
-def _from_matrix(matrix: Tensor, shape: torch.Size, dim: int) -> Tensor:
-    """Inverse of :func:`_as_matrix` for a tensor of ``shape``, whose size along ``dim`` may have changed."""
-    if len(shape) == 2:
-        return matrix
-    leading = [size for i, size in enumerate(shape) if i != len(shape) + dim]
-    return matrix.reshape(*leading, matrix.shape[-1]).movedim(-1, dim)
+    return _Scaled(blocks, scales, torch.reciprocal(encode * cast.scale.prescale), zeros)

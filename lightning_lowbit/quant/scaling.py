@@ -11,11 +11,14 @@ last bit, and is Transformer Engine's):
     ExMy    s = round(min(b * (S * fl(1 / element.max)), scale.max))
     4/6     s = round(min((b / 6) * S * m, scale.max)) with m = 1 or 6/4, the one with the smaller error in the block
     E8M0    s = 2^(k - floor(log2 element.max)) with b * S = 2^k * m, and one more where the rule rounds up
-    fp32    e = element.max * 2^-margin / b, stored as s = 1/e; elements are multiplied by e itself
+    fp32    e = element.max * 2^-margin / b, stored as s = 1/e; elements are multiplied by e itself. With another
+            statistic e = 1 / mean|x| or (2^bits - 1) / (max - min); what divides is at least epsilon, and then is
+            multiplied by factor
 
 With a prescale p, e is p / s and a value code * (s / p). A block whose s underflows to 0 decodes to 0. A block that
 holds a NaN or an infinity gets s = NaN and decodes to NaN, whatever its element format: an overflow never becomes a
-finite number. Where A is 0 or not finite, S is 1; where b is 0 an fp32 e is 1.
+finite number. Where A is 0 or not finite, S is 1; where b is 0 an fp32 e is 1. With "minmax" there is a zero point
+z = round(-min * factor * e), and a value is (code - z) * s.
 """
 
 import math
@@ -60,7 +63,7 @@ def block_scales(blocks: Tensor, encode_scale: Tensor, *, cast: Cast, dims: tupl
     """s above; for fp32 scales e.
 
     Args:
-        blocks: floating point, a blocked view, see :func:`quantize.to_blocks`.
+        blocks: floating point, a blocked view, see :func:`blocks.to_blocks`.
         encode_scale: S, 0-d float32.
         dims: the dimensions of one block in that view.
 
@@ -78,14 +81,48 @@ def block_amax(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
     return blocks.abs().amax(dims, keepdim=True).float()
 
 
+def block_mean(blocks: Tensor, dims: tuple[int, ...], counts: Tensor) -> Tensor:
+    """Mean magnitudes over some dimensions, which keep the size 1: float32, 0 of no elements.
+
+    Args:
+        counts: the elements that are there, at least 1; the others are padding.
+    """
+    # The sum is a float64, so that its order (of a GPU, of several ranks) does not decide the last bit of the mean.
+    wide = torch.float32 if blocks.device.type == "mps" else torch.float64  # which Apple's GPUs lack
+    total = blocks.abs().sum(dims, keepdim=True, dtype=wide)
+    return (total / counts).float()
+
+
+def block_range(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Least elements over some dimensions, which keep the size 1, and how far the largest lie above, with 0 in between.
+
+    Both are float32, the second NaN where an element is not finite. Each end is at most half of what float32 reaches,
+    so that the span is within it: elements beyond saturate.
+    """
+    if blocks.numel() == 0:
+        zero = block_amax(blocks, dims)
+        return zero, zero
+    low, high = blocks.amin(dims, keepdim=True).float(), blocks.amax(dims, keepdim=True).float()
+    finite = low.isfinite() & high.isfinite()
+    low, high = low.clamp(-_FLOAT32_MAX / 2, 0), high.clamp(0, _FLOAT32_MAX / 2)
+    return low, torch.where(finite, high - low, torch.nan)
+
+
+def zero_points(low: Tensor, scales: Tensor, cast: Cast) -> Tensor:
+    """z above, from the least elements of blocks and e: whole numbers in float32, from 0 to 2^bits - 1."""
+    return round_nearest(-low * cast.scale.factor * scales, cast.grid)
+
+
 def scales_of(amax: Tensor, encode_scale: Tensor, cast: Cast) -> Tensor:
-    """s above (for fp32 scales e) from the largest magnitudes of blocks: float32, any shape."""
+    """s above (for fp32 scales e) from the statistics of blocks, such as largest magnitudes: float32, any shape."""
     if cast.scale.format == "fp32":
-        scales = _divide(cast.format.max * 2.0**-cast.scale.margin, amax).clamp(_FLOAT32_LEAST, _FLOAT32_MAX)
+        size = {"absmax": cast.format.max * 2.0**-cast.scale.margin, "absmean": 1.0, "minmax": cast.grid.max}
+        amount = amax.clamp(min=cast.scale.epsilon) * cast.scale.factor
+        scales = _divide(size[cast.scale.statistic], amount).clamp(_FLOAT32_LEAST, _FLOAT32_MAX)
         if cast.scale.rounding == "power_of_two":
             exponent = binary_exponent(scales)[0]  # downwards: what elements are multiplied by
             scales = power_of_two(exponent.clamp(min=-127))  # whose reciprocal still is a float32
-        scales = torch.where(amax > 0, scales, 1.0)
+        scales = torch.where(amount > 0, scales, 1.0)
     elif cast.scale.format == "e8m0":
         wanted = (amax * encode_scale).clamp(max=_FLOAT32_MAX)  # an amax from outside may be far too small
         scales = _round_e8m0(wanted, cast.format, cast.scale.rounding)

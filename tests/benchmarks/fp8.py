@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     names = [*OURS, *(f"torchao {recipe}" for recipe in TORCHAO)]
-    obstacle = native_obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    obstacle = native_obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu"), "fp8")
     print(f"{describe('cuda' if torch.cuda.is_available() else 'cpu')}{f'; {obstacle}' if obstacle else ''}")
     print(f"{options.tokens} tokens; {options.rounds} interleaved rounds of {REPEATS} calls, medians; bf16 in ms, the")
     print("others relative to it in speed\n")

@@ -63,7 +63,7 @@ def check(models: dict[str, nn.Module], x: Tensor, gradient: Tensor) -> None:
     assert torch.equal(first, second), "the control's gradient is another"
     for name in list(models)[2:]:
         error = relative_error(results[name], plain)
-        assert 0.01 < error < 0.3, f"{name} is off by {error}"
+        assert 0.001 < error < 0.9, f"{name} is off by {error}"  # of 8 bits, of 2
         with kernels.backend("eager"):
             assert torch.equal(results[name], step(models[name], x, gradient)), f"{name}: compiled and eager differ"
 

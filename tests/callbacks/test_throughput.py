@@ -2,6 +2,7 @@
 
 import csv
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, Throughput
+from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, TernaryPrecision, Throughput
 from lightning_lowbit.callbacks import throughput
 from lightning_lowbit.callbacks.throughput import PEAKS
 
@@ -152,7 +153,20 @@ def test_measured_flops(clock, settings, peak):
 
 @pytest.mark.parametrize("peaks", [{"float8": 8e4, "float32": 1e4}, {"float32": 1e4}])
 def test_native_gemms_have_the_peak_of_fp8(clock, monkeypatch, peaks):
-    """Of two layers of one size the first is native; half of all FLOPs are, and no gradient of its input is needed."""
+    """Of two layers of one size the first is native; no gradient of its input is needed."""
+    first_of_two_is_native(clock, monkeypatch, FP8Precision("current", **SECOND_IN_HP), peaks, "float8", 2)
+
+
+@pytest.mark.parametrize("peaks", [{"int8": 8e4, "float8": 1.0, "float32": 1e4}, {"float8": 8e4, "float32": 1e4}])
+def test_native_gemms_have_the_peak_of_int8(clock, monkeypatch, peaks):
+    """Of a ternary layer the forward pass alone is native."""
+    first_of_two_is_native(clock, monkeypatch, TernaryPrecision(**SECOND_IN_HP), peaks, "int8", 1)
+
+
+SECOND_IN_HP: dict[str, Any] = {"overrides": {r"layer\.1": "bf16"}, "compute_dtype": "fp32"}
+
+
+def first_of_two_is_native(clock, monkeypatch, plugin, peaks, kind, native):
 
     class TwoLayers(Model):
         def __init__(self, clock):
@@ -162,14 +176,13 @@ def test_native_gemms_have_the_peak_of_fp8(clock, monkeypatch, peaks):
         def train_dataloader(self):
             return DataLoader(RandomDataset(WIDTH, 8 * 16), batch_size=16)  # of which nothing is padded
 
-    monkeypatch.setattr("lightning_lowbit.nn.linear.native_obstacle", lambda device: None)
-    plugin = FP8Precision("current", overrides={r"layer\.1": "bf16"}, compute_dtype="fp32")
+    monkeypatch.setattr("lightning_lowbit.nn.linear.native_obstacle", lambda device, kind: None)
     rows = fit(TwoLayers(clock), PrecisionSummary(quiet=True), Throughput(peak_flops=peaks), plugins=[plugin])
     gemm = 2 * 16 * WIDTH * WIDTH
-    if "float8" not in peaks:
+    if kind not in peaks:
         assert "mfu" not in rows[0]
         return
-    shortest = 2 * gemm / 8e4 + 3 * gemm / 1e4  # seconds
+    shortest = native * gemm / 8e4 + (5 - native) * gemm / 1e4  # seconds
     assert column(rows, "mfu") == approx([shortest / s for s in (2, 8 / 2, 18 / 2)])
 
 

@@ -152,7 +152,17 @@ def test_slices_make_no_difference(preset, monkeypatch):
     assert command.measure(weight, candidate).floats() == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("scale", [Scale("fp32", "tensor"), Scale("fp32", "row"), Scale("e4m3", (32, 16))], ids=str)
+@pytest.mark.parametrize(
+    "scale",
+    [
+        Scale("fp32", "tensor"),
+        Scale("fp32", "tensor", statistic="minmax"),
+        Scale("fp32", "row", statistic="absmean"),
+        Scale("fp32", "row"),
+        Scale("e4m3", (32, 16)),
+    ],
+    ids=str,
+)
 def test_slices_make_no_difference_to_other_scales(scale, monkeypatch):
     monkeypatch.setattr(command, "_SLICE", 96 * 20)
     weight, cast = torch.randn(70, 96) * torch.randn(70, 1).exp(), Cast("int4", scale)
@@ -252,7 +262,7 @@ def test_many_weights_share_rows():
     [
         (["a", "b"], "nvfp4"),
         (["embed", *(f"layers.{i}.up" for i in range(300))], "nvfp4, mxfp8, {element: int8}, {element: ternary}"),
-        ([f"layers.{i}.up" for i in range(40)], "nvfp4, mxfp4"),
+        ([f"layers.{i}.up" for i in range(40)], "nvfp4, {element: int4, scale: {format: fp32, statistic: minmax}}"),
         (["a", "b"], ",".join(WITH_WEIGHTS)),
     ],
     ids=["one cast", "many weights", "a row for each", "many casts"],

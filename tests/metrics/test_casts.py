@@ -25,6 +25,14 @@ CASTS = [
     Cast("e4m3", Scale("fp32", "tensor")),
 ]
 
+# With a zero point: of a block, a tile, a row and the tensor.
+ZERO_POINTS = [
+    Cast("int4", Scale("fp32", 24, statistic="minmax")),
+    Cast("int2", Scale("fp32", (4, 16), statistic="minmax")),
+    Cast("int8", Scale("fp32", "row", statistic="minmax")),
+    Cast("int3", Scale("fp32", "tensor", statistic="minmax", factor=0.7)),
+]
+
 
 def sample(*shape, seed=0, dtype=torch.float32):
     """Rows of very different sizes, so that scales saturate and underflow; zeros among them, and a row of zeros."""
@@ -35,15 +43,19 @@ def sample(*shape, seed=0, dtype=torch.float32):
     return x.to(dtype)
 
 
-def scale_of(quantized, row, column):
-    """The scale of one element, float64, from what is stored."""
+def range_of(quantized, row, column):
+    """What the scale of one element can express, least and largest, in Python's floats from what is stored."""
     scale, scales = quantized.cast.scale, quantized.scales
     scales = scales.double() if scale.storage.dtype is not None else scale.storage.decode(scales).double()
     height, width = scale.block if isinstance(scale.block, tuple) else (1, scale.block)
     if isinstance(width, str):
         height, width = (1, 10**9) if width == "row" else (10**9, 10**9)
     factor = 1.0 if quantized.tensor_scale is None else quantized.tensor_scale.item()
-    return scales[row // height, column // width].item() * factor
+    unit = scales[row // height, column // width].item() * factor
+    if quantized.zero_points is None:
+        return -unit * quantized.cast.format.max, unit * quantized.cast.format.max
+    zero, top = quantized.zero_points[row // height, column // width].item(), 2**quantized.cast.format.bits - 1
+    return -unit * zero, unit * (top - zero)
 
 
 def slow(x, quantized):
@@ -54,12 +66,12 @@ def slow(x, quantized):
     for row in range(x.shape[0]):
         for column in range(x.shape[1]):
             a, b = x[row, column].item(), q[row, column].item()
-            largest = scale_of(quantized, row, column) * quantized.cast.format.max
+            least, largest = range_of(quantized, row, column)
             signal, noise, size = signal + a * a, noise + (a - b) ** 2, size + abs(a)
             growth += (b - a) * ((a > 0) - (a < 0))
             nonzero += a != 0
             underflowed += a != 0 and b == 0
-            saturated += 0 < largest * (1 + 1e-6) < abs(a)
+            saturated += least < largest and (a < least * (1 + 1e-6) or a > largest * (1 + 1e-6))
     return {
         "sqnr": 10 * math.log10(signal / noise),
         "mse": noise / x.numel(),
@@ -72,7 +84,7 @@ def slow(x, quantized):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cast", CASTS, ids=str)
+@pytest.mark.parametrize("cast", [*CASTS, *ZERO_POINTS], ids=str)
 def test_numbers_of_a_cast_equal_a_loop(cast, dtype):
     underflow = saturation = 0.0
     for seed in range(3):
@@ -86,7 +98,8 @@ def test_numbers_of_a_cast_equal_a_loop(cast, dtype):
             assert value.item() == found.floats()[name], name
         underflow, saturation = underflow + expected["underflow"], saturation + expected["saturation"]
     assert underflow > 0, "the sample does not test underflow"
-    assert (saturation > 0) == (cast.scale.format == "e4m3" or cast.scale.rounding == "floor")
+    saturates = cast.scale.format == "e4m3" or cast.scale.rounding == "floor" or cast.scale.statistic == "minmax"
+    assert (saturation > 0) == saturates
 
 
 @pytest.mark.parametrize("dim", [0, 1, -3])
@@ -125,6 +138,40 @@ def test_a_scale_rounded_down_saturates(rounding, saturation):
     x = torch.full((1, 16), 0.7)
     x[0, 3] = -6.3
     assert cast_statistics(x, Cast("e2m1", Scale("e4m3", 16, rounding))).floats()["saturation"] == saturation
+
+
+@pytest.mark.parametrize(
+    ("x", "levels_used", "saturation"),
+    [
+        ([-1.0, 0.6, 2.0, 1.1], [-1, 1, 2, 1], 0.0),  # a scale of 1 and a zero point of 1: levels from -1 to 2
+        ([-1.4, 1.6, 0.2, 0.0], [-1, 2, 0, 0], 0.25),  # -1.4 lies below them
+        ([-1.6, 1.4, 0.2, 0.0], [-2, 1, 0, 0], 0.25),  # of levels from -2 to 1, 1.4 lies above
+        ([0.4, 3.0, 2.0, 1.4], [0, 3, 2, 1], 0.0),  # 0 is among the levels
+        ([-0.4, -3.0, -2.0, -1.4], [0, -3, -2, -1], 0.0),
+    ],
+)
+def test_a_zero_point_by_hand(x, levels_used, saturation):
+    cast = Cast("int2", Scale("fp32", "row", statistic="minmax"))
+    x = torch.tensor([x])
+    quantized = quantize(x, cast)
+    expected = [levels_used.count(level) for level in range(-3, 4)]
+    assert levels(cast.grid) == (-3, -2, -1, 0, 1, 2, 3)
+    assert code_histogram(quantized).tolist() == expected, "counts of what codes stand for, not of codes"
+    found = cast_statistics(x, cast)
+    assert found.codes.tolist() == expected
+    assert found.floats()["saturation"] == saturation
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_all_levels_on_either_side_of_a_zero_point(bits):
+    """Rows with every whole number from -z to 2^bits - 1 - z, once, for every z there is."""
+    steps = 2**bits - 1
+    x = torch.arange(steps + 1) - torch.arange(steps + 1)[:, None].float()
+    cast = Cast(f"int{bits}", Scale("fp32", "row", statistic="minmax"))
+    histogram = code_histogram(quantize(x, cast))
+    assert histogram.tolist() == [steps + 1 - abs(level) for level in range(-steps, steps + 1)]
+    assert cast_statistics(x, cast).floats()["saturation"] == 0
+    assert len(histogram) == len(levels(cast.grid))
 
 
 @pytest.mark.parametrize("element", ["int4", "int8", "e2m1", "e4m3"])
@@ -178,7 +225,7 @@ def test_functions_at_their_limits():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("cast", [CASTS[0], CASTS[3], CASTS[5]], ids=str)
+@pytest.mark.parametrize("cast", [CASTS[0], CASTS[3], CASTS[5], ZERO_POINTS[0]], ids=str)
 def test_elements_that_are_not_finite(cast, value):
     """They take their block with them, which then counts nowhere."""
     x, block = sample(4, 96), cast.scale.block
@@ -238,7 +285,7 @@ def test_histogram_of_nothing():
 # --- parts, devices, what is known of casts ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cast", CASTS, ids=str)
+@pytest.mark.parametrize("cast", [*CASTS, *ZERO_POINTS[:3]], ids=str)
 def test_errors_of_parts_add_up(cast):
     x = sample(24, 64)
     amax = x.abs().amax() if cast.scale.needs_amax else None
@@ -257,7 +304,7 @@ def test_errors_of_different_casts_do_not_add_up():
         cast_statistics(x, CASTS[0]) + cast_statistics(x, CASTS[3])
 
 
-@pytest.mark.parametrize("cast", CASTS, ids=str)
+@pytest.mark.parametrize("cast", [*CASTS, *ZERO_POINTS], ids=str)
 def test_nothing_waits_for_the_device(cast):
     """Tensors without data: whoever asked one for its value would fail."""
     error = cast_statistics(torch.empty(8, 64, device="meta"), cast)
@@ -265,7 +312,7 @@ def test_nothing_waits_for_the_device(cast):
         value = getattr(error, name)
         assert value.device.type == "meta"
         assert value.shape == ()
-    assert error.codes.shape == (len(levels(cast.format)),)
+    assert error.codes.shape == (len(levels(cast.grid)),)
 
 
 def test_no_gradient_is_recorded():

@@ -247,8 +247,9 @@ def by_definition(layer: Any, x: Tensor, g: Tensor, remembered: Sequence[float] 
                 tensor = rotate(tensor, transforms[gemm].float(), CONTRACTION[name])
             cast = getattr(casts, name)
             if isinstance(cast, Cast):
-                amax = in_force(cast, remembered)
-                tensor = quantize(tensor, cast, CONTRACTION[name], keys[name], amax).dequantize()
+                quantised = quantize(tensor, cast, CONTRACTION[name], keys[name], in_force(cast, remembered))
+                rounded = cast.rounded and cast.scale.per_block  # elements times block scales, of one level here
+                tensor = quantised.dequantize(x.dtype if rounded else torch.float32)
             operands[name] = tensor.double()
         left, right = (operands[name] for name in names)
         left, right = (left, right.t()) if gemm == "fprop" else (left, right) if gemm == "dgrad" else (left.t(), right)

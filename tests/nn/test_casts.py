@@ -347,7 +347,7 @@ def test_any_delayed_operand_makes_casts_delayed(operand: str) -> None:
     assert LinearCasts(**{operand: DELAYED}).quantises_x_or_w == (operand[-1] != "g")
 
 
-# What decides whether tensor cores take an operand.
+# What decides whether hardware takes an operand as it is.
 E4M3, E5M2 = (Cast(element, Scale("fp32", "tensor")) for element in ("e4m3", "e5m2"))
 FORMS = {
     None: None,
@@ -360,54 +360,64 @@ FORMS = {
     "e4m3 tiles": Cast("e4m3", Scale("e4m3", (16, 16), two_level=True)),
     "e3m2": Cast("e3m2", Scale("fp32", "tensor")),
     "int8 rows": Cast("int8", Scale("fp32", "row")),
+    "int2 rows": Cast("int2", Scale("fp32", "row", "power_of_two"), "stochastic", rounded=True),
+    "int4": Cast("int4", Scale("e8m0", "tensor")),
+    "ternary": Cast("ternary", Scale("fp32", "tensor", statistic="absmean", factor=1.1, epsilon=1e-5)),
+    "int8 groups": Cast("int8", Scale("fp32", 128), rounded=True),
+    "int8 from min to max": Cast("int8", Scale("fp32", "row", statistic="minmax")),
+    "int8 delayed": Cast("int8", Scale("fp32", "tensor", source="delayed")),
 }
-TAKEN = {"e4m3", "e5m2", "e4m3 rows", "e5m2 rows", "e4m3 delayed"}
+TAKEN = {
+    "fp8": {"e4m3", "e5m2", "e4m3 rows", "e5m2 rows", "e4m3 delayed"},
+    "int8": {"int8 rows", "int2 rows", "int4", "ternary"},
+}
 
 
-def taken(left: str | None, right: str | None) -> bool:
-    """Whether FP8 tensor cores compute a GEMM of these two: E4M3 and E5M2, not E5M2 twice, and by rows E4M3 last."""
-    if not {left, right} <= TAKEN:
-        return False
+def taken(left: str | None, right: str | None) -> str | None:
+    """In what hardware computes a GEMM of these two: FP8 takes E4M3 and E5M2, not E5M2 twice, and by rows E4M3 last."""
+    if {left, right} <= TAKEN["int8"]:
+        return "int8"
+    if not {left, right} <= TAKEN["fp8"]:
+        return None
     rows = "rows" in f"{left} {right}"
-    return str(right).startswith("e4m3") or (str(left).startswith("e4m3") and not rows)
+    return "fp8" if str(right).startswith("e4m3") or (str(left).startswith("e4m3") and not rows) else None
 
 
 def test_native_gemms() -> None:
     for left, right in itertools.product(FORMS, repeat=2):
         for gemm, (one, other) in GEMMS.items():
             found = LinearCasts(**{one: FORMS[left], other: FORMS[right]}).native_gemms
-            assert found == ((gemm,) if taken(left, right) else ()), f"{gemm}: {left} times {right}"
+            kind = taken(left, right)
+            assert found == ({gemm: kind} if kind else {}), f"{gemm}: {left} times {right}"
 
 
 def test_native_gemms_of_what_is_reused() -> None:
-    """It is in FP8 if the forward pass had it so, and its scales do not lie along what is now the contraction."""
-    for x, w, g in itertools.product(FORMS, ("e4m3", "e5m2", "e4m3 rows", "e4m3 delayed", None), FORMS):
+    """It is in few bits if the forward pass had it so, and its scales do not lie along what is now the contraction."""
+    weights = ("e4m3", "e5m2", "e4m3 rows", "e4m3 delayed", "ternary", "int8 rows", "int8 groups", None)
+    for x, w, g in itertools.product(FORMS, weights, FORMS):
         casts = LinearCasts(
             fprop_x=FORMS[x], fprop_w=FORMS[w], dgrad_g=FORMS[g], dgrad_w="fprop", wgrad_g=FORMS[g], wgrad_x="fprop"
         )
-        expected = ["fprop"] if taken(x, w) else []
+        expected = {"fprop": kind} if (kind := taken(x, w)) else {}
         for gemm, operand in (("dgrad", w), ("wgrad", x)):
-            if expected[:1] == ["fprop"] and taken(g, operand) and not str(operand).endswith("rows"):
-                expected.append(gemm)
-        assert list(casts.native_gemms) == expected, f"x {x}, w {w}, g {g}"
+            if "fprop" in expected and (kind := taken(g, operand)) and not str(operand).endswith("rows"):
+                expected[gemm] = kind
+        assert casts.native_gemms == expected, f"x {x}, w {w}, g {g}"
 
 
 @pytest.mark.parametrize(
     ("name", "native"),
     [
-        ("bf16", ()),
-        ("nvfp4", ()),
-        ("mxfp8", ()),
-        ("fp8-delayed", tuple(GEMMS)),
-        ("fp8-current", tuple(GEMMS)),
-        ("fp8-row", tuple(GEMMS)),
+        *((name, {}) for name in PRESETS if not name.startswith("fp8-") and name != "ternary"),
+        *((name, dict.fromkeys(GEMMS, "fp8")) for name in ("fp8-delayed", "fp8-current", "fp8-row")),
+        ("ternary", {"fprop": "int8"}),
     ],
 )
-def test_native_gemms_of_presets(name: str, native: tuple[str, ...]) -> None:
+def test_native_gemms_of_presets(name: str, native: dict[str, str]) -> None:
     casts = LinearCasts.preset(name)
     assert casts.native_gemms == native
-    assert casts.phase("qaf").native_gemms == native[:1]
-    assert casts.phase("hp-forward").native_gemms == native[1:]
+    assert casts.phase("qaf").native_gemms == {gemm: kind for gemm, kind in native.items() if gemm == "fprop"}
+    assert casts.phase("hp-forward").native_gemms == {gemm: kind for gemm, kind in native.items() if gemm != "fprop"}
 
 
 TILES = Cast("e2m1", Scale("e4m3", (16, 16), two_level=True))
@@ -504,6 +514,12 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "surrogate names fprop_w, which is not quantised: leave it out of surrogate",
         {"surrogate": {}},
     ),
+    "surrogate of levels that begin elsewhere": (
+        {"fprop_w": Cast("int4", Scale("fp32", "row", statistic="minmax")), "surrogate": {"fprop_w": "dge"}},
+        "The surrogate of fprop_w counts levels from zero, and with statistic='minmax' those of a block begin "
+        "elsewhere: leave fprop_w out of surrogate, or take another statistic",
+        {"fprop_w": Cast("int4", Scale("fp32", "row", statistic="absmean"))},
+    ),
     "dge of stochastic rounding": (
         {"fprop_w": STOCHASTIC, "surrogate": {"fprop_w": "dge"}},
         "'dge' stands for rounding to nearest, and fprop_w rounds stochastically, .*: leave fprop_w out of surrogate, "
@@ -562,6 +578,7 @@ def test_every_contradiction_is_in_the_table() -> None:
         "subtract_mean needs",
         "subtract_mean changes",
         "surrogate names",
+        "The surrogate of",
         "'dge'",
         "A surrogate of",
         "smooth scales",

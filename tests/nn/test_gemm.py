@@ -338,28 +338,39 @@ def test_one_operand_in_fp8_is_emulated(
 
 def test_the_cpu_is_no_place_for_native_gemms() -> None:
     for device in ("cpu", "meta", "mps"):
-        assert f"8.9 or more (Ada, Hopper, Blackwell); the device is '{device}'" in native_obstacle(
-            torch.device(device)
-        )
+        found = native_obstacle(torch.device(device), "fp8")
+        assert f"8.9 or more (Ada, Hopper, Blackwell); the device is '{device}'" in str(found)
 
 
 @pytest.mark.parametrize(
-    ("capability", "hip", "obstacle"),
+    ("kind", "capability", "hip", "obstacle"),
     [
-        ((7, 5), None, "8.9 or more (Ada, Hopper, Blackwell); Some GPU has 7.5"),
-        ((8, 6), None, "8.9 or more (Ada, Hopper, Blackwell); Some GPU has 8.6"),
-        ((8, 9), None, None),
-        ((9, 0), None, None),
-        ((10, 0), None, None),
-        ((12, 0), None, None),
-        ((9, 4), "6.4", "Some GPU is AMD's, whose FP8 formats have not been tried"),
+        ("fp8", (7, 5), None, "8.9 or more (Ada, Hopper, Blackwell); Some GPU has 7.5"),
+        ("fp8", (8, 6), None, "8.9 or more (Ada, Hopper, Blackwell); Some GPU has 8.6"),
+        ("fp8", (8, 9), None, None),
+        ("fp8", (9, 0), None, None),
+        ("fp8", (10, 0), None, None),
+        ("fp8", (12, 0), None, None),
+        ("fp8", (9, 4), "6.4", "Some GPU is AMD's, which has not been tried"),
+        (
+            "int8",
+            (7, 0),
+            None,
+            "int8 GEMMs need an NVIDIA GPU of compute capability 7.5 or more, or a CPU with VNNI; Some GPU has 7.0",
+        ),
+        ("int8", (7, 5), None, None),
+        ("int8", (8, 0), None, None),
+        ("int8", (9, 0), None, None),
+        ("int8", (9, 4), "6.4", "Some GPU is AMD's, which has not been tried"),
     ],
 )
-def test_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: Any, obstacle: str | None) -> None:
+def test_gpus(
+    monkeypatch: pytest.MonkeyPatch, kind: str, capability: tuple[int, int], hip: Any, obstacle: str | None
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(torch.version, "hip", hip)
-    found = native_obstacle(torch.device("cuda", 1))
+    found = native_obstacle(torch.device("cuda", 1), kind)
     assert found is None if obstacle is None else found.endswith(obstacle), found
 
 
@@ -392,7 +403,7 @@ LAYERS: dict[str, tuple[LinearCasts, list[str]]] = {
 @pytest.fixture
 def has_native_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the CPU were a device for FP8."""
-    monkeypatch.setattr(linear, "native_obstacle", lambda device: None)
+    monkeypatch.setattr(linear, "native_obstacle", lambda device, kind: None)
 
 
 @pytest.mark.usefixtures("has_native_gemms")
@@ -508,7 +519,7 @@ def test_asking_for_the_hardware_breaks_no_graph(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (name(), capability)[1])
 
     def asks(x: Tensor) -> Tensor:
-        return x * (2 if native_obstacle(torch.device("cuda")) is None else 3)
+        return x * (2 if native_obstacle(torch.device("cuda"), "fp8") is None else 3)
 
     compiled = torch.compile(asks, backend="eager", fullgraph=True)
     assert compiled(torch.ones(1)).item() == (2 if capability >= (8, 9) else 3)
@@ -524,7 +535,7 @@ def test_padding_is_no_work_of_the_models(shape: tuple[int, int, int]) -> None:
     with GemmCounter(model) as counter:
         run(model, torch.randn(tokens, inputs), torch.randn(tokens, outputs))
     assert counter.gemms == {("0", gemm): 2 * tokens * inputs * outputs for gemm in GEMMS}
-    assert counter.native_share(torch.device("cpu")) == 1
+    assert counter.native_shares(torch.device("cpu")) == {"fp8": 1}
 
 
 @pytest.mark.usefixtures("has_native_gemms")

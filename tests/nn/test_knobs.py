@@ -28,7 +28,9 @@ TOKENS, IN, OUT = 48, 64, 32
 REMEMBERED = [{name: amax + "xwg".index(name[-1]) / 8 for name in OPERANDS} for amax in (0.7, 7.0, 0.1, 2.3, 0.9)]
 
 
-def traced(monkeypatch: pytest.MonkeyPatch, casts: LinearCasts) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+def traced(
+    monkeypatch: pytest.MonkeyPatch, casts: LinearCasts, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
     """Operands (float64, by name) and results of a pass, always over the same tensors and after the same steps."""
     generator = torch.Generator().manual_seed(0)
     x, w, g = (torch.randn(shape, generator=generator) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
@@ -36,10 +38,10 @@ def traced(monkeypatch: pytest.MonkeyPatch, casts: LinearCasts) -> tuple[dict[st
     torch.manual_seed(2)  # of the bias
     original = nn.Linear(IN, OUT)
     original.weight.data.copy_(w)
-    layer = layer_like(original, casts)
+    layer = layer_like(original.to(dtype), casts)
     remember(layer, *REMEMBERED)
     with spied(monkeypatch) as seen:
-        results = run(layer, x, g)
+        results = run(layer, x.to(dtype), g.to(dtype))
     assert tuple(seen) == OPERANDS, "operands in another order, or missing"
     return {name: value(operand) for name, operand in seen.items()}, results
 
@@ -62,6 +64,7 @@ def assert_turns(
 
 # Scales that depend on the largest magnitude of the whole tensor.
 WHOLE = (Scale("fp32", "tensor"), Scale("e4m3", "tensor"), Scale("e4m3", 16, two_level=True))
+STATISTICS = ("absmax", "absmean", "minmax")
 
 # By field, pairs of scales that differ in this field only.
 SCALES: dict[str, list[tuple[Scale, Scale]]] = {
@@ -87,6 +90,23 @@ SCALES: dict[str, list[tuple[Scale, Scale]]] = {
         for rounding in SCALE_ROUNDINGS["fp32"]
         for margin in (1, 2)
     ],
+    "statistic": [
+        (Scale("fp32", block), Scale("fp32", block, statistic=statistic))  # type: ignore[arg-type]
+        for block in (16, "row", "tensor")
+        for statistic in STATISTICS
+        if statistic != "absmax"
+    ],
+    "factor": [
+        (Scale("fp32", block, statistic=statistic), Scale("fp32", block, statistic=statistic, factor=factor))  # type: ignore[arg-type]
+        for block in (16, "row", "tensor")
+        for statistic in STATISTICS
+        for factor in (0.7, 1.3)
+    ],
+    "epsilon": [  # of a few elements: of more, the statistic is rarely as small
+        (Scale("fp32", 2, statistic=statistic), Scale("fp32", 2, statistic=statistic, epsilon=epsilon))  # type: ignore[arg-type]
+        for statistic in STATISTICS
+        for epsilon in (1.0, 0.6)
+    ],
     "source": [(scale, replace(scale, source="delayed")) for scale in WHOLE],
     "history": [
         (replace(scale, source="delayed"), replace(scale, source="delayed", history=steps))
@@ -97,10 +117,23 @@ SCALES: dict[str, list[tuple[Scale, Scale]]] = {
         (replace(scale, source="delayed"), replace(scale, source="delayed", algorithm="most_recent")) for scale in WHOLE
     ],
 }
+
+
+def scaled(before: Scale, after: Scale) -> tuple[Cast, Cast]:
+    """Casts with these scales, and elements that both may have."""
+    element = "int4" if after.statistic == "minmax" else "e2m1"
+    return Cast(element, before), Cast(element, after)
+
+
 CASTS: dict[str, list[tuple[Cast, Cast]]] = {
     "element": [(ONE_LEVEL, Cast(name, ONE_LEVEL.scale)) for name in ELEMENT_FORMATS if name != "e2m1"],
-    "scale": [(Cast("e2m1", before), Cast("e2m1", after)) for pairs in SCALES.values() for before, after in pairs],
+    "scale": [scaled(*pair) for pairs in SCALES.values() for pair in pairs],
     "rounding": [(ONE_LEVEL, Cast("e2m1", ONE_LEVEL.scale, "stochastic"))],
+    "rounded": [
+        (Cast(element, scale), Cast(element, scale, rounded=True))
+        for element in ("int8", "e1m2")
+        for scale in (Scale("fp32", 16), Scale("fp32", 32, statistic="absmean"))
+    ],
 }
 
 
@@ -119,14 +152,24 @@ def test_every_field_of_scale_and_cast_has_a_knob() -> None:
 
 @pytest.mark.parametrize("field", CASTS)
 def test_a_cast_changes_its_own_operand(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    # What is rounded to the dtype of the computation is in float32 already.
+    dtype = torch.bfloat16 if field == "rounded" else torch.float32
     for before, after in CASTS[field]:
         base = every(before)
-        expected, _ = traced(monkeypatch, base)
+        expected, _ = traced(monkeypatch, base, dtype)
         for operand in OPERANDS:
-            found, _ = traced(monkeypatch, base.replace(**{operand: after}))
+            found, _ = traced(monkeypatch, base.replace(**{operand: after}), dtype)
             assert moved(expected, found) == {operand}, (
                 f"{operand}: {before} -> {after} changed {moved(expected, found)}"
             )
+
+
+@pytest.mark.parametrize("cast", [TWO_LEVEL, Cast("int8", Scale("fp32", "row")), Cast("int4", Scale("fp32", "tensor"))])
+def test_what_is_exact_is_rounded_to_itself(monkeypatch: pytest.MonkeyPatch, cast: Cast) -> None:
+    (expected, _), (found, _) = (
+        traced(monkeypatch, every(cast.replace(rounded=rounded)), torch.bfloat16) for rounded in (False, True)
+    )
+    assert not moved(expected, found), f"rounded=True changes {moved(expected, found)}, which bfloat16 holds exactly"
 
 
 # --- one layer --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Native FP8 GEMMs where there are some: the emulated ones, up to the order of sums and the accumulation's digits."""
+"""Native GEMMs of GPUs: the emulated ones, up to the order of sums and the digits of accumulation."""
 
 import copy
 from typing import Any
@@ -7,12 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit import convert
-from lightning_lowbit.nn import AmaxHistories
+from lightning_lowbit import Cast, Scale, convert
+from lightning_lowbit.nn import OPERANDS, AmaxHistories
 from lightning_lowbit.nn.gemm import native_obstacle
 
-OBSTACLE = native_obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+GPU = torch.device("cuda" if torch.cuda.is_available() else "meta")
+OBSTACLES = {kind: native_obstacle(GPU, kind) for kind in ("fp8", "int8")}
+CASTS: dict[str, list[Any]] = {
+    "fp8": ["fp8-delayed", "fp8-current", "fp8-row", {"preset": "fp8-current", "smooth": "channel"}],
+    "int8": ["ternary", *(dict.fromkeys(OPERANDS, Cast("int8", Scale("fp32", block))) for block in ("row", "tensor"))],
+}
 
 
 def results(casts: Any, backend: str, original: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
@@ -31,10 +35,10 @@ def results(casts: Any, backend: str, original: nn.Module, x: Tensor, g: Tensor)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", [(256, 512, 768), (200, 100, 60), (64, 256, 1), (1, 64, 48), (0, 64, 48)], ids=str)
-@pytest.mark.parametrize(
-    "casts", ["fp8-delayed", "fp8-current", "fp8-row", {"preset": "fp8-current", "smooth": "channel"}]
-)
-def test_native_equals_emulated(casts: Any, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "casts"), [(kind, casts) for kind in CASTS for casts in CASTS[kind]])
+def test_native_equals_emulated(kind: str, casts: Any, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    if OBSTACLES[kind] is not None:
+        pytest.skip(str(OBSTACLES[kind]))
     tokens, inputs, outputs = sizes
     torch.manual_seed(0)
     original = nn.Linear(inputs, outputs, device="cuda", dtype=dtype)

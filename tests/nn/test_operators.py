@@ -14,10 +14,12 @@ from lightning_lowbit import Cast, Scale
 KEY, ROTATION = torch.tensor(12345), torch.eye(16)
 BLOCKS = Cast("e2m1", Scale("e4m3", 16, two_level=True), "stochastic").spec
 ROWS = Cast("int8", Scale("fp32", "row")).spec
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 E4M3_ROWS = Cast("e4m3", Scale("fp32", "row")).spec
 E5M2_TENSOR = Cast("e5m2", Scale("fp32", "tensor", source="delayed"), "stochastic").spec
-TWO, BIAS = torch.tensor(2.0), torch.ones(24)
+GROUPS = Cast("int4", Scale("fp32", 16, statistic="minmax"), rounded=True).spec
+TERNARY = Cast("ternary", Scale("fp32", "tensor", statistic="absmean", epsilon=1e-5)).spec
+TWO, HALF, BIAS = torch.tensor(2.0), torch.tensor(0.5), torch.ones(24)
 # Factors of the rows of a result and of its columns.
 FACTORS = [(TWO, None), (torch.ones(40, 1), torch.ones(1, 40)), (None, None)]
 
@@ -37,6 +39,13 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
         *product((x,), (BLOCKS, ROWS), (0, 1), (KEY,), (None,), (torch.float32, x.dtype)),
         *product((x,), (E4M3_ROWS,), (0, 1), (None,), (None,), (E4M3,)),
         *product((x,), (E5M2_TENSOR,), (0,), (KEY,), (None, TWO), (E5M2,)),
+        (x, GROUPS, 0, None, None, x.dtype),
+        (x, TERNARY, 1, None, None, torch.int8),
+    ],
+    "_blend": lambda x: [
+        (x, x.contiguous(), None, HALF, x.dtype),
+        (x, x.contiguous(), torch.ones(40, 1), HALF, torch.float32),
+        (x, x.contiguous().float(), TWO, HALF, x.dtype),
     ],
     "largest": lambda x: [*product((x, x[None]), (0, 1, -1)), (x[0], 0), (x.new_empty(0, 24), 0)],
     "_factor": lambda x: product(("trust", "dge"), (x,), (BLOCKS, ROWS), (1,), (None,)),
@@ -56,6 +65,8 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
             for bias in (None, torch.ones(40, dtype=x.dtype), torch.ones(1, 40))
         ),
         (in_dtype(x, E5M2), TWO, in_dtype(x, E4M3).t(), None, None, x.dtype, False),
+        (in_dtype(x, INT8), torch.ones(40, 1), in_dtype(x, INT8).t(), TWO, torch.ones(40), x.dtype, True),
+        (in_dtype(x, INT8), None, in_dtype(x, INT8).t(), None, None, x.dtype, False),
     ],
 }
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

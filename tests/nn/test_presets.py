@@ -23,6 +23,7 @@ ADAPTIVE = f"{NVFP4}(4/6 mse)"
 MXFP4, TSENG = "e2m1/e8m0:1x32", "e2m1/e8m0:1x32(floor)(x0.75)~"
 UFP4 = "e1m2/e4m3:1x16+fp32"
 E4M3, E5M2 = "e4m3/fp32:", "e5m2/fp32:"
+TOKENS, TERNARY = "int8/fp32:row(epsilon 1e-05)", "ternary/fp32:tensor(absmean)(epsilon 1e-05)"
 EXPECTED: dict[str, tuple[list[str], dict[str, str]]] = {
     "bf16": (["None"] * 6, {}),
     "nvfp4": ([NVFP4, NVFP4, f"{NVFP4}~", NVFP4, f"{NVFP4}~", f"{NVFP4}~"], {}),
@@ -38,6 +39,12 @@ EXPECTED: dict[str, tuple[list[str], dict[str, str]]] = {
         name: ([f"{element}{scale}" for element in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)], {})
         for name, scale in (("fp8-delayed", "tensor(delayed 16)"), ("fp8-current", "tensor"), ("fp8-row", "row"))
     },
+    # Gradients in high precision, of what the forward pass used
+    **{
+        name: ([f"{name}/fp32:1x128≈", f"{name}/fp32:1x128≈", "None", "fprop", "None", "fprop"], {})
+        for name in ("int8", "int7", "int6", "int5", "int4", "int3", "int2", "e1m2")
+    },
+    "ternary": ([TOKENS, TERNARY, "None", "fprop", "None", "fprop"], {}),
 }
 
 
@@ -52,9 +59,14 @@ def test_a_preset_is_what_its_source_says(name: str) -> None:
     assert casts.smooth is None
 
 
+def test_no_preset_is_missing() -> None:
+    assert set(PRESETS) == set(EXPECTED)
+
+
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "bf16"])
 def test_a_preset_names_its_source(name: str) -> None:
-    assert "arXiv" in (inspect.getdoc(PRESETS[name]) or ""), f"the docstring of {name} names no paper"
+    documented = getattr(PRESETS[name], "func", PRESETS[name])  # of several presets
+    assert "arXiv" in (inspect.getdoc(documented) or ""), f"the docstring of {name} names no paper"
 
 
 def written_out(casts: LinearCasts) -> dict[str, Any]:

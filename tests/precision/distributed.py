@@ -15,11 +15,16 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowbit import FP8Precision, LowBitPrecision
-from tests.precision.regression import Regression, Witness, flat, state, trainer
+from lightning_lowbit import FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
+from tests.precision.regression import Ramp, Regression, Witness, flat, state, trainer
 
 RANKS, STEPS, HISTORY, ACCUMULATE = 2, 4, 3, 2
 SMOOTHINGS = (None, "channel")
+
+QAT = {
+    "ternary": lambda: TernaryPrecision(),
+    "integers": lambda: IntegerPrecision(4, 8, group=8, activation_group="row"),
+}
 
 # Runs whose collectives are counted. Those with histories have one more in each step than one without the plugin.
 COUNTED = {
@@ -102,6 +107,13 @@ def run(ckpt_path: str | None = None, **kwargs: Any) -> dict[str, Any]:
     return {"losses": torch.stack(model.losses), "weights": flat(model), "state": state(plugin)}
 
 
+def progressive(plugin: LowBitPrecision) -> dict[str, Any]:
+    """A run in which λ rises."""
+    model = Regression()
+    both(plugin, callbacks=[Ramp(0.0, 0.25, 0.5)]).fit(model)
+    return {"losses": torch.stack(model.losses), "weights": flat(model), "state": state(plugin)}
+
+
 def main(rank: int, folder: Path) -> None:
     # How Lightning is told that others start the processes.
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(RANKS))
@@ -116,6 +128,7 @@ def main(rank: int, folder: Path) -> None:
         "whole": run(),
         "resumed": run("2.ckpt"),
         "fresh": run("2.ckpt", fresh_histories=True),
+        "qat": {name: progressive(make()) for name, make in QAT.items()},
     }
     torch.save(results, f"{rank}.pt")
     dist.destroy_process_group()

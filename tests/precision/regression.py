@@ -105,6 +105,17 @@ class Regression(LightningModule):
         return torch.optim.Adam(self.parameters(), 1e-2)
 
 
+class Ramp(Callback):
+    """Sets λ at the beginning of the first optimizer steps, to these numbers, and then leaves it alone."""
+
+    def __init__(self, *shares: float) -> None:
+        self.shares = shares
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step < len(self.shares):
+            trainer.precision_plugin.set_blend(self.shares[trainer.global_step])
+
+
 class Witness(Callback):
     """Notes the largest magnitudes that enter each layer in each optimizer step, without any help of the plugin.
 

@@ -505,7 +505,7 @@ def test_a_checkpoint_holds_plain_weights_and_loads_everywhere() -> None:
     plain.load_state_dict(checkpoint["state_dict"])
     assert torch.equal(flat(plain), flat(model))
     held = checkpoint["lightning_lowbit"]
-    assert set(held) == {"step", "micro_batch", "phase", "seed", "amax_history", "channel_amax"}
+    assert set(held) == {"step", "micro_batch", "phase", "seed", "blend", "amax_history", "channel_amax"}
     for kind in ("amax_history", "channel_amax"):
         for key, amaxes in held[kind].items():
             assert (amaxes.dtype, amaxes.device.type) == (torch.float32, "cpu")
@@ -631,4 +631,4 @@ def test_a_checkpoint_with_histories_goes_on_without(other: LowBitPrecision | No
     assert len(model.losses) == 2
     if other is not None:
         assert other.step == 4
-        assert set(state(other)) == {"step", "micro_batch", "phase", "seed"}
+        assert set(state(other)) == {"step", "micro_batch", "phase", "seed", "blend"}

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit import Cast, Scale
+from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import SCALE_FORMATS
 from lightning_lowbit.quant import Quantized
 from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
+from tests.references import quantize as reference
 
 NVFP4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
 NVFP4_TILES = Cast("e2m1", Scale("e4m3", (16, 16), two_level=True))
@@ -28,7 +29,16 @@ def scales(block: Any = 16, element: str = "e2m1") -> Iterator[Scale]:
     for rounding, level in itertools.product(SCALE_ROUNDINGS["e8m0"], levels):
         yield Scale("e8m0", block, rounding, **level)
     yield Scale("e8m0", block, "floor", prescale=0.75)
-    yield from (Scale("fp32", block, rounding, margin=m) for rounding in SCALE_ROUNDINGS["fp32"] for m in (0, 2))
+    settings: list[dict[str, Any]] = [
+        {"margin": 0},
+        {"margin": 2},
+        {"factor": 0.75, "epsilon": 0.25},
+        {"statistic": "absmean", "factor": 1.25},
+    ]
+    if element.startswith("int"):
+        settings += [{"statistic": "minmax"}, {"statistic": "minmax", "factor": 0.9, "epsilon": 0.25}]
+    for rounding, setting in itertools.product(SCALE_ROUNDINGS["fp32"], settings):
+        yield Scale("fp32", block, rounding, **setting)
 
 
 def casts(element: str, block: Any = 16, **fields: Any) -> list[Cast]:
@@ -60,6 +70,42 @@ def same_bytes(found: Quantized, expected: Quantized, message: str) -> None:
     assert (found.tensor_scale is None) == (expected.tensor_scale is None), f"{message}: one has no tensor scale"
     if found.tensor_scale is not None:
         same(found.tensor_scale, expected.tensor_scale, f"{message}, tensor scale")
+    assert (found.zero_points is None) == (expected.zero_points is None), f"{message}: one has no zero points"
+    if found.zero_points is not None:
+        same(found.zero_points, expected.zero_points, f"{message}, zero points")
+
+
+def check_against_reference(x: Tensor, cast: Cast, dim: int = -1, amax: float | None = None) -> None:
+    """Rounds to nearest as the slow reference does, to the bit."""
+    message = f"{cast} along {dim}" + ("" if amax is None else f", amax {amax}")
+    found = quantize(x, cast, dim, amax=None if amax is None else torch.tensor(amax))
+    names = ("scales", "spread", "values", "dequantized", "zeros")
+    expected = {field: reference.quantize(x, cast, dim, amax=amax, field=field) for field in names}
+    same(float_scales(found), expected["scales"], f"{message}, scales")
+    if found.zero_points is not None:
+        same(found.zero_points.float(), expected["zeros"], f"{message}, zero points")
+    counts = expected["spread"] != 0  # codes under a zero scale mean nothing
+    same(found.elements()[counts], expected["values"][counts], f"{message}, values of codes")
+    same(found.dequantize(), expected["dequantized"], f"{message}, values")
+
+
+def check_stochastic(x: Tensor, cast: Cast, dim: int = -1, key: int = 12345) -> None:
+    """Rounds a matrix stochastically as the slow reference does."""
+    found, block = quantize(x, cast, dim, key=torch.tensor(key)).elements(), cast.scale.block
+    lower, upper, clipped = (
+        reference.quantize(x, cast, dim, field=field).double() for field in ("lower", "upper", "clipped")
+    )
+    # Indices are those of the padded matrix.
+    side = block[1] if isinstance(block, tuple) else block if isinstance(block, int) and dim in (1, -1) else 1
+    rows, columns = x.shape
+    index = torch.arange(rows)[:, None] * (columns + -columns % side) + torch.arange(columns)
+    up = torch.from_numpy(reference.uniform(index.numpy(), key))
+    margin = (clipped - lower) / (upper - lower).clamp(min=1e-30) - (1 - up)
+    expected = torch.where((margin > 0) & (upper > lower), upper, lower)
+    # float32 adds the random number to a value of up to 127 steps: the last few bits of the comparison are open.
+    open_ = (margin.abs() < 2.0**-16) & (upper > lower)
+    assert open_.sum() <= 1 + 1e-3 * open_.numel()
+    same(found[~open_], expected[~open_].float(), f"{cast} along {dim}")
 
 
 def float_scales(quantized: Quantized) -> Tensor:

@@ -8,44 +8,51 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS
 from lightning_lowbit.quant import cast as cast_module
 from lightning_lowbit.quant.cast import REFUSED, SCALE_ROUNDINGS
+from lightning_lowbit.quant.rounding import round_nearest
 from tests.quant.tensors import NVFP4, casts
 
 BLOCKS = (8, 16, (16, 16), "row", "tensor")
 MESSAGES = [message for _, message in REFUSED]
 
 
-def grid() -> list[dict[str, Any]]:
-    """The fields of every Scale: all formats with their roundings, blocks and levels, possible or not."""
-    fields_of = {
-        "format, rounding": [(name, rounding) for name in SCALE_FORMATS for rounding in SCALE_ROUNDINGS[name]],
-        "block": BLOCKS,
-        "two_level": (False, True),
-        "four_over_six": (None, "mse", "mae"),
-        "prescale": (1, 0.75),
-        "top": (None, 1),
-    }
+def every(**fields_of: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """The fields of every Scale with these settings: all formats with their roundings and blocks, possible or not."""
+    formats = [{"format": name, "rounding": rounding} for name in SCALE_FORMATS for rounding in SCALE_ROUNDINGS[name]]
+    fields_of = {"block": BLOCKS, **fields_of}
     settings = [dict(zip(fields_of, values, strict=True)) for values in itertools.product(*fields_of.values())]
-    return [dict(zip(("format", "rounding"), one.pop("format, rounding"), strict=True)) | one for one in settings]
+    return [format | setting for format in formats for setting in settings]
+
+
+def grid() -> list[dict[str, Any]]:
+    return every(two_level=(False, True), four_over_six=(None, "mse", "mae"), prescale=(1, 0.75), top=(None, 1))
 
 
 def margins_and_memories() -> list[dict[str, Any]]:
-    """The fields of every Scale likewise, with and without a margin and all that delayed scaling remembers."""
-    fields_of = {
-        "format, rounding": [(name, rounding) for name in SCALE_FORMATS for rounding in SCALE_ROUNDINGS[name]],
-        "block": BLOCKS,
-        "two_level": (False, True),
-        "margin": (0, 1),
-        "source": ("current", "delayed"),
-        "history": (16, 4),
-        "algorithm": ("max", "most_recent"),
-    }
-    settings = [dict(zip(fields_of, values, strict=True)) for values in itertools.product(*fields_of.values())]
-    return [dict(zip(("format", "rounding"), one.pop("format, rounding"), strict=True)) | one for one in settings]
+    """With and without a margin and all that delayed scaling remembers."""
+    return every(
+        two_level=(False, True),
+        margin=(0, 1),
+        source=("current", "delayed"),
+        history=(16, 4),
+        algorithm=("max", "most_recent"),
+    )
+
+
+def statistics() -> list[dict[str, Any]]:
+    """All that fp32 scales are made from."""
+    return every(
+        statistic=("absmax", "absmean", "minmax"),
+        factor=(1, 0.5),
+        epsilon=(0, 0.25),
+        margin=(0, 1),
+        source=("current", "delayed"),
+    )
 
 
 def refusal(build: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -86,7 +93,10 @@ def test_every_combination_is_honoured_or_refused() -> None:
     assert honoured == 15 * (12 * (5 + 4 * 2) + 4 * (5 + 4 * 2) + 5 + 2 * 5) + 12 * 2 * 3 * 3
     # What no top of 1 can do: exceed float32.
     hit.add(refusal(lambda: Cast("e5m2", Scale("e8m0", two_level=True, top=2.0**127)))[1])
-    hit |= {refusal(lambda settings=settings: Scale(**settings))[1] for settings in margins_and_memories()}
+    # Of statistics only one depends on the element.
+    hit.add(refusal(lambda: Cast("ternary", Scale("fp32", statistic="minmax")))[1])
+    others = [*margins_and_memories(), *statistics()]
+    hit |= {refusal(lambda settings=settings: Scale(**settings))[1] for settings in others}
     assert hit >= set(MESSAGES), f"in REFUSED, but never refused: {set(MESSAGES) - hit}"
 
 
@@ -118,6 +128,33 @@ def test_every_margin_and_memory_is_honoured_or_refused() -> None:
     assert honoured == 2 * (16 * (9 + 5 * 4) + 2 * 2 * (5 + 1 * 4))
 
 
+def test_every_statistic_is_honoured_or_refused() -> None:
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    x[3] = 0
+    honoured = 0
+    for given in statistics():
+        scale, message = refusal(lambda given=given: Scale(**given))
+        amax, delayed = given["statistic"] == "absmax", given["source"] == "delayed"
+        plain = amax and (given["factor"], given["epsilon"], given["margin"]) == (1, 0, 0)
+        expected = plain or (given["format"] == "fp32" and (amax or not given["margin"]))
+        if delayed:
+            expected = expected and amax and given["block"] == "tensor"
+        assert (scale is not None) == expected, f"{given}: {message or 'not refused'}"
+        for element in ("ternary", "int4", "e4m3") if scale is not None else ():
+            cast, message = refusal(lambda element=element, scale=scale: Cast(element, scale))
+            assert (cast is not None) == (given["statistic"] != "minmax" or element == "int4"), f"{scale}, {element}"
+            if cast is None:
+                continue
+            found = quantize(x, cast).dequantize()
+            assert found.isfinite().all(), f"{cast}: finite elements decode to infinity or NaN"
+            assert not found[3].any(), f"{cast}: zeros became numbers"
+            honoured += 1
+    # By hand: fp32 in 2 roundings with 2 factors and 2 epsilons, of absmax on 5 blocks and delayed on one in 2 margins
+    # for 3 elements, of absmean on 5 blocks for 3 elements, of minmax on 5 for one; others in 16 on 5 blocks and
+    # delayed on one.
+    assert honoured == 2 * 4 * (3 * 2 * (5 + 1) + 3 * 5 + 5) + 3 * 16 * (5 + 1)
+
+
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_refusal_says_what_to_do(message: str) -> None:
     assert re.search("(?i)leave out|take", message), f"no remedy in {message!r}"
@@ -145,6 +182,32 @@ REFUSALS = [
     (lambda: Scale("e4m3", 16, source="delayed"), "remembers the largest magnitude of the whole tensor"),
     (lambda: Scale("fp32", "tensor", history=32), "take source='delayed', or leave both out. Got fp32:tensor"),
     (lambda: Scale(algorithm="most_recent"), "Scale.history and Scale.algorithm say what delayed scaling remembers"),
+    *[
+        (
+            lambda setting=setting: Scale("e4m3", **setting),
+            "say what an fp32 scale is made from: take format='fp32', or leave them out. Got e4m3:1x16(",
+        )
+        for setting in ({"statistic": "absmean"}, {"statistic": "minmax"}, {"factor": 0.5}, {"epsilon": 1e-5})
+    ],
+    (lambda: Scale("e8m0", 32, factor=2), "take format='fp32', or leave them out. Got e8m0:1x32(absmax x2)"),
+    (
+        lambda: Scale("fp32", statistic="absmean", margin=1),
+        "from which this scale is not made: leave it out, or take factor. Got fp32:1x16(margin 1)(absmean)",
+    ),
+    (lambda: Scale("fp32", "row", statistic="minmax", margin=2), "leave it out, or take factor"),
+    (
+        lambda: Scale("fp32", "tensor", statistic="absmean", source="delayed"),
+        "Delayed scaling remembers largest magnitudes, from which this scale is not made: take statistic='absmax'",
+    ),
+    (lambda: Scale("fp32", "tensor", statistic="minmax", source="delayed"), "take statistic='absmax', or source="),
+    *[
+        (
+            lambda element=element: Cast(element, Scale("fp32", 32, statistic="minmax")),
+            f"which integers do: take 'int2' to 'int8', or statistic='absmax'. Got fp32:1x32(minmax) for {element}.",
+        )
+        for element in ELEMENT_FORMATS
+        if not element.startswith("int")
+    ],
 ]
 
 
@@ -235,6 +298,32 @@ def test_e2m1_with_four_over_six_may_replace_another_element_and_back() -> None:
             "Unknown algorithm of Scale 'recent'.* Choose one of: 'max', 'most_recent'",
         ),
         (lambda: Cast(scale={"histroy": 16}), "Unknown field of Scale 'histroy'. Did you mean 'history'"),
+        (lambda: Scale("fp32", statistic="absmeen"), "Unknown statistic of Scale 'absmeen'. Did you mean 'absmean'"),
+        (lambda: Scale("fp32", statistic="mean"), "Unknown statistic of Scale 'mean'.*: 'absmax', 'absmean', 'minmax'"),
+        (lambda: Scale("fp32", statistic=None), "Unknown statistic of Scale None"),
+        *[
+            (
+                lambda factor=factor: Scale("fp32", factor=factor),
+                r"Scale.factor must lie in \(0, 65536\] for fp32 scales; got",
+            )
+            for factor in (0, -1, 0.0, 65537, float("nan"), float("inf"))
+        ],
+        *[
+            (
+                lambda epsilon=epsilon: Scale("fp32", epsilon=epsilon),
+                r"Scale.epsilon must lie in \[0, 1\] for fp32 scales; got",
+            )
+            for epsilon in (-1e-5, 1.5, float("nan"), float("inf"))
+        ],
+        *[
+            (lambda name=name, value=value: Scale("fp32", **{name: value}), f"Scale.{name} is a number; got {value!r}")
+            for name in ("factor", "epsilon")
+            for value in (True, "1e-5", None)  # what YAML makes of 1e-5 is a string
+        ],
+        *[
+            (lambda rounded=rounded: Cast(rounded=rounded), f"Cast.rounded is true or false; got {rounded!r}")
+            for rounded in (1, "yes", None)
+        ],
     ],
 )
 def test_wrong_fields(build: Callable[[], Any], message: str) -> None:
@@ -259,7 +348,10 @@ def every_cast() -> list[Cast]:
     blocks = (*BLOCKS, 1, (1, 16), (16, 1))
     nearest = [cast for element in ELEMENT_FORMATS for block in blocks for cast in casts(element, block)]
     nearest += [
-        cast.replace(scale={"margin": margin}) for cast in nearest if cast.scale.format == "fp32" for margin in (1, 64)
+        cast.replace(scale={"margin": margin})
+        for cast in nearest
+        if cast.scale.format == "fp32" and cast.scale.statistic == "absmax"
+        for margin in (1, 64)
     ]
     memories = [
         {"history": history, "algorithm": algorithm} for history in (1, 16) for algorithm in ("max", "most_recent")
@@ -270,6 +362,7 @@ def every_cast() -> list[Cast]:
         if cast.scale.needs_amax and cast.element in ("e2m1", "e5m2")
         for memory in memories
     ]
+    nearest += [replace(cast, rounded=True) for cast in nearest if cast.element in ("e2m1", "int4")]
     return nearest + [replace(cast, rounding="stochastic") for cast in nearest]
 
 
@@ -286,6 +379,17 @@ def test_specs_round_trip() -> None:
         assert again == cast, f"{cast!r} came back as {again!r}"
         assert hash(again) == hash(cast)
         assert again.spec == cast.spec
+
+
+def test_casts_of_mappings() -> None:
+    """As YAML gives them."""
+    text = """
+    element: int4
+    rounded: true
+    scale: {format: fp32, block: 128, statistic: minmax, factor: 0.9, epsilon: 1.0e-5}
+    """
+    expected = Cast("int4", Scale("fp32", 128, statistic="minmax", factor=0.9, epsilon=1e-5), rounded=True)
+    assert Cast(**yaml.safe_load(text)) == expected
 
 
 @pytest.mark.parametrize(
@@ -312,6 +416,15 @@ def test_specs_round_trip() -> None:
             "e5m2/fp32:tensor(power_of_two)(margin 1)(delayed 1024 most_recent)~",
         ),
         (Cast("e2m1", Scale(two_level=True, source="delayed", history=1)), "e2m1/e4m3:1x16+fp32(delayed 1)"),
+        (Cast("ternary", Scale("fp32", "tensor", statistic="absmean")), "ternary/fp32:tensor(absmean)"),
+        (
+            Cast("ternary", Scale("fp32", "tensor", statistic="absmean", factor=1.1547, epsilon=1e-5)),
+            "ternary/fp32:tensor(absmean x1.1547)(epsilon 1e-05)",
+        ),
+        (Cast("int4", Scale("fp32", 128, statistic="minmax"), rounded=True), "int4/fp32:1x128(minmax)≈"),
+        (Cast("int4", Scale("fp32", 128), "stochastic", rounded=True), "int4/fp32:1x128~≈"),
+        (Cast("int8", Scale("fp32", "row", factor=0.5)), "int8/fp32:row(absmax x0.5)"),
+        (Cast("int8", Scale("fp32", "row", "power_of_two", epsilon=0.5)), "int8/fp32:row(power_of_two)(epsilon 0.5)"),
     ],
 )
 def test_names(cast: Cast, name: str) -> None:
@@ -337,6 +450,21 @@ def test_bits(cast: Cast, bits: float) -> None:
     assert cast.bits == bits
 
 
+@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+def test_elements_lie_on_the_grid(element: str) -> None:
+    """That of their format, and between a zero point and the ends of an integer's range whole numbers of its steps."""
+    for statistic in ("absmax", "absmean", "minmax") if element.startswith("int") else ("absmax", "absmean"):
+        cast = Cast(element, Scale("fp32", "row", statistic=statistic))
+        if statistic != "minmax":
+            assert cast.grid == cast.format, f"{cast}"
+            continue
+        most = 2**cast.format.bits - 1
+        assert cast.grid.max == most, f"{cast}: elements up to {cast.grid.max}"
+        whole = torch.arange(-float(most), most + 1)
+        assert torch.equal(round_nearest(whole, cast.grid), whole), f"{cast}: not all whole numbers"
+        assert round_nearest(torch.tensor([0.3, -1.4, 1e9, -1e9]), cast.grid).tolist() == [0, -1, most, -most]
+
+
 # --- replace ----------------------------------------------------------------------------------------------------------
 
 
@@ -352,6 +480,9 @@ def test_replace_changes_what_it_names() -> None:
         "four_over_six": "mae",
         "prescale": 1,
         "margin": 0,
+        "statistic": "absmax",
+        "factor": 1,
+        "epsilon": 0,
         "source": "current",
         "history": 1024,
         "algorithm": "most_recent",
@@ -364,14 +495,18 @@ def test_replace_changes_what_it_names() -> None:
         others = {field.name for field in fields(Scale)} - {name}
         kept = {other: getattr(found.scale, other) == getattr(cast.scale, other) for other in others}
         assert all(kept.values()), f"scale.{name} changed, and so did another field: {kept}"
-        assert (found.element, found.rounding) == (cast.element, cast.rounding)
+        assert (found.element, found.rounding, found.rounded) == (cast.element, cast.rounding, cast.rounded)
     assert cast.replace(rounding="nearest") == replace(cast, rounding="nearest")
+    assert cast.replace(rounded=True) == Cast("e2m1", scale, "stochastic", rounded=True)
     assert cast.replace(scale=Scale("e8m0")).scale == Scale("e8m0")
     both = cast.replace(element="e2m1", rounding="nearest", scale={"block": 32})
     assert (both.rounding, both.scale.block, both.scale.top) == ("nearest", 32, 256)
     assert cast.replace() == cast
     room = Cast("e4m3", Scale("fp32", "row", "power_of_two"))
     assert room.replace(scale={"margin": 2}) == Cast("e4m3", Scale("fp32", "row", "power_of_two", margin=2))
+    for name, value in {"statistic": "absmean", "factor": 0.5, "epsilon": 1e-5}.items():
+        expected = Cast("e4m3", Scale("fp32", "row", "power_of_two", **{name: value}))
+        assert room.replace(scale={name: value}) == expected, f"scale.{name}"
 
 
 @pytest.mark.parametrize("name", SCALE_FORMATS)
@@ -397,6 +532,9 @@ def test_a_default_rounding_follows_the_format(name: str) -> None:
         ({"element": "fp4"}, "Unknown element format 'fp4'"),
         ({"scale": {"margin": 1}}, "take format='fp32', or leave out margin"),
         ({"scale": {"history": 4}}, "take source='delayed', or leave both out"),
+        ({"scale": {"statistic": "absmean"}}, "take format='fp32', or leave them out"),
+        ({"scale": {"format": "fp32", "two_level": False, "statistic": "minmax"}}, "take 'int2' to 'int8'"),
+        ({"rounded": "no"}, "Cast.rounded is true or false; got 'no'"),
     ],
 )
 def test_replace_refuses(changes: dict[str, Any], message: str) -> None:

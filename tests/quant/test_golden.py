@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbit import Cast, Scale, kernels, quantize
-from lightning_lowbit.quant import Hadamard, Quantized, rotate
+from lightning_lowbit import Cast, LinearCasts, Scale, kernels, quantize
+from lightning_lowbit.quant import Hadamard, Quantized, quantize_operand, rotate
 from tests import oracles
 from tests.quant.tensors import NVFP4, NVFP4_TILES, float_scales, same, sample
 
@@ -201,6 +201,58 @@ def test_four_over_six_takes_both() -> None:
     assert 0.1 < picks.mean() < 0.9
 
 
+# --- BitNet -----------------------------------------------------------------------------------------------------------
+
+BITNET = LinearCasts.preset("ternary")
+BITNET_CASES = {name: oracles.case("bitnet", name) for name in oracles.cases("bitnet")}
+WEIGHTS = [name for name, case in BITNET_CASES.items() if "w" in case]
+ACTIVATIONS = [name for name, case in BITNET_CASES.items() if "x" in case]
+LAYERS = [name for name, case in BITNET_CASES.items() if "layer_x" in case]
+TWO_ULPS = 2.0**-22
+"""What codes * mean and codes / (1 / mean) differ by at most."""
+
+
+def test_every_case_of_bitnet_is_used() -> None:
+    assert {*WEIGHTS, *ACTIVATIONS, *LAYERS} == set(BITNET_CASES)
+    assert (len(WEIGHTS), len(ACTIVATIONS), len(LAYERS)) == (9, 3, 2)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_ternary_weights(name: str) -> None:
+    """Codes are those of float64 in every case, and the scale is that of the float64 mean, rounded once."""
+    case, found = BITNET_CASES[name], quantize(BITNET_CASES[name]["w"], BITNET.fprop_w)
+    np.testing.assert_array_equal(found.elements().numpy(), case["codes"], err_msg=f"{name}: codes")
+    np.testing.assert_array_equal(found.codes.numpy(), case["codes"] + 1, err_msg=f"{name}: stored codes")
+    one, mean = np.float32(1), np.maximum(np.float32(case["absmean_float64"]), np.float32(1e-5))
+    assert found.scales.item() == one / (one / mean), f"{name}: scale"
+    # Peers store it in two ways: to divide by, and to multiply with.
+    for stored in (one / case["weight_scale_bitlinear"], case["weight_scale_autobitlinear"]):
+        np.testing.assert_allclose(found.scales.flatten(), stored, rtol=TWO_ULPS, atol=0, err_msg=f"{name}: scale")
+    values = found.dequantize().numpy()
+    np.testing.assert_allclose(values, case["deq"], rtol=TWO_ULPS, atol=0, err_msg=f"{name}: values")
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_int8_activations_of_bitnet(name: str) -> None:
+    case, found = BITNET_CASES[name], quantize(BITNET_CASES[name]["x"], BITNET.fprop_x)
+    sure = ~case["act_ambiguous"]
+    np.testing.assert_array_equal(found.elements().numpy()[sure], case["act_codes"][sure], err_msg=f"{name}: codes")
+    scale = np.float32(1) / case["act_scale_correctly_rounded"]
+    np.testing.assert_array_equal(found.scales.numpy(), scale, err_msg=f"{name}: scales")
+    values = found.dequantize().numpy()[sure]
+    np.testing.assert_allclose(values, case["act_deq"][sure], rtol=TWO_ULPS, atol=0, err_msg=f"{name}: values")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_bitnet_layers(name: str) -> None:
+    """Products of int8 values, summed exactly, times both scales: how a GEMM of int8 units computes them."""
+    case = BITNET_CASES[name]
+    x = quantize_operand(torch.from_numpy(case["layer_x"]), BITNET.fprop_x, -1, dtype=torch.int8)
+    w = quantize_operand(case["w"], BITNET.fprop_w, -1, dtype=torch.int8)
+    y = (x.values.double() @ w.values.double().t() * x.factor * w.factor).numpy()
+    np.testing.assert_allclose(y, case["layer_y_float64_nobias"], rtol=1e-5, atol=0, err_msg=name)
+
+
 # --- compiled code ----------------------------------------------------------------------------------------------------
 # Few layouts and dtypes: each further one takes seconds to generate.
 
@@ -247,6 +299,8 @@ EDGES = torch.cat([torch.logspace(-149, 127, 277, 2), torch.tensor([3.4028235e38
         (Cast("e1m2", Scale("e8m0", 32, "ceil")), -1),
         (Cast("e4m3", Scale("fp32", "row", "power_of_two")), 0),
         (Cast("int8", Scale("fp32", "tensor")), -1),
+        (Cast("int8", Scale("fp32", "row", statistic="minmax")), -1),
+        (Cast("int4", Scale("fp32", 32, factor=0.8, epsilon=1e-5)), -1),
     ],
     ids=str,
 )
@@ -259,7 +313,7 @@ def test_compiled_equals_eager_to_the_last_exponent(cast: Cast, dim: int) -> Non
         for backend in ("eager", "compiled"):
             with kernels.backend(backend):
                 found[backend] = quantize(part, cast, dim)
-        values = {backend: cast.format.decode(quantized.codes) for backend, quantized in found.items()}
+        values = {backend: quantized.elements() for backend, quantized in found.items()}
         same(values["compiled"], values["eager"], f"{cast} compiled, values of codes")  # the sign of a NaN is no matter
         same(float_scales(found["compiled"]), float_scales(found["eager"]), f"{cast} compiled, scales")
     if cast.scale.format == "e8m0":

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,15 +13,14 @@ from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.quant import quantize_operand
 from tests.quant.tensors import (
-    EXMY,
     NVFP4,
     NVFP4_TILES,
     casts,
-    float_scales,
+    check_against_reference,
+    check_stochastic,
     same,
     same_bytes,
     sample,
-    spread_scales,
 )
 from tests.references import quantize as reference
 
@@ -61,6 +59,8 @@ def test_an_amax_that_is_not_finite(element: str, amax: float) -> None:
     """One scale for the whole tensor, shared with a tensor that overflowed: NaN. With two levels S is 1."""
     x = sample(3, 32)
     for cast in casts(element, "tensor"):
+        if not cast.scale.needs_amax:
+            continue
         for name, values in dequantised_both_ways(x, cast, amax=torch.tensor(amax)).items():
             assert values.isnan().all(), f"{name}, {cast}, amax {amax}: some elements became numbers"
     cast = Cast(element, Scale(two_level=True))
@@ -68,19 +68,6 @@ def test_an_amax_that_is_not_finite(element: str, amax: float) -> None:
 
 
 # --- the slow reference -----------------------------------------------------------------------------------------------
-
-
-def check_against_reference(x: Tensor, cast: Cast, dim: int = -1, amax: float | None = None) -> None:
-    message = f"{cast} along {dim}" + ("" if amax is None else f", amax {amax}")
-    found = quantize(x, cast, dim, amax=None if amax is None else torch.tensor(amax))
-    expected = {
-        field: reference.quantize(x, cast, dim, amax=amax, field=field)
-        for field in ("scales", "spread", "values", "dequantized")
-    }
-    same(float_scales(found), expected["scales"], f"{message}, scales")
-    counts = expected["spread"] != 0  # codes under a zero scale mean nothing
-    same(cast.format.decode(found.codes)[counts], expected["values"][counts], f"{message}, values of codes")
-    same(found.dequantize(), expected["dequantized"], f"{message}, values")
 
 
 @pytest.mark.parametrize("element", ELEMENT_FORMATS)
@@ -130,21 +117,7 @@ STOCHASTIC = [
 @pytest.mark.parametrize("cast", STOCHASTIC, ids=str)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_stochastic_equals_reference(cast: Cast, dim: int) -> None:
-    x, key, block = sample(13, 100), 12345, cast.scale.block
-    found = cast.format.decode(quantize(x, cast, dim, key=torch.tensor(key)).codes)
-    scaled = reference.quantize(x, cast, dim, field="scaled").numpy()
-    lower, upper = reference.neighbours(scaled, cast.element)
-    # Indices are those of the padded matrix.
-    side = block[1] if isinstance(block, tuple) else block if isinstance(block, int) and dim else 1
-    index = np.arange(13)[:, None] * (100 + -100 % side) + np.arange(100)
-    step = np.maximum(upper - lower, 1e-30)
-    limit = float(reference.magnitudes(cast.element)[-1])
-    margin = (np.clip(scaled.astype(np.float64), -limit, limit) - lower) / step - (1 - reference.uniform(index, key))
-    expected = np.where((margin > 0) & (upper > lower), upper, lower)
-    # float32 adds the random number to a value of up to 127 steps: the last few bits of the comparison are open.
-    open_ = (np.abs(margin) < 2.0**-16) & (upper > lower)
-    assert open_.mean() < 1e-3
-    same(found[~open_], torch.from_numpy(expected[~open_]).float(), f"{cast} along {dim}")
+    check_stochastic(sample(13, 100), cast, dim)
 
 
 def test_stochastic_index_is_that_of_the_whole_tensor() -> None:
@@ -202,6 +175,8 @@ EMPTY = [
     Cast("e4m3", Scale("e8m0", "row")),
     Cast("e4m3", Scale("fp32", "row")),
     Cast("e4m3", Scale("fp32", "tensor")),
+    *[Cast("ternary", Scale("fp32", block, statistic="absmean")) for block in (16, "row", "tensor")],
+    *[Cast("int4", Scale("fp32", block, statistic="minmax")) for block in (16, "row", "tensor")],
 ]
 
 
@@ -254,83 +229,6 @@ def test_quantised_tensors_do_not_require_gradients() -> None:
         assert not tensor.requires_grad, f"{name}: rounding has no derivative, yet a graph was recorded"
 
 
-# --- operands ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("element", ELEMENT_FORMATS)
-@pytest.mark.parametrize("scale_format", EXMY)
-def test_fits_bfloat16(element: str, scale_format: str) -> None:
-    left, right = (reference.magnitudes(name) for name in (element, scale_format))
-    products = torch.from_numpy(np.unique(np.outer(left, right)))
-    exact = bool((products.bfloat16().double() == products).all())
-    assert Cast(element, Scale(scale_format)).fits_bfloat16 == exact, (
-        f"{element} times {scale_format}: exact is {exact}"
-    )
-    assert Cast(element, Scale(scale_format, "row")).fits_bfloat16, f"{element} alone has 8 bits at most"
-
-
-@pytest.mark.parametrize("element", ELEMENT_FORMATS)
-def test_powers_of_two_fit_bfloat16(element: str) -> None:
-    """Elements have 8 significant bits at most, and a power of two adds none; other fp32 scales have all 24."""
-    fits = {rule: Cast(element, Scale("fp32", 16, rule)).fits_bfloat16 for rule in ("nearest", "power_of_two")}
-    assert fits == {"nearest": False, "power_of_two": True}
-    assert Cast(element, Scale("e8m0", 32)).fits_bfloat16
-    assert [Scale("e8m0").significant_bits, Scale("fp32", 16, "power_of_two").significant_bits] == [0, 0]
-
-
-def exact_product(codes: Tensor, scales: Tensor, cast: Cast) -> Tensor:
-    """Float32, exactly; only fp32 scales have so many digits that a product is rounded."""
-    product = codes * scales
-    exact = cast.scale.format == "fp32" or bool((product.double() == codes.double() * scales.double()).all())
-    assert exact, f"{cast}: a product of codes and scales is rounded in float32"
-    return product
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("element", "block"),
-    [(element, 16) for element in ELEMENT_FORMATS]
-    + [(element, block) for element in ("e2m1", "e4m3", "int8") for block in ((16, 16), "row", "tensor")],
-)
-def test_operand_is_codes_times_scales(element: str, block: Any, dtype: torch.dtype) -> None:
-    x, key = sample(18, 40, dtype=dtype), torch.tensor(9)
-    for cast, (rounding, dim) in itertools.product(casts(element, block), (("nearest", -1), ("stochastic", 0))):
-        mode = replace(cast, rounding=rounding)
-        message = f"{mode} of {dtype} along {dim}"
-        stored = quantize(x, mode, dim, key)
-        codes, scales = mode.format.decode(stored.codes), spread_scales(stored)
-        product = (exact_product(codes, scales, mode) if mode.scale.per_block else codes).double()
-        for given in (None, torch.float32):
-            operand = quantize_operand(x, mode, dim, key, dtype=given)
-            wanted = given or (dtype if mode.fits_bfloat16 else torch.float32)
-            assert operand.values.dtype == wanted, f"{message}: {operand.values.dtype}"
-            same(operand.values.double(), product, f"{message}, values")
-        if mode.scale.per_block:
-            same_factor = (operand.factor is None) == (stored.tensor_scale is None)
-            assert same_factor and operand.factor in (None, stored.tensor_scale), f"{message}: factor {operand.factor}"
-        else:
-            shape = () if block == "tensor" else (1, 40) if dim == 0 else (18, 1)
-            assert operand.factor.shape == shape, f"{message}: factor of shape {tuple(operand.factor.shape)}"
-        one = torch.ones(()) if stored.tensor_scale is None else stored.tensor_scale
-        same(stored.dequantize(), codes * (scales * one), f"{message}, values of quantize")
-        # Where a scale of the tensor multiplies too, the two associate differently.
-        factor = torch.ones(()) if operand.factor is None else operand.factor
-        both, tolerance = operand.values.float() * factor, 0 if stored.tensor_scale is None else 2.0**-22
-        torch.testing.assert_close(both, stored.dequantize(), rtol=tolerance, atol=0, msg=lambda m, at=message: at + m)
-        turned = operand.t()
-        same(turned.values.float() * (factor if turned.factor is None else turned.factor), both.t(), f"{message}, t()")
-
-
-@pytest.mark.parametrize("element", ELEMENT_FORMATS)
-def test_float16_operands_do_not_overflow(element: str) -> None:
-    """codes * scales are exact in bfloat16; in float16, the largest ones of some casts are infinite."""
-    x = sample(4, 64).clamp(-1e4, 1e4).half()
-    for cast in casts(element):
-        stored = quantize(x, cast)
-        product = exact_product(cast.format.decode(stored.codes), spread_scales(stored), cast).double()
-        same(quantize_operand(x, cast, -1).values.double(), product, f"{cast} of float16")
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -347,6 +245,15 @@ def test_float16_operands_do_not_overflow(element: str) -> None:
         (lambda: quantize(torch.ones(()), NVFP4), r"\(\)"),
         (lambda: quantize(torch.ones(4, 16), Cast(scale=Scale()), amax=torch.tensor(1.0)), "two_level=True"),
         (lambda: quantize(torch.ones(4, 16), Cast(scale=Scale("fp32", "row")), amax=torch.tensor(1.0)), "'tensor'"),
+        *[
+            (
+                lambda statistic=statistic: quantize(
+                    torch.ones(4, 16), Cast("int4", Scale("fp32", "tensor", statistic=statistic)), amax=torch.ones(())
+                ),
+                f"amax was given, but .*{statistic}.* has no scale of the whole tensor's largest magnitude",
+            )
+            for statistic in ("absmean", "minmax")
+        ],
         (lambda: quantize(torch.ones(4, 16), NVFP4, amax=torch.ones(2)), "amax is a tensor of one element"),
         (lambda: quantize(torch.ones(4, 16), NVFP4, amax=1.0), "amax is a tensor of one element"),
     ],

@@ -149,28 +149,59 @@ def power_of_two_scale(largest: float, element: str, rounding: str) -> float:
     return 2.0 ** min(max(scale, -127), 127)
 
 
+def statistic(block: np.ndarray, scale: Any) -> np.float32:
+    """What the scale of a block is made from; of its elements alone, for nothing pads them."""
+    if scale.statistic == "absmean":
+        return np.float32(math.fsum(np.abs(block).ravel().tolist()) / block.size)
+    if scale.statistic == "minmax":
+        low, high = ends(block)
+        return high - low
+    return np.abs(block).max()
+
+
+def ends(block: np.ndarray) -> tuple[np.float32, np.float32]:
+    """Least and largest element, with 0 in between; as far apart as float32 reaches, at most."""
+    reach = FLOAT32_MAX / np.float32(2)
+    return np.clip(block.min(), -reach, np.float32(0)), np.clip(block.max(), np.float32(0), reach)
+
+
+def levels(element: str) -> int:
+    """Steps from the least to the largest code of an integer with a zero point."""
+    return 2 ** int(element[3:]) - 1
+
+
+def zero_point(block: np.ndarray, factor: np.float32, scale: Any, element: str) -> np.float32:
+    """The code of 0 where codes count from the least element; 0 where they do not."""
+    if scale.statistic != "minmax":
+        return np.float32(0)
+    return np.clip(np.rint(-ends(block)[0] * np.float32(scale.factor) * factor), 0, levels(element))
+
+
 def scale_and_factor(
-    block: np.ndarray, largest: np.float32, encode: np.float32, decode: np.float32, element: str, scale: Any
+    block: np.ndarray, amount: np.float32, encode: np.float32, decode: np.float32, element: str, scale: Any
 ) -> tuple[np.float32, np.float32]:
-    """The scale of a block, and what its elements are multiplied by."""
+    """The scale of a block whose statistic this is, and what its elements are multiplied by."""
     one, top = np.float32(1), np.float32(magnitudes(element)[-1])
-    if not (np.isfinite(largest) and np.isfinite(block).all()):
+    if not (np.isfinite(amount) and np.isfinite(block).all()):
         return np.float32(np.nan), np.float32(np.nan)
     if scale.format == "fp32":
         wanted = top * np.float32(2.0**-scale.margin)
-        factor = np.clip(wanted / largest, LEAST_INVERTIBLE, FLOAT32_MAX) if largest > 0 else one
+        if scale.statistic != "absmax":
+            wanted = one if scale.statistic == "absmean" else np.float32(levels(element))
+        amount = np.maximum(amount, np.float32(scale.epsilon)) * np.float32(scale.factor)
+        factor = np.clip(wanted / amount, LEAST_INVERTIBLE, FLOAT32_MAX) if amount > 0 else one
         if scale.rounding == "power_of_two":
             factor = np.float32(2.0 ** max(math.frexp(factor)[1] - 1, -127))
         return one / factor, factor
     if scale.format == "e8m0":
-        found = np.float32(power_of_two_scale(largest * encode, element, scale.rounding))
+        found = np.float32(power_of_two_scale(amount * encode, element, scale.rounding))
         return found, encode_factor(found, decode)
     limit = np.float32(magnitudes(scale.format)[-1])
     rounded = {"nearest": nearest, "up": up}[scale.rounding]
     if scale.four_over_six is None:
-        found = np.float32(rounded(np.minimum(largest * (encode * (one / top)), limit), scale.format))
+        found = np.float32(rounded(np.minimum(amount * (encode * (one / top)), limit), scale.format))
         return found, encode_factor(found, decode)
-    wanted = largest / top * encode
+    wanted = amount / top * encode
     choices = [np.float32(rounded(np.minimum(wanted * np.float32(m), limit), scale.format)) for m in (1, 1.5)]
     errors = []
     for choice in choices:
@@ -196,12 +227,40 @@ class Result:
     values: np.ndarray  # [R, C]
     scales: np.ndarray  # [ceil(R / k1), ceil(C / k2)]
     spread: np.ndarray  # [R, C] the scale of each element
+    zeros: np.ndarray  # the shape of scales: zero points
+    spread_zeros: np.ndarray  # [R, C] the zero point of each element
     decode: np.float32
+    cast: Any
 
     @property
     def dequantized(self) -> np.ndarray:
         with np.errstate(all="ignore"):
             return self.values * (self.spread * self.decode)
+
+    @property
+    def clipped(self) -> np.ndarray:
+        """``scaled`` within the values that there are, float64."""
+        least = largest = magnitudes(self.cast.element)[-1]
+        if self.cast.scale.statistic == "minmax":
+            least, largest = self.spread_zeros, levels(self.cast.element) - self.spread_zeros
+        with np.errstate(invalid="ignore"):  # signalling NaNs
+            return np.clip(self.scaled.astype(np.float64), -least, largest)
+
+    @property
+    def lower(self) -> np.ndarray:
+        """The largest value that is not above each element, float64."""
+        return neighbours(self.clipped, self.grid)[0]
+
+    @property
+    def upper(self) -> np.ndarray:
+        """The smallest value that is not below each element, float64."""
+        return neighbours(self.clipped, self.grid)[1]
+
+    @property
+    def grid(self) -> str:
+        """The format that holds the values: those of a zero point reach from it to either side."""
+        element = self.cast.element
+        return f"int{int(element[3:]) + 1}" if self.cast.scale.statistic == "minmax" else element
 
 
 def quantize_matrix(
@@ -211,8 +270,8 @@ def quantize_matrix(
     scale, one, top = cast.scale, np.float32(1), magnitudes(cast.element)[-1]
     (rows, columns), (k1, k2) = x.shape, tile
     padded_columns = -(-columns // k2) * k2
-    scaled, values, spread = (np.zeros((rows, columns), np.float32) for _ in range(3))
-    scales = np.zeros((-(-rows // k1), -(-columns // k2)), np.float32)
+    scaled, values, spread, spread_zeros = (np.zeros((rows, columns), np.float32) for _ in range(4))
+    scales, zeros = (np.zeros((-(-rows // k1), -(-columns // k2)), np.float32) for _ in range(2))
     with np.errstate(all="ignore"):
         encode = one
         if scale.two_level:
@@ -227,17 +286,22 @@ def quantize_matrix(
             for j in range(scales.shape[1]):
                 at = slice(i * k1, (i + 1) * k1), slice(j * k2, (j + 1) * k2)
                 given = amax is not None and scale.block == "tensor"
-                largest = np.float32(amax) if given else np.abs(x[at]).max()
-                scales[i, j], factor = scale_and_factor(x[at], largest, encode, decode, cast.element, scale)
-                spread[at], scaled[at] = scales[i, j], x[at] * factor
-        if key is None:
-            values[:] = nearest(scaled, cast.element)
-        else:
+                amount = np.float32(amax) if given else statistic(x[at], scale)
+                scales[i, j], factor = scale_and_factor(x[at], amount, encode, decode, cast.element, scale)
+                zeros[i, j] = zero_point(x[at], factor, scale, cast.element)
+                spread[at], scaled[at], spread_zeros[at] = scales[i, j], x[at] * factor, zeros[i, j]
+        result = Result(scaled, values, scales, spread, zeros, spread_zeros, decode, cast)
+        if key is not None:
             index = np.arange(rows)[:, None] * padded_columns + np.arange(columns)
-            lower, upper = neighbours(scaled, cast.element)
-            goes_up = np.clip(scaled, -top, top) - lower > (upper - lower) * (1 - uniform(index, key))
+            lower, upper = result.lower, result.upper
+            goes_up = result.clipped - lower > (upper - lower) * (1 - uniform(index, key))
             values[:] = np.where(np.isnan(scaled), np.nan, np.where(goes_up, upper, lower))
-    return Result(scaled, values, scales, spread, decode)
+        elif scale.statistic == "minmax":  # Jacob et al., equation 1: codes are unsigned, and 0 has the code z
+            codes = np.clip(np.rint(scaled) + spread_zeros, 0, levels(cast.element))
+            values[:] = codes - spread_zeros
+        else:
+            values[:] = nearest(scaled, cast.element)
+    return result
 
 
 def quantize(
@@ -265,7 +329,7 @@ def quantize(
         key=key if cast.rounding == "stochastic" else None,
     )
     found = torch.from_numpy(getattr(result, field))
-    if field == "scales" and block == "tensor":
+    if field in ("scales", "zeros") and block == "tensor":
         return found.reshape([1] * x.dim())
     return found if x.dim() == 2 else found.reshape(*moved.shape[:-1], found.shape[-1]).movedim(-1, dim)
 

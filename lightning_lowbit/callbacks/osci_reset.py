@@ -1,0 +1,191 @@
+"""Ending the oscillation of latent weights around rounding thresholds (OsciReset of TetraJet-v2).
+
+A latent weight w next to a threshold is rounded to the one level and to the other in turn: its quantised value q jumps
+back and forth while w hardly moves. Over a window of optimizer steps a ratio tells it from one that travels, or rests:
+
+    ratio  =  Σ |q_t - q_{t-1}| / Σ |w_t - w_{t-1}|
+
+Where it is large, w is set to q, the centre of its bin, away from the thresholds on either side.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_lowbit.callbacks.latent_weights import LatentWeight, latent_weights, nearest_cast, whole_layers
+from lightning_lowbit.metrics import flipped
+from lightning_lowbit.nn import QuantizedLayer
+from lightning_lowbit.precision.base import compute_dtype
+
+
+@dataclass
+class _Paths:
+    """How far the elements of a weight have come in a window, all ``[out_features, in_features]``.
+
+    Attributes:
+        last: the latent weight after the last step, in its own dtype.
+        latent: Σ |w_t - w_{t-1}|, float32.
+        quantised: Σ |q_t - q_{t-1}|, float32.
+    """
+
+    last: Tensor
+    latent: Tensor
+    quantised: Tensor
+
+    @classmethod
+    def begin(cls, matrix: Tensor) -> "_Paths":
+        """From where a latent weight is."""
+        return cls(matrix.clone(), *(torch.zeros_like(matrix, dtype=torch.float32) for _ in range(2)))
+
+    def add_(self, matrix: Tensor, weight: LatentWeight) -> None:
+        """One step, to where the latent weight is now."""
+        before, after = weight._replace(values=self.last.to(weight.values.dtype)).quantize(), weight.quantize()
+        jump = (after.dequantize() - before.dequantize()).abs_()
+        self.quantised += jump.where(flipped(before, after), 0)  # a change of the scale alone is no jump
+        self.latent += (matrix.float() - self.last.float()).abs_()
+        self.last.copy_(matrix)
+
+    def oscillating(self, threshold: float) -> Tensor:
+        """Where the ratio reaches a threshold; nowhere that the latent weight has not moved."""
+        return (self.latent > 0) & (self.quantised >= threshold * self.latent)
+
+
+class OsciReset(Callback):
+    """Sets latent weights that oscillate between two levels to the centre of their bin.
+
+    After TetraJet-v2 (arXiv 2510.27527); the ratio is that of TetraJet (arXiv 2502.20853). In windows of ``window``
+    optimizer steps it adds up, for each element of every weight that is rounded to nearest, how far the latent weight
+    moves, and how far its quantised value jumps between levels. After the last step of the window, elements that have
+    jumped ``threshold`` times as far as they have moved are set to their quantised value; the optimizer's moments stay.
+    Unlike in the authors' code, a value that moves with its scale alone does not jump.
+
+    ``window``, ``every`` and ``threshold`` are by default those of the authors' public configurations for 70 and 150
+    million parameters in NVFP4 (github.com/thu-ml/TetraJet-v2-NVFP4Training); they are not tuned for other formats. The
+    authors begin at 60 to 70 % of a run. By then the learning rate is low, and what still flips mostly oscillates. The
+    default here is to begin at once, since it does not depend on the length of a run: set ``start``.
+
+    During a window each weight has two float32 tensors of its size more, and a copy of its last values; in each step it
+    is quantised twice more. Other steps cost nothing. Both float32 tensors are part of a checkpoint that is saved then,
+    and a resumed run goes on with the window.
+
+    Weights that are rotated or smoothed before they are rounded are left out, and from a window those that are not
+    quantised after one of its steps: in a phase, or while λ is 0. The optimizer steps of one batch count as one move.
+
+    When a window ends, ``reset/fprop_w/<layer>`` is logged: the share of elements that were set.
+
+    Args:
+        window: optimizer steps in which paths are added up, at least 2: there and back.
+        every: optimizer steps from the beginning of one window to that of the next, at least ``window``.
+        threshold: of the ratio, above 1, which is about that of a weight that travels through several bins.
+        start: optimizer steps before the first window.
+
+    Raises:
+        ValueError: an argument is out of range.
+        MisconfigurationException: when training starts: weights are sharded, or none is rounded to nearest.
+
+    Example:
+        >>> Trainer(max_steps=10_000, plugins=[FP4Precision()], callbacks=[OsciReset(start=6_000)])
+    """
+
+    def __init__(self, window: int = 50, every: int = 200, threshold: float = 8.0, start: int = 0) -> None:
+        if type(window) is not int or window < 2:
+            raise ValueError(f"window is a number of optimizer steps, 2 or more; got {window!r}.")
+        if type(every) is not int or every < window:
+            raise ValueError(f"every is a number of optimizer steps, the window's {window} or more; got {every!r}.")
+        if not 1 < threshold < float("inf"):
+            raise ValueError(f"threshold is the ratio of two paths, a number above 1; got {threshold!r}.")
+        if type(start) is not int or start < 0:
+            raise ValueError(f"start is a number of optimizer steps, 0 or more; got {start!r}.")
+        self.window, self.every, self.threshold, self.start = window, every, threshold, start
+        self._layers: dict[str, QuantizedLayer] = {}
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self._step: int | None = None  # optimizer steps taken when the last batch began
+        self._end: int | None = None  # the optimizer step that ends the window; None where none is open
+        self._paths: dict[str, _Paths] = {}
+        self._loaded: dict[str, dict[str, Tensor]] = {}  # paths of a checkpoint, until training starts
+
+    # --- when ---
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forgets another run."""
+        if stage == "fit" and trainer.global_step == 0:  # or else the same Trainer goes on; checkpoints come later
+            self._start_afresh()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finds the layers, and goes on with the window of a checkpoint."""
+        layers = whole_layers(self, trainer, pl_module)
+        self._layers = {name: layer for name, layer in layers.items() if nearest_cast(layer.full_casts) is not None}
+        if not self._layers:
+            raise MisconfigurationException(
+                f"{type(self).__name__} acts on weights that are rounded to nearest, and of {len(layers)} converted "
+                "layers none has one. Use e.g. Trainer(plugins=[FP4Precision()]), or leave it out."
+            )
+        for name in self._loaded.keys() & self._layers.keys():
+            self._paths[name] = paths = _Paths.begin(self._matrix(name))
+            paths.latent.copy_(self._loaded[name]["latent"])
+            paths.quantised.copy_(self._loaded[name]["quantised"])
+        self._loaded = {}
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Opens a window before its first step."""
+        step, before = trainer.global_step, trainer.global_step - 1 if self._step is None else self._step
+        self._step = step
+        # A batch may have several optimizer steps, so that none begins at the very step.
+        if step >= self.start and (step - self.start) // self.every > (before - self.start) // self.every:
+            weights = latent_weights(self._layers, compute_dtype(trainer.precision_plugin))
+            self._paths = {name: _Paths.begin(self._matrix(name)) for name, _ in weights}
+            self._end = step + self.window
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Adds a step, unless gradients were accumulated only; the last one of a window resets."""
+        step = trainer.global_step
+        if self._end is None or step == self._step:
+            return
+        before, self._paths = self._paths, {}
+        shares = {}
+        for name, weight in latent_weights(self._layers, compute_dtype(trainer.precision_plugin)):
+            if name not in before:
+                continue
+            paths, matrix = before.pop(name), self._matrix(name)
+            paths.add_(matrix, weight)
+            if step < self._end:
+                self._paths[name] = paths
+            else:
+                where = paths.oscillating(self.threshold)
+                centres = weight.quantize().dequantize(matrix.dtype)
+                matrix.copy_(centres.where(where, matrix))
+                shares[f"reset/fprop_w/{name}"] = where.mean(dtype=torch.float32)
+        if step >= self._end:
+            self._end = None
+            self._log(trainer, shares)
+
+    def _matrix(self, name: str) -> Tensor:
+        """A layer's latent weight itself, ``[out_features, in_features]``."""
+        return self._layers[name].weight_matrix().detach()
+
+    @staticmethod
+    def _log(trainer: Trainer, shares: dict[str, Tensor]) -> None:
+        # A window ends when it ends, and not when the logger is to be written to: as Lightning's own monitors do it.
+        if shares:
+            metrics = dict(zip(shares, torch.stack(list(shares.values())).tolist(), strict=True))
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            trainer.callback_metrics.update({name: torch.tensor(share) for name, share in metrics.items()})
+
+    # --- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window that is open. The copies of last values are left out: between steps these are the weights."""
+        paths = {name: {"latent": p.latent, "quantised": p.quantised} for name, p in self._paths.items()}
+        return {"step": self._step, "end": self._end, "paths": self._loaded or paths}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with it when training starts."""
+        self._step, self._end, self._loaded = (state_dict[name] for name in ("step", "end", "paths"))

@@ -1,0 +1,144 @@
+"""What quantised weights do as they are trained.
+
+With w the latent weight, in units of the scale s of its block, and q the level that it is rounded to:
+
+    shares        how many elements are -1, 0 and 1               31 % zeros: normally distributed w, s = mean|w|
+    flip rate     share of elements whose q changed
+    distance      mean |w - t|, t the nearest rounding threshold  t: halfway between neighbouring levels
+
+A latent weight that is small steps away from a threshold flips back and forth while it hardly moves. Everything is
+computed where the tensors lie, and nothing waits for a device.
+"""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.metrics.casts import code_histogram, levels
+from lightning_lowbit.quant import Cast, Quantized, quantize
+from lightning_lowbit.quant.quantize import scaled_elements
+
+_TERNARY = (-1.0, 0.0, 1.0)
+
+
+def expected_zeros(factor: float = 1.0) -> float:
+    """Share of zeros among normally distributed weights that are ternary with ``γ = factor * mean|W|``.
+
+    An element becomes 0 where ``|w| < γ / 2``. With ``mean|W| = σ √(2/π)`` that is a probability of
+    ``erf(factor / (2 √π))``: 27.0 %, 31.0 % and 35.5 % for factors of √3/2, 1 (BitNet b1.58, arXiv 2402.17764, section
+    2) and 2/√3.
+
+    Raises:
+        ValueError: the factor is not positive.
+    """
+    if not factor > 0:
+        raise ValueError(f"factor is what mean|W| is multiplied by, a positive number; got {factor!r}.")
+    return math.erf(factor / (2 * math.sqrt(math.pi)))
+
+
+def is_ternary(cast: Cast) -> bool:
+    """Whether the levels of a cast are -1, 0 and 1, as those of ``"ternary"`` and ``"int2"`` are."""
+    return levels(cast.grid) == _TERNARY
+
+
+@torch.no_grad()
+def ternary_shares(quantized: Quantized) -> Tensor:
+    """Shares of -1, 0 and 1.
+
+    Args:
+        quantized: from :func:`lightning_lowbit.quantize`, by a cast with these levels.
+
+    Returns:
+        float32 ``[3]``, with a sum of 1. Elements that decode to NaN are left out; of no others, zeros.
+
+    Raises:
+        ValueError: the cast has other levels; :func:`code_histogram` gives the shares of any.
+    """
+    if not is_ternary(quantized.cast):
+        raise ValueError(
+            f"{quantized.cast} has other levels than -1, 0 and 1: take code_histogram(quantized, normalise=True)."
+        )
+    return code_histogram(quantized, normalise=True)
+
+
+@torch.no_grad()
+def flipped(before: Quantized, after: Quantized) -> Tensor:
+    """Which elements are rounded to another level than before, whatever became of the scales.
+
+    Args:
+        before, after: a tensor at two times, quantised by one cast.
+
+    Returns:
+        bool, the shape of the tensor.
+
+    Raises:
+        ValueError: the casts or the shapes differ.
+    """
+    if before.cast != after.cast or before.codes.shape != after.codes.shape:
+        raise ValueError(
+            "Flips are those of one tensor by one cast; got "
+            f"{tuple(before.codes.shape)} by {before.cast} and {tuple(after.codes.shape)} by {after.cast}."
+        )
+    if before.zero_points is None:
+        return before.codes != after.codes
+    return before.elements() != after.elements()  # codes count from a zero point, which may have moved
+
+
+def flip_rate(before: Quantized, after: Quantized) -> Tensor:
+    """Share of elements that are rounded to another level than before: float32, 0-d; see :func:`flipped`.
+
+    NaN for tensors without elements.
+    """
+    return flipped(before, after).mean(dtype=torch.float32)
+
+
+@torch.no_grad()
+def threshold_distance(x: Tensor, cast: Cast, dim: int = -1, amax: Tensor | None = None) -> Tensor:
+    """Mean distance to the nearest rounding threshold, in units of the scale of each element's block.
+
+    A threshold lies halfway between two neighbouring levels of ``cast.grid``: at ±0.5 for ternary elements, of which
+    normally distributed ones with ``γ = mean|W|`` are 0.66 away. Small values mean that small steps make weights flip.
+
+    Args:
+        x: floating point, a matrix.
+        cast: one that rounds to nearest.
+        dim, amax: as in :func:`lightning_lowbit.quantize`.
+
+    Returns:
+        float32, 0-d. Elements that become NaN, and those of blocks whose scale underflowed to 0, which has no units,
+        are left out; NaN where no others are left.
+
+    Raises:
+        ValueError: no matrix; the cast rounds stochastically, so that there are no thresholds; or as in
+            :func:`lightning_lowbit.quantize`.
+    """
+    if cast.rounding != "nearest":
+        raise ValueError(f"Thresholds are those of rounding to nearest, and {cast} rounds stochastically.")
+    if x.dim() != 2:
+        raise ValueError(f"threshold_distance takes a matrix; got a tensor of shape {tuple(x.shape)}.")
+    quantized = quantize(x, cast, dim, amax=amax)
+    elements, decoded, codes = quantized.elements(), quantized.dequantize(), quantized.codes.int()
+    error = scaled_elements(x.float(), cast, dim, amax) - elements
+    below, above = _half_steps(cast, x.device)
+    distance = torch.minimum(below[codes] + error, above[codes] - error)
+    has_units = decoded.isfinite() & ((decoded != 0) | (elements == 0))
+    return torch.where(has_units, distance, torch.nan).nanmean()
+
+
+@cache
+def _half_steps(cast: Cast, device: torch.device) -> tuple[Tensor, Tensor]:
+    """float32 ``[2^bits]`` each: how far below and above the level of a code the next threshold lies.
+
+    Infinity at the least and at the largest level, beyond which there is none.
+    """
+    codes = torch.arange(2**cast.format.bits, dtype=torch.uint8)
+    if cast.scale.statistic == "minmax":  # whole numbers from the zero point on
+        values, ascending = codes.float(), codes.float()
+    else:
+        values, ascending = cast.format.decode(codes), torch.tensor(levels(cast.format))
+    edges = torch.full((len(ascending) + 1,), torch.inf)
+    edges[1:-1] = ascending.diff() / 2
+    places = torch.searchsorted(ascending, values).clamp(max=len(ascending) - 1)  # codes that are no numbers are unused
+    return edges[places].to(device), edges[places + 1].to(device)

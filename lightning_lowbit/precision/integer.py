@@ -1,0 +1,93 @@
+"""Integer quantisation-aware training."""
+
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.linear import in_features
+from lightning_lowbit.nn.presets import quantisation_aware
+from lightning_lowbit.precision.base import LowBitPrecision
+from lightning_lowbit.quant import Cast, Scale
+
+Group = int | Literal["row", "tensor"]
+
+
+class IntegerPrecision(LowBitPrecision):
+    """Quantisation-aware training with integers of 2 to 8 bits, from A8W8 down to A2W2.
+
+        q(x) = s · clamp(round(x / s), -(2^(bits - 1) - 1), 2^(bits - 1) - 1)      s = max|x| / (2^(bits - 1) - 1)
+
+    Gradients pass straight through the rounding: backward passes use what the forward pass used, and are not quantised
+    themselves (Jacob et al., arXiv 1712.05877, section 3). Where groups are rows or tensors, and the hardware has int8
+    units, the forward GEMM runs on these.
+
+    Args:
+        weight_bits: 2 to 8; None leaves weights in high precision.
+        activation_bits: likewise, of the activations.
+        group: elements of a weight that share a scale: a number along in_features, ``"row"`` (an output channel) or
+            ``"tensor"``.
+        activation_group: likewise of activations, where ``"row"`` is a token; None for ``group``.
+        symmetric: False gives each group of a weight a zero point, so that all 2^bits levels lie between its least
+            and its largest element; activations stay symmetric.
+        **kwargs: those of :class:`LowBitPrecision`.
+
+    Raises:
+        ValueError: bits out of range, or none for both; a group that is none, or (when the model is converted) one that
+            is longer than a row of a layer, which a preset such as ``"int4"`` pads; an argument without effect.
+
+    Example:
+        >>> Trainer(plugins=[IntegerPrecision(4, activation_bits=8, group=128, activation_group="row")])
+    """
+
+    def __init__(
+        self,
+        weight_bits: int | None = 8,
+        activation_bits: int | None = 8,
+        group: Group = 128,
+        *,
+        activation_group: Group | None = None,
+        symmetric: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if weight_bits is None and activation_bits is None:
+            raise ValueError("Give weight_bits or activation_bits: with neither, nothing would be quantised.")
+        if not isinstance(symmetric, bool):
+            raise ValueError(f"symmetric is true or false; got {symmetric!r}.")
+        if weight_bits is None and not symmetric:
+            raise ValueError("symmetric=False gives weights zero points, and weight_bits=None leaves them alone.")
+        if activation_bits is None and activation_group is not None:
+            raise ValueError(f"{activation_group=}, and activation_bits=None leaves activations alone.")
+        of_x = group if activation_group is None else activation_group
+        x = integer_cast("activation_bits", activation_bits, _groups("activation_group", of_x, "absmax"))
+        w = integer_cast("weight_bits", weight_bits, _groups("group", group, "absmax" if symmetric else "minmax"))
+        super().__init__(quantisation_aware(x, w), **kwargs)
+
+    def plan(self, model: nn.Module) -> dict[str, LinearCasts]:
+        """As :meth:`LowBitPrecision.plan`; a layer must have a whole group of inputs."""
+        planned = super().plan(model)
+        for name, casts in planned.items():
+            inputs = in_features(model.get_submodule(name))
+            for cast in (casts.fprop_x, casts.fprop_w):
+                if cast is not None and isinstance(cast.scale.block, int) and cast.scale.block > inputs:
+                    raise ValueError(
+                        f"A group of {cast.scale.block} elements exceeds the {inputs} of a row of {name}: take a "
+                        "smaller group, or group='row'."
+                    )
+        return planned
+
+
+def _groups(argument: str, group: Group, statistic: Any) -> Cast:
+    """The cast of a tensor whose groups have fp32 scales; that of groups within a row is rounded with them."""
+    if group not in ("row", "tensor") and (type(group) is not int or group < 1):
+        raise ValueError(f"{argument} is a number of elements such as 128, 'row' or 'tensor'; got {group!r}.")
+    return Cast("int8", Scale("fp32", group, statistic=statistic), rounded=isinstance(group, int))
+
+
+def integer_cast(argument: str, bits: int | None, cast: Cast) -> Cast | None:
+    """A cast with integers of so many bits for elements; None for None."""
+    if bits is None:
+        return None
+    if type(bits) is not int or not 2 <= bits <= 8:
+        raise ValueError(f"{argument} is a whole number from 2 to 8, or None for high precision; got {bits!r}.")
+    return cast.replace(element=f"int{bits}")

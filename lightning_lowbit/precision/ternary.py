@@ -1,0 +1,41 @@
+"""Ternary quantisation-aware training."""
+
+from typing import Any
+
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.presets import quantisation_aware
+from lightning_lowbit.precision.base import LowBitPrecision
+from lightning_lowbit.precision.integer import integer_cast
+from lightning_lowbit.quant import Cast
+
+
+class TernaryPrecision(LowBitPrecision):
+    """BitNet b1.58: weights of -1, 0, 1 times their mean magnitude, integer activations (arXiv 2402.17764, section 2).
+
+        w_q = γ · clamp(round(W / γ), -1, 1)      γ = scale_factor · mean|W|, of each weight matrix
+        x_q = round(x · s) / s                    s = (2^(bits - 1) - 1) / max|x|, of each token
+
+    Gradients pass straight through the rounding: backward passes use w_q and x_q, and are not quantised themselves. On
+    GPUs and CPUs with int8 units the forward GEMM runs on these, exactly. The RMSNorm that BitNet has before each layer
+    (SubLN) has parameters, and is the model's: ``network: bitnet-small`` of the recipes has it.
+
+    Args:
+        activation_bits: 2 to 8; None leaves activations in high precision.
+        scale_factor: of γ. With 1 about 31 % of normally distributed weights are 0, with 2/√3 = 1.1547 35.5 %.
+        **kwargs: those of :class:`LowBitPrecision`.
+
+    Raises:
+        ValueError: bits or a factor out of range.
+
+    Example:
+        >>> Trainer(plugins=[TernaryPrecision(skip=["lm_head"])])
+    """
+
+    def __init__(self, activation_bits: int | None = 8, scale_factor: float = 1.0, **kwargs: Any) -> None:
+        if isinstance(scale_factor, bool) or not isinstance(scale_factor, int | float) or not 0 < scale_factor < 2**16:
+            raise ValueError(f"scale_factor is what mean|W| is multiplied by, a positive number; got {scale_factor!r}.")
+        ternary = LinearCasts.preset("ternary")
+        assert isinstance(ternary.fprop_x, Cast)
+        assert isinstance(ternary.fprop_w, Cast)
+        x = integer_cast("activation_bits", activation_bits, ternary.fprop_x)
+        super().__init__(quantisation_aware(x, ternary.fprop_w.replace(scale={"factor": scale_factor})), **kwargs)

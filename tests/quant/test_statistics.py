@@ -1,0 +1,337 @@
+"""What fp32 scales are made from: the mean of a block or its ends instead of its largest magnitude, times a factor."""
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_lowbit import Cast, Scale, kernels, quantize
+from lightning_lowbit.quant import quantize_operand
+from tests.quant.tensors import check_against_reference, check_stochastic, float_scales, same, same_bytes, sample
+from tests.quant.test_properties import PROFILE, matrices
+from tests.references import quantize as reference
+
+BLOCKS = (16, (4, 16), "row", "tensor")
+INTEGERS = [f"int{bits}" for bits in range(2, 9)]
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def minmax(element: str, block: Any = 16, **settings: Any) -> Cast:
+    return Cast(element, Scale("fp32", block, statistic="minmax", **settings))
+
+
+def absmean(element: str, block: Any = 16, **settings: Any) -> Cast:
+    return Cast(element, Scale("fp32", block, statistic="absmean", **settings))
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def test_absmean_by_hand() -> None:
+    """The mean becomes 1; half of it is a tie, to 0; larger elements saturate."""
+    x = torch.tensor([[6.0, -2.0, 1.0, -1.0, 0.0]])  # 10 / 5
+    for factor, scale, codes in (
+        (1.0, 2.0, [1, -1, 0, 0, 0]),
+        (0.5, 1.0, [1, -1, 1, -1, 0]),
+        (4.0, 8.0, [1, 0, 0, 0, 0]),
+    ):
+        for block in (5, (1, 5), "row", "tensor"):
+            found = quantize(x, absmean("ternary", block, factor=factor))
+            assert found.scales.flatten().tolist() == [scale], f"factor {factor}, block {block}: scale"
+            assert found.elements().tolist() == [codes], f"factor {factor}, block {block}"
+            assert found.zero_points is None
+    assert quantize(x, absmean("int4")).elements().tolist() == [[3, -1, 0, 0, 0]], "ties to even: 1/2 of the mean is 0"
+
+
+def test_minmax_by_hand() -> None:
+    """2^bits levels from the least element to the largest, 0 among them; codes count from the least."""
+    rows = {
+        "both signs": ([-1.0, 2.0, 0.0, 1.2], 1.0, 1, [0, 3, 1, 2]),
+        "positive": ([3.0, 1.0, 2.0, 6.0], 2.0, 0, [2, 0, 1, 3]),  # 0.5 and 1.5 are ties, to even: 0 and 2
+        "negative": ([-3.0, -1.0, -2.0, -6.0], 2.0, 3, [1, 3, 2, 0]),
+        "zeros": ([0.0, 0.0, 0.0, 0.0], 1.0, 0, [0, 0, 0, 0]),
+    }
+    found = quantize(torch.tensor([row for row, *_ in rows.values()]), minmax("int2", "row"))
+    for i, (name, (_, scale, zero, codes)) in enumerate(rows.items()):
+        assert found.scales[i].item() == scale, f"{name}: scale {found.scales[i].item()}"
+        assert found.zero_points is not None
+        assert found.zero_points[i].item() == zero, f"{name}: zero point {found.zero_points[i].item()}"
+        assert found.codes[i].tolist() == codes, f"{name}: codes {found.codes[i].tolist()}"
+        values = [(code - zero) * scale for code in codes]
+        assert found.dequantize()[i].tolist() == values, f"{name}: values {found.dequantize()[i].tolist()}"
+        assert found.elements()[i].tolist() == [code - zero for code in codes], f"{name}: elements"
+
+
+@pytest.mark.parametrize("element", INTEGERS)
+def test_zero_points_have_the_shape_of_scales(element: str) -> None:
+    x, levels = sample(2, 6, 40) + 0.3, 2 ** int(element[3:]) - 1
+    for block, dim in itertools.product((16, "row", "tensor"), (0, 1, -1)):
+        found = quantize(x, minmax(element, block), dim)
+        zeros = found.zero_points
+        assert zeros is not None
+        assert (zeros.shape, zeros.dtype) == (found.scales.shape, torch.uint8), f"{element}, {block} along {dim}"
+        assert found.codes.dtype == torch.uint8
+        assert found.codes.max() <= levels, f"{element}, {block} along {dim}: code {found.codes.max()}"
+        assert zeros.max() <= levels, f"{element}, {block} along {dim}: zero point {zeros.max()}"
+        same(found.dequantize(), reference.quantize(x, found.cast, dim, field="dequantized"), f"{block} along {dim}")
+
+
+@pytest.mark.parametrize("statistic", ["absmax", "absmean", "minmax"])
+def test_a_factor_multiplies_scales(statistic: Any) -> None:
+    """By powers of two exactly; zero points stay where they are, so that both ends of a block saturate alike."""
+    x = torch.randn(8, 64) + 0.3
+    for block, rounding in itertools.product(BLOCKS, ("nearest", "power_of_two")):
+        cast = Cast("int4", Scale("fp32", block, rounding, statistic=statistic))
+        plain = quantize(x, cast)
+        for factor in (0.25, 4.0):
+            found = quantize(x, cast.replace(scale={"factor": factor}))
+            same(float_scales(found), float_scales(plain) * factor, f"{cast} x{factor}")
+            if plain.zero_points is not None:
+                same(found.zero_points, plain.zero_points, f"{cast} x{factor}, zero points")
+
+
+@pytest.mark.parametrize(("factor", "percent"), [(math.sqrt(3) / 2, 27.0), (1.0, 31.0), (2 / math.sqrt(3), 35.5)])
+def test_zeros_among_ternary_weights(factor: float, percent: float) -> None:
+    """Of a normal sample those within half of factor * mean; the mean of |x| is sqrt(2 / pi) standard deviations."""
+    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(3)) * 0.02
+    with kernels.backend("eager"):
+        found = quantize(x, absmean("ternary", "tensor", factor=factor, epsilon=1e-5)).elements()
+    share, expected = (found == 0).double().mean().item(), math.erf(factor / math.sqrt(4 * math.pi))
+    assert round(100 * expected * 2) / 2 == percent
+    error = math.sqrt(expected * (1 - expected) / x.numel())
+    assert abs(share - expected) < 4 * error, f"factor {factor}: {share:.2%} zeros, not {expected:.2%}"
+
+
+@pytest.mark.parametrize("statistic", ["absmax", "absmean", "minmax"])
+def test_epsilon_is_the_least_of_a_statistic(statistic: Any) -> None:
+    """Blocks above it are as they were; those below, zeros too, have the scale of one whose statistic it is."""
+    size = {"absmax": 7.0, "absmean": 1.0, "minmax": 15.0}[statistic]
+    x = torch.tensor([[1.0, 1.0, 1.0, 1.0]]) * torch.tensor([0.0, 1e-30, 0.249, 0.25, 0.2501, 3.0])[:, None]
+    for block, factor in itertools.product((4, "row"), (1.0, 0.5)):
+        cast = Cast("int4", Scale("fp32", block, statistic=statistic, factor=factor))
+        plain, found = quantize(x, cast), quantize(x, cast.replace(scale={"epsilon": 0.25}))
+        same(float_scales(found)[3:], float_scales(plain)[3:], f"{cast}: scales above epsilon")
+        same(found.codes[3:], plain.codes[3:], f"{cast}: codes above epsilon")
+        assert (float_scales(found)[:3] == float_scales(plain)[3]).all(), f"{cast}: {float_scales(found)[:3].tolist()}"
+        assert float_scales(found)[0].item() == pytest.approx(0.25 * factor / size), f"{cast}"
+        assert not found.dequantize()[:2].any(), f"{cast}: what is far below epsilon becomes 0"
+
+
+# --- against the slow reference ---------------------------------------------------------------------------------------
+
+CASTS = [
+    absmean("ternary"),
+    absmean("ternary", factor=2 / math.sqrt(3), epsilon=1e-5),
+    absmean("e2m1", rounding="power_of_two", factor=0.7),
+    absmean("int8", epsilon=0.5),
+    *[minmax(element) for element in INTEGERS],
+    minmax("int4", factor=0.9, epsilon=0.5),
+    minmax("int8", rounding="power_of_two"),
+    Cast("int4", Scale("fp32", factor=0.8, epsilon=0.5)),
+    Cast("e4m3", Scale("fp32", rounding="power_of_two", factor=1.5)),
+]
+
+
+def ragged(dtype: torch.dtype) -> Tensor:
+    """Blocks of one sign and of both, of zeros, and parts of blocks."""
+    x = sample(13, 50)
+    x[3:5], x[5:7] = x[3:5].abs(), -x[5:7].abs()
+    return x.to(dtype)
+
+
+def in_block(cast: Cast, block: Any) -> Cast:
+    return cast.replace(scale={"block": block})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_equals_reference(cast: Cast, dtype: torch.dtype) -> None:
+    x = ragged(dtype)
+    for block, dim in itertools.product(BLOCKS, (0, -1)):
+        mode = in_block(cast, block)
+        check_against_reference(x, mode, dim)
+        expected = reference.quantize(x, mode, dim, field="dequantized")
+        found = quantize_operand(x, mode, dim, dtype=torch.float32)
+        values = found.values * (1.0 if found.factor is None else found.factor)
+        same(values, expected, f"{mode} along {dim}: operand of {dtype}")
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_stochastic_equals_reference(cast: Cast) -> None:
+    for block, dim in itertools.product(BLOCKS, (0, -1)):
+        check_stochastic(ragged(torch.float32), replace(in_block(cast, block), rounding="stochastic"), dim)
+
+
+@pytest.mark.parametrize(
+    ("cast", "dim"),
+    [
+        (in_block(CASTS[1], "tensor"), -1),
+        (minmax("int4"), -1),
+        (minmax("int8", "tensor"), -1),
+        (replace(minmax("int3", "row"), rounding="stochastic"), 0),
+        (Cast("int8", Scale("fp32", (4, 16), factor=0.8, epsilon=0.5), "stochastic"), -1),
+    ],
+    ids=str,
+)
+def test_compiled_equals_reference(cast: Cast, dim: int) -> None:
+    with kernels.backend("compiled"):
+        if cast.rounding == "stochastic":
+            check_stochastic(ragged(torch.float32), cast, dim)
+        else:
+            check_against_reference(ragged(torch.float32), cast, dim)
+
+
+def test_compiled_operands_equal_reference() -> None:
+    """In bfloat16, rounded to it: what a layer computes with."""
+    x, cast = ragged(torch.bfloat16), replace(minmax("int4"), rounded=True)
+    with kernels.backend("compiled"):
+        found = quantize_operand(x, cast, -1).values
+    same(found, reference.quantize(x, cast, field="dequantized").bfloat16(), f"{cast} compiled")
+
+
+# --- means ------------------------------------------------------------------------------------------------------------
+
+
+def test_means_do_not_depend_on_order() -> None:
+    """Of 2^14 magnitudes over 20 powers of two, whose float32 sums do."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2**14, generator=generator) * torch.rand(2**14, generator=generator).mul(20).exp2()
+    orders = [torch.randperm(len(x), generator=generator) for _ in range(8)]
+    assert len({np.cumsum(x[order].abs().numpy())[-1] for order in orders}) > 1, "this sample cannot tell"
+    for shape in ((1, -1), (128, 128), (-1, 1)):
+        found = {quantize(x[order].view(shape), absmean("ternary", "tensor")).scales.item() for order in orders}
+        assert len(found) == 1, f"{shape}: {found}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_means_leave_out_padding(dim: int, dtype: torch.dtype) -> None:
+    """A block that is cut short has the mean of what is there."""
+    x = (torch.rand(19, 21) / 2 + 0.75).to(dtype)  # all above half of any mean
+    for block in (16, 64, (8, 8), (32, 4)):
+        cast = absmean("ternary", block)
+        found = quantize_operand(x, cast, dim, dtype=torch.float32).values
+        high, wide = block if isinstance(block, tuple) else (block, 1) if dim == 0 else (1, block)
+        for i, j in itertools.product(range(0, 19, high), range(0, 21, wide)):
+            part, values = (whole[i : i + high, j : j + wide] for whole in (x, found))
+            mean = torch.full_like(values, part.double().mean().item())
+            message = f"{cast} along {dim}, block at {i}, {j} of shape {tuple(part.shape)}"
+            torch.testing.assert_close(values, mean, rtol=2.0**-22, atol=0, msg=lambda m, at=message: f"{at}: {m}")
+
+
+# --- least and largest ------------------------------------------------------------------------------------------------
+
+
+@PROFILE
+@given(
+    x=matrices(),
+    element=st.sampled_from(INTEGERS),
+    block=st.sampled_from(BLOCKS),
+    dim=st.integers(0, 1),
+    sign=st.sampled_from((-1, 0, 1)),
+    rounding=st.sampled_from(("nearest", "power_of_two")),
+)
+def test_every_element_is_within_half_a_step(
+    x: Tensor, element: str, block: Any, dim: int, sign: int, rounding: str
+) -> None:
+    """The least and the largest too, of blocks of one sign or both; and 0 is 0, without an error."""
+    x = x if sign == 0 else sign * x.abs()
+    cast = minmax(element, block, rounding=rounding)
+    found, step = quantize(x, cast, dim), reference.quantize(x, cast, dim, field="spread")
+    off = (found.dequantize() - x).abs() > step / 2 * (1 + 1e-5)
+    assert not off.any(), f"{cast}: {x[off][:3].tolist()} became {found.dequantize()[off][:3].tolist()}"
+    zero = x == 0
+    assert (found.dequantize()[zero] == 0).all(), f"{cast}: 0 became {found.dequantize()[zero][:3].tolist()}"
+    operand = quantize_operand(x, cast, dim, dtype=torch.float32).values
+    assert (operand[zero] == 0).all(), f"{cast}: 0 became {operand[zero][:3].tolist()} in an operand"
+
+
+@PROFILE
+@given(x=matrices(), element=st.sampled_from(INTEGERS), block=st.sampled_from(BLOCKS), key=st.integers(0, 2**40))
+def test_zeros_stay_zero_stochastically(x: Tensor, element: str, block: Any, key: int) -> None:
+    found = quantize(x, replace(minmax(element, block), rounding="stochastic"), key=key).dequantize()
+    assert (found[x == 0] == 0).all(), f"{element}, {block}: 0 became {found[x == 0][:3].tolist()}"
+
+
+def test_stochastic_rounding_between_ends_is_unbiased() -> None:
+    """Where the whole block lies within its levels nothing saturates, and means return to what was rounded."""
+    x = torch.cat([torch.linspace(-1, 2, 31), torch.zeros(1)])  # -1, 0 and 2 are levels of int2
+    count = 2**14
+    cast = replace(minmax("int2", "row"), rounding="stochastic")
+    with kernels.backend("eager"):
+        found = quantize(x.expand(count, -1), cast, key=12345678901).dequantize().double()
+    spread = ((x - x.floor()) * (x.ceil() - x)).double().sqrt()
+    z = (found.mean(0) - x.double()) / (spread / count**0.5).clamp(min=1e-6)
+    assert z.abs().max() < 4.5, f"{x[z.abs().argmax()]} is biased by {z.abs().max():.1f} standard errors"
+
+
+@pytest.mark.parametrize("element", INTEGERS)
+def test_the_largest_numbers_do_not_overflow(element: str) -> None:
+    """Where least and largest are further apart than float32 reaches they may saturate, but keep their signs."""
+    ends = ((0.0, 3e38), (-3e38, 0.0), (-1.6e38, 1.7e38), (-1e38, 3e38), (-3e38, 3e38), (-FLOAT32_MAX, 3e38))
+    for block, (low, high) in itertools.product((8, "row", "tensor"), ends):
+        x = torch.tensor([[low, high, low / 3, high / 3, 0.0]])
+        found = quantize(x, minmax(element, block))
+        values, step = found.dequantize(), float_scales(found).max().item()
+        message = f"{element}, block {block}: {x.tolist()} became {values.tolist()}"
+        assert math.isfinite(step), f"{message}, scale {step}"
+        assert values.isfinite().all(), message
+        same(values.sign()[:, [0, 1, 4]], x.sign()[:, [0, 1, 4]], message)
+        if max(-low, high) < FLOAT32_MAX / 2:
+            assert ((values - x).abs() <= step / 2 * (1 + 1e-5)).all(), message
+
+
+@pytest.mark.parametrize("element", INTEGERS)
+def test_the_smallest_numbers_do_not_divide_by_zero(element: str) -> None:
+    for size in (2.0**-149, 2.0**-140, 2.0**-126, 1e-37):
+        x = torch.tensor([[-size, 3 * size, 0.0, size]])
+        found = quantize(x, minmax(element, "row"))
+        values, step = found.dequantize(), float_scales(found).item()
+        assert math.isfinite(step), f"{element}, {size}: scale {step}"
+        assert ((values - x).abs() <= step / 2 * (1 + 1e-5)).all(), f"{element}: {x.tolist()} became {values.tolist()}"
+
+
+# --- zeros, and what is not finite ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_zeros(cast: Cast) -> None:
+    for block, rounding in itertools.product(BLOCKS, ("nearest", "stochastic")):
+        mode = replace(in_block(cast, block), rounding=rounding)
+        found = quantize(torch.zeros(5, 20), mode, key=3)
+        assert not found.dequantize().any(), f"{mode}: zeros became numbers"
+        assert float_scales(found).isfinite().all(), f"{mode}: a scale of {float_scales(found).max()}"
+        assert cast.scale.epsilon or (float_scales(found) == 1).all(), f"{mode}: the scale of zeros is 1"
+        assert found.zero_points is None or not found.zero_points.any(), f"{mode}: the zero point of zeros is 0"
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("cast", CASTS, ids=str)
+def test_one_bad_element_is_its_whole_block(cast: Cast, bad: float) -> None:
+    """Scale and values are NaN in the block, and all else is what it is without that element."""
+    x = ragged(torch.float32) + 0.01
+    broken = x.clone()
+    broken[5, 20] = bad
+    at = {16: (slice(5, 6), slice(16, 32)), (4, 16): (slice(4, 8), slice(16, 32)), "row": (slice(5, 6), slice(None))}
+    for block in BLOCKS:
+        mode = in_block(cast, block)
+        expected = quantize(x, mode).dequantize()
+        expected[at.get(block, (slice(None), slice(None)))] = torch.nan
+        same(quantize(broken, mode).dequantize(), expected, f"{mode} with {bad}")
+        operand = quantize_operand(broken, mode, -1, dtype=torch.float32)
+        values = operand.values * (1.0 if operand.factor is None else operand.factor)
+        same(values, expected, f"{mode} with {bad}, operand")
+
+
+def test_dimensions_beside_the_last_two() -> None:
+    """Positive and negative ones are the same, in zero points too."""
+    x = sample(2, 3, 40) - 0.2
+    for cast, dim in itertools.product((minmax("int4"), absmean("ternary")), range(3)):
+        same_bytes(quantize(x, cast, dim), quantize(x, cast, dim - 3), f"{cast} along {dim}")
