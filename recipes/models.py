@@ -1,4 +1,4 @@
-"""Causal language models: LLaMA in the papers' sizes and a small one for a laptop, or any other of ``transformers``.
+"""Causal language models: LLaMA in the papers' sizes, LLaMA and BitNet for a laptop, or any of ``transformers``.
 
 A network is a name and the values of its configuration that differ, so a YAML file describes it whole.
 What belongs to low precision (which layers compute in four bits, which optimizer keeps that stable) comes from
@@ -20,62 +20,19 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lightning_lowbit.precision.base import global_seed
 from lightning_lowbit.quant.cast import choose, nearest
 
+from .schedules import WarmupSchedule
+
 
 def count_tokens(batch: Tensor) -> int:
     """Tokens that are predicted in a batch of int64 (batch, length + 1)."""
     return batch[:, 1:].numel()
-
-
-class WarmupCosine(LambdaLR):
-    """Raises the learning rate linearly over ``warmup_steps``, then lowers it along half a cosine.
-
-    The first step has 1 / warmup_steps of the learning rate, not zero; from step ``total_steps`` on it stays at
-    ``final_fraction`` of it.
-
-    Args:
-        optimizer: its learning rates are the peak.
-        warmup_steps: optimizer steps until the peak; 0 starts there.
-        total_steps: optimizer steps of the whole run; with None, :class:`CausalLM` fills in those of its Trainer.
-        final_fraction: last learning rate over the peak.
-
-    Raises:
-        ValueError: the warm-up is negative or leaves no step to the cosine.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, warmup_steps: int, total_steps: int | None = None, final_fraction: float = 0.1
-    ) -> None:
-        self.warmup_steps, self.final_fraction = warmup_steps, final_fraction
-        self.set_total_steps(math.inf if total_steps is None else total_steps)
-        super().__init__(optimizer, self._factor)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position; the shape is that of this run's configuration, also after a resume."""
-        shape = ("warmup_steps", "final_fraction", "total_steps")
-        return {name: value for name, value in super().state_dict().items() if name not in shape}
-
-    def set_total_steps(self, total_steps: float) -> None:
-        """Sets the length of the run; raises as the constructor does."""
-        if not 0 <= self.warmup_steps < total_steps:
-            raise ValueError(
-                f"warmup_steps must be at least 0 and less than the {total_steps} steps of the run; got "
-                f"{self.warmup_steps}. Warm up for fewer steps."
-            )
-        self.total_steps = total_steps
-
-    def _factor(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
-        return self.final_fraction + (1 - self.final_fraction) * (1 + math.cos(math.pi * progress)) / 2
 
 
 class Perplexity(MeanMetric):
@@ -85,19 +42,30 @@ class Perplexity(MeanMetric):
         return super().compute().exp()
 
 
-# LLaMA in the sizes of the Stable-SPAM paper (arXiv 2502.17055, table A.1), LLaMA-7B (arXiv 2302.13971), and a small
-# one for two CPU cores, on bytes, whose dimensions are multiples of 64, so that no block of any format is padded.
-_SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-LLAMA = {
+# LLaMA in the sizes of the Stable-SPAM paper (arXiv 2502.17055, table A.1), LLaMA-7B (arXiv 2302.13971), and small ones
+# for two CPU cores, on bytes, whose dimensions are multiples of 64, so that no block of any format is padded. BitNet
+# (arXiv 2504.12285) is LLaMA with a squared ReLU and SubLN: two more RMSNorms in each block, so that one precedes every
+# linear layer.
+_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+NETWORKS = {
     name: dict(zip(_SHAPE, shape, strict=True))
     for name, shape in {
-        "llama-small": (256, 704, 4, 4, 256),
-        "llama-60m": (512, 1376, 8, 8, 32000),
-        "llama-130m": (768, 2048, 12, 12, 32000),
-        "llama-350m": (1024, 2736, 24, 16, 32000),
-        "llama-1b": (2048, 5461, 24, 32, 32000),
-        "llama-7b": (4096, 11008, 32, 32, 32000),
+        "llama-small": ("llama", 256, 704, 4, 4, 256),
+        "bitnet-small": ("bitnet", 256, 704, 4, 4, 256),
+        "llama-60m": ("llama", 512, 1376, 8, 8, 32000),
+        "llama-130m": ("llama", 768, 2048, 12, 12, 32000),
+        "llama-350m": ("llama", 1024, 2736, 24, 16, 32000),
+        "llama-1b": ("llama", 2048, 5461, 24, 32, 32000),
+        "llama-7b": ("llama", 4096, 11008, 32, 32, 32000),
     }.items()
+}
+# Of all of them. None: as many key-value heads as heads, also where a configuration changes the heads.
+_FIXED = {
+    "num_key_value_heads": None,
+    "max_position_embeddings": 1024,
+    "use_cache": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
 }
 
 
@@ -105,7 +73,7 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
     """The configuration of a causal language model of ``transformers``.
 
     Args:
-        network: a name in ``LLAMA``; or a folder with a ``config.json``, or that file; or a model type of
+        network: a name in ``NETWORKS``; or a folder with a ``config.json``, or that file; or a model type of
             ``transformers`` such as ``"gpt2"`` or ``"qwen3"``; or a model's name on the Hugging Face Hub.
         config: values to change, by the names that the configuration has.
 
@@ -114,9 +82,8 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
     """
     changes = dict(config or {})
     network = os.path.expanduser(network)
-    if network in LLAMA:
-        fixed = {"max_position_embeddings": 1024, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
-        made: PreTrainedConfig = LlamaConfig(**{**LLAMA[network], **fixed, **changes})
+    if network in NETWORKS:
+        made: PreTrainedConfig = AutoConfig.for_model(**{**NETWORKS[network], **_FIXED, **changes})
     elif network in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         made = AutoConfig.for_model(network, **changes)
     elif Path(network).exists() or re.fullmatch(r"[\w-]+/[\w.-]+", network):
@@ -125,13 +92,13 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"The network {network!r} has no configuration that transformers can read: "
-                f"{str(error).splitlines()[0]} Give a folder with a config.json, or one of {', '.join(LLAMA)}."
+                f"{str(error).splitlines()[0]} Give a folder with a config.json, or one of {', '.join(NETWORKS)}."
             ) from error
     else:
-        hint = nearest(network, [*LLAMA, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
+        hint = nearest(network, [*NETWORKS, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
         raise ValueError(
             f"There is no network {network!r}.{hint} Give one of "
-            f"{', '.join(LLAMA)}; an existing folder with a config.json; or a type of causal language model that "
+            f"{', '.join(NETWORKS)}; an existing folder with a config.json; or a type of causal language model that "
             "transformers knows, such as gpt2."
         )
     for name in changes:
@@ -146,7 +113,8 @@ class CausalLM(LightningModule):
     ``val_loss`` (mean over tokens) and ``val_perplexity``.
 
     Args:
-        network: ``"llama-small"`` (3.3 million parameters), ``"llama-60m"``, ``"llama-130m"``, ``"llama-350m"``,
+        network: ``"llama-small"`` (3.3 million parameters), ``"bitnet-small"`` (the same with the norms and the
+            activation of BitNet b1.58, for ternary weights), ``"llama-60m"``, ``"llama-130m"``, ``"llama-350m"``,
             ``"llama-1b"``, ``"llama-7b"``, or what else :func:`network_config` takes: a local path, a model type.
         config: values of the network's configuration to change, e.g. ``{"num_hidden_layers": 2}``.
         pretrained: loads the weights that lie at the path (or Hub name) ``network``, instead of drawing them.
@@ -240,16 +208,19 @@ class CausalLM(LightningModule):
         if self.make_scheduler is None:
             return optimizer
         scheduler = self.make_scheduler(optimizer)
-        if isinstance(scheduler, WarmupCosine) and scheduler.total_steps == math.inf:
+        if isinstance(scheduler, WarmupSchedule) and scheduler.total_steps == math.inf:
             if self.trainer.estimated_stepping_batches == math.inf:
-                raise ValueError("WarmupCosine needs the length of the run: set max_steps, max_epochs or total_steps.")
+                raise ValueError(
+                    f"{type(scheduler).__name__} needs the length of the run: set max_steps, max_epochs or total_steps."
+                )
             scheduler.set_total_steps(self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def _load(network: str, config: PreTrainedConfig) -> Any:
     try:
-        return AutoModelForCausalLM.from_pretrained(os.path.expanduser(network), config=config, dtype=torch.float32)
+        made = AutoModelForCausalLM.from_pretrained(os.path.expanduser(network), config=config, dtype=torch.float32)
+        return made.train()  # which leaves it in evaluation, without dropout
     except OSError as error:
         raise ValueError(
             f"pretrained needs a path with weights, but transformers can load none from {network!r}: "

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
 
-from lightning_lowbit.recipes.models import LLAMA, CausalLM, WarmupCosine, network_config
+from lightning_lowbit import WeightDecaySwitch
+from lightning_lowbit.recipes.models import NETWORKS, CausalLM, network_config
+from lightning_lowbit.recipes.schedules import TwoStageLinear, WarmupCosine, WarmupSchedule
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY: dict[str, Any] = {"config": SIZE}
+SCHEDULES = WarmupSchedule.__subclasses__()
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 
 
@@ -40,11 +43,18 @@ def test_weights_depend_on_the_seed_alone() -> None:
     assert not torch.equal(one["model.lm_head.weight"], other["model.lm_head.weight"])
 
 
-def test_default_size() -> None:
-    model = CausalLM()
-    assert sum(parameter.numel() for parameter in model.parameters()) == 3_344_640
+@pytest.mark.parametrize(("network", "number"), [((), 3_344_640), (("bitnet-small",), 3_348_480)])
+def test_small_sizes(network: tuple[str, ...], number: int) -> None:
+    model = CausalLM(*network)
+    config = model.model.config
+    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (256, 704, 4)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (4, 4, 256)
+    assert sum(parameter.numel() for parameter in model.parameters()) == number
     assert all(size % 64 == 0 for parameter in model.parameters() for size in parameter.shape)
     assert model.model.lm_head.weight is not model.model.model.embed_tokens.weight
+
+
+def test_tied_embeddings() -> None:
     tied = CausalLM(config={**SIZE, "tie_word_embeddings": True}).model
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
 
@@ -63,7 +73,30 @@ def test_sizes_of_the_papers() -> None:
         assert (config.hidden_size, config.intermediate_size) == (hidden, intermediate), name
         assert (config.num_attention_heads, config.num_hidden_layers) == (heads, layers), name
         assert config.vocab_size == 32000 and not config.tie_word_embeddings, name
-    assert set(LLAMA) == {"llama-small", *table}
+    assert set(NETWORKS) == {"llama-small", "bitnet-small", *table}
+
+
+@pytest.mark.parametrize(
+    ("network", "unnormalised"), [("bitnet-small", set()), ("llama-small", {"self_attn.o_proj", "mlp.down_proj"})]
+)
+def test_bitnet_normalises_the_input_of_every_layer(network: str, unnormalised: set[str]) -> None:
+    """SubLN; LLaMA, which lacks it, shows that the measurement can fail."""
+    model, worst = CausalLM(network, {"num_hidden_layers": 2}), {}
+
+    def measure(name: str) -> Any:
+        def hook(layer: torch.nn.Module, arguments: tuple[torch.Tensor]) -> None:
+            worst[name] = (arguments[0].square().mean(-1).sqrt() - 1).abs().max().item()
+
+        return hook
+
+    for name, layer in model.model.model.layers.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_pre_hook(measure(name))
+    with torch.no_grad():
+        model(batches(1, length=64)[0])
+    assert len(worst) == 2 * 7
+    far = {name: error for name, error in worst.items() if error > 0.05}
+    assert {name.partition(".")[2] for name in far} == unnormalised, f"RMS of layers' inputs, distance from 1: {far}"
 
 
 def test_any_causal_language_model_of_transformers(tmp_path: Path) -> None:
@@ -88,10 +121,12 @@ def test_any_causal_language_model_of_transformers(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"network": "llama-60"}, "There is no network 'llama-60'. Did you mean 'llama-60m'?"),
+        ({"network": "bitnet-smal"}, "Did you mean 'bitnet-small'? Give one of llama-small, bitnet-small, llama-60m,"),
         ({"network": "vit"}, "There is no network 'vit'"),
         ({"network": "./nowhere"}, "an existing folder with a config.json"),
         ({"network": "empty"}, "has no configuration that transformers can read"),
         ({"config": {"hidden_sise": 32}}, "Unknown value of LlamaConfig 'hidden_sise'. Did you mean 'hidden_size'?"),
+        ({"network": "bitnet-small", "config": {"hidden_sise": 32}}, "Unknown value of BitNetConfig 'hidden_sise'."),
         ({"network": "gpt2", "config": {"n_lyer": 1}}, "Did you mean 'n_layer'?"),
         ({"network": "half", "pretrained": True}, "transformers can load none from 'half'"),
     ],
@@ -175,14 +210,16 @@ class GradientNorms(CausalLM):
         self.expected = torch.cat([parameter.grad.flatten() for parameter in self.parameters()]).norm()  # type: ignore[union-attr]
 
 
-def test_training_lowers_the_loss_and_logs() -> None:
+@pytest.mark.parametrize(("network", "precision"), [("llama-small", "32-true"), ("bitnet-small", "bf16-mixed")])
+def test_training_lowers_the_loss_and_logs(network: str, precision: str) -> None:
     model = GradientNorms(
+        network,
         **TINY,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         scheduler=lambda optimizer: WarmupCosine(optimizer, warmup_steps=2),  # 12 steps: those of the run
     )
     before = model._loss(batches(1)[0]).item()
-    run = trainer(max_epochs=12, log_every_n_steps=1, gradient_clip_val=0.5)
+    run = trainer(max_epochs=12, log_every_n_steps=1, gradient_clip_val=0.5, precision=precision)
     run.fit(model, DataLoader(batches(1), batch_size=None), DataLoader(batches(1), batch_size=None))
     metrics = run.callback_metrics
     assert metrics["loss"] < before - 0.5
@@ -192,35 +229,55 @@ def test_training_lowers_the_loss_and_logs() -> None:
     assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3)
 
 
-def test_warmup_cosine_needs_the_length_of_the_run() -> None:
-    model = CausalLM(**TINY, scheduler=lambda optimizer: WarmupCosine(optimizer, warmup_steps=2))
-    with pytest.raises(ValueError, match="set max_steps, max_epochs or total_steps"):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_needs_the_length_of_the_run(schedule: type[WarmupSchedule]) -> None:
+    model = CausalLM(**TINY, scheduler=lambda optimizer: schedule(optimizer, warmup_steps=2))
+    with pytest.raises(ValueError, match=f"{schedule.__name__} needs .* set max_steps, max_epochs or total_steps"):
         loader = DataLoader(batches(1), batch_size=None)
-        trainer(max_epochs=-1).fit(model, loader, loader)
+        trainer(max_epochs=-1, max_time={"seconds": 1}).fit(model, loader, loader)
 
 
-def test_warmup_cosine() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = WarmupCosine(optimizer, warmup_steps=4, total_steps=8, final_fraction=0.1)
-    rates = []
-    for _ in range(10):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    assert rates[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
-    assert rates[6] == pytest.approx(1.1)  # half way down
-    assert rates[8:] == pytest.approx([0.2, 0.2])
-    with pytest.raises(ValueError, match="warmup_steps must be"):
-        WarmupCosine(optimizer, warmup_steps=8, total_steps=8)
-    longer = WarmupCosine(optimizer, warmup_steps=2, total_steps=100, final_fraction=0.5)
-    longer.load_state_dict(scheduler.state_dict())
-    assert longer.last_epoch == 10
-    assert (longer.warmup_steps, longer.total_steps, longer.final_fraction) == (2, 100, 0.5), "settings of another run"
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("given", "expected"), [(None, 6), (9, 9)])
+def test_a_schedule_gets_the_length_of_the_run(
+    schedule: type[WarmupSchedule], given: int | None, expected: int
+) -> None:
+    """Optimizer steps, of which accumulation makes fewer than batches; one that is given stays."""
+    model = CausalLM(**TINY, scheduler=lambda optimizer: schedule(optimizer, warmup_steps=2, total_steps=given))
+    run = trainer(max_epochs=3, accumulate_grad_batches=2)
+    run.fit(model, *[DataLoader(batches(4), batch_size=None)] * 2)
+    assert run.global_step == 6 and run.lr_scheduler_configs[0].scheduler.total_steps == expected
+
+
+class Notes(Callback):
+    """The learning rate and the weight decay of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, float]] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        (group,) = optimizer.param_groups
+        self.steps.append((group["lr"], group["weight_decay"]))
+
+
+@pytest.mark.parametrize(("at", "steps"), [(0.5, 5), (0.5, 7), (0.4, 5)])
+def test_the_second_stage_begins_where_weight_decay_falls(at: float, steps: int) -> None:
+    model = CausalLM(
+        **TINY,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1.0, weight_decay=0.1),
+        scheduler=lambda optimizer: TwoStageLinear(optimizer, warmup_steps=1, at=at, second_peak=0.01),
+    )
+    notes = Notes()
+    run = trainer(max_steps=steps, callbacks=[WeightDecaySwitch(at=at), notes])
+    run.fit(model, *[DataLoader(batches(steps), batch_size=None)] * 2)
+    assert len(notes.steps) == steps
+    assert [decay for _, decay in notes.steps] == [0.1 if rate > 0.1 else 0.0 for rate, _ in notes.steps]
+    assert {decay for _, decay in notes.steps} == {0.1, 0.0}
 
 
 def test_built_by_the_command_line_and_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["lowbit"])
-    name = f"{CausalLM.__module__}.WarmupCosine"
+    name = f"{WarmupCosine.__module__}.WarmupCosine"
     config = {
         "model": {
             **TINY,

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_lowbit import cli
+from lightning_lowbit import PrecisionSummary, cli
 from lightning_lowbit.cli import run
 from lightning_lowbit.cli.compare import plan
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, kind, recipes
@@ -35,6 +36,7 @@ SIZES = {
     "llama_350m": 367.97,
     "llama_1b": 1339,
     "llama_7b": 6738,
+    "bitnet": 3.35,
 }
 
 # Casts that overlays make of the recipe's, where they are no preset of the same name.
@@ -43,7 +45,13 @@ CHANGES = {
     "averis": LinearCasts.preset("nvfp4").replace(subtract_mean=GEMMS),
     "dge": LinearCasts.preset("nvfp4").replace(surrogate={"fprop_w": "dge"}),
     "trust": LinearCasts.preset("nvfp4").replace(surrogate={"fprop_x": "trust", "fprop_w": "trust"}),
+    **{f"int{bits}_qat": LinearCasts.preset(f"int{bits}") for bits in (2, 3, 4)},
+    "e1m2_qat": LinearCasts.preset("e1m2"),
+    "bitnet": LinearCasts.preset("ternary"),
+    "stable_ternary": LinearCasts.of({"preset": "ternary", "fprop_w": {"scale": {"factor": 1.1547}}}),
 }
+
+ADAMW = ("adamw", "bitnet", "stable_ternary")
 
 # Casts that overlays make of those of some layers.
 SOME_LAYERS = {
@@ -58,11 +66,14 @@ model: {init_args: {config: {hidden_size: 32, intermediate_size: 48, num_hidden_
                     scheduler: {init_args: {warmup_steps: 1}}}}
 data: {init_args: {path: PATH, tokenizer: bytes, sequence_length: 16, batch_size: 2, val_batches: 2}}
 """
+# A row of the small model is shorter than these recipes' groups.
+GROUPS = "trainer: {plugins: {init_args: {group: 16}}}"
 
 
 def combinations():
     """(name, configurations) of each recipe alone and each overlay on a recipe that it suits."""
-    yield from ((name, [name]) for name in RECIPES if name != "quadratic")  # no language model: it has its own tests
+    # The first is no language model, the second needs weights: they have their own tests.
+    yield from ((name, [name]) for name in RECIPES if name not in ("quadratic", "continual_qat"))
     yield from ((name, ["c4" if name.startswith("llama") else "quickstart", name]) for name in OVERLAYS)
 
 
@@ -89,12 +100,54 @@ def test_two_steps(name):
     if "c4" in configs:
         write_c4(Path("c4"))
     Path("small.yaml").write_text(SMALL.replace("PATH", "hf:./c4:en" if "c4" in configs else "text.txt"))
-    assert cli.main(["fit", *(f"--config={config}" for config in [*configs, "small.yaml"])]) == 0
-    folder = Path("runs") / "+".join([*configs, "small"]) / "version_0"
+    Path("groups.yaml").write_text(GROUPS)
+    fits([*configs, "small.yaml", *["groups.yaml"] * bool(re.fullmatch(r"int\d_qat", name))])
+
+
+def fits(configs):
+    """Two steps of a run, and what they leave behind: its folder."""
+    assert cli.main(["fit", *(f"--config={config}" for config in configs)]) == 0
+    folder = Path("runs") / "+".join(config.removesuffix(".yaml") for config in configs) / "version_0"
     result = json.loads((folder / "run.json").read_text())
     assert result["status"] == "finished" and result["steps"] == 2
     assert (folder / "report.html").exists() and (folder / "checkpoints").exists()
     assert 0 < result["metrics"]["val_loss"] < 11
+    return folder
+
+
+def save_pretrained(folder, network="llama"):
+    """A model of the small size, as `transformers` saves them."""
+    sizes = yaml.safe_load(SMALL)["model"]["init_args"]["config"]
+    fixed = {"vocab_size": 256, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
+    config = AutoConfig.for_model(network, **fixed, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("network", ["llama", "qwen2"])
+def test_continual_qat_starts_from_the_weights_in_a_folder(network, monkeypatch):
+    model = save_pretrained("model", network)
+    Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    Path("small.yaml").write_text(SMALL.replace("PATH", "text.txt"))
+    Path("groups.yaml").write_text(GROUPS)
+    before, blends = [], []
+
+    def note(self, trainer, pl_module):
+        before.extend(parameter.detach().clone() for parameter in pl_module.model.parameters())
+
+    set_blend = LowBitPrecision.set_blend
+    monkeypatch.setattr(LowBitPrecision, "set_blend", lambda self, λ: (blends.append(λ), set_blend(self, λ))[1])
+    monkeypatch.setattr(PrecisionSummary, "on_train_start", note)
+    fits(["continual_qat", "small.yaml", "groups.yaml"])
+    for found, (name, expected) in zip(before, model.named_parameters(), strict=True):
+        assert torch.equal(found, expected), f"{name} is not that of the folder"
+    assert blends[-2:] == [0, 1], "λ did not rise over the first of two steps"
+
+
+def test_continual_qat_says_that_it_needs_a_model(capsys):
+    assert cli.main(["fit", "--config=continual_qat"]) != 0
+    assert "no network 'model'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
@@ -117,14 +170,14 @@ def test_full_size(name, monkeypatch):
     pattern, others = SOME_LAYERS.get(name, ("never", None))
     assert planned == {layer: others if re.search(pattern, layer) else casts for layer in planned}
     assert (others in planned.values()) == (name in SOME_LAYERS)
-    assert type(optimizer).__name__ == ("AdamW" if name == "adamw" else "StableSPAM")
+    assert type(optimizer).__name__ == ("AdamW" if name in ADAMW else "StableSPAM")
     assert not Path("runs").exists()
 
 
 def test_every_overlay_and_recipe_is_told_apart():
-    assert set(RECIPES) == {"quickstart", "c4", "quadratic"}
+    assert set(RECIPES) == {"quickstart", "c4", "quadratic", "bitnet", "continual_qat"}
     assert {"bf16", "nvfp4", "qaf", "adamw", "stable_spam", "llama_130m", "llama_1b", "study"} <= set(OVERLAYS)
-    assert set(STUDIES) == {*FP4_STUDIES, "fp8_scalings"}
+    assert set(STUDIES) == {*FP4_STUDIES, "fp8_scalings", "qat", "progressive"}
 
 
 def test_the_readme_lists_them_all():
@@ -185,6 +238,40 @@ def test_the_rows_of_fp8_scalings():
         assert not any(callback.endswith("Switch") for callback in callbacks), "one precision from first to last"
 
 
+def test_the_rows_of_qat():
+    """Each precision with each optimizer at each learning rate, over the same steps, without a switch in between."""
+    study = read_study("qat")
+    seen = {}
+    for row in study.rows:
+        assert row.config["trainer"]["max_steps"] == 400 and row.seeds == [0, 1, 2]
+        arguments = row.config["trainer"]["plugins"]["init_args"]
+        optimizer = row.config["model"]["init_args"]["optimizer"]
+        name = optimizer["class_path"].rpartition(".")[2]
+        seen[row.name] = (arguments.get("weight_bits"), name, optimizer["init_args"]["lr"])
+        kind = row.config["trainer"]["plugins"]["class_path"].rpartition(".")[2]
+        assert kind == {"bf16": "LowBitPrecision", "tern": "TernaryPrecision"}.get(row.name[:4], "IntegerPrecision")
+        assert arguments["skip"] == ["lm_head"] and arguments.get("activation_bits") in (None, 8, seen[row.name][0])
+    names = {"adamw": "AdamW", "stable_spam": "StableSPAM"}
+    bits = {"bf16": None, "int4": 4, "int3": 3, "int2": 2, "ternary": None}
+    assert seen == {
+        f"{precision}+{optimizer}@{rate}": (bits[precision], names[optimizer], float(rate))
+        for rate in ("1e-3", "5e-3")
+        for precision in bits
+        for optimizer in names
+    }
+
+
+def test_the_rows_of_progressive():
+    """Of switches at one step the last holds: each row's own."""
+    last = {}
+    for row in read_study("progressive").rows:
+        switches = [c for c in row.config["trainer"]["callbacks"] if c["class_path"].endswith("PrecisionSwitch")]
+        at_the_start = [switch["init_args"] for switch in switches if switch["init_args"]["at"] == 0]
+        last[row.name] = (at_the_start[-1].get("over"), at_the_start[-1].get("schedule"))
+    schedules = ("linear", "cosine", "sigmoid", "delayed")
+    assert last == {"sudden": (None, "linear"), **{name: (0.5, name) for name in schedules}}
+
+
 def test_studies_share_what_has_the_same_name():
     recipes_by_folder = {}
     for name in STUDIES:
@@ -196,6 +283,7 @@ def test_studies_share_what_has_the_same_name():
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_row_of_each_study_parses(name):
+    save_pretrained("model")
     Path("row.yaml").write_text(runs_of(name)[-1].recipe)
     run.check(["fit", "--config=row.yaml"])
 

@@ -1,0 +1,149 @@
+"""Learning-rate schedules: a linear warm-up, then a decay that ends with the run.
+
+Step t = 0 … T - 1 of a run of T steps, of which w warm up, has f(t) times the peak, the optimizer's learning rate:
+
+    t < w     f = (t + 1) / w
+    t >= w    f = e + (1 - e) (1 + cos πp) / 2     p = (t - w) / (T - w)     WarmupCosine, e is the last factor
+              f = (1 - p) s                        s = 1, from half-way 2/3  TwoStageLinear
+
+No step is wasted on a learning rate of zero: the first has 1 / w of the peak, and p reaches 1 one step after the last.
+"""
+
+import inspect
+import math
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+class WarmupSchedule(LambdaLR):
+    """Raises the learning rate linearly over ``warmup_steps``, then lowers it as the subclass says in :meth:`decay`.
+
+    A subclass sets its own arguments, as attributes of the same names, before it calls this constructor.
+
+    Args:
+        optimizer: its learning rates are the peak.
+        warmup_steps: optimizer steps until the peak; 0 starts there.
+        total_steps: optimizer steps of the whole run; with None, :class:`CausalLM` fills in those of its Trainer.
+
+    Raises:
+        ValueError: the warm-up is negative or leaves no step to the decay.
+    """
+
+    def __init__(self, optimizer: Optimizer, warmup_steps: int, total_steps: int | None = None) -> None:
+        self.warmup_steps = warmup_steps
+        self.set_total_steps(math.inf if total_steps is None else total_steps)
+        super().__init__(optimizer, self._factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position; the shape, all arguments, is that of this run's configuration, also after a resume."""
+        shape = inspect.signature(type(self)).parameters
+        return {name: value for name, value in super().state_dict().items() if name not in shape}
+
+    def set_total_steps(self, total_steps: float) -> None:
+        """Sets the length of the run; raises as the constructor does."""
+        if not 0 <= self.warmup_steps < total_steps:
+            raise ValueError(
+                f"warmup_steps must be at least 0 and less than the {total_steps} steps of the run; got "
+                f"{self.warmup_steps}. Warm up for fewer steps."
+            )
+        self.total_steps = total_steps
+
+    def decay(self, step: int, progress: float) -> float:
+        """Learning rate over the peak at ``step``, ``progress`` of the way from the warm-up (0) to the end (1)."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how its learning rate decays.")
+
+    def _factor(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return self.decay(step, min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)))
+
+
+class WarmupCosine(WarmupSchedule):
+    """Raises the learning rate linearly over ``warmup_steps``, then lowers it along half a cosine.
+
+    From step ``total_steps`` on it stays at ``final_fraction`` of the peak.
+
+    Args:
+        optimizer: its learning rates are the peak.
+        warmup_steps: optimizer steps until the peak; 0 starts there.
+        total_steps: optimizer steps of the whole run; with None, :class:`CausalLM` fills in those of its Trainer.
+        final_fraction: last learning rate over the peak.
+
+    Raises:
+        ValueError: the warm-up is negative or leaves no step to the cosine, or ``final_fraction`` is not in [0, 1].
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, warmup_steps: int, total_steps: int | None = None, final_fraction: float = 0.1
+    ) -> None:
+        if not 0 <= final_fraction <= 1:
+            raise ValueError(f"final_fraction is the last learning rate over the peak, 0 to 1; got {final_fraction}.")
+        self.final_fraction = final_fraction
+        super().__init__(optimizer, warmup_steps, total_steps)
+
+    def decay(self, step: int, progress: float) -> float:
+        """Half a cosine from 1 to ``final_fraction``."""
+        return self.final_fraction + (1 - self.final_fraction) * (1 + math.cos(math.pi * progress)) / 2
+
+
+class TwoStageLinear(WarmupSchedule):
+    """BitNet b1.58's: a linear warm-up, a linear decay towards zero, and half-way a drop besides.
+
+    The second stage goes on along the line of a lower peak. Ternary weights bear a high learning rate, which they need
+    to change at all, and settle in the second stage. Weight decay falls at the same step, see
+    :class:`lightning_lowbit.WeightDecaySwitch`.
+
+    From "The Era of 1-bit LLMs: Training Tips, Code and FAQ" (in the repository microsoft/unilm), which warms up for
+    375 of 100 000 steps and goes from 1.5e-3 to 1e-3 with 700M parameters, from 1.2e-3 to 8e-4 with 1.3B and 3.9B,
+    and with the weight decay from 0.1 to 0. BitNet b1.58 2B4T (arXiv 2504.12285, section 3.1) keeps the two stages, but
+    makes each a cosine.
+
+    Args:
+        optimizer: its learning rates are the peak of the first stage.
+        warmup_steps: optimizer steps until the peak; 0 starts there.
+        total_steps: optimizer steps of the whole run; with None, :class:`CausalLM` fills in those of its Trainer.
+        second_peak: the peak of the second stage over that of the first.
+        at: when the second stage starts, as a fraction of all optimizer steps.
+
+    Raises:
+        ValueError: the warm-up is negative or not over when the second stage starts, or the first stage has no step;
+            or ``second_peak`` is not in (0, 1], or ``at`` not in (0, 1).
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_steps: int,
+        total_steps: int | None = None,
+        second_peak: float = 2 / 3,
+        at: float = 0.5,
+    ) -> None:
+        if not 0 < second_peak <= 1:
+            raise ValueError(
+                f"second_peak is a fraction of the first peak, above 0 and at most 1; got {second_peak}. For 1e-3 "
+                "after 1.5e-3 give 0.667."
+            )
+        if not 0 < at < 1:
+            raise ValueError(f"at is a fraction of all optimizer steps, between 0 and 1, both excluded; got {at}.")
+        self.second_peak, self.at = second_peak, at
+        super().__init__(optimizer, warmup_steps, total_steps)
+
+    @property
+    def second_stage(self) -> float:
+        """The step at which the second stage starts, rounded as callbacks round their ``at``: they act at the same."""
+        return math.inf if self.total_steps == math.inf else round(self.at * self.total_steps)
+
+    def set_total_steps(self, total_steps: float) -> None:
+        """Sets the length of the run; raises as the constructor does."""
+        super().set_total_steps(total_steps)
+        if self.second_stage < max(1, self.warmup_steps):
+            raise ValueError(
+                f"The second stage starts at step {self.second_stage} of {total_steps}, but the first has to last for "
+                f"its warm-up of {self.warmup_steps} steps, and for one at least. Warm up for fewer steps, or raise at."
+            )
+
+    def decay(self, step: int, progress: float) -> float:
+        """The line from 1 to 0, in the second stage from ``second_peak`` to 0."""
+        return (1 - progress) * (1 if step < self.second_stage else self.second_peak)
