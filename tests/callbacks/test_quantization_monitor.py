@@ -371,6 +371,16 @@ def test_all_codes_are_zero() -> None:
     assert alerts(monitor, run) == said
 
 
+def test_a_weight_that_is_not_finite() -> None:
+    monitor = QuantizationMonitor()
+    run = trainer(monitor, log_every_n_steps=1)
+    with alerts_said() as said:
+        run.fit(still(lambda weight: weight.fill_(math.nan)))
+    (text, *_) = said
+    assert text.startswith("layer.0, step 1: no element of its weight is a number")
+    assert not any("zeros" in text or "are 0" in text for text in said), "a share of zeros of what are no numbers"
+
+
 def test_an_alert_of_the_last_step_is_said() -> None:
     with alerts_said() as said:
         trainer(QuantizationMonitor(), max_steps=2).fit(still(zeros))

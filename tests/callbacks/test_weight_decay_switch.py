@@ -95,6 +95,24 @@ def test_to_another_value_where_there_is_any() -> None:
     assert fit(WeightDecaySwitch(0.125, step=2)) == [BEFORE] * 2 + [[0.125, 0.125, 0]] * 4
 
 
+def test_back_from_zero() -> None:
+    found = fit(WeightDecaySwitch(step=1), WeightDecaySwitch(0.125, step=3))
+    assert found == [BEFORE] + [AFTER] * 2 + [[0.125, 0.125, 0]] * 3
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_back_from_zero_after_a_resume() -> None:
+    switches = [WeightDecaySwitch(step=1), WeightDecaySwitch(0.125, step=3)]
+    fit(*switches, keep=True)
+    assert fit(*switches, ckpt_path="2.ckpt") == [AFTER] + [[0.125, 0.125, 0]] * 3
+
+
+def test_no_weight_decay_to_change() -> None:
+    model = Decayed(lambda groups: torch.optim.SGD([{**group, "weight_decay": 0} for group in groups], lr=0.1))
+    with pytest.raises(MisconfigurationException, match="here it is 0 for all. Give the optimizer a weight decay"):
+        fit(WeightDecaySwitch(step=1), model=model)
+
+
 def test_says_so(caplog: pytest.LogCaptureFixture) -> None:
     fit(WeightDecaySwitch(step=2))
     assert "Step 2: weight decay 0.25, 0.5 -> 0.0." in caplog.text
