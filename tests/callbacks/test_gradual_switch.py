@@ -537,7 +537,9 @@ def test_a_run_that_ends_in_the_middle_says_so() -> None:
 @resumes
 def test_a_resumed_run_without_its_switch_says_so() -> None:
     fit(PrecisionSwitch("fqt", step=4, steps=5), max_steps=7, keep="trained")
-    with pytest.warns(UserWarning, match=r"is at λ = 0.4, .* none of its callbacks goes on with: .* plugin.set_blend\(1.0\)"):
+    with pytest.warns(
+        UserWarning, match=r"is at λ = 0.4, .* none of its callbacks goes on with: .* plugin.set_blend\(1.0\)"
+    ):
         resumed = fit(PrecisionSwitch("fqt", step=100), ckpt_path="7.ckpt")
     assert list(resumed.blends.values()) == pytest.approx([0.4])
 

@@ -81,7 +81,11 @@ GROUP = r"group is a number of elements such as 128, 'row' or 'tensor'; got"
     [
         (TernaryPrecision, {"activation_bits": 1}, rf"activation_bits {BITS} 1\."),
         (TernaryPrecision, {"activation_bits": True}, rf"activation_bits {BITS} True\."),
-        (TernaryPrecision, {"scale_factor": 0}, r"scale_factor is what mean\|W\| is multiplied by, a positive number; got 0\."),
+        (
+            TernaryPrecision,
+            {"scale_factor": 0},
+            r"scale_factor is what mean\|W\| is multiplied by, a positive number; got 0\.",
+        ),
         (TernaryPrecision, {"scale_factor": -1.0}, r"a positive number; got -1.0\."),
         (TernaryPrecision, {"scale_factor": "1"}, r"a positive number; got '1'\."),
         (TernaryPrecision, {"backend": "nativ"}, r"Unknown backend 'nativ'. Did you mean 'native'\?"),
