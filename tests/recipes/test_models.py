@@ -111,9 +111,10 @@ def test_any_causal_language_model_of_transformers(tmp_path: Path) -> None:
         assert type(drawn.model).__name__ == "GPT2LMHeadModel" and drawn.model.config.n_embd == 32
         assert not torch.equal(drawn.model.lm_head.weight, by_type.model.lm_head.weight)
     loaded = CausalLM(str(tmp_path / "saved"), pretrained=True)
+    assert all(module.training for module in loaded.model.modules()), "it would be fine-tuned without dropout"
     (batch,) = batches(1)
     with torch.no_grad():
-        assert torch.equal(loaded._loss(batch), by_type.eval()._loss(batch))
+        assert torch.equal(loaded.eval()._loss(batch), by_type.eval()._loss(batch))
     loaded._loss(batch).backward()
 
 
