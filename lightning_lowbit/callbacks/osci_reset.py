@@ -20,6 +20,7 @@ from lightning_lowbit.callbacks.latent_weights import LatentWeight, latent_weigh
 from lightning_lowbit.metrics import flipped
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.precision.base import compute_dtype
+from lightning_lowbit.quant.cast import is_number
 
 
 @dataclass
@@ -96,7 +97,7 @@ class OsciReset(Callback):
             raise ValueError(f"window is a number of optimizer steps, 2 or more; got {window!r}.")
         if type(every) is not int or every < window:
             raise ValueError(f"every is a number of optimizer steps, the window's {window} or more; got {every!r}.")
-        if not 1 < threshold < float("inf"):
+        if not is_number(threshold) or not 1 < threshold < float("inf"):
             raise ValueError(f"threshold is the ratio of two paths, a number above 1; got {threshold!r}.")
         if type(start) is not int or start < 0:
             raise ValueError(f"start is a number of optimizer steps, 0 or more; got {start!r}.")

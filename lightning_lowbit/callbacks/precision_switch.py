@@ -17,10 +17,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_lowbit.callbacks.switch import Plateau, Switch, is_number
+from lightning_lowbit.callbacks.switch import Plateau, Switch
 from lightning_lowbit.nn.casts import PHASES
 from lightning_lowbit.precision import LowBitPrecision
-from lightning_lowbit.quant.cast import choose
+from lightning_lowbit.quant.cast import choose, is_number
 
 # λ as a function of u in [0, 1], how much of the switch is over. Each rises from exactly 0 to exactly 1.
 SCHEDULES: dict[str, Callable[[float], float]] = {

@@ -24,6 +24,7 @@ from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.convert import select
 from lightning_lowbit.precision.base import compute_dtype
 from lightning_lowbit.quant import Cast, Quantized
+from lightning_lowbit.quant.cast import is_number
 
 # --- columns ----------------------------------------------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ class QuantizationMonitor(Callback):
     def __init__(self, only: list[str] | None = None, no_flips_for: int = 1000, zeros_tolerance: float = 0.15) -> None:
         if type(no_flips_for) is not int or no_flips_for < 1:
             raise ValueError(f"no_flips_for is a number of optimizer steps, 1 or more; got {no_flips_for!r}.")
-        if not 0 < zeros_tolerance <= 1:
+        if not is_number(zeros_tolerance) or not 0 < zeros_tolerance <= 1:
             raise ValueError(f"zeros_tolerance is a share of elements, above 0 and up to 1; got {zeros_tolerance!r}.")
         self.only, self.no_flips_for, self.zeros_tolerance = only, no_flips_for, zeros_tolerance
         self._layers: dict[str, QuantizedLayer] = {}

@@ -14,14 +14,9 @@ from typing import Any, ClassVar
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_lowbit.quant.cast import choose, from_fields
+from lightning_lowbit.quant.cast import choose, from_fields, is_number
 
 _CHECKPOINT_KEY = "lightning_lowbit_switches"
-
-
-def is_number(value: object) -> bool:
-    """Whether an argument is a number, which True and "1" are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

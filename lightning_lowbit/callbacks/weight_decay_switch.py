@@ -7,7 +7,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_lowbit.callbacks.switch import Switch, is_number
+from lightning_lowbit.callbacks.switch import Switch
+from lightning_lowbit.quant.cast import is_number
 
 # What a group began with, also after a switch to 0 and a resume: as torch's schedulers keep "initial_lr".
 _INITIAL = "initial_weight_decay"

@@ -18,7 +18,7 @@ from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import BACKENDS, QuantizedLayer, has_native_gemms, is_linear, quantized_class
 from lightning_lowbit.nn.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.quant import Cast
-from lightning_lowbit.quant.cast import choose
+from lightning_lowbit.quant.cast import choose, is_number
 
 # Mappings before LinearCasts: a command line takes the first that fits, and would fill a LinearCasts with defaults.
 CastsLike = str | Mapping[str, Any] | LinearCasts
@@ -181,7 +181,7 @@ def set_blend(model: nn.Module, blend: float | Tensor | None) -> None:
 
 def check_blend(blend: float) -> float:
     """Returns λ if it is in [0, 1], else raises a ``ValueError``."""
-    if isinstance(blend, bool) or not isinstance(blend, int | float) or not 0 <= blend <= 1:
+    if not is_number(blend) or not 0 <= blend <= 1:
         raise ValueError(
             f"blend is λ, how far operands are quantised: a number from 0 (high precision) to 1 (all the way); got "
             f"{blend!r}."

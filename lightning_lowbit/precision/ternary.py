@@ -7,6 +7,7 @@ from lightning_lowbit.nn.presets import quantisation_aware
 from lightning_lowbit.precision.base import LowBitPrecision
 from lightning_lowbit.precision.integer import integer_cast
 from lightning_lowbit.quant import Cast
+from lightning_lowbit.quant.cast import is_number
 
 
 class TernaryPrecision(LowBitPrecision):
@@ -32,7 +33,7 @@ class TernaryPrecision(LowBitPrecision):
     """
 
     def __init__(self, activation_bits: int | None = 8, scale_factor: float = 1.0, **kwargs: Any) -> None:
-        if isinstance(scale_factor, bool) or not isinstance(scale_factor, int | float) or not 0 < scale_factor < 2**16:
+        if not is_number(scale_factor) or not 0 < scale_factor < 2**16:
             raise ValueError(f"scale_factor is what mean|W| is multiplied by, a positive number; got {scale_factor!r}.")
         ternary = LinearCasts.preset("ternary")
         assert isinstance(ternary.fprop_x, Cast)

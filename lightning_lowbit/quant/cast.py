@@ -25,6 +25,11 @@ SCALE_ROUNDINGS = dict.fromkeys(SCALE_FORMATS, _EXMY) | {
 }
 
 
+def is_number(value: object) -> bool:
+    """Whether an argument is a number, which True and "1" are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def nearest(given: object, possible: Collection[object], most: int = 1) -> str:
     """`` Did you mean 'x'?`` or `` Did you mean 'x' or 'y'?``; nothing where nothing is near."""
     choices = {str(choice).lower(): str(choice) for choice in possible}
@@ -220,7 +225,7 @@ class Scale:
             value = getattr(self, name)
             if name == "top" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if not is_number(value):
                 raise ValueError(f"Scale.{name} is a number; got {value!r}.")
             if not (0 < value <= largest or (name == "epsilon" and value == 0)):
                 bracket = "[" if name == "epsilon" else "("

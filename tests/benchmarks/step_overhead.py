@@ -63,7 +63,8 @@ def check(models: dict[str, nn.Module], x: Tensor, gradient: Tensor) -> None:
     assert torch.equal(first, second), "the control's gradient is another"
     for name in list(models)[2:]:
         error = relative_error(results[name], plain)
-        assert 0.001 < error < 1.2, f"{name} is off by {error}"  # with 8 bits; with 2, which leave most elements 0
+        least, most = 0.001 if name in ("int7", "int8") else 0.01, 1.2 if name in ("int2", "int3", "ternary") else 0.3
+        assert least < error < most, f"{name} is off by {error}"
         with kernels.backend("eager"):
             assert torch.equal(results[name], step(models[name], x, gradient)), f"{name}: compiled and eager differ"
 

@@ -440,6 +440,7 @@ def test_another_run_begins_anew() -> None:
         ({"threshold": 1}, "threshold is the ratio of two paths, a number above 1; got 1"),
         ({"threshold": math.nan}, "got nan"),
         ({"threshold": math.inf}, "got inf"),
+        ({"threshold": "8"}, "a number above 1; got '8'"),
         ({"start": -1}, "start is a number of optimizer steps, 0 or more; got -1"),
         ({"start": 0.6}, "got 0.6"),
     ],

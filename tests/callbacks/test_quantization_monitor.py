@@ -318,6 +318,7 @@ def test_sharded_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"zeros_tolerance": 0}, "zeros_tolerance is a share of elements, above 0 and up to 1; got 0"),
         ({"zeros_tolerance": 1.5}, "got 1.5"),
         ({"zeros_tolerance": math.nan}, "got nan"),
+        ({"zeros_tolerance": "a"}, "a share of elements, above 0 and up to 1; got 'a'"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
