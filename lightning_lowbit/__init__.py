@@ -18,13 +18,15 @@ from lightning_lowbit.callbacks import (
     WeightDecaySwitch,
 )
 from lightning_lowbit.nn import LinearCasts, convert, fold, smooth_swiglu
-from lightning_lowbit.optim import StableSPAM
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
 from lightning_lowbit.precision import FP4Precision, FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
 from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SPAM",
+    "Adaptive",
     "Cast",
     "ExactResume",
     "FP4Precision",
@@ -33,6 +35,7 @@ __all__ = [
     "Hadamard",
     "IntegerPrecision",
     "LinearCasts",
+    "LowBitAdamW",
     "LowBitPrecision",
     "LowBitProgressBar",
     "OsciReset",

@@ -1,10 +1,12 @@
-"""AdaClip and AdaGN: tame a gradient by what its own past says is usual.
+"""AdaClip and AdaGN, SpikeClip and GradClip: tame a gradient that is far above the usual.
 
-Low-bit training fails by spikes: a few elements, or a whole matrix, suddenly get a gradient far above the usual.
-A fixed clip value would have to be tuned for every matrix; these two rules learn one per parameter tensor.
+Low-bit training fails by spikes: a few elements, or a whole matrix, suddenly get a gradient far above the usual. Two
+rules learn what is usual for each parameter tensor, from its own past; two older ones are there to be compared with.
 
-    AdaClip   T follows M = max|g|;  elements above T are scaled by T/M       (element-wise spikes)
-    AdaGN     m, v follow n = ‖g‖₂ and n²;  g is rescaled to the norm m/(√v + ε)  (whole-tensor spikes)
+    AdaClip     T follows M = max|g|;  elements above T are scaled by T/M            (element-wise spikes)
+    AdaGN       m, v follow n = ‖g‖₂ and n²;  g is rescaled to the norm m/(√v + ε)   (whole-tensor spikes)
+    SpikeClip   where g² > θ·v, v Adam's second moment:  g ← sign(g)·√(θ·v)          (element-wise)
+    GradClip    ‖g‖₂ over all parameters is at most a fixed value                    (all tensors at once)
 
 T, m and v are exponential moving averages, kept *bias-corrected*: what the textbook calls T̂ = T/(1 − γᵗ) is the
 state itself. The two forms are equal,
@@ -12,33 +14,45 @@ state itself. The two forms are equal,
     T̂ₜ = T̂ₜ₋₁ + wₜ·(Mₜ − T̂ₜ₋₁),    wₜ = (1 − γ)/(1 − γᵗ) = 1 / (1 − γ/(1 − γ)·expm1((t − 1)·log γ)),
 
 but this one is exact at t = 1 (w is 1), divides by nothing small, and keeps its accuracy in fp32 at γ = .99999, where
-γ and 1 − γᵗ rounded to fp32 are wrong by 1e-3.
+γ and 1 − γᵗ rounded to fp32 are wrong by 1e-3. Where γ changes from step to step, 1 − γᵗ is 1 minus the product of all
+γ so far, which has to be remembered (`growing_weight`).
 
-Nothing here synchronises with the host. Statistics are 1-D tensors [P], one entry for each of P parameters.
+Nothing here synchronises with an accelerator. Statistics are 1-D tensors [P], one entry for each of P parameters; the
+scalars of one parameter may be 0-d tensors or Python's numbers.
 
 Source: the Stable-SPAM thesis, chapter 3 (AdaGN: section 1, AdaClip: section 2) and algorithm A.1, whose norm is ‖g‖₂
-and whose clip compares |g|. Two traits are kept on purpose: M enters the threshold it is compared with, and the clip is
-proportional, so that a spike just above T may end below its unclipped neighbours.
+and whose clip compares |g|; SpikeClip is equation 2.1 there, and section 3 of SPAM (arXiv 2501.06842). Two traits of
+AdaClip are kept on purpose: M enters the threshold it is compared with, and the clip is proportional, so that a spike
+just above T may end below its unclipped neighbours.
 """
 
 import math
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-# Elements handled at a time. CPU: parameter, gradient, two moments and two scratch tensors in fp32 stay within 4 MB of
-# second-level cache (2^17 and 2^18 were the fastest of 2^14 … 2^24). Elsewhere: few launches, about 1 GB of scratch.
-PIECE_ON_CPU, PIECE_ON_ACCELERATOR = 2**17, 2**26
+# Elements handled at a time. CPU: parameter, gradient, two moments and a scratch tensor in fp32 stay within 5 MB of
+# second-level cache (of 2^15 … 2^20, smaller ones cost calls, larger ones gain little). Elsewhere: few launches, about
+# 1 GB of scratch.
+PIECE_ON_CPU, PIECE_ON_ACCELERATOR = 2**18, 2**26
+
+Scalar = Tensor | float
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of tensors of one shape, along the first dimension, small enough to be worked on at a time."""
+    """Views of tensors of one length, along the first dimension, small enough to be worked on at a time.
+
+    The first tensor decides how many rows are in a piece. In a graph of ``torch.compile`` there is one piece.
+    """
     if tensors[0].numel() == 0:
         return
     tensors = tuple(tensor if tensor.dim() else tensor.unsqueeze(0) for tensor in tensors)
-    elements = PIECE_ON_CPU if tensors[0].device.type == "cpu" else PIECE_ON_ACCELERATOR
-    rows = max(1, elements * len(tensors[0]) // tensors[0].numel())
+    rows = len(tensors[0])
+    if not torch.compiler.is_compiling():
+        elements = PIECE_ON_CPU if tensors[0].device.type == "cpu" else PIECE_ON_ACCELERATOR
+        rows = max(1, elements * rows // tensors[0].numel())
     yield from zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
 
 
@@ -57,6 +71,12 @@ def absolute_maximum(tensor: Tensor) -> Tensor:
     return torch.maximum(-low, high)
 
 
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """Σx² over all elements, 0-d; more than twice as fast as a norm on a CPU."""
+    flat = tensor.flatten()
+    return torch.dot(flat, flat)
+
+
 def averaging_weight(decay: float, steps_before: Tensor, dtype: torch.dtype) -> Tensor:
     """Weight of the newest value in a bias-corrected moving average, (1 − γ)/(1 − γᵗ) with t = steps_before + 1.
 
@@ -73,6 +93,22 @@ def averaging_weight(decay: float, steps_before: Tensor, dtype: torch.dtype) -> 
     return 1 / (1 - decay / (1 - decay) * torch.expm1(steps_before.to(dtype) * log_decay))
 
 
+def growing_weight(new: Scalar, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight of the newest value in a bias-corrected moving average whose γ may change, (1 − γₜ)/(1 − γ₁·γ₂·…·γₜ).
+
+    In fp32 for γ up to about .99, where what is rounded away in one step has soon decayed.
+
+    Args:
+        new: 1 − γₜ, in (0, 1]; a number, or the shape of ``total``.
+        total: 1 − γ₁·…·γₜ₋₁ of the steps before, 0 at the first and after a reset; any shape.
+
+    Returns:
+        The weight, in (0, 1], and the new total.
+    """
+    total = torch.lerp(total, torch.ones_like(total), new)
+    return new / total, total
+
+
 def clip_ratio(maximum: Tensor, threshold: Tensor) -> Tensor:
     """What AdaClip multiplies the elements above the threshold with: T/M, at most 1; 1 where M = 0.
 
@@ -86,51 +122,71 @@ def clip_ratio(maximum: Tensor, threshold: Tensor) -> Tensor:
     return torch.where(maximum > threshold, threshold / maximum, 1.0)
 
 
-def ada_clip(gradient: Tensor, threshold: Tensor, ratio: Tensor) -> Tensor:
+def spikes(gradient: Tensor, threshold: Scalar) -> Tensor:
+    """What AdaClip shrinks: g where |g| > T, elsewhere 0.
+
+    Args:
+        gradient: any shape, the dtype of the statistics; left alone.
+        threshold: T; M of this step has already entered it.
+
+    Returns:
+        Shape and dtype of ``gradient``.
+    """
+    if isinstance(threshold, Tensor):
+        return torch.where(gradient.abs() > threshold, gradient, 0.0)
+    return F.hardshrink(gradient, threshold)
+
+
+def ada_clip(gradient: Tensor, above: Tensor, ratio: Scalar) -> Tensor:
     """AdaClip into a new tensor: g where |g| ≤ T, otherwise g·ratio.
 
     Args:
-        gradient: any shape, any real floating dtype; left alone.
-        threshold: T, 0-d, dtype of the statistics; M of this step has already entered it.
-        ratio: `clip_ratio` of M and T, 0-d, dtype of the statistics.
+        gradient: any shape, the dtype of the statistics; left alone.
+        above: its `spikes`.
+        ratio: `clip_ratio` of M and T.
 
     Returns:
-        Shape of ``gradient``, dtype of the statistics.
+        Shape and dtype of ``gradient``.
     """
-    factor = gradient.to(threshold.dtype).abs()
-    torch.le(factor, threshold, out=factor)  # 1 where kept, 0 where clipped; faster on a CPU than a mask and `where`
-    return factor.clamp_(min=ratio).mul_(gradient)
-
-
-def sum_of_squares(gradient: Tensor, threshold: Tensor, ratio: Tensor, scale: Tensor) -> Tensor:
-    """Σ (scale·AdaClip(g))² without a copy of the whole gradient; not finite where g is not.
-
-    Args:
-        gradient: any shape, any real floating dtype; left alone.
-        threshold: T, 0-d, dtype of the statistics.
-        ratio: `clip_ratio` of M and T, 0-d.
-        scale: 0-d; the reciprocal of the largest clipped element keeps the squares from overflow and underflow.
-
-    Returns:
-        0-d, dtype of the statistics.
-    """
-    total = torch.zeros_like(threshold)
-    for (piece,) in pieces(gradient):
-        clipped = ada_clip(piece, threshold, ratio).mul_(scale).flatten()
-        total += torch.dot(clipped, clipped)  # more than twice as fast as a norm on a CPU
-    return total
+    kept = gradient - above
+    return kept.addcmul_(above, ratio) if isinstance(ratio, Tensor) else kept.add_(above, alpha=ratio)
 
 
 def ada_clip_(gradient: Tensor, threshold: Tensor, ratio: Tensor) -> Tensor:
-    """AdaClip in place; arguments as for `ada_clip`. Returns ``gradient``."""
-    return gradient.copy_(ada_clip(gradient, threshold, ratio))
+    """AdaClip in place.
+
+    Args:
+        gradient: any shape, any real floating dtype.
+        threshold: T, 0-d, the dtype of the statistics.
+        ratio: `clip_ratio` of M and T, 0-d.
+
+    Returns:
+        ``gradient``.
+    """
+    wide = gradient.to(threshold.dtype)
+    return gradient.copy_(ada_clip(wide, spikes(wide, threshold), ratio))
+
+
+def spike_clip(gradient: Tensor, mean_square: Tensor, factor: Scalar) -> Tensor:
+    """SpikeClip into a new tensor: g limited to ±√(factor·v), where v > 0.
+
+    Args:
+        gradient: any shape, the dtype of the statistics; left alone.
+        mean_square: v, of the same shape.
+        factor: θ, or Inf to clip nothing. With a bias-corrected v, θ·(1 − β2ᵏ).
+
+    Returns:
+        Shape and dtype of ``gradient``.
+    """
+    limit = torch.where(mean_square > 0, mean_square * factor, math.inf).sqrt_()
+    return torch.minimum(torch.maximum(gradient, -limit), limit)
 
 
 def norm_ratio(norm: Tensor, norm_mean: Tensor, norm_mean_square: Tensor, eps: float) -> Tensor:
     """What AdaGN multiplies a gradient with: m/(√v + ε) / n; 0 where n = 0, so that a zero gradient stays zero.
 
     Args:
-        norm: n [P], the norms of the whole gradients after AdaClip (the same unit as the gradient to be scaled).
+        norm: n [P], the norms of the whole gradients after the clip (the same unit as the gradient to be scaled).
         norm_mean: m [P], bias-corrected average of n.
         norm_mean_square: v [P], bias-corrected average of n².
         eps: ε.

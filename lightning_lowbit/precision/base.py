@@ -27,6 +27,7 @@ from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import PHASES, SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.convert import CastsLike, check_backend, check_blend, convert, plan, set_phase
 from lightning_lowbit.nn.keys import LayerKeys, with_index
+from lightning_lowbit.optim.sharding import connect
 from lightning_lowbit.quant.cast import choose
 
 _CHECKPOINT_KEY = "lightning_lowbit"
@@ -274,8 +275,9 @@ class LowBitPrecision(FSDPPrecision):
     # --- gradient clipping, on every strategy ---
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Keeps the wrapped model: under FSDP1 only its root can compute a gradient norm."""
+        """Keeps the wrapped model: under FSDP1 only its root can compute a gradient norm, or knows what is where."""
         self._root = model
+        connect(model)
         return super().connect(model, optimizers, lr_schedulers)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:

@@ -1,0 +1,216 @@
+"""AdaClip and AdaGN around any optimizer.
+
+    optimizer = Adaptive(torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+In a step the wrapped optimizer finds guarded copies of the gradients in ``p.grad``; afterwards they are gone again.
+Groups and state are the wrapped optimizer's own, with a few entries more, so that schedulers, checkpoints and
+strategies see one optimizer.
+
+Source: the Stable-SPAM thesis, section 4.2 and table 4.5 (Lion and Adam-mini with AdaGN and AdaClip).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_lowbit.optim import clipping
+from lightning_lowbit.optim.guarded_adam import GuardedAdam
+from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, Seen
+from lightning_lowbit.optim.guards import SPIKE_CLIP_AFTER, Guards
+from lightning_lowbit.optim.options import check_options
+from lightning_lowbit.optim.sharding import local, local_gradient
+
+
+class Adaptive(GuardedOptimizer):
+    """Guards the gradients that another optimizer sees.
+
+    A step with a NaN or Inf in a gradient is skipped whole. Optimizers that can be told so on the device (torch's fused
+    ones) are; for any other one the host waits for that one answer, as it does under a `GradScaler`.
+
+    State of a parameter: what the wrapped optimizer keeps, and ``steps`` (int64, 0-d), ``threshold``, ``norm_mean``,
+    ``norm_mean_weight``, ``norm_mean_square`` (0-d, fp32; float64 for float64 parameters).
+
+    Args:
+        optimizer: any `torch.optim.Optimizer` that steps without a closure; from then on use it through the wrapper. Or
+            parameters, for which ``base`` makes it.
+        base: makes the optimizer from the parameters; in YAML a ``class_path`` with ``init_args``.
+        element_clip: ``"ada_clip"``; ``"spike_clip"``, SPAM's rule, for optimizers that keep ``exp_avg_sq``; or None.
+        norm_clip: ``"ada_gn"``; ``"grad_clip"``, a bound on the norm of all gradients together; or None.
+        gamma1: γ1 of AdaGN, average of the gradient norm; table A.2: .7.
+        gamma2: γ2 of AdaGN, average of its square; table A.2: .9.
+        gamma3: γ3 of AdaClip, average of the largest element; table A.2: .999.
+        norm_eps: ε of AdaGN.
+        spike_threshold: θ of SpikeClip; 5000.
+        max_norm: of GradClip; 1.
+        matrices_only: gradients of parameters of fewer than two dimensions are left as they are.
+
+    Raises:
+        ValueError: an option out of range; ``optimizer`` is none, or one that guards gradients itself; or, in `step`,
+            what `StableSPAM` raises.
+    """
+
+    optimizer: torch.optim.Optimizer
+    options: dict[str, Any]
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | Iterable[Any],
+        base: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
+        *,
+        element_clip: str | None = "ada_clip",
+        norm_clip: str | None = "ada_gn",
+        gamma1: float = 0.7,
+        gamma2: float = 0.9,
+        gamma3: float = 0.999,
+        norm_eps: float = 1e-8,
+        spike_threshold: float = 5000.0,
+        max_norm: float = 1.0,
+        matrices_only: bool = False,
+    ) -> None:
+        wrapped = optimizer if isinstance(optimizer, torch.optim.Optimizer) or base is None else base(optimizer)
+        if not isinstance(wrapped, torch.optim.Optimizer) or isinstance(wrapped, GuardedOptimizer):
+            has_own = " StableSPAM has element_clip and norm_clip itself." if isinstance(wrapped, GuardedAdam) else ""
+            raise ValueError(
+                "Adaptive wraps a torch.optim.Optimizer whose gradients nothing else guards, such as "
+                f"torch.optim.AdamW(parameters), or takes parameters and base=torch.optim.AdamW; got "
+                f"{type(wrapped).__name__}.{has_own}"
+            )
+        options = {
+            "element_clip": element_clip,
+            "norm_clip": norm_clip,
+            "gamma1": gamma1,
+            "gamma2": gamma2,
+            "gamma3": gamma3,
+            "norm_eps": norm_eps,
+            "spike_threshold": spike_threshold,
+            "max_norm": max_norm,
+            "matrices_only": matrices_only,
+        }
+        for group in wrapped.param_groups:
+            check_options("Adaptive", {**options, **{name: group[name] for name in options if name in group}})
+        # Not `super().__init__`, which would make groups and a state of its own.
+        self.__setstate__({"optimizer": wrapped, "options": options, "defaults": {**wrapped.defaults, **options}})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("optimizer", "options", "defaults")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        loaded: dict[str, Any] = {name: state[name] for name in ("state", "param_groups") if name in state}
+        if loaded:
+            self.optimizer.__setstate__(loaded)
+        super().__setstate__({name: value for name, value in state.items() if name not in loaded})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the wrapped optimizer, with the options of the guards."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the wrapped optimizer, with the scalars of the guards."""
+        return self.optimizer.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer, also in mid-training; an option out of range is a ValueError."""
+        merged = {**self.options, **param_group}
+        check_options("Adaptive", {name: merged[name] for name in self.options})
+        self.optimizer.add_param_group(merged)
+        self._remember_parameters()
+
+    def _is_own(self, name: str) -> bool:
+        return name in Guards.SCALARS
+
+    def _new_batch(self, *args: Any) -> Guards:
+        return _AdaptiveBatch(*args)
+
+    def _add(self, batch: Guards, seen: Seen, group: Mapping[str, Any]) -> None:
+        assert isinstance(batch, _AdaptiveBatch)
+        kept = self.state[seen.parameter]
+        own = {name: kept[name] for name in Guards.SCALARS if name in kept}
+        batch.add(seen.parameter, seen.part, seen.gradient, own or Guards.new_scalars(seen.part.device, batch.dtype))
+        if group["element_clip"] == "spike_clip" and own and "exp_avg_sq" not in kept:
+            raise ValueError(
+                f"SpikeClip compares gradients with the second moment, and {type(self.optimizer).__name__} keeps no "
+                "'exp_avg_sq': use element_clip='ada_clip'."
+            )
+        batch.second_moments.append(local(kept["exp_avg_sq"]) if "exp_avg_sq" in kept else None)
+
+    def _apply(self, batches: Sequence[Guards], factors: Sequence[Tensor]) -> None:
+        taken = torch.stack([batch.finite.to(batches[0].device) for batch in batches]).all()
+        with _guarded(batches, factors):
+            if getattr(self.optimizer, "_step_supports_amp_scaling", False):
+                self.optimizer.grad_scale, self.optimizer.found_inf = None, (~taken).float()  # type: ignore[attr-defined]
+                self.optimizer.step()
+                del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
+            elif bool(taken):
+                self.optimizer.step()
+            else:
+                return
+        for batch in batches:
+            batch.finish()
+            for parameter, state in zip(batch.parameters, batch.states, strict=True):
+                self.state[parameter].update(state)  # only now: most optimizers begin with an empty one
+
+
+class _AdaptiveBatch(Guards):
+    """Guards, and what SpikeClip compares with."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.second_moments: list[Tensor | None] = []
+
+    def before_clip(self) -> None:
+        """SpikeClip's factors."""
+        waits = self.steps < SPIKE_CLIP_AFTER
+        self.spike_factors = self.scalars(
+            torch.where(waits, math.inf, torch.full_like(self.weight, self.options["spike_threshold"]))
+        )
+
+    def measured_pieces(self, index: int, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Pieces of a gradient, each with v of SpikeClip or None."""
+        v = self.second_moments[index]
+        if v is None or self.options["element_clip"] != "spike_clip":
+            return super().measured_pieces(index, gradient)
+        return ((piece, second.to(self.dtype)) for piece, second in clipping.pieces(gradient, v))
+
+    def may_clip(self, parameter: int, piece: int) -> bool:
+        """Not before there is a second moment."""
+        waits = self.options["element_clip"] == "spike_clip" and self.second_moments[parameter] is None
+        return not waits and super().may_clip(parameter, piece)
+
+    def guarded(self, index: int, factor: Any) -> Tensor:
+        """A copy of a gradient as the wrapped optimizer shall see it."""
+        copy = torch.empty_like(self.gradients[index])
+        written = clipping.pieces(copy)
+        for number, (piece, v) in enumerate(self.measured_pieces(index, self.gradients[index])):
+            next(written)[0].copy_(self.adapted(piece, index, number, factor, v))
+        return copy
+
+
+@contextmanager
+def _guarded(batches: Sequence[Guards], factors: Sequence[Tensor]) -> Iterator[None]:
+    """Within this context ``p.grad`` is the guarded copy."""
+    before: list[tuple[Tensor, Tensor | None]] = []
+    try:
+        for batch, factor in zip(batches, factors, strict=True):
+            assert isinstance(batch, _AdaptiveBatch)
+            for index, (parameter, scalar) in enumerate(zip(batch.parameters, batch.scalars(factor), strict=True)):
+                if local_gradient(parameter) is not None:
+                    before.append((parameter, parameter.grad))
+                    parameter.grad = _like(parameter, batch.guarded(index, scalar))
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+def _like(parameter: Tensor, part: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())

@@ -1,0 +1,319 @@
+"""Adam behind guards: the one engine of StableSPAM, SPAM and LowBitAdamW, which differ in their options only.
+
+Each parameter tensor has its gradient g guarded by its own history (`guards`), and every ΔT steps Adam's moments start
+anew (MoRet), so that a spike which got through is forgotten. t counts the steps taken, k those since the last reset;
+two counters, because the statistics of the guards must outlive the resets.
+
+    MoRet         when t mod ΔT = 0:  k ← 0, before g enters the moments
+    weight decay  p ← p·(1 − lr·λ)                                     (decoupled)
+    guards        g ← factor·clip(g)
+    Adam          k ← k + 1;  μ ← avg(g; β1, k);  ν ← avg(g²; β2, k);  p ← p − lr·μ/(√ν + ε)
+
+avg(x; γ, t) is the bias-corrected moving average of `clipping`: x̂ ← x̂ + w·(x − x̂), w = (1 − γ)/(1 − γᵗ). Three things
+come with this form. The state holds the estimates themselves: ``mean`` is what textbooks write m̂ = m/(1 − β1ᵏ). A reset
+is k = 0, where w = 1. And a step with a NaN or Inf anywhere is one in which every w, lr and count is multiplied by 0:
+it is skipped whole, without asking the device, and so without a host sync.
+
+After the two passes of `guards` that measure, a third updates. All work in pieces that fit a cache, so that the extra
+memory is a few MB; ``p.grad`` is never written. On a CPU, where scalars are Python's numbers, torch's fused kernel does
+Adam's part: with β = 1 − w and a bias correction of 1 it is the same rule.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from lightning_lowbit.optim import clipping
+from lightning_lowbit.optim.clipping import Scalar
+from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, Seen
+from lightning_lowbit.optim.guards import SPIKE_CLIP_AFTER, Guards
+from lightning_lowbit.optim.moments import DenseMoments, Draw, Piece, moments_of
+from lightning_lowbit.optim.options import check_options
+from lightning_lowbit.optim.sharding import local, offsets_of
+
+# Share of the learning rate just after a reset, where a warm-up follows (SPAM's "death rate" is .99).
+_WARMUP_FROM = 0.01
+
+# Decays end at this share of themselves, where `total_steps` lets them fall.
+_DECAY_TO = 0.5
+
+
+class GuardedAdam(GuardedOptimizer):
+    """Adam with all options of this package, for parameters of any real floating dtype, whole or sharded.
+
+    Every option is one of the parameter group and read at each step. Clip gradients nowhere else
+    (``Trainer(gradient_clip_val=None)``): the guards want to see them as they are.
+
+    State of a parameter, all on its device; statistics are fp32 (float64 for float64 parameters): ``steps`` t and
+    ``steps_since_reset`` k (int64, 0-d); ``threshold``, ``norm_mean``, ``norm_mean_square`` (0-d);
+    ``norm_mean_weight``, ``mean_weight`` (0-d), the total weight in an average; ``mean`` μ and ``mean_square`` ν (the
+    parameter's shape, see `moments`). All averages are bias-corrected.
+
+    Args:
+        params: parameters, groups, or named parameters, as for every `torch.optim.Optimizer`.
+        options: see `options.OPTIONS`; all that `DEFAULTS` has.
+
+    Raises:
+        ValueError: an option out of range; or, in `step`, a sparse or complex gradient, or a parameter whose
+            sharding is not known.
+    """
+
+    #: The values that options have where a subclass says nothing.
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "norm_eps": 1e-8,
+        "weight_decay": 0.0,
+        "maximize": False,
+        "element_clip": None,
+        "gamma3": 0.999,
+        "spike_threshold": 5000.0,
+        "norm_clip": None,
+        "gamma1": 0.7,
+        "gamma2": 0.9,
+        "max_norm": 1.0,
+        "reset_interval": None,
+        "warmup_steps": 0,
+        "total_steps": None,
+        "matrices_only": False,
+        "moments": "fp32",
+        "master_weights": None,
+        "density": 1.0,
+    }
+
+    def __init__(self, params: ParamsT, **options: Any) -> None:
+        super().__init__(params, {**self.DEFAULTS, **options})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, also in mid-training; an option out of range is a ValueError."""
+        check_options(type(self).__name__, options := {**self.defaults, **param_group})
+        if options["density"] < 1 and (options["norm_clip"] is not None or options["moments"] != "fp32"):
+            raise ValueError(
+                f"{type(self).__name__} keeps sparse moments (density={options['density']}) in fp32 and without a rule "
+                f"for norms; got moments={options['moments']!r}, norm_clip={options['norm_clip']!r}."
+            )
+        super().add_param_group(param_group)
+
+    def _apply(self, batches: Sequence[Guards], factors: Sequence[Tensor]) -> None:
+        for batch, factor in zip(batches, factors, strict=True):
+            assert isinstance(batch, _AdamBatch)
+            batch.update(factor)
+
+    def _new_batch(self, *args: Any) -> Guards:
+        return _AdamBatch(*args)
+
+    def _add(self, batch: Guards, seen: Seen, group: Mapping[str, Any]) -> None:
+        assert isinstance(batch, _AdamBatch)
+        format = moments_of(group["moments"], group["density"], len(seen.sharding.shape))
+        if seen.sharding.is_flat and format.draws:
+            raise ValueError(
+                "Under FSDP1 a rank holds a stretch of a matrix and no rows: FP8 and sparse moments need "
+                "ModelParallelStrategy (FSDP2), DDP, or FSDP1 with sharding_strategy='NO_SHARD'."
+            )
+        parameter, master = seen.parameter, group["master_weights"]
+        state = self.state[parameter] or self._new_state(parameter, format, batch.dtype, master)
+        batch.add(parameter, seen.part, seen.gradient, state)
+        batch.add_adam(seen.part, format, seen.number)
+
+    def _new_state(
+        self, parameter: Tensor, format: DenseMoments, dtype: torch.dtype, master: str | None
+    ) -> dict[str, Tensor]:
+        made = _AdamBatch.new_scalars(local(parameter).device, dtype) | format.new_state(parameter, dtype)
+        if master is not None:
+            if parameter.dtype not in (torch.bfloat16, torch.float16):
+                raise ValueError(
+                    f"Master weights in fp16 are for parameters in bfloat16 or float16, got {parameter.dtype}, which "
+                    "is as good without: leave out master_weights, or convert the model with .to(torch.bfloat16)."
+                )
+            made["master"] = torch.zeros_like(parameter, dtype=torch.float16)
+            made["master_scale"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
+        state: dict[str, Tensor] = self.state[parameter]
+        state.update(made)
+        return state
+
+
+class _AdamBatch(Guards):
+    """Guards, and the Adam behind them."""
+
+    SCALARS: ClassVar[tuple[str, ...]] = (*Guards.SCALARS, "steps_since_reset", "mean_weight")
+
+    steps_since_reset: Tensor
+    mean_weight: Tensor
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.parts: list[Tensor] = []
+        self.formats: list[DenseMoments] = []
+        self.numbers: list[int] = []  # of each parameter in the optimizer
+
+    def add_adam(self, part: Tensor, format: DenseMoments, number: int) -> None:
+        """Adds what Adam has to know of a parameter."""
+        self.parts.append(part)
+        self.formats.append(format)
+        self.numbers.append(number)
+
+    def before_clip(self) -> None:
+        """MoRet, and SpikeClip's factors."""
+        interval = self.options["reset_interval"]
+        if interval is not None:
+            reset = self.taken & ((self.steps + 1) % interval == 0)
+            self.steps_since_reset = torch.where(reset, 0, self.steps_since_reset)
+            self.mean_weight = torch.where(reset, 0.0, self.mean_weight)
+        if self.options["element_clip"] == "spike_clip":
+            # v of the paper is not bias-corrected, and ν is.
+            beta2, k = self.options["betas"][1], self.steps_since_reset
+            uncorrected = (
+                -torch.expm1(k.to(self.dtype) * math.log(beta2)) if beta2 > 0 else torch.ones_like(self.weight)
+            )
+            factors = torch.where(k >= SPIKE_CLIP_AFTER, self.options["spike_threshold"] * uncorrected, math.inf)
+            self.spike_factors = self.scalars(factors)
+
+    def decay_factor(self) -> Tensor | float:
+        """A cosine from 1 to a half over `total_steps`, and the half from there on."""
+        if self.options["total_steps"] is None:
+            return 1.0
+        progress = ((self.steps + 1).to(self.dtype) / self.options["total_steps"]).clamp(max=1.0)
+        return _DECAY_TO + (1 - _DECAY_TO) * (1 + torch.cos(math.pi * progress)) / 2
+
+    def measured_pieces(self, index: int, gradient: Tensor) -> Any:
+        """Pieces of a gradient, each with ν of SpikeClip or None."""
+        if self.options["element_clip"] != "spike_clip":
+            return super().measured_pieces(index, gradient)
+        return (
+            (format.select(g, piece), format.load(piece)[1])
+            for g, piece in self._pieces(index, gradient)
+            for format in (self.formats[index],)
+        )
+
+    def maxima(self) -> Tensor:
+        """max|g| and, where masters need a scale, max|p|."""
+        rows = super().maxima()
+        if self.options["master_weights"] is None:
+            return rows
+        weights = [clipping.absolute_maximum(part).to(self.dtype) for part in self.parts]
+        return torch.cat([rows, torch.stack(weights).unsqueeze(0)])
+
+    def read(self, maxima: Tensor, finite: Tensor) -> None:
+        """Takes the maxima of the whole tensors; masters get a power of two that leaves them room to grow fourfold."""
+        super().read(maxima, finite)
+        if self.options["master_weights"] is not None:
+            exponent = torch.frexp(maxima[1]).exponent - 14
+            self.master_scales = torch.ldexp(torch.ones_like(self.weight), exponent)
+
+    def _pieces(self, index: int, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Pieces of tensors of a parameter's shape, each with what is kept for these rows."""
+        format, state = self.formats[index], self.states[index]
+        draw = self._draw(index) if format.draws else None
+        row = 0
+        for piece in clipping.pieces(*tensors, *(local(state[name]) for name in format.names)):
+            views = dict(zip(format.names, piece[len(tensors) :], strict=True))
+            yield (*piece[: len(tensors)], Piece(views, draw and draw.at(row)))
+            row += len(piece[0])
+
+    def _draw(self, index: int) -> Draw:
+        whole, steps = self.parameters[index], self.steps[index]
+        own = self.numbers[index] << 40  # what is drawn for a parameter is its own
+        interval = self.options["reset_interval"]
+        resets = torch.zeros_like(steps) if interval is None else (steps + 1) // interval
+        return Draw(offsets_of(whole), whole.shape, steps + own, resets + own, self.taken[index])
+
+    def update(self, factor: Tensor) -> None:
+        """Adam, and all state. ``factor``: what gradients are multiplied with after the clip, [P]."""
+        options, k = self.options, self.steps_since_reset
+        weight1, total = clipping.growing_weight(1 - options["betas"][0] * self.decay_factor(), self.mean_weight)
+        self.mean_weight = torch.where(self.taken, total, self.mean_weight)
+        weight2 = self._averaging(options["betas"][1], k)  # both are 1 after a reset: the past is gone
+        warmth = self._warmth()
+        self.steps_since_reset = k + self.taken
+        columns = (-factor if options["maximize"] else factor, weight1 * self.weight, weight2, warmth * self.weight)
+        per_parameter = zip(*(self.scalars(column) for column in columns), strict=True)
+        skipped = [not taken for taken in self.scalars(self.taken)] if self.on_host else [False] * len(self.parts)
+        lr = self._learning_rate()
+        for index, scalars in enumerate(per_parameter):
+            if not skipped[index]:
+                self._update_one(index, lr, *scalars)
+        if options["master_weights"] is not None:
+            scales = torch.where(self.taken, self.master_scales, torch.stack([s["master_scale"] for s in self.states]))
+            torch._foreach_copy_([state["master_scale"] for state in self.states], list(scales.float().unbind()))
+        self.finish()
+
+    def _update_one(
+        self, index: int, lr: Scalar, factor: Scalar, weight1: Scalar, weight2: Scalar, warmth: Scalar
+    ) -> None:
+        options, format, state = self.options, self.formats[index], self.states[index]
+        masters = [local(state["master"])] if options["master_weights"] is not None else []
+        for number, (p, g, *master, piece) in enumerate(
+            self._pieces(index, self.parts[index], self.gradients[index], *masters)
+        ):
+            decay = options["weight_decay"]
+            if format.is_sparse and decay:
+                p.mul_(1 - lr * self.weight[index] * decay)  # of all elements, also those that do not move
+                decay = 0.0
+            gradient, (mean, mean_square) = format.select(g, piece), format.load(piece)
+            update = self.adapted(gradient, index, number, factor, mean_square)
+            weights = format.select(p, piece)
+            if master:
+                weights = self._unscaled(index, format.select(master[0], piece), weights)
+            work = weights.to(self.dtype)
+            adam_(work, update, mean, mean_square, weight1, weight2, lr, warmth, decay, options["eps"])
+            format.restore(p, work, piece)
+            format.store(piece, mean, mean_square)
+            if master:
+                self._keep(index, format, piece, master[0], work)
+
+    def _unscaled(self, index: int, master: Tensor, weights: Tensor) -> Tensor:
+        scale = self.states[index]["master_scale"]  # 0 before the first step
+        return torch.where(scale > 0, master.to(self.dtype) * scale, weights.to(self.dtype))
+
+    def _keep(self, index: int, format: DenseMoments, piece: Piece, master: Tensor, work: Tensor) -> None:
+        largest = torch.finfo(torch.float16).max
+        scaled = (work / self.master_scales[index]).clamp_(-largest, largest).to(torch.float16)
+        format.restore(master, torch.where(self.taken[index], scaled, format.select(master, piece)), piece)
+
+    def _learning_rate(self) -> Scalar:
+        lr = self.options["lr"]
+        if self.on_host:
+            return float(lr)
+        return lr.to(self.weight, non_blocking=True) if isinstance(lr, Tensor) else lr
+
+    def _warmth(self) -> Tensor:
+        """Share of the learning rate [P]: after each reset a cosine from a hundredth to all over `warmup_steps`."""
+        steps, interval = self.options["warmup_steps"], self.options["reset_interval"]
+        if not steps or interval is None:
+            return torch.ones_like(self.weight)
+        progress = (self.steps_since_reset.to(self.dtype) / steps).clamp(max=1.0)
+        rising = 1 - (1 - _WARMUP_FROM) * (1 + torch.cos(math.pi * progress)) / 2
+        return torch.where(self.steps + 1 >= interval, rising, 1.0)
+
+
+# fmt: off
+def adam_(
+    parameter: Tensor, gradient: Tensor, mean: Tensor, mean_square: Tensor,   # any one shape, dtype of the statistics
+    weight1: Scalar, weight2: Scalar, lr: Scalar, warmth: Scalar,             # all tensors 0-d, or all numbers
+    weight_decay: float, eps: float,
+) -> None:  # fmt: on
+    """Apply one piece of a gradient, in place, itself too; with weights and warmth of 0 nothing moves, NaN or not."""
+    if all(tensor.is_contiguous() for tensor in (parameter, mean, mean_square)) and not isinstance(weight1, Tensor):
+        assert not isinstance(weight2, Tensor) and not isinstance(lr, Tensor) and not isinstance(warmth, Tensor)
+        torch._fused_adamw_(
+            [parameter], [gradient.contiguous()], [mean], [mean_square], [], [_LATE],
+            lr=lr * warmth, beta1=1 - weight1, beta2=1 - weight2, weight_decay=weight_decay / warmth, eps=eps,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+        return
+    gradient.nan_to_num_(0.0, 0.0, 0.0)  # a skipped step, as 0·NaN is NaN; or a g below 1e-38 scaled up beyond fp32
+    mean.lerp_(gradient, weight1)
+    mean_square.lerp_(gradient.square_(), weight2)
+    direction = mean / torch.sqrt(mean_square, out=gradient).add_(eps)
+    if weight_decay:
+        parameter.mul_(1 - lr * (warmth > 0) * weight_decay)
+    parameter.addcmul_(direction, torch.as_tensor(lr * warmth, dtype=parameter.dtype), value=-1)
+
+
+# A count of steps at which 1 − βᵗ is 1, so that the fused kernel corrects no bias: the moments are corrected already.
+_LATE = torch.tensor(1e9)

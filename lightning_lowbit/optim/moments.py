@@ -1,0 +1,242 @@
+"""How Adam's two moments are kept: in full, in FP8, or for some of the elements only.
+
+    DenseMoments    fp32 (float64 for a float64 parameter), one of each per element: 8 bytes
+    FP8Moments      E4M3 and E5M2 in blocks of 128 along the last dimension, one fp32 scale each: 2.06 bytes
+    SparseMoments   one of n neighbours, drawn anew at each reset, has moments and moves: 8/n bytes
+
+A format gives the state of a parameter, and for a *piece* of it, some rows, the elements that are worked on
+(``select``, ``restore``) and their moments in full (``load``, ``store``).
+
+In FP8 both moments are rounded stochastically. Rounded to nearest, the second one stands still: at β2 = .999 it moves
+by a thousandth, and a step of E5M2 is a quarter. Its range covers 2⁻¹⁶ of the largest in a block and what is smaller
+becomes 0 or the smallest number by chance, so 0 is read as that: the update of an element is its mean over the *root*
+of its mean square, and a root of 0 would send it far away.
+
+Random bits are a pure function of (step, parameter, moment, index of the element in the whole parameter): a resumed run
+equals an uninterrupted one, and a parameter that is sharded along rows one that is not.
+
+Source: FP8-LM (arXiv 2310.18313, section 3.1) and COAT (arXiv 2410.19313, section 4) for FP8 optimizer states; SPAM
+(arXiv 2501.06842, section 3.3) for sparse momentum.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_lowbit.formats import ELEMENT_FORMATS, Format
+from lightning_lowbit.kernels import compiled
+from lightning_lowbit.optim.sharding import local, zeros_spread_as
+from lightning_lowbit.quant.rounding import mix_key, round_stochastic, uniform
+
+BLOCK = 128
+NAMES = ("mean", "mean_square")
+
+
+class Draw(NamedTuple):
+    """What random bits of some rows of a parameter are a function of.
+
+    Attributes:
+        offsets: index of the first element in the whole parameter, in each dimension.
+        shape: of the whole parameter.
+        key: int64, 0-d, of this parameter in this step.
+        epoch: int64, 0-d, of this parameter since its moments last started anew.
+        taken: bool, 0-d, whether this step is taken.
+    """
+
+    offsets: tuple[int, ...]
+    shape: torch.Size
+    key: Tensor
+    epoch: Tensor
+    taken: Tensor
+
+    def at(self, row: int) -> "Draw":
+        """Of what begins some rows further on."""
+        return self._replace(offsets=(self.offsets[0] + row, *self.offsets[1:]))
+
+
+class Piece(NamedTuple):
+    """What is kept for some rows of a parameter: views, by name; and their random bits, where the format draws some."""
+
+    state: Mapping[str, Tensor]
+    draw: Draw | None = None
+
+
+@dataclass(frozen=True)
+class DenseMoments:
+    """Both moments of every element, in the dtype of the statistics."""
+
+    names: tuple[str, ...] = NAMES
+
+    @property
+    def draws(self) -> bool:
+        """Whether random bits are needed."""
+        return False
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether some elements have no moments."""
+        return False
+
+    def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Zeros for a parameter, spread as it is."""
+        return {name: torch.zeros_like(parameter, dtype=dtype) for name in NAMES}
+
+    def select(self, rows: Tensor, piece: Piece) -> Tensor:
+        """The elements of some rows that have moments."""
+        return rows
+
+    def restore(self, rows: Tensor, selected: Tensor, piece: Piece) -> None:
+        """Puts the selected elements back."""
+        if selected is not rows:
+            rows.copy_(selected)
+
+    def load(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        """Mean and mean square of the selected elements, to be changed in place."""
+        return piece.state["mean"], piece.state["mean_square"]
+
+    def store(self, piece: Piece, mean: Tensor, mean_square: Tensor) -> None:
+        """Keeps what has become of them."""
+
+
+@dataclass(frozen=True)
+class FP8Moments(DenseMoments):
+    """``mean`` in E4M3, ``mean_square`` in E5M2, of the parameter's shape; fp32 scales with a 128th of its columns."""
+
+    names: tuple[str, ...] = (*NAMES, "mean_scale", "mean_square_scale")
+
+    @property
+    def draws(self) -> bool:
+        """For stochastic rounding."""
+        return True
+
+    def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Zeros for a parameter, spread as it is."""
+        state = {}
+        for name, format in _FP8.items():
+            assert format.dtype is not None
+            state[name] = torch.zeros_like(parameter, dtype=format.dtype, memory_format=torch.contiguous_format)
+            state[f"{name}_scale"] = zeros_spread_as(parameter, lambda length: -(-length // BLOCK), torch.float32)
+        return state
+
+    def load(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        """Mean and mean square in fp32."""
+        mean, mean_square = (
+            _cut(piece.state[name].float()) * piece.state[f"{name}_scale"].unsqueeze(-1) for name in NAMES
+        )
+        floor = piece.state["mean_square_scale"].unsqueeze(-1) * _SMALLEST
+        columns = piece.state["mean"].shape[-1]
+        return _join(mean, columns), _join(torch.maximum(mean_square, floor), columns)
+
+    def store(self, piece: Piece, mean: Tensor, mean_square: Tensor) -> None:
+        """Rounds both."""
+        assert piece.draw is not None
+        index = _cut(_element_index(mean.shape, piece.draw, mean.device)).flatten(0, -2)
+        for number, (name, values) in enumerate(zip(NAMES, (mean, mean_square), strict=True)):
+            format, blocks = _FP8[name], _cut(values)
+            scale = blocks.abs().amax(-1) / format.max
+            key = mix_key(mix_key(piece.draw.key) + number)
+            rounded = _round(blocks.flatten(0, -2), scale.reshape(-1, 1), index, key, format=format)
+            codes, scales = piece.state[name], piece.state[f"{name}_scale"]
+            new = _join(rounded.view_as(blocks), values.shape[-1]).to(codes.dtype).view(torch.uint8)
+            codes.view(torch.uint8).copy_(torch.where(piece.draw.taken, new, codes.view(torch.uint8)))
+            scales.copy_(torch.where(piece.draw.taken, scale, scales))
+
+
+@dataclass(frozen=True)
+class SparseMoments(DenseMoments):
+    """Moments of one element in each ``every`` neighbours of a row; only those elements move.
+
+    A fixed number of neighbours, rather than a free draw, needs no list of what was drawn.
+    """
+
+    every: int = 1
+
+    @property
+    def draws(self) -> bool:
+        """For the choice of elements."""
+        return True
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether some elements have no moments."""
+        return True
+
+    def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Zeros for a parameter, spread as it is.
+
+        Raises:
+            ValueError: its rows are cut, so that neighbours lie on different ranks.
+        """
+        if local(parameter).shape[-1] != parameter.shape[-1]:
+            raise ValueError(
+                f"Sparse moments need whole rows, and a parameter of {tuple(parameter.shape)} is cut along the last "
+                "dimension: put it in a group with density=1."
+            )
+        return {name: zeros_spread_as(parameter, lambda length: -(-length // self.every), dtype) for name in NAMES}
+
+    def select(self, rows: Tensor, piece: Piece) -> Tensor:
+        """The drawn elements."""
+        return rows.gather(-1, self._columns(rows, piece))
+
+    def restore(self, rows: Tensor, selected: Tensor, piece: Piece) -> None:
+        """Puts the drawn elements back."""
+        rows.scatter_(-1, self._columns(rows, piece), selected.to(rows.dtype))
+
+    def _columns(self, rows: Tensor, piece: Piece) -> Tensor:
+        assert piece.draw is not None
+        drawn, columns = piece.state["mean"].shape, rows.shape[-1]
+        draw = piece.draw._replace(shape=torch.Size((*piece.draw.shape[:-1], drawn[-1])))
+        draws = uniform(_element_index(drawn, draw, rows.device), mix_key(draw.epoch))
+        first = torch.arange(0, columns, self.every, device=rows.device)
+        return (first + (draws * self.every).long()).clamp_(max=columns - 1)
+
+
+def moments_of(kind: str, density: float, dims: int) -> DenseMoments:
+    """The format for a parameter.
+
+    Args:
+        kind: ``"fp32"`` or ``"fp8"``.
+        density: share of the elements that have moments, 1/n.
+        dims: of the whole parameter. What has fewer than two is small, and kept in full.
+    """
+    if dims < 2:
+        return DenseMoments()
+    if density < 1:
+        return SparseMoments(every=round(1 / density))
+    return FP8Moments() if kind == "fp8" else DenseMoments()
+
+
+_FP8 = {"mean": ELEMENT_FORMATS["e4m3"], "mean_square": ELEMENT_FORMATS["e5m2"]}
+_SMALLEST = 2.0 ** (_FP8["mean_square"].min_exponent - _FP8["mean_square"].mantissa_bits)
+
+
+def _cut(values: Tensor) -> Tensor:
+    """[…, columns] as […, blocks, 128], zeros at the end."""
+    columns = values.shape[-1]
+    if columns % BLOCK:
+        values = F.pad(values, (0, -columns % BLOCK))
+    return torch.unflatten(values, -1, (-1, BLOCK))
+
+
+def _join(blocks: Tensor, columns: int) -> Tensor:
+    return blocks.flatten(-2)[..., :columns]
+
+
+@compiled
+def _round(blocks: Tensor, scales: Tensor, index: Tensor, key: Tensor, *, format: Format) -> Tensor:
+    """Elements of blocks [n, 128] on the grid; a block of zeros has the scale 0, and stays zeros."""
+    scaled = torch.where(scales > 0, blocks / scales, 0.0)
+    return round_stochastic(scaled, format, uniform(index, key))
+
+
+def _element_index(shape: torch.Size, draw: Draw, device: torch.device) -> Tensor:
+    """Index in the whole, flattened, of each element of some rows: int32, beyond 2^32 they repeat."""
+    strides = torch.empty(draw.shape, device="meta").stride()
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for size, offset, stride in zip(shape, draw.offsets, strides, strict=True):
+        index = index.unsqueeze(-1) + torch.arange(offset, offset + size, device=device) * stride
+    return index.to(torch.int32)

@@ -1,0 +1,172 @@
+"""Parameters that are spread over processes: what of them is here, and who holds the rest.
+
+An optimizer that looks at whole matrices (their largest gradient, their norm) needs both. Three ways to spread a
+parameter are known, everything else is whole:
+
+    DTensor      FSDP2 and tensor parallelism: the tensor knows its mesh; the elements are spread along each mesh
+                 dimension on which it is not replicated
+    FSDP1        with the original parameters, each of which is the part of a flat buffer that lies on this rank: 1-D,
+                 perhaps empty, without a gradient where it is empty. Only the wrapped module knows the process group,
+                 so it has to be shown once (`connect`); LowBitPrecision does so
+    DeepSpeed    ZeRO hands an optimizer flat buffers in which no matrix can be told from another: refused
+
+What is measured on the parts becomes that of the wholes by one collective per process group, whatever the number of
+parameters (`all_reduce_`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Sharding(NamedTuple):
+    """How a parameter is spread.
+
+    Attributes:
+        shape: of the whole parameter.
+        groups: the process groups over which its elements are spread, none for a whole one.
+        is_flat: the local part is a stretch of the flattened parameter (FSDP1).
+    """
+
+    shape: torch.Size
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    is_flat: bool = False
+
+
+_FLATTENED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of FSDP1: how they are spread
+
+
+def connect(module: nn.Module) -> None:
+    """Tells the optimizers of this package how FSDP1 has spread the parameters of a module.
+
+    `LowBitPrecision` calls it. Without that plugin, call it once after wrapping. Modules without FSDP1 have no need.
+
+    Args:
+        module: the root that `FullyShardedDataParallel` wrapped.
+    """
+    for part in FullyShardedDataParallel.fsdp_modules(module):
+        handle = part._handle
+        if handle is None or not handle._use_orig_params:
+            continue
+        flat, group = handle.flat_param, part.process_group
+        groups = (group,) if group is not None and group.size() > 1 and handle.uses_sharded_strategy else ()
+        for parameter, shape in zip(flat._params or (), flat._shapes, strict=True):
+            _FLATTENED[parameter] = Sharding(torch.Size(shape), groups, bool(groups))
+
+
+def sharding_of(parameter: Tensor) -> Sharding:
+    """How a parameter is spread.
+
+    Raises:
+        ValueError: FSDP1 has spread it in a way that is not known.
+    """
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        spread = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
+        groups: Any = tuple(mesh.get_group(dim) for dim in spread if mesh.size(dim) > 1)
+        return Sharding(parameter.shape, groups)
+    if parameter in _FLATTENED:
+        known: Sharding = _FLATTENED[parameter]
+        return known
+    if getattr(parameter, "_is_flat_param", False):
+        raise ValueError(
+            f"A parameter of {tuple(parameter.shape)} is a flat buffer of FSDP1, in which no matrix can be told from "
+            "another. Wrap with FullyShardedDataParallel(..., use_orig_params=True), as FSDPStrategy does by default."
+        )
+    if getattr(parameter, "_fsdp_flattened", False):
+        raise ValueError(
+            f"A parameter of {tuple(parameter.shape)} belongs to FSDP1, and only the wrapped module knows how it is "
+            "spread. Use a LowBitPrecision plugin, or call lightning_lowbit.optim.connect(fsdp_module) before the "
+            "first step; or use ModelParallelStrategy (FSDP2)."
+        )
+    return Sharding(parameter.shape)
+
+
+def offsets_of(parameter: Tensor) -> tuple[int, ...]:
+    """Where, in each dimension, the local part of a parameter begins in the whole; zeros for a whole one."""
+    if not isinstance(parameter, DTensor):
+        return (0,) * parameter.dim()
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(offset)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part that lies on this rank; changing it changes the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    """The part of a parameter's gradient that belongs to the part of the parameter on this rank."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        if gradient.placements != parameter.placements:  # a sum that is still to be made, as with sequence parallelism
+            gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+        return gradient.to_local()
+    return gradient
+
+
+def zeros_spread_as(parameter: Tensor, last: Callable[[int], int], dtype: torch.dtype) -> Tensor:
+    """Zeros for what is kept along with a parameter, row by row, in rows of another length.
+
+    Args:
+        parameter: of one dimension or more.
+        last: length of a row of n elements; where rows are cut, it is asked for each part.
+        dtype: of the zeros.
+
+    Raises:
+        ValueError: the parts of all ranks do not make up a tensor that is spread as the parameter is.
+    """
+    part = local(parameter)
+    shape = (*part.shape[:-1], last(part.shape[-1]))
+    zeros = torch.zeros(shape, dtype=dtype, device=part.device)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    mesh, placements = parameter.device_mesh, parameter.placements
+    lengths = [parameter.shape[-1]]
+    for dim, placement in enumerate(placements):
+        if placement.is_shard(parameter.dim() - 1):
+            lengths = [part for length in lengths for part in _chunks(length, mesh.size(dim))]
+    whole = torch.Size((*parameter.shape[:-1], sum(last(length) for length in lengths)))
+    if tuple(compute_local_shape_and_global_offset(whole, mesh, placements)[0]) != shape:
+        raise ValueError(
+            f"A parameter of {tuple(parameter.shape)}, spread as {placements} over {mesh.size()} ranks, leaves "
+            f"{tuple(part.shape)} here, for which rows of another length cannot be kept: use moments='fp32' for it."
+        )
+    stride = torch.empty(whole, device="meta").stride()
+    return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=whole, stride=stride)
+
+
+def _chunks(length: int, parts: int) -> list[int]:
+    size = -(-length // parts)
+    return [max(0, min(size, length - size * index)) for index in range(parts)]
+
+
+def all_reduce_(
+    values: Sequence[Tensor], groups: Sequence[tuple[dist.ProcessGroup, ...]], op: dist.ReduceOp.RedOpType
+) -> list[Tensor]:
+    """Reduces each tensor over its process groups, all tensors of a group in one collective.
+
+    Args:
+        values: floating, any shapes, the same on all ranks of a group.
+        groups: of each tensor; one without any is left alone.
+        op: how.
+
+    Returns:
+        The reduced tensors.
+    """
+    reduced = list(values)
+    for group in dict.fromkeys(group for of_one in groups for group in of_one):
+        members = [index for index, of_one in enumerate(groups) if group in of_one]
+        packed = torch.cat([reduced[index].flatten() for index in members])
+        dist.all_reduce(packed, op, group)
+        parts = torch.split(packed, [reduced[index].numel() for index in members])
+        for index, part in zip(members, parts, strict=True):
+            reduced[index] = part.view_as(reduced[index]).to(reduced[index].dtype)
+    return reduced
