@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowbit.formats import ELEMENT_FORMATS, Format
-from lightning_lowbit.kernels import compiled
+from lightning_lowbit.kernels import compiled, opaque
 from lightning_lowbit.optim.sharding import local, zeros_spread_as
 from lightning_lowbit.quant.rounding import mix_key, round_stochastic, uniform
 
@@ -124,26 +124,19 @@ class FP8Moments(DenseMoments):
 
     def load(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """Mean and mean square in fp32."""
-        mean, mean_square = (
-            _cut(piece.state[name].float()) * piece.state[f"{name}_scale"].unsqueeze(-1) for name in NAMES
-        )
-        floor = piece.state["mean_square_scale"].unsqueeze(-1) * _SMALLEST
-        columns = piece.state["mean"].shape[-1]
-        return _join(mean, columns), _join(torch.maximum(mean_square, floor), columns)
+        mean, mean_square = (_decode_moment(piece.state[name], piece.state[f"{name}_scale"], name) for name in NAMES)
+        return mean, mean_square
 
     def store(self, piece: Piece, mean: Tensor, mean_square: Tensor) -> None:
         """Rounds both."""
         assert piece.draw is not None
-        index = _cut(_element_index(mean.shape, piece.draw, mean.device)).flatten(0, -2)
+        index = _element_index(mean.shape, piece.draw, mean.device)
         for number, (name, values) in enumerate(zip(NAMES, (mean, mean_square), strict=True)):
-            format, blocks = _FP8[name], _cut(values)
-            scale = blocks.abs().amax(-1) / format.max
             key = mix_key(mix_key(piece.draw.key) + number)
-            rounded = _round(blocks.flatten(0, -2), scale.reshape(-1, 1), index, key, format=format)
-            codes, scales = piece.state[name], piece.state[f"{name}_scale"]
-            new = _join(rounded.view_as(blocks), values.shape[-1]).to(codes.dtype).view(torch.uint8)
-            codes.view(torch.uint8).copy_(torch.where(piece.draw.taken, new, codes.view(torch.uint8)))
-            scales.copy_(torch.where(piece.draw.taken, scale, scales))
+            codes, scales = piece.state[name].view(torch.uint8), piece.state[f"{name}_scale"]
+            new_codes, new_scales = _encode_moment(values, index, key, name)
+            codes.copy_(torch.where(piece.draw.taken, new_codes, codes))
+            scales.copy_(torch.where(piece.draw.taken, new_scales, scales))
 
 
 @dataclass(frozen=True)
@@ -214,6 +207,40 @@ _FP8 = {"mean": ELEMENT_FORMATS["e4m3"], "mean_square": ELEMENT_FORMATS["e5m2"]}
 _SMALLEST = 2.0 ** (_FP8["mean_square"].min_exponent - _FP8["mean_square"].mantissa_bits)
 
 
+# Both are opaque because the compiler of torch 2.13 reads what is not there where rows of FP8 end within a block.
+@opaque(lambda codes, scales, name: torch.empty_like(codes, dtype=torch.float32))
+def _decode_moment(codes: Tensor, scales: Tensor, name: str) -> Tensor:
+    """Codes […, columns] and scales […, blocks] as fp32; a mean square of 0 as the smallest number there is."""
+    values = codes.float()
+    if name == "mean_square":
+        values.clamp_(min=_SMALLEST)
+    of_each = scales.unsqueeze(-1).expand(*scales.shape, BLOCK)
+    return values.mul_(_join(of_each, codes.shape[-1]))
+
+
+def _fake_encoded(values: Tensor, index: Tensor, key: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    blocks = -(-values.shape[-1] // BLOCK)
+    return torch.empty_like(values, dtype=torch.uint8), values.new_empty((*values.shape[:-1], blocks))
+
+
+@opaque(_fake_encoded)
+def _encode_moment(values: Tensor, index: Tensor, key: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Codes (uint8, the shape of the fp32 values) and scales. ``index``: int32, of each element in the whole."""
+    format, blocks = _FP8[name], _cut(values)
+    assert format.dtype is not None
+    scales = blocks.abs().amax(-1) / format.max
+    in_blocks = blocks.flatten(0, -2), scales.reshape(-1, 1), _cut(index).flatten(0, -2)
+    rounded = _join(_round(*in_blocks, key, format=format).view_as(blocks), values.shape[-1])
+    return rounded.to(format.dtype).view(torch.uint8).contiguous(), scales
+
+
+@compiled
+def _round(blocks: Tensor, scales: Tensor, index: Tensor, key: Tensor, *, format: Format) -> Tensor:
+    """Elements of blocks [n, 128] on the grid; a block of zeros has the scale 0, and stays zeros."""
+    scaled = torch.where(scales > 0, blocks / scales, 0.0)
+    return round_stochastic(scaled, format, uniform(index, key))
+
+
 def _cut(values: Tensor) -> Tensor:
     """[…, columns] as […, blocks, 128], zeros at the end."""
     columns = values.shape[-1]
@@ -224,13 +251,6 @@ def _cut(values: Tensor) -> Tensor:
 
 def _join(blocks: Tensor, columns: int) -> Tensor:
     return blocks.flatten(-2)[..., :columns]
-
-
-@compiled
-def _round(blocks: Tensor, scales: Tensor, index: Tensor, key: Tensor, *, format: Format) -> Tensor:
-    """Elements of blocks [n, 128] on the grid; a block of zeros has the scale 0, and stays zeros."""
-    scaled = torch.where(scales > 0, blocks / scales, 0.0)
-    return round_stochastic(scaled, format, uniform(index, key))
 
 
 def _element_index(shape: torch.Size, draw: Draw, device: torch.device) -> Tensor:
