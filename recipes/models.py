@@ -204,7 +204,7 @@ class CausalLM(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer and, where one is given, the schedule, per optimizer step."""
-        optimizer = self.make_optimizer(self.parameters())
+        optimizer = self.make_optimizer(list(self.named_parameters()))
         if self.make_scheduler is None:
             return optimizer
         scheduler = self.make_scheduler(optimizer)
