@@ -67,7 +67,6 @@ class GuardedAdam(GuardedOptimizer):
         "lr": 1e-3,
         "betas": (0.9, 0.999),
         "eps": 1e-8,
-        "norm_eps": 1e-8,
         "weight_decay": 0.0,
         "maximize": False,
         "element_clip": None,
@@ -98,6 +97,13 @@ class GuardedAdam(GuardedOptimizer):
                 f"for norms; got moments={options['moments']!r}, norm_clip={options['norm_clip']!r}."
             )
         super().add_param_group(param_group)
+        dtypes = {parameter.dtype for parameter in self.param_groups[-1]["params"]}
+        if options["master_weights"] is not None and not dtypes <= {torch.bfloat16, torch.float16}:
+            self.param_groups.pop()
+            raise ValueError(
+                f"Master weights in fp16 are for parameters in bfloat16 or float16, got {sorted(map(str, dtypes))}, some "
+                "of which are as good without: leave out master_weights, or convert the model with .to(torch.bfloat16)."
+            )
 
     def _apply(self, batches: Sequence[Guards], factors: Sequence[Tensor]) -> None:
         for batch, factor in zip(batches, factors, strict=True):
@@ -125,11 +131,6 @@ class GuardedAdam(GuardedOptimizer):
     ) -> dict[str, Tensor]:
         made = _AdamBatch.new_scalars(local(parameter).device, dtype) | format.new_state(parameter, dtype)
         if master is not None:
-            if parameter.dtype not in (torch.bfloat16, torch.float16):
-                raise ValueError(
-                    f"Master weights in fp16 are for parameters in bfloat16 or float16, got {parameter.dtype}, which "
-                    "is as good without: leave out master_weights, or convert the model with .to(torch.bfloat16)."
-                )
             made["master"] = torch.zeros_like(parameter, dtype=torch.float16)
             made["master_scale"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
         state: dict[str, Tensor] = self.state[parameter]
@@ -156,6 +157,11 @@ class _AdamBatch(Guards):
         self.parts.append(part)
         self.formats.append(format)
         self.numbers.append(number)
+
+    @property
+    def norm_eps(self) -> float:
+        """One ε for both denominators."""
+        return float(self.options["eps"])
 
     def before_clip(self) -> None:
         """MoRet, and SpikeClip's factors."""
@@ -298,8 +304,8 @@ def adam_(
     weight_decay: float, eps: float,
 ) -> None:  # fmt: on
     """Apply one piece of a gradient, in place, itself too; with weights and warmth of 0 nothing moves, NaN or not."""
-    if all(tensor.is_contiguous() for tensor in (parameter, mean, mean_square)) and not isinstance(weight1, Tensor):
-        assert not isinstance(weight2, Tensor) and not isinstance(lr, Tensor) and not isinstance(warmth, Tensor)
+    if isinstance(weight1, float) and all(tensor.is_contiguous() for tensor in (parameter, mean, mean_square)):
+        assert isinstance(weight2, float) and isinstance(lr, float) and isinstance(warmth, float)
         torch._fused_adamw_(
             [parameter], [gradient.contiguous()], [mean], [mean_square], [], [_LATE],
             lr=lr * warmth, beta1=1 - weight1, beta2=1 - weight2, weight_decay=weight_decay / warmth, eps=eps,
@@ -312,7 +318,7 @@ def adam_(
     direction = mean / torch.sqrt(mean_square, out=gradient).add_(eps)
     if weight_decay:
         parameter.mul_(1 - lr * (warmth > 0) * weight_decay)
-    parameter.addcmul_(direction, torch.as_tensor(lr * warmth, dtype=parameter.dtype), value=-1)
+    parameter.sub_(direction.mul_(lr * warmth))
 
 
 # A count of steps at which 1 − βᵗ is 1, so that the fused kernel corrects no bias: the moments are corrected already.

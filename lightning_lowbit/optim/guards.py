@@ -131,24 +131,29 @@ class Guards:
         """Whether a second pass over the gradients is needed."""
         return self.clips_elements or self.options["norm_clip"] is not None
 
+    @property
+    def norm_eps(self) -> float:
+        """ε of AdaGN."""
+        return float(self.options["norm_eps"])
+
     # --- the first pass ---
 
     def maxima(self) -> Tensor:
         """max|g| of the parts [1, P]: Inf where a NaN or Inf is, −1 where there is no gradient."""
         self._piece_maxima, self._piece_squares = [], []
-        maxima = []
-        for gradient, has_gradient in zip(self.gradients, self._has_gradient, strict=True):
-            pieces = [piece for (piece,) in clipping.pieces(gradient)]
-            largest = [clipping.absolute_maximum(piece).to(self.dtype) for piece in pieces] or [self._zero]
-            self._piece_maxima.append(torch.stack(largest))
-            # While a piece is in the cache. Most are not clipped, and this is then all that the second pass needs.
-            self._piece_squares.append(
-                [clipping.sum_of_squares(piece.to(self.dtype)) for piece in pieces]
-                if self.on_host and self.measures_norms
-                else []
-            )
-            maxima.append(self._piece_maxima[-1].amax() if has_gradient else self._zero - 1)
-        return torch.nan_to_num(torch.stack(maxima), nan=torch.inf, posinf=torch.inf).unsqueeze(0)
+        # While a piece is in the cache. Most are not clipped, and this is then all that the second pass needs.
+        sums = self.on_host and self.measures_norms and self.options["element_clip"] != "spike_clip"
+        for gradient in self.gradients:
+            maxima, squares = [], []
+            for (piece,) in clipping.pieces(gradient):
+                maxima.append(clipping.absolute_maximum(piece).to(self.dtype))
+                squares.append(clipping.sum_of_squares(piece.to(self.dtype)) if sums else self._zero)
+            self._piece_maxima.append(torch.stack(maxima or [self._zero]))
+            self._piece_squares.append(squares)
+        largest = torch.stack([maxima.amax() for maxima in self._piece_maxima])
+        if not all(self._has_gradient):
+            largest = torch.where(torch.tensor(self._has_gradient, device=self.device), largest, -1.0)
+        return torch.nan_to_num(largest, nan=torch.inf, posinf=torch.inf).unsqueeze(0)
 
     @cached_property
     def _zero(self) -> Tensor:
@@ -263,7 +268,7 @@ class Guards:
             self.norm_mean_weight = torch.where(self.taken, total, self.norm_mean_weight)
             self.norm_mean.lerp_(self.norm, self.weight * weight)
             self.norm_mean_square.lerp_(self.norm.square(), self._averaging(options["gamma2"], self.steps))
-            ratio = clipping.norm_ratio(self.norm_in_units, self.norm_mean, self.norm_mean_square, options["norm_eps"])
+            ratio = clipping.norm_ratio(self.norm_in_units, self.norm_mean, self.norm_mean_square, self.norm_eps)
             factor = (ratio / self.unit).clamp_(max=torch.finfo(self.dtype).max)
         elif options["norm_clip"] == "grad_clip":
             assert total_norm is not None

@@ -86,14 +86,13 @@ class StableSPAM(GuardedAdam):
         moments: str = "fp32",
         master_weights: str | None = None,
     ) -> None:
-        given: dict[str, Any] = {"gamma1": gamma1, "gamma2": gamma2, "gamma3": gamma3}
-        gammas = PRESETS[choose("preset", preset, PRESETS)] | {k: v for k, v in given.items() if v is not None}
+        given = {"gamma1": gamma1, "gamma2": gamma2, "gamma3": gamma3}
+        gammas = _gammas(preset, {name: value for name, value in given.items() if value is not None})
         super().__init__(
             params,
             lr=lr,
             betas=betas,
             eps=eps,
-            norm_eps=eps,
             weight_decay=weight_decay,
             **gammas,
             reset_interval=reset_interval,
@@ -108,3 +107,15 @@ class StableSPAM(GuardedAdam):
             moments=moments,
             master_weights=master_weights,
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, also in mid-training and with a ``preset`` of its own; an option out of range is a ValueError."""
+        group = dict(param_group)
+        if "preset" in group:
+            group = _gammas(group.pop("preset"), group)
+        super().add_param_group(group)
+
+
+def _gammas(preset: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The averages of a preset, and what was given."""
+    return PRESETS[choose("preset", preset, PRESETS)] | given
