@@ -101,8 +101,8 @@ class GuardedAdam(GuardedOptimizer):
         if options["master_weights"] is not None and not dtypes <= {torch.bfloat16, torch.float16}:
             self.param_groups.pop()
             raise ValueError(
-                f"Master weights in fp16 are for parameters in bfloat16 or float16, got {sorted(map(str, dtypes))}, some "
-                "of which are as good without: leave out master_weights, or convert the model with .to(torch.bfloat16)."
+                f"Master weights in fp16 are for parameters in bfloat16 or float16, got {sorted(map(str, dtypes))}; "
+                "others are as good without: leave out master_weights, or convert the model with .to(torch.bfloat16)."
             )
 
     def _apply(self, batches: Sequence[Guards], factors: Sequence[Tensor]) -> None:

@@ -109,7 +109,7 @@ class StableSPAM(GuardedAdam):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, also in mid-training and with a ``preset`` of its own; an option out of range is a ValueError."""
+        """Add a group, also in mid-training, also with its own ``preset``; an option out of range is a ValueError."""
         group = dict(param_group)
         if "preset" in group:
             group = _gammas(group.pop("preset"), group)
