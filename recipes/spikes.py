@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_lowbit.optim.sharding import local
 from lightning_lowbit.precision.base import global_seed
 from lightning_lowbit.quant.cast import is_number
 from lightning_lowbit.quant.rounding import mix_key
@@ -20,37 +23,52 @@ from lightning_lowbit.quant.rounding import mix_key
 class GradientSpikes(Callback):
     """Multiplies some elements of all gradients in some steps, before anything clips them.
 
-    Steps and elements are a function of the seed and the step: the same for every optimizer, and after a resume. Logs
-    ``gradient_spike``, 1 in such a step and else 0.
+    Steps and elements are a function of the seed and the step: the same for every optimizer, after a resume, sharded or
+    not (under FSDP1, which cuts flattened parameters, the elements are others). Each of several optimizers has its own
+    steps. Logs ``gradient_spike``, 1 in such a step and else 0; that of the last where a training step has several.
 
     Args:
         probability: of a step to be one with a spike; the test of this repository: .01.
         factor: what the elements are multiplied with; 1000.
         share: of the elements of each gradient, drawn for each; 1 is the whole gradient.
-        seed: of the draws; None takes that of ``seed_everything``, or 0.
+        seed: of the draws, 0 to 2^32 - 1; None takes that of ``seed_everything``, or 0.
 
     Raises:
-        ValueError: a probability or share outside [0, 1], or a factor that is no number.
+        ValueError: a probability or share outside [0, 1], a factor that is no number, or a seed that is none.
     """
 
-    def __init__(self, probability: float = 0.01, factor: float = 1000.0, share: float = 1.0, seed: int | None = None) -> None:
+    def __init__(
+        self, probability: float = 0.01, factor: float = 1000.0, share: float = 1.0, seed: int | None = None
+    ) -> None:
         for name, value in (("probability", probability), ("share", share)):
             if not is_number(value) or not 0 <= value <= 1:
                 raise ValueError(f"{name} is a number from 0 to 1; got {value!r}.")
         if not is_number(factor):
             raise ValueError(f"factor is a number, such as 1000; got {factor!r}.")
+        if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**32):
+            raise ValueError(f"seed is an integer from 0 to 2^32 - 1, or None; got {seed!r}.")
         self.probability, self.factor, self.share, self.seed = probability, factor, share, seed
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Draws whether this is a step with a spike, and which elements."""
-        seed = global_seed() if self.seed is None else self.seed
-        mixed = int(mix_key(torch.tensor((seed << 32) + trainer.global_step)))
+        seed = torch.tensor(global_seed() if self.seed is None else self.seed)
+        mixed = int(mix_key((seed << 32) + trainer.global_step))
         generator = torch.Generator().manual_seed(mixed % 2**32)  # of more bits it takes no notice
         drawn = torch.rand((), generator=generator).item() < self.probability
         pl_module.log("gradient_spike", float(drawn))
         if drawn:
-            gradients: list[Any] = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-            for gradient in gradients:
-                if gradient is not None:
+            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for parameter in pl_module.parameters():  # the order in which an optimizer has them does not matter
+                gradient: Any = parameter.grad
+                if gradient is not None and id(parameter) in own:
                     hit = torch.rand(gradient.shape, generator=generator) < self.share
-                    gradient.mul_(torch.where(hit, self.factor, 1.0).to(gradient))
+                    local(gradient)[_spread_as(gradient, hit).to(gradient.device)] *= self.factor
+
+
+def _spread_as(gradient: Tensor, whole: Tensor) -> Tensor:
+    """What of a tensor of the shape of a whole gradient lies where this rank has its part of that."""
+    if not isinstance(gradient, DTensor):
+        return whole
+    # A sum that is still to be made is multiplied in each of its terms.
+    placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    return local(distribute_tensor(whole, gradient.device_mesh, placements, src_data_rank=None))

@@ -1,7 +1,8 @@
 """The table and the pictures of a study, from what its runs left."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -16,7 +17,10 @@ LOSS = "val_loss"
 def write_comparison(results: Results, baseline: str, output: Path, name: str | None = None) -> str:
     """Writes ``table.md``, ``loss.png`` and ``gap.png`` into a folder; returns the table.
 
-    Those of a study with a name are ``<name>.md``, ``<name>_loss.png`` and ``<name>_gap.png``.
+    Rows that end in a learning rate, as ``adamw@1e-3`` or ``adamw,lr=0.001``, are also drawn as curves, the loss over
+    the rate, in ``rates.png``: where one of them has three rates or more.
+
+    Those of a study with a name are ``<name>.md``, ``<name>_loss.png``, ``<name>_gap.png`` and ``<name>_rates.png``.
     """
     table = markdown(results, baseline)
     (output / f"{name or 'table'}.md").write_text(table + "\n")
@@ -24,6 +28,9 @@ def write_comparison(results: Results, baseline: str, output: Path, name: str | 
     if any(results.values()):
         _picture_losses(results, output / f"{prefix}loss.png")
         _picture_gaps(results, baseline, output / f"{prefix}gap.png")
+    curves = _curves(results)
+    if any(len(curve) >= 3 for curve in curves.values()):
+        _picture_rates(curves, output / f"{prefix}rates.png")
     return table
 
 
@@ -81,6 +88,17 @@ def _gaps(runs: Mapping[int, Mapping[str, Any]], baseline: Mapping[int, Mapping[
     return [loss - other for loss, other in pairs if loss is not None and other is not None]
 
 
+def _curves(results: Results) -> dict[str, dict[float, list[float]]]:
+    """By the name that rows have before their learning rate, and by that rate, ascending: the losses of the seeds."""
+    curves: dict[str, dict[float, list[float]]] = {}
+    for row, runs in results.items():
+        match = re.fullmatch(r"(.+)(?:@|,lr=)((?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", row, re.IGNORECASE)
+        losses = _values(runs.values(), _loss)
+        if match and losses and 0 < float(match[2]) < inf:
+            curves.setdefault(match[1], {}).setdefault(float(match[2]), []).extend(losses)
+    return {name: dict(sorted(curve.items())) for name, curve in curves.items()}
+
+
 def _spread(values: Sequence[float], digits: int = 4, signed: bool = False) -> str:
     if not values:
         return ""
@@ -100,6 +118,18 @@ _HIGHEST_LOSS, _WIDEST_GAP = 1.5, 10.0
 
 def _style(number: int) -> dict[str, Any]:
     return {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10 % 4]}
+
+
+def _cut_losses(axes: Any, ranges: Sequence[tuple[float, float]]) -> str:
+    """Cuts off what is too high, given the lowest and highest loss of each line; what the label says of it."""
+    if not ranges:
+        return ""
+    bottom, top = (min(ends) for ends in zip(*ranges, strict=True))
+    top += (_HIGHEST_LOSS - 1) * abs(top)
+    if max(high for _, high in ranges) <= top:
+        return ""
+    axes.set_ylim(bottom - 0.05 * (top - bottom), top)
+    return f"\nwhat is above {top:.3g} is cut off"
 
 
 def _picture_losses(results: Results, path: Path) -> None:
@@ -125,12 +155,7 @@ def _picture_losses(results: Results, path: Path) -> None:
         if finite := [value for values in points for value in values if isfinite(value)]:
             ranges.append((min(finite), max(finite)))
     label = "validation loss (mean and range over seeds)"
-    if ranges:
-        bottom, top = (min(ends) for ends in zip(*ranges, strict=True))
-        top += (_HIGHEST_LOSS - 1) * abs(top)
-        if max(high for _, high in ranges) > top:
-            axes.set_ylim(bottom - 0.05 * (top - bottom), top)
-            label += f"\nwhat is above {top:.3g} is cut off"
+    label += _cut_losses(axes, ranges)
     if axes.lines:
         figure.legend(loc="outside right upper", frameon=False)
     axes.set(xlabel="optimizer step", ylabel=label)
@@ -165,4 +190,38 @@ def _picture_gaps(results: Results, baseline: str, path: Path) -> None:
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set(xlabel=label)
     axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def _picture_rates(curves: Mapping[str, Mapping[float, Sequence[float]]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    rates = sorted({rate for curve in curves.values() for rate in curve})
+    ranges = []
+    top = 0.98  # of the height, for the crosses of the first curve that has some
+    for number, (name, curve) in enumerate(curves.items()):
+        style = _style(number)
+        # As over steps: where one seed is not finite, the line has a gap.
+        means = [mean(losses) if all(map(isfinite, losses)) else nan for losses in curve.values()]
+        axes.plot(list(curve), means, label=name, **style)
+        dots = [(rate, loss) for rate, losses in curve.items() for loss in losses if isfinite(loss)]
+        if dots:
+            axes.plot(*zip(*dots, strict=True), "o", color=style["color"], markersize=4, alpha=0.6)
+            ranges.append((min(loss for _, loss in dots), max(loss for _, loss in dots)))
+        diverged = [rate for rate, value in zip(curve, means, strict=True) if not isfinite(value)]
+        if diverged:
+            crosses = [top] * len(diverged)
+            axes.plot(diverged, crosses, "x", color=style["color"], transform=axes.get_xaxis_transform())
+            top -= 0.04
+            for last in [rate for rate in curve if rate < diverged[0]][-1:]:
+                axes.axvline(last, color=style["color"], linestyle=":", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.minorticks_off()
+    label = "final validation loss (mean over seeds; dots: seeds)" + _cut_losses(axes, ranges)
+    axes.set(xlabel="learning rate (×: a seed diverged; dotted: the last rate before)", ylabel=label)
+    figure.legend(loc="outside right upper", frameon=False)
+    axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)

@@ -15,10 +15,16 @@ def explain(error: BaseException) -> str:
     """The message of an error in one line.
 
     The parser tries every type that an argument may have and reports each attempt, indented. The first one is that of
-    the class which the configuration names; the others are left out.
+    the class which the configuration names; the others are left out. Where a module is missing, nothing else matters.
     """
+
+    def missing(found: re.Match[str]) -> str:
+        package = found[2].replace("_", "-")  # as PyPI writes names
+        return f"{found[1]}, which the configuration names: install its package ({package}), or mend the name."
+
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return re.sub(r"\s+", " ", _first_cause(lines)).strip() or type(error).__name__
+    message = re.sub(r"\s+", " ", _first_cause(lines)).strip() or type(error).__name__
+    return re.sub(r"Parser key.*(No module named '(\w+)').*", missing, message)
 
 
 def suggest(message: str, keys: Collection[str]) -> str:

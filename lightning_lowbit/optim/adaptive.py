@@ -185,9 +185,11 @@ class _AdaptiveBatch(Guards):
 
     def guarded(self, index: int, factor: Any) -> Tensor:
         """A copy of a gradient as the wrapped optimizer shall see it."""
-        copy = torch.empty_like(self.gradients[index])
+        gradient = self.gradients[index]
+        # Laid out as the parameter is: torch's fused optimizers walk through both as they lie in memory.
+        copy = torch.empty_like(local(self.parameters[index]), dtype=gradient.dtype)
         written = clipping.pieces(copy)
-        for number, (piece, v) in enumerate(self.measured_pieces(index, self.gradients[index])):
+        for number, (piece, v) in enumerate(self.measured_pieces(index, gradient)):
             next(written)[0].copy_(self.adapted(piece, index, number, factor, v))
         return copy
 

@@ -21,7 +21,7 @@ Adam's part: with β = 1 − w and a bias correction of 1 it is the same rule.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,21 @@ _WARMUP_FROM = 0.01
 
 # Decays end at this share of themselves, where `total_steps` lets them fall.
 _DECAY_TO = 0.5
+
+
+class _Dtypes(NamedTuple):
+    """What an option's value needs of parameters, and advice."""
+
+    value: str
+    of: set[torch.dtype]
+    advice: str
+
+
+_LOW = {torch.bfloat16, torch.float16}
+_DTYPES = {
+    "master_weights": _Dtypes("fp16", _LOW, "leave it out, or convert the model with .to(torch.bfloat16)"),
+    "moments": _Dtypes("fp8", {*_LOW, torch.float32}, "float64 is asked for where digits count, so use moments='fp32'"),
+}
 
 
 class GuardedAdam(GuardedOptimizer):
@@ -91,19 +106,24 @@ class GuardedAdam(GuardedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, also in mid-training; an option out of range is a ValueError."""
         check_options(type(self).__name__, options := {**self.defaults, **param_group})
-        if options["density"] < 1 and (options["norm_clip"] is not None or options["moments"] != "fp32"):
+        alone = {"moments": "fp32", "norm_clip": None, "master_weights": None}
+        given = {name: options[name] for name in alone}
+        if options["density"] < 1 and given != alone:
             raise ValueError(
-                f"{type(self).__name__} keeps sparse moments (density={options['density']}) in fp32 and without a rule "
-                f"for norms; got moments={options['moments']!r}, norm_clip={options['norm_clip']!r}."
+                f"{type(self).__name__} keeps sparse moments (density={options['density']}) in fp32, without a rule "
+                f"for norms and without master_weights; got {given}."
             )
         super().add_param_group(param_group)
-        dtypes = {parameter.dtype for parameter in self.param_groups[-1]["params"]}
-        if options["master_weights"] is not None and not dtypes <= {torch.bfloat16, torch.float16}:
-            self.param_groups.pop()
-            raise ValueError(
-                f"Master weights in fp16 are for parameters in bfloat16 or float16, got {sorted(map(str, dtypes))}; "
-                "others are as good without: leave out master_weights, or convert the model with .to(torch.bfloat16)."
-            )
+        parameters = self.param_groups[-1]["params"]
+        there = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
+        for name, dtypes in _DTYPES.items():
+            if options[name] == dtypes.value and not there <= dtypes.of:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"{name}={dtypes.value!r} is for parameters in {', '.join(sorted(map(str, dtypes.of)))}, got "
+                    f"{', '.join(sorted(map(str, there)))}: {dtypes.advice}."
+                )
+        self._remember_parameters()
 
     def _apply(self, batches: Sequence[Guards], factors: Sequence[Tensor]) -> None:
         for batch, factor in zip(batches, factors, strict=True):
@@ -205,10 +225,12 @@ class _AdamBatch(Guards):
         return torch.cat([rows, torch.stack(weights).unsqueeze(0)])
 
     def read(self, maxima: Tensor, finite: Tensor) -> None:
-        """Takes the maxima of the whole tensors; masters get a power of two that leaves them room to grow fourfold."""
+        """Takes the maxima of the whole tensors; masters get a power of two that leaves them room for the step."""
         super().read(maxima, finite)
         if self.options["master_weights"] is not None:
-            exponent = torch.frexp(maxima[1]).exponent - 14
+            # Weights may be far smaller than a step; Adam's is at most seven learning rates at the usual betas.
+            largest = maxima[1] + 2 * torch.as_tensor(self._learning_rate(), dtype=self.dtype, device=self.device)
+            exponent = torch.frexp(largest).exponent - 14
             self.master_scales = torch.ldexp(torch.ones_like(self.weight), exponent)
 
     def _pieces(self, index: int, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
@@ -264,22 +286,24 @@ class _AdamBatch(Guards):
             update = self.adapted(gradient, index, number, factor, mean_square)
             weights = format.select(p, piece)
             if master:
-                weights = self._unscaled(index, format.select(master[0], piece), weights)
+                weights = self._unscaled(index, master[0], weights)
             work = weights.to(self.dtype)
             adam_(work, update, mean, mean_square, weight1, weight2, lr, warmth, decay, options["eps"])
+            if master:
+                work = self._keep(index, master[0], work)
             format.restore(p, work, piece)
             format.store(piece, mean, mean_square)
-            if master:
-                self._keep(index, format, piece, master[0], work)
 
     def _unscaled(self, index: int, master: Tensor, weights: Tensor) -> Tensor:
         scale = self.states[index]["master_scale"]  # 0 before the first step
         return torch.where(scale > 0, master.to(self.dtype) * scale, weights.to(self.dtype))
 
-    def _keep(self, index: int, format: DenseMoments, piece: Piece, master: Tensor, work: Tensor) -> None:
-        largest = torch.finfo(torch.float16).max
-        scaled = (work / self.master_scales[index]).clamp_(-largest, largest).to(torch.float16)
-        format.restore(master, torch.where(self.taken[index], scaled, format.select(master, piece)), piece)
+    def _keep(self, index: int, master: Tensor, work: Tensor) -> Tensor:
+        """Rounds the weights to masters, of which parameters are roundings: a step not taken leaves both alone."""
+        largest, scale, taken = torch.finfo(torch.float16).max, self.master_scales[index], self.taken[index]
+        scaled = (work / scale).clamp_(-largest, largest).to(torch.float16)
+        master.copy_(torch.where(taken, scaled, master))
+        return torch.where(taken, scaled.to(self.dtype) * scale, work)
 
     def _learning_rate(self) -> Scalar:
         lr = self.options["lr"]
@@ -317,7 +341,7 @@ def adam_(
     mean_square.lerp_(gradient.square_(), weight2)
     direction = mean / torch.sqrt(mean_square, out=gradient).add_(eps)
     if weight_decay:
-        parameter.mul_(1 - lr * (warmth > 0) * weight_decay)
+        parameter.mul_(1 - lr * torch.as_tensor(warmth > 0, dtype=parameter.dtype) * weight_decay)
     parameter.sub_(direction.mul_(lr * warmth))
 
 

@@ -34,7 +34,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
     (`_apply`).
     """
 
-    _statistics: Sequence[Guards] = ()
+    _statistics: list[Guards]
     _given: frozenset[int] = frozenset()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -51,6 +51,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     def _remember_parameters(self) -> None:
         self._given = frozenset(id(parameter) for group in self.param_groups for parameter in group["params"])
+        self._statistics = []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a copy. The base class would cast the statistics and counters of a bf16 parameter to bf16.
@@ -58,8 +59,6 @@ class GuardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: as the base class; or the moments or master weights are kept in another way.
         """
-        final: dict[str, Any] = {}  # as the user's own pre-hooks leave it: this hook is the last to be registered
-        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
             for name in ("moments", "density", "master_weights"):
                 if saved.get(name) != group.get(name):
@@ -67,6 +66,8 @@ class GuardedOptimizer(torch.optim.Optimizer):
                         f"The saved state has {name}={saved.get(name)!r}, this {type(self).__name__} "
                         f"{name}={group.get(name)!r}: build it with the saved value, or start without the state."
                     )
+        final: dict[str, Any] = {}  # as the user's own pre-hooks leave it: this hook is the last to be registered
+        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -100,7 +101,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
             self._apply(batches, measure(batches))
         for batch in batches:
             batch.forget_gradients()
-        self._statistics = batches
+        self._statistics[:] = batches  # in place: what a compiled step assigns to an optimizer's attributes is lost
         return loss
 
     def gradient_statistics(self) -> dict[Tensor, GradientStatistics]:

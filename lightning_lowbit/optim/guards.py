@@ -42,8 +42,8 @@ class GradientStatistics(NamedTuple):
         maximum: max|g|, before anything was done; not finite if the step was skipped for that.
         threshold: T of AdaClip, with this maximum in it.
         clipped: elements changed by AdaClip or SpikeClip.
-        norm: ‖g‖₂ after that.
-        norm_after: ‖g‖₂ as Adam saw it, after AdaGN or GradClip.
+        norm: ‖g‖₂ after that; NaN under no rule, when nobody measures it.
+        norm_after: ‖g‖₂ as the optimizer saw it, after AdaGN or GradClip; NaN likewise.
         steps_since_reset: gradients in the moments, this one included.
     """
 
@@ -83,7 +83,7 @@ class Guards:
         self.spike_factors: Sequence[Any] = ()
         self._has_gradient: list[bool] = []
         self._piece_maxima: list[Tensor] = []
-        self._piece_squares: list[list[Tensor]] = []
+        self._piece_squares: list[list[Tensor | None]] = []
 
     @classmethod
     def new_scalars(cls, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -144,10 +144,11 @@ class Guards:
         # While a piece is in the cache. Most are not clipped, and this is then all that the second pass needs.
         sums = self.on_host and self.measures_norms and self.options["element_clip"] != "spike_clip"
         for gradient in self.gradients:
-            maxima, squares = [], []
+            maxima: list[Tensor] = []
+            squares: list[Tensor | None] = []
             for (piece,) in clipping.pieces(gradient):
                 maxima.append(clipping.absolute_maximum(piece).to(self.dtype))
-                squares.append(clipping.sum_of_squares(piece.to(self.dtype)) if sums else self._zero)
+                squares.append(clipping.sum_of_squares(piece.to(self.dtype)) if sums else None)
             self._piece_maxima.append(torch.stack(maxima or [self._zero]))
             self._piece_squares.append(squares)
         largest = torch.stack([maxima.amax() for maxima in self._piece_maxima])
@@ -232,8 +233,9 @@ class Guards:
         for index, (gradient, unit) in enumerate(zip(self.gradients, self.scalars(self.unit), strict=True)):
             squares, counts = [self._zero], [self._zero]
             for number, (piece, mean_square) in enumerate(self.measured_pieces(index, gradient)):
-                if self.on_host and unit == 1 and not self.may_clip(index, number):
-                    squares.append(self._piece_squares[index][number])
+                known = self._piece_squares[index][number]
+                if known is not None and unit == 1 and not self.may_clip(index, number):
+                    squares.append(known)
                     continue
                 clipped, changed = self.clip(piece, index, number, mean_square)
                 squares.append(clipping.sum_of_squares(clipped if self.on_host and unit == 1 else clipped / unit))
@@ -250,8 +252,7 @@ class Guards:
         """Takes what `squares` gives, of the whole gradients."""
         squares, self.clipped = torch.where(self.taken, sums, 0.0)
         self.norm_in_units = squares.sqrt()
-        largest = torch.finfo(self.dtype).max ** 0.5 / 2  # 9e18 in fp32; a norm above counts as that, n² has to fit
-        self.norm = (self.norm_in_units * self.unit).clamp_(max=largest)
+        self.norm = (self.norm_in_units * self.unit).clamp_(max=torch.finfo(self.dtype).max)
 
     # --- what becomes of the norms ---
 
@@ -266,8 +267,10 @@ class Guards:
             decay = options["gamma1"] * self.decay_factor()
             weight, total = clipping.growing_weight(1 - decay, self.norm_mean_weight)
             self.norm_mean_weight = torch.where(self.taken, total, self.norm_mean_weight)
-            self.norm_mean.lerp_(self.norm, self.weight * weight)
-            self.norm_mean_square.lerp_(self.norm.square(), self._averaging(options["gamma2"], self.steps))
+            largest = torch.finfo(self.dtype).max ** 0.5 / 2  # 9e18 in fp32; a norm above counts as that, n² has to fit
+            norm = self.norm.clamp(max=largest)
+            self.norm_mean.lerp_(norm, self.weight * weight)
+            self.norm_mean_square.lerp_(norm.square(), self._averaging(options["gamma2"], self.steps))
             ratio = clipping.norm_ratio(self.norm_in_units, self.norm_mean, self.norm_mean_square, self.norm_eps)
             factor = (ratio / self.unit).clamp_(max=torch.finfo(self.dtype).max)
         elif options["norm_clip"] == "grad_clip":
@@ -321,6 +324,12 @@ def measure(batches: Sequence[Guards]) -> list[Tensor]:
     squares = all_reduce_([batch.squares() for batch in normed], [batch.groups for batch in normed], dist.ReduceOp.SUM)
     for batch, sums in zip(normed, squares, strict=True):
         batch.read_squares(sums)
-    clipped = [batch.norm.square().sum() for batch in normed if batch.options["norm_clip"] == "grad_clip"]
-    total = torch.stack([square.to(clipped[0].device) for square in clipped]).sum().sqrt() if clipped else None
+    clipped = [batch.norm for batch in normed if batch.options["norm_clip"] == "grad_clip"]
+    total = _norm_of(torch.cat([norms.to(clipped[0].device) for norms in clipped])) if clipped else None
     return [batch.factors(None if total is None else total.to(batch.device)) for batch in batches]
+
+
+def _norm_of(norms: Tensor) -> Tensor:
+    """√Σn², 0-d, of norms whose squares need not fit."""
+    largest = norms.max().clamp(min=torch.finfo(norms.dtype).tiny)
+    return largest * (norms / largest).square().sum().sqrt()

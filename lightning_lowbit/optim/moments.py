@@ -8,20 +8,21 @@ A format gives the state of a parameter, and for a *piece* of it, some rows, the
 (``select``, ``restore``) and their moments in full (``load``, ``store``).
 
 In FP8 both moments are rounded stochastically. Rounded to nearest, the second one stands still: at β2 = .999 it moves
-by a thousandth, and a step of E5M2 is a quarter. Its range covers 2⁻¹⁶ of the largest in a block and what is smaller
-becomes 0 or the smallest number by chance, so 0 is read as that: the update of an element is its mean over the *root*
-of its mean square, and a root of 0 would send it far away.
+by a thousandth, and a step of E5M2 is a quarter. Below 2.7e-10 of the largest in a block a mean square becomes 0 or
+that number by chance, so 0 is read as that number: the update of an element is its mean over the *root* of its mean
+square, and a root of 0 would send it far away.
 
 Random bits are a pure function of (step, parameter, moment, index of the element in the whole parameter): a resumed run
 equals an uninterrupted one, and a parameter that is sharded along rows one that is not.
 
-Source: FP8-LM (arXiv 2310.18313, section 3.1) and COAT (arXiv 2410.19313, section 4) for FP8 optimizer states; SPAM
-(arXiv 2501.06842, section 3.3) for sparse momentum.
+Source: Scaling FP8 Training to Trillion-Token LLMs (arXiv 2409.12517, section 5) for the two formats, COAT (arXiv
+2410.19313) for blocks of 128, FP8-LM (arXiv 2310.18313) for master weights in fp16; SPAM (arXiv 2501.06842) for sparse
+momentum.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,17 +70,9 @@ class Piece(NamedTuple):
 class DenseMoments:
     """Both moments of every element, in the dtype of the statistics."""
 
-    names: tuple[str, ...] = NAMES
-
-    @property
-    def draws(self) -> bool:
-        """Whether random bits are needed."""
-        return False
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether some elements have no moments."""
-        return False
+    names: ClassVar[tuple[str, ...]] = NAMES  # of what is kept
+    draws: ClassVar[bool] = False  # whether random bits are needed
+    is_sparse: ClassVar[bool] = False  # whether some elements have no moments
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Zeros for a parameter, spread as it is."""
@@ -104,21 +97,19 @@ class DenseMoments:
 
 @dataclass(frozen=True)
 class FP8Moments(DenseMoments):
-    """``mean`` in E4M3, ``mean_square`` in E5M2, of the parameter's shape; fp32 scales with a 128th of its columns."""
+    """Codes of E4M3 (``mean``) and E5M2 (``mean_square``), of the parameter's shape; fp32 scales per 128 columns.
 
-    names: tuple[str, ...] = (*NAMES, "mean_scale", "mean_square_scale")
+    Codes are uint8, as everywhere in this package: gloo cannot gather tensors of FP8, and full checkpoints need that.
+    """
 
-    @property
-    def draws(self) -> bool:
-        """For stochastic rounding."""
-        return True
+    names: ClassVar[tuple[str, ...]] = (*NAMES, "mean_scale", "mean_square_scale")
+    draws: ClassVar[bool] = True
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Zeros for a parameter, spread as it is."""
         state = {}
-        for name, format in _FP8.items():
-            assert format.dtype is not None
-            state[name] = torch.zeros_like(parameter, dtype=format.dtype, memory_format=torch.contiguous_format)
+        for name in NAMES:
+            state[name] = torch.zeros_like(parameter, dtype=torch.uint8, memory_format=torch.contiguous_format)
             state[f"{name}_scale"] = zeros_spread_as(parameter, lambda length: -(-length // BLOCK), torch.float32)
         return state
 
@@ -133,7 +124,7 @@ class FP8Moments(DenseMoments):
         index = _element_index(mean.shape, piece.draw, mean.device)
         for number, (name, values) in enumerate(zip(NAMES, (mean, mean_square), strict=True)):
             key = mix_key(mix_key(piece.draw.key) + number)
-            codes, scales = piece.state[name].view(torch.uint8), piece.state[f"{name}_scale"]
+            codes, scales = piece.state[name], piece.state[f"{name}_scale"]
             new_codes, new_scales = _encode_moment(values, index, key, name)
             codes.copy_(torch.where(piece.draw.taken, new_codes, codes))
             scales.copy_(torch.where(piece.draw.taken, new_scales, scales))
@@ -146,17 +137,9 @@ class SparseMoments(DenseMoments):
     A fixed number of neighbours, rather than a free draw, needs no list of what was drawn.
     """
 
+    draws: ClassVar[bool] = True
+    is_sparse: ClassVar[bool] = True
     every: int = 1
-
-    @property
-    def draws(self) -> bool:
-        """For the choice of elements."""
-        return True
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether some elements have no moments."""
-        return True
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Zeros for a parameter, spread as it is.
@@ -185,7 +168,8 @@ class SparseMoments(DenseMoments):
         draw = piece.draw._replace(shape=torch.Size((*piece.draw.shape[:-1], drawn[-1])))
         draws = uniform(_element_index(drawn, draw, rows.device), mix_key(draw.epoch))
         first = torch.arange(0, columns, self.every, device=rows.device)
-        return (first + (draws * self.every).long()).clamp_(max=columns - 1)
+        neighbours = (columns - first).clamp_(max=self.every)  # fewer at the end
+        return first + (draws * neighbours).long()
 
 
 def moments_of(kind: str, density: float, dims: int) -> DenseMoments:
@@ -210,8 +194,10 @@ _SMALLEST = 2.0 ** (_FP8["mean_square"].min_exponent - _FP8["mean_square"].manti
 # Both are opaque because the compiler of torch 2.13 reads what is not there where rows of FP8 end within a block.
 @opaque(lambda codes, scales, name: torch.empty_like(codes, dtype=torch.float32))
 def _decode_moment(codes: Tensor, scales: Tensor, name: str) -> Tensor:
-    """Codes […, columns] and scales […, blocks] as fp32; a mean square of 0 as the smallest number there is."""
-    values = codes.float()
+    """Codes (uint8) […, columns] and scales […, blocks] as fp32; a mean square of 0 as the smallest number there is."""
+    format = _FP8[name]
+    assert format.dtype is not None
+    values = codes.view(format.dtype).float()
     if name == "mean_square":
         values.clamp_(min=_SMALLEST)
     of_each = scales.unsqueeze(-1).expand(*scales.shape, BLOCK)
@@ -220,7 +206,8 @@ def _decode_moment(codes: Tensor, scales: Tensor, name: str) -> Tensor:
 
 def _fake_encoded(values: Tensor, index: Tensor, key: Tensor, name: str) -> tuple[Tensor, Tensor]:
     blocks = -(-values.shape[-1] // BLOCK)
-    return torch.empty_like(values, dtype=torch.uint8), values.new_empty((*values.shape[:-1], blocks))
+    codes = torch.empty_like(values, dtype=torch.uint8, memory_format=torch.contiguous_format)
+    return codes, values.new_empty((*values.shape[:-1], blocks))
 
 
 @opaque(_fake_encoded)

@@ -51,8 +51,8 @@ _DECAY = Option(_is_decay, "a number in [0, 1)", "it is the decay of an average,
 #: All options of this package's optimizers, by the key that they have in a parameter group.
 OPTIONS: dict[str, Option] = {
     "lr": Option(
-        lambda lr: isinstance(lr, Tensor) or (is_number(lr) and 0 <= lr < math.inf),
-        "a finite number >= 0",
+        lambda lr: lr.dim() == 0 if isinstance(lr, Tensor) else is_number(lr) and 0 <= lr < math.inf,
+        "a finite number >= 0, or a 0-d tensor",
         "1e-3 is usual",
     ),
     "betas": Option(_is_betas, "two numbers in [0, 1)", "(0.9, 0.999) is usual"),
@@ -69,7 +69,9 @@ OPTIONS: dict[str, Option] = {
         lambda value: value is None or _is_count(value), "an integer >= 1, or None", "None never resets the moments"
     ),
     "warmup_steps": Option(
-        lambda value: value == 0 or _is_count(value), "an integer >= 0", "0 goes on with the whole rate after a reset"
+        lambda value: is_number(value) and (value == 0 or _is_count(value)),
+        "an integer >= 0",
+        "0 goes on with the whole rate after a reset",
     ),
     "total_steps": Option(
         lambda value: value is None or _is_count(value),
@@ -80,7 +82,7 @@ OPTIONS: dict[str, Option] = {
     "moments": _one_of("fp32", "fp8"),
     "master_weights": _one_of("fp16", None),
     "density": Option(
-        lambda value: is_number(value) and 0 < value <= 1 and abs(round(1 / value) * value - 1) < 1e-6,
+        lambda value: is_number(value) and 1e-9 < value <= 1 and abs(round(1 / value) * value - 1) < 1e-6,
         "1 over an integer",
         "such as 1, 0.5 or 0.25",
     ),

@@ -153,6 +153,7 @@ def test_runs_once_and_tabulates(capsys):
     assert header == ["run", "seeds", "loss", "perplexity", "gap to bf16", "spikes", "tokens/s", "peak memory", "bits"]
     assert bf16[:2] == ["bf16", "2"] and bf16[4] == "baseline" and bf16[-1] == "16.00 ± 0.00"
     assert nvfp4[:2] == ["nvfp4", "2"] and nvfp4[4][0] in "+-" and 4.5 < float(nvfp4[-1].split()[0]) < 16
+    assert {path.name for path in Path("runs/compare").glob("*.png")} == {"loss.png", "gap.png"}
     for picture in ("loss.png", "gap.png"):
         assert Path("runs/compare", picture).read_bytes().startswith(b"\x89PNG")
     times = {path: path.stat().st_mtime_ns for path in Path("runs").rglob("run.json")}

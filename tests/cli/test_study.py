@@ -81,10 +81,14 @@ def test_dry_run_says_what_would_run(capsys):
         (["--study=mine.yaml", "--vary=bf16", "--lr=1"], "leave out --vary and --lr,"),
         (["--study=mine.yaml", "--seeds=,"], "The study has no run"),
         (["--study=mine.yaml", "--baseline=bf17"], "there is no row 'bf17'. Did you mean 'bf16'?"),
+        (["--config=quickstart", "--vary=bf16,missing.yaml"], "Row 'missing': No module named 'no_such_package'"),
+        (["--config=quickstart", "--vary=bf16,missing.yaml"], "install its package (no-such-package), or"),
         (["--config=quickstart", "--vary=bf16,scale_formats"], "use `lowbit compare --study scale_formats`"),
     ],
 )
 def test_mistakes_on_the_command_line(arguments, line, capsys):
+    optimizer = {"class_path": "no_such_package.Lion"}
+    Path("missing.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"optimizer": optimizer}}}))
     assert compare(*arguments) == 2
     assert line in capsys.readouterr().err
     assert not Path("runs").exists()
@@ -230,3 +234,73 @@ def test_pictures_of_little(rows):
     each = {"never": {0: result(None)}, "fine": {0: result(2.0)}, "alike": {0: result(2.0)}, "none": {}}
     write_comparison({row: each[row] for row in rows}, rows[0], Path())
     assert Path("loss.png").exists() and Path("gap.png").exists()
+
+
+def by_rate(name, losses, between="@"):
+    """Rows of a name that end in a learning rate, one for each list of what the seeds ended with."""
+    return {
+        f"{name}{between}{rate}": {seed: result(3.0, loss) for seed, loss in enumerate(seeds)}
+        for rate, seeds in losses.items()
+    }
+
+
+@pytest.mark.parametrize("between", ["@", ",lr="])
+def test_losses_over_learning_rates(between, figures):
+    adam = {"1e-2": [4.0], "5e-4": [2.5, 2.7], "0.001": [2.0, 2.4]}
+    results = {"bf16": {0: result(2.0)}, **by_rate("a+b", adam, between), **by_rate("c", {".001": [2.1]}, between)}
+    write_comparison(results, "bf16", Path(), "mine")
+    (axes,) = figures["mine_rates.png"].axes
+    assert axes.get_xscale() == "log"
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0.0005", "0.001", "0.01"]
+    assert labels(figures["mine_rates.png"]) == ["a+b", "c"], "a row without a learning rate has no curve"
+    curve, dots, other, dot = axes.lines
+    assert list(curve.get_xdata()) == [5e-4, 1e-3, 1e-2], "rates are not in their order"
+    assert curve.get_ydata() == pytest.approx([2.6, 2.2, 4.0]), "not the mean over the seeds"
+    assert sorted(dots.get_ydata()) == [2.0, 2.4, 2.5, 2.7, 4.0] and dots.get_linestyle() == "None"
+    assert list(other.get_xdata()) == [1e-3] and dot.get_color() == other.get_color() != curve.get_color()
+
+
+def test_rates_at_which_a_run_diverged(figures):
+    results = {
+        **by_rate("fine", {"1e-4": [2.0], "1e-3": [2.1], "1e-2": [2.2]}),
+        **by_rate("half", {"1e-4": [2.0, 2.0], "1e-3": [2.1, 2.2], "1e-2": [2.5, None]}),
+        **by_rate("never", {"1e-4": [None], "1e-3": [None], "1e-2": [None]}),
+        **by_rate("huge", {"1e-4": [2.1], "1e-3": [2.2], "1e-2": [1e6]}),
+    }
+    write_comparison(results, "fine@1e-4", Path())
+    (axes,) = figures["rates.png"].axes
+    lines = {line.get_label(): line for line in axes.lines}
+    colors = {lines[name].get_color(): name for name in ("fine", "half", "never", "huge")}
+    crosses = {colors[line.get_color()]: line for line in axes.lines if line.get_marker() == "x"}
+    assert {name: list(line.get_xdata()) for name, line in crosses.items()} == {
+        "half": [1e-2],
+        "never": [1e-4, 1e-3, 1e-2],
+    }
+    assert 0.9 < crosses["never"].get_ydata()[0] < crosses["half"].get_ydata()[0] < 1, "a cross hides another"
+    last = {colors[line.get_color()]: line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"}
+    assert last == {"half": 1e-3}, "the last rate that trained"
+    ends = lines["half"].get_ydata()
+    assert ends[1] == pytest.approx(2.15) and ends[2] != ends[2], "a mean over those that are left"
+    low, high = axes.get_ylim()
+    assert 1.9 < low < 2 and 2.5 < high < 4 and f"above {high:.3g} is cut off" in axes.get_ylabel()
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        {"bf16": {0: result(2.0)}},
+        by_rate("a", {"1e-3": [2.0], "5e-3": [2.0]}) | by_rate("b", {"1e-2": [2.0], "5e-3": [2.0]}),
+        {**by_rate("a", {"1e-3": [2.0], "5e-3": [2.0]}), "a@1e-2": {}},
+        by_rate("a", {rate: [2.0] for rate in ("1e-3", "5e-3", "0", "1e999", "1.2.3", "fast")}),
+        by_rate("", {"1e-3": [2.0], "5e-3": [2.0], "1e-2": [2.0]}),
+    ],
+    ids=["no rates", "two each", "one is missing", "no rates after all", "no name"],
+)
+def test_there_is_no_curve_of_two_rates(results, figures):
+    write_comparison(results, next(iter(results)), Path())
+    assert set(figures) == {"loss.png", "gap.png"}
+
+
+def test_where_every_rate_diverged(figures):
+    write_comparison(by_rate("a", {"1e-3": [None], "5e-3": [None], "1e-2": [None]}), "a@1e-3", Path())
+    assert set(figures) == {"loss.png", "gap.png", "rates.png"}

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import lightning_lowbit.nn  # noqa: F401  # registers them
+import lightning_lowbit.nn  # registers them
+import lightning_lowbit.optim.moments  # noqa: F401
 from lightning_lowbit import Cast, Scale
 
 KEY, ROTATION = torch.tensor(12345), torch.eye(16)
@@ -67,6 +68,16 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
         (in_dtype(x, E5M2), TWO, in_dtype(x, E4M3).t(), None, None, x.dtype, False),
         (in_dtype(x, INT8), torch.ones(40, 1), in_dtype(x, INT8).t(), TWO, torch.ones(40), x.dtype, True),
         (in_dtype(x, INT8), None, in_dtype(x, INT8).t(), None, None, x.dtype, False),
+    ],
+    "_decode_moment": lambda x: [
+        (in_dtype(x, E4M3), torch.ones(40, 1), "mean"),
+        (in_dtype(x, E5M2), torch.ones(40, 1), "mean_square"),
+        (in_dtype(x, E5M2).reshape(4, 240), torch.ones(4, 2), "mean_square"),
+    ],
+    "_encode_moment": lambda x: [
+        (values, torch.arange(960, dtype=torch.int32).view(values.shape), KEY, name)
+        for name in ("mean", "mean_square")
+        for values in (x.float(), x.float().reshape(4, 240))
     ],
 }
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {

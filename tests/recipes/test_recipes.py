@@ -5,28 +5,36 @@ Every study: its rows, which differ in what they say they do, and are the same o
 
 import gzip
 import json
+import os
 import re
+import signal
 from pathlib import Path
+from pydoc import locate
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_lowbit import PrecisionSummary, cli
+from lightning_lowbit import Adaptive, PrecisionSummary, cli
 from lightning_lowbit.cli import run
 from lightning_lowbit.cli.compare import plan
-from lightning_lowbit.cli.configs import OVERLAY, STUDY, kind, recipes
+from lightning_lowbit.cli.configs import OVERLAY, STUDY, kind, merge_all, recipes
 from lightning_lowbit.cli.study import read_study
 from lightning_lowbit.nn import LinearCasts
 from lightning_lowbit.nn.casts import GEMMS, OPERANDS, PRESETS
+from lightning_lowbit.optim.stable_spam import PRESETS as GAMMAS
 from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.recipes.spikes import GradientSpikes
 
 RECIPES, OVERLAYS, STUDIES = (
     [name for name, path in recipes().items() if kind(path) == mark] for mark in ("", OVERLAY, STUDY)
 )
 
 FP4_STUDIES = ("scale_formats", "block_sizes", "stochastic_rounding", "nearest_rounding")
+OPTIMIZER_STUDIES = ("spikes", "learning_rates", "ablation")
 
 # Millions of parameters.
 SIZES = {
@@ -51,7 +59,25 @@ CHANGES = {
     "stable_ternary": LinearCasts.of({"preset": "ternary", "fprop_w": {"scale": {"factor": 1.1547}}}),
 }
 
-ADAMW = ("adamw", "bitnet", "stable_ternary")
+# Optimizers that overlays put in the place of the recipe's Stable-SPAM.
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw", "bitnet", "stable_ternary"), "AdamW"),
+    "spam": "SPAM",
+    "lion": "Lion",
+    "lion_adaptive": "Adaptive of Lion",
+    "adam_mini": "Adam_mini",
+    "adam_mini_adaptive": "Adaptive of Adam_mini",
+}
+
+# The rules of Stable-SPAM's table 4.6, for elements and for norms, beside resets of the moments.
+RULES = {
+    "moret": (None, None),
+    "moret_adaclip": ("ada_clip", None),
+    "moret_adagn": (None, "ada_gn"),
+    "stable_spam": ("ada_clip", "ada_gn"),
+    "moret_adagn_spikeclip": ("spike_clip", "ada_gn"),
+    "moret_gradclip_adaclip": ("ada_clip", "grad_clip"),
+}
 
 # Casts that overlays make of those of some layers.
 SOME_LAYERS = {
@@ -66,8 +92,14 @@ model: {init_args: {config: {hidden_size: 32, intermediate_size: 48, num_hidden_
                     scheduler: {init_args: {warmup_steps: 1}}}}
 data: {init_args: {path: PATH, tokenizer: bytes, sequence_length: 16, batch_size: 2, val_batches: 2}}
 """
-# A row of the small model is shorter than these recipes' groups.
+# What else some overlays need for it: rows are shorter than their groups, and Adam-mini is told the size of the model.
 GROUPS = "trainer: {plugins: {init_args: {group: 16}}}"
+HEADS = "{init_args: {dim: 32, n_heads: 2}}"
+FITTING = {
+    **dict.fromkeys(("int4_qat", "int3_qat", "int2_qat"), GROUPS),
+    "adam_mini": f"model: {{init_args: {{optimizer: {HEADS}}}}}",
+    "adam_mini_adaptive": f"model: {{init_args: {{optimizer: {{init_args: {{base: {HEADS}}}}}}}}}",
+}
 
 
 def combinations():
@@ -100,8 +132,8 @@ def test_two_steps(name):
     if "c4" in configs:
         write_c4(Path("c4"))
     Path("small.yaml").write_text(SMALL.replace("PATH", "hf:./c4:en" if "c4" in configs else "text.txt"))
-    Path("groups.yaml").write_text(GROUPS)
-    fits([*configs, "small.yaml", *["groups.yaml"] * bool(re.fullmatch(r"int\d_qat", name))])
+    Path("fitting.yaml").write_text(FITTING.get(name, "{}"))
+    fits([*configs, "small.yaml", "fitting.yaml"])
 
 
 def fits(configs):
@@ -157,7 +189,7 @@ def test_full_size(name, monkeypatch):
     with torch.device("meta"):
         run.run(["fit", *(f"--config={config}" for config in COMBINATIONS[name]), "--trainer.accelerator=cpu"])
         (parsed,) = made
-        optimizer = parsed.model.make_optimizer(parsed.model.parameters())
+        optimizer = parsed.model.make_optimizer(list(parsed.model.named_parameters()))
     assert all(parameter.is_meta for parameter in parsed.model.parameters())
     size = sum(parameter.numel() for parameter in parsed.model.parameters()) / 1e6
     assert size == pytest.approx(SIZES.get(name, SIZES["quickstart"]), rel=0.01)
@@ -170,14 +202,91 @@ def test_full_size(name, monkeypatch):
     pattern, others = SOME_LAYERS.get(name, ("never", None))
     assert planned == {layer: others if re.search(pattern, layer) else casts for layer in planned}
     assert (others in planned.values()) == (name in SOME_LAYERS)
-    assert type(optimizer).__name__ == ("AdamW" if name in ADAMW else "StableSPAM")
+    assert described(optimizer) == OPTIMIZERS.get(name, "StableSPAM")
+    if described(optimizer) == "StableSPAM":
+        (group,) = optimizer.param_groups
+        assert (group["element_clip"], group["norm_clip"]) == RULES.get(name, RULES["stable_spam"])
+        assert group["reset_interval"] == 1000
+    if "Adam_mini" in described(optimizer):
+        wrapped, network = getattr(optimizer, "optimizer", optimizer), parsed.model.model.config
+        assert (wrapped.dim, wrapped.n_heads) == (network.hidden_size, network.num_attention_heads)
+    assert parsed.trainer.gradient_clip_val == {"gradclip": 1.0, "stable_ternary": 0.8}.get(name)
     assert not Path("runs").exists()
+
+
+def described(optimizer):
+    name = type(optimizer).__name__
+    return f"{name} of {described(optimizer.optimizer)}" if isinstance(optimizer, Adaptive) else name
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "c4"])
+@pytest.mark.parametrize("name", ["lion", "adam_mini"])
+def test_an_optimizer_and_the_one_behind_guards_are_the_same(name, recipe):
+    """Of table 4.5, whatever the recipe, which has a learning rate, betas and a weight decay of its own."""
+    plain, guarded = (
+        merge_all([recipe, overlay])["model"]["init_args"]["optimizer"] for overlay in (name, f"{name}_adaptive")
+    )
+    assert guarded["init_args"] == {"base": plain}
+
+
+class Interrupt(Callback):
+    """Ctrl-C before a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def _handler():
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+OPTIONS = "--model.init_args.optimizer.init_args"
+
+
+@pytest.mark.usefixtures("_handler")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lion_adaptive", []),
+        ("adam_mini_adaptive", []),
+        ("stable_spam", [f"{OPTIONS}.moments=fp8", f"{OPTIONS}.reset_interval=3"]),
+        ("spam", [f"{OPTIONS}.density=0.25", f"{OPTIONS}.reset_interval=3"]),
+    ],
+)
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(name, options):
+    Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    Path("small.yaml").write_text(SMALL.replace("PATH", "text.txt"))
+    Path("fitting.yaml").write_text(FITTING.get(name, "{}"))
+    configs = [f"--config={config}" for config in ("quickstart", name, "small.yaml", "fitting.yaml")]
+
+    def fit(folder, *more):
+        here = ["--trainer.max_steps=6", "--trainer.limit_val_batches=0", "--trainer.default_root_dir", folder]
+        return cli.main(["fit", *configs, *options, *here, *more])
+
+    def losses(folder):
+        return {event.step: event.value for event in EventAccumulator(folder).Reload().Scalars("loss")}
+
+    assert fit("whole") == 0
+    callback = "{class_path: tests.recipes.test_recipes.Interrupt, init_args: {step: 3}}"
+    with pytest.raises(SystemExit):
+        fit("parts", f"--trainer.callbacks+={callback}")
+    assert fit("parts", "--ckpt_path=last") == 0
+    whole = losses("whole/version_0")
+    assert sorted(whole) == list(range(6))
+    assert losses("parts/version_1") == {4: whole[4], 5: whole[5]}, "step 3 was finished, and then others followed"
 
 
 def test_every_overlay_and_recipe_is_told_apart():
     assert set(RECIPES) == {"quickstart", "c4", "quadratic", "bitnet", "continual_qat"}
-    assert {"bf16", "nvfp4", "qaf", "adamw", "stable_spam", "llama_130m", "llama_1b", "study"} <= set(OVERLAYS)
-    assert set(STUDIES) == {*FP4_STUDIES, "fp8_scalings", "qat", "progressive"}
+    assert {"bf16", "nvfp4", "qaf", "adamw", "gradclip", "llama_130m", "llama_1b", "study"} <= set(OVERLAYS)
+    assert {*OPTIMIZERS, *RULES} - {"bitnet"} <= set(OVERLAYS)
+    assert set(STUDIES) == {*FP4_STUDIES, *OPTIMIZER_STUDIES, "fp8_scalings", "qat", "progressive"}
 
 
 def test_the_readme_lists_them_all():
@@ -270,6 +379,105 @@ def test_the_rows_of_progressive():
         last[row.name] = (at_the_start[-1].get("over"), at_the_start[-1].get("schedule"))
     schedules = ("linear", "cosine", "sigmoid", "delayed")
     assert last == {"sudden": (None, "linear"), **{name: (0.5, name) for name in schedules}}
+
+
+def options_of(row):
+    """The name of a row's optimizer, and all options that it comes to have, defaults included."""
+    optimizer = row.config["model"]["init_args"]["optimizer"]
+    made = locate(optimizer["class_path"])([torch.nn.Parameter(torch.zeros(2, 2))], **optimizer["init_args"])
+    (group,) = made.param_groups
+    return type(made).__name__, {name: value for name, value in group.items() if name != "params"}
+
+
+def is_spikes(callback):
+    return locate(callback["class_path"]) is GradientSpikes
+
+
+def spikes_of(row):
+    """Probability, factor, share and seed of each callback that makes spikes."""
+    given = [callback.get("init_args", {}) for callback in row.config["trainer"]["callbacks"] if is_spikes(callback)]
+    made = [GradientSpikes(**arguments) for arguments in given]
+    return [(each.probability, each.factor, each.share, each.seed) for each in made]
+
+
+def check_optimizer(row, name, precision, lr=1e-3):
+    """What Adam, SPAM and Stable-SPAM are in all three studies; or a row of table 4.6."""
+    kind, options = options_of(row)
+    assert kind == {"adam": "AdamW", "spam": "SPAM"}.get(name, "StableSPAM"), row.name
+    assert (options["lr"], list(options["betas"]), options["weight_decay"]) == (lr, [0.9, 0.999], 0), row.name
+    if kind == "AdamW":
+        return
+    assert options["reset_interval"] == 100, row.name
+    rules = (options["element_clip"], options["norm_clip"])
+    if kind == "SPAM":
+        assert rules == ("spike_clip", None) and (options["spike_threshold"], options["warmup_steps"]) == (5000, 30)
+        return
+    gammas = GAMMAS["bf16" if precision == "bf16" else "4-bit"]
+    assert {name: options[name] for name in gammas} == gammas, f"{row.name} has not the values of its table"
+    assert rules == RULES[name], row.name
+    assert (options["warmup_steps"], options["total_steps"], options["matrices_only"]) == (0, None, False), row.name
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_STUDIES)
+def test_the_rows_of_a_study_of_optimizers_differ_in_nothing_else(name):
+    study = read_study(name)
+    plugins = {
+        "bf16": {"casts": "bf16"},
+        "int4": {"weight_bits": 4, "activation_bits": 4, "group": 128},
+        "fp4": {"casts": "e1m2"},
+    }
+    for row in study.rows:
+        precision = re.match(r"[a-z\d]+", row.name)[0]
+        trainer = row.config["trainer"]
+        assert trainer.pop("plugins")["init_args"] == {**plugins[precision], "skip": ["lm_head"]}, row.name
+        del trainer["default_root_dir"], row.config["model"]["init_args"]["optimizer"]
+        assert trainer.pop("gradient_clip_val", None) == (1.0 if "gradclip+" in row.name else None), row.name
+        # One that says what holds anyway: a row in four bits has it, one in bf16 has not.
+        no_switch = {"class_path": "lightning_lowbit.PrecisionSwitch", "init_args": {"to": "fqt", "at": 0.9}}
+        trainer["callbacks"] = [c for c in trainer["callbacks"] if not is_spikes(c) and c != no_switch]
+        assert row.config == study.rows[0].config, row.name
+        assert len(row.seeds) == 3
+    assert study.baseline.startswith("bf16") and study.rows[0].config["trainer"]["max_steps"] == 250
+    callbacks = [callback["class_path"] for callback in study.rows[0].config["trainer"]["callbacks"]]
+    assert not any(callback.endswith("Switch") for callback in callbacks), "one precision from first to last"
+
+
+def test_the_rows_of_spikes():
+    study = read_study("spikes")
+    optimizers = ("adam", "adam+gradclip", "spam", "stable_spam")
+    assert {row.name for row in study.rows} == {
+        *(f"{precision}+{optimizer}" for precision in ("bf16", "int4") for optimizer in ("adam", "stable_spam")),
+        *(f"{precision}+{optimizer}+spikes" for precision in ("bf16", "int4") for optimizer in optimizers),
+        *(f"int4+{optimizer}+elements" for optimizer in optimizers),
+    }
+    spikes = {"spikes": [(0.01, 1000, 1, None)], "elements": [(0.01, 1000, 0.01, None)]}
+    for row in study.rows:
+        precision, optimizer, *others = row.name.split("+")
+        check_optimizer(row, optimizer, precision)
+        assert spikes_of(row) == spikes.get(row.name.split("+")[-1], []), row.name
+        assert ("gradient_clip_val" in row.config["trainer"]) == ("gradclip" in others), row.name
+
+
+def test_the_rows_of_learning_rates():
+    study = read_study("learning_rates")
+    names = ("bf16_adam", "bf16_stable_spam", "int4_adam", "int4_spam", "int4_stable_spam")
+    rates = ("5e-4", "1e-3", "2e-3", "5e-3", "1e-2")
+    assert [row.name for row in study.rows] == [f"{name}@{rate}" for name in names for rate in rates]
+    for row in study.rows:
+        name, _, rate = row.name.partition("@")
+        precision, _, optimizer = name.partition("_")
+        check_optimizer(row, optimizer, precision, float(rate))
+        assert not spikes_of(row)
+
+
+def test_the_rows_of_ablation():
+    """Each of table 4.6 once in FP4 (E1M2) and once in bf16."""
+    study = read_study("ablation")
+    assert [row.name for row in study.rows] == [f"{p}+{name}" for p in ("fp4", "bf16") for name in ("adam", *RULES)]
+    for row in study.rows:
+        precision, _, optimizer = row.name.partition("+")
+        check_optimizer(row, optimizer, precision)
+        assert not spikes_of(row)
 
 
 def test_studies_share_what_has_the_same_name():

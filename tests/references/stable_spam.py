@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.references.adaptive import Guard, cosine_to_half, norm_under_grad_clip
+
 
 @dataclass
 class Reference:
@@ -20,57 +22,76 @@ class Reference:
     gamma1: float = 0.7
     gamma2: float = 0.9
     gamma3: float = 0.999
-    reset_interval: int = 1000
+    reset_interval: int | None = 1000
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    element_clip: str | None = "ada_clip"
+    spike_threshold: float = 5000.0
+    norm_clip: str | None = "ada_gn"
+    max_norm: float = 1.0
+    matrices_only: bool = False
+    maximize: bool = False
 
     def __post_init__(self) -> None:
         self.parameter = self.parameter.detach().double().clone()
+        if self.matrices_only and self.parameter.dim() < 2:
+            self.element_clip = self.norm_clip = self.reset_interval = None
+        self.guard = Guard(
+            self.element_clip, self.norm_clip, self.gamma1, self.gamma2, self.gamma3, self.eps, self.spike_threshold,
+            self.max_norm, self.total_steps,
+        )  # fmt: skip
         self.t = self.k = 0
-        self.threshold_average = self.norm_average = self.norm_square_average = 0.0
-        self.threshold = self.multiplier = 0.0
+        self.beta1_product = 1.0
         self.exp_avg = torch.zeros_like(self.parameter)
         self.exp_avg_sq = torch.zeros_like(self.parameter)
 
+    @property
+    def multiplier(self) -> float:
+        """What AdaGN made the norm in the last step."""
+        return self.guard.multiplier
+
     def step(self, gradient: Tensor) -> None:
-        g = gradient.detach().double().clone()
+        """A step of this parameter alone."""
+        step_all([self], [gradient])
+
+    def clip(self, gradient: Tensor) -> Tensor:
+        """MoRet, and the clip of the elements."""
         self.t += 1
-        self.parameter = self.parameter * (1 - self.lr * self.weight_decay)
-
-        # AdaClip
-        largest = max((abs(x) for x in g.flatten().tolist()), default=0.0)
-        self.threshold_average = self.gamma3 * self.threshold_average + (1 - self.gamma3) * largest
-        self.threshold = self.threshold_average / (1 - self.gamma3**self.t)
-        if largest > self.threshold:
-            g = torch.where(g.abs() > self.threshold, g * (self.threshold / largest), g)
-
-        # AdaGN
-        norm = math.sqrt(sum(x * x for x in g.flatten().tolist()))
-        self.norm_average = self.gamma1 * self.norm_average + (1 - self.gamma1) * norm
-        self.norm_square_average = self.gamma2 * self.norm_square_average + (1 - self.gamma2) * norm**2
-        mean = self.norm_average / (1 - self.gamma1**self.t)
-        mean_square = self.norm_square_average / (1 - self.gamma2**self.t)
-        self.multiplier = mean / (math.sqrt(mean_square) + self.eps)
-        if norm > 0:
-            g = g / norm * self.multiplier
-
-        # MoRet
-        if self.t % self.reset_interval == 0:
+        if self.reset_interval is not None and self.t % self.reset_interval == 0:
             self.exp_avg.zero_()
             self.exp_avg_sq.zero_()
+            self.beta1_product = 1.0
             self.k = 0
+        return self.guard.clip(gradient, self.exp_avg_sq, self.k)
 
-        # Adam
+    def update(self, clipped: Tensor, total_norm: float) -> None:
+        """Weight decay, the rule for the norm, and Adam."""
+        self.parameter = self.parameter * (1 - self.lr * self.weight_decay)
+        g = self.guard.rescale(clipped, total_norm)
+        if self.maximize:
+            g = -g
+        rate = self.lr * self.warmth()
         self.k += 1
-        beta1, beta2 = self.betas
+        beta1, beta2 = self.betas[0] * cosine_to_half(self.t, self.total_steps), self.betas[1]
+        self.beta1_product *= beta1
         self.exp_avg = beta1 * self.exp_avg + (1 - beta1) * g
         self.exp_avg_sq = beta2 * self.exp_avg_sq + (1 - beta2) * g * g
-        m = self.exp_avg / (1 - beta1**self.k)
+        m = self.exp_avg / (1 - self.beta1_product)
         v = self.exp_avg_sq / (1 - beta2**self.k)
-        self.parameter = self.parameter - self.lr * m / (v.sqrt() + self.eps)
+        self.parameter = self.parameter - rate * m / (v.sqrt() + self.eps)
+
+    def warmth(self) -> float:
+        """Share of the learning rate: from a hundredth in the step of a reset to all of it, along a cosine."""
+        if self.warmup_steps == 0 or self.reset_interval is None or self.t < self.reset_interval:
+            return 1.0
+        return 1 - 0.99 * (1 + math.cos(math.pi * min(self.k, self.warmup_steps) / self.warmup_steps)) / 2
 
 
 def step_all(references: Sequence[Reference], gradients: Sequence[Tensor | None]) -> None:
     """One step of all parameters, or none if any element of any gradient is not finite."""
     given = [(r, g) for r, g in zip(references, gradients, strict=True) if g is not None]
     if all(math.isfinite(x) for _, g in given for x in g.flatten().tolist()):
-        for reference, gradient in given:
-            reference.step(gradient)
+        clipped = [reference.clip(gradient) for reference, gradient in given]
+        total_norm = norm_under_grad_clip([reference.guard for reference, _ in given])
+        for (reference, _), g in zip(given, clipped, strict=True):
+            reference.update(g, total_norm)

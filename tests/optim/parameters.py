@@ -1,0 +1,56 @@
+"""What the optimizers' tests share: parameters of all shapes, gradients with spikes, and comparison bit for bit."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SHAPES = [(), (1,), (7,), (0,), (0, 3), (5, 6), (3, 2, 2, 2)]
+
+
+def make_parameters(dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def set_gradients(parameters: Iterable[Tensor], seed: int) -> None:
+    """Heavy-tailed gradients, so that AdaClip clips and AdaGN scales."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in parameters:
+        p.grad = (torch.randn(p.shape, generator=generator) * torch.randn(p.shape, generator=generator) ** 4).to(
+            p.dtype
+        )
+
+
+def train(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], steps: Iterable[int]) -> None:
+    for step in steps:
+        set_gradients(parameters, seed=step)
+        optimizer.step()
+
+
+def snapshot(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of every parameter and all its state."""
+    values = [value for p in parameters for value in (p.detach(), *optimizer.state[p].values())]
+    return [torch.as_tensor(value).clone() for value in values]
+
+
+def assert_same(left: Sequence[Tensor], right: Sequence[Tensor], message: str) -> None:
+    assert len(left) == len(right), f"{message}: {len(left)} tensors against {len(right)}"
+    for index, (a, b) in enumerate(zip(left, right, strict=True)):
+        assert a.dtype == b.dtype and torch.equal(a, b), f"{message}: tensor {index} differs: {a} {b}"
+
+
+class NoHostSync(TorchDispatchMode):
+    """Raises where a value would travel to the host, or a shape would depend on one."""
+
+    FORBIDDEN = ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in self.FORBIDDEN, f"host sync: {func}"
+        if name in ("index", "index_put_", "index_put"):
+            assert all(i is None or i.dtype != torch.bool for i in args[1]), f"boolean indexing: {func}"
+        return func(*args, **(kwargs or {}))

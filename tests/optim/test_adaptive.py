@@ -1,0 +1,279 @@
+"""Adaptive against reference guards, and the wrapped optimizer alone on what these let through."""
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, clipping, guards
+from tests.optim.parameters import assert_same, make_parameters, set_gradients, train
+from tests.references.adaptive import Guard, guard_all
+
+SHAPES = [(), (7,), (5, 6), (3, 2, 2, 2)]
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def lion(parameters: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = pytest.importorskip("pytorch_optimizer").Lion(parameters, lr=1e-3)
+    return optimizer
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+    "Lion": lion,
+}
+RULES: dict[str, dict[str, Any]] = {
+    "ada_clip, ada_gn": {"gamma3": 0.9},
+    "ada_clip": {"norm_clip": None, "gamma3": 0.9},
+    "ada_gn": {"element_clip": None, "gamma1": 0.85, "gamma2": 0.99999, "norm_eps": 1e-3},
+    "ada_clip, grad_clip": {"norm_clip": "grad_clip", "max_norm": 0.5, "gamma3": 0.9},
+    "none": {"element_clip": None, "norm_clip": None},
+}
+on_host_or_not = pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["host", "accelerator"])
+
+
+def follow_reference(
+    adaptive: Adaptive, plain: torch.optim.Optimizer, guarding: list[Guard], steps: int, tolerance: float
+) -> int:
+    """Trains both, with a skipped step on the way; ``plain`` has reference guards before it. How many were cut."""
+    parameters = [p for group in adaptive.param_groups for p in group["params"]]
+    twins = [p for group in plain.param_groups for p in group["params"]]
+    cut = 0
+    for step in range(steps):
+        set_gradients(parameters, seed=step)
+        if step == 3:
+            parameters[-1].grad = torch.full_like(parameters[-1], math.nan)
+        gradients = [p.grad for p in parameters]
+        copies = [gradient.clone() for gradient in gradients]
+        second_moments = [uncorrected_second_moment(plain, twin) for twin in twins]
+        if (guarded := guard_all(guarding, gradients, second_moments)) is not None:
+            for twin, gradient in zip(twins, guarded, strict=True):
+                twin.grad = gradient.to(twin.dtype)
+            plain.step()
+        adaptive.step()
+        cut += sum(guard.clipped for guard in guarding)
+        for p, gradient, before in zip(parameters, gradients, copies, strict=True):
+            assert p.grad is gradient and torch.equal(gradient.nan_to_num(), before.nan_to_num()), "p.grad was changed"
+        for p, twin in zip(parameters, twins, strict=True):
+            torch.testing.assert_close(
+                p.detach(), twin.detach(), rtol=tolerance, atol=tolerance,
+                msg=lambda text, at=(step + 1, tuple(p.shape)): f"step, shape = {at}: {text}",
+            )  # fmt: skip
+    return cut
+
+
+def uncorrected_second_moment(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
+    state = optimizer.state.get(parameter, {})
+    return state["exp_avg_sq"].double() if "exp_avg_sq" in state else None
+
+
+@on_host_or_not
+@pytest.mark.parametrize("options", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_reference(make: Make, options: dict[str, Any], hosts: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, where only the order of sums differs; Lion's signs are then safe, too."""
+    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
+    parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
+    guarding = [Guard(**options) for _ in parameters]
+    cut = follow_reference(Adaptive(make(parameters), **options), make(twins), guarding, 10, 1e-9)
+    assert (cut > 0) == (options.get("element_clip", "ada_clip") == "ada_clip"), f"{cut} elements were cut"
+
+
+@pytest.mark.parametrize("options", RULES.values(), ids=RULES)
+def test_reference_in_fp32(options: dict[str, Any]) -> None:
+    parameters, twins = make_parameters(shapes=SHAPES), make_parameters(shapes=SHAPES)
+    make = OPTIMIZERS["AdamW"]
+    follow_reference(Adaptive(make(parameters), **options), make(twins), [Guard(**options) for _ in twins], 10, 1e-5)
+
+
+@on_host_or_not
+@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], OPTIMIZERS["AdamW, fused"]], ids=["AdamW", "AdamW, fused"])
+@pytest.mark.parametrize("norm_clip", ["ada_gn", "grad_clip", None])
+def test_spike_clip_by_the_wrapped_second_moment(
+    make: Make, norm_clip: str | None, hosts: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
+    options: dict[str, Any] = {"element_clip": "spike_clip", "norm_clip": norm_clip, "spike_threshold": 4.0}
+    parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
+    guarding = [Guard(**options) for _ in parameters]
+    cut = follow_reference(Adaptive(make(parameters), **options), make(twins), guarding, 30, 1e-9)
+    assert cut, "no spike was cut: the test shows nothing"
+
+
+@pytest.mark.parametrize("name", ["SGD", "Lion", "Adafactor"])
+def test_spike_clip_is_refused_where_there_is_no_second_moment(name: str) -> None:
+    parameters = make_parameters(shapes=SHAPES)
+    optimizer = Adaptive(OPTIMIZERS[name](parameters), element_clip="spike_clip")
+    words = f"{type(optimizer.optimizer).__name__} keeps no 'exp_avg_sq': use element_clip='ada_clip'"
+    with pytest.raises(ValueError, match=words):  # an optimizer's state shows after its first step
+        train(optimizer, parameters, range(2))
+
+
+def test_groups_have_their_own_options_and_grad_clip_is_over_all_that_have_it() -> None:
+    rules = list(RULES.values())
+    groups, twin_groups, guarding = [], [], []
+    for options in rules:
+        groups.append({"params": make_parameters(torch.float64, SHAPES), **options})
+        twin_groups.append({"params": make_parameters(torch.float64, SHAPES)})
+        guarding.extend(Guard(**options) for _ in SHAPES)
+    second = {"params": make_parameters(torch.float64, [(4, 4)]), "norm_clip": "grad_clip", "max_norm": 2.0}
+    guarding.append(Guard(norm_clip="grad_clip", max_norm=2.0))
+    adaptive = Adaptive(torch.optim.AdamW(groups, lr=1e-2))
+    adaptive.add_param_group(second)
+    plain = torch.optim.AdamW([*twin_groups, {"params": make_parameters(torch.float64, [(4, 4)])}], lr=1e-2)
+    follow_reference(adaptive, plain, guarding, 8, 1e-9)
+
+
+def test_matrices_only_leaves_vectors_as_they_are() -> None:
+    parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
+    free: dict[str, Any] = {"element_clip": None, "norm_clip": None}
+    guarding = [Guard(**free), Guard(**free), Guard(gamma3=0.5), Guard(gamma3=0.5)]
+    make = OPTIMIZERS["AdamW"]
+    follow_reference(Adaptive(make(parameters), matrices_only=True, gamma3=0.5), make(twins), guarding, 8, 1e-9)
+
+
+def test_options_are_read_at_each_step() -> None:
+    parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
+    adaptive, plain = Adaptive(torch.optim.SGD(parameters, lr=1e-2)), torch.optim.SGD(twins, lr=1e-2)
+    adaptive.param_groups[0].update(element_clip=None, norm_clip=None, lr=0.5)
+    plain.param_groups[0]["lr"] = 0.5
+    train(adaptive, parameters, range(3))
+    train(plain, twins, range(3))
+    assert_same(
+        [p.detach() for p in parameters], [p.detach() for p in twins], "an option or lr changed later was ignored"
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-11)])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_around_adamw_it_is_stable_spam_without_resets(
+    dtype: torch.dtype, tolerance: float, weight_decay: float
+) -> None:
+    parameters, twins = make_parameters(dtype), make_parameters(dtype)
+    adaptive = Adaptive(torch.optim.AdamW(parameters, lr=1e-3, weight_decay=weight_decay))
+    stable = StableSPAM(twins, lr=1e-3, weight_decay=weight_decay, reset_interval=None)
+    for step in range(10):
+        train(adaptive, parameters, [step])
+        train(stable, twins, [step])
+        for p, twin in zip(parameters, twins, strict=True):
+            torch.testing.assert_close(
+                p, twin, rtol=tolerance, atol=tolerance, msg=lambda t, n=step + 1: f"step {n}: {t}"
+            )
+    left, right = adaptive.gradient_statistics(), stable.gradient_statistics()
+    for p, twin in zip(parameters, twins, strict=True):
+        torch.testing.assert_close(tuple(left[p]), tuple(right[twin]), rtol=tolerance, atol=tolerance)
+
+
+@on_host_or_not
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
+def test_a_non_finite_step_is_skipped_whole(
+    make: Make, first: bool, hosts: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    parameters, twins = make_parameters(shapes=SHAPES), make_parameters(shapes=SHAPES)
+    disturbed, calm = Adaptive(make(parameters)), Adaptive(make(twins))
+    done = 0 if first else 2
+    train(disturbed, parameters, range(done))
+    train(calm, twins, range(done))
+    before = [p.detach().clone() for p in parameters]
+    set_gradients(parameters, seed=9)
+    parameters[-1].grad = torch.full_like(parameters[-1], math.inf)
+    gradients = [p.grad for p in parameters]
+    disturbed.step()
+    assert_same([p.detach() for p in parameters], before, "a skipped step moved a parameter")
+    assert all(p.grad is g for p, g in zip(parameters, gradients, strict=True)), "a skipped step left a copy in p.grad"
+    train(disturbed, parameters, range(done, done + 3))
+    train(calm, twins, range(done, done + 3))
+    assert_same([p.detach() for p in parameters], [p.detach() for p in twins], "a skipped step left traces")
+
+
+def test_the_gradients_are_restored_when_the_wrapped_optimizer_raises() -> None:
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise RuntimeError("out of order")
+
+    [parameter] = make_parameters(shapes=[(3, 4)])
+    set_gradients([parameter], seed=0)
+    gradient = parameter.grad
+    with pytest.raises(RuntimeError, match="out of order"):
+        Adaptive(Broken([parameter])).step()
+    assert parameter.grad is gradient, "a copy stayed in p.grad"
+
+
+def test_base_makes_the_optimizer_from_parameters_and_groups() -> None:
+    parameters = make_parameters(shapes=[(3, 4), (4,)])
+    optimizer = Adaptive(iter(parameters), torch.optim.SGD)
+    assert type(optimizer.optimizer) is torch.optim.SGD and optimizer.param_groups[0]["params"] == parameters
+    groups = [{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:], "norm_clip": None}]
+    optimizer = Adaptive(groups, base=lambda given: torch.optim.SGD(given, lr=0.1), gamma1=0.25)
+    found = [(group["lr"], group["norm_clip"], group["gamma1"]) for group in optimizer.param_groups]
+    assert found == [(0.5, "ada_gn", 0.25), (0.1, None, 0.25)], f"lr, norm_clip and gamma1 of the groups are {found}"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "got"),
+    [
+        (lambda p: [p], "list"),
+        (lambda p: None, "NoneType"),
+        (lambda p: StableSPAM([p]), "StableSPAM. StableSPAM has element_clip and norm_clip itself"),
+        (lambda p: SPAM([p]), "SPAM"),
+        (lambda p: LowBitAdamW([p]), "LowBitAdamW"),
+        (lambda p: Adaptive(torch.optim.SGD([p])), "Adaptive"),
+        (lambda p: torch.optim.SGD, "type"),
+    ],
+)
+def test_what_it_cannot_wrap_is_refused(wrong: Callable[[Parameter], Any], got: str) -> None:
+    with pytest.raises(ValueError, match=f"Adaptive wraps a torch.optim.Optimizer .*got {re.escape(got)}"):
+        Adaptive(wrong(Parameter(torch.ones(2, 2))))
+
+
+def test_bad_options_of_a_group_are_refused() -> None:
+    first, second = make_parameters(shapes=[(2, 2), (3, 3)])
+    with pytest.raises(ValueError, match="Adaptive needs gamma1 to be a number in .*got 1.5"):
+        Adaptive(torch.optim.SGD([{"params": [first], "gamma1": 1.5}]))
+    optimizer = Adaptive(torch.optim.SGD([first]))
+    with pytest.raises(
+        ValueError, match="Adaptive needs norm_clip to be one of 'ada_gn', 'grad_clip', None, got 'ada'"
+    ):
+        optimizer.add_param_group({"params": [second], "norm_clip": "ada"})
+    assert len(optimizer.param_groups) == 1, "a refused group was added nevertheless"
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "Lion"])  # which cannot be copied by itself
+def test_a_copy_and_a_loaded_state_go_on_alike(name: str) -> None:
+    make = OPTIMIZERS[name]
+    parameters = make_parameters(shapes=SHAPES)
+    optimizer = Adaptive(make(parameters), gamma3=0.5)
+    train(optimizer, parameters, range(3))
+    copied_parameters, copied = copy.deepcopy((parameters, optimizer))
+    loaded_parameters = [Parameter(p.detach().clone()) for p in parameters]
+    loaded = Adaptive(make(loaded_parameters))
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, of_one in ((optimizer, parameters), (copied, copied_parameters), (loaded, loaded_parameters)):
+        train(one, of_one, range(3, 6))
+    expected = [p.detach() for p in parameters]
+    assert_same([p.detach() for p in copied_parameters], expected, "a copy trains differently")
+    assert_same([p.detach() for p in loaded_parameters], expected, "a resumed run trains differently")
+
+
+def test_statistics_of_bf16_are_fp32_and_the_wrapped_optimizer_sees_bf16() -> None:
+    parameters = make_parameters(torch.bfloat16, SHAPES)
+    optimizer = Adaptive(torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    train(optimizer, parameters, range(3))
+    for p in parameters:
+        state = optimizer.state[p]
+        assert state["momentum_buffer"].dtype == torch.bfloat16, "the wrapped optimizer was given another dtype"
+        assert state["threshold"].dtype == state["norm_mean"].dtype == torch.float32
+        assert state["steps"] == 3, f"{state['steps']} steps were counted, not 3"

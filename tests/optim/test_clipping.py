@@ -1,0 +1,273 @@
+"""The rules of `clipping` one by one: values that can be worked out by hand, edges, and what holds for any input."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_lowbit.optim import ada_clip_, ada_gn_, clipping
+
+# Deterministic: it derives no seeds. The fixture that every test has gives it a folder, which these do not use.
+PROFILE = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=100,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+# Squares of these are no more than a third of what fp32 holds, and those of float64 are far away from its limits.
+finite = st.floats(-(2.0**60), 2.0**60, width=32)
+vectors = st.lists(finite, min_size=1, max_size=12).map(torch.tensor)
+
+
+def from_list(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+# --- pieces ---
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [((), [1]), ((1,), [1]), ((8,), [8]), ((9,), [8, 1]), ((5, 3), [2, 2, 1]), ((3, 20), [1, 1, 1]), ((4, 2, 1), [4])],
+)
+def test_pieces_are_rows_of_at_most_so_many_elements(
+    shape: tuple[int, ...], rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    parts = [piece for (piece,) in clipping.pieces(tensor)]
+    assert [len(part) for part in parts] == rows, f"pieces of {shape} have {[len(part) for part in parts]} rows"
+    assert torch.equal(torch.cat(parts).reshape(shape), tensor), "the pieces are not the tensor"
+    for part in parts:
+        part.zero_()
+    assert not tensor.any(), "a piece is a copy, not a view"
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4)])
+def test_an_empty_tensor_has_no_pieces(shape: tuple[int, ...]) -> None:
+    assert list(clipping.pieces(torch.ones(shape), torch.ones(shape))) == []
+
+
+def test_the_first_tensor_decides_the_rows_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
+    wide, narrow = torch.arange(20).reshape(5, 4), torch.arange(5)
+    shapes = [(tuple(a.shape), tuple(b.shape)) for a, b in clipping.pieces(wide, narrow)]
+    assert shapes == [((2, 4), (2,)), ((2, 4), (2,)), ((1, 4), (1,))]
+    with pytest.raises(ValueError):  # of another length
+        list(clipping.pieces(wide, torch.arange(8)))
+
+
+def test_elsewhere_pieces_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
+    monkeypatch.setattr(clipping, "PIECE_ON_ACCELERATOR", 16)
+    on_meta = [len(piece) for (piece,) in clipping.pieces(torch.empty(20, 4, device="meta"))]
+    assert on_meta == [4] * 5, f"pieces away from the CPU have {on_meta} rows"
+
+
+# --- what is measured ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([], 0), ([0.0], 0), ([-0.0], 0), ([1, -3, 2], 3), ([-1, 0.5], 1), ([2], 2), ([math.inf, 1], math.inf),
+     ([-math.inf, 1], math.inf)],
+)  # fmt: skip
+def test_absolute_maximum(values: list[float], expected: float, dtype: torch.dtype) -> None:
+    found = clipping.absolute_maximum(from_list(values, dtype))
+    assert found.dtype == dtype and found.dim() == 0 and found == expected, f"max|{values}| is {found}"
+
+
+@pytest.mark.parametrize("place", [0, 1, 40])
+def test_absolute_maximum_lets_nan_through(place: int) -> None:
+    values = torch.ones(41)
+    values[place] = math.nan
+    assert clipping.absolute_maximum(values).isnan(), f"NaN at {place} was lost"
+
+
+@PROFILE
+@given(vectors)
+def test_absolute_maximum_is_the_infinity_norm(values: Tensor) -> None:
+    assert clipping.absolute_maximum(values) == values.abs().max()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4,), (3, 5), (2, 3, 4)])
+def test_sum_of_squares(shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape, dtype=torch.float64)
+    found = clipping.sum_of_squares(values)
+    assert found.dim() == 0
+    torch.testing.assert_close(found, values.square().sum(), msg=f"Σx² of {shape} is {found}")
+    transposed = values.mT if values.dim() > 1 else values
+    torch.testing.assert_close(clipping.sum_of_squares(transposed), found, msg="a transposed tensor has another Σx²")
+
+
+# --- moving averages ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decay", [0.0, 1e-3, 0.5, 0.9, 0.99999])
+def test_weights_give_the_bias_corrected_average(decay: float, dtype: torch.dtype) -> None:
+    values = torch.randn(40, dtype=torch.float64).exp().tolist()
+    average, uncorrected = torch.full((), math.nan, dtype=dtype), 0.0
+    for step, value in enumerate(values):
+        weight = clipping.averaging_weight(decay, torch.tensor(step), dtype)
+        assert weight.dtype == dtype
+        new = torch.tensor(value, dtype=dtype)
+        average = new if step == 0 else average.lerp(new, weight)  # at 1 even a NaN would be forgotten by `where`
+        uncorrected = decay * uncorrected + (1 - decay) * value
+        exact = uncorrected / (1 - decay ** (step + 1))
+        # γ = .99999 costs the exact side five digits of float64.
+        near = pytest.approx(exact, rel=1e-6 if dtype == torch.float32 else 1e-10)
+        assert average.item() == near, f"average of {step + 1} values at γ = {decay} is {average}, not {exact}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_averaging_weight_of_many_parameters_and_steps(dtype: torch.dtype) -> None:
+    steps = torch.tensor([[0, 1], [2, 10**9]])
+    weights = clipping.averaging_weight(0.75, steps, dtype)
+    exact = [[1, 0.25 / (1 - 0.75**2)], [0.25 / (1 - 0.75**3), 0.25]]
+    torch.testing.assert_close(weights, torch.tensor(exact, dtype=dtype))
+    assert weights[0, 0] == 1, "the first value has a weight other than 1, and the past would not be gone"
+
+
+@PROFILE
+@given(st.floats(0, 0.99999), st.integers(0, 10**9))
+def test_averaging_weight_is_a_share_that_falls(decay: float, steps: int) -> None:
+    now, later = clipping.averaging_weight(decay, torch.tensor([steps, steps + 1]), torch.float64).tolist()
+    assert 0 < later <= now <= 1, f"weights at γ = {decay}: {now}, then {later}"
+    assert now >= (1 - decay) * (1 - 1e-9), f"the weight {now} is less than 1 − γ = {1 - decay}"
+
+
+@PROFILE
+@given(st.lists(st.floats(0, 0.99), min_size=1, max_size=30))
+def test_growing_weight_gives_the_average_of_decays_that_change(decays: list[float]) -> None:
+    """Σ(1 − γᵢ)·γᵢ₊₁⋯γₜ·xᵢ over the sum of these weights, worked out from the definition."""
+    values = [math.sin(index) + 2 for index in range(len(decays))]
+    total, average = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for decay, value in zip(decays, values, strict=True):
+        weight, total = clipping.growing_weight(1 - decay, total)
+        average = average.lerp(torch.tensor(value, dtype=torch.float64), weight)
+    shares = [(1 - decay) * math.prod(decays[index + 1 :]) for index, decay in enumerate(decays)]
+    assert total.item() == pytest.approx(1 - math.prod(decays), rel=1e-12), "the total is not 1 − γ₁⋯γₜ"
+    exact = sum(share * value for share, value in zip(shares, values, strict=True)) / sum(shares)
+    assert average.item() == pytest.approx(exact, rel=1e-9), f"average {average}, from the definition {exact}"
+
+
+@pytest.mark.parametrize("new", [0.25, torch.tensor([0.25, 0.25])], ids=["number", "tensor"])
+def test_growing_weight_starts_anew_where_the_total_is_zero(new: clipping.Scalar) -> None:
+    weight, total = clipping.growing_weight(new, torch.tensor([0.0, 0.75]))
+    assert weight.tolist() == pytest.approx([1.0, 0.25 / 0.8125]) and weight[0] == 1, f"weights {weight}"
+    assert total.tolist() == pytest.approx([0.25, 0.8125]), f"totals {total}"
+
+
+# --- AdaClip ---
+
+
+def test_clip_ratio() -> None:
+    ratio = clipping.clip_ratio(from_list([4, 2, 1, 0, 0, 3]), from_list([2, 2, 2, 0, 1, 0]))
+    assert ratio.tolist() == [0.5, 1, 1, 1, 1, 0], f"T/M where M > T, otherwise 1; got {ratio}"
+
+
+as_tensor: Callable[[float], Tensor] = torch.tensor
+as_number: Callable[[float], float] = float
+
+
+@pytest.mark.parametrize("scalar", [as_tensor, as_number], ids=["tensor", "number"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ada_clip_by_hand(scalar: Callable[[float], clipping.Scalar], dtype: torch.dtype) -> None:
+    gradient = from_list([1, -8, 2, -2, 2.5, 0], dtype)  # T = 2 itself is no spike, 2.5 ends below it
+    before = gradient.clone()
+    above = clipping.spikes(gradient, scalar(2.0))
+    assert above.tolist() == [0, -8, 0, 0, 2.5, 0] and above.dtype == dtype, f"spikes are {above}"
+    clipped = clipping.ada_clip(gradient, above, scalar(0.25))
+    assert clipped.tolist() == [1, -2, 2, -2, 0.625, 0] and clipped.dtype == dtype, f"AdaClip gave {clipped}"
+    assert torch.equal(gradient, before) and above.tolist()[1] == -8, "an argument was changed"
+
+
+@PROFILE
+@given(vectors, st.floats(0, 1))
+def test_ada_clip_of_anything(gradient: Tensor, share: float) -> None:
+    """On the host as elsewhere, in place and not: the definition, to the bit but for the product's rounding."""
+    maximum = clipping.absolute_maximum(gradient)
+    threshold = maximum * share
+    ratio = clipping.clip_ratio(maximum, threshold)
+    expected = torch.where(gradient.abs() > threshold, gradient * ratio, gradient)
+    on_host = clipping.ada_clip(gradient, clipping.spikes(gradient, threshold.item()), ratio.item())
+    elsewhere = clipping.ada_clip(gradient, clipping.spikes(gradient, threshold), ratio)
+    in_place = ada_clip_(gradient.clone(), threshold, ratio)
+    for name, got in {"host": on_host, "elsewhere": elsewhere, "in place": in_place}.items():
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0, msg=f"{name}: {got}, not {expected}")
+        assert clipping.absolute_maximum(got) <= threshold * (1 + 1e-6), f"{name}: {got} exceeds T = {threshold}"
+        assert torch.equal(got.sign(), expected.sign()), f"{name}: a sign changed"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (4, 3)])
+def test_ada_clip_in_place_of_any_shape_and_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    gradient = torch.full(shape, 3.0, dtype=dtype)
+    statistics = torch.float64 if dtype == torch.float64 else torch.float32
+    threshold, ratio = torch.tensor(1.5, dtype=statistics), torch.tensor(0.5, dtype=statistics)
+    assert ada_clip_(gradient, threshold, ratio) is gradient and gradient.dtype == dtype
+    assert torch.equal(gradient, torch.full(shape, 1.5, dtype=dtype)), f"AdaClip gave {gradient}"
+
+
+# --- SpikeClip ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scalar", [as_tensor, as_number], ids=["tensor", "number"])
+def test_spike_clip_by_hand(scalar: Callable[[float], clipping.Scalar], dtype: torch.dtype) -> None:
+    gradient = from_list([9, -9, 6, -5, 9, 0, -9], dtype)
+    mean_square = from_list([4, 4, 4, 4, 0, 4, 1e-30], dtype)
+    clipped = clipping.spike_clip(gradient, mean_square, scalar(9.0))
+    expected = from_list([6, -6, 6, -5, 9, 0, -3e-15], dtype)  # √(9·4) = 6; v = 0 clips nothing
+    torch.testing.assert_close(clipped, expected, rtol=1e-6, atol=0)
+    assert gradient[0] == 9 and mean_square[0] == 4, "an argument was changed"
+
+
+@PROFILE
+@given(
+    st.lists(st.tuples(finite, st.floats(0, 2.0**100, width=32)), min_size=1), st.sampled_from([0.5, 5000.0, math.inf])
+)
+def test_spike_clip_of_anything(pairs: list[tuple[float, float]], factor: float) -> None:
+    gradient, v = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
+    is_spike = (v > 0) & (gradient.square() > factor * v) if math.isfinite(factor) else torch.zeros_like(v).bool()
+    expected = torch.where(is_spike, gradient.sign() * (v * (factor if is_spike.any() else 1)).sqrt(), gradient)
+    got = clipping.spike_clip(gradient, v, factor)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0, msg=f"θ = {factor}: {got}, not {expected}")
+
+
+def test_spike_clip_lets_nan_through() -> None:
+    got = clipping.spike_clip(from_list([math.nan, math.inf]), from_list([1, 1]), 4.0)
+    assert got[0].isnan() and got[1] == 2, f"got {got}"
+
+
+# --- AdaGN ---
+
+
+def test_norm_ratio_by_hand() -> None:
+    ratio = clipping.norm_ratio(from_list([2, 0.5, 0, 4]), from_list([3, 3, 3, 0]), from_list([4, 4, 4, 0]), 1.0)
+    assert ratio.tolist() == [0.5, 2, 0, 0], f"m/(√v + ε)/n, 0 where n = 0; got {ratio}"
+
+
+@PROFILE
+@given(st.floats(1e-8, 1e8), st.floats(1e-8, 1e8), st.floats(1e-8, 1e8))
+def test_ada_gn_gives_the_norm_of_its_history(norm: float, mean: float, root: float) -> None:
+    gradient = torch.tensor([3.0, -4.0, 0.0], dtype=torch.float64) * (norm / 5)
+    ratio = clipping.norm_ratio(gradient.norm(), torch.tensor(mean).double(), torch.tensor(root**2).double(), 1e-8)
+    got = ada_gn_(gradient, ratio)
+    assert got is gradient and got.norm().item() == pytest.approx(mean / (root + 1e-8), rel=1e-5)
+    assert got[0] > 0 > got[1] and got[0] / got[1] == pytest.approx(-0.75), "AdaGN changed the direction"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ada_gn_in_place_of_any_dtype(dtype: torch.dtype) -> None:
+    gradient = torch.full((2, 3), 3.0, dtype=dtype)
+    assert ada_gn_(gradient, torch.tensor(0.5)) is gradient
+    assert gradient.dtype == dtype and (gradient == 1.5).all(), f"AdaGN gave {gradient}"

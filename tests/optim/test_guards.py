@@ -1,0 +1,290 @@
+"""One result along every path through the guards: golden vectors, statistics, and what the compiler makes of a step."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbit.optim import SPAM, Adaptive, StableSPAM, clipping, guards
+from lightning_lowbit.optim.guards import SPIKE_CLIP_AFTER, GradientStatistics
+from tests.optim.parameters import NoHostSync, assert_same, make_parameters, set_gradients, snapshot, train
+from tests.references.adaptive import norm_of
+from tests.references.stable_spam import Reference, step_all
+
+ORACLE = Path(__file__).parents[1] / "data" / "stable_spam.npz"
+HYPER = ("lr", "eps", "gamma1", "gamma2", "gamma3", "reset_interval")
+# What fp32 loses in 60 steps on parameters of about 1.
+NEAR = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture
+def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "HOST_DEVICES", set())
+
+
+def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "cpu" in guards.HOST_DEVICES
+
+
+def on_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "HOST_DEVICES", set())
+
+
+def follow_oracle(
+    optimizers: int = 1, compiled: bool = False, chosen: Sequence[int] = range(3), steps: int | None = None
+) -> None:
+    """Steps along the golden vectors, with decay and resets; one optimizer for all parameters, or each its own."""
+    with np.load(ORACLE) as file:
+        oracle = dict(file)
+    hyper: dict[str, Any] = {name: oracle[f"hyper/{name}"].item() for name in HYPER}
+    hyper["betas"] = (oracle["hyper/beta1"].item(), oracle["hyper/beta2"].item())
+    hyper["weight_decay"] = oracle["hyper/weight_decays"][1].item()
+    parameters = [Parameter(torch.tensor(oracle[f"p{i}/init"])) for i in chosen]
+    shares = [parameters] if optimizers == 1 else [[p] for p in parameters]
+    made = [StableSPAM(share, **hyper) for share in shares]
+    take = [torch.compile(optimizer.step) if compiled else optimizer.step for optimizer in made]
+    for step in range(steps or oracle["hyper/steps"].item()):
+        for i, p in zip(chosen, parameters, strict=True):
+            p.grad = torch.tensor(oracle[f"p{i}/grads"][step])
+        for step_of_one in take:
+            step_of_one()
+        saw = {p: row for optimizer in made for p, row in optimizer.gradient_statistics().items()}
+        for i, p in zip(chosen, parameters, strict=True):
+            where = f"p{i} at step {step + 1}: "
+            expected = oracle[f"p{i}/wd1/params"][step]
+            np.testing.assert_allclose(p.detach().numpy(), expected, **NEAR, err_msg=where + "parameter")
+            for name, key in {"maximum": "gmax", "threshold": "threshold", "clipped": "n_clipped",
+                              "norm": "norm_after_clip", "norm_after": "norm_multiplier",
+                              "steps_since_reset": "adam_step"}.items():  # fmt: skip
+                expected = oracle[f"p{i}/{key}"][step]
+                if name == "norm_after" and oracle[f"p{i}/gmax"][step] == 0:
+                    expected = 0  # a zero gradient stays zero, whatever norm it should have
+                np.testing.assert_allclose(getattr(saw[p], name).numpy(), expected, **NEAR, err_msg=where + name)
+
+
+@pytest.mark.parametrize("place", [on_host, on_accelerator])
+@pytest.mark.parametrize("piece", [8, None], ids=["small pieces", "whole tensors"])
+@pytest.mark.parametrize("optimizers", [1, 3], ids=["one optimizer for all", "one optimizer for each"])
+def test_golden_vectors_on_every_path(
+    place: Callable[[pytest.MonkeyPatch], None], piece: int | None, optimizers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place(monkeypatch)
+    if piece is not None:
+        monkeypatch.setattr(clipping, "PIECE_ON_CPU", piece)
+    follow_oracle(optimizers)
+
+
+def test_golden_vectors_compiled() -> None:
+    """22 steps: the first reset is in step 20. Two parameters, as the compiler's time grows with their number."""
+    torch._dynamo.reset()
+    follow_oracle(compiled=True, chosen=(0, 1), steps=22)
+
+
+def test_compiled_fp8_moments_are_those_of_eager_code(as_on_an_accelerator: None) -> None:
+    """Codes are drawn, and where value and draw agree to an ulp the other side may be taken: a few may differ."""
+    torch._dynamo.reset()
+    options: dict[str, Any] = {
+        "lr": 1e-2,
+        "reset_interval": 2,
+        "moments": "fp8",
+        "element_clip": None,
+        "norm_clip": None,
+    }
+    both = [make_parameters(shapes=[(6, 130)]) for _ in range(2)]
+    made = [StableSPAM(parameters, **options) for parameters in both]
+    takes = [made[0].step, torch.compile(made[1].step)]
+    for step in range(3):
+        for parameters, take in zip(both, takes, strict=True):
+            set_gradients(parameters, seed=step)
+            if step == 1:
+                parameters[0].grad = torch.full_like(parameters[0], math.nan)
+            take()
+    [eager], [compiled] = both
+    for name in ("mean", "mean_square"):
+        left, right = (made[i].state[p][name].view(torch.uint8) for i, p in enumerate((eager, compiled)))
+        differ = (left != right).sum().item()
+        assert differ <= 4, f"{differ} of {left.numel()} codes of {name} differ under torch.compile"
+    for name in ("steps", "steps_since_reset", "mean_scale", "mean_square_scale"):
+        torch.testing.assert_close(made[1].state[compiled][name], made[0].state[eager][name], rtol=1e-5, atol=0)
+    moved = (compiled - eager).abs().detach()
+    assert (moved > 1e-5).sum() <= 8, f"{(moved > 1e-5).sum()} elements moved elsewhere, by up to {moved.max()}"
+
+
+# --- paths of one computation agree with each other ---
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: StableSPAM(parameters, lr=1e-2, weight_decay=0.1, reset_interval=4),
+        lambda parameters: StableSPAM(parameters, lr=1e-2, norm_clip="grad_clip", warmup_steps=3, reset_interval=5),
+        lambda parameters: SPAM(parameters, lr=1e-2, spike_threshold=4.0, reset_interval=25, density=0.5),
+        lambda parameters: Adaptive(torch.optim.AdamW(parameters, lr=1e-2)),
+    ],
+    ids=["ada_clip, ada_gn", "ada_clip, grad_clip", "spike_clip", "Adaptive"],
+)
+def test_host_and_accelerator_agree(make: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, where only the order of sums is left to differ."""
+    here, there = make_parameters(torch.float64), make_parameters(torch.float64)
+    on_cpu, on_device = make(here), make(there)
+    for step in range(30):
+        train(on_cpu, here, [step])
+        with monkeypatch.context() as patch:
+            patch.setattr(guards, "HOST_DEVICES", set())
+            patch.setattr(clipping, "PIECE_ON_CPU", 8)
+            train(on_device, there, [step])
+        for p, q in zip(here, there, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=f"step {step + 1}, {tuple(p.shape)}: {p} {q}")
+        left, right = on_cpu.gradient_statistics(), on_device.gradient_statistics()
+        for p, q in zip(here, there, strict=True):
+            for name, value, other in zip(GradientStatistics._fields, left[p], right[q], strict=True):
+                torch.testing.assert_close(
+                    value, other, rtol=1e-10, atol=1e-10, equal_nan=True, msg=f"step {step + 1}: {name} {value} {other}"
+                )
+
+
+# --- gradient_statistics ---
+
+RULES: dict[str, dict[str, Any]] = {
+    "ada_clip, ada_gn": {"gamma3": 0.5},
+    "ada_clip, grad_clip": {"norm_clip": "grad_clip", "max_norm": 0.5, "gamma3": 0.5},
+    "spike_clip": {"element_clip": "spike_clip", "norm_clip": None, "spike_threshold": 4.0},
+    "spike_clip, ada_gn": {"element_clip": "spike_clip", "spike_threshold": 4.0},
+    "ada_gn": {"element_clip": None},
+}
+
+
+def assert_saw(statistics: dict[Tensor, GradientStatistics], parameters: list[Parameter], references: Any) -> None:
+    for p, reference in zip(parameters, references, strict=True):
+        guard, saw = reference.guard, statistics[p]
+        exact = (guard.maximum, guard.threshold, guard.clipped, guard.norm, guard.norm_after, reference.k)
+        for name, value, expected in zip(GradientStatistics._fields, saw, exact, strict=True):
+            assert value.dim() == 0 and value.device == p.device, f"{name} is {value}, wanted 0-d on {p.device}"
+            near = pytest.approx(expected, rel=1e-5, abs=1e-7)
+            assert value.item() == near, f"{name} of {tuple(p.shape)} in step {reference.t}: {value}, not {expected}"
+
+
+@pytest.mark.parametrize("place", [on_host, on_accelerator])
+def test_statistics_are_those_of_the_reference(
+    place: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups with one rule each, so that each keeps to its own; a reset within the run."""
+    place(monkeypatch)
+    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
+    shapes: list[tuple[int, ...]] = [(), (7,), (0, 3), (5, 6)]
+    groups = [{"params": make_parameters(shapes=shapes), **options} for options in RULES.values()]
+    parameters = [p for group in groups for p in group["params"]]
+    references = [Reference(p, reset_interval=23, **options) for options in RULES.values() for p in
+                  make_parameters(shapes=shapes)]  # fmt: skip
+    optimizer = StableSPAM(groups, reset_interval=23)
+    assert optimizer.gradient_statistics() == {}, "there are statistics before the first step"
+    for step in range(30):
+        set_gradients(parameters, seed=step)
+        step_all(references, [p.grad for p in parameters])
+        optimizer.step()
+        assert_saw(optimizer.gradient_statistics(), parameters, references)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [on_host, on_accelerator])
+def test_statistics_of_a_skipped_step(
+    place: Callable[[pytest.MonkeyPatch], None], bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Maxima are those of this step; T and the count are what they were; nothing was cut, and no norm is known."""
+    place(monkeypatch)
+    parameters = make_parameters(shapes=[(4,), (3, 5)])
+    optimizer = StableSPAM([{"params": parameters[:1]}, {"params": parameters[1:]}], gamma3=0.5, reset_interval=3)
+    train(optimizer, parameters, range(2))  # the next step would be a reset
+    before = optimizer.gradient_statistics()
+    set_gradients(parameters, seed=9)
+    first, last = (p.grad for p in parameters)
+    assert first is not None and last is not None
+    last[1, 2] = bad
+    optimizer.step()
+    saw = optimizer.gradient_statistics()
+    assert saw[parameters[0]].maximum == first.abs().max(), "the maximum of a finite gradient in a skipped step"
+    assert not saw[parameters[1]].maximum.isfinite(), f"{bad} does not show: {saw[parameters[1]]}"
+    for p in parameters:
+        assert saw[p].threshold == before[p].threshold, "a skipped step moved T"
+        assert saw[p].steps_since_reset == before[p].steps_since_reset == 2, "a skipped step was counted"
+        assert saw[p].clipped == saw[p].norm == saw[p].norm_after == 0, f"a skipped step shows {saw[p]}"
+
+
+def test_statistics_of_a_plain_adam_and_of_a_parameter_without_gradient() -> None:
+    matrix, vector, unused = make_parameters(shapes=[(3, 4), (5,), (2, 2)])
+    optimizer = StableSPAM([matrix, vector, unused], matrices_only=True)
+    set_gradients([matrix, vector], seed=0)
+    optimizer.step()
+    saw = optimizer.gradient_statistics()
+    assert set(saw) == {matrix, vector}, "a parameter without gradient has statistics, or one with has none"
+    assert vector.grad is not None and saw[vector].maximum == vector.grad.abs().max()
+    assert saw[vector].steps_since_reset == 1 and saw[vector].clipped == 0
+    assert saw[vector].norm.isnan() and saw[vector].norm_after.isnan(), "a norm that no rule asked for was measured"
+    optimizer.zero_grad()
+    optimizer.step()
+    assert optimizer.gradient_statistics() == {}, "statistics of an older step remain"
+
+
+def test_statistics_are_of_the_whole_gradient_in_float64_too() -> None:
+    parameter = Parameter(torch.zeros(3, 4, dtype=torch.float64))
+    optimizer = StableSPAM([parameter], element_clip=None)
+    parameter.grad = torch.randn(3, 4, dtype=torch.float64)
+    optimizer.step()
+    saw = optimizer.gradient_statistics()[parameter]
+    assert saw.norm.dtype == torch.float64 and saw.norm.item() == pytest.approx(norm_of(parameter.grad), rel=1e-14)
+
+
+def test_statistics_outlive_gradients_and_do_not_change_later() -> None:
+    [parameter] = make_parameters(shapes=[(3, 4)])
+    optimizer = StableSPAM([parameter])
+    train(optimizer, [parameter], range(2))
+    row = optimizer.gradient_statistics()[parameter]
+    copies = [value.clone() for value in row]
+    optimizer.zero_grad()
+    train(optimizer, [parameter], range(2, 4))
+    assert_same(list(row), copies, "statistics of an older step changed")
+    before = snapshot(optimizer, [parameter])
+    optimizer.gradient_statistics()
+    assert_same(snapshot(optimizer, [parameter]), before, "reading statistics changed the state")
+
+
+def test_a_copied_optimizer_has_its_own_statistics() -> None:
+    [parameter] = make_parameters(shapes=[(3, 4)])
+    optimizer = StableSPAM([parameter])
+    train(optimizer, [parameter], [0])
+    twin_parameter, twin = copy.deepcopy((parameter, optimizer))
+    train(twin, [twin_parameter], [1])
+    assert set(optimizer.gradient_statistics()) == {parameter}
+    assert set(twin.gradient_statistics()) == {twin_parameter}, "a copy shows the statistics of another's parameters"
+
+
+@pytest.mark.parametrize("options", RULES.values(), ids=RULES)
+def test_steps_and_statistics_without_host_sync(options: dict[str, Any], as_on_an_accelerator: None) -> None:
+    parameters = make_parameters()
+    optimizer = StableSPAM(
+        parameters, lr=1e-2, weight_decay=0.1, reset_interval=23, warmup_steps=2, total_steps=5, **options
+    )
+    for step in range(SPIKE_CLIP_AFTER + 5):
+        set_gradients(parameters, seed=step)
+        if step == 1:
+            parameters[-1].grad = torch.full_like(parameters[-1], math.inf)
+        with NoHostSync():
+            optimizer.step()
+            optimizer.gradient_statistics()
+
+
+def test_sparse_moments_without_host_sync(as_on_an_accelerator: None) -> None:
+    parameters = make_parameters()
+    optimizer = SPAM(parameters, density=0.5, reset_interval=2, weight_decay=0.1)
+    for step in range(4):
+        set_gradients(parameters, seed=step)
+        with NoHostSync():
+            optimizer.step()
+            optimizer.gradient_statistics()

@@ -1,0 +1,233 @@
+"""SPAM against its slow reference, and the choice of the elements that have moments."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbit.optim import SPAM, clipping, guards
+from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train
+from tests.references.spam import Reference
+
+SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "hosts"),
+    [(torch.float32, 1e-5, {"cpu"}), (torch.float64, 1e-11, {"cpu"}), (torch.float64, 1e-11, set())],
+    ids=["fp32", "fp64", "fp64 on an accelerator"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"spike_threshold": 4.0},
+        {"spike_threshold": 4.0, "reset_interval": 23, "warmup_steps": 5, "weight_decay": 0.1},
+        {"spike_threshold": 4.0, "reset_interval": 22, "warmup_steps": 0, "maximize": True, "betas": (0.8, 0.99)},
+        {"spike_threshold": 4.0, "reset_interval": None, "warmup_steps": 5},
+        {"reset_interval": 4, "warmup_steps": 7, "eps": 1e-3},
+    ],
+    ids=["spikes", "spikes, resets, warm-up, decay", "spikes, resets, ascent", "no resets", "short interval"],
+)
+def test_reference(
+    options: dict[str, Any], dtype: torch.dtype, tolerance: float, hosts: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)  # so that even small tensors are worked on in pieces
+    parameters = make_parameters(dtype, SHAPES)
+    references = [Reference(p, lr=1e-2, **options) for p in parameters]
+    optimizer = SPAM(parameters, lr=1e-2, **options)
+    for step in range(50):
+        set_gradients(parameters, seed=step)
+        parameters[1].grad = None if step in (3, 4) else parameters[1].grad
+        if step == 6:
+            parameters[-1].grad = torch.full_like(parameters[-1], math.nan)
+        for p, reference in zip(parameters, references, strict=True):
+            if p.grad is not None and step != 6:
+                reference.step(p.grad)
+        optimizer.step()
+        for p, reference in zip(parameters, references, strict=True):
+            torch.testing.assert_close(
+                p.detach().double(), reference.parameter, rtol=tolerance, atol=tolerance,
+                msg=lambda text, at=(step + 1, tuple(p.shape)): f"step, shape = {at}: {text}",
+            )  # fmt: skip
+    spikes = sum(reference.spikes for reference in references)
+    assert (spikes > 0) == ("spike_threshold" in options), f"{spikes} spikes were cut: the test shows nothing"
+
+
+@pytest.mark.parametrize("gradients", [19, 20])
+@pytest.mark.parametrize("reset", [False, True], ids=["after the start", "after a reset"])
+def test_spikes_are_cut_from_20_gradients_in_the_moments_on(gradients: int, reset: bool) -> None:
+    parameter = Parameter(torch.zeros(2))
+    optimizer = SPAM([parameter], betas=(0.0, 0.999), reset_interval=30 if reset else None, warmup_steps=0)
+    for _ in range(gradients + (29 if reset else 0)):  # the 30th gradient is the first one after the reset
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+    parameter.grad = torch.tensor([1.0, 100.0])
+    optimizer.step()
+    saw = optimizer.gradient_statistics()[parameter]
+    assert saw.clipped == int(gradients == 20), f"{saw.clipped} elements cut with {gradients} gradients in the moments"
+    limit = math.sqrt(5000 * (1 - 0.999**20)) if gradients == 20 else 100  # v of ones, not corrected for its bias
+    mean = optimizer.state[parameter]["mean"].tolist()  # β1 = 0: the gradient itself
+    assert mean == pytest.approx([1, limit], rel=1e-5), f"the gradient 1, 100 is {mean} after SpikeClip"
+
+
+def test_rate_after_a_reset() -> None:
+    """With constant gradients every step of Adam is lr: what a parameter moves is the warm-up's share."""
+    parameter = Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = SPAM([parameter], lr=1.0, reset_interval=10, warmup_steps=4, eps=1e-30)
+    shares = []
+    for _ in range(16):
+        before = parameter.item()
+        parameter.grad = torch.ones(1, dtype=torch.float64)
+        optimizer.step()
+        shares.append(before - parameter.item())
+    rising = [0.01, *(0.01 + 0.99 * (1 - math.cos(math.pi * k / 4)) / 2 for k in (1, 2, 3))]
+    assert shares == pytest.approx([1.0] * 9 + rising + [1.0] * 3, rel=1e-9), f"shares of the rate: {shares}"
+
+
+def test_defaults_are_the_papers() -> None:
+    group = SPAM([Parameter(torch.ones(2))]).param_groups[0]
+    expected = {"spike_threshold": 5000.0, "reset_interval": 500, "warmup_steps": 150, "eps": 1e-6, "density": 1.0}
+    assert {name: group[name] for name in expected} == expected
+    assert (group["element_clip"], group["norm_clip"]) == ("spike_clip", None)
+
+
+# --- density ---
+
+
+def moved_elements(parameter: Parameter, before: Tensor) -> Tensor:
+    return parameter.detach() != before
+
+
+def one_step(optimizer: SPAM, parameter: Parameter, seed: int) -> Tensor:
+    """Steps, with gradients of no zeros; which elements moved."""
+    before = parameter.detach().clone()
+    generator = torch.Generator().manual_seed(seed)
+    parameter.grad = torch.rand(parameter.shape, generator=generator).add_(0.5).to(parameter.dtype)
+    optimizer.step()
+    return moved_elements(parameter, before)
+
+
+@pytest.mark.parametrize("every", [2, 3, 4, 8])
+@pytest.mark.parametrize("shape", [(6, 16), (5, 7), (2, 3, 9), (4, 1)])
+def test_one_of_n_neighbours_moves(shape: tuple[int, ...], every: int) -> None:
+    parameter = Parameter(torch.ones(shape))
+    optimizer = SPAM([parameter], lr=0.1, density=1 / every, reset_interval=3, warmup_steps=0)
+    drawn = [one_step(optimizer, parameter, seed=step) for step in range(12)]
+    for step, moves in enumerate(drawn):
+        for first in range(0, shape[-1], every):
+            counts = moves[..., first : first + every].sum(-1)
+            assert (counts == 1).all(), f"step {step + 1}: of columns {first} … {first + every - 1} move {counts}"
+    for step in range(1, 12):
+        is_reset = (step + 1) % 3 == 0
+        if not is_reset:
+            assert torch.equal(drawn[step], drawn[step - 1]), f"step {step + 1}: other elements without a reset"
+        elif shape == (6, 16):
+            assert not torch.equal(drawn[step], drawn[step - 1]), f"step {step + 1}: the reset drew no new elements"
+    kept = {name: tuple(optimizer.state[parameter][name].shape) for name in ("mean", "mean_square")}
+    compressed = (*shape[:-1], -(-shape[-1] // every))
+    assert set(kept.values()) == {compressed}, f"moments are of {kept}, wanted {compressed}"
+
+
+def test_elements_are_drawn_evenly_and_for_each_parameter_and_row_anew() -> None:
+    parameters = [Parameter(torch.ones(64, 64)) for _ in range(2)]
+    optimizer = SPAM(parameters, lr=0.1, density=0.25, reset_interval=1, warmup_steps=0)
+    total = torch.zeros(64, 64)
+    for step in range(16):
+        before = [p.detach().clone() for p in parameters]
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        first, second = (moved_elements(p, b) for p, b in zip(parameters, before, strict=True))
+        assert not torch.equal(first, second), f"step {step + 1}: both parameters draw the same elements"
+        assert not torch.equal(first[0], first[1]), f"step {step + 1}: two rows draw the same elements"
+        total += first
+    shares = total.reshape(64, 16, 4).mean((0, 1)) / 16
+    # 16·64·16 draws of one in four: a standard deviation of 0.0034; four of them.
+    assert (shares - 0.25).abs().max() < 0.0136, f"the four neighbours are drawn with shares {shares}"
+
+
+def test_elements_that_are_not_drawn_move_by_weight_decay_alone() -> None:
+    parameter = Parameter(torch.ones(6, 16, dtype=torch.float64))
+    optimizer = SPAM([parameter], lr=0.1, density=0.25, weight_decay=0.5, reset_interval=None)
+    one_step(optimizer, parameter, seed=0)
+    decayed = (parameter.detach() - 0.95).abs() < 1e-12
+    assert decayed.sum() == 72 and (decayed.reshape(6, 4, 4).sum(-1) == 3).all(), (
+        f"three of four elements decay from 1 to 0.95: {parameter}"
+    )
+
+
+@pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["host", "accelerator"])
+def test_drawn_elements_follow_the_reference(hosts: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spikes, resets, warm-up and decay included; what was drawn is seen in a twin that does not decay."""
+    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
+    options: dict[str, Any] = {"lr": 1e-2, "spike_threshold": 4.0, "reset_interval": 25, "warmup_steps": 3}
+    [parameter], [twin] = make_parameters(torch.float64, [(5, 9)]), make_parameters(torch.float64, [(5, 9)])
+    reference = Reference(parameter, weight_decay=0.1, **options)
+    optimizer = SPAM([parameter], density=1 / 3, weight_decay=0.1, **options)
+    shadow = SPAM([twin], density=1 / 3, **options)
+    for step in range(50):
+        set_gradients([parameter, twin], seed=step)
+        twin.grad = parameter.grad
+        before = twin.detach().clone()
+        shadow.step()
+        optimizer.step()
+        assert parameter.grad is not None
+        reference.step(parameter.grad, moves=moved_elements(twin, before))
+        torch.testing.assert_close(
+            parameter.detach(), reference.parameter, rtol=1e-11, atol=1e-11,
+            msg=lambda text, at=step + 1: f"step {at}: {text}",
+        )  # fmt: skip
+    assert reference.spikes, "no spike was cut: the test shows nothing"
+
+
+@pytest.mark.parametrize("piece", [1, 8, 40, 2**18])
+def test_draws_do_not_depend_on_the_size_of_a_piece(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What moved is compared exactly; how far, to the ulps by which the last elements of a vector loop may differ."""
+
+    def run() -> tuple[list[Tensor], list[Tensor]]:
+        [parameter] = make_parameters(shapes=[(4, 3, 10)])
+        optimizer = SPAM([parameter], lr=0.1, density=0.5, reset_interval=3)
+        return [one_step(optimizer, parameter, seed=step) for step in range(7)], snapshot(optimizer, [parameter])
+
+    drawn, values = run()
+    monkeypatch.setattr(clipping, "PIECE_ON_CPU", piece)
+    drawn_in_pieces, values_in_pieces = run()
+    assert_same(drawn_in_pieces, drawn, f"pieces of {piece} elements draw others")
+    for left, right in zip(values_in_pieces, values, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
+
+
+def test_a_resumed_run_draws_what_the_uninterrupted_one_draws() -> None:
+    parameters = make_parameters(shapes=[(9, 20), (7,)])
+    optimizer = SPAM(parameters, lr=0.1, density=0.5, reset_interval=3)
+    train(optimizer, parameters, range(4))
+    others = [Parameter(p.detach().clone()) for p in parameters]
+    other = SPAM(others, density=0.5)
+    other.load_state_dict(optimizer.state_dict())
+    torch.manual_seed(99)  # torch's own generator has no part in it
+    train(optimizer, parameters, range(4, 8))
+    train(other, others, range(4, 8))
+    assert_same(snapshot(other, others), snapshot(optimizer, parameters), "the resumed run differs")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["host", "accelerator"])
+def test_a_skipped_step_draws_nothing(hosts: set[str], bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    [parameter] = make_parameters(shapes=[(6, 16)])
+    optimizer = SPAM([parameter], density=0.25, weight_decay=0.5, reset_interval=3, warmup_steps=0)
+    train(optimizer, [parameter], range(2))  # the next step would be a reset
+    before = snapshot(optimizer, [parameter])
+    parameter.grad = torch.full_like(parameter, bad)
+    optimizer.step()
+    assert_same(snapshot(optimizer, [parameter]), before, f"a step with {bad} left traces")
+
+
+def test_vectors_move_whole() -> None:
+    vector = Parameter(torch.ones(16))
+    assert one_step(SPAM([vector], density=0.25), vector, seed=0).all(), "a bias moved in part"
