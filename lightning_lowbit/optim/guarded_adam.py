@@ -229,8 +229,7 @@ class _AdamBatch(Guards):
         super().read(maxima, finite)
         if self.options["master_weights"] is not None:
             # Weights may be far smaller than a step; Adam's is at most seven learning rates at the usual betas.
-            largest = maxima[1] + 2 * torch.as_tensor(self._learning_rate(), dtype=self.dtype, device=self.device)
-            exponent = torch.frexp(largest).exponent - 14
+            exponent = torch.frexp(maxima[1] + 2 * self._learning_rate()).exponent - 14
             self.master_scales = torch.ldexp(torch.ones_like(self.weight), exponent)
 
     def _pieces(self, index: int, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
