@@ -269,9 +269,7 @@ class _AdamBatch(Guards):
             torch._foreach_copy_([state["master_scale"] for state in self.states], list(scales.float().unbind()))
         self.finish()
 
-    def _update_one(
-        self, index: int, lr: Scalar, factor: Scalar, weight1: Scalar, weight2: Scalar, warmth: Scalar
-    ) -> None:
+    def _update_one(self, index: int, lr: Any, factor: Any, weight1: Any, weight2: Any, warmth: Any) -> None:
         options, format, state = self.options, self.formats[index], self.states[index]
         masters = [local(state["master"])] if options["master_weights"] is not None else []
         for number, (p, g, *master, piece) in enumerate(
@@ -287,7 +285,9 @@ class _AdamBatch(Guards):
             if master:
                 weights = self._unscaled(index, master[0], weights)
             work = weights.to(self.dtype)
-            adam_(work, update, mean, mean_square, weight1, weight2, lr, warmth, decay, options["eps"])
+            can_fuse = self.on_host and all(tensor.is_contiguous() for tensor in (work, mean, mean_square))
+            apply_ = fused_adam_ if can_fuse else adam_
+            apply_(work, update, mean, mean_square, weight1, weight2, lr, warmth, decay, options["eps"])
             if master:
                 work = self._keep(index, master[0], work)
             format.restore(p, work, piece)
@@ -323,18 +323,10 @@ class _AdamBatch(Guards):
 # fmt: off
 def adam_(
     parameter: Tensor, gradient: Tensor, mean: Tensor, mean_square: Tensor,   # any one shape, dtype of the statistics
-    weight1: Scalar, weight2: Scalar, lr: Scalar, warmth: Scalar,             # all tensors 0-d, or all numbers
+    weight1: Scalar, weight2: Scalar, lr: Scalar, warmth: Scalar,             # 0-d tensors or numbers
     weight_decay: float, eps: float,
 ) -> None:  # fmt: on
     """Apply one piece of a gradient, in place, itself too; with weights and warmth of 0 nothing moves, NaN or not."""
-    if isinstance(weight1, float) and all(tensor.is_contiguous() for tensor in (parameter, mean, mean_square)):
-        assert isinstance(weight2, float) and isinstance(lr, float) and isinstance(warmth, float)
-        torch._fused_adamw_(
-            [parameter], [gradient.contiguous()], [mean], [mean_square], [], [_LATE],
-            lr=lr * warmth, beta1=1 - weight1, beta2=1 - weight2, weight_decay=weight_decay / warmth, eps=eps,
-            amsgrad=False, maximize=False,
-        )  # fmt: skip
-        return
     gradient.nan_to_num_(0.0, 0.0, 0.0)  # a skipped step, as 0·NaN is NaN; or a g below 1e-38 scaled up beyond fp32
     mean.lerp_(gradient, weight1)
     mean_square.lerp_(gradient.square_(), weight2)
@@ -342,6 +334,20 @@ def adam_(
     if weight_decay:
         parameter.mul_(1 - lr * torch.as_tensor(warmth > 0, dtype=parameter.dtype) * weight_decay)
     parameter.sub_(direction.mul_(lr * warmth))
+
+
+# fmt: off
+def fused_adam_(
+    parameter: Tensor, gradient: Tensor, mean: Tensor, mean_square: Tensor,   # all contiguous but the gradient
+    weight1: float, weight2: float, lr: float, warmth: float,
+    weight_decay: float, eps: float,
+) -> None:  # fmt: on
+    """`adam_` in one pass, where scalars are numbers; warmth must not be 0."""
+    torch._fused_adamw_(
+        [parameter], [gradient.contiguous()], [mean], [mean_square], [], [_LATE],
+        lr=lr * warmth, beta1=1 - weight1, beta2=1 - weight2, weight_decay=weight_decay / warmth, eps=eps,
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
 
 
 # A count of steps at which 1 − βᵗ is 1, so that the fused kernel corrects no bias: the moments are corrected already.

@@ -119,7 +119,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
                 key = (seen.part.device, dtype, seen.sharding.groups, is_guarded)
                 if key not in alike:
                     options = group if is_guarded else ChainMap(_UNGUARDED, group)
-                    alike[key] = self._new_batch(options, dtype, seen.sharding.groups)
+                    alike[key] = self._new_batch(options, seen.part.device, dtype, seen.sharding.groups)
                 self._add(alike[key], seen, group)
             first += len(group["params"])
             batches.extend(alike.values())
@@ -154,7 +154,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
         )
 
     @abstractmethod
-    def _new_batch(self, options: Mapping[str, Any], dtype: torch.dtype, groups: Any) -> Guards:
+    def _new_batch(self, options: Mapping[str, Any], device: torch.device, dtype: torch.dtype, groups: Any) -> Guards:
         """An empty batch of parameters with these in common."""
 
     @abstractmethod

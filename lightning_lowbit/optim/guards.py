@@ -15,7 +15,6 @@ scalars of a parameter become Python's numbers, and pieces of a gradient without
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -60,8 +59,12 @@ class Guards:
 
     Args:
         options: of the parameter group.
+        device: of the parameters.
         dtype: of the statistics.
         groups: process groups over which each parameter is spread.
+
+    Attributes:
+        on_host: whether the host may read results without waiting.
     """
 
     #: What is remembered of a parameter: t, T, and of AdaGN m, the total weight in it, and v.
@@ -74,9 +77,15 @@ class Guards:
     norm_mean_square: Tensor
 
     def __init__(
-        self, options: Mapping[str, Any], dtype: torch.dtype, groups: tuple[dist.ProcessGroup, ...] = ()
+        self,
+        options: Mapping[str, Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        groups: tuple[dist.ProcessGroup, ...] = (),
     ) -> None:
-        self.options, self.dtype, self.groups = options, dtype, groups
+        self.options, self.device, self.dtype, self.groups = options, device, dtype, groups
+        self.on_host = device.type in HOST_DEVICES and not torch.compiler.is_compiling()
+        self._zero = torch.zeros((), dtype=dtype, device=device)
         self.parameters: list[Tensor] = []
         self.gradients: list[Tensor] = []
         self.states: list[dict[str, Tensor]] = []
@@ -106,16 +115,6 @@ class Guards:
         self._has_gradient.append(gradient is not None)
         self.gradients.append(part.new_zeros(()).expand(part.shape) if gradient is None else gradient)
         self.states.append(state)
-
-    @property
-    def device(self) -> torch.device:
-        """Of all parameters."""
-        return self.gradients[0].device
-
-    @cached_property
-    def on_host(self) -> bool:
-        """Whether the host may read results without waiting."""
-        return self.device.type in HOST_DEVICES and not torch.compiler.is_compiling()
 
     def scalars(self, values: Tensor) -> Sequence[Any]:
         """One scalar for each parameter: a number on the host, a 0-d tensor elsewhere."""
@@ -155,10 +154,6 @@ class Guards:
         if not all(self._has_gradient):
             largest = torch.where(torch.tensor(self._has_gradient, device=self.device), largest, -1.0)
         return torch.nan_to_num(largest, nan=torch.inf, posinf=torch.inf).unsqueeze(0)
-
-    @cached_property
-    def _zero(self) -> Tensor:
-        return torch.zeros((), dtype=self.dtype, device=self.device)
 
     def read(self, maxima: Tensor, finite: Tensor) -> None:
         """Takes the maxima of the whole gradients [1, P], and whether all of all parameters are finite (0-d bool)."""

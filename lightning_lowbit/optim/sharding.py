@@ -72,21 +72,21 @@ def sharding_of(parameter: Tensor) -> Sharding:
         spread = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
         groups: Any = tuple(mesh.get_group(dim) for dim in spread if mesh.size(dim) > 1)
         return Sharding(parameter.shape, groups)
-    if parameter in _FLATTENED:
-        known: Sharding = _FLATTENED[parameter]
-        return known
     if getattr(parameter, "_is_flat_param", False):
         raise ValueError(
             f"A parameter of {tuple(parameter.shape)} is a flat buffer of FSDP1, in which no matrix can be told from "
             "another. Wrap with FullyShardedDataParallel(..., use_orig_params=True), as FSDPStrategy does by default."
         )
-    if getattr(parameter, "_fsdp_flattened", False):
+    if not getattr(parameter, "_fsdp_flattened", False):
+        return Sharding(parameter.shape)
+    if parameter not in _FLATTENED:
         raise ValueError(
             f"A parameter of {tuple(parameter.shape)} belongs to FSDP1, and only the wrapped module knows how it is "
             "spread. Use a LowBitPrecision plugin, or call lightning_lowbit.optim.connect(fsdp_module) before the "
             "first step; or use ModelParallelStrategy (FSDP2)."
         )
-    return Sharding(parameter.shape)
+    known: Sharding = _FLATTENED[parameter]
+    return known
 
 
 def offsets_of(parameter: Tensor) -> tuple[int, ...]:
