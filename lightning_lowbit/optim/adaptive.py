@@ -17,20 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import SGD
 
 from lightning_lowbit.optim import clipping
 from lightning_lowbit.optim.guarded_adam import GuardedAdam
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, Seen
 from lightning_lowbit.optim.guards import SPIKE_CLIP_AFTER, Guards
 from lightning_lowbit.optim.options import check_options
-from lightning_lowbit.optim.sharding import local, local_gradient
+from lightning_lowbit.optim.sharding import local
 
 
 class Adaptive(GuardedOptimizer):
     """Guards the gradients that another optimizer sees.
 
     A step with a NaN or Inf in a gradient is skipped whole. Optimizers that can be told so on the device (torch's fused
-    ones) are; for any other one the host waits for that one answer, as it does under a `GradScaler`.
+    Adam, AdamW and Adagrad) are; for any other one the host waits for that one answer, as it does under a `GradScaler`.
 
     State of a parameter: what the wrapped optimizer keeps, and ``steps`` (int64, 0-d), ``threshold``, ``norm_mean``,
     ``norm_mean_weight``, ``norm_mean_square`` (0-d, fp32; float64 for float64 parameters).
@@ -50,8 +51,8 @@ class Adaptive(GuardedOptimizer):
         matrices_only: gradients of parameters of fewer than two dimensions are left as they are.
 
     Raises:
-        ValueError: an option out of range; ``optimizer`` is none, or one that guards gradients itself; or, in `step`,
-            what `StableSPAM` raises.
+        ValueError: an option out of range; ``optimizer`` is none, or one that guards gradients itself, or is given
+            together with a ``base``; or, in `step`, what `StableSPAM` raises.
     """
 
     optimizer: torch.optim.Optimizer
@@ -72,7 +73,13 @@ class Adaptive(GuardedOptimizer):
         max_norm: float = 1.0,
         matrices_only: bool = False,
     ) -> None:
-        wrapped = optimizer if isinstance(optimizer, torch.optim.Optimizer) or base is None else base(optimizer)
+        wrapped: Any = optimizer
+        if base is not None:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                raise ValueError(
+                    f"Adaptive got {type(optimizer).__name__} and a base that makes another: leave one of them out."
+                )
+            wrapped = base(optimizer)
         if not isinstance(wrapped, torch.optim.Optimizer) or isinstance(wrapped, GuardedOptimizer):
             has_own = " StableSPAM has element_clip and norm_clip itself." if isinstance(wrapped, GuardedAdam) else ""
             raise ValueError(
@@ -117,6 +124,7 @@ class Adaptive(GuardedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer, also in mid-training; an option out of range is a ValueError."""
+        self._check_names(param_group)
         merged = {**self.options, **param_group}
         check_options("Adaptive", {name: merged[name] for name in self.options})
         self.optimizer.add_param_group(merged)
@@ -143,7 +151,8 @@ class Adaptive(GuardedOptimizer):
     def _apply(self, batches: Sequence[Guards], factors: Sequence[Tensor]) -> None:
         taken = torch.stack([batch.finite.to(batches[0].device) for batch in batches]).all()
         with _guarded(batches, factors):
-            if getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            # Not SGD: the momentum with which its fused form leaves a skipped first step is whatever was in memory.
+            if getattr(self.optimizer, "_step_supports_amp_scaling", False) and not isinstance(self.optimizer, SGD):
                 self.optimizer.grad_scale, self.optimizer.found_inf = None, (~taken).float()  # type: ignore[attr-defined]
                 self.optimizer.step()
                 del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
@@ -154,7 +163,10 @@ class Adaptive(GuardedOptimizer):
         for batch in batches:
             batch.finish()
             for parameter, state in zip(batch.parameters, batch.states, strict=True):
-                self.state[parameter].update(state)  # only now: most optimizers begin with an empty one
+                # Only now, and not before the first gradient: most optimizers begin with an empty state. Under FSDP1 a
+                # part that is empty never has one, and the statistics are kept nevertheless.
+                if parameter.grad is not None or not parameter.numel():
+                    self.state[parameter].update(state)
 
 
 class _AdaptiveBatch(Guards):
@@ -183,6 +195,11 @@ class _AdaptiveBatch(Guards):
         waits = self.options["element_clip"] == "spike_clip" and self.second_moments[parameter] is None
         return not waits and super().may_clip(parameter, piece)
 
+    def forget_gradients(self) -> None:
+        """Lets go of the second moments, too."""
+        super().forget_gradients()
+        self.second_moments = []
+
     def guarded(self, index: int, factor: Any) -> Tensor:
         """A copy of a gradient as the wrapped optimizer shall see it."""
         gradient = self.gradients[index]
@@ -202,7 +219,7 @@ def _guarded(batches: Sequence[Guards], factors: Sequence[Tensor]) -> Iterator[N
         for batch, factor in zip(batches, factors, strict=True):
             assert isinstance(batch, _AdaptiveBatch)
             for index, (parameter, scalar) in enumerate(zip(batch.parameters, batch.scalars(factor), strict=True)):
-                if local_gradient(parameter) is not None:
+                if parameter.grad is not None:
                     before.append((parameter, parameter.grad))
                     parameter.grad = _like(parameter, batch.guarded(index, scalar))
         yield

@@ -96,7 +96,7 @@ def averaging_weight(decay: float, steps_before: Tensor, dtype: torch.dtype) -> 
 def growing_weight(new: Scalar, total: Tensor) -> tuple[Tensor, Tensor]:
     """Weight of the newest value in a bias-corrected moving average whose γ may change, (1 − γₜ)/(1 − γ₁·γ₂·…·γₜ).
 
-    In fp32 for γ up to about .99, where what is rounded away in one step has soon decayed.
+    In fp32 its error is about 6e-8/(1 − γ): enough for γ up to .99, such as γ1 and β1.
 
     Args:
         new: 1 − γₜ, in (0, 1]; a number, or the shape of ``total``.

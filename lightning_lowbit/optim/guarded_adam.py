@@ -119,11 +119,11 @@ class GuardedAdam(GuardedOptimizer):
         for name, dtypes in _DTYPES.items():
             if options[name] == dtypes.value and not there <= dtypes.of:
                 self.param_groups.pop()
+                self._remember_parameters()
                 raise ValueError(
                     f"{name}={dtypes.value!r} is for parameters in {', '.join(sorted(map(str, dtypes.of)))}, got "
                     f"{', '.join(sorted(map(str, there)))}: {dtypes.advice}."
                 )
-        self._remember_parameters()
 
     def _apply(self, batches: Sequence[Guards], factors: Sequence[Tensor]) -> None:
         for batch, factor in zip(batches, factors, strict=True):
@@ -139,10 +139,17 @@ class GuardedAdam(GuardedOptimizer):
         if seen.sharding.is_flat and format.draws:
             raise ValueError(
                 "Under FSDP1 a rank holds a stretch of a matrix and no rows: FP8 and sparse moments need "
-                "ModelParallelStrategy (FSDP2), DDP, or FSDP1 with sharding_strategy='NO_SHARD'."
+                "ModelParallelStrategy (FSDP2), DDP, or FSDP1 with sharding_strategy='NO_SHARD'. "
+                "Or pass moments='fp32' and density=1."
             )
         parameter, master = seen.parameter, group["master_weights"]
         state = self.state[parameter] or self._new_state(parameter, format, batch.dtype, master)
+        missing = [name for name in (*format.names, *["master"] * (master is not None)) if name not in state]
+        if missing:
+            raise ValueError(
+                f"The state of a parameter of {tuple(parameter.shape)} has no {missing[0]!r}: moments, density and "
+                "master_weights cannot be changed in mid-training. Build a new optimizer."
+            )
         batch.add(parameter, seen.part, seen.gradient, state)
         batch.add_adam(seen.part, format, seen.number)
 
@@ -182,6 +189,11 @@ class _AdamBatch(Guards):
     def norm_eps(self) -> float:
         """One ε for both denominators."""
         return float(self.options["eps"])
+
+    def forget_gradients(self) -> None:
+        """Lets go of the parameters' parts, too."""
+        super().forget_gradients()
+        self.parts, self.formats = [], []
 
     def before_clip(self) -> None:
         """MoRet, and SpikeClip's factors."""
@@ -245,9 +257,8 @@ class _AdamBatch(Guards):
     def _draw(self, index: int) -> Draw:
         whole, steps = self.parameters[index], self.steps[index]
         own = self.numbers[index] << 40  # what is drawn for a parameter is its own
-        interval = self.options["reset_interval"]
-        resets = torch.zeros_like(steps) if interval is None else (steps + 1) // interval
-        return Draw(offsets_of(whole), whole.shape, steps + own, resets + own, self.taken[index])
+        last_reset = steps - self.steps_since_reset[index]
+        return Draw(offsets_of(whole), whole.shape, steps + own, last_reset + own, self.taken[index])
 
     def update(self, factor: Tensor) -> None:
         """Adam, and all state. ``factor``: what gradients are multiplied with after the clip, [P]."""
@@ -255,39 +266,37 @@ class _AdamBatch(Guards):
         weight1, total = clipping.growing_weight(1 - options["betas"][0] * self.decay_factor(), self.mean_weight)
         self.mean_weight = torch.where(self.taken, total, self.mean_weight)
         weight2 = self._averaging(options["betas"][1], k)  # both are 1 after a reset: the past is gone
-        warmth = self._warmth()
-        self.steps_since_reset = k + self.taken
-        columns = (-factor if options["maximize"] else factor, weight1 * self.weight, weight2, warmth * self.weight)
-        per_parameter = zip(*(self.scalars(column) for column in columns), strict=True)
+        lr = self._learning_rate() * self.weight
+        columns = (-factor if options["maximize"] else factor, weight1 * self.weight, weight2, lr * self._warmth())
+        per_parameter = zip(*(self.scalars(column) for column in (*columns, lr * options["weight_decay"])), strict=True)
         skipped = [not taken for taken in self.scalars(self.taken)] if self.on_host else [False] * len(self.parts)
-        lr = self._learning_rate()
         for index, scalars in enumerate(per_parameter):
             if not skipped[index]:
-                self._update_one(index, lr, *scalars)
+                self._update_one(index, *scalars)
         if options["master_weights"] is not None:
             scales = torch.where(self.taken, self.master_scales, torch.stack([s["master_scale"] for s in self.states]))
             torch._foreach_copy_([state["master_scale"] for state in self.states], list(scales.float().unbind()))
+        self.steps_since_reset = k + self.taken  # only now: `_draw` tells the last reset by it
         self.finish()
 
-    def _update_one(self, index: int, lr: Any, factor: Any, weight1: Any, weight2: Any, warmth: Any) -> None:
+    def _update_one(self, index: int, factor: Any, weight1: Any, weight2: Any, rate: Any, decay: Any) -> None:
         options, format, state = self.options, self.formats[index], self.states[index]
         masters = [local(state["master"])] if options["master_weights"] is not None else []
         for number, (p, g, *master, piece) in enumerate(
             self._pieces(index, self.parts[index], self.gradients[index], *masters)
         ):
-            decay = options["weight_decay"]
-            if format.is_sparse and decay:
-                p.mul_(1 - lr * self.weight[index] * decay)  # of all elements, also those that do not move
-                decay = 0.0
             gradient, (mean, mean_square) = format.select(g, piece), format.load(piece)
             update = self.adapted(gradient, index, number, factor, mean_square)
+            if format.is_sparse and options["weight_decay"]:
+                p.mul_(1 - decay)  # all elements, also those that have no moments
             weights = format.select(p, piece)
             if master:
                 weights = self._unscaled(index, master[0], weights)
             work = weights.to(self.dtype)
             can_fuse = self.on_host and all(tensor.is_contiguous() for tensor in (work, mean, mean_square))
-            apply_ = fused_adam_ if can_fuse else adam_
-            apply_(work, update, mean, mean_square, weight1, weight2, lr, warmth, decay, options["eps"])
+            decays = options["weight_decay"] and not format.is_sparse
+            rule = fused_adam_ if can_fuse else adam_
+            rule(work, update, mean, mean_square, weight1, weight2, rate, decay if decays else 0.0, options["eps"])
             if master:
                 work = self._keep(index, master[0], work)
             format.restore(p, work, piece)
@@ -312,43 +321,46 @@ class _AdamBatch(Guards):
 
     def _warmth(self) -> Tensor:
         """Share of the learning rate [P]: after each reset a cosine from a hundredth to all over `warmup_steps`."""
-        steps, interval = self.options["warmup_steps"], self.options["reset_interval"]
-        if not steps or interval is None:
+        steps = self.options["warmup_steps"]
+        if not steps:
             return torch.ones_like(self.weight)
         progress = (self.steps_since_reset.to(self.dtype) / steps).clamp(max=1.0)
         rising = 1 - (1 - _WARMUP_FROM) * (1 + torch.cos(math.pi * progress)) / 2
-        return torch.where(self.steps + 1 >= interval, rising, 1.0)
+        return torch.where(self.steps > self.steps_since_reset, rising, 1.0)  # the start is no reset
 
 
 # fmt: off
 def adam_(
     parameter: Tensor, gradient: Tensor, mean: Tensor, mean_square: Tensor,   # any one shape, dtype of the statistics
-    weight1: Scalar, weight2: Scalar, lr: Scalar, warmth: Scalar,             # 0-d tensors or numbers
-    weight_decay: float, eps: float,
+    weight1: Scalar, weight2: Scalar, rate: Scalar, decay: Scalar,            # 0-d tensors or numbers
+    eps: float,
 ) -> None:  # fmt: on
-    """Apply one piece of a gradient, in place, itself too; with weights and warmth of 0 nothing moves, NaN or not."""
-    gradient.nan_to_num_(0.0, 0.0, 0.0)  # a skipped step, as 0·NaN is NaN; or a g below 1e-38 scaled up beyond fp32
+    """Apply one piece of a gradient, in place, itself too; with weights, rate and decay of 0 nothing moves, NaN or not.
+
+    ``rate`` is the learning rate of this step; ``decay``, the share that the parameter loses first.
+    """
+    gradient.nan_to_num_(0.0, 0.0, 0.0)  # of a skipped step: 0·NaN is NaN
     mean.lerp_(gradient, weight1)
     mean_square.lerp_(gradient.square_(), weight2)
-    direction = mean / torch.sqrt(mean_square, out=gradient).add_(eps)
-    if weight_decay:
-        parameter.mul_(1 - lr * torch.as_tensor(warmth > 0, dtype=parameter.dtype) * weight_decay)
-    parameter.sub_(direction.mul_(lr * warmth))
+    direction = torch.div(mean, torch.sqrt(mean_square, out=gradient).add_(eps), out=gradient)
+    if isinstance(decay, Tensor) or decay:
+        parameter.mul_(1 - decay)
+    parameter.sub_(direction.mul_(rate))
 
 
 # fmt: off
 def fused_adam_(
     parameter: Tensor, gradient: Tensor, mean: Tensor, mean_square: Tensor,   # all contiguous but the gradient
-    weight1: float, weight2: float, lr: float, warmth: float,
-    weight_decay: float, eps: float,
+    weight1: float, weight2: float, rate: float, decay: float,
+    eps: float,
 ) -> None:  # fmt: on
-    """`adam_` in one pass, where scalars are numbers; warmth must not be 0."""
+    """`adam_` in one pass, where scalars are numbers."""
     torch._fused_adamw_(
         [parameter], [gradient.contiguous()], [mean], [mean_square], [], [_LATE],
-        lr=lr * warmth, beta1=1 - weight1, beta2=1 - weight2, weight_decay=weight_decay / warmth, eps=eps,
+        lr=rate, beta1=1 - weight1, beta2=1 - weight2, weight_decay=decay / rate if rate else 0.0, eps=eps,
         amsgrad=False, maximize=False,
     )  # fmt: skip
 
 
 # A count of steps at which 1 − βᵗ is 1, so that the fused kernel corrects no bias: the moments are corrected already.
-_LATE = torch.tensor(1e9)
+_LATE = torch.tensor(1e9, device="cpu")

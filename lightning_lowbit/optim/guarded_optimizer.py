@@ -11,10 +11,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.optim.guards import GradientStatistics, Guards, measure
+from lightning_lowbit.optim.options import OPTIONS, check_options
 from lightning_lowbit.optim.sharding import Sharding, local, local_gradient, sharding_of
 
 # What holds for a parameter of fewer than two dimensions where guards are for matrices only.
-_UNGUARDED = {"element_clip": None, "norm_clip": None, "reset_interval": None, "warmup_steps": 0}
+_UNGUARDED = {"element_clip": None, "norm_clip": None, "reset_interval": None, "warmup_steps": 0, "total_steps": None}
+
+# What a group is asked for in each step by name: a misspelt one, set in mid-training, would be no rule at all.
+_RULES = ("element_clip", "norm_clip", "moments", "master_weights")
 
 
 class Seen(NamedTuple):
@@ -46,8 +50,14 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, also in mid-training."""
+        self._check_names(param_group)
         super().add_param_group(param_group)
         self._remember_parameters()
+
+    def _check_names(self, param_group: Mapping[str, Any]) -> None:
+        for name in param_group:
+            if name in OPTIONS and name not in self.defaults:
+                raise ValueError(f"{type(self).__name__} has no option {name}: leave it out of the group.")
 
     def _remember_parameters(self) -> None:
         self._given = frozenset(id(parameter) for group in self.param_groups for parameter in group["params"])
@@ -112,6 +122,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
         batches: list[Guards] = []
         first = 0
         for group in self.param_groups:
+            check_options(type(self).__name__, {name: group[name] for name in _RULES if name in group})
             alike: dict[Any, Guards] = {}
             for seen in self._see(group, first):
                 is_guarded = len(seen.sharding.shape) > 1 or not group["matrices_only"]

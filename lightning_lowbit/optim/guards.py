@@ -15,6 +15,7 @@ scalars of a parameter become Python's numbers, and pieces of a gradient without
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -38,8 +39,8 @@ class GradientStatistics(NamedTuple):
     """What the last step saw of one parameter's gradient, whole even if the parameter is sharded; 0-d, on its device.
 
     Attributes:
-        maximum: max|g|, before anything was done; not finite if the step was skipped for that.
-        threshold: T of AdaClip, with this maximum in it.
+        maximum: max|g|, before anything was done; Inf if it holds a NaN or Inf, −1 if it is sharded and no rank has it.
+        threshold: T of AdaClip, with this maximum in it; 0 without that rule.
         clipped: elements changed by AdaClip or SpikeClip.
         norm: ‖g‖₂ after that; NaN under no rule, when nobody measures it.
         norm_after: ‖g‖₂ as the optimizer saw it, after AdaGN or GradClip; NaN likewise.
@@ -150,9 +151,12 @@ class Guards:
                 squares.append(clipping.sum_of_squares(piece.to(self.dtype)) if sums else None)
             self._piece_maxima.append(torch.stack(maxima or [self._zero]))
             self._piece_squares.append(squares)
-        largest = torch.stack([maxima.amax() for maxima in self._piece_maxima])
-        if not all(self._has_gradient):
-            largest = torch.where(torch.tensor(self._has_gradient, device=self.device), largest, -1.0)
+        largest = torch.stack(
+            [
+                maxima.amax() if has_gradient else self._zero - 1
+                for maxima, has_gradient in zip(self._piece_maxima, self._has_gradient, strict=True)
+            ]
+        )
         return torch.nan_to_num(largest, nan=torch.inf, posinf=torch.inf).unsqueeze(0)
 
     def read(self, maxima: Tensor, finite: Tensor) -> None:
@@ -311,8 +315,12 @@ def measure(batches: Sequence[Guards]) -> list[Tensor]:
         For each batch what its gradients are multiplied with after the clip, [P].
     """
     groups = [batch.groups for batch in batches]
-    maxima = all_reduce_([batch.maxima() for batch in batches], groups, dist.ReduceOp.MAX)
-    finite = torch.stack([rows[0].isfinite().all().to(maxima[0].device) for rows in maxima]).all()
+    local_maxima = [batch.maxima() for batch in batches]
+    # Rides through every group, so that a rank skips the step for a gradient of which it has no part.
+    largest = torch.cat([rows[0].to(local_maxima[0].device) for rows in local_maxima]).amax()
+    every_group = tuple(dict.fromkeys(chain.from_iterable(groups)))
+    *maxima, largest = all_reduce_([*local_maxima, largest], [*groups, every_group], dist.ReduceOp.MAX)
+    finite = largest.isfinite()
     for batch, rows in zip(batches, maxima, strict=True):
         batch.read(rows, finite.to(batch.device))
     normed = [batch for batch in batches if batch.measures_norms]

@@ -164,9 +164,10 @@ def all_reduce_(
     reduced = list(values)
     for group in dict.fromkeys(group for of_one in groups for group in of_one):
         members = [index for index, of_one in enumerate(groups) if group in of_one]
-        packed = torch.cat([reduced[index].flatten() for index in members])
+        device = reduced[members[0]].device
+        packed = torch.cat([reduced[index].flatten().to(device) for index in members])
         dist.all_reduce(packed, op, group)
         parts = torch.split(packed, [reduced[index].numel() for index in members])
         for index, part in zip(members, parts, strict=True):
-            reduced[index] = part.view_as(reduced[index]).to(reduced[index].dtype)
+            reduced[index] = part.view_as(reduced[index]).to(reduced[index])
     return reduced

@@ -55,7 +55,8 @@ class StableSPAM(GuardedAdam):
         matrices_only: parameters of fewer than two dimensions get plain Adam.
         maximize: ascend.
         moments: ``"fp32"`` or ``"fp8"``, 8 or 2.06 bytes per parameter; what has fewer than two dimensions keeps fp32.
-        master_weights: ``"fp16"`` for parameters in bfloat16: keeps them in 16 bits more, with one scale per tensor.
+        master_weights: ``"fp16"`` for parameters in bfloat16: keeps them once more, three digits longer, with one scale
+            per tensor. What else writes into the parameters is then overwritten at the next step.
 
     Raises:
         ValueError: an option out of range, or, in `step`, a sparse or complex gradient, or a parameter whose

@@ -103,11 +103,14 @@ class FP8AdamW:
         self.kept, self.steps = encoded, t
 
 
-def drawn_columns(shape: tuple[int, ...], every: int, resets: int, number: int) -> list[list[int]]:
-    """For each row of a parameter the columns that have moments: one in each ``every`` neighbours."""
+def drawn_columns(shape: tuple[int, ...], every: int, last_reset: int, number: int) -> list[list[int]]:
+    """For each row of a parameter the columns that have moments: one in each ``every`` neighbours.
+
+    ``last_reset``: steps that were taken before it, 0 at the start.
+    """
     columns, slots = shape[-1], -(-shape[-1] // every)
     rows = int(np.prod(shape[:-1]))
-    drawn = uniform(np.arange(rows * slots), splitmix64(resets + (number << 40))).reshape(rows, slots)
+    drawn = uniform(np.arange(rows * slots), splitmix64(last_reset + (number << 40))).reshape(rows, slots)
     return [
         [slot * every + int(drawn[row, slot] * min(every, columns - slot * every)) for slot in range(slots)]
         for row in range(rows)

@@ -35,7 +35,7 @@ class Reference:
     def __post_init__(self) -> None:
         self.parameter = self.parameter.detach().double().clone()
         if self.matrices_only and self.parameter.dim() < 2:
-            self.element_clip = self.norm_clip = self.reset_interval = None
+            self.element_clip = self.norm_clip = self.reset_interval = self.total_steps = None
         self.guard = Guard(
             self.element_clip, self.norm_clip, self.gamma1, self.gamma2, self.gamma3, self.eps, self.spike_threshold,
             self.max_norm, self.total_steps,
