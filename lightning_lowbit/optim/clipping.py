@@ -49,10 +49,11 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if tensors[0].numel() == 0:
         return
     tensors = tuple(tensor if tensor.dim() else tensor.unsqueeze(0) for tensor in tensors)
-    rows = len(tensors[0])
-    if not torch.compiler.is_compiling():
-        elements = PIECE_ON_CPU if tensors[0].device.type == "cpu" else PIECE_ON_ACCELERATOR
-        rows = max(1, elements * rows // tensors[0].numel())
+    elements = PIECE_ON_CPU if tensors[0].device.type == "cpu" else PIECE_ON_ACCELERATOR
+    if tensors[0].numel() <= elements or torch.compiler.is_compiling():
+        yield tensors
+        return
+    rows = max(1, elements * len(tensors[0]) // tensors[0].numel())
     yield from zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
 
 
