@@ -26,6 +26,9 @@ from lightning_lowbit.optim.guards import SPIKE_CLIP_AFTER, Guards
 from lightning_lowbit.optim.options import check_options
 from lightning_lowbit.optim.sharding import local
 
+# Options that wrapped optimizers may have, too; what else is in OPTIONS means this package's.
+_USUAL = {"lr", "betas", "eps", "weight_decay", "maximize"}
+
 
 class Adaptive(GuardedOptimizer):
     """Guards the gradients that another optimizer sees.
@@ -98,10 +101,12 @@ class Adaptive(GuardedOptimizer):
             "max_norm": max_norm,
             "matrices_only": matrices_only,
         }
+        self.defaults = {**wrapped.defaults, **options}
         for group in wrapped.param_groups:
+            self._check_names(group)
             check_options("Adaptive", {**options, **{name: group[name] for name in options if name in group}})
         # Not `super().__init__`, which would make groups and a state of its own.
-        self.__setstate__({"optimizer": wrapped, "options": options, "defaults": {**wrapped.defaults, **options}})
+        self.__setstate__({"optimizer": wrapped, "options": options, "defaults": self.defaults})
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("optimizer", "options", "defaults")}
@@ -129,6 +134,10 @@ class Adaptive(GuardedOptimizer):
         check_options("Adaptive", {name: merged[name] for name in self.options})
         self.optimizer.add_param_group(merged)
         self._remember_parameters()
+
+    def _check_names(self, param_group: Mapping[str, Any]) -> None:
+        # Some optimizers keep usual options in their groups, and no default of them: Adam-mini its weight_decay.
+        super()._check_names({name: value for name, value in param_group.items() if name not in _USUAL})
 
     def _is_own(self, name: str) -> bool:
         return name in Guards.SCALARS

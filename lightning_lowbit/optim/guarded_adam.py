@@ -31,7 +31,7 @@ from lightning_lowbit.optim import clipping
 from lightning_lowbit.optim.clipping import Scalar
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, Seen
 from lightning_lowbit.optim.guards import SPIKE_CLIP_AFTER, Guards
-from lightning_lowbit.optim.moments import DenseMoments, Draw, Piece, moments_of
+from lightning_lowbit.optim.moments import DenseMoments, Draw, FP8Moments, Piece, moments_of
 from lightning_lowbit.optim.options import check_options
 from lightning_lowbit.optim.sharding import local, offsets_of
 
@@ -55,6 +55,10 @@ _DTYPES = {
     "master_weights": _Dtypes("fp16", _LOW, "leave it out, or convert the model with .to(torch.bfloat16)"),
     "moments": _Dtypes("fp8", {*_LOW, torch.float32}, "float64 is asked for where digits count, so use moments='fp32'"),
 }
+
+
+# All that a state may hold besides scalars.
+_KEPT = {*FP8Moments.names, "master"}
 
 
 class GuardedAdam(GuardedOptimizer):
@@ -144,11 +148,12 @@ class GuardedAdam(GuardedOptimizer):
             )
         parameter, master = seen.parameter, group["master_weights"]
         state = self.state[parameter] or self._new_state(parameter, format, batch.dtype, master)
-        missing = [name for name in (*format.names, *["master"] * (master is not None)) if name not in state]
-        if missing:
+        kept, wanted = _KEPT & set(state), {*format.names, *({"master"} if master else ())}
+        if kept != wanted:
             raise ValueError(
-                f"The state of a parameter of {tuple(parameter.shape)} has no {missing[0]!r}: moments, density and "
-                "master_weights cannot be changed in mid-training. Build a new optimizer."
+                f"Of a parameter of {tuple(parameter.shape)} {', '.join(sorted(kept))} are kept, and not "
+                f"{', '.join(sorted(wanted))}: moments and master_weights cannot be changed in mid-training; build a "
+                "new optimizer."
             )
         batch.add(parameter, seen.part, seen.gradient, state)
         batch.add_adam(seen.part, format, seen.number)

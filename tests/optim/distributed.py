@@ -441,18 +441,22 @@ def partial_gradients(mesh: DeviceMesh) -> dict[str, Tensor]:
 MISSING: dict[str, Callable[[Any], GuardedOptimizer]] = {
     "stable_spam": lambda p: StableSPAM(p, reset_interval=3, weight_decay=0.1),
     "adamw": lambda p: LowBitAdamW(p, moments="fp32"),
+    # Where it sees no gradient, torch's AdamW does not decay either.
+    "adaptive": lambda p: Adaptive(torch.optim.AdamW(p, weight_decay=0.0)),
 }
 
 
 def missing_gradients(mesh: DeviceMesh | None, name: str) -> dict[str, Tensor]:
-    """One parameter without a gradient on the second rank, where those of a whole one are 0, and one without any."""
+    """A parameter without a gradient on the second rank, where a whole one's is 0; one with a late one; one without."""
     shape = torch.Size((6, 4))
-    p, idle = (nn.Parameter(torch.ones(shape, dtype=torch.float64)) for _ in range(2))
+    p, late, idle = (nn.Parameter(torch.ones(shape, dtype=torch.float64)) for _ in range(3))
     if mesh is not None:
-        p, idle = (place(mesh, whole.detach(), [Shard(0)]) for whole in (p, idle))
-    optimizer = MISSING[name]([p, idle])
+        p, late, idle = (place(mesh, whole.detach(), [Shard(0)]) for whole in (p, late, idle))
+    optimizer = MISSING[name]([p, late, idle])
     for step in range(5):
         gradient = torch.randn(shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        if step >= 2:
+            late.grad = gradient.clone() if mesh is None else place(mesh, gradient, [Shard(0)]).data
         gradient[2:4] = 0
         if mesh is None:
             p.grad = gradient
@@ -461,8 +465,28 @@ def missing_gradients(mesh: DeviceMesh | None, name: str) -> dict[str, Tensor]:
         optimizer.step()
     return {
         "weights": full(p),
+        "late": full(late),
         "idle": full(idle),
+        "late steps": optimizer.state[late]["steps"],
         "idle steps": optimizer.state[idle].get("steps", torch.zeros((), dtype=torch.int64)),
+    }
+
+
+def nan_elsewhere(meshes: Meshes) -> dict[str, Any]:
+    """A NaN in the second of three steps, in a parameter of which the third rank has no part."""
+    shared = place(meshes[3,], torch.ones(3, 2), [Shard(0)])
+    others = [place(meshes[2,], torch.ones(2, 2), [Shard(0)])] if meshes.has((2,)) else []
+    optimizer = StableSPAM([*others, shared])
+    for step in range(3):
+        for p in (*others, shared):
+            p.grad = torch.ones_like(p)
+        if step == 1 and others and dist.get_rank() == 1:
+            local(others[0].grad)[0, 0] = math.nan
+        with CommDebugMode() as seen:
+            optimizer.step()
+    return {
+        "steps": [int(optimizer.state[p]["steps"]) for p in (*others, shared)],
+        "collectives": seen.get_total_counts(),
     }
 
 
@@ -573,6 +597,7 @@ def main(rank: int, folder: Path) -> None:
         results["cut blocks"] = moments_in_cut_blocks(mesh, "fp8")
     if meshes.has((3,)):
         results["missing"] = {name: missing_gradients(meshes[3,], name) for name in MISSING}
+        results["nan elsewhere"] = nan_elsewhere(meshes)
         results["masters"] = masters(meshes[3,])
     torch.save(results, f"{rank}.pt")
     dist.barrier()

@@ -44,13 +44,15 @@ def assert_same(left: Sequence[Tensor], right: Sequence[Tensor], message: str) -
 
 
 class NoHostSync(TorchDispatchMode):
-    """Raises where a value would travel to the host, or a shape would depend on one."""
+    """Raises where a value would travel to the host or from it, or a shape would depend on one."""
 
     FORBIDDEN = ("_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         assert name not in self.FORBIDDEN, f"host sync: {func}"
+        # What torch.tensor and torch.as_tensor make of Python's numbers: elsewhere, a copy for which the host waits.
+        assert name != "lift_fresh", "host sync: a tensor of Python's numbers"
         if name in ("index", "index_put_", "index_put"):
             assert all(i is None or i.dtype != torch.bool for i in args[1]), f"boolean indexing: {func}"
         return func(*args, **(kwargs or {}))

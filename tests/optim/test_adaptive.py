@@ -27,6 +27,8 @@ def lion(parameters: Any) -> torch.optim.Optimizer:
 OPTIMIZERS: dict[str, Make] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    # With this dampening, a momentum that begins with anything but the first gradient shows, with zeros too.
+    "SGD, fused": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, dampening=0.5, fused=True),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True),
     "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
     "Lion": lion,
@@ -237,6 +239,11 @@ def test_base_makes_the_optimizer_from_parameters_and_groups() -> None:
 def test_what_it_cannot_wrap_is_refused(wrong: Callable[[Parameter], Any], got: str) -> None:
     with pytest.raises(ValueError, match=f"Adaptive wraps a torch.optim.Optimizer .*got {re.escape(got)}"):
         Adaptive(wrong(Parameter(torch.ones(2, 2))))
+
+
+def test_a_base_beside_an_optimizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="Adaptive got SGD and a base that makes another: leave one of them out"):
+        Adaptive(torch.optim.SGD([Parameter(torch.ones(2, 2))]), base=torch.optim.AdamW)
 
 
 def test_bad_options_of_a_group_are_refused() -> None:

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import io
 import math
+import runpy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -408,8 +409,9 @@ def test_sparse_and_complex_gradients_are_refused(
     gradient, message = bad
     parameters, twins = entry.parameters(), entry.parameters()
     odd = Parameter(torch.ones(3, 2, dtype=torch.complex64 if "complex" in message else torch.float32))
-    optimizer = entry([{"params": parameters}, {"params": [odd], "master_weights": None}])
-    twin = entry([{"params": twins}, {"params": [Parameter(torch.ones(3, 2))], "master_weights": None}])
+    own = {"master_weights": None} if entry.base is None else {}
+    optimizer = entry([{"params": parameters}, {"params": [odd], **own}])
+    twin = entry([{"params": twins}, {"params": [Parameter(torch.ones(3, 2))], **own}])
     train(optimizer, parameters, range(trained))
     train(twin, twins, range(trained))
     set_gradients(parameters, seed=9)
@@ -809,9 +811,19 @@ def test_no_host_sync(entry: Entry, lr_is_tensor: bool, monkeypatch: pytest.Monk
             optimizer.step()
 
 
-def test_no_host_sync_is_noticed() -> None:
+@pytest.mark.parametrize("sync", [lambda: bool(torch.ones(()) > 0), lambda: torch.tensor([True, False])])
+def test_no_host_sync_is_noticed(sync: Callable[[], Any]) -> None:
     with pytest.raises(AssertionError, match="host sync"), NoHostSync():
-        bool(torch.ones(()) > 0)
+        sync()
+
+
+def test_the_default_device_at_import_does_not_matter() -> None:
+    """What the module makes while it is imported has to be of use to parameters on a CPU."""
+    with torch.device("meta"):
+        imported = runpy.run_path(guarded_adam.__file__)
+    parameter, gradient, mean, mean_square = (torch.ones(3) for _ in range(4))
+    imported["fused_adam_"](parameter, gradient, mean, mean_square, 1.0, 1.0, 0.25, 0.0, 1e-8)
+    torch.testing.assert_close(parameter, torch.full((3,), 0.75))
 
 
 @every_entry

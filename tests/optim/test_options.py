@@ -14,7 +14,7 @@ from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, clip
 from lightning_lowbit.optim.guarded_adam import GuardedAdam
 from lightning_lowbit.optim.options import OPTIONS, check_options
 from lightning_lowbit.optim.stable_spam import PRESETS
-from tests.optim.parameters import make_parameters, set_gradients
+from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train
 from tests.references.adaptive import norm_of
 from tests.references.stable_spam import Reference, step_all
 
@@ -297,3 +297,66 @@ def test_master_weights_are_refused_where_they_are_of_no_use(dtype: torch.dtype)
     with pytest.raises(ValueError, match=f"bfloat16.*float16, got .*{dtype}.*.*leave"):
         optimizer.add_param_group({"params": [wide]})
     assert len(optimizer.param_groups) == 1, "a refused group was added nevertheless"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (StableSPAM, "norm_clip", "adagn"),
+        (StableSPAM, "element_clip", "AdaClip"),
+        (Adaptive, "norm_clip", "adagn"),
+        (Adaptive, "element_clip", "AdaClip"),
+        (StableSPAM, "moments", "FP8"),
+        (StableSPAM, "master_weights", "bf16"),
+    ],
+)
+def test_rules_misspelt_in_mid_training_are_refused(kind: Any, name: str, value: str) -> None:
+    parameters = make_parameters(shapes=[(3, 4), (4,)])
+    groups = [{"params": [p]} for p in parameters]
+    optimizer = kind(torch.optim.AdamW(groups) if kind is Adaptive else groups)
+    assert_refused_in_mid_training(
+        optimizer, parameters, {name: value}, f"{kind.__name__} needs {name} to be .*{value}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "then"),
+    [
+        ("moments", "fp32", "fp8"),
+        ("moments", "fp8", "fp32"),
+        ("master_weights", None, "fp16"),
+        ("master_weights", "fp16", None),
+    ],
+)
+def test_what_state_is_made_of_cannot_be_changed_in_mid_training(name: str, first: Any, then: Any) -> None:
+    parameters = make_parameters(torch.bfloat16, [(3, 4), (3, 4)])
+    optimizer = StableSPAM([{"params": [p]} for p in parameters], **{name: first})
+    words = rf"\(3, 4\) .* are kept, and not .*{name} cannot be changed in mid-training.*new optimizer"
+    assert_refused_in_mid_training(optimizer, parameters, {name: then}, words.replace("moments c", "moments and .* c"))
+
+
+def assert_refused_in_mid_training(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Parameter], options: dict[str, Any], words: str
+) -> None:
+    train(optimizer, parameters, range(2))
+    before = snapshot(optimizer, parameters)
+    optimizer.param_groups[-1].update(options)
+    with pytest.raises(ValueError, match=words):
+        train(optimizer, parameters, [2])
+    assert_same(snapshot(optimizer, parameters), before, "a refused step left traces")
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [(StableSPAM, {"norm_eps": 1e-8}), (Adaptive, {"reset_interval": 3}), (Adaptive, {"moments": "fp8"})],
+)
+def test_options_of_other_classes_are_refused(kind: Any, option: dict[str, Any]) -> None:
+    words = f"{kind.__name__} has no option {next(iter(option))}"
+    first, second = make_parameters(shapes=[(2, 2), (3, 3)])
+    optimizer = kind(torch.optim.SGD([first]) if kind is Adaptive else [first])
+    with pytest.raises(ValueError, match=words):
+        optimizer.add_param_group({"params": [second], **option})
+    assert len(optimizer.param_groups) == 1, "a refused group was added nevertheless"
+    groups = [{"params": [second], **option}]
+    with pytest.raises(ValueError, match=words):
+        kind(torch.optim.SGD(groups) if kind is Adaptive else groups)

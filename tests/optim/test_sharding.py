@@ -184,13 +184,22 @@ def test_gradients_that_are_still_to_be_summed(results: list[dict[str, Any]]) ->
 
 @pytest.mark.parametrize("name", MISSING)
 def test_gradient_on_some_ranks_only(results: list[dict[str, Any]], name: str) -> None:
-    """Where a rank has none, the whole gradient is 0; a parameter without any is left alone."""
+    """Where a rank has none, the whole gradient is 0; a parameter without any is left alone, and begins with one."""
     wanted = distributed.missing_gradients(None, name)
     for rank, result in enumerate(taking_part(results, (3,))):
         found = result["missing"][name]
-        for key in ("weights", "idle"):
+        for key in ("weights", "late", "idle"):
             torch.testing.assert_close(found[key], wanted[key], rtol=0, atol=1e-12, msg=f"rank {rank}, {key}")
+        assert found["late steps"] == 3, f"rank {rank} counts {found['late steps']} steps with three late gradients"
         assert found["idle steps"] == 0, f"rank {rank} counts {found['idle steps']} steps without a gradient"
+
+
+def test_nan_in_a_parameter_of_other_ranks(results: list[dict[str, Any]]) -> None:
+    """All ranks of any group that the NaN's rank is in skip the step, and ask no more often for it."""
+    for rank, result in enumerate(taking_part(results, (3,))):
+        found, groups = result["nan elsewhere"], 1 if rank == 2 else 2
+        assert found["steps"] == [2] * groups, f"rank {rank} took {found['steps']} steps, wanted 2: one had a NaN"
+        assert found["collectives"] == 2 * groups, f"rank {rank}: {found['collectives']} collectives, {groups} groups"
 
 
 def test_master_weights(results: list[dict[str, Any]]) -> None:

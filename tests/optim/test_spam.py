@@ -132,6 +132,19 @@ def test_one_of_n_neighbours_moves(shape: tuple[int, ...], every: int) -> None:
     assert set(kept.values()) == {compressed}, f"moments are of {kept}, wanted {compressed}"
 
 
+def test_another_interval_draws_nothing_before_its_reset() -> None:
+    """Otherwise an element would move by the moments of another."""
+    parameter = Parameter(torch.ones(6, 16))
+    optimizer = SPAM([parameter], lr=0.1, density=0.25, reset_interval=4, warmup_steps=0)
+    drawn = [one_step(optimizer, parameter, seed=step) for step in range(5)][-1]
+    for interval, step in ((5, 6), (None, 7), (1000, 8)):
+        optimizer.param_groups[0]["reset_interval"] = interval
+        moved = one_step(optimizer, parameter, seed=step)
+        assert torch.equal(moved, drawn), f"step {step}, interval {interval}: other elements without a reset"
+    optimizer.param_groups[0]["reset_interval"] = 9
+    assert not torch.equal(one_step(optimizer, parameter, seed=9), drawn), "the reset drew no new elements"
+
+
 def test_elements_are_drawn_evenly_and_for_each_parameter_and_row_anew() -> None:
     parameters = [Parameter(torch.ones(64, 64)) for _ in range(2)]
     optimizer = SPAM(parameters, lr=0.1, density=0.25, reset_interval=1, warmup_steps=0)
