@@ -6,9 +6,7 @@ needed than there are, the first ones take part.
 
 import math
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
@@ -48,35 +46,6 @@ from lightning_lowbit.optim.moments import FP8Moments, Piece
 from lightning_lowbit.optim.sharding import local, local_gradient, offsets_of, sharding_of, zeros_spread_as
 
 RANKS = 4
-LIMIT = 300  # seconds; on two quiet cores they take a tenth of that
-
-
-def launch(module: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """What each of some processes made of everything, in one start: importing takes longer than training."""
-    root = Path(__file__).parents[2]
-    logs = [folder / f"{rank}.log" for rank in range(ranks)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as file:
-            command = [sys.executable, "-m", module, str(rank), str(folder)]
-            environment = {**os.environ, "PYTHONPATH": str(root)}
-            processes.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=root))
-    try:
-        end = time.monotonic() + LIMIT
-        while any(process.poll() is None for process in processes) and time.monotonic() < end:
-            if any(process.poll() for process in processes):  # the others would wait for it
-                break
-            time.sleep(0.1)
-        codes = [process.poll() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    told = "\n".join(f"--- rank {rank}\n{log.read_text()[-3000:]}" for rank, log in enumerate(logs))
-    assert codes == [0] * ranks, f"the processes ended with {codes}; None: not within {LIMIT} s, or stopped\n{told}"
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
-
-
 # --- what is trained ---
 
 STEPS, HALF = 12, 6

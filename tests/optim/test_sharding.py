@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, connect
 from lightning_lowbit.optim.guards import GradientStatistics
 from lightning_lowbit.optim.sharding import Sharding, local_gradient, offsets_of, sharding_of, zeros_spread_as
+from tests.launch import launch
 from tests.optim import distributed
 from tests.optim.distributed import BAD, CASES, COUNTED, HALF, MISSING, PLACED, RANKS, SAVED, SPREADS, Run
 
@@ -22,7 +23,7 @@ TRAJECTORIES = [(spread, case) for spread in SPREADS for case in SPREADS[spread]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return distributed.launch("tests.optim.distributed", RANKS, tmp_path_factory.mktemp("sharding"))
+    return launch("tests.optim.distributed", RANKS, tmp_path_factory.mktemp("sharding"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.optim.distributed import launch
+from tests.launch import launch
 from tests.optim.trainers import INTERRUPTED, OPTIMIZERS, RANKS, RUNS, alone, describe
 
 RESUMING = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")

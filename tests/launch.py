@@ -1,0 +1,41 @@
+"""Starts the processes of a distributed test, and gathers what they saw."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIMIT = 300  # seconds; on two quiet cores they take a tenth of that
+
+
+def launch(module: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """What each of some processes made of everything, in one start: importing takes longer than training.
+
+    ``python -m MODULE RANK FOLDER`` is what each runs; it leaves ``FOLDER/RANK.pt``.
+    """
+    root = Path(__file__).parents[1]
+    logs = [folder / f"{rank}.log" for rank in range(ranks)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as file:
+            command = [sys.executable, "-m", module, str(rank), str(folder)]
+            environment = {**os.environ, "PYTHONPATH": str(root)}
+            processes.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=root))
+    try:
+        end = time.monotonic() + LIMIT
+        while any(process.poll() is None for process in processes) and time.monotonic() < end:
+            if any(process.poll() for process in processes):  # the others would wait for it
+                break
+            time.sleep(0.1)
+        codes = [process.poll() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    told = "\n".join(f"--- rank {rank}\n{log.read_text()[-3000:]}" for rank, log in enumerate(logs))
+    assert codes == [0] * ranks, f"the processes ended with {codes}; None: not within {LIMIT} s, or stopped\n{told}"
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
