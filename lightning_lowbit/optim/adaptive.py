@@ -9,7 +9,6 @@ strategies see one optimizer.
 Source: the Stable-SPAM thesis, section 4.2 and table 4.5 (Lion and Adam-mini with AdaGN and AdaClip).
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +21,7 @@ from torch.optim import SGD
 from lightning_lowbit.optim import clipping
 from lightning_lowbit.optim.guarded_adam import GuardedAdam
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, Seen
-from lightning_lowbit.optim.guards import SPIKE_CLIP_AFTER, Guards
+from lightning_lowbit.optim.guards import Guards
 from lightning_lowbit.optim.options import check_options
 from lightning_lowbit.optim.sharding import local
 
@@ -184,13 +183,6 @@ class _AdaptiveBatch(Guards):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.second_moments: list[Tensor | None] = []
-
-    def before_clip(self) -> None:
-        """SpikeClip's factors."""
-        waits = self.steps < SPIKE_CLIP_AFTER
-        self.spike_factors = self.scalars(
-            torch.where(waits, math.inf, torch.full_like(self.weight, self.options["spike_threshold"]))
-        )
 
     def measured_pieces(self, index: int, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Pieces of a gradient, each with v of SpikeClip or None."""

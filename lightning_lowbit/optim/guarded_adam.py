@@ -28,9 +28,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lightning_lowbit.optim import clipping
+from lightning_lowbit.optim.adam import adam_, fused_adam_
 from lightning_lowbit.optim.clipping import Scalar
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, Seen
-from lightning_lowbit.optim.guards import SPIKE_CLIP_AFTER, Guards
+from lightning_lowbit.optim.guards import Guards
 from lightning_lowbit.optim.moments import DenseMoments, Draw, FP8Moments, Piece, moments_of
 from lightning_lowbit.optim.options import check_options
 from lightning_lowbit.optim.sharding import local, offsets_of
@@ -200,28 +201,35 @@ class _AdamBatch(Guards):
         super().forget_gradients()
         self.parts, self.formats = [], []
 
-    def before_clip(self) -> None:
-        """MoRet, and SpikeClip's factors."""
+    def begin(self) -> None:
+        """MoRet."""
         interval = self.options["reset_interval"]
         if interval is not None:
             reset = self.taken & ((self.steps + 1) % interval == 0)
             self.steps_since_reset = torch.where(reset, 0, self.steps_since_reset)
             self.mean_weight = torch.where(reset, 0.0, self.mean_weight)
-        if self.options["element_clip"] == "spike_clip":
-            # v of the paper is not bias-corrected, and ν is.
-            beta2, k = self.options["betas"][1], self.steps_since_reset
-            uncorrected = (
-                -torch.expm1(k.to(self.dtype) * math.log(beta2)) if beta2 > 0 else torch.ones_like(self.weight)
-            )
-            factors = torch.where(k >= SPIKE_CLIP_AFTER, self.options["spike_threshold"] * uncorrected, math.inf)
-            self.spike_factors = self.scalars(factors)
+
+    @property
+    def gradients_averaged(self) -> Tensor:
+        """Those since the last reset."""
+        return self.steps_since_reset
+
+    def second_moment_weight(self) -> Tensor:
+        """1 − β2ᵏ: ν is corrected for its bias."""
+        beta2 = self.options["betas"][1]
+        if not beta2:
+            return super().second_moment_weight()
+        return -torch.expm1(self.steps_since_reset.to(self.dtype) * math.log(beta2))
 
     def decay_factor(self) -> Tensor | float:
         """A cosine from 1 to a half over `total_steps`, and the half from there on."""
         if self.options["total_steps"] is None:
             return 1.0
-        progress = ((self.steps + 1).to(self.dtype) / self.options["total_steps"]).clamp(max=1.0)
-        return _DECAY_TO + (1 - _DECAY_TO) * (1 + torch.cos(math.pi * progress)) / 2
+        return self._along_cosine(1.0, _DECAY_TO, self.steps + 1, self.options["total_steps"])
+
+    def _along_cosine(self, start: float, end: float, steps: Tensor, of: int) -> Tensor:
+        progress = (steps.to(self.dtype) / of).clamp(max=1.0)
+        return end + (start - end) * (1 + torch.cos(math.pi * progress)) / 2
 
     def measured_pieces(self, index: int, gradient: Tensor) -> Any:
         """Pieces of a gradient, each with ν of SpikeClip or None."""
@@ -329,43 +337,5 @@ class _AdamBatch(Guards):
         steps = self.options["warmup_steps"]
         if not steps:
             return torch.ones_like(self.weight)
-        progress = (self.steps_since_reset.to(self.dtype) / steps).clamp(max=1.0)
-        rising = 1 - (1 - _WARMUP_FROM) * (1 + torch.cos(math.pi * progress)) / 2
+        rising = self._along_cosine(_WARMUP_FROM, 1.0, self.steps_since_reset, steps)
         return torch.where(self.steps > self.steps_since_reset, rising, 1.0)  # the start is no reset
-
-
-# fmt: off
-def adam_(
-    parameter: Tensor, gradient: Tensor, mean: Tensor, mean_square: Tensor,   # any one shape, dtype of the statistics
-    weight1: Scalar, weight2: Scalar, rate: Scalar, decay: Scalar,            # 0-d tensors or numbers
-    eps: float,
-) -> None:  # fmt: on
-    """Apply one piece of a gradient, in place, itself too; with weights, rate and decay of 0 nothing moves, NaN or not.
-
-    ``rate`` is the learning rate of this step; ``decay``, the share that the parameter loses first.
-    """
-    gradient.nan_to_num_(0.0, 0.0, 0.0)  # of a skipped step: 0·NaN is NaN
-    mean.lerp_(gradient, weight1)
-    mean_square.lerp_(gradient.square_(), weight2)
-    direction = torch.div(mean, torch.sqrt(mean_square, out=gradient).add_(eps), out=gradient)
-    if isinstance(decay, Tensor) or decay:
-        parameter.mul_(1 - decay)
-    parameter.sub_(direction.mul_(rate))
-
-
-# fmt: off
-def fused_adam_(
-    parameter: Tensor, gradient: Tensor, mean: Tensor, mean_square: Tensor,   # all contiguous but the gradient
-    weight1: float, weight2: float, rate: float, decay: float,
-    eps: float,
-) -> None:  # fmt: on
-    """`adam_` in one pass, where scalars are numbers."""
-    torch._fused_adamw_(
-        [parameter], [gradient.contiguous()], [mean], [mean_square], [], [_LATE],
-        lr=rate, beta1=1 - weight1, beta2=1 - weight2, weight_decay=decay / rate if rate else 0.0, eps=eps,
-        amsgrad=False, maximize=False,
-    )  # fmt: skip
-
-
-# A count of steps at which 1 − βᵗ is 1, so that the fused kernel corrects no bias: the moments are corrected already.
-_LATE = torch.tensor(1e9, device="cpu")

@@ -90,7 +90,6 @@ class Guards:
         self.parameters: list[Tensor] = []
         self.gradients: list[Tensor] = []
         self.states: list[dict[str, Tensor]] = []
-        self.spike_factors: Sequence[Any] = ()
         self._has_gradient: list[bool] = []
         self._piece_maxima: list[Tensor] = []
         self._piece_squares: list[list[Tensor | None]] = []
@@ -167,7 +166,11 @@ class Guards:
         maximum = torch.where(self.taken, self.maximum, 0.0)
         vars(self).update({name: torch.stack([state[name] for state in self.states]) for name in self.SCALARS})
         self.clipped = torch.zeros_like(maximum)
-        self.before_clip()
+        self.begin()
+        if self.options["element_clip"] == "spike_clip":
+            waits = self.gradients_averaged < SPIKE_CLIP_AFTER
+            factors = torch.where(waits, torch.inf, self.options["spike_threshold"] * self.second_moment_weight())
+            self._spike_factors = self.scalars(factors)
         if self.options["element_clip"] == "ada_clip":
             self.threshold.lerp_(maximum, self._averaging(self.options["gamma3"], self.steps))
             self.ratio = clipping.clip_ratio(maximum, self.threshold)
@@ -182,8 +185,17 @@ class Guards:
         fits = (maximum > _SMALL) & (maximum < _LARGE)
         self.unit = torch.where(fits, 1.0, maximum.clamp(min=torch.finfo(self.dtype).tiny))
 
-    def before_clip(self) -> None:
-        """Sets ``spike_factors``, what SpikeClip multiplies v with, and what else is to be known before the clip."""
+    def begin(self) -> None:
+        """What a step begins with, once it is known which parameters it takes."""
+
+    @property
+    def gradients_averaged(self) -> Tensor:
+        """How many are in the second moment that SpikeClip compares with, [P]."""
+        return self.steps
+
+    def second_moment_weight(self) -> Tensor:
+        """What that moment has to be multiplied with to be the paper's v, whose bias is not corrected, [P]."""
+        return torch.ones_like(self.weight)
 
     def _averaging(self, decay: float, steps_before: Tensor) -> Tensor:
         return self.weight * clipping.averaging_weight(decay, steps_before, self.dtype)
@@ -216,7 +228,7 @@ class Guards:
             above = clipping.spikes(wide, self._thresholds[parameter])
             return clipping.ada_clip(wide, above, self._ratios[parameter]), above
         assert mean_square is not None
-        clipped = clipping.spike_clip(wide, mean_square, self.spike_factors[parameter])
+        clipped = clipping.spike_clip(wide, mean_square, self._spike_factors[parameter])
         return clipped, clipped - wide
 
     def adapted(

@@ -129,18 +129,26 @@ def zeros_spread_as(parameter: Tensor, last: Callable[[int], int], dtype: torch.
     if not isinstance(parameter, DTensor):
         return zeros
     mesh, placements = parameter.device_mesh, parameter.placements
-    lengths = [parameter.shape[-1]]
-    for dim, placement in enumerate(placements):
-        if placement.is_shard(parameter.dim() - 1):
-            lengths = [part for length in lengths for part in _chunks(length, mesh.size(dim))]
-    whole = torch.Size((*parameter.shape[:-1], sum(last(length) for length in lengths)))
-    if tuple(compute_local_shape_and_global_offset(whole, mesh, placements)[0]) != shape:
+    lengths = [last(length) for length in _cut_rows(parameter, parameter.shape[-1])]
+    if lengths != _cut_rows(
+        parameter, sum(lengths)
+    ):  # as seen from any rank: one that went on would wait for the others
         raise ValueError(
             f"A parameter of {tuple(parameter.shape)}, spread as {placements} over {mesh.size()} ranks, leaves "
             f"{tuple(part.shape)} here, for which rows of another length cannot be kept: use moments='fp32' for it."
         )
+    whole = torch.Size((*parameter.shape[:-1], sum(lengths)))
     stride = torch.empty(whole, device="meta").stride()
     return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=whole, stride=stride)
+
+
+def _cut_rows(parameter: DTensor, length: int) -> list[int]:
+    """The parts of a row of some length, cut as the rows of a parameter are."""
+    parts = [length]
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_shard(parameter.dim() - 1):
+            parts = [cut for part in parts for cut in _chunks(part, parameter.device_mesh.size(dim))]
+    return parts
 
 
 def _chunks(length: int, parts: int) -> list[int]:

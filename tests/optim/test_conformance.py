@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, adaptive, clipping, guarded_adam, guards
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, adam, clipping, guards
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.optim.options import OPTIONS
 from tests.optim.parameters import (
@@ -157,8 +157,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even small tensors are worked on in pieces, and SpikeClip does not wait for 20 steps."""
     monkeypatch.setattr(clipping, "PIECE_ON_CPU", 12)
     monkeypatch.setattr(clipping, "PIECE_ON_ACCELERATOR", 12)
-    for module in (guarded_adam, adaptive):
-        monkeypatch.setattr(module, "SPIKE_CLIP_AFTER", 2)
+    monkeypatch.setattr(guards, "SPIKE_CLIP_AFTER", 2)
 
 
 def pretend_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -820,7 +819,7 @@ def test_no_host_sync_is_noticed(sync: Callable[[], Any]) -> None:
 def test_the_default_device_at_import_does_not_matter() -> None:
     """What the module makes while it is imported has to be of use to parameters on a CPU."""
     with torch.device("meta"):
-        imported = runpy.run_path(guarded_adam.__file__)
+        imported = runpy.run_path(adam.__file__)
     parameter, gradient, mean, mean_square = (torch.ones(3) for _ in range(4))
     imported["fused_adam_"](parameter, gradient, mean, mean_square, 1.0, 1.0, 0.25, 0.0, 1e-8)
     torch.testing.assert_close(parameter, torch.full((3,), 0.75))
