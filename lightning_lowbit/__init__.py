@@ -6,6 +6,7 @@ trainer = Trainer(plugins=[FP4Precision("nvfp4", skip=["lm_head"])], callbacks=[
 from lightning_lowbit.callbacks import (
     ExactResume,
     GracefulInterrupt,
+    LossScaleMonitor,
     LowBitProgressBar,
     OsciReset,
     Plateau,
@@ -21,6 +22,14 @@ from lightning_lowbit.nn import LinearCasts, convert, fold, smooth_swiglu
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
 from lightning_lowbit.precision import FP4Precision, FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
 from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
+from lightning_lowbit.scalers import (
+    ConservativeGradScaler,
+    GradientNormGradScaler,
+    ShardedConservativeGradScaler,
+    ShardedGradientNormGradScaler,
+    ShardedStaticGradScaler,
+    StaticGradScaler,
+)
 
 __version__ = "0.1.0"
 
@@ -28,13 +37,16 @@ __all__ = [
     "SPAM",
     "Adaptive",
     "Cast",
+    "ConservativeGradScaler",
     "ExactResume",
     "FP4Precision",
     "FP8Precision",
     "GracefulInterrupt",
+    "GradientNormGradScaler",
     "Hadamard",
     "IntegerPrecision",
     "LinearCasts",
+    "LossScaleMonitor",
     "LowBitAdamW",
     "LowBitPrecision",
     "LowBitProgressBar",
@@ -46,7 +58,11 @@ __all__ = [
     "QuantizationMonitor",
     "RunReport",
     "Scale",
+    "ShardedConservativeGradScaler",
+    "ShardedGradientNormGradScaler",
+    "ShardedStaticGradScaler",
     "StableSPAM",
+    "StaticGradScaler",
     "TernaryPrecision",
     "Throughput",
     "WeightDecaySwitch",

@@ -204,7 +204,8 @@ class CausalLM(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer and, where one is given, the schedule, per optimizer step."""
-        optimizer = self.make_optimizer(list(self.named_parameters()))
+        trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+        optimizer = self.make_optimizer(trained)
         if self.make_scheduler is None:
             return optimizer
         scheduler = self.make_scheduler(optimizer)

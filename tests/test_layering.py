@@ -1,6 +1,7 @@
 """Imports point downwards, and optional packages are imported where they are used.
 
-L0 formats    L1 kernels    L2 quant    L3 nn, optim, metrics    L4 precision, callbacks    L5 cli    L6 recipes
+L0 formats    L1 kernels    L2 quant    L3 nn, optim, metrics    L4 scalers    L5 precision, callbacks    L6 cli
+L7 recipes
 """
 
 import ast
@@ -18,9 +19,10 @@ LEVELS = {
     "nn": 3,
     "optim": 3,
     "metrics": 3,
-    "precision": 4,
-    "callbacks": 4,
-    "cli": 5,
+    "scalers": 4,
+    "precision": 5,
+    "callbacks": 5,
+    "cli": 6,
 }
 MAY_IMPORT_LIGHTNING = {"precision", "callbacks", "cli"}
 OPTIONAL = {"transformers", "datasets", "torchmetrics", "tensorboard", "rich", "matplotlib", "triton"}

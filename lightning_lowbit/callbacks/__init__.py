@@ -2,6 +2,7 @@
 
 from lightning_lowbit.callbacks.exact_resume import ExactResume
 from lightning_lowbit.callbacks.graceful_interrupt import GracefulInterrupt
+from lightning_lowbit.callbacks.loss_scale_monitor import LossScaleMonitor
 from lightning_lowbit.callbacks.osci_reset import OsciReset
 from lightning_lowbit.callbacks.precision_summary import PrecisionSummary
 from lightning_lowbit.callbacks.precision_switch import PrecisionSwitch, QAFSwitch
@@ -15,6 +16,7 @@ from lightning_lowbit.callbacks.weight_decay_switch import WeightDecaySwitch
 __all__ = [
     "ExactResume",
     "GracefulInterrupt",
+    "LossScaleMonitor",
     "LowBitProgressBar",
     "OsciReset",
     "Plateau",

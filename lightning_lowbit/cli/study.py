@@ -13,6 +13,7 @@ They are the product of ``--vary`` and ``--lr``, or stand in a file, a study:
       warm: [nvfp4, {model: {init_args: {scheduler: {init_args: {warmup_steps: 100}}}}}]
 """
 
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,9 +109,11 @@ def _parse(path: Path) -> Namespace:
     parser.add_argument("--seeds", type=list[int], default=[0])
     parser.add_argument("--more_seeds", type=dict[str, list[int]], default={})
     try:
-        return parser.parse_object(content)
+        given = parser.parse_object(copy.deepcopy(content))
     except ArgumentError as error:
         raise ValueError(f"{path}: {explain(error)}") from None
+    given.rows = content["rows"]  # the parser's are objects where a mapping has a class_path
+    return given
 
 
 def _with_rate(config: dict[str, Any], rate: str) -> dict[str, Any]:

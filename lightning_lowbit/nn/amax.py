@@ -22,6 +22,8 @@ from lightning_lowbit.nn.casts import OPERANDS
 from lightning_lowbit.nn.keys import clean_name, with_index
 from lightning_lowbit.nn.linear import LayerAmaxes, QuantizedLayer
 
+_GRADIENTS = [OPERANDS.index(name) for name in ("dgrad_g", "wgrad_g")]
+
 
 @dataclass
 class _Row:
@@ -131,6 +133,16 @@ class AmaxHistories:
         self._choose()
         self._channels.copy_(torch.where(staged_channels > 0, staged_channels, self._channels))
         self._staged.zero_()
+
+    def scale_gradients_(self, factor: Tensor) -> None:
+        """Multiplies the amaxes of output gradients: the scale of the loss has changed, and theirs with it.
+
+        Args:
+            factor: 0-d, what the loss of the next step is multiplied with, over that of the last one.
+        """
+        if self._rows:
+            self._history[:, _GRADIENTS] *= factor
+            self._choose()
 
     # --- state ---
 

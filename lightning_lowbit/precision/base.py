@@ -19,9 +19,13 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS
 
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import PHASES, SMOOTHINGS, LinearCasts
@@ -29,11 +33,13 @@ from lightning_lowbit.nn.convert import CastsLike, check_backend, check_blend, c
 from lightning_lowbit.nn.keys import LayerKeys, with_index
 from lightning_lowbit.optim.sharding import connect
 from lightning_lowbit.quant.cast import choose
+from lightning_lowbit.scalers import ConservativeGradScaler, overflow, share_overflow
 
 _CHECKPOINT_KEY = "lightning_lowbit"
 
-_COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "32-true"], torch.dtype]] = {
+_COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], torch.dtype]] = {
     "bf16": ("bf16-mixed", torch.bfloat16),
+    "fp16": ("16-mixed", torch.float16),
     "fp32": ("32-true", torch.float32),
 }
 
@@ -51,6 +57,30 @@ def compute_dtype(plugin: Precision) -> torch.dtype:
     return next((dtype for name, dtype in names.items() if name in str(plugin.precision)), torch.float32)
 
 
+def _scaler(given: GradScaler | None, compute_dtype: str) -> GradScaler | None:
+    if compute_dtype != "fp16":
+        if given is not None:
+            raise ValueError(
+                f"A scaler of the loss is for compute_dtype='fp16'; got {compute_dtype!r}, which has the range of "
+                f"float32: leave out scaler={type(given).__name__}, or train in fp16."
+            )
+        return None
+    if given is None:
+        return ConservativeGradScaler()
+    if not isinstance(given, GradScaler):
+        raise ValueError(f"scaler is a torch.amp.GradScaler, or None; got {given!r}.")
+    if not given.is_enabled():
+        raise ValueError(
+            f"The scaler {type(given).__name__} is disabled, and fp16 needs one. torch disables one for CUDA where "
+            "there is none: give device='cpu'; or leave out enabled=False."
+        )
+    return given
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def _as_list(patterns: Iterable[str]) -> Iterable[str]:
     return patterns if isinstance(patterns, str) else list(patterns)  # a string is refused when it is used
 
@@ -63,8 +93,10 @@ class LowBitPrecision(FSDPPrecision):
         skip: patterns of layers to leave in high precision, e.g. ``["lm_head"]``; see :func:`convert`.
         only: patterns of the layers to convert; None for all.
         overrides: other casts for some layers, by pattern.
-        compute_dtype: ``"bf16"`` (autocast) or ``"fp32"``: what everything else computes in, and what operands are
-            rounded to before they are quantised. Parameters stay as they are.
+        compute_dtype: ``"bf16"``, ``"fp16"`` (autocast) or ``"fp32"``: what everything else computes in, and what
+            operands are rounded to before they are quantised. Parameters stay as they are.
+        scaler: of the loss, for ``"fp16"``: any ``torch.amp.GradScaler``, see :mod:`lightning_lowbit.scalers`; None for
+            a :class:`lightning_lowbit.ConservativeGradScaler`. It serves every strategy, sharded ones too.
         seed: of the random bits of stochastic rounding; None takes that of ``seed_everything``, or 0.
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
         backend: ``"auto"``: GEMMs of FP8 or integers with scales per tensor or row run natively on hardware that has
@@ -80,10 +112,15 @@ class LowBitPrecision(FSDPPrecision):
             ``x + λ (q(x) - x)``.
         step: optimizer steps taken.
         micro_batch: training steps taken since the last optimizer step.
+        scaler: of the loss, or None.
+        skipped_steps: optimizer steps that were left out in fp16, since a gradient was not finite; 0-d int64, on the
+            device. ``step``, Lightning's ``global_step`` and with them learning-rate schedules count them nonetheless,
+            so that a run has the length it was given; how many there were is said at its end.
 
     Raises:
         ValueError: an argument is not one of the above; a pattern matches no layer (when the model is converted).
-        MisconfigurationException: the plugin is used outside ``lightning.pytorch.Trainer``.
+        MisconfigurationException: the plugin is used outside ``lightning.pytorch.Trainer``, or a scaler with ranks that
+            are not there; or, in a step, a scaler with LBFGS.
 
     Example:
         >>> Trainer(plugins=[LowBitPrecision("nvfp4", skip=["lm_head"])])
@@ -97,6 +134,7 @@ class LowBitPrecision(FSDPPrecision):
         only: Iterable[str] | None = None,
         overrides: Mapping[str, CastsLike] | None = None,
         compute_dtype: str = "bf16",
+        scaler: GradScaler | None = None,
         seed: int | None = None,
         exact: bool = False,
         backend: str = "auto",
@@ -104,7 +142,10 @@ class LowBitPrecision(FSDPPrecision):
         fresh_histories: bool = False,
     ) -> None:
         precision, self._compute_dtype = _COMPUTE_DTYPES[choose("compute_dtype", compute_dtype, _COMPUTE_DTYPES)]
-        super().__init__(precision)
+        super().__init__("bf16-mixed")  # with "16-mixed" it makes a scaler of its own, which asks for CUDA
+        self.precision = precision
+        self.scaler: GradScaler | None = _scaler(scaler, compute_dtype)  # type: ignore[assignment]  # it serves all
+        self._first_scale = None if self.scaler is None else self.scaler.state_dict()
         self.casts = LinearCasts.of(casts)
         self.overrides = {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
         self.skip, self.only = _as_list(skip), None if only is None else _as_list(only)
@@ -119,6 +160,8 @@ class LowBitPrecision(FSDPPrecision):
         self.is_blending = False
         self.step = 0
         self.micro_batch = 0
+        self.skipped_steps = torch.zeros((), dtype=torch.int64)
+        self._is_sharded = False
         self._root: nn.Module | None = None
         self._trainer: weakref.ref[Any] | None = None
         self._model: weakref.ref[Any] | None = None
@@ -150,10 +193,19 @@ class LowBitPrecision(FSDPPrecision):
         if self._trainer is not None and self._trainer() is not trainer:  # another run
             self.step, self.micro_batch, self.phase, self._histories = 0, 0, "fqt", None
             self.set_blend(1.0)
+            self.skipped_steps = torch.zeros((), dtype=torch.int64)
+            if self.scaler is not None and self._first_scale is not None:
+                self.scaler.load_state_dict(self._first_scale)
         if self._model is not None and self._model() is not module:  # whose amaxes are others
             self._histories = None
         self._trainer, self._model = weakref.ref(trainer), weakref.ref(module)
         strategy = trainer.strategy
+        if isinstance(self.scaler, ShardedGradScaler) and not _is_distributed():
+            raise MisconfigurationException(
+                f"{type(self.scaler).__name__} asks all ranks of a process group whether a gradient is infinite, and "
+                f"{type(strategy).__name__} has none. Use a class that is not sharded, such as ConservativeGradScaler: "
+                f"{type(self).__name__} asks the ranks itself where there are several."
+            )
         self._device, self._rank = strategy.root_device, trainer.global_rank
         # Raises, if at all, before anything is changed.
         check_backend(self.plan(module), self.backend, self.exact, self._device)
@@ -258,18 +310,56 @@ class LowBitPrecision(FSDPPrecision):
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Steps, and counts the step; what it staged enters the histories, by one collective for all layers."""
-        result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        grown = None
+        if self.scaler is None:
+            result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        else:
+            result, grown = self._step_scaled(self.scaler, optimizer, model, closure, **kwargs)
         self.step += 1
         self.micro_batch = 0
         if self._histories is not None:
             self._histories.advance_(self._maximum_over_ranks)
+            if grown is not None:
+                self._histories.scale_gradients_(grown)
         if self._is_automatic:  # also where there was no backward pass
             self._record(False)
         return result
 
+    def _step_scaled(
+        self, scaler: GradScaler, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> tuple[Any, Tensor]:
+        """Unscales, calls hooks and clips, steps, updates; also says what the scale was multiplied with.
+
+        Torch's fused optimizers, too, get gradients that are unscaled: they can be clipped and watched like all others.
+        """
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                "LBFGS computes losses within its step, which no loss scale reaches: train it with "
+                "compute_dtype='bf16' or 'fp32', or use another optimizer."
+            )
+        closure()
+        if scaler._get_scale_async() is None:  # no loss has been scaled yet, so that it has no scale
+            scaler.scale(torch.zeros((), device=self._device))
+        scaler.unscale_(optimizer)
+        share_overflow(scaler, optimizer, self._device, self._is_sharded)
+        self._after_closure(model, optimizer)
+        skipped = overflow(scaler, optimizer)
+        before = scaler._get_scale_async()
+        assert skipped is not None
+        assert before is not None
+        before = before.clone()
+        self.skipped_steps = self.skipped_steps.to(skipped.device, non_blocking=True) + skipped
+        # Schedules count a step that is skipped, on purpose; torch would warn if that is the very first one.
+        optimizer._opt_called = True
+        result = scaler.step(optimizer, **kwargs)
+        scaler.update()
+        after = scaler._get_scale_async()
+        assert after is not None
+        return result, torch.where(before > 0, after / before, 1.0)
+
     @staticmethod
     def _maximum_over_ranks(tensor: Tensor) -> None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if _is_distributed() and dist.get_world_size() > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
 
     # --- gradient clipping, on every strategy ---
@@ -277,6 +367,9 @@ class LowBitPrecision(FSDPPrecision):
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Keeps the wrapped model: under FSDP1 only its root can compute a gradient norm, or knows what is where."""
         self._root = model
+        self._is_sharded = any(isinstance(part, FullyShardedDataParallel) for part in model.modules()) or any(
+            isinstance(parameter, DTensor) for parameter in model.parameters()
+        )
         connect(model)
         return super().connect(model, optimizers, lr_schedulers)
 
@@ -297,6 +390,8 @@ class LowBitPrecision(FSDPPrecision):
         """Adds the state under a key that does not depend on the plugin's class."""
         state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
         state["blend"] = self.blend.cpu().clone()
+        if self.scaler is not None:
+            state |= {"scaler": self.scaler.state_dict(), "skipped_steps": int(self.skipped_steps)}
         if self._histories:
             state |= self._histories.state_dict()
         checkpoint[_CHECKPOINT_KEY] = state
@@ -324,6 +419,21 @@ class LowBitPrecision(FSDPPrecision):
         self.step, self.micro_batch = state["step"], state["micro_batch"]
         self.set_phase(state["phase"])
         self.set_blend(float(state.get("blend", 1.0)))
+        if self.scaler is None:
+            return
+        self.skipped_steps = torch.tensor(state.get("skipped_steps", 0))
+        if "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+
+    def teardown(self) -> None:
+        """Says how many steps were skipped."""
+        super().teardown()
+        skipped = int(self.skipped_steps)
+        if skipped:
+            rank_zero_info(
+                f"{skipped} of {self.step} optimizer steps were skipped, since a gradient was not finite in fp16; "
+                "global_step and learning-rate schedules have counted them. LossScaleMonitor shows when."
+            )
 
     def _load_histories(self, state: Mapping[str, Any]) -> None:
         if self.fresh_histories or not self._histories:

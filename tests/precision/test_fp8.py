@@ -623,7 +623,11 @@ def test_fresh_histories_expect_none_of_a_checkpoint() -> None:
     assert_histories(state(plugin)["amax_history"], witness, 4)
 
 
-@pytest.mark.parametrize("other", [FP8Precision("current"), FP8Precision("mx"), FP4Precision(), None], ids=str)
+@pytest.mark.parametrize(
+    "other",
+    [FP8Precision("current"), FP8Precision("mx"), FP4Precision(), None],
+    ids=["fp8-current", "mxfp8", "nvfp4", "no plugin"],
+)
 def test_a_checkpoint_with_histories_goes_on_without(other: LowBitPrecision | None) -> None:
     saved(FP8Precision(history=4, smooth_swiglu="channel"))
     model = Regression()

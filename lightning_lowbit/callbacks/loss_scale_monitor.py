@@ -1,0 +1,217 @@
+"""What the loss scale of fp16 does: its curve, the steps it cost, and warnings where it does not settle.
+
+on_before_optimizer_step    were gradients finite, as they were unscaled?
+on_train_batch_end          did the scale fall? Everything is logged, as tensors on the device
+on_train_batch_start        of the batch after one that was logged: the numbers, for warnings
+"""
+
+import math
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from lightning_lowbit.callbacks.report_page import Section, Text
+from lightning_lowbit.scalers import overflow
+
+# What is counted, in one tensor: float64 counts whole numbers up to 2^53.
+_COUNTS = ("step", "scale", "skipped_steps", "overflows", "at_floor", "at_cap")
+_LOGGED = ("scale", "growth_tracker", "overflows", "skipped_steps")
+
+_ADVICE = {
+    "falls": (
+        "{falls} overflows within {within} optimizer steps have brought it to {scale:g}, where one now and then is "
+        "usual. Look for what grows: a learning rate too high or a warm-up too short, data or activations with "
+        "outliers. Clipping comes too late for that. Where the device has bf16, compute_dtype='bf16' needs no scale."
+    ),
+    "at_floor": (
+        "it has been at its floor of {floor:g} for {within} optimizer steps: gradients leave the range of fp16 by "
+        "themselves. The model needs the range of float32: train it with compute_dtype='bf16' or 'fp32', as it was "
+        "trained before; or lower the floor."
+    ),
+    "at_cap": (
+        "it has been at its cap of {cap:g} for {within} optimizer steps, and nothing overflows. If gradients are that "
+        "small, raise the cap; if they are 0, look for what does not depend on the parameters."
+    ),
+}
+
+
+class LossScaleMonitor(Callback):
+    """Logs the scale of the loss, and warns where it does not settle.
+
+    It watches any ``GradScaler``: that of a :class:`LowBitPrecision`, or of Lightning's ``MixedPrecision``. Four
+    curves, as often as the logger takes them:
+
+    - ``loss_scale/scale``;
+    - ``loss_scale/growth_tracker``: steps since it last changed, below 0 while it cools down;
+    - ``loss_scale/overflows``: steps with a gradient that was not finite, since the last point of the curve;
+    - ``loss_scale/skipped_steps``: the same since training began: so far is the optimizer behind ``global_step`` and
+      learning-rate schedules, which count them.
+
+    Warnings are said once for each run, and listed by :class:`RunReport`: where overflows let the scale fall ``falls``
+    times within ``within`` optimizer steps, or would if it were not at its floor; and where it stays at its floor (1
+    for torch's own scaler, which has none) or cap for as many.
+
+    Nothing waits for the device, but for one copy of a few numbers in the batch after one that was logged.
+
+    Args:
+        falls: how many of them are too many, at least 1.
+        within: of how many optimizer steps, at least ``falls``.
+
+    Raises:
+        ValueError: an argument is out of range.
+        MisconfigurationException: when training starts: there is no scaler.
+
+    Example:
+        >>> Trainer(plugins=[FP8Precision(compute_dtype="fp16")], callbacks=[LossScaleMonitor()])
+    """
+
+    def __init__(self, falls: int = 5, within: int = 100) -> None:
+        if type(falls) is not int or falls < 1:
+            raise ValueError(f"falls is how often the scale falls before a warning, 1 or more; got {falls!r}.")
+        if type(within) is not int or within < falls:
+            raise ValueError(f"within is a number of optimizer steps, falls={falls} or more; got {within!r}.")
+        self.falls, self.within = falls, within
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self._counts = torch.zeros(len(_COUNTS), dtype=torch.float64)
+        self._fell = torch.full((self.falls,), -math.inf, dtype=torch.float64)  # in which steps, the oldest first
+        self._alerts: dict[str, str] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._before: Tensor | None = None  # the scale
+        self._found: Tensor | None = None  # how many optimizers skip the step under way
+        self._is_unread = False
+
+    # --- when ---
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forgets another run."""
+        if stage == "fit" and trainer.global_step == 0:  # or else the same Trainer goes on; checkpoints come later
+            self._start_afresh()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks for the scaler."""
+        self._forget()
+        _scaler(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Reads the numbers of the last batch, if it was logged."""
+        self._read(trainer)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Notes whether the step will be skipped."""
+        scaler = _scaler(trainer)
+        scale, found = scaler._get_scale_async(), overflow(scaler, optimizer)
+        if self._before is None and scale is not None:
+            self._before = scale.clone()
+        if found is not None:
+            self._found = found.double() if self._found is None else self._found + found
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Counts the steps of the batch, and logs."""
+        scaler = _scaler(trainer)
+        scale = scaler._get_scale_async()
+        if self._before is None or scale is None:  # no optimizer step
+            return
+        self._count(scaler, scale)
+        values: dict[str, Any] = dict(zip(_COUNTS, self._counts.unbind(), strict=True))
+        values["growth_tracker"] = None if scaler._growth_tracker is None else scaler._growth_tracker.double()
+        # Copies: counters are refilled, and the logger may look at what it was given later.
+        metrics = {f"loss_scale/{name}": values[name].clone() for name in _LOGGED}
+        pl_module.log_dict(metrics, batch_size=1)
+        if trainer._logger_connector.should_update_logs:
+            self._is_unread = True
+            self._counts[_COUNTS.index("overflows")] = 0
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reads the numbers of the last step."""
+        self._is_unread = True
+        self._read(trainer)
+
+    # --- what ---
+
+    @torch.no_grad()
+    def _count(self, scaler: GradScaler, scale: Tensor) -> None:
+        before, found, device = self._before, self._found, scale.device
+        assert before is not None
+        self._before = self._found = None
+        self._counts, self._fell = self._counts.to(device), self._fell.to(device)
+        fell = scale < before
+        if found is None:  # torch's fused optimizers under Lightning's MixedPrecision: unscaled within their step
+            found = fell.double()
+        floor, cap = _bounds(scaler)
+        step, _, skipped, overflows, at_floor, at_cap = self._counts.unbind()
+        at_floor = torch.where(scale <= floor, at_floor + 1, 0)
+        at_cap = torch.where(scale >= cap, at_cap + 1, 0)
+        counts = [step + 1, scale.double(), skipped + found, overflows + found, at_floor, at_cap]
+        self._counts = torch.stack(counts)
+        # At its floor it cannot fall.
+        stopped = fell | ((found > 0) & (scale <= floor))
+        later = torch.cat([self._fell[1:], self._counts[:1]])
+        self._fell = torch.where(stopped, later, self._fell)
+
+    def _read(self, trainer: Trainer) -> None:
+        if not self._is_unread:
+            return
+        self._is_unread = False
+        try:
+            numbers = torch.cat([self._counts, self._fell[:1]]).tolist()
+        except RuntimeError:  # after an error of the device nothing can be copied from it; whatever comes next says so
+            return
+        counts, oldest = dict(zip(_COUNTS, numbers, strict=False)), numbers[-1]
+        floor, cap = _bounds(_scaler(trainer))
+        is_moving = floor < cap
+        facts = {"falls": self.falls, "within": self.within, "scale": counts["scale"], "floor": floor, "cap": cap}
+        for kind, holds in (
+            ("falls", counts["step"] - oldest < self.within),
+            ("at_floor", is_moving and counts["at_floor"] >= self.within),
+            ("at_cap", is_moving and counts["at_cap"] >= self.within),
+        ):
+            if holds and kind not in self._alerts:
+                self._alerts[kind] = f"the loss scale, step {trainer.global_step}: {_ADVICE[kind].format(**facts)}"
+                rank_zero_warn(f"{type(self).__name__}: {self._alerts[kind]}")
+
+    # --- what is left of it ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, and what was said."""
+        counts, fell = self._counts.tolist(), self._fell.tolist()
+        return {"counts": dict(zip(_COUNTS, counts, strict=True)), "fell": fell, "alerts": dict(self._alerts)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with it; of falls, with as many of the last ones as this one looks at."""
+        self._counts = torch.tensor([state_dict["counts"][name] for name in _COUNTS], dtype=torch.float64)
+        fell = [-math.inf] * self.falls + state_dict["fell"]
+        self._fell = torch.tensor(fell[-self.falls :], dtype=torch.float64)
+        self._alerts = dict(state_dict["alerts"])
+
+    def report_sections(self, trainer: Trainer) -> list[Section]:
+        """How many steps were skipped, and the warnings; the curves are among the metrics."""
+        counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
+        text = f"{counts['skipped_steps']:.0f} of {counts['step']:.0f} optimizer steps were skipped, since a gradient "
+        text += f"was not finite. The loss scale ended at {counts['scale']:g}."
+        return [Section("Loss scale", [Text(text), *map(Text, self._alerts.values())])]
+
+
+def _scaler(trainer: Trainer) -> GradScaler:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if not isinstance(scaler, GradScaler) or not scaler.is_enabled():
+        raise MisconfigurationException(
+            f"LossScaleMonitor watches the scale of the loss, and {type(trainer.precision_plugin).__name__} with "
+            f"precision {trainer.precision_plugin.precision!r} has none, since only fp16 needs one: train with "
+            "compute_dtype='fp16' (or Lightning's precision='16-mixed'), or leave out the callback."
+        )
+    return scaler
+
+
+def _bounds(scaler: GradScaler) -> tuple[float, float]:
+    """Of torch's own scaler, which has none: 1, below which something is wrong, and infinity."""
+    return getattr(scaler, "floor", 1.0), getattr(scaler, "cap", math.inf)
