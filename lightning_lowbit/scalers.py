@@ -44,6 +44,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_lowbit.optim.sharding import all_reduce_, local, local_gradient, sharding_of
@@ -80,6 +81,13 @@ def overflow(scaler: GradScaler, optimizer: Optimizer | None = None) -> Tensor |
     if not found or scale is None:
         return None
     return torch.stack([flag.to(scale.device, non_blocking=True) for flag in found]).sum() > 0
+
+
+def scale_of(scaler: GradScaler) -> Tensor:
+    """The scale, float32, 0-d, on the device; that of a scaler which has scaled something."""
+    scale = scaler._get_scale_async()
+    assert scale is not None
+    return scale
 
 
 def loss_factor(norm: Tensor, threshold: float) -> Tensor:
@@ -151,7 +159,7 @@ class ConservativeGradScaler(GradScaler):
         )
         self.floor, self.cap = float(floor), float(cap)
         self.cooldown, self.hysteresis = cooldown, chosen["hysteresis"]
-        self._tolerated = torch.full((), self.hysteresis, dtype=torch.int32)  # overflows until the scale falls
+        self._tolerated = torch.tensor(self.hysteresis, dtype=torch.int32, device="cpu")  # until the scale falls
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -301,14 +309,13 @@ def share_overflow(scaler: GradScaler, optimizer: Optimizer, device: torch.devic
 
 def _norm(parameters: list[Tensor]) -> Tensor:
     """Norm of all gradients together, float32, 0-d, the same on all ranks of a group over which they are spread."""
-    squares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    gradients: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        gradient = local_gradient(parameter)
-        values = torch.zeros((), device=parameter.device) if gradient is None else gradient
-        squares[sharding_of(parameter).groups].append(torch.linalg.vector_norm(values, dtype=torch.float32).square())
+        gradient, groups = local_gradient(parameter), sharding_of(parameter).groups
+        gradients[groups] += [] if gradient is None else [gradient]
     device = parameters[0].device
-    sums = [torch.stack([square.to(device) for square in of_one]).sum() for of_one in squares.values()]
-    return torch.stack(all_reduce_(sums, list(squares), dist.ReduceOp.SUM)).sum().sqrt()
+    squares = [get_total_norm(of_one).to(device, torch.float32).square() for of_one in gradients.values()]
+    return torch.stack(all_reduce_(squares, list(gradients), dist.ReduceOp.SUM)).sum().sqrt()
 
 
 def _here() -> str:

@@ -46,7 +46,7 @@ class PreferenceLM(CausalLM):
             raise ValueError(f"beta is what multiplies the margin, a number above 0; got {beta!r}.")
         super().__init__(**kwargs)
         self.beta = beta
-        self.reference = copy.deepcopy(self.model).requires_grad_(False).eval()
+        self.reference = copy.deepcopy(self.model).requires_grad_(False)
         self.val_accuracy = MeanMetric(nan_strategy=math.nan)
 
     def _margins(self, batch: Tensor) -> Tensor:
@@ -55,7 +55,9 @@ class PreferenceLM(CausalLM):
         mirrored = torch.cat([batch[:, :answer], batch[:, answer:].flip(1)], 1)
         both = torch.cat([batch, mirrored])
         with torch.no_grad():
-            before = _log_probability(self.reference, both, answer)
+            before = _log_probability(
+                self.reference.eval(), both, answer
+            )  # Lightning puts it into training with the rest
         preferred, other = (_log_probability(self.model, both, answer) - before).chunk(2)
         return preferred - other
 

@@ -135,14 +135,15 @@ class AmaxHistories:
         self._staged.zero_()
 
     def scale_gradients_(self, factor: Tensor) -> None:
-        """Multiplies the amaxes of output gradients: the scale of the loss has changed, and theirs with it.
+        """Multiplies all amaxes of output gradients: the scale of the loss has changed, and theirs with it.
 
         Args:
             factor: 0-d, what the loss of the next step is multiplied with, over that of the last one.
         """
-        if self._rows:
-            self._history[:, _GRADIENTS] *= factor
-            self._choose()
+        staged, _ = self._split()
+        for amaxes in (self._history, staged):
+            amaxes[:, _GRADIENTS] *= factor
+        self._choose()
 
     # --- state ---
 

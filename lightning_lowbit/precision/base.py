@@ -11,7 +11,7 @@ primitives, the same on all ranks. The model's ``state_dict`` is untouched: its 
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Literal
 
 import torch
@@ -33,7 +33,7 @@ from lightning_lowbit.nn.convert import CastsLike, check_backend, check_blend, c
 from lightning_lowbit.nn.keys import LayerKeys, with_index
 from lightning_lowbit.optim.sharding import connect
 from lightning_lowbit.quant.cast import choose
-from lightning_lowbit.scalers import ConservativeGradScaler, overflow, share_overflow
+from lightning_lowbit.scalers import ConservativeGradScaler, overflow, scale_of, share_overflow
 
 _CHECKPOINT_KEY = "lightning_lowbit"
 
@@ -160,7 +160,7 @@ class LowBitPrecision(FSDPPrecision):
         self.is_blending = False
         self.step = 0
         self.micro_batch = 0
-        self.skipped_steps = torch.zeros((), dtype=torch.int64)
+        self.skipped_steps = torch.tensor(0, device="cpu")
         self._is_sharded = False
         self._root: nn.Module | None = None
         self._trainer: weakref.ref[Any] | None = None
@@ -193,7 +193,7 @@ class LowBitPrecision(FSDPPrecision):
         if self._trainer is not None and self._trainer() is not trainer:  # another run
             self.step, self.micro_batch, self.phase, self._histories = 0, 0, "fqt", None
             self.set_blend(1.0)
-            self.skipped_steps = torch.zeros((), dtype=torch.int64)
+            self.skipped_steps = torch.tensor(0, device="cpu")
             if self.scaler is not None and self._first_scale is not None:
                 self.scaler.load_state_dict(self._first_scale)
         if self._model is not None and self._model() is not module:  # whose amaxes are others
@@ -310,25 +310,22 @@ class LowBitPrecision(FSDPPrecision):
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Steps, and counts the step; what it staged enters the histories, by one collective for all layers."""
-        grown = None
         if self.scaler is None:
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
         else:
-            result, grown = self._step_scaled(self.scaler, optimizer, model, closure, **kwargs)
+            result = self._step_scaled(self.scaler, optimizer, model, closure, **kwargs)
         self.step += 1
         self.micro_batch = 0
         if self._histories is not None:
             self._histories.advance_(self._maximum_over_ranks)
-            if grown is not None:
-                self._histories.scale_gradients_(grown)
         if self._is_automatic:  # also where there was no backward pass
             self._record(False)
         return result
 
     def _step_scaled(
         self, scaler: GradScaler, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
-    ) -> tuple[Any, Tensor]:
-        """Unscales, calls hooks and clips, steps, updates; also says what the scale was multiplied with.
+    ) -> Any:
+        """Unscales, calls hooks and clips, steps, updates.
 
         Torch's fused optimizers, too, get gradients that are unscaled: they can be clipped and watched like all others.
         """
@@ -338,24 +335,21 @@ class LowBitPrecision(FSDPPrecision):
                 "compute_dtype='bf16' or 'fp32', or use another optimizer."
             )
         closure()
-        if scaler._get_scale_async() is None:  # no loss has been scaled yet, so that it has no scale
+        if scaler._get_scale_async() is None:  # no loss has been scaled yet, so that there is no scale
             scaler.scale(torch.zeros((), device=self._device))
         scaler.unscale_(optimizer)
         share_overflow(scaler, optimizer, self._device, self._is_sharded)
         self._after_closure(model, optimizer)
-        skipped = overflow(scaler, optimizer)
-        before = scaler._get_scale_async()
+        skipped, before = overflow(scaler, optimizer), scale_of(scaler).clone()
         assert skipped is not None
-        assert before is not None
-        before = before.clone()
         self.skipped_steps = self.skipped_steps.to(skipped.device, non_blocking=True) + skipped
         # Schedules count a step that is skipped, on purpose; torch would warn if that is the very first one.
         optimizer._opt_called = True
         result = scaler.step(optimizer, **kwargs)
         scaler.update()
-        after = scaler._get_scale_async()
-        assert after is not None
-        return result, torch.where(before > 0, after / before, 1.0)
+        if self._histories:
+            self._histories.scale_gradients_(torch.where(before > 0, scale_of(scaler) / before, 1.0))
+        return result
 
     @staticmethod
     def _maximum_over_ranks(tensor: Tensor) -> None:
@@ -421,15 +415,18 @@ class LowBitPrecision(FSDPPrecision):
         self.set_blend(float(state.get("blend", 1.0)))
         if self.scaler is None:
             return
-        self.skipped_steps = torch.tensor(state.get("skipped_steps", 0))
+        self.skipped_steps = torch.tensor(state.get("skipped_steps", 0), device="cpu")
         if "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
 
     def teardown(self) -> None:
-        """Says how many steps were skipped."""
+        """Says how many steps of a training were skipped."""
         super().teardown()
-        skipped = int(self.skipped_steps)
-        if skipped:
+        trainer = None if self._trainer is None else self._trainer()
+        skipped = 0
+        with suppress(RuntimeError):  # after an error of the device nothing can be copied from it
+            skipped = int(self.skipped_steps)
+        if skipped and trainer is not None and trainer.state.fn == "fit":
             rank_zero_info(
                 f"{skipped} of {self.step} optimizer steps were skipped, since a gradient was not finite in fp16; "
                 "global_step and learning-rate schedules have counted them. LossScaleMonitor shows when."

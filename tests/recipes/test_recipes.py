@@ -45,6 +45,7 @@ SIZES = {
     "llama_1b": 1339,
     "llama_7b": 6738,
     "bitnet": 3.35,
+    "dpo": 0.935,  # with the reference
 }
 
 # Casts that overlays make of the recipe's, where they are no preset of the same name.
@@ -56,12 +57,13 @@ CHANGES = {
     **{f"int{bits}_qat": LinearCasts.preset(f"int{bits}") for bits in (2, 3, 4)},
     "e1m2_qat": LinearCasts.preset("e1m2"),
     "bitnet": LinearCasts.preset("ternary"),
+    "dpo": LinearCasts(),
     "stable_ternary": LinearCasts.of({"preset": "ternary", "fprop_w": {"scale": {"factor": 1.1547}}}),
 }
 
 # Optimizers that overlays put in the place of the recipe's Stable-SPAM.
 OPTIMIZERS = {
-    **dict.fromkeys(("adamw", "bitnet", "stable_ternary"), "AdamW"),
+    **dict.fromkeys(("adamw", "bitnet", "stable_ternary", "dpo"), "AdamW"),
     "spam": "SPAM",
     "lion": "Lion",
     "lion_adaptive": "Adaptive of Lion",
@@ -210,6 +212,7 @@ def test_full_size(name, monkeypatch):
     if "Adam_mini" in described(optimizer):
         wrapped, network = getattr(optimizer, "optimizer", optimizer), parsed.model.model.config
         assert (wrapped.dim, wrapped.n_heads) == (network.hidden_size, network.num_attention_heads)
+    assert plugin.compute_dtype == (torch.float16 if name in ("dpo", "fp16") else torch.bfloat16)
     assert parsed.trainer.gradient_clip_val == {"gradclip": 1.0, "stable_ternary": 0.8}.get(name)
     assert not Path("runs").exists()
 
@@ -283,10 +286,10 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(name, options):
 
 
 def test_every_overlay_and_recipe_is_told_apart():
-    assert set(RECIPES) == {"quickstart", "c4", "quadratic", "bitnet", "continual_qat"}
+    assert set(RECIPES) == {"quickstart", "c4", "quadratic", "bitnet", "continual_qat", "dpo"}
     assert {"bf16", "nvfp4", "qaf", "adamw", "gradclip", "llama_130m", "llama_1b", "study"} <= set(OVERLAYS)
-    assert {*OPTIMIZERS, *RULES} - {"bitnet"} <= set(OVERLAYS)
-    assert set(STUDIES) == {*FP4_STUDIES, *OPTIMIZER_STUDIES, "fp8_scalings", "qat", "progressive"}
+    assert {*OPTIMIZERS, *RULES} - set(RECIPES) <= set(OVERLAYS)
+    assert set(STUDIES) == {*FP4_STUDIES, *OPTIMIZER_STUDIES, "fp8_scalings", "qat", "progressive", "loss_scaling"}
 
 
 def test_the_readme_lists_them_all():
@@ -379,6 +382,26 @@ def test_the_rows_of_progressive():
         last[row.name] = (at_the_start[-1].get("over"), at_the_start[-1].get("schedule"))
     schedules = ("linear", "cosine", "sigmoid", "delayed")
     assert last == {"sudden": (None, "linear"), **{name: (0.5, name) for name in schedules}}
+
+
+def test_the_rows_of_loss_scaling_differ_in_the_scale_alone():
+    """Of the loss; and bf16, which has none to watch."""
+    scales = {}
+    for row in read_study("loss_scaling").rows:
+        arguments = row.config["trainer"]["plugins"]["init_args"]
+        dtype, scaler = arguments.pop("compute_dtype"), arguments.pop("scaler")
+        made = None if scaler is None else locate(scaler["class_path"])(**scaler["init_args"], device="cpu")
+        scales[row.name] = dtype, made and (type(made).__name__, made.get_scale())
+        callbacks = [callback["class_path"] for callback in row.config["trainer"].pop("callbacks")]
+        assert ("lightning_lowbit.LossScaleMonitor" in callbacks) == (dtype == "fp16"), row.name
+        del row.config["trainer"]["default_root_dir"]
+        assert row.config == read_study("loss_scaling").rows[-1].config | {"trainer": row.config["trainer"]}, row.name
+        assert row.seeds == [0, 1, 2]
+    assert scales == {
+        "bf16": ("bf16", None),
+        **{f"fp16_static_{scale}": ("fp16", ("StaticGradScaler", scale)) for scale in (1, 1024, 65536)},
+        "fp16_tiny_loss": ("fp16", ("ConservativeGradScaler", 2**18)),
+    }
 
 
 def options_of(row):
