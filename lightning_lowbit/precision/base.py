@@ -11,7 +11,7 @@ primitives, the same on all ranks. The model's ``state_dict`` is untouched: its 
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -19,21 +19,20 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS
 
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import PHASES, SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.convert import CastsLike, check_backend, check_blend, convert, plan, set_phase
 from lightning_lowbit.nn.keys import LayerKeys, with_index
 from lightning_lowbit.optim.sharding import connect
+from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
 from lightning_lowbit.quant.cast import choose
-from lightning_lowbit.scalers import ConservativeGradScaler, overflow, scale_of, share_overflow
 
 _CHECKPOINT_KEY = "lightning_lowbit"
 
@@ -55,26 +54,6 @@ def compute_dtype(plugin: Precision) -> torch.dtype:
         return plugin.compute_dtype
     names = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
     return next((dtype for name, dtype in names.items() if name in str(plugin.precision)), torch.float32)
-
-
-def _scaler(given: GradScaler | None, compute_dtype: str) -> GradScaler | None:
-    if compute_dtype != "fp16":
-        if given is not None:
-            raise ValueError(
-                f"A scaler of the loss is for compute_dtype='fp16'; got {compute_dtype!r}, which has the range of "
-                f"float32: leave out scaler={type(given).__name__}, or train in fp16."
-            )
-        return None
-    if given is None:
-        return ConservativeGradScaler()
-    if not isinstance(given, GradScaler):
-        raise ValueError(f"scaler is a torch.amp.GradScaler, or None; got {given!r}.")
-    if not given.is_enabled():
-        raise ValueError(
-            f"The scaler {type(given).__name__} is disabled, and fp16 needs one. torch disables one for CUDA where "
-            "there is none: give device='cpu'; or leave out enabled=False."
-        )
-    return given
 
 
 def _is_distributed() -> bool:
@@ -144,8 +123,8 @@ class LowBitPrecision(FSDPPrecision):
         precision, self._compute_dtype = _COMPUTE_DTYPES[choose("compute_dtype", compute_dtype, _COMPUTE_DTYPES)]
         super().__init__("bf16-mixed")  # with "16-mixed" it makes a scaler of its own, which asks for CUDA
         self.precision = precision
-        self.scaler: GradScaler | None = _scaler(scaler, compute_dtype)  # type: ignore[assignment]  # it serves all
-        self._first_scale = None if self.scaler is None else self.scaler.state_dict()
+        self.scaler: GradScaler | None = scaler_for(compute_dtype, scaler)  # type: ignore[assignment]  # of any class
+        self._scaling = None if self.scaler is None else LossScaling(self.scaler)
         self.casts = LinearCasts.of(casts)
         self.overrides = {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
         self.skip, self.only = _as_list(skip), None if only is None else _as_list(only)
@@ -160,7 +139,6 @@ class LowBitPrecision(FSDPPrecision):
         self.is_blending = False
         self.step = 0
         self.micro_batch = 0
-        self.skipped_steps = torch.tensor(0, device="cpu")
         self._is_sharded = False
         self._root: nn.Module | None = None
         self._trainer: weakref.ref[Any] | None = None
@@ -174,6 +152,11 @@ class LowBitPrecision(FSDPPrecision):
     def compute_dtype(self) -> torch.dtype:
         """What everything that is not quantised computes in."""
         return self._compute_dtype
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many optimizer steps fp16 has skipped, see the class."""
+        return torch.tensor(0, device="cpu") if self._scaling is None else self._scaling.skipped_steps
 
     # --- conversion and phases ---
 
@@ -193,9 +176,8 @@ class LowBitPrecision(FSDPPrecision):
         if self._trainer is not None and self._trainer() is not trainer:  # another run
             self.step, self.micro_batch, self.phase, self._histories = 0, 0, "fqt", None
             self.set_blend(1.0)
-            self.skipped_steps = torch.tensor(0, device="cpu")
-            if self.scaler is not None and self._first_scale is not None:
-                self.scaler.load_state_dict(self._first_scale)
+            if self._scaling is not None:
+                self._scaling.restart()
         if self._model is not None and self._model() is not module:  # whose amaxes are others
             self._histories = None
         self._trainer, self._model = weakref.ref(trainer), weakref.ref(module)
@@ -286,9 +268,15 @@ class LowBitPrecision(FSDPPrecision):
         with self.forward_context():
             self._record(True)
             yield
-        if not self._is_automatic:  # its backward passes were in here
+        if not self._is_automatic:  # its backward passes and steps were in here
             self._record(False)
+            self._update_scale()
         self.micro_batch += 1
+
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        """Scales the loss of fp16; by hand, a backward pass after steps begins anew."""
+        self._update_scale()
+        return super().pre_backward(tensor, module)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Ends what belongs to a micro-batch: the backward pass may compute activations again, hooks may evaluate."""
@@ -310,10 +298,10 @@ class LowBitPrecision(FSDPPrecision):
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Steps, and counts the step; what it staged enters the histories, by one collective for all layers."""
-        if self.scaler is None:
+        if self._scaling is None:
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
         else:
-            result = self._step_scaled(self.scaler, optimizer, model, closure, **kwargs)
+            result = self._step_scaled(self._scaling, optimizer, model, closure, **kwargs)
         self.step += 1
         self.micro_batch = 0
         if self._histories is not None:
@@ -323,33 +311,20 @@ class LowBitPrecision(FSDPPrecision):
         return result
 
     def _step_scaled(
-        self, scaler: GradScaler, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+        self, scaling: LossScaling, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Unscales, calls hooks and clips, steps, updates.
-
-        Torch's fused optimizers, too, get gradients that are unscaled: they can be clipped and watched like all others.
-        """
-        if isinstance(optimizer, LBFGS):
-            raise MisconfigurationException(
-                "LBFGS computes losses within its step, which no loss scale reaches: train it with "
-                "compute_dtype='bf16' or 'fp32', or use another optimizer."
-            )
         closure()
-        if scaler._get_scale_async() is None:  # no loss has been scaled yet, so that there is no scale
-            scaler.scale(torch.zeros((), device=self._device))
-        scaler.unscale_(optimizer)
-        share_overflow(scaler, optimizer, self._device, self._is_sharded)
+        scaling.unscale_(optimizer, self._device, self._is_sharded)
         self._after_closure(model, optimizer)
-        skipped, before = overflow(scaler, optimizer), scale_of(scaler).clone()
-        assert skipped is not None
-        self.skipped_steps = self.skipped_steps.to(skipped.device, non_blocking=True) + skipped
-        # Schedules count a step that is skipped, on purpose; torch would warn if that is the very first one.
-        optimizer._opt_called = True
-        result = scaler.step(optimizer, **kwargs)
-        scaler.update()
-        if self._histories:
-            self._histories.scale_gradients_(torch.where(before > 0, scale_of(scaler) / before, 1.0))
+        result = scaling.step(optimizer, **kwargs)
+        if self._is_automatic:
+            self._update_scale()
         return result
+
+    def _update_scale(self) -> None:
+        growth = None if self._scaling is None else self._scaling.update()
+        if growth is not None and self._histories:
+            self._histories.scale_gradients_(growth)
 
     @staticmethod
     def _maximum_over_ranks(tensor: Tensor) -> None:
@@ -384,8 +359,8 @@ class LowBitPrecision(FSDPPrecision):
         """Adds the state under a key that does not depend on the plugin's class."""
         state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
         state["blend"] = self.blend.cpu().clone()
-        if self.scaler is not None:
-            state |= {"scaler": self.scaler.state_dict(), "skipped_steps": int(self.skipped_steps)}
+        if self._scaling is not None:
+            state |= self._scaling.state_dict()
         if self._histories:
             state |= self._histories.state_dict()
         checkpoint[_CHECKPOINT_KEY] = state
@@ -409,28 +384,19 @@ class LowBitPrecision(FSDPPrecision):
                 f"The checkpoint's random bits are those of seed {state['seed']}, this run's of seed {self.seed}: it "
                 f"will not repeat the uninterrupted run. Give seed={state['seed']} for that."
             )
+        if self._scaling is not None:
+            self._scaling.load_state_dict(state)
         self._load_histories(state)
         self.step, self.micro_batch = state["step"], state["micro_batch"]
         self.set_phase(state["phase"])
         self.set_blend(float(state.get("blend", 1.0)))
-        if self.scaler is None:
-            return
-        self.skipped_steps = torch.tensor(state.get("skipped_steps", 0), device="cpu")
-        if "scaler" in state:
-            self.scaler.load_state_dict(state["scaler"])
 
     def teardown(self) -> None:
         """Says how many steps of a training were skipped."""
         super().teardown()
         trainer = None if self._trainer is None else self._trainer()
-        skipped = 0
-        with suppress(RuntimeError):  # after an error of the device nothing can be copied from it
-            skipped = int(self.skipped_steps)
-        if skipped and trainer is not None and trainer.state.fn == "fit":
-            rank_zero_info(
-                f"{skipped} of {self.step} optimizer steps were skipped, since a gradient was not finite in fp16; "
-                "global_step and learning-rate schedules have counted them. LossScaleMonitor shows when."
-            )
+        if self._scaling is not None and trainer is not None and trainer.state.fn == "fit":
+            self._scaling.report(self.step)
 
     def _load_histories(self, state: Mapping[str, Any]) -> None:
         if self.fresh_histories or not self._histories:
@@ -442,3 +408,7 @@ class LowBitPrecision(FSDPPrecision):
             )
             return
         self._histories.load_state_dict(state)
+        # Those of output gradients are amaxes under the checkpoint's scale of the loss; none is a scale of 1.
+        before = state.get("scaler", {}).get("scale", 1.0)
+        after = 1.0 if self.scaler is None else self.scaler.get_scale()
+        self._histories.scale_gradients_(torch.tensor(after / before if before > 0 else 1.0, device="cpu"))

@@ -336,7 +336,10 @@ def test_casts_from_yaml(monkeypatch, casts):
         (lambda: FP4Precision(rounding={"wgradx": "nearest"}), r"Unknown operand 'wgradx'. Did you mean 'wgrad_x'"),
         (lambda: FP4Precision(rounding={"wgrad_x": "up"}), r"Unknown rounding 'up'"),
         (lambda: FP4Precision("bf16", rounding={"wgrad_x": "nearest"}), r"needs an operand with a cast of its own"),
-        (lambda: FP4Precision(compute_dtype="fp8"), r"Unknown compute_dtype 'fp8'. Choose one of: 'bf16', 'fp16', 'fp32'"),
+        (
+            lambda: FP4Precision(compute_dtype="fp8"),
+            r"Unknown compute_dtype 'fp8'. Choose one of: 'bf16', 'fp16', 'fp32'",
+        ),
         (lambda: FP4Precision(overrides={"x": "nvfp"}), r"Unknown preset 'nvfp'"),
     ],
 )

@@ -1,0 +1,130 @@
+"""Optimizer steps in fp16: what a precision plugin does with a loss scaler of any class.
+
+    unscale_ -> (hooks, clipping) -> step -> update
+
+Learning-rate schedules, ``global_step`` and the plugin's own ``step`` go on in a step that is skipped, so that a run has
+the length it was given. How many there were is counted here, on the device, and said at the end of the run.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import LBFGS, SGD, Optimizer
+
+from lightning_lowbit.scalers import ConservativeGradScaler, overflow, scale_of, share_overflow
+
+
+def scaler_for(compute_dtype: str, given: GradScaler | None) -> GradScaler | None:
+    """The scaler of a plugin: the given one, or a conservative one for fp16.
+
+    Raises:
+        ValueError: there is one where none is needed, or it is none, or disabled.
+    """
+    if compute_dtype != "fp16":
+        if given is not None:
+            raise ValueError(
+                f"A scaler of the loss is for compute_dtype='fp16'; got {compute_dtype!r}, which has the range of "
+                f"float32: leave out scaler={type(given).__name__}, or train in fp16."
+            )
+        return None
+    if given is None:
+        return ConservativeGradScaler()
+    if not isinstance(given, GradScaler):
+        raise ValueError(f"scaler is a torch.amp.GradScaler, or None; got {given!r}.")
+    if not given.is_enabled():
+        raise ValueError(
+            f"The scaler {type(given).__name__} is disabled, and fp16 needs one. torch disables one for CUDA where "
+            "there is none: give device='cpu'; or leave out enabled=False."
+        )
+    return given
+
+
+class LossScaling:
+    """A scaler at work, and the count of what it skipped.
+
+    Args:
+        scaler: of any class.
+
+    Attributes:
+        skipped_steps: optimizer steps that were left out, since a gradient was not finite; 0-d int64, on the device.
+    """
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self.scaler = scaler
+        self._first = scaler.state_dict()
+        self.skipped_steps = torch.tensor(0, device="cpu")
+
+    def restart(self) -> None:
+        """Begins another run."""
+        self.load_state_dict({"scaler": self._first})
+
+    def unscale_(self, optimizer: Optimizer, device: torch.device, over_ranks: bool) -> None:
+        """Divides the gradients by the scale, also for torch's fused optimizers, which then need not.
+
+        Args:
+            optimizer: whose.
+            device: where the model computes.
+            over_ranks: whether each rank holds other gradients; all ranks must then take part.
+
+        Raises:
+            MisconfigurationException: it computes losses within its step, as LBFGS does.
+        """
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                "LBFGS computes losses within its step, which no loss scale reaches: train it with "
+                "compute_dtype='bf16' or 'fp32', or use another optimizer."
+            )
+        if self.scaler._get_scale_async() is None:  # no loss has been scaled yet, so that there is no scale
+            self.scaler.scale(torch.zeros((), device=device))
+        self.scaler.unscale_(optimizer)
+        share_overflow(self.scaler, optimizer, device, over_ranks)
+
+    def step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Steps with unscaled gradients, or counts a step that is skipped."""
+        skipped = overflow(self.scaler, optimizer)
+        assert skipped is not None
+        self.skipped_steps = self.skipped_steps.to(skipped.device, non_blocking=True) + skipped
+        # A schedule that counts a skipped step does so on purpose; torch would warn if that is the very first one.
+        optimizer._opt_called = True
+        # Fused SGD would take for momentum, after a first step that it skipped, whatever was in memory. So the host
+        # waits for the answer, as it does for any optimizer that is not fused.
+        if isinstance(optimizer, SGD) and skipped:
+            return None
+        return self.scaler.step(optimizer, **kwargs)
+
+    def update(self) -> Tensor | None:
+        """Ends what one scale was for: the steps of all optimizers with gradients of the same backward passes.
+
+        Returns:
+            What the scale was multiplied with, float32, 0-d; None where there was no step.
+        """
+        if overflow(self.scaler) is None:
+            return None
+        before = scale_of(self.scaler).clone()
+        self.scaler.update()
+        return torch.where(before > 0, scale_of(self.scaler) / before, 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Primitives."""
+        return {"scaler": self.scaler.state_dict(), "skipped_steps": int(self.skipped_steps)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`state_dict` gave; of a run without a scaler nothing."""
+        self.skipped_steps = torch.tensor(state.get("skipped_steps", 0), device="cpu")
+        if "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
+
+    def report(self, steps: int) -> None:
+        """Says how many steps of a run were skipped."""
+        with suppress(RuntimeError):  # after an error of the device nothing can be copied from it
+            if skipped := int(self.skipped_steps):
+                rank_zero_info(
+                    f"{skipped} of {steps} optimizer steps were skipped, since a gradient was not finite in fp16; "
+                    "global_step and learning-rate schedules have counted them. LossScaleMonitor shows when."
+                )
