@@ -44,13 +44,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_lowbit.optim.sharding import all_reduce_, local, local_gradient, sharding_of
 from lightning_lowbit.quant.cast import choose, is_number
 
-_LARGEST = torch.finfo(torch.float32).max  # what a scale can be
+_SMALLEST, _LARGEST = 2.0**-149, torch.finfo(torch.float32).max  # what a scale, which is float32, can be
 
 #: Where the scale starts and how it moves. ``"tiny-loss"``: losses such as DPO's, whose gradients are small (start at
 #: 2^18). ``"quantized-fine-tuning"``: runs of hundreds of steps, in which an interval of 2000 would never end, and in
@@ -74,6 +73,8 @@ def overflow(scaler: GradScaler, optimizer: Optimizer | None = None) -> Tensor |
     Returns:
         Bool, 0-d, on the device of the scale; None where nothing has been unscaled since the last update.
     """
+    if not scaler.is_enabled():
+        return None
     states = scaler._per_optimizer_states
     wanted = [state for key, state in states.items() if optimizer is None or key == id(optimizer)]
     found = [flag.reshape(()) for state in wanted for flag in state["found_inf_per_device"].values()]
@@ -175,9 +176,12 @@ class ConservativeGradScaler(GradScaler):
             tolerated = (self._tolerated.to(scale.device, non_blocking=True) - found.int()).clamp(min=0)
             scale.copy_(torch.where(found & (tolerated > 0), before, scale))
             self._tolerated = torch.where(grows & ~found, self.hysteresis, tolerated).int()
-            cooldown = self._growth_interval if self.cooldown is None else self.cooldown
-            tracker.copy_(torch.where(found, -cooldown, tracker))
+            tracker.copy_(torch.where(found, -self._wait, tracker))
         scale.clamp_(self.floor, self.cap)
+
+    @property
+    def _wait(self) -> int:
+        return self._growth_interval if self.cooldown is None else self.cooldown
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, and how many overflows are left before the scale falls; to be taken after `update`."""
@@ -195,8 +199,8 @@ class ConservativeGradScaler(GradScaler):
                 "growth_factor": self._growth_factor,
                 "backoff_factor": self._backoff_factor,
                 "growth_interval": self._growth_interval,
-                # Beyond the interval of this run it would never meet it.
-                "_growth_tracker": min(state_dict["_growth_tracker"], self._growth_interval - 1),
+                # Beyond the interval of this run it would never meet it; nor is a cool-down longer than this run's.
+                "_growth_tracker": min(max(state_dict["_growth_tracker"], -self._wait), self._growth_interval - 1),
             }
         )
         tolerated = min(state_dict.get("_tolerated", self.hysteresis), self.hysteresis)
@@ -216,7 +220,7 @@ class StaticGradScaler(ConservativeGradScaler):
     """
 
     def __init__(self, scale: float = 2.0**16, *, device: str | None = None, **kwargs: Any) -> None:
-        if not is_number(scale) or not 0 < scale <= _LARGEST:
+        if not is_number(scale) or not _SMALLEST <= scale <= _LARGEST:
             raise ValueError(f"scale is what the loss is multiplied with, a finite number above 0; got {scale!r}.")
         super().__init__(init_scale=scale, floor=scale, cap=scale, device=device, **kwargs)
 
@@ -268,18 +272,27 @@ class GradientNormGradScaler(ConservativeGradScaler):
         return super().step(optimizer, *args, **kwargs)
 
 
-class ShardedConservativeGradScaler(ConservativeGradScaler, ShardedGradScaler):
+class _Sharded(ShardedGradScaler):
+    """torch's, whose gradients fused optimizers can take, too."""
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        super().unscale_(optimizer)
+        if self.is_enabled():
+            _drop_dimensions(self, optimizer)
+
+
+class ShardedConservativeGradScaler(ConservativeGradScaler, _Sharded):
     """:class:`ConservativeGradScaler` for FSDP without a :class:`LowBitPrecision`: all ranks learn of an overflow.
 
     Takes ``process_group`` besides, as torch's ``ShardedGradScaler`` does.
     """
 
 
-class ShardedStaticGradScaler(StaticGradScaler, ShardedGradScaler):
+class ShardedStaticGradScaler(StaticGradScaler, _Sharded):
     """:class:`StaticGradScaler` for FSDP without a :class:`LowBitPrecision`: all ranks learn of an overflow."""
 
 
-class ShardedGradientNormGradScaler(GradientNormGradScaler, ShardedGradScaler):
+class ShardedGradientNormGradScaler(GradientNormGradScaler, _Sharded):
     """:class:`GradientNormGradScaler` for FSDP without a :class:`LowBitPrecision`: all ranks learn of an overflow.
 
     FSDP1 has to be shown to it once: ``lightning_lowbit.optim.connect(fsdp_module)``.
@@ -298,13 +311,20 @@ def share_overflow(scaler: GradScaler, optimizer: Optimizer, device: torch.devic
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     if not found:  # torch's class takes that for a mistake
         found[device] = torch.zeros((), device=device)
+    _drop_dimensions(scaler, optimizer)
     if over_ranks and not isinstance(scaler, ShardedGradScaler):
         here = overflow(scaler, optimizer)
         assert here is not None
         flag = here.to(torch.float32)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         for other in found.values():
-            other.copy_(flag.expand_as(other))
+            other.copy_(flag)
+
+
+def _drop_dimensions(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Makes what was found 0-d: torch's sharded class has vectors of one element, and fused optimizers take scalars."""
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    found.update({device: flag.reshape(()) for device, flag in found.items()})
 
 
 def _norm(parameters: list[Tensor]) -> Tensor:
@@ -313,8 +333,11 @@ def _norm(parameters: list[Tensor]) -> Tensor:
     for parameter in parameters:
         gradient, groups = local_gradient(parameter), sharding_of(parameter).groups
         gradients[groups] += [] if gradient is None else [gradient]
-    device = parameters[0].device
-    squares = [get_total_norm(of_one).to(device, torch.float32).square() for of_one in gradients.values()]
+    none = torch.zeros((), device=parameters[0].device)
+    squares = []
+    for of_one in gradients.values():
+        norms = torch._foreach_norm(of_one, 2, torch.float32) if of_one else []
+        squares.append(torch.stack([none, *(norm.to(none) for norm in norms)]).square().sum())
     return torch.stack(all_reduce_(squares, list(gradients), dist.ReduceOp.SUM)).sum().sqrt()
 
 
@@ -350,8 +373,8 @@ def _check(
             raise ValueError(f"{name} is a bound of the scale, 0 or more; got {value!r}.")
     if floor > cap:
         raise ValueError(f"floor is the lower bound of the scale and cap the upper one; got floor={floor}, cap={cap}.")
-    if not is_number(init_scale) or not 0 < init_scale <= _LARGEST:
-        raise ValueError(f"The scale begins at a finite number above 0; got {init_scale!r}.")
+    if not is_number(init_scale) or not _SMALLEST <= init_scale <= _LARGEST:
+        raise ValueError(f"init_scale is where the scale begins, a finite number above 0; got {init_scale!r}.")
     if not floor <= init_scale <= cap:
         raise ValueError(
             f"The scale begins between floor={floor} and cap={cap}; got init_scale={init_scale}. Change it, or them."

@@ -2,8 +2,8 @@
 
     unscale_ -> (hooks, clipping) -> step -> update
 
-Learning-rate schedules, ``global_step`` and the plugin's own ``step`` go on in a step that is skipped, so that a run has
-the length it was given. How many there were is counted here, on the device, and said at the end of the run.
+Learning-rate schedules, ``global_step`` and the plugin's own ``step`` go on in a step that is skipped, so that a run
+has the length it was given. How many there were is counted here, on the device, and said at the end of the run.
 """
 
 from collections.abc import Mapping
