@@ -19,15 +19,16 @@ from torch.optim import Optimizer
 from lightning_lowbit.callbacks.report_page import Section, Text
 from lightning_lowbit.scalers import overflow
 
-# What is counted, in one tensor: float64 counts whole numbers up to 2^53.
-_COUNTS = ("step", "scale", "skipped_steps", "overflows", "at_floor", "at_cap")
+# What is counted, in one tensor: float64 counts whole numbers up to 2^53. "falls" is whether they ever were too many,
+# which few steps between two logged ones may decide.
+_COUNTS = ("step", "scale", "skipped_steps", "overflows", "falls", "at_floor", "at_cap")
 _LOGGED = ("scale", "growth_tracker", "overflows", "skipped_steps")
 
 _ADVICE = {
     "falls": (
-        "{falls} overflows within {within} optimizer steps have brought it to {scale:g}, where one now and then is "
-        "usual. Look for what grows: a learning rate too high or a warm-up too short, data or activations with "
-        "outliers. Clipping comes too late for that. Where the device has bf16, compute_dtype='bf16' needs no scale."
+        "{falls} overflows came within {within} optimizer steps, where one now and then is usual; it is now {scale:g}. "
+        "Look for what grows: a learning rate too high or a warm-up too short, data or activations with outliers. "
+        "Clipping comes too late for that. Where the device has bf16, compute_dtype='bf16' needs no scale."
     ),
     "at_floor": (
         "it has been at its floor of {floor:g} for {within} optimizer steps: gradients leave the range of fp16 by "
@@ -86,8 +87,7 @@ class LossScaleMonitor(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        self._before: Tensor | None = None  # the scale
-        self._found: Tensor | None = None  # how many optimizers skip the step under way
+        self._under_way: tuple[Tensor, Tensor | None] | None = None  # a step: the scale, and whether it is skipped
         self._is_unread = False
 
     # --- when ---
@@ -107,21 +107,19 @@ class LossScaleMonitor(Callback):
         self._read(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Notes whether the step will be skipped."""
+        """Counts the step before it in the same batch, and notes whether this one will be skipped."""
         scaler = _scaler(trainer)
-        scale, found = scaler._get_scale_async(), overflow(scaler, optimizer)
-        if self._before is None and scale is not None:
-            self._before = scale.clone()
-        if found is not None:
-            self._found = found.double() if self._found is None else self._found + found
+        self._count(scaler)
+        scale = scaler._get_scale_async()
+        if scale is not None:
+            self._under_way = scale.clone(), overflow(scaler, optimizer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Counts the steps of the batch, and logs."""
+        """Counts the last step of the batch, and logs."""
         scaler = _scaler(trainer)
-        scale = scaler._get_scale_async()
-        if self._before is None or scale is None:  # no optimizer step
+        if self._under_way is None:  # no optimizer step
             return
-        self._count(scaler, scale)
+        self._count(scaler)
         values: dict[str, Any] = dict(zip(_COUNTS, self._counts.unbind(), strict=True))
         values["growth_tracker"] = None if scaler._growth_tracker is None else scaler._growth_tracker.double()
         # Copies: counters are refilled, and the logger may look at what it was given later.
@@ -139,39 +137,39 @@ class LossScaleMonitor(Callback):
     # --- what ---
 
     @torch.no_grad()
-    def _count(self, scaler: GradScaler, scale: Tensor) -> None:
-        before, found, device = self._before, self._found, scale.device
-        assert before is not None
-        self._before = self._found = None
-        self._counts, self._fell = self._counts.to(device), self._fell.to(device)
+    def _count(self, scaler: GradScaler) -> None:
+        scale = scaler._get_scale_async()
+        if self._under_way is None or scale is None:
+            return
+        (before, found), self._under_way = self._under_way, None
+        self._counts, self._fell = self._counts.to(scale.device), self._fell.to(scale.device)
         fell = scale < before
         if found is None:  # torch's fused optimizers under Lightning's MixedPrecision: unscaled within their step
-            found = fell.double()
+            found = fell
         floor, cap = _bounds(scaler)
-        step, _, skipped, overflows, at_floor, at_cap = self._counts.unbind()
+        step, _, skipped, overflows, falls, at_floor, at_cap = self._counts.unbind()
+        step = step + 1
+        # At its floor it cannot fall.
+        stopped = fell | (found & (scale <= floor))
+        self._fell = torch.where(stopped, torch.cat([self._fell[1:], step[None]]), self._fell)
+        falls = falls.maximum(self._fell[-1] - self._fell[0] < self.within)
         at_floor = torch.where(scale <= floor, at_floor + 1, 0)
         at_cap = torch.where(scale >= cap, at_cap + 1, 0)
-        counts = [step + 1, scale.double(), skipped + found, overflows + found, at_floor, at_cap]
-        self._counts = torch.stack(counts)
-        # At its floor it cannot fall.
-        stopped = fell | ((found > 0) & (scale <= floor))
-        later = torch.cat([self._fell[1:], self._counts[:1]])
-        self._fell = torch.where(stopped, later, self._fell)
+        self._counts = torch.stack([step, scale.double(), skipped + found, overflows + found, falls, at_floor, at_cap])
 
     def _read(self, trainer: Trainer) -> None:
         if not self._is_unread:
             return
         self._is_unread = False
         try:
-            numbers = torch.cat([self._counts, self._fell[:1]]).tolist()
+            counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
         except RuntimeError:  # after an error of the device nothing can be copied from it; whatever comes next says so
             return
-        counts, oldest = dict(zip(_COUNTS, numbers, strict=False)), numbers[-1]
         floor, cap = _bounds(_scaler(trainer))
         is_moving = floor < cap
         facts = {"falls": self.falls, "within": self.within, "scale": counts["scale"], "floor": floor, "cap": cap}
         for kind, holds in (
-            ("falls", counts["step"] - oldest < self.within),
+            ("falls", counts["falls"] > 0),
             ("at_floor", is_moving and counts["at_floor"] >= self.within),
             ("at_cap", is_moving and counts["at_cap"] >= self.within),
         ):
@@ -195,7 +193,10 @@ class LossScaleMonitor(Callback):
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
         """How many steps were skipped, and the warnings; the curves are among the metrics."""
+        self._read(trainer)
         counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
+        if not counts["step"]:
+            return [Section("Loss scale", [Text("No optimizer step was taken.")])]
         text = f"{counts['skipped_steps']:.0f} of {counts['step']:.0f} optimizer steps were skipped, since a gradient "
         text += f"was not finite. The loss scale ended at {counts['scale']:g}."
         return [Section("Loss scale", [Text(text), *map(Text, self._alerts.values())])]

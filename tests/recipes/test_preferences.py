@@ -1,0 +1,348 @@
+"""DPO: the loss is that of the paper, the reference stays what it was, and fp16 loses gradients that are not scaled."""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback, Trainer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, StaticGradScaler, cli
+from lightning_lowbit.cli import run
+from lightning_lowbit.recipes import preferences
+from lightning_lowbit.recipes.preferences import PreferenceLM
+
+SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXT = b"The quick brown fox jumps over the lazy dog. " * 60
+SMALL = {
+    "trainer": {"max_steps": 2, "log_every_n_steps": 1, "val_check_interval": 2},
+    "model": {"init_args": {"config": SIZE, "scheduler": {"init_args": {"warmup_steps": 1}}}},
+    "data": {"init_args": {"path": "text.txt", "sequence_length": 16, "batch_size": 2, "val_batches": 2}},
+}
+
+
+def batch(length: int = 17, number: int = 0, size: int = 4) -> Tensor:
+    """Tokens (size, length): what the data module makes, with a length of one token more than is read."""
+    return torch.randint(0, 256, (size, length), generator=torch.Generator().manual_seed(number))
+
+
+def model(beta: float = 0.1, lr: float = 1e-2, **kwargs: Any) -> PreferenceLM:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=lr, eps=1e-12)
+
+    return PreferenceLM(beta, config=SIZE, seed=0, optimizer=optimizer, **kwargs)
+
+
+def moved(beta: float = 0.1, **kwargs: Any) -> PreferenceLM:
+    """A model that is no longer its reference."""
+    made = model(beta, **kwargs)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return made
+
+
+def trainer(*callbacks: Callback, **kwargs: Any) -> Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "max_steps": 1, "log_every_n_steps": 1}
+    return Trainer(callbacks=list(callbacks), **{**quiet, **defaults, **kwargs})
+
+
+def fit(module: PreferenceLM, data: list[Tensor], *callbacks: Callback, **kwargs: Any) -> Trainer:
+    made = trainer(*callbacks, **kwargs)
+    made.fit(module, *[DataLoader(data, batch_size=None)] * 2)
+    return made
+
+
+class History(Callback):
+    """What was logged in each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, run: Trainer, *_: Any) -> None:
+        self.steps.append({name: value.item() for name, value in run.callback_metrics.items()})
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beta", [1e-6, 1e-4, 0.1, 100.0])
+def test_the_loss_begins_at_ln_2(beta: float) -> None:
+    """To the bit: the model and its reference are the same, and so is what they say."""
+    history = History()
+    fit(model(beta), [batch()], history)
+    (first,) = history.steps
+    assert first["loss"] == torch.tensor(math.log(2)).item()
+    assert (first["margin"], first["accuracy"]) == (0, 0)
+
+
+def log_probability(network: Any, tokens: list[int], answer: int) -> float:
+    """Of each token of the answer, after a pass of its own over those before it."""
+    found = []
+    for position in range(answer, len(tokens)):
+        logits = network(input_ids=torch.tensor([tokens[:position]])).logits[0, -1].double()
+        found.append((logits - logits.exp().sum().log())[tokens[position]].item())
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("length", [16, 17])
+@torch.no_grad()
+def test_the_loss_is_the_formula(length: int) -> None:
+    beta, data, module = 3.0, batch(length), moved(3.0, lr=0.0)
+    margins, answer = [], length // 2
+    for preferred in data.tolist():
+        other = preferred[:answer] + preferred[answer:][::-1]
+        assert other != preferred
+        ratios = [
+            log_probability(module.model, tokens, answer) - log_probability(module.reference, tokens, answer)
+            for tokens in (preferred, other)
+        ]
+        margins.append(ratios[0] - ratios[1])
+    assert min(margins) < 0 < max(margins), "the pairs do not test what they should"
+
+    def loss(beta: float) -> float:
+        return sum(-math.log(1 / (1 + math.exp(-beta * margin))) for margin in margins) / len(margins)
+
+    history = History()
+    with torch.enable_grad():
+        found = fit(module, [data], history).callback_metrics
+    expected = {
+        "loss": loss(beta),
+        "margin": sum(margins) / len(margins),
+        "accuracy": sum(margin > 0 for margin in margins) / len(margins),
+        "val_loss": loss(1.0),
+        "val_accuracy": sum(margin > 0 for margin in margins) / len(margins),
+    }
+    # Differences of log-probabilities of about 5 in float32, whose spacing there is 5e-7; a handful of them.
+    assert {name: found[name].item() for name in expected} == pytest.approx(expected, rel=1e-5, abs=5e-6)
+
+
+@pytest.mark.parametrize("length", [16, 17])
+def test_a_mirrored_answer_has_the_same_tokens(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, original = [], preferences._log_probability
+
+    def spy(network: Any, tokens: Tensor, answer: int) -> Tensor:
+        seen.append((tokens, answer))
+        return original(network, tokens, answer)
+
+    monkeypatch.setattr(preferences, "_log_probability", spy)
+    model()._margins(batch(length))
+    (tokens, answer), (again, _) = seen
+    assert torch.equal(tokens, again), "the reference is asked about other text"
+    preferred, other = tokens.chunk(2)
+    assert torch.equal(preferred, batch(length))
+    assert answer == length // 2
+    assert torch.equal(preferred[:, :answer], other[:, :answer]), "the context differs"
+    assert torch.equal(preferred[:, answer:], other[:, answer:].flip(1))
+    assert torch.equal(preferred.sort().values, other.sort().values)
+
+
+def test_validation_is_a_mean_over_pairs_with_a_smaller_last_batch() -> None:
+    module, data = moved(), [batch(), batch(number=1, size=1)]
+    (found,) = trainer().validate(module, DataLoader(data, batch_size=None), verbose=False)
+    (whole,) = trainer().validate(module, DataLoader([torch.cat(data)], batch_size=None), verbose=False)
+    assert found == pytest.approx(whole, rel=1e-6)
+    apart = [trainer().validate(module, DataLoader([one], batch_size=None), verbose=False)[0] for one in data]
+    assert abs(sum(one["val_loss"] for one in apart) / 2 - whole["val_loss"]) > 1e-4, "the naive mean is the same"
+
+
+def test_the_gradient_of_a_logit_is_as_small_as_the_module_says() -> None:
+    """β/2 over the tokens of all answers, at most; and not far from that where the network is as it was drawn."""
+    beta, module, data, logits = 0.1, model(), batch(), []
+
+    def keep(_: Any, __: Any, output: Tensor) -> None:
+        output.retain_grad()
+        logits.append(output)
+
+    module.model.lm_head.register_forward_hook(keep)
+    (-torch.nn.functional.logsigmoid(beta * module._margins(data)).mean()).backward()
+    (found,) = logits
+    largest, bound = found.grad.abs().max().item(), beta / 2 / data[:, 8:].numel()
+    assert 0.9 * bound < largest <= bound
+
+
+@pytest.mark.parametrize("beta", [0, -0.1, math.inf, math.nan, True, "0.1", None])
+def test_a_bad_beta(beta: Any) -> None:
+    message = f"beta is what multiplies the margin, a number above 0; got {beta!r}."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PreferenceLM(beta, config=SIZE)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_in_a_few_steps() -> None:
+    history = History()
+    fit(model(1.0), [batch(number=number) for number in range(2)], history, max_steps=10)
+    assert history.steps[0]["accuracy"] == 0
+    last = history.steps[-1]
+    assert last["accuracy"] == 1
+    assert last["margin"] > 0.1
+    assert last["loss"] < math.log(2) - 0.05
+    assert last["val_accuracy"] == 1
+
+
+def test_the_reference_is_frozen_and_in_the_checkpoint() -> None:
+    module = model(1.0, lr=0.1)
+    modes: list[bool] = []
+    module.reference.register_forward_pre_hook(lambda network, _: modes.append(network.training))
+    before = {name: value.clone() for name, value in module.reference.state_dict().items()}
+    made = fit(module, [batch()], max_epochs=3, max_steps=3)
+    assert len(modes) > 3 and not any(modes), "with dropout the reference would not be the same each time"
+    assert all(parameter.grad is None for parameter in module.reference.parameters())
+    assert not any(parameter.requires_grad for parameter in module.reference.parameters())
+    trained = {id(parameter) for group in made.optimizers[0].param_groups for parameter in group["params"]}
+    assert trained == {id(parameter) for parameter in module.model.parameters()}
+
+    made.save_checkpoint("model.ckpt")
+    loaded = PreferenceLM.load_from_checkpoint("model.ckpt", weights_only=True)
+    assert loaded.beta == 1.0
+    for name, value in before.items():
+        assert torch.equal(module.reference.get_parameter(name), value), f"{name} of the reference has moved"
+        assert torch.equal(loaded.reference.get_parameter(name), value), f"{name} of the reference is another one"
+        assert torch.equal(loaded.model.get_parameter(name), module.model.get_parameter(name)), name
+    assert not torch.equal(loaded.model.lm_head.weight, loaded.reference.lm_head.weight), "nothing was learned"
+
+
+def test_the_reference_is_what_the_model_begins_as() -> None:
+    """And shares no memory with it."""
+    module = model()
+    for (name, one), other in zip(module.model.named_parameters(), module.reference.parameters(), strict=True):
+        assert torch.equal(one, other), name
+        assert one.data_ptr() != other.data_ptr(), name
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_zero_gradients_are_those_of_the_model(share: float) -> None:
+    class Zeros(PreferenceLM):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for parameter in self.model.parameters():
+                flat = parameter.grad.fill_(1.0).view(-1)
+                flat[: round(share * flat.numel())] = 0  # numbers of elements that 4 divides
+            super().on_before_optimizer_step(optimizer)
+
+    history = History()
+    fit(Zeros(config=SIZE), [batch()], history)
+    assert history.steps[0]["zero_gradients"] == pytest.approx(share)
+
+
+# --- fp16 -------------------------------------------------------------------------------------------------------------
+
+
+class FirstLayer(Callback):
+    """The share of its weight that moves, by a tenth of the learning rate in each step, which is what Adam moves it by.
+
+    Weight decay, which also moves weights without gradients, is left out.
+    """
+
+    def on_train_start(self, run: Trainer, module: Any) -> None:
+        self.before = self._weight(module)
+
+    def on_train_end(self, run: Trainer, module: Any) -> None:
+        group = run.optimizers[0].param_groups[0]
+        least = 0.1 * group["lr"] * run.global_step
+        decayed = self.before * (1 - group["lr"] * group["weight_decay"]) ** run.global_step
+        self.share = ((self._weight(module) - decayed).abs() > least).float().mean().item()
+
+    @staticmethod
+    def _weight(module: Any) -> Tensor:
+        return module.model.model.layers[0].mlp.gate_proj.weight.detach().clone()
+
+
+def test_gradients_that_vanish_in_fp16_unless_the_loss_is_scaled() -> None:
+    """Without a scale none reaches a layer below the last; with it, those of tokens that are not in the text are 0."""
+    zeros, moves = {}, {}
+    scalers: dict[str, Any] = {
+        "1": StaticGradScaler(1, device="cpu"),
+        "2^18": ConservativeGradScaler(preset="tiny-loss", device="cpu"),
+    }
+    for name, scaler in scalers.items():
+        history, layer = History(), FirstLayer()
+        plugin = LowBitPrecision("bf16", compute_dtype="fp16", scaler=scaler, skip=["reference"])
+        fit(model(1e-4, lr=1e-3), [batch(33, size=8)], history, layer, plugins=[plugin], max_epochs=3, max_steps=3)
+        assert plugin.skipped_steps == 0
+        zeros[name], moves[name] = history.steps[0]["zero_gradients"], layer.share
+    assert zeros["1"] > 0.8 > 0.2 > zeros["2^18"], zeros
+    assert moves["1"] == 0 and moves["2^18"] > 0.9, moves
+
+
+# --- the recipes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="small")
+def _small() -> None:
+    Path("text.txt").write_bytes(TEXT)
+    Path("small.yaml").write_text(yaml.safe_dump(SMALL))
+
+
+@pytest.fixture(name="made")
+def _made(monkeypatch: pytest.MonkeyPatch, small: None) -> Iterator[list[Any]]:
+    """What the command line makes of its arguments, instead of running it."""
+    parsed: list[Any] = []
+    monkeypatch.setattr(run.LowBitCLI, "_run_subcommand", lambda self, subcommand: parsed.append(self))
+    yield parsed
+
+
+@pytest.mark.parametrize(("configs", "scale"), [(("dpo",), 2**18), (("quickstart", "fp16"), 2**16)])
+def test_the_scalers_of_the_recipes(made: list[Any], configs: tuple[str, ...], scale: float) -> None:
+    arguments = [f"--config={name}" for name in (*configs, "small.yaml")]
+    assert cli.main(["fit", *arguments, "--trainer.accelerator=cpu"]) == 0
+    (parsed,) = made
+    plugin = parsed.trainer.precision_plugin
+    assert plugin.compute_dtype == torch.float16
+    assert type(plugin.scaler) is ConservativeGradScaler
+    assert plugin.scaler.get_scale() == scale
+    assert [type(one) for one in parsed.trainer.callbacks].count(LossScaleMonitor) == 1
+    assert len(parsed.trainer.callbacks) > 5, "the overlay's callbacks took the place of the recipe's"
+    if configs == ("dpo",):
+        assert type(parsed.model) is PreferenceLM
+        assert parsed.model.beta == 1e-4
+        planned = plugin.plan(parsed.model)
+        assert len(planned) == 7 and not any("reference" in name for name in planned)
+
+
+def scalars(folder: str) -> dict[str, dict[int, float]]:
+    events = EventAccumulator(folder).Reload()
+    wanted = [tag for tag in events.Tags()["scalars"] if tag in ("loss", "margin", "zero_gradients") or "_scale" in tag]
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in wanted}
+
+
+GROWS = """
+trainer:
+  plugins: {init_args: {scaler: {init_args: {growth_interval: 3}}}} # with 2000 it would not grow
+  callbacks: # for the sake of speed: those that a run needs in order to go on
+    - null
+    - {class_path: lightning_lowbit.LossScaleMonitor}
+    - {class_path: lightning_lowbit.ExactResume}
+    - {class_path: lightning_lowbit.GracefulInterrupt}
+"""
+
+
+def test_an_interrupted_run_goes_on_with_scale_and_reference(small: None) -> None:
+    """Its margins depend on the reference; the scale grows in the third step and in the sixth."""
+    Path("grows.yaml").write_text(GROWS)
+
+    def fit(folder: str, *more: str) -> int:
+        configs = ["--config=dpo", "--config=small.yaml", "--config=grows.yaml", "--trainer.limit_val_batches=0"]
+        return cli.main(["fit", *configs, "--trainer.max_steps=6", f"--trainer.default_root_dir={folder}", *more])
+
+    assert fit("whole") == 0
+    callback = "{class_path: tests.recipes.test_recipes.Interrupt, init_args: {step: 3}}"
+    with pytest.raises(SystemExit):
+        fit("parts", f"--trainer.callbacks+={callback}")
+    assert fit("parts", "--ckpt_path=last") == 0
+    whole, rest = scalars("whole/version_0"), scalars("parts/version_1")
+    assert set(whole) == {"loss", "margin", "zero_gradients"} | {
+        f"loss_scale/{name}" for name in ("scale", "growth_tracker", "overflows", "skipped_steps")
+    }
+    assert list(whole["loss_scale/scale"].values()) == [2**18] * 2 + [1.5 * 2**18] * 3 + [2.25 * 2**18]
+    assert rest == {tag: {step: values[step] for step in (4, 5)} for tag, values in whole.items()}
