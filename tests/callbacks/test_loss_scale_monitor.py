@@ -309,10 +309,8 @@ def test_too_many_falls_between_two_logged_steps(every: int) -> None:
     at = {5: 10, 50: 20}[every]  # the first logged step after them, or the last one
     for later in (set(), {18}):
         scale = 128 / 2 ** (len(later) if at == 20 else 0)
-        match = (
-            f"the loss scale, step {at}: 3 overflows came within 6 optimizer steps, where one now and then is usual; "
-        )
-        match += f"it is now {scale:g}."
+        match = f"the loss scale, step {at}: 3 overflows came within 6 optimizer steps, where one now and then is "
+        match += f"usual; it is now {scale:g}."
         options = {**FALLS, "log_every_n_steps": every, "max_steps": 20}
         warned(match, conservative(growth_interval=100), {1, 4, 6} | later, **options)
     silent(conservative(growth_interval=100), {1, 4, 7, 18}, **options)

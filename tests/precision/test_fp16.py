@@ -168,7 +168,6 @@ def assert_same(found: Any, expected: Any, place: str = "it") -> None:
         {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
         {"gradient_clip_val": 1e-2, "accumulate_grad_batches": 2},
     ],
-    ids=str,
 )
 def test_without_casts_it_trains_as_lightnings_16_mixed_does_to_the_bit(options: dict[str, Any], by: str) -> None:
     ours = train(fp16(GradScaler("cpu", **MOVING)), Overflowing((3,), by), **options)
@@ -664,7 +663,6 @@ CONSERVATIVE = {"preset": "quantized-fine-tuning", "growth_factor": 2.0, "floor"
         ),
         ({"class_path": "tests.precision.test_fp16.Doubling", "init_args": {"interval": 3}}, Doubling(3)),
     ],
-    ids=str,
 )
 def test_from_yaml(monkeypatch: pytest.MonkeyPatch, plugin: str, scaler: Any, expected: GradScaler) -> None:
     monkeypatch.setattr("sys.argv", ["train.py"])
@@ -743,7 +741,6 @@ def test_other_dtypes_have_no_scaler(dtype: str) -> None:
             r"The scaler ConservativeGradScaler is disabled",
         ),
     ],
-    ids=str,
 )
 def test_bad_arguments_say_what_to_do(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
