@@ -381,7 +381,7 @@ def test_the_rows_of_progressive():
         at_the_start = [switch["init_args"] for switch in switches if switch["init_args"]["at"] == 0]
         last[row.name] = (at_the_start[-1].get("over"), at_the_start[-1].get("schedule"))
     schedules = ("linear", "cosine", "sigmoid", "delayed")
-    assert last == {"sudden": (None, "linear"), **{name: (0.5, name) for name in schedules}}
+    assert last == {"sudden": (None, None), **{name: (0.5, name) for name in schedules}}
 
 
 def test_the_rows_of_loss_scaling_differ_in_the_scale_alone():
@@ -398,9 +398,9 @@ def test_the_rows_of_loss_scaling_differ_in_the_scale_alone():
         assert row.config == read_study("loss_scaling").rows[-1].config | {"trainer": row.config["trainer"]}, row.name
         assert row.seeds == [0, 1, 2]
     assert scales == {
-        "bf16": ("bf16", None),
-        **{f"fp16_static_{scale}": ("fp16", ("StaticGradScaler", scale)) for scale in (1, 1024, 65536)},
-        "fp16_tiny_loss": ("fp16", ("ConservativeGradScaler", 2**18)),
+        "dpo_bf16": ("bf16", None),
+        **{f"dpo_scale_{scale}": ("fp16", ("StaticGradScaler", scale)) for scale in (1, 1024, 65536)},
+        "dpo_tiny_loss": ("fp16", ("ConservativeGradScaler", 2**18)),
     }
 
 
