@@ -8,8 +8,8 @@ their scales follow the tensor, so that a power of two on the loss comes out aga
 of 2 a scale stays a power of two; 1.5, the cautious one, adds a rounding of the gradients in fp16, and another one in
 block-scaled casts, where mantissas move against the grid.
 
-**Not every small loss has small gradients**: DPO begins at ln 2, and cross entropy of one token in a million is as
-steep as of one in two. What counts is what the scaler finds. Nor does a large scale allow a large learning rate: the
+**The size of a loss does not tell.** DPO begins at ln 2 with gradients that may be a thousandth of those of a language
+model at the same loss; what counts is what the scaler finds. Nor does a large scale allow a large learning rate: the
 optimizer never sees it.
 
 **The order** is unscale, then clip, then step. A bound on gradients is meant for gradients, not for what a scale, which
@@ -31,7 +31,7 @@ torch grows the scale by 2 every 2000 steps for ever, and lets it fall without e
                                  scale ← scale · backoff_factor
     always                       scale ← clamp(scale, floor, cap)
 
-Only `update` differs from torch's, and all of it happens on the device.
+In this only `update` (and the state) differs from torch's, and all of it happens on the device.
 """
 
 import math
@@ -113,13 +113,13 @@ class ConservativeGradScaler(GradScaler):
         growth_factor: what the scale is multiplied with as it grows, above 1. torch: 2.
         backoff_factor: and as it falls, between 0 and 1.
         growth_interval: steps without an overflow before the scale grows; 2000, 2000 and 200.
-        floor: the scale never falls below; 0 for none.
+        floor: the scale never falls below; 0 for none, as in torch, where a scale may fall to 0 and stay there.
         cap: nor rises above; infinity for none.
         cooldown: steps after an overflow that do not count towards growth; None for as many as ``growth_interval``.
         hysteresis: the scale falls with this overflow since it grew, and with each after that; 1, 1 and 2. 1 lets it
             fall at once, as torch does.
-        device: where it trains; None for an accelerator where there is one, or else the CPU.
-        **kwargs: those of torch's class.
+        device: where it trains, a type such as ``"cuda"``; None for an accelerator where there is one, or the CPU.
+        **kwargs: those of torch's class: ``enabled``; and ``process_group`` of sharded ones.
 
     Raises:
         ValueError: an argument is not one of these.
@@ -147,11 +147,14 @@ class ConservativeGradScaler(GradScaler):
         given = {"init_scale": init_scale, "growth_interval": growth_interval, "hysteresis": hysteresis}
         chosen: dict[str, Any] = dict(PRESETS[choose("preset", preset, PRESETS)])
         chosen |= {name: value for name, value in given.items() if value is not None}
-        _check(**chosen, growth_factor=growth_factor, backoff_factor=backoff_factor, floor=floor, cap=cap)
+        for name, least in (("growth_interval", 1), ("hysteresis", 1)):
+            _check_count(name, chosen[name], least)
         if cooldown is not None:
             _check_count("cooldown", cooldown, 0)
+        _check_factors(growth_factor, backoff_factor)
+        _check_bounds(chosen["init_scale"], floor, cap)
         super().__init__(
-            _here() if device is None else device,
+            _device_type(device),
             init_scale=float(chosen["init_scale"]),
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -169,7 +172,7 @@ class ConservativeGradScaler(GradScaler):
             return
         found = overflow(self)  # which torch's update forgets
         scale, tracker = self._check_scale_growth_tracker("update")
-        before, grows = scale.clone(), tracker + 1 == self._growth_interval
+        before, grows = scale.clone(), tracker + 1 == self.get_growth_interval()
         super().update(new_scale)
         scale, tracker = self._check_scale_growth_tracker("update")
         if new_scale is None and found is not None:
@@ -181,7 +184,7 @@ class ConservativeGradScaler(GradScaler):
 
     @property
     def _wait(self) -> int:
-        return self._growth_interval if self.cooldown is None else self.cooldown
+        return self.get_growth_interval() if self.cooldown is None else self.cooldown
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, and how many overflows are left before the scale falls; to be taken after `update`."""
@@ -192,15 +195,16 @@ class ConservativeGradScaler(GradScaler):
         """Takes scale and counters, also of torch's own class; the settings stay, and so do the bounds."""
         if not self.is_enabled():
             return
+        interval = self.get_growth_interval()
         super().load_state_dict(
             state_dict
             and {
                 "scale": min(max(state_dict["scale"], self.floor), self.cap),
-                "growth_factor": self._growth_factor,
-                "backoff_factor": self._backoff_factor,
-                "growth_interval": self._growth_interval,
+                "growth_factor": self.get_growth_factor(),
+                "backoff_factor": self.get_backoff_factor(),
+                "growth_interval": interval,
                 # Beyond the interval of this run it would never meet it; nor is a cool-down longer than this run's.
-                "_growth_tracker": min(max(state_dict["_growth_tracker"], -self._wait), self._growth_interval - 1),
+                "_growth_tracker": min(max(state_dict["_growth_tracker"], -self._wait), interval - 1),
             }
         )
         tolerated = min(state_dict.get("_tolerated", self.hysteresis), self.hysteresis)
@@ -212,17 +216,17 @@ class StaticGradScaler(ConservativeGradScaler):
 
     Args:
         scale: above 0; a power of two changes no digit of a gradient.
-        device: where it trains; None for an accelerator where there is one, or else the CPU.
-        **kwargs: those of torch's class that do not move the scale.
+        device: where it trains, a type such as ``"cuda"``; None for an accelerator where there is one, or the CPU.
+        enabled: as in torch's class.
 
     Raises:
         ValueError: the scale is no finite number above 0.
     """
 
-    def __init__(self, scale: float = 2.0**16, *, device: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, scale: float = 2.0**16, *, device: str | None = None, enabled: bool = True) -> None:
         if not is_number(scale) or not _SMALLEST <= scale <= _LARGEST:
             raise ValueError(f"scale is what the loss is multiplied with, a finite number above 0; got {scale!r}.")
-        super().__init__(init_scale=scale, floor=scale, cap=scale, device=device, **kwargs)
+        super().__init__(init_scale=scale, floor=scale, cap=scale, device=device, enabled=enabled)
 
 
 class GradientNormGradScaler(ConservativeGradScaler):
@@ -236,8 +240,8 @@ class GradientNormGradScaler(ConservativeGradScaler):
 
     Low-bit training literature has the rule without the bounds, where it turns negative, and training climbs, beyond
     twice the threshold. Know what to expect of it: **Adam ignores a constant factor** on the loss, as does every
-    optimizer that divides by the size of its gradients (Stable-SPAM, Lion). What is left is that α changes: steps with
-    small gradients gain weight in Adam's averages.
+    optimizer that divides by the size of its gradients (Stable-SPAM) or takes their signs (Lion). What is left is that
+    α changes: steps with small gradients gain weight in Adam's averages.
 
     Args:
         threshold: the norm from which on the loss is left as it is, above 0; the rule's source: 1e-2.
@@ -259,7 +263,7 @@ class GradientNormGradScaler(ConservativeGradScaler):
         super().unscale_(optimizer)
         if self.is_enabled():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            factor = loss_factor(_norm(parameters), self.threshold)
+            factor = loss_factor(_norm(parameters, scale_of(self).device), self.threshold)
             for parameter in parameters:
                 if parameter.grad is not None:
                     gradient = local(parameter.grad)
@@ -327,23 +331,30 @@ def _drop_dimensions(scaler: GradScaler, optimizer: Optimizer) -> None:
     found.update({device: flag.reshape(()) for device, flag in found.items()})
 
 
-def _norm(parameters: list[Tensor]) -> Tensor:
+def _norm(parameters: list[Tensor], device: torch.device) -> Tensor:
     """Norm of all gradients together, float32, 0-d, the same on all ranks of a group over which they are spread."""
     gradients: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         gradient, groups = local_gradient(parameter), sharding_of(parameter).groups
+        if gradient is not None and gradient.is_sparse:
+            gradient = gradient.coalesce().values()
         gradients[groups] += [] if gradient is None else [gradient]
-    none = torch.zeros((), device=parameters[0].device)
-    squares = []
+    none = torch.zeros((), device=device)
+    squares = [none]
     for of_one in gradients.values():
         norms = torch._foreach_norm(of_one, 2, torch.float32) if of_one else []
         squares.append(torch.stack([none, *(norm.to(none) for norm in norms)]).square().sum())
-    return torch.stack(all_reduce_(squares, list(gradients), dist.ReduceOp.SUM)).sum().sqrt()
+    return torch.stack(all_reduce_(squares, [(), *gradients], dist.ReduceOp.SUM)).sum().sqrt()
 
 
-def _here() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
+def _device_type(given: str | None) -> str:
+    if given is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if accelerator is None else accelerator.type
+    try:
+        return torch.device(given).type  # torch's own class asks for "cuda", and does not know "cuda:0"
+    except RuntimeError:
+        raise ValueError(f"device is where it trains, such as 'cuda' or 'cpu'; got {given!r}.") from None
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
@@ -351,23 +362,16 @@ def _check_count(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name} is a number of steps, an integer of {least} or more; got {value!r}.")
 
 
-def _check(
-    init_scale: Any,
-    growth_factor: Any,
-    backoff_factor: Any,
-    growth_interval: Any,
-    floor: Any,
-    cap: Any,
-    hysteresis: Any,
-) -> None:
-    _check_count("growth_interval", growth_interval, 1)
-    _check_count("hysteresis", hysteresis, 1)
+def _check_factors(growth_factor: Any, backoff_factor: Any) -> None:
     if not is_number(growth_factor) or not 1 < growth_factor < math.inf:
         raise ValueError(f"growth_factor is what the scale grows by, a number above 1; got {growth_factor!r}.")
     if not is_number(backoff_factor) or not 0 < backoff_factor < 1:
         raise ValueError(
             f"backoff_factor is what remains of a scale that falls, between 0 and 1; got {backoff_factor!r}."
         )
+
+
+def _check_bounds(init_scale: Any, floor: Any, cap: Any) -> None:
     for name, value in (("floor", floor), ("cap", cap)):
         if not is_number(value) or not value >= 0:
             raise ValueError(f"{name} is a bound of the scale, 0 or more; got {value!r}.")

@@ -3,8 +3,8 @@
     L = -log σ(β [(log π(y|x) - log π_ref(y|x)) - (log π(y'|x) - log π_ref(y'|x))])        mean over pairs
 
 prefers the answer y to y' (arXiv 2305.18290, equation 7; here with log-probabilities per token, as in Tülu 3, arXiv
-2411.15124, section 5). It begins at ln 2, whatever the model, and yet its gradients are tiny: that with respect to a
-logit is at most β/2 over the number of tokens of a batch.
+2411.15124, section 5). It begins at ln 2, whatever the model, and yet its gradients are tiny: as it begins, that with
+respect to a logit is at most β/2 over the number of tokens of all answers y.
 
 Pairs come from any text. The first half of a sequence is x, the second half y, and y' is y backwards: the same tokens,
 in an order that nobody would write.
@@ -54,10 +54,9 @@ class PreferenceLM(CausalLM):
         answer = batch.shape[1] // 2
         mirrored = torch.cat([batch[:, :answer], batch[:, answer:].flip(1)], 1)
         both = torch.cat([batch, mirrored])
+        self.reference.eval()  # which Lightning puts into training, with all else
         with torch.no_grad():
-            before = _log_probability(
-                self.reference.eval(), both, answer
-            )  # Lightning puts it into training with the rest
+            before = _log_probability(self.reference, both, answer)
         preferred, other = (_log_probability(self.model, both, answer) - before).chunk(2)
         return preferred - other
 

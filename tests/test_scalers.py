@@ -252,7 +252,8 @@ def test_nothing_to_update_raises_as_torch_does() -> None:
 def test_a_static_scale_stays_and_skips_nonetheless(cls: Any, scale: float) -> None:
     """That steps are skipped is what `drive` looks at."""
     overflows = steps("x..xxx" + "." * 10)
-    scaler = make(cls, scale=scale, growth_interval=2, cooldown=0)
+    scaler = make(cls, scale=scale)
+    scaler.set_growth_interval(2)
     assert {found for found, _ in drive(scaler, overflows)} == {float32(scale)}
     scaler.update(2.0 * scale)
     scaler.load_state_dict(scaler.state_dict() | {"scale": scale / 2})
@@ -517,6 +518,36 @@ def test_nothing_is_copied_from_the_host() -> None:
 
 
 # --- small gradients count for more -----------------------------------------------------------------------------------
+
+
+def test_sparse_gradients_and_groups_without_any() -> None:
+    """A sparse gradient has a norm when what it holds twice is added; so one row of two ones twice is of length √8."""
+    sparse = Parameter(torch.zeros(4, 2))
+    sparse.grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (4, 2), check_invariants=True)
+    optimizer = SGD([{"params": []}, {"params": [sparse]}], lr=1.0)
+    scaler = make(GradientNormGradScaler, threshold=math.sqrt(32), init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    expected = torch.zeros(4, 2)
+    expected[1] = -2 * 1.5  # 1 + (1 - √8 / √32)
+    torch.testing.assert_close(sparse.detach(), expected)  # a root and a quotient are rounded
+
+
+@pytest.mark.parametrize(("given", "kind"), [("cpu", "cpu"), ("cpu:0", "cpu"), ("meta", "meta")])
+def test_a_device_is_taken_by_its_type(given: str, kind: str) -> None:
+    assert ConservativeGradScaler(device=given)._device == kind
+
+
+def test_no_device_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="device is where it trains, such as 'cuda' or 'cpu'; got 'gpu'"):
+        ConservativeGradScaler(device="gpu")
+
+
+@pytest.mark.parametrize("other", ["floor", "growth_factor", "preset", "hysteresis"])
+def test_a_static_scale_takes_no_setting_that_moves_it(other: str) -> None:
+    with pytest.raises(TypeError, match=other):
+        StaticGradScaler(8.0, **{other: 2})
 
 
 @pytest.mark.parametrize("threshold", [1e-2, 1.0, 300])

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_lowbit.callbacks.report_page import Section, Text
 from lightning_lowbit.scalers import overflow
 
-# What is counted, in one tensor: float64 counts whole numbers up to 2^53. "falls" is whether they ever were too many,
+# What is counted, in one float32 tensor, which counts up to 2^24 steps. "falls" is whether they ever were too many,
 # which few steps between two logged ones may decide.
 _COUNTS = ("step", "scale", "skipped_steps", "overflows", "falls", "at_floor", "at_cap")
 _LOGGED = ("scale", "growth_tracker", "overflows", "skipped_steps")
@@ -30,10 +30,14 @@ _ADVICE = {
         "Look for what grows: a learning rate too high or a warm-up too short, data or activations with outliers. "
         "Clipping comes too late for that. Where the device has bf16, compute_dtype='bf16' needs no scale."
     ),
+    "static": (
+        "{falls} overflows came within {within} optimizer steps at {scale:g}, where it stays: lower it, or let it "
+        "adapt, with a ConservativeGradScaler."
+    ),
     "at_floor": (
         "it has been at its floor of {floor:g} for {within} optimizer steps: gradients leave the range of fp16 by "
-        "themselves. The model needs the range of float32: train it with compute_dtype='bf16' or 'fp32', as it was "
-        "trained before; or lower the floor."
+        "themselves. The model needs the range of float32: train it with compute_dtype='bf16' or 'fp32'; or lower the "
+        "floor."
     ),
     "at_cap": (
         "it has been at its cap of {cap:g} for {within} optimizer steps, and nothing overflows. If gradients are that "
@@ -49,14 +53,15 @@ class LossScaleMonitor(Callback):
     curves, as often as the logger takes them:
 
     - ``loss_scale/scale``;
-    - ``loss_scale/growth_tracker``: steps since it last changed, below 0 while it cools down;
+    - ``loss_scale/growth_tracker``: steps without an overflow, towards growth; below 0 while it cools down;
     - ``loss_scale/overflows``: steps with a gradient that was not finite, since the last point of the curve;
     - ``loss_scale/skipped_steps``: the same since training began: so far is the optimizer behind ``global_step`` and
       learning-rate schedules, which count them.
 
     Warnings are said once for each run, and listed by :class:`RunReport`: where overflows let the scale fall ``falls``
     times within ``within`` optimizer steps, or would if it were not at its floor; and where it stays at its floor (1
-    for torch's own scaler, which has none) or cap for as many.
+    for torch's own scaler, which has none) or cap for as many. Falls before the first step that is taken do not count:
+    the first scale was too large, and finds its place.
 
     Nothing waits for the device, but for one copy of a few numbers in the batch after one that was logged.
 
@@ -81,13 +86,14 @@ class LossScaleMonitor(Callback):
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        self._counts = torch.zeros(len(_COUNTS), dtype=torch.float64)
-        self._fell = torch.full((self.falls,), -math.inf, dtype=torch.float64)  # in which steps, the oldest first
+        self._counts = torch.zeros(len(_COUNTS))
+        self._fell = torch.full((self.falls,), -math.inf)  # in which steps, the oldest first
         self._alerts: dict[str, str] = {}
         self._forget()
 
     def _forget(self) -> None:
-        self._under_way: tuple[Tensor, Tensor | None] | None = None  # a step: the scale, and whether it is skipped
+        # A step: the scale, the tracker, and whether it is skipped.
+        self._under_way: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._is_unread = False
 
     # --- when ---
@@ -111,8 +117,8 @@ class LossScaleMonitor(Callback):
         scaler = _scaler(trainer)
         self._count(scaler)
         scale = scaler._get_scale_async()
-        if scale is not None:
-            self._under_way = scale.clone(), overflow(scaler, optimizer)
+        if scale is not None and scaler._growth_tracker is not None:
+            self._under_way = scale.clone(), scaler._growth_tracker.clone(), overflow(scaler, optimizer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Counts the last step of the batch, and logs."""
@@ -121,7 +127,7 @@ class LossScaleMonitor(Callback):
             return
         self._count(scaler)
         values: dict[str, Any] = dict(zip(_COUNTS, self._counts.unbind(), strict=True))
-        values["growth_tracker"] = None if scaler._growth_tracker is None else scaler._growth_tracker.double()
+        values["growth_tracker"] = None if scaler._growth_tracker is None else scaler._growth_tracker.float()
         # Copies: counters are refilled, and the logger may look at what it was given later.
         metrics = {f"loss_scale/{name}": values[name].clone() for name in _LOGGED}
         pl_module.log_dict(metrics, batch_size=1)
@@ -141,21 +147,21 @@ class LossScaleMonitor(Callback):
         scale = scaler._get_scale_async()
         if self._under_way is None or scale is None:
             return
-        (before, found), self._under_way = self._under_way, None
+        (before, tracker, found), self._under_way = self._under_way, None
         self._counts, self._fell = self._counts.to(scale.device), self._fell.to(scale.device)
         fell = scale < before
         if found is None:  # torch's fused optimizers under Lightning's MixedPrecision: unscaled within their step
-            found = fell
+            grew = (tracker + 1 == scaler.get_growth_interval()) & ~fell  # or would, were it not at its cap
+            found = (scaler._growth_tracker != tracker + 1) & ~grew
         floor, cap = _bounds(scaler)
         step, _, skipped, overflows, falls, at_floor, at_cap = self._counts.unbind()
-        step = step + 1
-        # At its floor it cannot fall.
-        stopped = fell | (found & (scale <= floor))
-        self._fell = torch.where(stopped, torch.cat([self._fell[1:], step[None]]), self._fell)
+        # At its floor it cannot fall; and before a step was taken, it is on its way to where it belongs.
+        stopped = (fell & (step > skipped)) | (found & (scale <= floor))
+        self._fell = torch.where(stopped, torch.cat([self._fell[1:], step[None] + 1]), self._fell)
         falls = falls.maximum(self._fell[-1] - self._fell[0] < self.within)
         at_floor = torch.where(scale <= floor, at_floor + 1, 0)
         at_cap = torch.where(scale >= cap, at_cap + 1, 0)
-        self._counts = torch.stack([step, scale.double(), skipped + found, overflows + found, falls, at_floor, at_cap])
+        self._counts = torch.stack([step + 1, scale, skipped + found, overflows + found, falls, at_floor, at_cap])
 
     def _read(self, trainer: Trainer) -> None:
         if not self._is_unread:
@@ -169,7 +175,8 @@ class LossScaleMonitor(Callback):
         is_moving = floor < cap
         facts = {"falls": self.falls, "within": self.within, "scale": counts["scale"], "floor": floor, "cap": cap}
         for kind, holds in (
-            ("falls", counts["falls"] > 0),
+            ("falls", is_moving and counts["falls"] > 0),
+            ("static", not is_moving and counts["falls"] > 0),
             ("at_floor", is_moving and counts["at_floor"] >= self.within),
             ("at_cap", is_moving and counts["at_cap"] >= self.within),
         ):
@@ -186,9 +193,9 @@ class LossScaleMonitor(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with it; of falls, with as many of the last ones as this one looks at."""
-        self._counts = torch.tensor([state_dict["counts"][name] for name in _COUNTS], dtype=torch.float64)
+        self._counts = torch.tensor([state_dict["counts"][name] for name in _COUNTS])
         fell = [-math.inf] * self.falls + state_dict["fell"]
-        self._fell = torch.tensor(fell[-self.falls :], dtype=torch.float64)
+        self._fell = torch.tensor(fell[-self.falls :])
         self._alerts = dict(state_dict["alerts"])
 
     def report_sections(self, trainer: Trainer) -> list[Section]:

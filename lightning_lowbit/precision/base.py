@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -56,6 +57,15 @@ def compute_dtype(plugin: Precision) -> torch.dtype:
     return next((dtype for name, dtype in names.items() if name in str(plugin.precision)), torch.float32)
 
 
+def _refuse_float16(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            raise ValueError(
+                f"compute_dtype='fp16' trains parameters in float32, and computes with copies in float16; {name} is in "
+                "float16 itself, too coarse for the steps of an optimizer. Call model.float() before training."
+            )
+
+
 def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -75,7 +85,9 @@ class LowBitPrecision(FSDPPrecision):
         compute_dtype: ``"bf16"``, ``"fp16"`` (autocast) or ``"fp32"``: what everything else computes in, and what
             operands are rounded to before they are quantised. Parameters stay as they are.
         scaler: of the loss, for ``"fp16"``: any ``torch.amp.GradScaler``, see :mod:`lightning_lowbit.scalers`; None for
-            a :class:`lightning_lowbit.ConservativeGradScaler`. It serves every strategy, sharded ones too.
+            a :class:`lightning_lowbit.ConservativeGradScaler`. It serves every strategy, sharded ones too. In manual
+            optimisation, gradients are scaled from ``manual_backward`` until ``clip_gradients`` or ``step``, and those
+            that one optimizer accumulates over steps of another need a scale that stays: a ``StaticGradScaler``.
         seed: of the random bits of stochastic rounding; None takes that of ``seed_everything``, or 0.
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
         backend: ``"auto"``: GEMMs of FP8 or integers with scales per tensor or row run natively on hardware that has
@@ -176,8 +188,8 @@ class LowBitPrecision(FSDPPrecision):
         if self._trainer is not None and self._trainer() is not trainer:  # another run
             self.step, self.micro_batch, self.phase, self._histories = 0, 0, "fqt", None
             self.set_blend(1.0)
-            if self._scaling is not None:
-                self._scaling.restart()
+        if self._scaling is not None and (self._trainer is None or self._trainer() is not trainer):
+            self._scaling.restart()  # also the first time: another plugin may have used the same scaler
         if self._model is not None and self._model() is not module:  # whose amaxes are others
             self._histories = None
         self._trainer, self._model = weakref.ref(trainer), weakref.ref(module)
@@ -188,6 +200,8 @@ class LowBitPrecision(FSDPPrecision):
                 f"{type(strategy).__name__} has none. Use a class that is not sharded, such as ConservativeGradScaler: "
                 f"{type(self).__name__} asks the ranks itself where there are several."
             )
+        if self.scaler is not None and not isinstance(self.scaler, ShardedGradScaler):
+            _refuse_float16(module)
         self._device, self._rank = strategy.root_device, trainer.global_rank
         # Raises, if at all, before anything is changed.
         check_backend(self.plan(module), self.backend, self.exact, self._device)
@@ -314,12 +328,16 @@ class LowBitPrecision(FSDPPrecision):
         self, scaling: LossScaling, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         closure()
-        scaling.unscale_(optimizer, self._device, self._is_sharded)
+        self._unscale_(optimizer)
         self._after_closure(model, optimizer)
         result = scaling.step(optimizer, **kwargs)
         if self._is_automatic:
             self._update_scale()
         return result
+
+    def _unscale_(self, optimizer: Any) -> None:
+        if self._scaling is not None:
+            self._scaling.unscale_(optimizer, self._device, self._is_sharded)
 
     def _update_scale(self) -> None:
         growth = None if self._scaling is None else self._scaling.update()
@@ -341,6 +359,12 @@ class LowBitPrecision(FSDPPrecision):
         )
         connect(model)
         return super().connect(model, optimizers, lr_schedulers)
+
+    def clip_gradients(self, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
+        """Clips the gradients, unscaled; by hand, before the step, they are not yet."""
+        if clip_val > 0:
+            self._unscale_(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        super().clip_gradients(optimizer, clip_val, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         """Clips the gradients to a total norm."""
@@ -377,6 +401,7 @@ class LowBitPrecision(FSDPPrecision):
                 "The checkpoint holds no state of lightning_lowbit (saved without the plugin, or weights only): its "
                 f"weights are loaded, and quantisation starts anew at step {self.step}, in phase {self.phase!r}. If it "
                 "was trained in another phase, call plugin.set_phase(...)."
+                + (f" The loss scale starts at {self.scaler.get_scale():g}." if self.scaler is not None else "")
             )
             return
         if state["seed"] != self.seed:

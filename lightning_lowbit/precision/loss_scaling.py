@@ -59,6 +59,7 @@ class LossScaling:
         self.scaler = scaler
         self._first = scaler.state_dict()
         self.skipped_steps = torch.tensor(0, device="cpu")
+        self._has_stepped = False  # since the last update
 
     def restart(self) -> None:
         """Begins another run."""
@@ -80,6 +81,8 @@ class LossScaling:
                 "LBFGS computes losses within its step, which no loss scale reaches: train it with "
                 "compute_dtype='bf16' or 'fp32', or use another optimizer."
             )
+        if overflow(self.scaler, optimizer) is not None:  # by hand, they were clipped before the step
+            return
         if self.scaler._get_scale_async() is None:  # no loss has been scaled yet, so that there is no scale
             self.scaler.scale(torch.zeros((), device=device))
         self.scaler.unscale_(optimizer)
@@ -87,14 +90,16 @@ class LossScaling:
 
     def step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Steps with unscaled gradients, or counts a step that is skipped."""
+        self._has_stepped = True
         skipped = overflow(self.scaler, optimizer)
         assert skipped is not None
         self.skipped_steps = self.skipped_steps.to(skipped.device, non_blocking=True) + skipped
         # A schedule that counts a skipped step does so on purpose; torch would warn if that is the very first one.
         optimizer._opt_called = True
-        # Fused SGD would take for momentum, after a first step that it skipped, whatever was in memory. So the host
-        # waits for the answer, as it does for any optimizer that is not fused.
-        if isinstance(optimizer, SGD) and skipped:
+        # Fused SGD would take for momentum, after a first step that it skipped, whatever was in memory. So until it has
+        # a momentum the host waits for the answer, as it does for any optimizer that is not fused.
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if isinstance(optimizer, SGD) and is_fused and not optimizer.state and skipped:
             return None
         return self.scaler.step(optimizer, **kwargs)
 
@@ -104,8 +109,9 @@ class LossScaling:
         Returns:
             What the scale was multiplied with, float32, 0-d; None where there was no step.
         """
-        if overflow(self.scaler) is None:
+        if not self._has_stepped:  # also if gradients were unscaled to be clipped, and the step is still to come
             return None
+        self._has_stepped = False
         before = scale_of(self.scaler).clone()
         self.scaler.update()
         return torch.where(before > 0, scale_of(self.scaler) / before, 1.0)

@@ -191,6 +191,37 @@ def test_a_fused_optimizer_shows_overflows_in_the_scale_alone(every: int) -> Non
 
 
 @pytest.mark.parametrize(
+    "make",
+    [
+        lambda: StaticGradScaler(2.0**10, device="cpu"),
+        lambda: conservative(hysteresis=3),
+        lambda: conservative(floor=2.0**10),
+        lambda: conservative(cap=2.0**10, growth_interval=1, cooldown=0),
+    ],
+    ids=["static", "tolerant", "at its floor", "at its cap"],
+)
+def test_overflows_of_a_fused_optimizer_show_where_the_scale_does_not_fall(make: Callable[[], GradScaler]) -> None:
+    monitor = LossScaleMonitor()
+    run = trainer(monitor, plugin=mixed(make()), logger=TensorBoardLogger("."))
+    model = Scripted({1, 4, 5}, lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True))
+    run.fit(model)
+    assert logged(run) == expected(model.seen, 1)
+
+
+def test_falls_of_a_first_scale_that_is_too_large_do_not_count() -> None:
+    """Before a step is taken it only finds its place; at its floor it does not."""
+    silent(conservative(), {0, 1, 2, 3, 5}, falls=2, within=8)
+    warned("the loss scale, step 7: 2 overflows", conservative(), {0, 1, 2, 3, 5, 6}, falls=2, within=8)
+    warned("the loss scale, step 2: 2 overflows", conservative(floor=2.0**9), {0, 1, 2}, falls=2, within=20)
+
+
+def test_a_static_scale_that_is_too_large_is_told_so() -> None:
+    scaler = StaticGradScaler(2.0**10, device="cpu")
+    advice = "3 overflows came within 6 optimizer steps at 1024, where it stays: lower it, or let it adapt"
+    warned(f"the loss scale, step 3: {advice}", scaler, {0, 1, 2, 3}, **FALLS)
+
+
+@pytest.mark.parametrize(
     "plugin", [lambda: lowbit(conservative()), lambda: mixed(torchs())], ids=["ours", "Lightning's"]
 )
 def test_each_of_two_optimizers_counts(plugin: Callable[[], Any]) -> None:
@@ -366,7 +397,7 @@ AT_FLOOR = "it has been at its floor of {:g} for 4 optimizer steps: gradients le
     ],
 )
 def test_the_floor(make: Callable[[], GradScaler], floor: float) -> None:
-    advice = " The model needs the range of float32: train it with compute_dtype='bf16' or 'fp32', as it was trained"
+    advice = " The model needs the range of float32: train it with compute_dtype='bf16' or 'fp32'; or lower"
     first = 2 if make().get_scale() > floor else 1  # the first step at the floor
     at = first + BOUNDS["within"] - 1
     warned(f"the loss scale, step {at}: " + AT_FLOOR.format(floor) + advice, make(), {1}, **BOUNDS)
