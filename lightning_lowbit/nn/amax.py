@@ -141,8 +141,9 @@ class AmaxHistories:
             factor: 0-d, what the loss of the next step is multiplied with, over that of the last one.
         """
         staged, _ = self._split()
-        for amaxes in (self._history, staged):
-            amaxes[:, _GRADIENTS] *= factor
+        for operand in _GRADIENTS:  # a list as an index would be copied to the device, and waited for
+            self._history[:, operand].mul_(factor)
+            staged[:, operand].mul_(factor)
         self._choose()
 
     # --- state ---

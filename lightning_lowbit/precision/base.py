@@ -24,7 +24,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.amax import AmaxHistories
@@ -55,19 +54,6 @@ def compute_dtype(plugin: Precision) -> torch.dtype:
         return plugin.compute_dtype
     names = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
     return next((dtype for name, dtype in names.items() if name in str(plugin.precision)), torch.float32)
-
-
-def _refuse_float16(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.dtype == torch.float16:
-            raise ValueError(
-                f"compute_dtype='fp16' trains parameters in float32, and computes with copies in float16; {name} is in "
-                "float16 itself, too coarse for the steps of an optimizer. Call model.float() before training."
-            )
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _as_list(patterns: Iterable[str]) -> Iterable[str]:
@@ -194,14 +180,8 @@ class LowBitPrecision(FSDPPrecision):
             self._histories = None
         self._trainer, self._model = weakref.ref(trainer), weakref.ref(module)
         strategy = trainer.strategy
-        if isinstance(self.scaler, ShardedGradScaler) and not _is_distributed():
-            raise MisconfigurationException(
-                f"{type(self.scaler).__name__} asks all ranks of a process group whether a gradient is infinite, and "
-                f"{type(strategy).__name__} has none. Use a class that is not sharded, such as ConservativeGradScaler: "
-                f"{type(self).__name__} asks the ranks itself where there are several."
-            )
-        if self.scaler is not None and not isinstance(self.scaler, ShardedGradScaler):
-            _refuse_float16(module)
+        if self._scaling is not None:
+            self._scaling.check(module, type(strategy).__name__)
         self._device, self._rank = strategy.root_device, trainer.global_rank
         # Raises, if at all, before anything is changed.
         check_backend(self.plan(module), self.backend, self.exact, self._device)
@@ -346,7 +326,7 @@ class LowBitPrecision(FSDPPrecision):
 
     @staticmethod
     def _maximum_over_ranks(tensor: Tensor) -> None:
-        if _is_distributed() and dist.get_world_size() > 1:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
 
     # --- gradient clipping, on every strategy ---

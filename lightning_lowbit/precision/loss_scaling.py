@@ -11,10 +11,12 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_lowbit.scalers import ConservativeGradScaler, overflow, scale_of, share_overflow
@@ -62,8 +64,36 @@ class LossScaling:
         self._has_stepped = False  # since the last update
 
     def restart(self) -> None:
-        """Begins another run."""
+        """Begins another run; the last one may have broken off in the midst of a step."""
         self.load_state_dict({"scaler": self._first})
+        self.scaler._per_optimizer_states.clear()
+        self._has_stepped = False
+
+    def check(self, model: nn.Module, strategy: str) -> None:
+        """Raises where this scaler cannot train a model.
+
+        Args:
+            model: with its parameters.
+            strategy: what it is called.
+
+        Raises:
+            MisconfigurationException: the scaler asks other ranks, and there are none.
+            ValueError: parameters are in float16, whose gradients torch's scaler does not unscale.
+        """
+        if isinstance(self.scaler, ShardedGradScaler):
+            if not (dist.is_available() and dist.is_initialized()):
+                raise MisconfigurationException(
+                    f"{type(self.scaler).__name__} asks all ranks of a process group whether a gradient is infinite, "
+                    f"and {strategy} has none. Use a class that is not sharded, such as ConservativeGradScaler: where "
+                    "there are several ranks, the plugin asks them itself."
+                )
+            return
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter.dtype == torch.float16:
+                raise ValueError(
+                    f"compute_dtype='fp16' trains parameters in float32, and computes with copies in float16; {name} "
+                    "is in float16 itself, too coarse for an optimizer's steps. Call model.float() before training."
+                )
 
     def unscale_(self, optimizer: Optimizer, device: torch.device, over_ranks: bool) -> None:
         """Divides the gradients by the scale, also for torch's fused optimizers, which then need not.

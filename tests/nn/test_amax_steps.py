@@ -27,6 +27,7 @@ from tests.nn.histories import (
     trained,
 )
 from tests.nn.layers import Net, every, gradients, identical, run, spied, value
+from tests.optim.parameters import NoHostSync
 
 
 def test_a_step_is_the_largest_of_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +225,25 @@ def test_an_overflow_in_one_micro_batch_leaves_the_others() -> None:
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def test_amaxes_of_gradients_follow_the_scale_of_the_loss() -> None:
+    """Those of the step under way too; without an index that the host would copy to the device."""
+
+    class NoIndex(NoHostSync):
+        FORBIDDEN = (*NoHostSync.FORBIDDEN, "index", "index_put", "index_put_")
+
+    layer, histories = single(every(E4M3))
+    for amax in (1.0, 2.0):
+        one_pass(layer, amax)
+        histories.advance_()
+    one_pass(layer, 4.0)
+    factor = torch.tensor(0.5)
+    with NoIndex():
+        histories.scale_gradients_(factor)
+    histories.advance_()
+    for name, amaxes in remembered(histories).items():
+        assert amaxes == ([0.5, 1, 2] if name.endswith("_g") else [1, 2, 4]), name
 
 
 def test_one_collective_per_step() -> None:

@@ -703,6 +703,18 @@ def test_parameters_in_float16_are_refused_unless_they_are_frozen() -> None:
     assert type(model.head) is torch.nn.Linear, "a refused model has been changed"
 
 
+def test_a_run_that_broke_off_in_a_step_leaves_nothing_behind() -> None:
+    class Breaks(Overflowing):
+        def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+            if self.trainer.global_step == 3:
+                raise RuntimeError("in the midst of a step")
+
+    plugin = fp16(moving())
+    with pytest.raises(RuntimeError, match="in the midst"):
+        train(plugin, Breaks())
+    assert_same(train(plugin).scalers, train(fp16(moving())).scalers, "scaler")
+
+
 def test_two_plugins_with_one_scaler_start_each_from_the_beginning() -> None:
     scaler = moving()
     plugins = [fp16(scaler), fp16(scaler)]
@@ -869,7 +881,7 @@ def test_a_sharded_scaler_needs_ranks() -> None:
     model = Regression()
     with pytest.raises(
         MisconfigurationException,
-        match=r"ShardedConservativeGradScaler asks all ranks .*SingleDeviceStrategy has none.*FP4Precision asks the",
+        match=r"ShardedConservativeGradScaler asks all ranks .*SingleDeviceStrategy has none.*the plugin asks them",
     ):
         trainer(FP4Precision(compute_dtype="fp16", scaler=ShardedConservativeGradScaler(device="cpu"))).fit(model)
     assert type(model.head) is torch.nn.Linear, "a refused model has been changed"
