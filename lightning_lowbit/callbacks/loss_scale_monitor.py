@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from lightning_lowbit.callbacks.alerts import Alerts
 from lightning_lowbit.callbacks.report_page import Section, Text
 from lightning_lowbit.scalers import overflow
 
@@ -88,7 +88,7 @@ class LossScaleMonitor(Callback):
     def _start_afresh(self) -> None:
         self._counts = torch.zeros(len(_COUNTS))
         self._fell = torch.full((self.falls,), -math.inf)  # in which steps, the oldest first
-        self._alerts: dict[str, str] = {}
+        self._alerts = Alerts(self)
         self._forget()
 
     def _forget(self) -> None:
@@ -180,23 +180,22 @@ class LossScaleMonitor(Callback):
             ("at_floor", is_moving and counts["at_floor"] >= self.within),
             ("at_cap", is_moving and counts["at_cap"] >= self.within),
         ):
-            if holds and kind not in self._alerts:
-                self._alerts[kind] = f"the loss scale, step {trainer.global_step}: {_ADVICE[kind].format(**facts)}"
-                rank_zero_warn(f"{type(self).__name__}: {self._alerts[kind]}")
+            if holds:
+                self._alerts.say("the loss scale", kind, trainer.global_step, _ADVICE[kind].format(**facts))
 
     # --- what is left of it ---
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, and what was said."""
         counts, fell = self._counts.tolist(), self._fell.tolist()
-        return {"counts": dict(zip(_COUNTS, counts, strict=True)), "fell": fell, "alerts": dict(self._alerts)}
+        return {"counts": dict(zip(_COUNTS, counts, strict=True)), "fell": fell, "alerts": self._alerts.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with it; of falls, with as many of the last ones as this one looks at."""
         self._counts = torch.tensor([state_dict["counts"][name] for name in _COUNTS])
         fell = [-math.inf] * self.falls + state_dict["fell"]
         self._fell = torch.tensor(fell[-self.falls :])
-        self._alerts = dict(state_dict["alerts"])
+        self._alerts.load_state_dict(state_dict["alerts"])
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
         """How many steps were skipped, and the warnings; the curves are among the metrics."""
@@ -206,7 +205,7 @@ class LossScaleMonitor(Callback):
             return [Section("Loss scale", [Text("No optimizer step was taken.")])]
         text = f"{counts['skipped_steps']:.0f} of {counts['step']:.0f} optimizer steps were skipped, since a gradient "
         text += f"was not finite. The loss scale ended at {counts['scale']:g}."
-        return [Section("Loss scale", [Text(text), *map(Text, self._alerts.values())])]
+        return [Section("Loss scale", [Text(text), *map(Text, self._alerts.texts())])]
 
 
 def _scaler(trainer: Trainer) -> GradScaler:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_lowbit.callbacks.alerts import Alerts
 from lightning_lowbit.callbacks.latent_weights import LatentWeight, latent_weights, whole_layers
 from lightning_lowbit.callbacks.report_page import Section, Table, Text
 from lightning_lowbit.metrics import expected_zeros, flip_rate, is_ternary, ternary_shares, threshold_distance
@@ -121,7 +121,7 @@ class QuantizationMonitor(Callback):
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        self._alerts: dict[str, dict[str, str]] = {}  # what was said, by layer and kind
+        self._alerts = Alerts(self)
         self._last_flip: dict[str, int] = {}  # the optimizer step of the last flip seen, or of the first look
         self._step, self._rows = 0, dict[str, dict[str, float]]()  # the last step logged: numbers by layer and name
         self._forget()
@@ -241,43 +241,36 @@ class QuantizationMonitor(Callback):
             self._alert(layer, "no flips", message)
 
     def _alert(self, layer: str, kind: str, message: str) -> None:
-        said = self._alerts.setdefault(layer, {})
-        if kind not in said:
-            said[kind] = f"{layer}, step {self._step}: {message}"
-            rank_zero_warn(f"{type(self).__name__}: {said[kind]}")
+        self._alerts.say(layer, kind, self._step, message)
 
     # --- what is left of it ---
 
     def state_dict(self) -> dict[str, Any]:
         """What was said, and since when no code has changed."""
         self._read()
-        alerts = {layer: dict(said) for layer, said in self._alerts.items()}
-        return {"alerts": alerts, "last_flip": dict(self._last_flip)}
+        return {"alerts": self._alerts.state_dict(), "last_flip": dict(self._last_flip)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with it."""
-        self._alerts = {layer: dict(said) for layer, said in state_dict["alerts"].items()}
+        self._alerts.load_state_dict(state_dict["alerts"])
         self._last_flip = dict(state_dict["last_flip"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         """The numbers of the last step that was logged, and all alerts."""
         self._read()
-        return {"quantized_weights": {"step": self._step, "layers": self._rows, "alerts": self._texts()}}
+        return {"quantized_weights": {"step": self._step, "layers": self._rows, "alerts": self._alerts.texts()}}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
         """The same as a table."""
         self._read()
         names = list(dict.fromkeys(name for row in self._rows.values() for name in row))
         rows = []
-        for layer in dict.fromkeys([*self._rows, *self._alerts]):
+        for layer in dict.fromkeys([*self._rows, *self._alerts.said]):
             numbers = [self._rows.get(layer, {}).get(name) for name in names]
             cells = ["" if number is None else f"{number:.3g}" for number in numbers]
-            rows.append([layer, *cells, ", ".join(self._alerts.get(layer, {}))])
+            rows.append([layer, *cells, ", ".join(self._alerts.kinds(layer))])
         blocks: list[Table | Text] = [Text("No step with quantised weights was logged.")]
         if rows:
             caption = f"At step {self._step}, the last one that was logged; distances are in units of scales."
-            blocks = [Table(["layer", *names, "alerts"], rows, caption), *map(Text, self._texts())]
+            blocks = [Table(["layer", *names, "alerts"], rows, caption), *map(Text, self._alerts.texts())]
         return [Section("Quantised weights", tuple(blocks))]
-
-    def _texts(self) -> list[str]:
-        return [text for said in self._alerts.values() for text in said.values()]
