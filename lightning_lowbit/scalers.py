@@ -116,8 +116,8 @@ class ConservativeGradScaler(GradScaler):
         floor: the scale never falls below; 0 for none, as in torch, where a scale may fall to 0 and stay there.
         cap: nor rises above; infinity for none.
         cooldown: steps after an overflow that do not count towards growth; None for as many as ``growth_interval``.
-        hysteresis: the scale falls with this overflow since it grew, and with each after that; 1, 1 and 2. 1 lets it
-            fall at once, as torch does.
+        hysteresis: how many overflows since the scale grew it takes until it falls; each further one lets it fall
+            again. 1, 1 and 2; torch: 1.
         device: where it trains, a type such as ``"cuda"``; None for an accelerator where there is one, or the CPU.
         **kwargs: those of torch's class: ``enabled``; and ``process_group`` of sharded ones.
 
@@ -359,7 +359,7 @@ def _device_type(given: str | None) -> str:
 
 def _check_count(name: str, value: Any, least: int) -> None:
     if type(value) is not int or value < least:
-        raise ValueError(f"{name} is a number of steps, an integer of {least} or more; got {value!r}.")
+        raise ValueError(f"{name} is a whole number, {least} or more; got {value!r}.")
 
 
 def _check_factors(growth_factor: Any, backoff_factor: Any) -> None:
