@@ -6,6 +6,7 @@ trainer = Trainer(plugins=[FP4Precision("nvfp4", skip=["lm_head"])], callbacks=[
 from lightning_lowbit.callbacks import (
     ExactResume,
     GracefulInterrupt,
+    GradientNormMonitor,
     LossScaleMonitor,
     LowBitProgressBar,
     OsciReset,
@@ -15,6 +16,7 @@ from lightning_lowbit.callbacks import (
     QAFSwitch,
     QuantizationMonitor,
     RunReport,
+    SpikeRollback,
     Throughput,
     WeightDecaySwitch,
 )
@@ -43,6 +45,7 @@ __all__ = [
     "FP8Precision",
     "GracefulInterrupt",
     "GradientNormGradScaler",
+    "GradientNormMonitor",
     "Hadamard",
     "IntegerPrecision",
     "LinearCasts",
@@ -61,6 +64,7 @@ __all__ = [
     "ShardedConservativeGradScaler",
     "ShardedGradientNormGradScaler",
     "ShardedStaticGradScaler",
+    "SpikeRollback",
     "StableSPAM",
     "StaticGradScaler",
     "TernaryPrecision",

@@ -35,7 +35,6 @@ In this only `update` (and the state) differs from torch's, and all of it happen
 """
 
 import math
-from collections import defaultdict
 from types import MappingProxyType
 from typing import Any
 
@@ -46,7 +45,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
-from lightning_lowbit.optim.sharding import all_reduce_, local, local_gradient, sharding_of
+from lightning_lowbit.optim.sharding import all_reduce_, local, local_norms, sharding_of
 from lightning_lowbit.quant.cast import choose, is_number
 
 _SMALLEST, _LARGEST = 2.0**-149, torch.finfo(torch.float32).max  # what a scale, which is float32, can be
@@ -333,18 +332,9 @@ def _drop_dimensions(scaler: GradScaler, optimizer: Optimizer) -> None:
 
 def _norm(parameters: list[Tensor], device: torch.device) -> Tensor:
     """Norm of all gradients together, float32, 0-d, the same on all ranks of a group over which they are spread."""
-    gradients: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        gradient, groups = local_gradient(parameter), sharding_of(parameter).groups
-        if gradient is not None and gradient.is_sparse:
-            gradient = gradient.coalesce().values()
-        gradients[groups] += [] if gradient is None else [gradient]
-    none = torch.zeros((), device=device)
-    squares = [none]
-    for of_one in gradients.values():
-        norms = torch._foreach_norm(of_one, 2, torch.float32) if of_one else []
-        squares.append(torch.stack([none, *(norm.to(none) for norm in norms)]).square().sum())
-    return torch.stack(all_reduce_(squares, [(), *gradients], dist.ReduceOp.SUM)).sum().sqrt()
+    squares = local_norms(parameters, device).square()
+    groups = [sharding_of(parameter).groups for parameter in parameters]
+    return torch.stack([squares.new_zeros(()), *all_reduce_(squares.unbind(), groups, dist.ReduceOp.SUM)]).sum().sqrt()
 
 
 def _device_type(given: str | None) -> str:

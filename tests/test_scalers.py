@@ -534,6 +534,16 @@ def test_sparse_gradients_and_groups_without_any() -> None:
     torch.testing.assert_close(sparse.detach(), expected)  # a root and a quotient are rounded
 
 
+def test_gradients_in_float64_have_a_norm() -> None:
+    parameter = Parameter(torch.zeros(4, dtype=torch.float64))
+    parameter.grad = torch.ones(4, dtype=torch.float64)
+    optimizer = SGD([parameter], lr=1.0)
+    scaler = make(GradientNormGradScaler, threshold=4.0, init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    assert parameter.grad.tolist() == [1.5] * 4
+
+
 @pytest.mark.parametrize(("given", "kind"), [("cpu", "cpu"), ("cpu:0", "cpu"), ("meta", "meta")])
 def test_a_device_is_taken_by_its_type(given: str, kind: str) -> None:
     assert ConservativeGradScaler(device=given)._device == kind

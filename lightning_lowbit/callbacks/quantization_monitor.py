@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_lowbit.callbacks.alerts import Alerts
 from lightning_lowbit.callbacks.latent_weights import LatentWeight, latent_weights, whole_layers
+from lightning_lowbit.callbacks.logged import forget_logged
 from lightning_lowbit.callbacks.report_page import Section, Table, Text
 from lightning_lowbit.metrics import expected_zeros, flip_rate, is_ternary, ternary_shares, threshold_distance
 from lightning_lowbit.nn import QuantizedLayer
@@ -149,10 +150,7 @@ class QuantizationMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Reads the numbers of the last step, if it was logged."""
         self._read()
-        # Lightning would log what was logged once again and again until the end of the epoch, however old.
-        assert trainer._results is not None
-        for name in self._logged:
-            trainer._results.pop(f"on_train_batch_end.{name}", None)
+        forget_logged(trainer, self._logged)
         self._logged = []
 
     def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:

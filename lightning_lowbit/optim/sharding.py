@@ -112,6 +112,25 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
     return gradient
 
 
+def local_norms(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Norms of gradients, of their parts on this rank; squares of them add up over ranks (`all_reduce_`).
+
+    Args:
+        parameters: P of them.
+        device: of the result.
+
+    Returns:
+        L2 norms, float32 ``[P]``, 0 where there is no gradient.
+    """
+    parts = [local_gradient(parameter) for parameter in parameters]
+    dense = [part.coalesce().values() if part.is_sparse else part for part in parts if part is not None]
+    # torch takes norms in a wider dtype than the tensor's, not in a narrower one.
+    narrow = [part.float() if part.dtype == torch.float64 else part for part in dense]
+    norms = iter(torch._foreach_norm(narrow, 2, torch.float32) if narrow else ())
+    none = torch.zeros((), dtype=torch.float32, device=device)
+    return torch.stack([none, *(none if part is None else next(norms).to(none) for part in parts)])[1:]
+
+
 def zeros_spread_as(parameter: Tensor, last: Callable[[int], int], dtype: torch.dtype) -> Tensor:
     """Zeros for what is kept along with a parameter, row by row, in rows of another length.
 

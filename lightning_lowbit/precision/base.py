@@ -152,6 +152,11 @@ class LowBitPrecision(FSDPPrecision):
         return self._compute_dtype
 
     @property
+    def histories(self) -> AmaxHistories | None:
+        """The amaxes that outlive a step; None before the model is converted."""
+        return self._histories
+
+    @property
     def skipped_steps(self) -> Tensor:
         """How many optimizer steps fp16 has skipped, see the class."""
         return torch.tensor(0, device="cpu") if self._scaling is None else self._scaling.skipped_steps
