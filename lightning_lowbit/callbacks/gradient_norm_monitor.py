@@ -20,7 +20,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_lowbit.callbacks.alerts import Alerts
@@ -30,6 +29,7 @@ from lightning_lowbit.nn.convert import select
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.optim.sharding import all_reduce_, connect, local_norms, sharding_of
+from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.quant.cast import is_number
 from lightning_lowbit.scalers import overflow
 
@@ -161,7 +161,7 @@ class GradientNormMonitor(Callback):
             )
         assert trainer.model is not None
         connect(trainer.model)
-        self._has_scaler = _scaler(trainer) is not None
+        self._has_scaler = scaler_of(trainer.precision_plugin) is not None
         if self.layers is not None:
             self._chosen = select(list(_layers(pl_module)), self.layers, "layers", "layer with parameters")
 
@@ -179,7 +179,7 @@ class GradientNormMonitor(Callback):
         is_due = self.every_n_steps is not None and step % self.every_n_steps == 0
         if is_due or trainer._logger_connector.should_update_logs:
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            norms, scaler = local_norms(parameters, trainer.strategy.root_device), _scaler(trainer)
+            norms, scaler = local_norms(parameters, trainer.strategy.root_device), scaler_of(trainer.precision_plugin)
             if scaler is not None and overflow(scaler, optimizer) is None:  # a fused optimizer will unscale in its step
                 scale = scaler._get_scale_async()
                 norms = norms if scale is None else norms / scale.to(norms)
@@ -308,8 +308,3 @@ def _clips(trainer: Trainer, pl_module: LightningModule) -> bool:
     """Whether Lightning, or the module by its hook, may clip."""
     asks = trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", pl_module)
     return pl_module.automatic_optimization and bool(asks)
-
-
-def _scaler(trainer: Trainer) -> GradScaler | None:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_lowbit.callbacks.alerts import Alerts
 from lightning_lowbit.callbacks.report_page import Section, Text
+from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.scalers import overflow
 
 # What is counted, in one float32 tensor, which counts up to 2^24 steps. "falls" is whether they ever were too many,
@@ -209,8 +210,8 @@ class LossScaleMonitor(Callback):
 
 
 def _scaler(trainer: Trainer) -> GradScaler:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if not isinstance(scaler, GradScaler) or not scaler.is_enabled():
+    scaler = scaler_of(trainer.precision_plugin)
+    if scaler is None:
         raise MisconfigurationException(
             f"LossScaleMonitor watches the scale of the loss, and {type(trainer.precision_plugin).__name__} with "
             f"precision {trainer.precision_plugin.precision!r} has none, since only fp16 needs one: train with "

@@ -22,7 +22,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_lowbit.callbacks.report_page import Section, Table, Text
@@ -30,6 +29,7 @@ from lightning_lowbit.callbacks.snapshots import Snapshot, Trained, forget_gathe
 from lightning_lowbit.nn.casts import PHASES
 from lightning_lowbit.optim.sharding import local
 from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.quant.cast import choose, is_number
 
 # A deviation counts as this share of the mean at least: a loss that hardly moves would spike at every rounding error.
@@ -303,11 +303,9 @@ class SpikeRollback(Callback):
 
     def _trained(self, trainer: Trainer) -> Trained:
         plugin = trainer.precision_plugin
-        scaler = getattr(plugin, "scaler", None)
         histories = plugin.histories if isinstance(plugin, LowBitPrecision) else None
         # With a state_dict, the same on all ranks; of the plugin neither its counters nor its phase.
-        others = [one for one in (scaler, histories) if one is not None]
-        others = [one for one in others if not isinstance(one, GradScaler) or one.is_enabled()]
+        others = [one for one in (scaler_of(plugin), histories) if one is not None]
         return Trained([*self._parameters, *trainer.lightning_module.buffers()], trainer.optimizers, others)
 
     # --- for some steps ---

@@ -149,9 +149,8 @@ def zeros_spread_as(parameter: Tensor, last: Callable[[int], int], dtype: torch.
         return zeros
     mesh, placements = parameter.device_mesh, parameter.placements
     lengths = [last(length) for length in _cut_rows(parameter, parameter.shape[-1])]
-    if lengths != _cut_rows(
-        parameter, sum(lengths)
-    ):  # as seen from any rank: one that went on would wait for the others
+    # As seen from any rank: one that went on would wait for the others.
+    if lengths != _cut_rows(parameter, sum(lengths)):
         raise ValueError(
             f"A parameter of {tuple(parameter.shape)}, spread as {placements} over {mesh.size()} ranks, leaves "
             f"{tuple(part.shape)} here, for which rows of another length cannot be kept: use moments='fp32' for it."

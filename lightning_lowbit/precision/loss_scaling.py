@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -45,6 +46,12 @@ def scaler_for(compute_dtype: str, given: GradScaler | None) -> GradScaler | Non
             "there is none: give device='cpu'; or leave out enabled=False."
         )
     return given
+
+
+def scaler_of(plugin: Precision) -> GradScaler | None:
+    """The loss scaler at work in a precision plugin, this package's or Lightning's own; None if there is none."""
+    scaler = getattr(plugin, "scaler", None)
+    return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
 
 
 class LossScaling:

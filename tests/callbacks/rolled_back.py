@@ -4,22 +4,18 @@ Of both ranks only one sees the bad batch. What came out lies in ``FOLDER/0.pt``
 """
 
 import math
-import os
-import sys
 import warnings
 from collections.abc import Sequence
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import SpikeRollback
+from tests.launch import take_part
 from tests.optim.trainers import RANKS, STRATEGIES, Regression, plugin, trainer
 
 BAD, KIND = 7, {"spike": 1e3, "nan": math.nan}
@@ -92,14 +88,7 @@ def train(strategy: str, optimizer: str, kind: str, numbers: Sequence[int], *cal
     return model.whole
 
 
-def main(rank: int, folder: Path) -> None:
-    # How Lightning is told that others start the processes.
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(RANKS))
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    # They meet in a file: a free port might be taken by the time it is used.
-    meet = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=60)}
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, **meet)
+def work() -> dict[str, Any]:
     results: dict[str, Any] = {}
     clean = {(strategy, optimizer): train(strategy, optimizer, "spike", KEPT) for strategy, optimizer, _ in RUNS}
     for strategy, optimizer, kind in RUNS:
@@ -113,9 +102,8 @@ def main(rank: int, folder: Path) -> None:
             "steps": [[one[name] for name in ("step", "spike", "to")] for one in rollback.state_dict()["rollbacks"]],
             "good": rollback.state_dict()["good"],
         }
-    torch.save(results, f"{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    take_part(RANKS, work)

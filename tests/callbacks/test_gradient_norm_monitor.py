@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import get_total_norm
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import GradientNormMonitor, LowBitPrecision, RunReport, StaticGradScaler
 from lightning_lowbit.callbacks.report_page import Table, Text
 from lightning_lowbit.optim import Adaptive, StableSPAM
+from tests.callbacks.reads import HOOKS, counted
 from tests.callbacks.watched import EVERY, RANKS, RUNS, STEPS, UNPLUGGED, train
 from tests.launch import launch
 
@@ -382,37 +381,10 @@ def test_watching_changes_nothing(make: Callable[[nn.Module], Any]) -> None:
 
 
 def test_nothing_is_read_between_logged_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number of a tensor is what a device has to be waited for; on the CPU, `tolist` is no operation of its own."""
-    reads: Counter[tuple[str, int]] = Counter()
-    hooks = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
-
-    class Watched(GradientNormMonitor):
-        pass
-
-    def watched(hook: str) -> Callable[..., None]:
-        def call(monitor: GradientNormMonitor, run: Trainer, module: Any, *arguments: Any) -> None:
-            class Count(TorchDispatchMode):
-                def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                    reads[hook, run.global_step] += func is torch.ops.aten._local_scalar_dense.default
-                    return func(*args, **(kwargs or {}))
-
-            def tolist(tensor: Tensor) -> Any:
-                reads[hook, run.global_step] += 1
-                return original(tensor)
-
-            original = Tensor.tolist
-            with monkeypatch.context() as patch, Count():
-                patch.setattr(Tensor, "tolist", tolist)
-                getattr(GradientNormMonitor, hook)(monitor, run, module, *arguments)
-            reads[hook, -1] += 1
-
-        return call
-
-    for hook in hooks:
-        setattr(Watched, hook, watched(hook))
+    Watched, reads = counted(GradientNormMonitor, monkeypatch)
     model = Planned(make_optimizer=RULES["Stable-SPAM"])
     trainer(Watched(["layer"], 1), log_every_n_steps=4, max_steps=10, gradient_clip_val=1.0).fit(model)
-    assert all(reads.pop((hook, -1)) == 10 for hook in hooks), "a hook was not watched"
+    assert all(reads.pop((hook, -1)) == 10 for hook in HOOKS), "a hook was not watched"
     assert +reads == {("on_train_batch_start", 4): 1, ("on_train_batch_start", 8): 1}
 
 

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, RunReport, StaticGradScaler
 from lightning_lowbit.callbacks.report_page import Text
+from tests.callbacks.reads import HOOKS, counted
 
 CURVES = ("scale", "growth_tracker", "overflows", "skipped_steps")
 Overflows = Collection[tuple[int, int]]  # of which batches, in the gradients of which optimizer
@@ -252,36 +251,9 @@ def test_a_batch_without_a_step_counts_nothing() -> None:
 
 
 def test_nothing_is_read_between_logged_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number of a tensor is what a device has to be waited for; on the CPU, `tolist` is no operation of its own."""
-    reads: Counter[tuple[str, int]] = Counter()
-    hooks = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
-
-    class Watched(LossScaleMonitor):
-        pass
-
-    def watched(hook: str) -> Callable[..., None]:
-        def call(monitor: LossScaleMonitor, run: Trainer, module: Any, *arguments: Any) -> None:
-            class Count(TorchDispatchMode):
-                def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                    reads[hook, run.global_step] += func is torch.ops.aten._local_scalar_dense.default
-                    return func(*args, **(kwargs or {}))
-
-            def tolist(tensor: Tensor) -> Any:
-                reads[hook, run.global_step] += 1
-                return original(tensor)
-
-            original = Tensor.tolist
-            with monkeypatch.context() as patch, Count():
-                patch.setattr(Tensor, "tolist", tolist)
-                getattr(LossScaleMonitor, hook)(monitor, run, module, *arguments)
-            reads[hook, -1] += 1
-
-        return call
-
-    for hook in hooks:
-        setattr(Watched, hook, watched(hook))
+    Watched, reads = counted(LossScaleMonitor, monkeypatch)
     trainer(Watched(), log_every_n_steps=4, max_steps=10).fit(Scripted({1, 5}))
-    assert all(reads.pop((hook, -1)) == 10 for hook in hooks), "a hook was not watched"
+    assert all(reads.pop((hook, -1)) == 10 for hook in HOOKS), "a hook was not watched"
     assert +reads == {("on_train_batch_start", 4): 1, ("on_train_batch_start", 8): 1}
 
 

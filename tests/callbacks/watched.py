@@ -3,15 +3,10 @@
 What the monitor logged lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
-import os
-import sys
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
@@ -22,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import GradientNormMonitor, LowBitPrecision
 from lightning_lowbit.optim import StableSPAM
+from tests.launch import take_part
 from tests.optim.trainers import FSDPOnCPU
 
 RANKS, STEPS, EVERY = 2, 6, 2
@@ -128,20 +124,11 @@ def train(strategy: Strategy | str, optimizer: str, with_plugin: bool, shard: bo
     return {"curves": curves.seen, "collectives": monitor.collectives}
 
 
-def main(rank: int, folder: Path) -> None:
-    # How Lightning is told that others start the processes.
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(RANKS))
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    # They meet in a file: a free port might be taken by the time it is used.
-    meet = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=60)}
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, **meet)
-    results = {
+def work() -> dict[str, Any]:
+    return {
         run: train(STRATEGIES[run[0]](), *run[1:], shard=run[0] == "fsdp2", devices=RANKS) for run in [*RUNS, UNPLUGGED]
     }
-    torch.save(results, f"{rank}.pt")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    take_part(RANKS, work)

@@ -5,12 +5,8 @@ needed than there are, the first ones take part.
 """
 
 import math
-import os
-import sys
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -44,6 +40,7 @@ from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, conn
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.optim.moments import FP8Moments, Piece
 from lightning_lowbit.optim.sharding import local, local_gradient, offsets_of, sharding_of, zeros_spread_as
+from tests.launch import take_part
 
 RANKS = 4
 # --- what is trained ---
@@ -545,12 +542,7 @@ def message(attempt: Callable[[], Any]) -> str:
     return "nothing was refused"
 
 
-def main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    # They meet in a file: a free port might be taken by the time it is used.
-    meet = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=60)}
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, **meet)
+def work() -> dict[str, Any]:
     meshes = Meshes()
     results: dict[str, Any] = {
         "trajectories": trajectories(meshes),
@@ -568,10 +560,8 @@ def main(rank: int, folder: Path) -> None:
         results["missing"] = {name: missing_gradients(meshes[3,], name) for name in MISSING}
         results["nan elsewhere"] = nan_elsewhere(meshes)
         results["masters"] = masters(meshes[3,])
-    torch.save(results, f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    take_part(RANKS, work)

@@ -3,15 +3,10 @@
 What came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
-import os
-import sys
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
@@ -21,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
+from tests.launch import take_part
 from tests.optim.distributed import full
 
 RANKS, STEPS, HALF = 2, 8, 4
@@ -145,14 +141,7 @@ def train(strategy: str, optimizer: str, with_plugin: bool, end: int = STEPS, ck
     return used, model.whole
 
 
-def main(rank: int, folder: Path) -> None:
-    # How Lightning is told that others start the processes.
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(RANKS))
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    # They meet in a file: a free port might be taken by the time it is used.
-    meet = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=60)}
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, **meet)
+def work() -> dict[str, Any]:
     results: dict[str, Any] = {
         describe(strategy, optimizer, with_plugin): train(strategy, optimizer, with_plugin)[1]
         for strategy, optimizer, with_plugin in RUNS
@@ -166,9 +155,8 @@ def main(rank: int, folder: Path) -> None:
         train("fsdp1", "stable_spam", False)
     except ValueError as error:
         results["not connected"] = str(error)
-    torch.save(results, f"{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    take_part(RANKS, work)

@@ -3,19 +3,15 @@
 What it saw and what came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
-import os
-import sys
 from collections import Counter
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
+from tests.launch import take_part
 from tests.precision.regression import Ramp, Regression, Witness, flat, state, trainer
 
 RANKS, STEPS, HISTORY, ACCUMULATE = 2, 4, 3, 2
@@ -114,15 +110,8 @@ def progressive(plugin: LowBitPrecision) -> dict[str, Any]:
     return {"losses": torch.stack(model.losses), "weights": flat(model), "state": state(plugin)}
 
 
-def main(rank: int, folder: Path) -> None:
-    # How Lightning is told that others start the processes.
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(RANKS))
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    # They meet in a file: a free port might be taken by the time it is used.
-    meet = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=60)}
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, **meet)
-    results = {
+def work() -> dict[str, Any]:
+    return {
         "histories": {str(smooth): histories(smooth) for smooth in SMOOTHINGS},
         "collectives": {name: collectives(make()) for name, make in COUNTED.items()},
         "whole": run(),
@@ -130,9 +119,7 @@ def main(rank: int, folder: Path) -> None:
         "fresh": run("2.ckpt", fresh_histories=True),
         "qat": {name: progressive(make()) for name, make in QAT.items()},
     }
-    torch.save(results, f"{rank}.pt")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    take_part(RANKS, work)

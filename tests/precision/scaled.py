@@ -3,12 +3,8 @@
 What it saw and what came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
-import os
-import sys
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +31,7 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.optim import connect
 from lightning_lowbit.optim.sharding import local
+from tests.launch import take_part
 from tests.optim import trainers
 from tests.optim.trainers import FSDPOnCPU, Regression, trainer
 from tests.precision import distributed
@@ -300,14 +297,7 @@ def plain(make: Callable[..., GradScaler]) -> dict[str, list[Any]]:
     return {"scales": scales, "weights": weights}
 
 
-def main(rank: int, folder: Path) -> None:
-    # How Lightning is told that others start the processes.
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(RANKS))
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    # They meet in a file: a free port might be taken by the time it is used.
-    meet = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=60)}
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS, **meet)
+def work() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for strategy, scaler, part in PLANTED:
         made = train(plugin(scaler), strategy, part=part, culprit=culprit(strategy, part))
@@ -327,9 +317,8 @@ def main(rank: int, folder: Path) -> None:
         results[f"collectives: {strategy}"] = collectives(strategy)
     for name, make in PLAIN.items():
         results[f"plain: {name}"] = plain(make)
-    torch.save(results, f"{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    take_part(RANKS, work)
