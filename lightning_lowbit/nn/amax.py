@@ -11,7 +11,8 @@ In two places this differs from Transformer Engine on purpose. There the first s
 gradients below 2^-17 vanish; and one infinity stays in the history, and the scale with it, for all its length.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,17 @@ class AmaxHistories:
     @recording.setter
     def recording(self, on: bool) -> None:
         self._switch[0] = on
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Within this context passes are stages of a step, smoothed by their own channels, and then forgotten."""
+        staged, before = self._staged.clone(), self.recording
+        self.recording = True
+        try:
+            yield
+        finally:
+            self.recording = before
+            self._staged.copy_(staged)
 
     def to_(self, device: torch.device) -> None:
         """Moves everything to where the layers compute."""

@@ -272,6 +272,24 @@ class LowBitPrecision(FSDPPrecision):
             self._update_scale()
         self.micro_batch += 1
 
+    @contextmanager
+    def another_draw(self, number: int = 0) -> Generator[None, None, None]:
+        """A context for a forward and a backward pass over the micro-batch before, with other random bits.
+
+        Only stochastic rounding draws anew: scales are those of the training step, and what the passes see of amaxes is
+        forgotten. Random numbers of torch are no matter of this plugin.
+
+        Args:
+            number: of the draw, 0 or more; each has bits of its own.
+        """
+        with self.forward_context():
+            if self._keys is None or self._histories is None:
+                yield
+                return
+            self._keys.fill_(self.step, -1 - number, self._rank, self._device)  # no micro-batch has a number below 0
+            with self._histories.forgetting():
+                yield
+
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scales the loss of fp16; by hand, a backward pass after steps begins anew."""
         self._update_scale()

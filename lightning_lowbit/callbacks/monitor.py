@@ -1,0 +1,93 @@
+"""What callbacks that watch a run have in common: when they measure, when they read, what they forget.
+
+    on_train_batch_start    the numbers of the last steps that were measured, read by one copy: warnings
+    in between              measuring, in tensors on the device: `_keep`, `_log`
+    on_train_end            the last numbers
+
+Lightning's logger has copied what was logged, and waited for it, by the time the next batch begins: nothing is left to
+wait for then. A value that was logged is dropped there: Lightning would log it again and again until the epoch ends.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_lowbit.callbacks.alerts import Alerts
+from lightning_lowbit.callbacks.logged import forget_logged
+
+_MOST_UNREAD = 100  # measurements that wait to be read where the logger takes none
+
+
+class Monitor(Callback):
+    """Measures on the device, logs what it measured, and reads it one batch later.
+
+    A subclass measures in hooks of its own, hands what it found to :meth:`_keep` and :meth:`_log`, and says in
+    :meth:`_judge` what to make of the numbers. It calls ``super()`` in the hooks that are here.
+    """
+
+    def __init__(self) -> None:
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        """Forgets another run."""
+        self._alerts = Alerts(self)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forgets what lies between two batches: training starts, or goes on."""
+        self._unread: list[tuple[Any, Tensor]] = []
+        self._logged: list[str] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forgets another run."""
+        if stage == "fit" and trainer.global_step == 0:  # or else the same Trainer goes on; checkpoints come later
+            self._start_afresh()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins, also after a checkpoint was loaded."""
+        self._forget()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Reads what was measured, if it was logged."""
+        if self._logged or len(self._unread) >= _MOST_UNREAD:
+            self._read()
+        forget_logged(trainer, self._logged)
+        self._logged = []
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reads the numbers of the last steps."""
+        self._read()
+
+    # --- for subclasses ---
+
+    @staticmethod
+    def _is_logged(trainer: Trainer) -> bool:
+        """Whether the logger takes what the optimizer step under way logs; the same for all its micro-batches."""
+        return trainer._logger_connector.should_update_logs
+
+    def _log(self, pl_module: LightningModule, metrics: Mapping[str, Tensor]) -> None:
+        """Logs 0-d tensors, in ``on_train_batch_end``."""
+        pl_module.log_dict(dict(metrics), batch_size=1)
+        self._logged += list(metrics)
+
+    def _keep(self, what: Any, numbers: Tensor) -> None:
+        """Keeps a vector on the device, to be read later; ``what`` says of what it is."""
+        self._unread.append((what, numbers))
+
+    def _judge(self, what: Any, numbers: Sequence[float]) -> None:
+        """Looks at what was kept, now that its numbers are known."""
+
+    def _read(self) -> None:
+        """Turns all that was kept into numbers, by one copy, and looks at it."""
+        unread, self._unread = self._unread, []
+        try:
+            numbers = torch.cat([row for _, row in unread]).tolist() if unread else []
+        except RuntimeError:  # after an error of the device nothing can be copied from it; whatever comes next says so
+            return
+        start = 0
+        for what, row in unread:
+            self._judge(what, numbers[start : start + len(row)])
+            start += len(row)
