@@ -9,8 +9,10 @@ from torch.autograd.function import once_differentiable
 
 from lightning_lowbit.nn.casts import OPERANDS, SHARED, LinearCasts
 from lightning_lowbit.nn.gemm import matmul, mean_times
+from lightning_lowbit.nn.watch import add_gradients_
 from lightning_lowbit.quant import Cast, Operand, blend, quantize_operand, rotate, split_mean, through_rounding
 from lightning_lowbit.quant.scaling import absmax
+from lightning_lowbit.quant.statistics import merge_statistics_, operand_statistics
 
 
 class Setup(NamedTuple):
@@ -23,6 +25,8 @@ class Setup(NamedTuple):
     exact: bool
     native: tuple[str, ...]
     blend: Tensor | None  # None: all the way
+    operand_sums: Tensor | None = None  # None: nobody asks, see `lightning_lowbit.nn.watch`
+    gradient_sums: Tensor | None = None
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -47,7 +51,7 @@ class _LinearFunction(torch.autograd.Function):
             amax_x,
             *(for_dgrad if needs_x else (None, None)),
             amax_w,
-            x if needs_x and "fprop_x" in casts.surrogate else None,
+            x if (needs_x and "fprop_x" in casts.surrogate) or how.gradient_sums is not None else None,
             w if needs_w and "fprop_w" in casts.surrogate else None,
         )
         # All are refilled in place for the next micro-batch or step, which may begin before this one's backward pass.
@@ -80,6 +84,8 @@ class _LinearFunction(torch.autograd.Function):
                 x, x_factor = _reusable(Operand(x, x_factor), reused)
                 qg, qx, of_mean = _operands("wgrad", g_, _Source(x, amax_x, x_factor), how)
                 dw = matmul(qg.t(), qx, of_mean, dtype)
+                if how.gradient_sums is not None:
+                    add_gradients_(how.gradient_sums, dw, torch.mm(g.to(dtype).t(), forward_x))
                 dw = _through_rounding("fprop_w", dw, _Source(forward_w, amax_w), how)
             if needs_bias:
                 db = g.sum(0)  # of the unquantised gradient
@@ -143,7 +149,11 @@ def _operand(name: str, source: _Source, how: Setup) -> Operand:
     amax = _scale_amax(name, cast, source, how)
     native = cast.grid.gemm_dtype if name.partition("_")[0] in how.native else None
     dtype = torch.float32 if how.exact else native
-    quantised = quantize_operand(source.values, cast, _CONTRACTION[name], key, amax, dtype)
+    dim = _CONTRACTION[name]
+    quantised = quantize_operand(source.values, cast, dim, key, amax, dtype)
+    if how.operand_sums is not None:
+        seen = operand_statistics(source.values, quantised, cast, dim, amax)
+        merge_statistics_(how.operand_sums[OPERANDS.index(name)], seen)
     return quantised if how.blend is None else blend(source.values, quantised, how.blend, how.exact)
 
 

@@ -63,6 +63,8 @@ class QuantizedLayer(nn.Module):
         backend: ``"auto"`` (native GEMMs where device and casts allow), ``"native"`` or ``"emulated"``.
         blend: float32, 0-d: λ of progressive quantisation, which is on its way; None for all the way. See
             :func:`set_blend`.
+        operand_sums, gradient_sums: where passes leave what they see of operands and of the weight's gradient; None
+            while nobody asks. See :mod:`lightning_lowbit.nn.watch`.
         token_amax: float32 ``[tokens, 1]``, what tokens are smoothed by in the next pass; None until set.
     """
 
@@ -74,6 +76,8 @@ class QuantizedLayer(nn.Module):
     backend: str = "auto"
     blend: Tensor | None = None
     token_amax: Tensor | None = None
+    operand_sums: Tensor | None = None
+    gradient_sums: Tensor | None = None
 
     weight: Any  # as nn.Linear and Conv1D declare it
     bias: Any
@@ -161,7 +165,8 @@ class QuantizedLayer(nn.Module):
             )
         if self.amaxes is not None and not self.amaxes.switch[0]:
             staged = None
-        how = Setup(self.casts, self.keys, in_force, staged, self.exact, self.native_gemms(x.device), self.blend)
+        native, sums = self.native_gemms(x.device), (self.operand_sums, self.gradient_sums)
+        how = Setup(self.casts, self.keys, in_force, staged, self.exact, native, self.blend, *sums)
         return linear_function(x, weight, bias, how)
 
     def native_gemms(self, device: torch.device, casts: LinearCasts | None = None) -> tuple[str, ...]:

@@ -137,7 +137,7 @@ def quantize(
         raise ValueError(f"There is no dimension {dim} in a tensor of shape {tuple(x.shape)}.")
     dim = dim if dim < 0 else dim - x.dim()
     matrix, tile = as_matrix(x.float(), dim), tile_of(cast, dim, x.dim())
-    scaled = _scale_blocks(matrix, cast, tile, amax)
+    scaled = scale_blocks(matrix, cast, tile, amax)
     elements = _round(scaled, cast, key, multiplied=False, dtype=torch.float32)
     stored = stored_scales(scaled.scales, cast)
     if cast.scale.block == "tensor":
@@ -211,7 +211,7 @@ def _blend(x: Tensor, values: Tensor, factor: Tensor | None, share: Tensor, dtyp
 def scaled_elements(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> Tensor:
     """The elements of a matrix in units of their scales, before rounding: float32, the shape of ``x``."""
     tile = tile_of(cast, dim, x.dim())
-    blocks, scales, decode, _ = _scale_blocks(x, cast, tile, amax)
+    blocks, scales, decode, _ = scale_blocks(x, cast, tile, amax)
     return from_blocks(blocks.float() * encode_factor(scales, decode, cast), x.shape, tile)
 
 
@@ -250,7 +250,7 @@ def _quantize_operand(
 ) -> tuple[Tensor, Tensor]:
     cast = Cast.from_spec(spec)
     tile = tile_of(cast, dim, x.dim())
-    scaled = _scale_blocks(x, cast, tile, amax)
+    scaled = scale_blocks(x, cast, tile, amax)
     rounded = x.dtype if _is_rounded(x, cast) else dtype  # also where float32 is asked for
     values = _round(scaled, cast, key, cast.scale.per_block, rounded)
     factor = scaled.decode
@@ -259,13 +259,18 @@ def _quantize_operand(
     return from_blocks(values.to(dtype), x.shape, tile).contiguous(), factor
 
 
-class _Scaled(NamedTuple):
+class Scaled(NamedTuple):
     """The blocked view of a matrix, its scales as :func:`block_scales` gives them, 1/S and z of :mod:`scaling`."""
 
     blocks: Tensor
     scales: Tensor
     decode: Tensor
     zeros: Tensor | None = None
+
+    def tensors(self, cast: Cast, key: Tensor | int | None) -> list[Tensor]:
+        """What :func:`round_blocks` takes."""
+        tensors = [tensor for tensor in self if tensor is not None]
+        return tensors if cast.rounding == "nearest" else [*tensors, _key_of(cast, key, self.blocks.device)]
 
 
 @compiled
@@ -278,7 +283,13 @@ def _round_blocks(
     multiplied: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Rounds blocked elements; ``elements * scales`` if ``multiplied``, else the elements.
+    """Rounds blocked elements; ``elements * scales`` if ``multiplied``, else the elements."""
+    elements = round_blocks(blocks, scales, decode_scale, *rest, cast=cast)
+    return (elements * stored_scales(scales, cast) if multiplied else elements).to(dtype)
+
+
+def round_blocks(blocks: Tensor, scales: Tensor, decode_scale: Tensor, *rest: Tensor, cast: Cast) -> Tensor:
+    """Rounds blocked elements to float32 elements of the cast, in units of their scales.
 
     ``rest``: the zero points of casts that have them, then the key of those that round stochastically.
     """
@@ -289,30 +300,29 @@ def _round_blocks(
     if cast.scale.statistic == "minmax":  # the levels of the block are those from -z on
         values = torch.minimum(torch.maximum(values, -rest[0]), cast.grid.max - rest[0])
     if cast.rounding == "stochastic":
-        elements = round_stochastic(values, cast.grid, uniform(element_index(blocks), rest[-1]))
-    else:
-        elements = round_nearest(values, cast.grid)
-    return (elements * stored_scales(scales, cast) if multiplied else elements).to(dtype)
+        return round_stochastic(values, cast.grid, uniform(element_index(blocks), rest[-1]))
+    return round_nearest(values, cast.grid)
 
 
-def _round(scaled: _Scaled, cast: Cast, key: Tensor | int | None, multiplied: bool, dtype: torch.dtype) -> Tensor:
-    blocks, tensors = scaled.blocks, [tensor for tensor in scaled if tensor is not None]
-    if cast.rounding == "nearest":
-        return _round_blocks(*tensors, cast=cast, multiplied=multiplied, dtype=dtype)
+def _round(scaled: Scaled, cast: Cast, key: Tensor | int | None, multiplied: bool, dtype: torch.dtype) -> Tensor:
+    return _round_blocks(*scaled.tensors(cast, key), cast=cast, multiplied=multiplied, dtype=dtype)
+
+
+def _key_of(cast: Cast, key: Tensor | int | None, device: torch.device) -> Tensor:
     if key is None:
         raise ValueError(
             f"{cast} rounds stochastically and needs a key: quantize(x, cast, key=...). In a layer, keys are set by "
             "the precision plugin, or by lightning_lowbit.nn.LayerKeys where there is no Trainer."
         )
     if not isinstance(key, Tensor):
-        key = torch.tensor(key, device=blocks.device)
+        key = torch.tensor(key, device=device)
     if key.dtype != torch.int64 or key.numel() != 1:
         raise ValueError(f"A key is an integer or an int64 tensor of one element; got {key!r}.")
-    key = key.reshape(())
-    return _round_blocks(*tensors, key, cast=cast, multiplied=multiplied, dtype=dtype)
+    return key.reshape(())
 
 
-def _scale_blocks(x: Tensor, cast: Cast, tile: Tile, amax: Tensor | None) -> _Scaled:
+def scale_blocks(x: Tensor, cast: Cast, tile: Tile, amax: Tensor | None) -> Scaled:
+    """Cuts a matrix into blocks, and makes their scales."""
     blocks = to_blocks(x, tile)
     if amax is not None and not cast.scale.needs_amax:
         raise ValueError(
@@ -344,4 +354,4 @@ def _scale_blocks(x: Tensor, cast: Cast, tile: Tile, amax: Tensor | None) -> _Sc
     else:
         scales = block_scales(blocks, encode, cast=cast, dims=dims)
     # The prescale comes after the scales are made: made of smaller elements, they would be smaller themselves.
-    return _Scaled(blocks, scales, torch.reciprocal(encode * cast.scale.prescale), zeros)
+    return Scaled(blocks, scales, torch.reciprocal(encode * cast.scale.prescale), zeros)

@@ -1,0 +1,68 @@
+"""What layers see of their operands and gradients while they compute, left in rows of one tensor.
+
+    operand_sums    [6, 8] of a layer: for each operand that is quantised, what its cast did to it
+    gradient_sums   [2] of a layer: Σ (dW - dW')² and Σ dW'², with dW of quantised operands and dW' of the same tensors
+                    in high precision, of one backward pass: noise of the operands of this one GEMM, and bias
+
+Rows add up over passes, so over micro-batches; over ranks by one collective. A layer that has no row measures nothing,
+and costs nothing. The second form doubles the GEMM of a weight's gradient.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.quant.statistics import MAXIMA, SUMS, wide_dtype
+
+_SHAPES: dict[str, tuple[int, ...]] = {"operand_sums": (6, len(SUMS) + len(MAXIMA)), "gradient_sums": (2,)}
+
+
+class Watch:
+    """Rows for the layers of a model.
+
+    Args:
+        layers: converted layers, by name.
+        what: ``"operand_sums"`` or ``"gradient_sums"``.
+
+    Attributes:
+        sums: float64 (float32 on Apple's GPUs) ``[layers, 6, 8]`` or ``[layers, 2]``: of passes since the start.
+
+    Example:
+        >>> watch = Watch({"up": model.up}, "operand_sums")
+        >>> watch.start(torch.device("cpu"))
+        >>> model(x).sum().backward()
+        >>> watch.stop()
+        >>> watch.sums
+    """
+
+    def __init__(self, layers: Mapping[str, Any], what: Literal["operand_sums", "gradient_sums"]) -> None:
+        self.layers, self._what = dict(layers), what
+        self.sums = torch.zeros(len(self.layers), *_SHAPES[what])
+
+    def start(self, device: torch.device) -> None:
+        """Empties the rows, and gives them to the layers."""
+        device = torch.empty(0, device=device).device  # as tensors name it: cuda:0 for cuda
+        if self.sums.device == device and self.sums.dtype == wide_dtype(device):
+            self.sums.zero_()
+        else:
+            self.sums = torch.zeros_like(self.sums, dtype=wide_dtype(device), device=device)
+        self.resume()
+
+    def resume(self) -> None:
+        """Gives the rows to the layers, as they are."""
+        for layer, row in zip(self.layers.values(), self.sums, strict=True):
+            setattr(layer, self._what, row)
+
+    def stop(self) -> None:
+        """Takes the rows from the layers."""
+        for layer in self.layers.values():
+            setattr(layer, self._what, None)
+
+
+def add_gradients_(sums: Tensor, quantised: Tensor, exact: Tensor) -> None:
+    """Adds Σ (dW - dW')² and Σ dW'² to a row."""
+    exact = exact.float()
+    norms = torch.stack([torch.linalg.vector_norm(quantised.float() - exact), torch.linalg.vector_norm(exact)])
+    sums.add_(norms.to(sums.dtype).square())

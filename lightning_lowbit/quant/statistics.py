@@ -1,0 +1,115 @@
+"""What a cast did to an operand of a GEMM, in sums that are made while the operand is at hand.
+
+With x the matrix, q what the GEMM takes of it and s the scales of its blocks, tensor scale included:
+
+    elements, signal Σ x², noise Σ (x - q)², nonzero (x ≠ 0), underflowed (x ≠ 0, q = 0), saturated     add up
+    1/s and s, the largest of each; 0 where no scale is above 0                                         maxima
+
+Of large operands a sample of whole blocks is enough. See :mod:`lightning_lowbit.metrics.casts` for what the numbers
+mean.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.kernels import opaque
+from lightning_lowbit.quant.blocks import tile_of
+from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.quantize import Operand, scale_blocks
+from lightning_lowbit.quant.scaling import absmax, stored_scales
+
+SUMS = ("elements", "signal", "noise", "nonzero", "underflowed", "saturated")
+MAXIMA = ("inverse_scale", "scale")
+_ADDED, _LARGEST = slice(len(SUMS)), slice(len(SUMS), None)
+
+# Elements of an operand to look at, about: enough for an SQNR to some hundredths of a decibel.
+SAMPLE = 2**16
+
+_ZERO_BLOCK = 2.0**-127  # the scale of a block of zeros in E8M0, which has no zero itself
+
+# A largest magnitude is a product of scales, each rounded to float32: elements that it misses by so little fit.
+_SLACK = 1 + 2.0**-20
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """What sums over many elements are kept in."""
+    return torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs lack
+
+
+def operand_statistics(
+    x: Tensor, quantised: Operand, cast: Cast, dim: int, amax: Tensor | None = None, most: int = SAMPLE
+) -> Tensor:
+    """What became of a matrix.
+
+    Args:
+        x, cast, dim, amax: as :func:`lightning_lowbit.quant.quantize_operand` took them.
+        quantised: what it gave.
+        most: elements to look at, about: of more, each n-th row, column or row of tiles is a sample. A scale that is
+            the mean magnitude, or the range, of the whole matrix needs all of it.
+
+    Returns:
+        float64 (float32 on Apple's GPUs) ``[8]``, in the order of ``SUMS`` and ``MAXIMA``, on the device of ``x``. A
+        block that holds a NaN or an infinity makes the noise NaN, and the counts meaningless.
+    """
+    return _operand_statistics(x, quantised.values, quantised.factor, cast.spec, dim, amax, most)
+
+
+def merge_statistics_(into: Tensor, more: Tensor) -> None:
+    """Adds sums to sums, and takes the larger maxima, in place: ``[..., 8]``."""
+    into[..., _ADDED].add_(more[..., _ADDED])
+    into[..., _LARGEST].copy_(torch.maximum(into[..., _LARGEST], more[..., _LARGEST]))
+
+
+@opaque(
+    lambda x, values, factor, spec, dim, amax, most: x.new_empty(len(SUMS) + len(MAXIMA), dtype=wide_dtype(x.device))
+)
+def _operand_statistics(
+    x: Tensor, values: Tensor, factor: Tensor | None, spec: str, dim: int, amax: Tensor | None, most: int
+) -> Tensor:
+    cast, wide = Cast.from_spec(spec), wide_dtype(x.device)
+    if cast.scale.needs_amax and amax is None:
+        amax = absmax(x)
+    whole = x.shape
+    x, values = (_sample(matrix, whole, cast, dim, most) for matrix in (x, values))
+    factor = None if factor is None else _sample(factor, whole, cast, dim, most)
+    blocks, scales, decode, zeros = scale_blocks(x, cast, tile_of(cast, dim, x.dim()), amax)
+    step = stored_scales(scales, cast).float() * decode
+    used = (step > 0) & (scales > _ZERO_BLOCK)
+    largest = torch.where(used, step.reciprocal(), 0).amax(), torch.where(used, step, 0).amax()
+    x, q = x.float(), values.float() if factor is None else values.float() * factor
+    nonzero = torch.count_nonzero(x)
+    sums = (
+        torch.linalg.vector_norm(x).to(wide).square(),
+        torch.linalg.vector_norm(x - q).to(wide).square(),
+        nonzero.to(wide),
+        (nonzero - torch.count_nonzero(q)).to(wide),  # zeros stay zeros
+        torch.count_nonzero(_excess(blocks.float(), torch.where(used, step, torch.inf), zeros, cast)).to(wide),
+    )
+    elements = torch.full((), x.numel(), dtype=wide, device=x.device)
+    return torch.stack([elements, *sums, *(value.to(wide) for value in largest)])
+
+
+def _sample(tensor: Tensor, whole: torch.Size, cast: Cast, dim: int, most: int) -> Tensor:
+    """Of a matrix, or a factor of its rows or columns, what belongs to the sample."""
+    stride, block = -(-whole.numel() // most), cast.scale.block
+    if tensor.dim() == 0 or stride <= 1 or (block == "tensor" and not cast.scale.needs_amax):
+        return tensor
+    if isinstance(block, tuple):
+        size = block[0]
+        if whole[0] < 2 * size or len(tensor) == 1:
+            return tensor
+        tiles = tensor[: len(tensor) // size * size].reshape(-1, size, tensor.shape[1])
+        return tiles[::stride].flatten(0, 1)
+    rows, columns = (1, stride) if dim in (0, -2) else (stride, 1)
+    return tensor[:: rows if len(tensor) > 1 else 1, :: columns if tensor.shape[1] > 1 else 1]
+
+
+def _excess(blocks: Tensor, step: Tensor, zeros: Tensor | None, cast: Cast) -> Tensor:
+    """How far elements lie beyond the levels of their block, 0 where they do not.
+
+    Differences, since comparisons of tensors are several times slower on CPUs.
+    """
+    if zeros is None:
+        return (blocks.abs() - cast.grid.max * _SLACK * step).relu_()
+    below = (-zeros * step * _SLACK - blocks).relu_()
+    return below.add_((blocks - (cast.grid.max - zeros) * step * _SLACK).relu_())
