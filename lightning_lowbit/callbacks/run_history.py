@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 MOST_POINTS = 2000  # of a metric; beyond it is thinned to half
-_MOST_PENDING = 200  # values on the device: they are lost if it fails
+MOST_OF_LAYERS = 200_000  # of all metrics of layers (quantity/operand/layer) together, of which there are many
+# Values on the device, which are lost if it fails: so many, or, of hundreds of metrics, those of so many steps.
+_MOST_PENDING, _STEPS_PENDING = 200, 4
 
 
 class History:
@@ -26,7 +28,7 @@ class History:
             return False
         self._last[name] = step
         self._pending.append((name, step, value.detach().reshape(()).clone()))
-        if len(self._pending) >= _MOST_PENDING:
+        if len(self._pending) >= max(_MOST_PENDING, _STEPS_PENDING * len(self._last)):
             self._convert()
         return True
 
@@ -48,12 +50,14 @@ class History:
         values: dict[int, float] = {}
         for indices in alike.values():  # one copy to the host for each
             values.update(zip(indices, torch.stack([self._pending[i][2] for i in indices]).tolist(), strict=True))
+        layers = sum(name.count("/") > 1 for name in self._last)
+        of_layers = min(MOST_POINTS, max(100, MOST_OF_LAYERS // max(layers, 1)))
         for i, (name, step, _) in enumerate(self._pending):
             number = float(values[i])
             points = self._points.setdefault(name, [])
             points.append((step, number))
-            if len(points) > MOST_POINTS:
-                self._points[name] = thin(points)
+            if len(points) > (most := of_layers if name.count("/") > 1 else MOST_POINTS):
+                self._points[name] = thin(points, most)
             if math.isfinite(number):
                 low, high = self.extremes.get(name, (number, number))
                 self.extremes[name] = (min(low, number), max(high, number))
@@ -76,9 +80,9 @@ class History:
         self.phases, self.extremes = list(state["phases"]), dict(state["extremes"])
 
 
-def thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """About half of the most points allowed, evenly spaced in steps, the first and the last among them."""
-    spacing = (points[-1][0] - points[0][0]) / (MOST_POINTS // 2)
+def thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    """About half of ``most`` points, evenly spaced in steps, the first and the last among them."""
+    spacing = (points[-1][0] - points[0][0]) / (most // 2)
     kept = points[:1]
     for point in points[1:-1]:
         if point[0] - kept[-1][0] >= spacing:

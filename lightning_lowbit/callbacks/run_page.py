@@ -4,12 +4,14 @@ import math
 import re
 import statistics
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_lowbit.callbacks.report_page import Chart, Section, Table, Text, number, render
+from lightning_lowbit.callbacks.report_page import Block, Chart, Section, Table, Text, number, render
 
 MOST_CHARTS = 60
+_LOSS = "loss(?!_scale)"
+_NORMS = [f"grad_norm/{stage}" for stage in ("unclipped", "clipped", "used")]  # of a GradientNormMonitor
 
 
 def render_run(
@@ -40,7 +42,7 @@ def _training(run: Mapping[str, Any]) -> list[str]:
 def _facts(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     most = f"of {number(run['max_steps'])}" if run["max_steps"] else ""
     facts = [("Optimizer steps", number(run["steps"]), most), ("Duration", _duration(run["seconds"]), "")]
-    wanted = [("Validation loss", run["validation_metrics"], "loss"), ("Training loss", _training(run), "loss")]
+    wanted = [("Validation loss", run["validation_metrics"], _LOSS), ("Training loss", _training(run), _LOSS)]
     wanted.append(("Validation perplexity", run["validation_metrics"], "perplexity|ppl"))
     for label, names, pattern in wanted:
         if name := _find(names, pattern):
@@ -58,37 +60,56 @@ def _facts(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _metric_sections(run: Mapping[str, Any]) -> list[Section]:
-    training, history = _training(run), run["history"]
+    training = _training(run)
     rates = [name for name in training if name.startswith("lr-") and not name.endswith(("-momentum", "-weight_decay"))]
-    losses = [_find(training, "loss"), _find(run["validation_metrics"], "loss")]
+    losses = [_find(training, _LOSS), _find(run["validation_metrics"], _LOSS)]
     norm, throughput = _find(training, "grad.*norm"), _find(training, "/s$")
-
-    def chart(title: str, names: Iterable[str | None], log: bool | None = None) -> Chart:
-        series = {name.removeprefix(f"{title}/"): tuple(zip(*history[name], strict=True)) for name in names if name}
-        values = [y for _, ys in series.values() for y in ys if math.isfinite(y)]
-        if log is None:  # where a linear axis would show nothing but the largest values
-            log = bool(values) and min(values) > 0 and max(values) > 20 * min(values)
-        return Chart(title, series, log=log, spans=run["phases"])  # type: ignore[arg-type]
+    norms = [name for name in ("grad_norm", *_NORMS) if name in training] or ([norm] if norm else [])
 
     kinds = zip(("training", "validation"), losses, strict=True)
     missing = [f"No {kind} loss was logged." for kind, name in kinds if not name]
-    sections = [Section("Loss", [*([chart("", losses)] if any(losses) else []), *map(Text, missing)])]
-    drawn = [chart(norm, [norm])] if norm else []
+    sections = [Section("Loss", [*([_chart(run, "", losses)] if any(losses) else []), *map(Text, missing)])]
+    drawn = [_chart(run, "grad_norm" if len(norms) > 1 else norms[0], norms)] if norms else []
     title = "learning rate" if len(rates) > 1 else "".join(rates)
-    drawn += [chart(title, rates, log=False)] if rates else []
-    drawn += [chart(throughput, [throughput])] if throughput else []
+    drawn += [_chart(run, title, rates, log=False)] if rates else []
+    drawn += [_chart(run, throughput, [throughput])] if throughput else []
     missing = [] if norm else ["No gradient norm was logged."]
     missing += [] if throughput else ["No throughput was logged (a metric whose name ends in /s)."]
     sections.append(Section("Optimisation", [*drawn, *map(Text, missing)]))
+    seen = {*losses, *rates, *norms, throughput}
+    return [*sections, *_other_sections(run, [name for name in run["history"] if name not in seen])]
 
+
+def _other_sections(run: Mapping[str, Any], names: Sequence[str]) -> list[Section]:
+    """All others: those of layers (quantity/operand/layer) in one chart for all layers; a constant needs no chart."""
+    history = run["history"]
+    constant = [name for name in names if name.count("/") < 2 and len({y for _, y in history[name]}) == 1]
     groups: dict[str, list[str]] = {}
-    for name in sorted(set(history) - {*losses, *rates, norm, throughput}):
-        parts = name.split("/")  # quantity/operand/layer: all layers in one chart
-        groups.setdefault("/".join(parts[:2]), []).append(name)
-    charts: list[Chart | Text] = [chart(title, names) for title, names in list(groups.items())[:MOST_CHARTS]]
-    if rest := list(groups)[MOST_CHARTS:]:
-        charts.append(Text(f"{len(rest)} more are in run.json: {', '.join(rest)}."))
-    return [*sections, Section("Other metrics", charts)] if charts else sections
+    for name in sorted(names, key=lambda name: name.split("/")[0]):  # else in the order in which they were logged
+        if name not in constant:
+            groups.setdefault("/".join(name.split("/")[:2]), []).append(name)
+    others: list[Block] = []
+    layers: dict[str, list[Block]] = {}  # by quantity
+    for title, members in list(groups.items())[:MOST_CHARTS]:
+        blocks = layers.setdefault(title.split("/")[0], []) if members[-1].count("/") > 1 else others
+        blocks.append(_chart(run, title, members))
+    if constant:
+        others.append(Table(["metric", "constant at"], [[name, history[name][0][1]] for name in constant]))
+    if left := list(groups)[MOST_CHARTS:]:
+        others.append(Text(f"{len(left)} more are in run.json: {', '.join(left)}."))
+    few = [block for blocks in layers.values() if len(blocks) < 3 for block in blocks]
+    found = {"Other metrics": others, "Metrics of layers": few}
+    found |= {f"{quantity} of layers": blocks for quantity, blocks in layers.items() if len(blocks) >= 3}
+    return [Section(title, blocks) for title, blocks in found.items() if blocks]
+
+
+def _chart(run: Mapping[str, Any], title: str, names: Iterable[str | None], log: bool | None = None) -> Chart:
+    found = {name: run["history"][name] for name in names if name}
+    series = {name.removeprefix(f"{title}/"): tuple(zip(*points, strict=True)) for name, points in found.items()}
+    values = [y for _, ys in series.values() for y in ys if math.isfinite(y)]
+    if log is None:  # where a linear axis would show nothing but the largest values
+        log = bool(values) and min(values) > 0 and max(values) > 20 * min(values)
+    return Chart(title, series, log=log, spans=run["phases"])  # type: ignore[arg-type]
 
 
 def _duration(seconds: float) -> str:

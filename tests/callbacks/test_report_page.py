@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from lightning_lowbit.callbacks.report_page import Chart, Section, Table, Text, number, render
+from lightning_lowbit.callbacks.report_page import Chart, HeatMap, Section, Table, Text, number, render
 
 EVIL = "<script>alert('x')</script>&\"$^$"
 
@@ -55,6 +55,19 @@ def line(steps=100, f=lambda x: 1 / x):
     return list(range(1, steps + 1)), [f(x) for x in range(1, steps + 1)]
 
 
+OPERANDS = ("fprop_x", "fprop_w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
+
+
+def heat(values, rows=None, **kwargs):
+    names = [f"model.layers.{i}.up" for i in range(len(values))] if rows is None else rows
+    return HeatMap(names, OPERANDS[: len(values[0])], values, **{"unit": "dB", "low": 10.0, "high": 30.0, **kwargs})
+
+
+def cells(block):
+    """(class, text) of the cells of a heat map."""
+    return re.findall(r'<td(?: class="(.*?)")?>(.*?)</td>', render("x", [Section("s", [block])]))
+
+
 def everything():
     charts = [Chart("a", {"a": line()}, log=True, y_label="unit"), Chart("b", {"b": line(3)})]
     return [
@@ -62,6 +75,7 @@ def everything():
         Section("Small", [*charts, Text("quiet")]),
         Section("Table", [Table(["layer", "casts", "FLOPs"], [["a", "nvfp4", 12345], ["b", "bf16", 0.5]], "caption")]),
         Section("Pre", [Text("a\n  b", preformatted=True)]),
+        Section("Heat", [heat([[12.3, None]] * 200)]),
     ]
 
 
@@ -77,10 +91,11 @@ def test_everything_is_inside():
 def test_what_comes_from_outside_is_escaped():
     chart = Chart(EVIL, {EVIL: line(), "b": line()}, EVIL, EVIL, spans=[(0, 50, EVIL[:12]), (50, 100, EVIL[:12] + "b")])
     blocks = [chart, Text(EVIL), Text(EVIL, preformatted=True), Table([EVIL], [[EVIL]], EVIL)]
+    blocks.append(HeatMap([EVIL, EVIL[1:]], [EVIL], [[1], [2]], EVIL, caption=EVIL))
     facts = [(EVIL, EVIL, EVIL)]
     page = render(EVIL, [Section(EVIL, blocks), Section("x", [chart, chart])], status=EVIL, lead=EVIL, facts=facts)
     parsed = check_self_contained(page)
-    assert parsed.text.count(EVIL) >= 15, "nothing is lost either"
+    assert parsed.text.count(EVIL) >= 20, "nothing is lost either"
     assert "could not be shown" not in page
 
 
@@ -117,6 +132,109 @@ def test_many_series_are_one_chart_with_a_short_legend():
     assert "200 series" in page.text
     assert "99 series: 99 values not finite, first at step 2" in page.text
     assert page.text.count("layer.") <= 2
+
+
+def test_the_legend_of_many_series_names_the_ends():
+    series = {f"model.layers.{i}": ([1, 2], [0, math.nan if i in (0, 11) else i]) for i in range(12)}
+    page = render("x", [Section("s", [Chart("many", series)])])
+    assert "12 series of model.layers; lowest and highest in the end:1 110 10" in Page(page).text
+    coloured = re.findall(r'<i style="background:(var\(.*?\))"', page)
+    assert len(coloured) == 2
+    assert all(f"stroke: {colour}" in page for colour in coloured), "its line has the colour of its key"
+    none = {name: (xs, [0, math.nan]) for name, (xs, _) in series.items()}
+    assert "12 series" in Page(render("x", [Section("s", [Chart("many", none)])])).text
+
+
+def test_many_long_series_stay_small_and_keep_their_spikes():
+    def drawn(count, spike):
+        series = {f"layer.{i}": line(2000, lambda x: math.sin(x * x)) for i in range(count)}
+        series["layer.0"][1][777] = spike
+        return render("x", [Section("s", [Chart("a", series), Chart("b", {})])])
+
+    page = drawn(100, 0.5)
+    assert len(page) < 400_000, f"{len(page)} characters, though nobody sees 200,000 points"
+    ticks = [re.findall("<text[^>]*>([^<]*)</text>", text) for text in (page, drawn(100, 50.0))]
+    assert ["40" in texts for texts in ticks] == [False, True], "the spike of one step was thinned away"
+
+
+# --- heat maps --------------------------------------------------------------------------------------------------------
+
+
+def test_colours_of_a_heat_map_warn_of_the_bad_end():
+    ramp = [[-1e9], [10.0], [12.8], [12.9], [20.0], [29.9], [30.0], [1e9]]
+    steps = [int(css_class[1:]) for css_class, _ in cells(heat(ramp))]
+    assert steps == [6, 6, 6, 5, 3, 0, 0, 0], "from bad to good"
+    assert [6 - step for step in steps] == [int(found[1:]) for found, _ in cells(heat(ramp, small_is_good=True))]
+    scales = [render("x", [Section("s", [heat(ramp, small_is_good=small)])]) for small in (False, True)]
+    assert ["bad: ≤ 10 dB≥ 30 dB: good" in Page(page).text for page in scales] == [True, False]
+    assert ["good: ≤ 10 dB≥ 30 dB: bad" in Page(page).text for page in scales] == [False, True]
+    assert [re.findall(r'<i class="h(\d)"', page) for page in scales] == [list("6543210"), list("0123456")]
+
+
+def test_numbers_of_a_heat_map_have_the_digits_that_its_scale_needs():
+    values = [[23.456, -0.01, 1234567.0, 9]]
+    assert [text for _, text in cells(heat(values))] == ["23.5", "0.0", "1,234,567", "9.0"]
+    assert [text for _, text in cells(heat(values, low=0.0, high=1000.0))][:2] == ["23", "0"]
+    assert [text for _, text in cells(heat([[0.01234, 1e-7]], low=0.0, high=0.1))] == ["0.012", "0.000"]
+    assert [text for _, text in cells(heat([[1.5e-9]], low=0.0, high=1e-8))] == ["1.5e-09"]
+
+
+def test_cells_without_a_number_say_so():
+    found = cells(heat([[math.nan, math.inf, -math.inf, None]]))
+    assert found == [("words", "not a number"), ("words", "infinite"), ("words", "minus infinite"), ("", "")]
+
+
+def test_what_layers_are_called_alike_is_said_once():
+    page = render(
+        "x", [Section("s", [heat([[1.0]] * 3, ["model.layers.1.up", "model.layers.10.up", "model.layers.2"])])]
+    )
+    assert re.findall("<th(?: title.*?)?>(.*?)</th>", page) == ["model.layers.…", "fprop_x", "1.up", "10.up", "2"]
+    assert 'title="model.layers.10.up"' in page
+    page = render("x", [Section("s", [heat([[1.0]] * 2, ["lm_head", "layers.0"]), heat([[1.0]], ["model.lm_head"])])])
+    assert re.findall("<th(?: title.*?)?>(.*?)</th>", page) == [
+        "",
+        "fprop_x",
+        "lm_head",
+        "layers.0",
+        "",
+        "fprop_x",
+        "model.lm_head",
+    ]
+
+
+@pytest.mark.parametrize("wrong", [{"low": 30.0}, {"low": math.nan}, {"high": math.inf}, {"rows": ["one"]}])
+def test_a_heat_map_that_fits_nothing_is_said(wrong):
+    page = render("x", [Section("s", [heat([[1.0], [2.0]], **wrong)])])
+    assert "could not be shown" in page
+    assert "ValueError" in page
+
+
+def test_two_hundred_layers_stay_compact():
+    page = render("x", [Section("s", [heat([[12.3] * 6] * 200)])])
+    assert page.count("<td") == 1200
+    assert len(page) - len(render("x", [])) < 60_000
+
+
+def luminance(colour):
+    """Relative, WCAG 2.1."""
+    colour = colour * 2 if len(colour) == 3 else colour
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_numbers_are_readable_on_their_cells_and_colours_differ_in_lightness():
+    page = render("x", [])
+    light, dark = (dict(re.findall(r"--(\w+):#(\w+)", rule)) for rule in re.findall(r":root\{(.*?)\}", page))
+    for scheme in (light, dark):
+        cells = [(luminance(scheme[f"h{i}"]), luminance(scheme[f"t{i}"])) for i in range(7)]
+        contrasts = [(max(pair) + 0.05) / (min(pair) + 0.05) for pair in cells]
+        assert min(contrasts) >= 4.5, contrasts
+        steps = [(a + 0.05) / (b + 0.05) for (a, _), (b, _) in zip(cells, cells[1:], strict=False)]
+        assert min(steps) > 1.1 or max(steps) < 1 / 1.1, f"{steps}: told apart by hue alone"
+    assert "h7" not in light
+    for i in range(7):
+        assert f".h{i}{{background:var(--h{i});color:var(--t{i})}}" in page
 
 
 def test_a_broken_section_leaves_the_others():

@@ -190,19 +190,53 @@ def test_what_was_not_logged_is_said():
     assert run["precision"] == {"plugin": "Precision", "casts": "32-true"}
 
 
-def test_layers_of_one_quantity_share_a_chart(monkeypatch):
-    class Layers(Known):
-        def on_before_optimizer_step(self, optimizer):
-            for i in range(30):
-                self.log(f"a/wgrad_g/layer.{i}", torch.tensor(float(i)))
-                self.log(f"part.{i}", torch.tensor(float(i)))
+class Layers(Known):
+    """Logs metrics of 30 layers, and 30 others."""
 
+    def on_before_optimizer_step(self, optimizer):
+        for i in range(30):
+            for operand in ("fprop_x", "fprop_w", "wgrad_g"):
+                self.log(f"sqnr/{operand}/layers.{i}.up", torch.tensor(float(i)))
+            self.log(f"flips/fprop_w/layers.{i}.up", torch.tensor(float(i)))
+            self.log(f"part.{i}", torch.tensor(float(i + self.k)))
+
+
+def test_layers_of_one_quantity_share_a_chart(monkeypatch):
     monkeypatch.setattr(run_page, "MOST_CHARTS", 20)
     trainer(max_steps=2).fit(Layers())
     page = check_self_contained(Path("report.html").read_text())
-    assert "30 series, in the end from 0 (layer.0) to 29 (layer.29)" in page.text
-    assert "more are in run.json: part" in page.text
+    assert page.text.count("30 series of layers; lowest and highest in the end:0.up 029.up 29") == 1, "of flips"
+    assert "14 more are in run.json: part.26, part.27" in page.text
     assert page.count("svg") < 30
+
+
+def test_quantities_of_layers_have_sections_of_their_own():
+    trainer(max_steps=2).fit(Layers())
+    page = check_self_contained(Path("report.html").read_text())
+    titles = re.findall(r"<h2>(.*?)</h2>(.*?)</section>", Path("report.html").read_text(), re.DOTALL)
+    drawn = {title: re.findall("<strong>(.*?)</strong>", body) for title, body in titles}
+    assert drawn["sqnr of layers"] == ["sqnr/fprop_x", "sqnr/fprop_w", "sqnr/wgrad_g"], "in the order of logging"
+    assert drawn["Metrics of layers"] == ["flips/fprop_w"], "few charts share a section"
+    assert drawn["Other metrics"][0] == "part.0"
+    assert page.text.count("30 series of layers; lowest and highest in the end:0.up 029.up 29") == 4
+
+
+def test_what_monitors_log_is_neither_the_loss_nor_its_own_norm():
+    class Monitored(BoringModel):
+        def on_before_optimizer_step(self, optimizer):
+            step = float(self.trainer.global_step)
+            for name in ("loss_scale/scale", "grad_norm/spikes", "grad_norm/unclipped/layer", "grad_norm/used"):
+                self.log(name, torch.tensor(1024.0 if name == "loss_scale/scale" else step))
+            self.log("grad_norm/unclipped", torch.tensor(step + 1))
+
+    trainer(max_steps=2, plugins=[]).fit(Monitored())
+    text = check_self_contained(page := Path("report.html").read_text()).text
+    assert "No training loss was logged" in text
+    assert "loss_scale/scale1,024" in text, "a constant needs no chart"
+    assert "No gradient norm" not in text
+    drawn = re.findall("<strong>(.*?)</strong>", page)
+    assert drawn == ["grad_norm", "lr-SGD", "grad_norm/spikes", "grad_norm/unclipped"]
+    assert "grad_normunclipped 2used 1" in re.sub(r" +", " ", text)
 
 
 # --- ends of a run ----------------------------------------------------------------------------------------------------
@@ -269,6 +303,7 @@ def test_values_that_cannot_be_read_any_more_are_given_up(monkeypatch):
                 self._history.add("lost", 4, torch.empty((), device="meta"))
 
     monkeypatch.setattr(run_history, "_MOST_PENDING", 14)  # those of the first three steps
+    monkeypatch.setattr(run_history, "_STEPS_PENDING", 0)
     with pytest.raises(RuntimeError, match="alert"):
         trainer(report=Lost()).fit(Known(fail_at=5))
     assert (load()["status"], load()["steps"]) == ("failed", 4)
@@ -486,6 +521,28 @@ def test_a_history_is_bounded_and_evenly_thinned():
     assert other.points() == history.points()
     assert not other.add("a", 10_000, torch.tensor(0.0))
     assert other.add("a", 10_001, torch.tensor(0.0))
+
+
+def test_metrics_of_many_layers_share_a_bound(monkeypatch):
+    monkeypatch.setattr(run_history, "MOST_OF_LAYERS", 2000)
+    history = History()
+    for step in range(1, 1001):
+        history.add("loss", step, torch.tensor(0.0))
+        for layer in range(10):
+            history.add(f"sqnr/fprop_x/{layer}", step, torch.tensor(float(step)))
+    points = history.points()
+    assert len(points.pop("loss")) == 1000
+    assert {points[name][-1] for name in points} == {(1000, 1000.0)}
+    assert {100 <= len(of_layer) <= 200 for of_layer in points.values()} == {True}, "2000 points for 10 layers"
+
+
+def test_hundreds_of_metrics_are_not_copied_in_each_step(monkeypatch):
+    history, copies = History(), []
+    monkeypatch.setattr(History, "_convert", lambda self: (copies.append(len(self._pending)), self._pending.clear()))
+    for step in range(1, 13):
+        for layer in range(300):
+            history.add(f"sqnr/fprop_x/{layer}", step, torch.tensor(0.0))
+    assert copies == [1200, 1200, 1200]
 
 
 def test_later_changes_do_not_reach_what_is_recorded():
