@@ -11,19 +11,19 @@ Squares of whole parameters add up to those of layers and of all, so that one co
 
 import math
 from collections import deque
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowbit.callbacks.alerts import Alerts
-from lightning_lowbit.callbacks.logged import forget_logged
+from lightning_lowbit.callbacks.monitor import Monitor
 from lightning_lowbit.callbacks.report_page import Section, Table, Text
 from lightning_lowbit.nn.convert import select
 from lightning_lowbit.nn.keys import clean_name
@@ -38,7 +38,6 @@ from lightning_lowbit.scalers import overflow
 _RUNNING = ("sum", "weight", "averaged", "in_a_row", "spikes")
 _ENOUGH = 10  # norms in the mean before any is a spike, since first gradients say little; spikes in a row: a new level
 _MOST_SPIKES = 100  # that are listed, the last ones
-_MOST_UNREAD = 100  # steps that wait to be read where the logger takes none
 
 _ADVICE = {
     "not finite": (
@@ -56,15 +55,7 @@ _ADVICE = {
 }
 
 
-class _Unread(NamedTuple):
-    """A step whose numbers are on the device: the mean before it, is it a spike, the norm, those of layers."""
-
-    step: int
-    layers: list[str]
-    numbers: Tensor
-
-
-class GradientNormMonitor(Callback):
+class GradientNormMonitor(Monitor):
     """Logs norms of gradients, and warns where one spikes, is too large, or is no number.
 
     Norms are whole under every strategy: one device, DDP, FSDP (1, with the original parameters, and 2) and tensor
@@ -130,29 +121,22 @@ class GradientNormMonitor(Callback):
         self.spike_factor, self.decay, self.limit = spike_factor, decay, limit
         self._chosen: set[str] = set()
         self._has_scaler = False
-        self._start_afresh()
+        super().__init__()
 
     def _start_afresh(self) -> None:
+        super()._start_afresh()
         self._running = torch.zeros(len(_RUNNING), dtype=torch.float32)
         self._spikes: deque[tuple[int, float, float]] = deque(maxlen=_MOST_SPIKES)  # step, norm, mean before it
-        self._alerts = Alerts(self)
-        self._forget()
 
     def _forget(self) -> None:
+        super()._forget()
         self._steps: dict[Optimizer, tuple[list[Tensor], Tensor]] = {}  # in this batch: parameters, norms unclipped [P]
-        self._unread: list[_Unread] = []
-        self._logged: list[str] = []
 
     # --- when ---
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets another run."""
-        if stage == "fit" and trainer.global_step == 0:  # or else the same Trainer goes on; checkpoints come later
-            self._start_afresh()
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds the layers."""
-        self._forget()
+        super().on_train_start(trainer, pl_module)
         self._chosen = set()
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise MisconfigurationException(
@@ -165,19 +149,12 @@ class GradientNormMonitor(Callback):
         if self.layers is not None:
             self._chosen = select(list(_layers(pl_module)), self.layers, "layers", "layer with parameters")
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Reads the numbers up to the last step, if it was logged."""
-        if self._logged or len(self._unread) >= _MOST_UNREAD:
-            self._read()
-        forget_logged(trainer, self._logged)
-        self._logged = []
-
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measures what is on this rank, before clipping."""
         step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
         is_due = self.every_n_steps is not None and step % self.every_n_steps == 0
-        if is_due or trainer._logger_connector.should_update_logs:
+        if is_due or self._is_logged(trainer):
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             norms, scaler = local_norms(parameters, trainer.strategy.root_device), scaler_of(trainer.precision_plugin)
             if scaler is not None and overflow(scaler, optimizer) is None:  # a fused optimizer will unscale in its step
@@ -209,17 +186,12 @@ class GradientNormMonitor(Callback):
                 norms[f"/{name}"] = torch.stack([squares[index] for index in members]).sum(0).sqrt()
         mean, is_spike = self._average(norms[""][0])
         numbers = torch.stack([mean, is_spike.to(mean), *(of_all_stages[0] for of_all_stages in norms.values())])
-        self._unread.append(_Unread(trainer.global_step, list(norms)[1:], numbers))
-        if trainer._logger_connector.should_update_logs:
+        self._keep((trainer.global_step, list(norms)[1:]), numbers)
+        if self._is_logged(trainer):
             metrics = {"grad_norm/spikes": self._running[_RUNNING.index("spikes")]}
             for layer, of_all_stages in norms.items():
                 metrics |= {f"grad_norm/{stage}{layer}": of_all_stages[index] for index, stage in enumerate(stages)}
-            pl_module.log_dict(metrics, batch_size=1)
-            self._logged = list(metrics)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads the numbers of the last steps."""
-        self._read()
+            self._log(pl_module, metrics)
 
     # --- what ---
 
@@ -236,27 +208,20 @@ class GradientNormMonitor(Callback):
         self._running = torch.cat([remembered, (spikes + is_spike)[None]])
         return mean, is_spike
 
-    def _read(self) -> None:
-        """Turns what was measured into numbers, by one copy, and looks for what is wrong with them."""
-        unread, self._unread = self._unread, []
-        try:
-            numbers = torch.cat([row.numbers for row in unread]).tolist() if unread else []
-        except RuntimeError:  # after an error of the device nothing can be copied from it; whatever comes next says so
-            return
-        for row in unread:
-            (mean, is_spike, norm, *of_layers), numbers = numbers[: len(row.numbers)], numbers[len(row.numbers) :]
-            if is_spike:
-                self._spikes.append((row.step, norm, mean))
-            bad = [name[1:] for name, value in zip(row.layers, of_layers, strict=True) if not math.isfinite(value)]
-            where = f" (in {', '.join(bad)})" if bad else ""
-            for kind, holds in (
-                ("not finite", not math.isfinite(norm) and not self._has_scaler),
-                ("limit", self.limit is not None and self.limit < norm < math.inf),
-                ("spike", is_spike),
-            ):
-                if holds:
-                    advice = _ADVICE[kind].format(norm=norm, mean=mean, limit=self.limit, where=where)
-                    self._alerts.say("the gradient norm", kind, row.step, advice)
+    def _judge(self, what: tuple[int, list[str]], numbers: Sequence[float]) -> None:
+        (step, layers), (mean, is_spike, norm, *of_layers) = what, numbers
+        if is_spike:
+            self._spikes.append((step, norm, mean))
+        bad = [name[1:] for name, value in zip(layers, of_layers, strict=True) if not math.isfinite(value)]
+        where = f" (in {', '.join(bad)})" if bad else ""
+        for kind, holds in (
+            ("not finite", not math.isfinite(norm) and not self._has_scaler),
+            ("limit", self.limit is not None and self.limit < norm < math.inf),
+            ("spike", is_spike),
+        ):
+            if holds:
+                advice = _ADVICE[kind].format(norm=norm, mean=mean, limit=self.limit, where=where)
+                self._alerts.say("the gradient norm", kind, step, advice)
 
     # --- what is left of it ---
 

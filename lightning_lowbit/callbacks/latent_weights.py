@@ -40,16 +40,25 @@ class LatentWeight(NamedTuple):
         return quantize(self.values, self.cast, amax=self.amax)
 
 
+def converted_layers(pl_module: LightningModule) -> dict[str, QuantizedLayer]:
+    """The converted layers of a model, by their names without wrappers."""
+    return {clean_name(name): m for name, m in pl_module.named_modules() if isinstance(m, QuantizedLayer)}
+
+
+def has_flat_weights(trainer: Trainer) -> bool:
+    """Whether FSDP1 keeps weights as stretches of flat buffers, of which none is a matrix."""
+    assert trainer.model is not None
+    return any(isinstance(module, FullyShardedDataParallel) for module in trainer.model.modules())
+
+
 def whole_layers(callback: Callback, trainer: Trainer, pl_module: LightningModule) -> dict[str, QuantizedLayer]:
     """The converted layers of a model, by their names without wrappers.
 
     Raises:
         MisconfigurationException: their weights are sharded.
     """
-    layers = {clean_name(name): m for name, m in pl_module.named_modules() if isinstance(m, QuantizedLayer)}
-    assert trainer.model is not None
-    is_flat = any(isinstance(module, FullyShardedDataParallel) for module in trainer.model.modules())
-    if layers and (is_flat or any(isinstance(layer.weight, DTensor) for layer in layers.values())):
+    layers = converted_layers(pl_module)
+    if layers and (has_flat_weights(trainer) or any(isinstance(layer.weight, DTensor) for layer in layers.values())):
         raise MisconfigurationException(
             f"{type(callback).__name__} needs whole weights in each process, and {type(trainer.strategy).__name__} "
             "shards them: leave it out, or train with one device or DDP."
@@ -72,7 +81,8 @@ def nearest_cast(casts: LinearCasts) -> Cast | None:
 def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> Iterator[tuple[str, LatentWeight]]:
     """The weights that the casts in force round to nearest, by name, one after the other; none while λ is 0.
 
-    While λ is on its way this waits for the device, which alone knows it: once, since all layers share it.
+    While λ is on its way this waits for the device, which alone knows it: once, since all layers share it. Weights that
+    are DTensors are gathered, each when it is asked for: all ranks ask alike.
 
     Args:
         layers: by name.
@@ -84,6 +94,8 @@ def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> 
         cast = nearest_cast(layer.casts)
         if cast is not None and id(layer.blend) not in off:
             values = layer.weight_matrix().detach().to(dtype)
+            if isinstance(values, DTensor):
+                values = values.full_tensor()
             yield name, LatentWeight(values, cast, _amax_in_force(layer, cast, values))
 
 

@@ -6,16 +6,17 @@ on_train_batch_start        of the batch after one that was logged: the numbers,
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from lightning_lowbit.callbacks.alerts import Alerts
+from lightning_lowbit.callbacks.monitor import Monitor
 from lightning_lowbit.callbacks.report_page import Section, Text
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.scalers import overflow
@@ -47,7 +48,7 @@ _ADVICE = {
 }
 
 
-class LossScaleMonitor(Callback):
+class LossScaleMonitor(Monitor):
     """Logs the scale of the loss, and warns where it does not settle.
 
     It watches any ``GradScaler``: that of a :class:`LowBitPrecision`, or of Lightning's ``MixedPrecision``. Four
@@ -84,34 +85,24 @@ class LossScaleMonitor(Callback):
         if type(within) is not int or within < falls:
             raise ValueError(f"within is a number of optimizer steps, falls={falls} or more; got {within!r}.")
         self.falls, self.within = falls, within
-        self._start_afresh()
+        super().__init__()
 
     def _start_afresh(self) -> None:
+        super()._start_afresh()
         self._counts = torch.zeros(len(_COUNTS))
         self._fell = torch.full((self.falls,), -math.inf)  # in which steps, the oldest first
-        self._alerts = Alerts(self)
-        self._forget()
 
     def _forget(self) -> None:
+        super()._forget()
         # A step: the scale, the tracker, and whether it is skipped.
         self._under_way: tuple[Tensor, Tensor, Tensor | None] | None = None
-        self._is_unread = False
 
     # --- when ---
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets another run."""
-        if stage == "fit" and trainer.global_step == 0:  # or else the same Trainer goes on; checkpoints come later
-            self._start_afresh()
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Looks for the scaler."""
-        self._forget()
+        super().on_train_start(trainer, pl_module)
         _scaler(trainer)
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Reads the numbers of the last batch, if it was logged."""
-        self._read(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Counts the step before it in the same batch, and notes whether this one will be skipped."""
@@ -127,19 +118,19 @@ class LossScaleMonitor(Callback):
         if self._under_way is None:  # no optimizer step
             return
         self._count(scaler)
-        values: dict[str, Any] = dict(zip(_COUNTS, self._counts.unbind(), strict=True))
-        values["growth_tracker"] = None if scaler._growth_tracker is None else scaler._growth_tracker.float()
-        # Copies: counters are refilled, and the logger may look at what it was given later.
-        metrics = {f"loss_scale/{name}": values[name].clone() for name in _LOGGED}
-        pl_module.log_dict(metrics, batch_size=1)
-        if trainer._logger_connector.should_update_logs:
-            self._is_unread = True
+        if self._is_logged(trainer):
+            self._keep_counts(trainer)
+            values = dict(zip(_COUNTS, self._counts.unbind(), strict=True))
+            assert scaler._growth_tracker is not None
+            values["growth_tracker"] = scaler._growth_tracker.float()
+            self._log(pl_module, {f"loss_scale/{name}": values[name] for name in _LOGGED})
+            self._counts = self._counts.clone()  # the logger may look at what it was given later
             self._counts[_COUNTS.index("overflows")] = 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reads the numbers of the last step."""
-        self._is_unread = True
-        self._read(trainer)
+        self._keep_counts(trainer)
+        super().on_train_end(trainer, pl_module)
 
     # --- what ---
 
@@ -164,15 +155,11 @@ class LossScaleMonitor(Callback):
         at_cap = torch.where(scale >= cap, at_cap + 1, 0)
         self._counts = torch.stack([step + 1, scale, skipped + found, overflows + found, falls, at_floor, at_cap])
 
-    def _read(self, trainer: Trainer) -> None:
-        if not self._is_unread:
-            return
-        self._is_unread = False
-        try:
-            counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
-        except RuntimeError:  # after an error of the device nothing can be copied from it; whatever comes next says so
-            return
-        floor, cap = _bounds(_scaler(trainer))
+    def _keep_counts(self, trainer: Trainer) -> None:
+        self._keep((trainer.global_step, *_bounds(_scaler(trainer))), self._counts)
+
+    def _judge(self, what: tuple[int, float, float], numbers: Sequence[float]) -> None:
+        (step, floor, cap), counts = what, dict(zip(_COUNTS, numbers, strict=True))
         is_moving = floor < cap
         facts = {"falls": self.falls, "within": self.within, "scale": counts["scale"], "floor": floor, "cap": cap}
         for kind, holds in (
@@ -182,7 +169,7 @@ class LossScaleMonitor(Callback):
             ("at_cap", is_moving and counts["at_cap"] >= self.within),
         ):
             if holds:
-                self._alerts.say("the loss scale", kind, trainer.global_step, _ADVICE[kind].format(**facts))
+                self._alerts.say("the loss scale", kind, step, _ADVICE[kind].format(**facts))
 
     # --- what is left of it ---
 
@@ -200,7 +187,7 @@ class LossScaleMonitor(Callback):
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
         """How many steps were skipped, and the warnings; the curves are among the metrics."""
-        self._read(trainer)
+        self._read()
         counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
         if not counts["step"]:
             return [Section("Loss scale", [Text("No optimizer step was taken.")])]

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_lowbit.callbacks.alerts import Alerts
-from lightning_lowbit.callbacks.logged import forget_logged
 
 _MOST_UNREAD = 100  # measurements that wait to be read where the logger takes none
 
@@ -39,6 +39,7 @@ class Monitor(Callback):
     def _forget(self) -> None:
         """Forgets what lies between two batches: training starts, or goes on."""
         self._unread: list[tuple[Any, Tensor]] = []
+        self._loggers: list[Logger] = []
         self._logged: list[str] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -49,12 +50,15 @@ class Monitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins, also after a checkpoint was loaded."""
         self._forget()
+        self._loggers = list(trainer.loggers)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Reads what was measured, if it was logged."""
         if self._logged or len(self._unread) >= _MOST_UNREAD:
             self._read()
-        forget_logged(trainer, self._logged)
+        assert trainer._results is not None
+        for name in self._logged:
+            trainer._results.pop(f"on_train_batch_end.{name}", None)
         self._logged = []
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -72,6 +76,20 @@ class Monitor(Callback):
         """Logs 0-d tensors, in ``on_train_batch_end``."""
         pl_module.log_dict(dict(metrics), batch_size=1)
         self._logged += list(metrics)
+
+    @staticmethod
+    def _logger_step(trainer: Trainer) -> int:
+        """The step at which the logger takes what is logged in this batch: optimizer steps before this one."""
+        return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    def _write(self, numbers: Mapping[str, float], step: int) -> None:
+        """Gives numbers to the loggers themselves, once they are read.
+
+        For hundreds of them: Lightning takes about a millisecond for each that is logged. They are no metrics that a
+        callback could wait for.
+        """
+        for logger in self._loggers:
+            logger.log_metrics(dict(numbers), step=step)
 
     def _keep(self, what: Any, numbers: Tensor) -> None:
         """Keeps a vector on the device, to be read later; ``what`` says of what it is."""

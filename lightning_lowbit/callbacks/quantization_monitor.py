@@ -1,25 +1,33 @@
-"""What quantisation does to the weights of a run: columns of numbers, one row for each layer.
+"""What quantisation does to the tensors of a run: of each layer its six operands, and its weight from step to step.
 
-    on_before_optimizer_step    in a step that is logged: the codes of the weights
-    on_train_batch_end          the columns, from the codes before and after; logged as tensors on the device
-    on_train_batch_start        of the next batch: their numbers, for alerts and for the report
+    on_train_batch_start        of a step that is logged: layers begin to leave sums of what casts do to their operands
+    on_before_optimizer_step    the codes of the weights
+    on_train_batch_end          the sums over all ranks; columns, from the codes of the weights before and after
+    on_train_batch_start        of the next batch: their numbers, for loggers, alerts and the report
 
 A column is a small function of what was seen of a weight. It gives 0-d tensors by name, none where it has nothing to
-say; their metrics are called ``<name>/fprop_w/<layer>``.
+say. Metrics are called ``<name>/<operand>/<layer>``.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_lowbit.callbacks.alerts import Alerts
-from lightning_lowbit.callbacks.latent_weights import LatentWeight, latent_weights, whole_layers
-from lightning_lowbit.callbacks.logged import forget_logged
-from lightning_lowbit.callbacks.report_page import Section, Table, Text
+from lightning_lowbit.callbacks.latent_weights import (
+    LatentWeight,
+    converted_layers,
+    has_flat_weights,
+    latent_weights,
+)
+from lightning_lowbit.callbacks.monitor import Monitor
+from lightning_lowbit.callbacks.quantized_operands import QuantizedOperands
+from lightning_lowbit.callbacks.report_page import Block, Section, Table, Text
 from lightning_lowbit.metrics import expected_zeros, flip_rate, is_ternary, ternary_shares, threshold_distance
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.convert import select
@@ -67,151 +75,239 @@ COLUMNS: tuple[Column, ...] = (shares, flips, distance)
 
 
 class _Measured(NamedTuple):
-    """The numbers of one step, while they are on the device: a value for each (layer, name)."""
+    """Of what the numbers of a step are: first the sums of operands, then values of weights by (layer, name)."""
 
     step: int
+    logger_step: int
     casts: dict[str, Cast]
     places: list[tuple[str, str]]
-    values: Tensor
 
 
-class QuantizationMonitor(Callback):
-    """Logs what becomes of quantised weights, and warns where it is not what it should be.
+class QuantizationMonitor(Monitor):
+    """Logs what becomes of quantised operands and weights, and warns where it is not what it should be.
 
-    Of each weight that is rounded to nearest, as often as the logger takes it:
+    Of each operand of each layer that its cast quantises, as often as the logger takes it, on the tensors of the step:
+
+    - ``sqnr``: signal to quantisation noise ratio in dB.
+    - ``underflow``: of the elements that are not 0, the share that became 0.
+    - ``saturation``: share of the elements beyond the largest magnitude that their scale can express.
+    - ``scale_min`` and ``scale_max``: the range of its scales, those of blocks of zeros left out.
+
+    All micro-batches and ranks count together. Of an operand of more than 2^16 elements a sample of about as many, in
+    whole blocks, is looked at; scales are those of the sample, too. An operand that a GEMM takes over from another one
+    (``dgrad_w`` with ``"fprop"``) is not measured twice.
+
+    Of each weight that is rounded to nearest:
 
     - ``minus``, ``zeros`` and ``plus``: shares of -1, 0 and 1, where these are the levels.
     - ``flips``: share of codes that the optimizer step changed, or all the optimizer steps of a batch together.
     - ``distance``: mean distance of its elements from the nearest rounding threshold, in units of their scales. Where
       it is small, small steps flip many codes.
 
-    The metrics have names such as ``zeros/fprop_w/layers.3.mlp.up_proj``. There are none of a weight while it is not
-    quantised, in a phase or while λ is 0, nor of weights that are rotated or smoothed before they are rounded.
+    The metrics have names such as ``sqnr/wgrad_g/layers.3.mlp.up_proj`` and ``zeros/fprop_w/layers.3.mlp.up_proj``.
+    They go to the loggers themselves when the next batch begins, since Lightning takes a millisecond for each metric,
+    and of these there are hundreds. What is logged as usual, for other callbacks to see, are the means over layers:
+    ``sqnr/wgrad_g``, ``underflow/wgrad_g``, ``saturation/wgrad_g``.
+
+    There are none of an operand while it is not quantised, in a phase, nor of a weight that is rotated or smoothed
+    before it is rounded, or while λ is 0. While λ is on its way, those of operands are of where it leads.
 
     Alerts are said once for each layer and run, and listed by :class:`RunReport`:
 
+    - An operand holds a number that is not finite, or most of its elements became 0.
     - No element of a weight is finite.
     - All codes of a ternary weight are 0.
     - No code of a weight that is trained has changed for long.
     - The share of zeros of a ternary weight with ``statistic="absmean"`` is far from that of normally distributed ones
       (:func:`lightning_lowbit.metrics.expected_zeros`).
 
-    A step that is logged quantises each weight a few more times, and keeps its codes, a byte for each element. Other
-    steps cost nothing.
+    A step that is logged quantises each weight a few more times, and keeps its codes, a byte for each element; weights
+    that are sharded (FSDP2, tensor parallelism) are gathered one by one, and each rank keeps all codes. Other steps
+    cost nothing.
 
     Args:
         only: patterns of layers to watch, see :func:`lightning_lowbit.convert`; None for all.
         no_flips_for: optimizer steps without a flip, in those that are logged, after which to warn.
         zeros_tolerance: how far a share of zeros may be from the expected one, in (0, 1].
+        underflow_limit: share of an operand's elements that became 0 above which to warn, in (0, 1]; ternary ones are
+            left out.
+        operands: whether to look at operands.
+        weights: whether to look at weights; None: where they are matrices, which they are not under FSDP1.
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
-        MisconfigurationException: when training starts: weights are sharded.
+        MisconfigurationException: when training starts: ``weights=True`` under FSDP1.
 
     Example:
         >>> Trainer(plugins=[TernaryPrecision()], callbacks=[QuantizationMonitor()])
     """
 
-    def __init__(self, only: list[str] | None = None, no_flips_for: int = 1000, zeros_tolerance: float = 0.15) -> None:
+    def __init__(
+        self,
+        only: list[str] | None = None,
+        no_flips_for: int = 1000,
+        zeros_tolerance: float = 0.15,
+        underflow_limit: float = 0.5,
+        operands: bool = True,
+        weights: bool | None = None,
+    ) -> None:
         if type(no_flips_for) is not int or no_flips_for < 1:
             raise ValueError(f"no_flips_for is a number of optimizer steps, 1 or more; got {no_flips_for!r}.")
         if not is_number(zeros_tolerance) or not 0 < zeros_tolerance <= 1:
             raise ValueError(f"zeros_tolerance is a share of elements, above 0 and up to 1; got {zeros_tolerance!r}.")
+        if not is_number(underflow_limit) or not 0 < underflow_limit <= 1:
+            raise ValueError(f"underflow_limit is a share of elements, above 0 and up to 1; got {underflow_limit!r}.")
+        if not operands and weights is False:
+            raise ValueError("There is nothing to watch with operands=False and weights=False: leave out the callback.")
         self.only, self.no_flips_for, self.zeros_tolerance = only, no_flips_for, zeros_tolerance
-        self._layers: dict[str, QuantizedLayer] = {}
-        self._start_afresh()
+        self.underflow_limit, self.operands, self.weights = underflow_limit, operands, weights
+        self._watched = QuantizedOperands({})
+        self._weights: dict[str, QuantizedLayer] = {}
+        super().__init__()
 
     def _start_afresh(self) -> None:
-        self._alerts = Alerts(self)
+        super()._start_afresh()
         self._last_flip: dict[str, int] = {}  # the optimizer step of the last flip seen, or of the first look
-        self._step, self._rows = 0, dict[str, dict[str, float]]()  # the last step logged: numbers by layer and name
-        self._forget()
+        self._step = 0  # the last one that was logged: numbers of weights by layer and name, and of operands
+        self._rows: dict[str, dict[str, float]] = {}
+        self._operands: dict[str, dict[str, dict[str, float]]] = {}
 
     def _forget(self) -> None:
+        super()._forget()
         self._before: dict[str, Quantized] = {}
-        self._measured: _Measured | None = None
-        self._logged: list[str] = []
+        self._is_watching = False
 
     # --- when ---
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets another run."""
-        if stage == "fit" and trainer.global_step == 0:  # or else the same Trainer goes on; checkpoints come later
-            self._start_afresh()
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds the layers."""
-        self._forget()
-        self._layers = whole_layers(self, trainer, pl_module)
+        super().on_train_start(trainer, pl_module)
+        layers = converted_layers(pl_module)
+        is_flat = has_flat_weights(trainer)
+        if is_flat and self.weights:
+            raise MisconfigurationException(
+                "QuantizationMonitor(weights=True) needs weights that are matrices, and FSDPStrategy flattens them: "
+                "leave weights out, or train with one device, DDP or ModelParallelStrategy."
+            )
         if self.only is not None:
-            chosen = select(list(self._layers), self.only, "only")
-            self._layers = {name: layer for name, layer in self._layers.items() if name in chosen}
+            chosen = select(list(layers), self.only, "only")
+            layers = {name: layer for name, layer in layers.items() if name in chosen}
+        self._weights = {} if is_flat or self.weights is False else layers
+        self._watched.stop()
+        self._watched = QuantizedOperands(layers if self.operands else {})
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Reads the numbers of the last step, if it was logged."""
-        self._read()
-        forget_logged(trainer, self._logged)
-        self._logged = []
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Reads the numbers of the last step, if it was logged; layers begin to measure, if this one is."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if not self._is_watching and self._is_logged(trainer):
+            self._is_watching = True
+            self._watched.start(trainer.strategy.root_device)
 
     def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
         """Keeps the codes, before the first step of a batch that is logged."""
-        if not self._before and trainer._logger_connector.should_update_logs:
-            weights = latent_weights(self._layers, compute_dtype(trainer.precision_plugin))
+        if not self._before and self._is_logged(trainer):
+            weights = latent_weights(self._weights, compute_dtype(trainer.precision_plugin))
             self._before = {layer: weight.quantize() for layer, weight in weights}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Measures and logs, after the last step of the batch."""
-        if trainer._logger_connector.should_update_logs and not trainer.fit_loop._should_accumulate():
+        if self._is_watching and not trainer.fit_loop._should_accumulate():
+            self._let_go()
             self._measure(trainer, pl_module)
         self._before = {}
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lets go of layers, between two micro-batches too."""
+        self._watched.stop()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Goes on with the step."""
+        if self._is_watching:
+            self._watched.resume()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads the numbers of the last step."""
-        self._read()
+        """Reads the numbers of the last step, and lets go of layers: a step may have been cut short."""
+        super().on_train_end(trainer, pl_module)
+        self._let_go()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Lets go of the codes."""
+        """Lets go of layers and codes."""
+        self._let_go()
         self._before = {}
+
+    def _let_go(self) -> None:
+        self._is_watching = False
+        self._watched.stop()
+
+    @contextmanager
+    def pause(self) -> Generator[None, None, None]:
+        """A context for passes that are not those of the training step."""
+        self._watched.stop()
+        try:
+            yield
+        finally:
+            if self._is_watching:
+                self._watched.resume()
 
     # --- what ---
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> None:
         casts: dict[str, Cast] = {}
-        metrics: dict[tuple[str, str], Tensor] = {}
-        for layer, weight in latent_weights(self._layers, compute_dtype(trainer.precision_plugin)):
+        values: dict[tuple[str, str], Tensor] = {}
+        for layer, weight in latent_weights(self._weights, compute_dtype(trainer.precision_plugin)):
             casts[layer] = weight.cast
             seen = Seen(weight, self._before.pop(layer, None), weight.quantize())
             for column in COLUMNS:
-                metrics |= {(layer, name): value for name, value in column(seen).items()}
-        # Of a layer that was not seen this time nobody knows whether it flipped: its count begins anew.
-        self._last_flip = {layer: step for layer, step in self._last_flip.items() if layer in casts}
-        if metrics:
-            self._measured = _Measured(trainer.global_step, casts, list(metrics), torch.stack(list(metrics.values())))
-            named = {f"{name}/fprop_w/{layer}": value for (layer, name), value in metrics.items()}
-            pl_module.log_dict(named, batch_size=1)
-            self._logged = list(named)
-
-    def _read(self) -> None:
-        """Turns what was measured last into numbers, and looks for what is wrong with them.
-
-        All by one copy, when the next batch begins: by then Lightning's logger has copied these values for itself, and
-        waited for them, so that nothing is left to wait for.
-        """
-        if self._measured is None:
+                values |= {(layer, name): value for name, value in column(seen).items()}
+        sums = self._watched.sums_over_ranks()
+        means = self._watched.means(sums)
+        if not values and not means:
             return
-        (step, casts, places, values), self._measured = self._measured, None
-        try:
-            numbers = values.tolist()
-        except RuntimeError:  # after an error of the device nothing can be copied from it; whatever comes next says so
-            return
-        self._step, self._rows = step, {layer: {} for layer in casts}
-        for (layer, name), number in zip(places, numbers, strict=True):
+        what = _Measured(trainer.global_step, self._logger_step(trainer), casts, list(values))
+        self._keep(what, torch.cat([sums.flatten(), *(value.to(sums.dtype)[None] for value in values.values())]))
+        self._log(pl_module, means)
+
+    def _judge(self, what: _Measured, numbers: Sequence[float]) -> None:
+        """Writes the numbers of a step, and looks for what is wrong with them."""
+        split = len(numbers) - len(what.places)
+        self._step, self._rows = what.step, {layer: {} for layer in what.casts}
+        self._operands = self._watched.numbers(numbers[:split])
+        for (layer, name), number in zip(what.places, numbers[split:], strict=True):
             self._rows[layer][name] = number
-        for layer, row in self._rows.items():
-            self._last_flip[layer] = step if row.get("flips") else self._last_flip.get(layer, step)
-            self._check(layer, row, casts[layer])
+        written = {
+            f"{name}/{operand}/{layer}": number
+            for layer, row in self._operands.items()
+            for operand, found in row.items()
+            for name, number in found.items()
+        }
+        written |= {f"{name}/fprop_w/{layer}": n for layer, of_one in self._rows.items() for name, n in of_one.items()}
+        if written:
+            self._write(written, what.logger_step)
+        # Of a layer that was not seen this time nobody knows whether it flipped: its count begins anew.
+        self._last_flip = {layer: step for layer, step in self._last_flip.items() if layer in what.casts}
+        for layer, of_one in self._rows.items():
+            self._last_flip[layer] = what.step if of_one.get("flips") else self._last_flip.get(layer, what.step)
+            self._check_weight(layer, of_one, what.casts[layer])
+        for layer, row in self._operands.items():
+            for operand, found in row.items():
+                self._check_operand(layer, operand, found)
 
-    def _check(self, layer: str, row: Mapping[str, float], cast: Cast) -> None:
+    def _check_operand(self, layer: str, operand: str, found: Mapping[str, float]) -> None:
+        if math.isnan(found["sqnr"]):
+            message = (
+                f"{operand} holds a NaN or an infinity. Look at the data of this step and the learning rate; with a "
+                "loss scaler, whether it skips such a step."
+            )
+            self._alert(layer, f"{operand} not finite", message)
+        elif found["underflow"] > self.underflow_limit and not self._watched.is_ternary(layer, operand):
+            message = (
+                f"{found['underflow']:.1%} of the elements of {operand} that are not 0 became 0 "
+                f"(underflow_limit={self.underflow_limit:g}): few large elements take the range from the others. "
+                "Smaller blocks, a format with more range, stochastic rounding or a Hadamard rotation help."
+            )
+            self._alert(layer, f"{operand} underflow", message)
+
+    def _check_weight(self, layer: str, row: Mapping[str, float], cast: Cast) -> None:
         zeros, expected = row.get("zeros"), expected_zeros(cast.scale.factor)
         if math.isnan(row.get("distance", 0.0)):
             self._alert(layer, "not finite", "no element of its weight is a number. Look for the step that broke it.")
@@ -230,7 +326,7 @@ class QuantizationMonitor(Callback):
             )
             self._alert(layer, "zeros", message)
         quiet = self._step - self._last_flip[layer]
-        if quiet >= self.no_flips_for and self._layers[layer].weight.requires_grad:
+        if quiet >= self.no_flips_for and self._weights[layer].weight.requires_grad:
             message = (
                 f"no code of its weight has changed in a logged step for {quiet} optimizer steps, where training "
                 f"should change some (no_flips_for={self.no_flips_for}). Look at its gradient and learning rate: steps "
@@ -256,19 +352,25 @@ class QuantizationMonitor(Callback):
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         """The numbers of the last step that was logged, and all alerts."""
         self._read()
-        return {"quantized_weights": {"step": self._step, "layers": self._rows, "alerts": self._alerts.texts()}}
+        return {
+            "quantized_weights": {"step": self._step, "layers": self._rows, "alerts": self._alerts.texts()},
+            "quantized_operands": {"step": self._step, "layers": self._operands},
+        }
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        """The same as a table."""
+        """A heat map of SQNR by layer and operand, and tables."""
         self._read()
+        at = f"At step {self._step}, the last one that was logged"
+        operands = QuantizedOperands.blocks(self._operands, at)
         names = list(dict.fromkeys(name for row in self._rows.values() for name in row))
         rows = []
         for layer in dict.fromkeys([*self._rows, *self._alerts.said]):
             numbers = [self._rows.get(layer, {}).get(name) for name in names]
             cells = ["" if number is None else f"{number:.3g}" for number in numbers]
             rows.append([layer, *cells, ", ".join(self._alerts.kinds(layer))])
-        blocks: list[Table | Text] = [Text("No step with quantised weights was logged.")]
+        blocks: list[Block] = [Text("No step with quantised weights was logged.")]
         if rows:
-            caption = f"At step {self._step}, the last one that was logged; distances are in units of scales."
+            caption = f"{at}; distances are in units of scales."
             blocks = [Table(["layer", *names, "alerts"], rows, caption), *map(Text, self._alerts.texts())]
-        return [Section("Quantised weights", tuple(blocks))]
+        sections = [Section("Quantised operands", operands)] if operands else []
+        return [*sections, Section("Quantised weights", blocks)]

@@ -58,7 +58,8 @@ class Watch:
     def stop(self) -> None:
         """Takes the rows from the layers."""
         for layer in self.layers.values():
-            setattr(layer, self._what, None)
+            # The None of the class is there again: with one of its own a layer would be compiled once more.
+            vars(layer).pop(self._what, None)
 
 
 def add_gradients_(sums: Tensor, quantised: Tensor, exact: Tensor) -> None:

@@ -3,7 +3,7 @@
 With x the matrix, q what the GEMM takes of it and s the scales of its blocks, tensor scale included:
 
     elements, signal Σ x², noise Σ (x - q)², nonzero (x ≠ 0), underflowed (x ≠ 0, q = 0), saturated     add up
-    1/s and s, the largest of each; 0 where no scale is above 0                                         maxima
+    1/s and s, the largest of each, of blocks of zeros left out; 0 where there are none                 maxima
 
 Of large operands a sample of whole blocks is enough. See :mod:`lightning_lowbit.metrics.casts` for what the numbers
 mean.
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels import opaque
-from lightning_lowbit.quant.blocks import tile_of
+from lightning_lowbit.quant.blocks import block_dims, tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.quantize import Operand, scale_blocks
-from lightning_lowbit.quant.scaling import absmax, stored_scales
+from lightning_lowbit.quant.scaling import absmax, block_amax, stored_scales
 
 SUMS = ("elements", "signal", "noise", "nonzero", "underflowed", "saturated")
 MAXIMA = ("inverse_scale", "scale")
@@ -24,8 +24,6 @@ _ADDED, _LARGEST = slice(len(SUMS)), slice(len(SUMS), None)
 
 # Elements of an operand to look at, about: enough for an SQNR to some hundredths of a decibel.
 SAMPLE = 2**16
-
-_ZERO_BLOCK = 2.0**-127  # the scale of a block of zeros in E8M0, which has no zero itself
 
 # A largest magnitude is a product of scales, each rounded to float32: elements that it misses by so little fit.
 _SLACK = 1 + 2.0**-20
@@ -67,14 +65,18 @@ def _operand_statistics(
     x: Tensor, values: Tensor, factor: Tensor | None, spec: str, dim: int, amax: Tensor | None, most: int
 ) -> Tensor:
     cast, wide = Cast.from_spec(spec), wide_dtype(x.device)
+    if x.numel() == 0:  # an expert without tokens
+        return torch.zeros(len(SUMS) + len(MAXIMA), dtype=wide, device=x.device)
     if cast.scale.needs_amax and amax is None:
         amax = absmax(x)
     whole = x.shape
     x, values = (_sample(matrix, whole, cast, dim, most) for matrix in (x, values))
     factor = None if factor is None else _sample(factor, whole, cast, dim, most)
-    blocks, scales, decode, zeros = scale_blocks(x, cast, tile_of(cast, dim, x.dim()), amax)
+    tile = tile_of(cast, dim, x.dim())
+    blocks, scales, decode, zeros = scale_blocks(x, cast, tile, amax)
     step = stored_scales(scales, cast).float() * decode
-    used = (step > 0) & (scales > _ZERO_BLOCK)
+    # What a block of zeros is scaled by says nothing: 1, or the least scale there is.
+    used = (step > 0) & (block_amax(blocks, block_dims(blocks, tile)) > 0)
     largest = torch.where(used, step.reciprocal(), 0).amax(), torch.where(used, step, 0).amax()
     x, q = x.float(), values.float() if factor is None else values.float() * factor
     nonzero = torch.count_nonzero(x)
@@ -83,7 +85,7 @@ def _operand_statistics(
         torch.linalg.vector_norm(x - q).to(wide).square(),
         nonzero.to(wide),
         (nonzero - torch.count_nonzero(q)).to(wide),  # zeros stay zeros
-        torch.count_nonzero(_excess(blocks.float(), torch.where(used, step, torch.inf), zeros, cast)).to(wide),
+        torch.count_nonzero(_excess(blocks.float(), torch.where(step > 0, step, torch.inf), zeros, cast)).to(wide),
     )
     elements = torch.full((), x.numel(), dtype=wide, device=x.device)
     return torch.stack([elements, *sums, *(value.to(wide) for value in largest)])
