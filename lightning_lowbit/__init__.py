@@ -4,12 +4,15 @@ trainer = Trainer(plugins=[FP4Precision("nvfp4", skip=["lm_head"])], callbacks=[
 """
 
 from lightning_lowbit.callbacks import (
+    Below,
     ExactResume,
     GracefulInterrupt,
+    GradientNoiseMonitor,
     GradientNormMonitor,
     LossScaleMonitor,
     LowBitProgressBar,
     OsciReset,
+    OutlierMonitor,
     Plateau,
     PrecisionSummary,
     PrecisionSwitch,
@@ -38,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SPAM",
     "Adaptive",
+    "Below",
     "Cast",
     "ConservativeGradScaler",
     "ExactResume",
@@ -45,6 +49,7 @@ __all__ = [
     "FP8Precision",
     "GracefulInterrupt",
     "GradientNormGradScaler",
+    "GradientNoiseMonitor",
     "GradientNormMonitor",
     "Hadamard",
     "IntegerPrecision",
@@ -54,6 +59,7 @@ __all__ = [
     "LowBitPrecision",
     "LowBitProgressBar",
     "OsciReset",
+    "OutlierMonitor",
     "Plateau",
     "PrecisionSummary",
     "PrecisionSwitch",

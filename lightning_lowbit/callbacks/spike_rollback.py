@@ -22,8 +22,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
 
+from lightning_lowbit.callbacks.rates import LowerRates
 from lightning_lowbit.callbacks.report_page import Section, Table, Text
 from lightning_lowbit.callbacks.snapshots import Snapshot, Trained, forget_gathered
 from lightning_lowbit.nn.casts import PHASES
@@ -136,7 +136,7 @@ class SpikeRollback(Callback):
         self.phase = None if phase is None else choose("phase", phase, PHASES)
         self.max_rollbacks, self.within = max_rollbacks, within
         self._parameters: list[Tensor] = []
-        self._lowered: list[_LowerRates] = []
+        self._lowered: list[LowerRates] = []
         self._losses: list[Tensor] = []  # of the micro-batches of the step under way
         self._begins_step = True
         self._start_afresh()
@@ -315,7 +315,7 @@ class SpikeRollback(Callback):
         if self.phase is not None and plugin.phase == self._phase_before:  # or else a switch has acted, and was saved
             plugin.set_phase(self.phase)
         if self.lr_factor < 1:
-            self._lowered = [_LowerRates(optimizer, self.lr_factor) for optimizer in trainer.optimizers]
+            self._lowered = [LowerRates(optimizer, self.lr_factor) for optimizer in trainer.optimizers]
 
     def _end_recovery(self, trainer: Trainer) -> None:
         plugin: Any = trainer.precision_plugin
@@ -394,36 +394,3 @@ class _Loss(NamedTuple):
             self.arrived.synchronize()
         total, count = self.values.tolist()
         return total / count if count else None
-
-
-class _LowerRates:
-    """Makes learning rates smaller, within the steps of an optimizer only: schedules do not see it, some of which
-    compute a learning rate from the last one."""
-
-    def __init__(self, optimizer: Optimizer, factor: float) -> None:
-        self._optimizer, self._factor = optimizer, factor
-        self._rates: list[Any] = []
-        self._depth = 0  # torch calls hooks once more where the step of a class calls that of its base
-        before, after = optimizer.register_step_pre_hook(self._lower), optimizer.register_step_post_hook(self._restore)
-        self._handles = (before, after)
-
-    def _lower(self, *_: Any) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self._rates = [group["lr"] for group in self._optimizer.param_groups]
-            for group in self._optimizer.param_groups:
-                group["lr"] = group["lr"] * self._factor
-
-    def _restore(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
-                group["lr"] = rate
-
-    def release(self) -> None:
-        """Ends it, also amid a step that broke off."""
-        for handle in self._handles:
-            handle.remove()
-        if self._depth:
-            self._depth = 1
-            self._restore()

@@ -1,117 +1,65 @@
-"""When callbacks change something in mid-training, and which of several has the last word.
-
-    at=0.5, step=500    known when training starts, so that a resumed run needs no state
-    plateau             known once validation has not improved for a while
+"""What callbacks that change something in mid-training have in common: of several, which one has the last word.
 
 ``global_step`` counts optimizer steps, changes at accumulation boundaries only and alike on all ranks. So do switches.
+When one is due says its trigger, see :mod:`lightning_lowbit.callbacks.triggers`.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_lowbit.quant.cast import choose, from_fields, is_number
+from lightning_lowbit.callbacks.triggers import AtBelow, AtPlateau, Below, Plateau, trigger_of
+
+__all__ = ["Below", "Plateau", "Switch"]
 
 _CHECKPOINT_KEY = "lightning_lowbit_switches"
-
-
-@dataclass(frozen=True)
-class Plateau:
-    """Several validations in a row in which a metric did not improve; those of sanity checks do not count.
-
-    How many there were is part of a checkpoint. (One from between a step and the validation after it loses this
-    validation: Lightning leaves it out in the resumed run.)
-
-    Args:
-        monitor: the metric's name in ``trainer.callback_metrics``. Log it with ``sync_dist=True``: of processes with
-            different values, one that sees a plateau is enough.
-        patience: how many validations, at least 1.
-        min_delta: an improvement is larger than this; at least 0.
-        mode: ``"min"``: smaller is better; or ``"max"``.
-
-    Raises:
-        ValueError: an argument is not one of the above.
-    """
-
-    monitor: str = "val_loss"
-    patience: int = 5
-    min_delta: float = 0.0
-    mode: str = "min"
-
-    def __post_init__(self) -> None:
-        choose("mode of a plateau", self.mode, ("min", "max"))
-        if type(self.patience) is not int or self.patience < 1:
-            raise ValueError(f"patience is a number of validations, 1 or more; got {self.patience!r}.")
-        if not is_number(self.min_delta) or not 0 <= self.min_delta < math.inf:
-            raise ValueError(f"min_delta is what an improvement exceeds, 0 or more; got {self.min_delta!r}.")
-
-    def read(self, trainer: Trainer) -> float:
-        """The metric after a validation."""
-        metrics = trainer.callback_metrics
-        if self.monitor not in metrics:
-            raise MisconfigurationException(
-                f"A switch at a plateau of {self.monitor!r} finds no such metric after a validation, but "
-                f"{', '.join(map(repr, metrics)) or 'none at all'}. Log it in validation_step, or name another monitor."
-            )
-        return float(metrics[self.monitor])
-
-    def improves(self, value: float, best: float | None) -> bool:
-        """Whether a value is better than the best before it (None: there is none); one that is not finite never is."""
-        if not math.isfinite(value) or best is None:
-            return math.isfinite(value)
-        return (best - value if self.mode == "min" else value - best) > self.min_delta
 
 
 class Switch(Callback):
     """Changes something before the first micro-batch of an optimizer step, or step by step from there on.
 
     Of several switches of the same thing the last one that is due holds, and of several at one step the last in the
-    list. Each acts once in a process: what is changed by hand afterwards stays so, until a run is resumed.
+    list. Those that compose all act, each at its time. Each acts once in a process: what is changed by hand afterwards
+    stays so, until a run is resumed.
 
     A subclass says what it :attr:`changes`, changes it in :meth:`begin`, :meth:`proceed` or both, and keeps its
     arguments as attributes of the same names.
 
     Args:
-        at: when, as a fraction of all optimizer steps, in [0, 1].
-        step: when, as a number of optimizer steps; instead of ``at``.
-        plateau: when, after a plateau of a metric, or its fields; instead of ``at`` and ``step``.
+        count: the tokens of a batch, for ``tokens``.
+        when: some of ``at``, ``step``, ``tokens``, ``plateau`` and ``below``, of which one is not None.
 
     Attributes:
         changes: what; switches of the same thing are rivals.
+        composes: whether rivals that are due act one after the other, and not the last one only.
 
     Raises:
-        ValueError: not exactly one of ``at``, ``step`` and ``plateau``, or one out of range.
-        MisconfigurationException: when training starts: a fraction is asked for of a run whose number of steps is not
-            known, or a plateau of one without validation; or after a validation: the metric is not there.
+        ValueError: not exactly one of those in ``when`` is given, or one out of range.
+        MisconfigurationException: when training starts, or later: the run does not have what the trigger needs.
     """
 
-    changes: ClassVar[str]
+    changes: str
+    composes: bool = False
 
-    def __init__(self, at: float | None, step: int | None, plateau: Plateau | Mapping[str, Any] | None = None) -> None:
-        if plateau is None and (at is None) == (step is None):
-            raise ValueError(f"Give either at (a fraction of all steps) or step (a number); got at={at}, step={step}.")
-        if plateau is not None and (at, step) != (None, None):
-            raise ValueError(f"Give plateau, or at, or step, each of which says when; got {plateau=}, {at=}, {step=}.")
-        if at is not None and (not is_number(at) or not 0 <= at <= 1):
-            raise ValueError(f"at is a fraction of all optimizer steps, between 0 and 1; got {at!r}.")
-        if step is not None and (type(step) is not int or step < 0):
-            raise ValueError(f"step is a number of optimizer steps, 0 or more; got {step!r}.")
-        self.at, self.step = at, step
-        self.plateau = from_fields(Plateau, "a plateau", plateau) if isinstance(plateau, Mapping) else plateau
-        if not isinstance(self.plateau, Plateau | None):
-            raise ValueError(f"plateau is a Plateau or a mapping such as {{'monitor': 'val_loss'}}; got {plateau!r}.")
+    def __init__(self, count: Callable[[Any], int] | None = None, **when: Any) -> None:
+        self.at: float | None = when.get("at")
+        self.step: int | None = when.get("step")
+        self.tokens: int | None = when.get("tokens")
+        self.count = count
+        self._trigger = trigger_of(count, **when)
+        self.plateau = self._trigger.plateau if isinstance(self._trigger, AtPlateau) else None
+        self.below = self._trigger.below if isinstance(self._trigger, AtBelow) else None
+        self._looked: int | None = None  # the last step before which it was looked whether it is due
         self._acted: int | None = None  # the last step at which it did something
         self._done = False
-        self._start_afresh()
 
     def _start_afresh(self) -> None:
-        self._due: float = math.inf
-        self._best: float | None = None
-        self._stalled = 0  # validations without an improvement
+        self._trigger.start_afresh()
+
+    @property
+    def _due(self) -> float:
+        return self._trigger.due
 
     # --- what ---
 
@@ -125,39 +73,46 @@ class Switch(Callback):
     # --- when ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets the plateau of another run."""
+        """Forgets another run."""
         if trainer.global_step == 0:  # or else the same Trainer goes on; a checkpoint is loaded after this
             self._start_afresh()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resolves the fraction."""
-        if self.plateau is not None and not trainer.enable_validation:
-            raise MisconfigurationException(
-                f"{type(self).__name__}(plateau=...) waits for validations, and this run has none: give the module a "
-                "validation_step and its data, or give at or step instead of plateau."
-            )
-        self._due, self._acted, self._done = self._resolve(trainer, pl_module), None, False
+        """Resolves the fraction, or looks whether the run has what the trigger needs."""
+        self._resolve(trainer, pl_module)
+        self._looked, self._acted, self._done = None, None, False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks for a plateau; after one it is due at the next optimizer step that begins."""
-        plateau = self.plateau
-        if plateau is None or self._due < math.inf or trainer.state.fn != "fit" or trainer.sanity_checking:
-            return
-        value = plateau.read(trainer)
-        if plateau.improves(value, self._best):
-            self._best, self._stalled = value, 0
-        else:
-            self._stalled += 1
-        if trainer.strategy.reduce_boolean_decision(self._stalled >= plateau.patience, all=False):
-            self._due = trainer.global_step + trainer.fit_loop._should_accumulate()
+        """Looks for a plateau."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._trigger.after_validation(trainer)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Acts when it is time."""
-        step = trainer.global_step
-        if self._done or step < self._due or step == self._acted:
+        rivals = self._rivals(trainer)
+        for switch in rivals:  # all of them, so that the last one is known
+            switch._look(trainer)
+        self._trigger.see(trainer, batch)
+        due = [switch for switch in rivals if switch._due <= trainer.global_step]
+        if self._done or self not in due:
             return
-        if not self._is_last_due(trainer):
+        due.sort(key=lambda switch: switch._due)  # of equals, the one listed last stays last
+        if self.composes:
+            for switch in due:
+                switch._act(trainer, pl_module)
+        elif due[-1] is self:
+            self._act(trainer, pl_module)
+        else:
             self._done = True
+
+    def _look(self, trainer: Trainer) -> None:
+        if self._looked != trainer.global_step:
+            self._looked = trainer.global_step
+            self._trigger.look(trainer)
+
+    def _act(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        step = trainer.global_step
+        if self._done or step == self._acted:
             return
         if self._acted is None:
             self.begin(trainer, pl_module)
@@ -167,52 +122,35 @@ class Switch(Callback):
     @property
     def state_key(self) -> str:
         """Tells several switches of one Trainer apart, by what they wait for, and for what."""
-        return self._generate_state_key(**{name: getattr(self, name, None) for name in ("to", "at", "step", "plateau")})
+        names = ("to", "at", "step", "tokens", "plateau", "below")
+        return self._generate_state_key(**{name: getattr(self, name, None) for name in names})
 
     # Not in `state_dict`: Lightning refuses two callbacks with states under one key, and an overlay may well repeat a
     # switch of the recipe's. Two that are the same have one state.
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Adds what of a plateau has been seen so far."""
-        if self.plateau is not None:
-            seen = {"due": self._due, "best": self._best, "stalled": self._stalled}
-            checkpoint.setdefault(_CHECKPOINT_KEY, {})[self.state_key] = seen
+        """Adds what has been seen so far; all ranks take part."""
+        if state := self._state(trainer):
+            checkpoint.setdefault(_CHECKPOINT_KEY, {})[self.state_key] = state
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Goes on with it."""
-        seen = checkpoint.get(_CHECKPOINT_KEY, {}).get(self.state_key)
-        if seen is not None:
-            self._due, self._best, self._stalled = (seen[name] for name in ("due", "best", "stalled"))
+        if state := checkpoint.get(_CHECKPOINT_KEY, {}).get(self.state_key):
+            self._load_state(state)
+
+    def _state(self, trainer: Trainer) -> dict[str, Any]:
+        return self._trigger.state_dict(trainer)
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        if "due" in state:
+            self._trigger.load_state_dict(state)
 
     def _rivals(self, trainer: Trainer) -> list[Any]:
         """The switches of the same thing, this one among them."""
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         return [switch for switch in callbacks if isinstance(switch, Switch) and switch.changes == self.changes]
 
-    def _is_last_due(self, trainer: Trainer) -> bool:
-        due = [switch for switch in self._rivals(trainer) if switch._due <= trainer.global_step]
-        return max(reversed(due), key=lambda switch: switch._due) is self  # of equals, the one listed last
-
     def _resolve(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        """The step at which it is due; infinity while there was no plateau."""
-        if self.plateau is not None:
-            return self._due
-        return self._in_steps("at", "step", trainer, pl_module)
-
-    def _in_steps(self, fraction: str, number: str, trainer: Trainer, pl_module: LightningModule) -> int:
-        """Of two arguments the one that is a number of steps, or else the one that is a fraction of all of them."""
-        steps, share = getattr(self, number), getattr(self, fraction)
-        if steps is not None:
-            return steps
-        if not pl_module.automatic_optimization and trainer.max_steps == -1:
-            raise MisconfigurationException(
-                f"{type(self).__name__}({fraction}={share}) is a fraction of all optimizer steps, and how many manual "
-                f"optimisation takes is not known: set max_steps, or give {number} instead of {fraction}."
-            )
-        total = trainer.estimated_stepping_batches
-        if total == math.inf:
-            raise MisconfigurationException(
-                f"{type(self).__name__}({fraction}={share}) is a fraction of all steps, and this run has no end: set "
-                f"max_steps or max_epochs, or give {number} instead of {fraction}."
-            )
-        return round(share * total)
+        """The step at which it is due; infinity while that is not known."""
+        self._trigger.begin(type(self).__name__, trainer, pl_module)
+        return self._due

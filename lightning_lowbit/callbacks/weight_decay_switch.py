@@ -44,7 +44,7 @@ class WeightDecaySwitch(Switch):
     def __init__(self, to: float = 0.0, *, at: float | None = None, step: int | None = None) -> None:
         if not is_number(to) or not 0 <= to < math.inf:
             raise ValueError(f"to is a weight decay, 0 or more; got {to!r}.")
-        super().__init__(at, step)
+        super().__init__(at=at, step=step)
         self.to = to
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

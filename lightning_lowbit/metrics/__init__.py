@@ -10,6 +10,8 @@ from lightning_lowbit.metrics.casts import (
     mse,
     sqnr,
 )
+from lightning_lowbit.metrics.noise import gradient_noise_sums, gradient_to_noise
+from lightning_lowbit.metrics.outliers import ActivationOutliers, activation_outliers
 from lightning_lowbit.metrics.runs import count_spikes
 from lightning_lowbit.metrics.swiglu import SwiGLUAlignment, swiglu_alignment
 from lightning_lowbit.metrics.weights import (
@@ -22,8 +24,10 @@ from lightning_lowbit.metrics.weights import (
 )
 
 __all__ = [
+    "ActivationOutliers",
     "CastStatistics",
     "SwiGLUAlignment",
+    "activation_outliers",
     "bias",
     "cast_statistics",
     "code_histogram",
@@ -32,6 +36,8 @@ __all__ = [
     "flip_rate",
     "flipped",
     "is_ternary",
+    "gradient_noise_sums",
+    "gradient_to_noise",
     "levels",
     "mse",
     "sqnr",

@@ -11,7 +11,7 @@ In two places this differs from Transformer Engine on purpose. There the first s
 gradients below 2^-17 vanish; and one infinity stays in the history, and the scale with it, for all its length.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +49,7 @@ class AmaxHistories:
     Attributes:
         recording: whether passes through the model are stages of a step. Set it to False to evaluate: nothing is staged
             then, and smoothing uses the channels of the last training step.
+        renewed: the layers whose casts have changed since training started, see :meth:`go_on`.
 
     Example:
         >>> histories = AmaxHistories(convert(model, "fp8-delayed"))
@@ -59,6 +60,7 @@ class AmaxHistories:
 
     def __init__(self, model: nn.Module) -> None:
         self._switch = [True]
+        self.renewed: set[str] = set()
         self._rows: list[_Row] = []
         channels = 0
         for name, layer in model.named_modules():
@@ -66,7 +68,7 @@ class AmaxHistories:
                 continue
             layer.amaxes = None
             casts = layer.full_casts
-            smoothed = layer.weight_matrix().shape[1] if casts.smooth == "channel" else 0
+            smoothed = _in_features(layer) if casts.smooth == "channel" else 0
             if casts.is_delayed or smoothed:
                 piece = slice(channels, channels := channels + smoothed)
                 lengths = [casts.delayed[o].scale.history if o in casts.delayed else 0 for o in OPERANDS]
@@ -93,6 +95,31 @@ class AmaxHistories:
     @recording.setter
     def recording(self, on: bool) -> None:
         self._switch[0] = on
+
+    def go_on(self, before: "AmaxHistories", renewed: Collection[str]) -> None:
+        """Takes over what other histories of the same model hold: the casts of some layers have changed.
+
+        Args:
+            before: histories of the model as it was.
+            renewed: names of the layers whose casts have changed. They start empty; from then on, what was kept of
+                them in other casts is passed over by :meth:`load_state_dict`.
+        """
+        self._switch = before._switch
+        self.renewed = before.renewed | set(renewed)
+        self._place(before._staged.device)
+        rows = {row.name: i for i, row in enumerate(before._rows) if row.name not in renewed}
+        staged, staged_channels = self._split()
+        old_staged, old_channels = before._split()
+        for i, row in enumerate(self._rows):
+            if row.name not in rows:
+                continue
+            old = before._rows[j := rows[row.name]]
+            kept = min(self._history.shape[-1], before._history.shape[-1])
+            self._history[i, :, -kept:] = before._history[j, :, -kept:]
+            staged[i] = old_staged[j]
+            self._channels[row.channels] = before._channels[old.channels]
+            staged_channels[row.channels] = old_channels[old.channels]
+        self._choose()
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
@@ -184,9 +211,11 @@ class AmaxHistories:
         """Takes what :meth:`state_dict` gave.
 
         Raises:
-            ValueError: it is that of other layers or operands, or of another length; nothing has been changed then.
+            ValueError: it is that of other layers or operands, or of another length (but for layers that have been
+                given other casts since, see :meth:`go_on`); nothing has been changed then.
         """
         own = self.state_dict()
+        state = {kind: self._without_renewed(own[kind], state[kind]) for kind in own}
         for kind in own:
             _compare(kind, own[kind], state[kind])
         history, channels = torch.zeros(self._history.shape), torch.zeros(self._channels.shape)
@@ -200,6 +229,22 @@ class AmaxHistories:
         self._channels.copy_(channels)
         self._staged.zero_()
         self._choose()
+
+    def _without_renewed(self, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What was kept, empty for layers that had other casts then."""
+        kept = dict(given)
+        for name in {*own, *given}:
+            fits = name in own and name in given and own[name].shape == given[name].shape
+            if not fits and name.partition("/")[0] in self.renewed:
+                kept.pop(name, None)
+                if name in own:
+                    kept[name] = torch.zeros_like(own[name])
+        return kept
+
+
+def _in_features(layer: QuantizedLayer) -> int:
+    """Of the whole weight, also where FSDP1 has flattened it."""
+    return int(getattr(layer, "in_features", 0) or getattr(layer, "nx", 0) or layer.weight_matrix().shape[1])
 
 
 def _used(row: _Row, index: int) -> int:

@@ -59,6 +59,7 @@ class Adaptive(GuardedOptimizer):
 
     optimizer: torch.optim.Optimizer
     options: dict[str, Any]
+    _set_aside: dict[Tensor, dict[str, Tensor]]  # scalars of the guards while the wrapped optimizer has no state
 
     def __init__(
         self,
@@ -114,6 +115,7 @@ class Adaptive(GuardedOptimizer):
         loaded: dict[str, Any] = {name: state[name] for name in ("state", "param_groups") if name in state}
         if loaded:
             self.optimizer.__setstate__(loaded)
+        self._set_aside = {}
         super().__setstate__({name: value for name, value in state.items() if name not in loaded})
 
     @property
@@ -134,6 +136,13 @@ class Adaptive(GuardedOptimizer):
         self.optimizer.add_param_group(merged)
         self._remember_parameters()
 
+    def reset_moments(self) -> None:
+        """Empties the state of the wrapped optimizer, which builds it again in the next step."""
+        for parameter, kept in self.state.items():
+            if own := {name: kept[name] for name in Guards.SCALARS if name in kept}:
+                self._set_aside[parameter] = own
+        self.state.clear()
+
     def _check_names(self, param_group: Mapping[str, Any]) -> None:
         # Some optimizers keep usual options in their groups, and no default of them: Adam-mini its weight_decay.
         super()._check_names({name: value for name, value in param_group.items() if name not in _USUAL})
@@ -148,7 +157,8 @@ class Adaptive(GuardedOptimizer):
         assert isinstance(batch, _AdaptiveBatch)
         kept = self.state[seen.parameter]
         own = {name: kept[name] for name in Guards.SCALARS if name in kept}
-        batch.add(seen.parameter, seen.part, seen.gradient, own or Guards.new_scalars(seen.part.device, batch.dtype))
+        known = own or self._set_aside.get(seen.parameter) or Guards.new_scalars(seen.part.device, batch.dtype)
+        batch.add(seen.parameter, seen.part, seen.gradient, known)
         if group["element_clip"] == "spike_clip" and own and "exp_avg_sq" not in kept:
             raise ValueError(
                 f"SpikeClip compares gradients with the second moment, and {type(self.optimizer).__name__} keeps no "
@@ -175,6 +185,7 @@ class Adaptive(GuardedOptimizer):
                 # part that is empty never has one, and the statistics are kept nevertheless.
                 if parameter.grad is not None or not parameter.numel():
                     self.state[parameter].update(state)
+                    self._set_aside.pop(parameter, None)
 
 
 class _AdaptiveBatch(Guards):

@@ -130,6 +130,14 @@ class GuardedAdam(GuardedOptimizer):
                     f"{', '.join(sorted(map(str, there)))}: {dtypes.advice}."
                 )
 
+    @torch.no_grad()
+    def reset_moments(self) -> None:
+        """Starts Adam's moments anew, as MoRet does, of all parameters; statistics and master weights stay."""
+        for state in self.state.values():
+            for name in ("steps_since_reset", "mean_weight"):  # the rest of a moment has no weight in the next one
+                if name in state:
+                    state[name].zero_()
+
     def _apply(self, batches: Sequence[Guards], factors: Sequence[Tensor]) -> None:
         for batch, factor in zip(batches, factors, strict=True):
             assert isinstance(batch, _AdamBatch)

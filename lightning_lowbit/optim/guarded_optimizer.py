@@ -165,6 +165,10 @@ class GuardedOptimizer(torch.optim.Optimizer):
         )
 
     @abstractmethod
+    def reset_moments(self) -> None:
+        """Starts the optimizer's averages of gradients anew, between steps; the statistics of the guards go on."""
+
+    @abstractmethod
     def _new_batch(self, options: Mapping[str, Any], device: torch.device, dtype: torch.dtype, groups: Any) -> Guards:
         """An empty batch of parameters with these in common."""
 

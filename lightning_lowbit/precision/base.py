@@ -4,14 +4,16 @@
                 ── train_step_context      autocast; keys of this micro-batch's random bits; amaxes are staged
                 ── optimizer_step          counts the step; amaxes enter their histories
 
-The state (step, micro-batch, phase, λ, amaxes) is saved under one key whatever the plugin's class, as tensors and
-primitives, the same on all ranks. The model's ``state_dict`` is untouched: its weights load into the unconverted model.
+The state (step, micro-batch, phase, changed casts, λ, amaxes) is saved under one key whatever the plugin's class, as
+tensors and primitives, the same on all ranks. The model's ``state_dict`` is untouched: its weights load into the
+unconverted model.
 """
 
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -27,9 +29,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.amax import AmaxHistories
-from lightning_lowbit.nn.casts import PHASES, SMOOTHINGS, LinearCasts
-from lightning_lowbit.nn.convert import CastsLike, check_backend, check_blend, convert, plan, set_phase
-from lightning_lowbit.nn.keys import LayerKeys, with_index
+from lightning_lowbit.nn.casts import PHASES, PRESETS, SMOOTHINGS, LinearCasts
+from lightning_lowbit.nn.convert import CastsLike, check_backend, check_blend, convert, plan, select, set_phase
+from lightning_lowbit.nn.keys import LayerKeys, clean_name, with_index
+from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
+from lightning_lowbit.nn.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.optim.sharding import connect
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
 from lightning_lowbit.quant.cast import choose
@@ -58,6 +62,32 @@ def compute_dtype(plugin: Precision) -> torch.dtype:
 
 def _as_list(patterns: Iterable[str]) -> Iterable[str]:
     return patterns if isinstance(patterns, str) else list(patterns)  # a string is refused when it is used
+
+
+def named_casts(value: CastsLike) -> LinearCasts | str:
+    """Casts from what :meth:`LowBitPrecision.set_casts` takes; of a phase its name.
+
+    Raises:
+        ValueError: there is no such phase or preset, or a field is wrong.
+    """
+    if isinstance(value, str):
+        choose("phase or preset", value, [*PHASES, *PRESETS])
+        return value if value in PHASES else LinearCasts.preset(value)
+    return LinearCasts.of(value)
+
+
+def _primitive(value: Any) -> Any:
+    """Casts as the mapping that :meth:`LinearCasts.of` takes, of what any checkpoint may hold."""
+    if is_dataclass(value):
+        return {field.name: _primitive(getattr(value, field.name)) for field in fields(value) if field.init}
+    if isinstance(value, Mapping):
+        return {key: _primitive(item) for key, item in value.items()}
+    return [_primitive(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _remembers(layer: QuantizedLayer) -> bool:
+    """Whether the casts of a layer need amaxes of former steps."""
+    return layer.full_casts.is_delayed or layer.full_casts.smooth == "channel"
 
 
 class LowBitPrecision(FSDPPrecision):
@@ -145,6 +175,8 @@ class LowBitPrecision(FSDPPrecision):
         self._rank = 0
         self._keys: LayerKeys | None = None
         self._histories: AmaxHistories | None = None
+        self._planned: dict[str, LinearCasts] = {}  # by layer, the casts it was converted with
+        self._changed: dict[str, LinearCasts] = {}  # by layer, the casts it has instead
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -178,6 +210,7 @@ class LowBitPrecision(FSDPPrecision):
             )
         if self._trainer is not None and self._trainer() is not trainer:  # another run
             self.step, self.micro_batch, self.phase, self._histories = 0, 0, "fqt", None
+            self._changed = {}
             self.set_blend(1.0)
         if self._scaling is not None and (self._trainer is None or self._trainer() is not trainer):
             self._scaling.restart()  # also the first time: another plugin may have used the same scaler
@@ -188,8 +221,8 @@ class LowBitPrecision(FSDPPrecision):
         if self._scaling is not None:
             self._scaling.check(module, type(strategy).__name__)
         self._device, self._rank = strategy.root_device, trainer.global_rank
-        # Raises, if at all, before anything is changed.
-        check_backend(self.plan(module), self.backend, self.exact, self._device)
+        planned = self.plan(module)
+        check_backend(planned, self.backend, self.exact, self._device)  # raises before anything is changed
         convert(
             module,
             self.casts,
@@ -200,9 +233,11 @@ class LowBitPrecision(FSDPPrecision):
             self.backend,
             self.smooth_swiglu,
         )
-        set_phase(module, self.phase)
         self._root = module
         self._keys = LayerKeys(module, self.seed)
+        self._planned = {clean_name(name): casts for name, casts in planned.items()}
+        self._change_casts(self._planned | {n: c for n, c in self._changed.items() if n in self._planned}, module)
+        set_phase(module, self.phase)
         self.set_blend(float(self.blend))
         before, self._histories = self._histories, AmaxHistories(module)
         self._record(False)
@@ -220,6 +255,113 @@ class LowBitPrecision(FSDPPrecision):
         if self._keys is not None:
             for layer in self._keys.layers.values():
                 layer.casts = layer.full_casts.phase(phase)
+
+    def set_casts(self, casts: Mapping[str, CastsLike]) -> None:
+        """Gives layers other casts; the phase stays in force on top of them.
+
+        Casts that were changed are part of a checkpoint. A run with another Trainer begins with the constructor's.
+        Delayed scaling and smoothing start anew for these layers, and go on for all others.
+
+        Args:
+            casts: by pattern of layers, of which the first one that matches a layer holds (see
+                :mod:`lightning_lowbit.nn.convert`), what :meth:`LinearCasts.of` takes, or a phase's name: the casts of
+                the constructor in this phase, so that ``"fqt"`` gives these back. Layers that no pattern matches keep
+                what they have.
+
+        Raises:
+            ValueError: a pattern matches no converted layer, there is no such preset or phase, or the backend has no
+                native form of such casts; nothing has been changed then.
+            MisconfigurationException: there is no model yet; give ``overrides`` to the constructor.
+
+        Example:
+            >>> trainer.precision_plugin.set_casts({"lm_head": "bf16", "down_proj": "nvfp4-4over6"})
+        """
+        changes = self.resolve_casts(casts)
+        self._changed = {n: c for n, c in {**self._changed, **changes}.items() if c != self._planned[n]}
+        self._renew_casts(changes)
+
+    def resolve_casts(self, casts: Mapping[str, CastsLike]) -> dict[str, LinearCasts]:
+        """The casts that :meth:`set_casts` would give to each layer that a pattern matches, without changing anything.
+
+        Arguments and errors are the same.
+        """
+        model = None if self._model is None else self._model()
+        if self._keys is None or model is None:
+            raise MisconfigurationException(
+                "set_casts changes the casts of converted layers, and no model has been converted yet. Give the "
+                "plugin overrides=..., or change casts once training has started."
+            )
+        given: dict[str, LinearCasts | str] = {pattern: named_casts(value) for pattern, value in casts.items()}
+        matched = {pattern: self._match(pattern, model) for pattern in given}
+        changes: dict[str, LinearCasts] = {}
+        for name, planned in self._planned.items():
+            pattern = next((pattern for pattern in given if name in matched[pattern]), None)
+            if pattern is not None:
+                value = given[pattern]
+                changes[name] = planned.phase(value) if isinstance(value, str) else value
+        if self.smooth_swiglu is not None:
+            raw = {clean_name(name): name for name, _ in model.named_modules() if clean_name(name) in self._planned}
+            casts_of = {name: changes.get(name, layer.full_casts) for name, layer in self._keys.layers.items()}
+            with suppress(ValueError):  # or else no down projection is quantised any more
+                smoothed = smooth_casts(model, {raw[n]: casts_of[n] for n in self._planned}, self.smooth_swiglu)
+                changes = {name: smoothed[raw[name]] for name in changes}
+        check_backend(changes, self.backend, self.exact, self._device)
+        return changes
+
+    def casts_of(self, pattern: str) -> dict[str, LinearCasts]:
+        """The casts, outside any phase, of the converted layers that a pattern matches, by name.
+
+        Raises:
+            ValueError: it matches none.
+        """
+        model = None if self._model is None else self._model()
+        if self._keys is None or model is None:
+            return {}
+        return {name: self._keys.layers[name].full_casts for name in sorted(self._match(pattern, model))}
+
+    def _match(self, pattern: str, model: nn.Module) -> set[str]:
+        """The converted layers that a pattern matches."""
+        try:
+            return select(list(self._planned), [pattern], "casts", "converted layer")
+        except ValueError:
+            names = [clean_name(n) for n, m in model.named_modules() if isinstance(m, nn.Linear) or is_linear(m)]
+            left = [name for name in names if name not in self._planned]
+            found: list[str] = []
+            with suppress(ValueError):
+                found = sorted(select(left, [pattern], "casts"))
+            if found:
+                raise ValueError(
+                    f"casts: the pattern {pattern!r} matches {', '.join(found)}, left in high precision by skip or "
+                    "only, and casts are given to converted layers. Convert it, with overrides={...: 'bf16'} if it is "
+                    "to begin in high precision."
+                ) from None
+            raise
+
+    def _change_casts(self, casts: Mapping[str, LinearCasts], model: nn.Module) -> set[str]:
+        """Sets casts outside any phase; returns the layers that had others."""
+        assert self._keys is not None
+        layers = self._keys.layers
+        changed = {name for name, new in casts.items() if layers[name].full_casts != new}
+        for name in changed:
+            layers[name].set_casts(casts[name])
+            layers[name].casts = casts[name].phase(self.phase)
+        if changed:
+            watch_up_projections(model)
+        return changed
+
+    def _renew_casts(self, casts: Mapping[str, LinearCasts], keep: bool = True) -> None:
+        """Sets casts outside any phase, and makes histories for what they remember."""
+        model = None if self._model is None else self._model()
+        if self._keys is None or model is None or self._histories is None:
+            return
+        before = self._histories
+        had = {name for name, layer in self._keys.layers.items() if layer.amaxes is not None}
+        changed = self._change_casts(casts, model)
+        if any(name in had or _remembers(self._keys.layers[name]) for name in changed):
+            self._histories = AmaxHistories(model)
+            self._histories.go_on(before, changed)
+            if not keep:  # a checkpoint is about to be loaded, strictly
+                self._histories.renewed.clear()
 
     def set_blend(self, value: float) -> None:
         """Sets λ, how far operands are quantised: from 0 (high precision) to 1 (all the way).
@@ -386,6 +528,8 @@ class LowBitPrecision(FSDPPrecision):
         """Adds the state under a key that does not depend on the plugin's class."""
         state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
         state["blend"] = self.blend.cpu().clone()
+        if self._changed:
+            state["casts"] = {name: _primitive(casts) for name, casts in self._changed.items()}
         if self._scaling is not None:
             state |= self._scaling.state_dict()
         if self._histories:
@@ -414,10 +558,24 @@ class LowBitPrecision(FSDPPrecision):
             )
         if self._scaling is not None:
             self._scaling.load_state_dict(state)
+        self._load_casts(state)
         self._load_histories(state)
         self.step, self.micro_batch = state["step"], state["micro_batch"]
         self.set_phase(state["phase"])
         self.set_blend(float(state.get("blend", 1.0)))
+
+    def _load_casts(self, state: Mapping[str, Any]) -> None:
+        """Before the histories, which are those of what the casts remember."""
+        self._changed = {name: LinearCasts.of(casts) for name, casts in state.get("casts", {}).items()}
+        if self._keys is None:
+            return
+        missing = [name for name in self._changed if name not in self._planned]
+        if missing:
+            rank_zero_warn(
+                f"The checkpoint holds casts of layers that this run does not convert: {', '.join(missing)}; they stay "
+                "in high precision."
+            )
+        self._renew_casts({n: self._changed.get(n, planned) for n, planned in self._planned.items()}, keep=False)
 
     def teardown(self) -> None:
         """Says how many steps of a training were skipped."""

@@ -1,0 +1,219 @@
+"""Where the sums of gradient and noise come from: a training step that is run again, or what layers leave of one.
+
+A source prepares before the last micro-batch of a step, and is asked after its backward pass. See
+:class:`lightning_lowbit.GradientNoiseMonitor`.
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_lowbit.callbacks.latent_weights import converted_layers
+from lightning_lowbit.callbacks.second_draw import RepeatableStep
+from lightning_lowbit.metrics.noise import gradient_noise_sums
+from lightning_lowbit.nn import QuantizedLayer
+from lightning_lowbit.nn.watch import Watch
+from lightning_lowbit.optim.sharding import all_reduce_, local_gradient, sharding_of
+from lightning_lowbit.precision.loss_scaling import scaler_of
+from lightning_lowbit.quant.statistics import wide_dtype
+
+
+class Source(Protocol):
+    """Where the sums of a measurement come from."""
+
+    def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The last micro-batch of a step that is to be measured begins."""
+
+    def take(self, layers: Mapping[str, QuantizedLayer]) -> dict[str, Tensor] | None:
+        """After its backward pass: of each layer noise and signal ``[2]``, of whole weights; None if there are none."""
+
+    def cancel(self) -> None:
+        """That micro-batch is over, or will not come."""
+
+
+class Draws:
+    """Compares the gradient of training with another draw of it, or two further draws."""
+
+    def __init__(self) -> None:
+        self._step: RepeatableStep | None = None
+        self._trainer: Trainer | None = None
+
+    def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Waits for the training step."""
+        self._trainer, self._step = trainer, RepeatableStep(trainer, pl_module)
+
+    def cancel(self) -> None:
+        """Lets go of it."""
+        if self._step is not None:
+            self._step.cancel()
+        self._trainer = self._step = None
+
+    def take(self, layers: Mapping[str, QuantizedLayer]) -> dict[str, Tensor] | None:
+        """Draws."""
+        step, trainer = self._step, self._trainer
+        if step is None or trainer is None or not step.has_begun:
+            return None
+        weights: dict[str, Tensor] = {}
+        for name, layer in layers.items():
+            if layer.weight.requires_grad and not any(layer.weight is weight for weight in weights.values()):
+                weights[name] = layer.weight
+        if not weights:
+            return None
+        try:
+            draws = self._draws(trainer, step, list(weights.values()))
+        finally:
+            self.cancel()
+        if draws is None:
+            return None
+        pairs = [_compare(*three) for three in zip(*draws, weights.values(), strict=True)]
+        pairs = all_reduce_(pairs, [sharding_of(weight).groups for weight in weights.values()], dist.ReduceOp.SUM)
+        device = trainer.strategy.root_device
+        pairs = [_unscaled(pair, trainer).to(device) for pair in pairs]
+        return dict(zip(weights, pairs, strict=True))
+
+    def _draws(
+        self, trainer: Trainer, step: RepeatableStep, weights: list[Tensor]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
+        """Two gradients, of parts on this rank; None where neither has any."""
+        model, module = trainer.model, trainer.lightning_module
+        assert model is not None
+
+        def gradients(loss: Tensor) -> list[Tensor | None]:
+            return _gradients(model, loss, weights)
+
+        # The gradient of training is that of this loss alone, and nothing but that.
+        is_comparable = (
+            trainer.accumulate_grad_batches == 1
+            and not is_overridden("backward", module)
+            and not getattr(model, "_comm_hooks", None)
+        )
+        draws = [step.draw(number, gradients) for number in range(1 if is_comparable else 2)]
+        if draws[0] is None or draws[-1] is None:
+            return None
+        first = [local_gradient(weight) for weight in weights] if is_comparable else draws[0]
+        return first, draws[-1]
+
+
+class Layers:
+    """Takes what layers leave of their gradients in both precisions, see :mod:`lightning_lowbit.nn.watch`."""
+
+    def __init__(self) -> None:
+        self._watch: Watch | None = None
+        self._trainer: Trainer | None = None
+
+    def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Asks the layers."""
+        self._trainer, self._watch = trainer, Watch(converted_layers(pl_module), "gradient_sums")
+        self._watch.start(trainer.strategy.root_device)
+
+    def cancel(self) -> None:
+        """Asks no more."""
+        if self._watch is not None:
+            self._watch.stop()
+        self._trainer = self._watch = None
+
+    def take(self, layers: Mapping[str, QuantizedLayer]) -> dict[str, Tensor] | None:
+        """Adds up over ranks."""
+        watch, trainer = self._watch, self._trainer
+        if watch is None or trainer is None or not layers:
+            return None
+        self.cancel()
+        sums = watch.sums
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+        rows = dict(zip(watch.layers, _unscaled(sums, trainer).unbind(), strict=True))
+        return {name: rows[name] for name in layers}
+
+
+def _unscaled(sums: Tensor, trainer: Trainer) -> Tensor:
+    """Without the scale of the loss, which squares of gradients have twice."""
+    scaler = scaler_of(trainer.precision_plugin)
+    scale = None if scaler is None else scaler._get_scale_async()
+    return sums if scale is None else sums / scale.to(sums).square()
+
+
+def _compare(first: Tensor | None, second: Tensor | None, weight: Tensor) -> Tensor:
+    """Noise and signal ``[2]``; a gradient that is not there is 0."""
+    if first is None and second is None:
+        return torch.zeros(2, dtype=wide_dtype(weight.device), device=weight.device)
+    first = torch.zeros_like(second) if first is None else first  # type: ignore[arg-type]
+    return gradient_noise_sums(first, torch.zeros_like(first) if second is None else second)
+
+
+def _gradients(model: nn.Module, loss: Tensor, weights: list[Tensor]) -> list[Tensor | None]:
+    """Gradients of weights, of their parts on this rank, as training would find them; leaves all others alone."""
+    if any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in model.modules()):
+        with _set_aside(model):
+            loss.backward()  # type: ignore[no-untyped-call]
+            parts = [local_gradient(weight) for weight in weights]
+            return [None if part is None else part.clone() for part in parts]
+    if _is_reentrant(loss):
+        raise MisconfigurationException(
+            "GradientNoiseMonitor asks for the gradients of some weights, which reentrant activation checkpointing "
+            "cannot give: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), in transformers "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}."
+        )
+    # Past what accumulates gradients: hooks there belong to others, DDP among them.
+    found = torch.autograd.grad(loss, weights, allow_unused=True)
+    parts = [_local(gradient, weight) for gradient, weight in zip(found, weights, strict=True)]
+    if not isinstance(model, DistributedDataParallel):
+        return parts
+    # The mean over ranks, as DDP makes it.
+    dense = [torch.zeros_like(w) if part is None else part for part, w in zip(parts, weights, strict=True)]
+    packed = torch.cat([part.flatten() for part in dense])
+    packed /= dist.get_world_size(model.process_group)
+    dist.all_reduce(packed, group=model.process_group)
+    means = torch.split(packed, [part.numel() for part in dense])
+    return [mean.view_as(part).to(part) for mean, part in zip(means, dense, strict=True)]
+
+
+def _is_reentrant(loss: Tensor) -> bool:
+    """Whether weights are hidden in checkpoints that run a backward pass of their own: asked for them, none would."""
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def _local(gradient: Tensor | None, weight: Tensor) -> Tensor | None:
+    """What of a gradient belongs to the part of the weight on this rank."""
+    if gradient is None:
+        return None
+    stand_in = weight.detach()
+    stand_in.grad = gradient
+    return local_gradient(stand_in)
+
+
+@contextmanager
+def _set_aside(model: nn.Module) -> Generator[None, None, None]:
+    """Within this context no parameter has a gradient; then each has its own again."""
+    # Gradients of FSDP1 are views of a flat one, which it makes anew: their contents are put back into that.
+    saved = [
+        (p, p.grad, p.grad.clone() if p.grad is not None and getattr(p, "_fsdp_flattened", False) else None)
+        for p in model.parameters()
+    ]
+    for parameter, *_ in saved:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient, content in saved:
+            if content is not None and parameter.grad is not None:
+                parameter.grad.copy_(content)
+            else:
+                parameter.grad = gradient if content is None else content
