@@ -1,22 +1,25 @@
-"""Gradient spikes on purpose: what an optimizer does about them can be measured only where they are.
+"""Spikes on purpose: what an optimizer or a callback does about them can be measured only where they are.
 
-    in one step of a hundred, drawn at random, the gradient is a thousand times as large, or a share of its elements
+    GradientSpikes    in one step of a hundred, drawn at random, the gradient is a thousand times as large, or a share
+                      of its elements
+    CorruptBatches    in given steps the batch is noise, or the loss no number
 
 Stable-SPAM's paper finds such spikes in four-bit training (arXiv 2502.17055, section 2) and SPAM's in all training of
 language models (arXiv 2501.06842, section 2), where they are rare and models are large.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_lowbit.optim.sharding import local
 from lightning_lowbit.precision.base import global_seed
-from lightning_lowbit.quant.cast import is_number
+from lightning_lowbit.quant.cast import choose, is_number
 from lightning_lowbit.quant.rounding import mix_key
 
 
@@ -63,6 +66,46 @@ class GradientSpikes(Callback):
                 if gradient is not None and id(parameter) in own:
                     hit = torch.rand(gradient.shape, generator=generator) < self.share
                     local(gradient)[_spread_as(gradient, hit).to(gradient.device)] *= self.factor
+
+
+class CorruptBatches(Callback):
+    """Spoils the batches of some optimizer steps.
+
+    Args:
+        steps: which, counted from 0 as ``global_step`` counts them.
+        kind: ``"tokens"``: the tokens of a batch (a tensor of integers) change places at random, so that there is
+            nothing to learn from them; or ``"nan"``: what the model's last linear layer gives is NaN, and with it the
+            loss and all gradients.
+
+    Raises:
+        ValueError: steps are no integers from 0 on, or there is no such kind; in such a step: batches are no integers.
+    """
+
+    def __init__(self, steps: Sequence[int], kind: str = "tokens") -> None:
+        if not steps or not all(type(step) is int and step >= 0 for step in steps):
+            raise ValueError(f"steps are optimizer steps, such as [150]; got {steps!r}.")
+        self.steps, self.kind = list(steps), choose("kind of corruption", kind, ("tokens", "nan"))
+        self._hook: Any = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Spoils the batch, or the model for it."""
+        if trainer.global_step not in self.steps:
+            return
+        if self.kind == "nan":
+            *_, last = (module for module in pl_module.modules() if isinstance(module, nn.Linear))
+            self._hook = last.register_forward_hook(lambda module, inputs, output: output * torch.nan)
+        elif not isinstance(batch, Tensor) or batch.is_floating_point():
+            raise ValueError(f"CorruptBatches(kind='tokens') draws tokens of a tensor of them; got {type(batch)}.")
+        else:
+            generator = torch.Generator().manual_seed(trainer.global_step)
+            order = torch.randperm(batch.numel(), generator=generator).to(batch.device)
+            batch.copy_(batch.flatten()[order].view_as(batch))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """The model is itself again."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
 
 def _spread_as(gradient: Tensor, whole: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The table and the pictures of a study, from what its runs left."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf, isfinite, nan
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -11,7 +11,7 @@ from lightning_lowbit.metrics import count_spikes
 
 Results = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by row and seed, what run.json holds
 
-LOSS = "val_loss"
+LOSS, RATIO = "val_loss", "gradient_noise/ratio"
 
 
 def write_comparison(results: Results, baseline: str, output: Path, name: str | None = None) -> str:
@@ -20,7 +20,10 @@ def write_comparison(results: Results, baseline: str, output: Path, name: str | 
     Rows that end in a learning rate, as ``adamw@1e-3`` or ``adamw,lr=0.001``, are also drawn as curves, the loss over
     the rate, in ``rates.png``: where one of them has three rates or more.
 
-    Those of a study with a name are ``<name>.md``, ``<name>_loss.png``, ``<name>_gap.png`` and ``<name>_rates.png``.
+    Where runs measured how far the gradient stands out from quantisation noise, that ratio is drawn in ``noise.png``,
+    above the gap to the baseline: after figure 5 of FP4 All the Way (arXiv 2505.19115).
+
+    Those of a study with a name are ``<name>.md``, ``<name>_loss.png``, ``<name>_gap.png`` and so on.
     """
     table = markdown(results, baseline)
     (output / f"{name or 'table'}.md").write_text(table + "\n")
@@ -31,6 +34,8 @@ def write_comparison(results: Results, baseline: str, output: Path, name: str | 
     curves = _curves(results)
     if any(len(curve) >= 3 for curve in curves.values()):
         _picture_rates(curves, output / f"{prefix}rates.png")
+    if any(_history(run, RATIO) for runs in results.values() for run in runs.values()):
+        _picture_noise(results, baseline, output / f"{prefix}noise.png")
     return table
 
 
@@ -225,3 +230,56 @@ def _picture_rates(curves: Mapping[str, Mapping[float, Sequence[float]]], path: 
     figure.legend(loc="outside right upper", frameon=False)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
+
+
+def _picture_noise(results: Results, baseline: str, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    above, below = figure.subplots(2, sharex=True)
+    thresholds = set()
+    for number, (row, runs) in enumerate(results.items()):
+        style = _style(number)
+        ratios = {seed: _history(run, RATIO) for seed, run in runs.items()}
+        gaps = {
+            seed: _gap_history(run, results[baseline][seed]) for seed, run in runs.items() if seed in results[baseline]
+        }
+        for axes, curves in ((above, ratios), (below, gaps if row != baseline else {})):
+            points = [_at_each_step(curves.values(), f) for f in (mean, min, max)]
+            if points[0]:
+                axes.plot(list(points[0]), list(points[0].values()), label=row if axes is below else None, **style)
+                ends = (list(ends.values()) for ends in points[1:])
+                axes.fill_between(list(points[0]), *ends, color=style["color"], alpha=0.15, linewidth=0)
+        for run in runs.values():
+            thresholds.add(run.get("summary", {}).get("gradient_noise", {}).get("threshold"))
+            for begin, *_ in run.get("phases", [])[1:]:
+                for axes in (above, below):
+                    axes.axvline(begin, color=style["color"], linestyle=":", linewidth=1)
+    for threshold in thresholds - {None}:
+        above.axhline(threshold, color="black", linewidth=0.8)
+        above.annotate(f"{threshold:.3g}", (1, threshold), xycoords=("axes fraction", "data"), va="center")
+    below.axhline(0, color="black", linewidth=0.8)
+    above.set_yscale("log")
+    above.set(ylabel="gradient over quantisation noise")
+    below.set(xlabel="optimizer step (dotted: a change of phase)", ylabel=f"validation loss minus that of {baseline}")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _gap_history(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[tuple[float, float]]:
+    other = dict(_history(baseline, LOSS))
+    return [(step, value - other[step]) for step, value in _history(run, LOSS) if step in other]
+
+
+def _at_each_step(
+    curves: Iterable[Sequence[tuple[float, float]]], function: Callable[[Sequence[float]], float]
+) -> dict[float, float]:
+    """What a function makes of the finite values at each step."""
+    by_step: dict[float, list[float]] = {}
+    for curve in curves:
+        for step, value in curve:
+            if isfinite(value):
+                by_step.setdefault(step, []).append(value)
+    return {step: function(by_step[step]) for step in sorted(by_step)}

@@ -255,3 +255,28 @@ def test_table_shows_what_diverged():
     table = markdown({"a": {0: result(1.0)}, "b": {0: spiked}}, "a").splitlines()[-1]
     assert table.startswith("| b | 1 | nan |") and "| +nan |" in table
     assert "| 1.0 |" in table, "a loss that is no number is a spike"
+
+
+def test_the_ratio_of_gradient_to_noise_is_drawn_where_it_was_measured(monkeypatch):
+    def measured(gap, ratios, phases):
+        losses = [[10, 3.0 + gap], [20, 2.0 + gap]]
+        run = result(losses[-1][1])
+        run["history"] |= {"val_loss": losses, "gradient_noise/ratio": ratios}
+        summary = {"gradient_noise": {"threshold": 1.7}} if ratios else {}
+        return run | {"summary": summary, "phases": phases}
+
+    figures = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.__setitem__(Path(path).name, figure))
+    base = {seed: measured(0.0, [], [[0, 20, "fqt"]]) for seed in (0, 1)}
+    write_comparison({"bf16": base}, "bf16", Path(), "study")
+    assert set(figures) == {"study_loss.png", "study_gap.png"}
+    noisy = {
+        0: measured(0.1, [[5, 4.0], [15, 2.0]], [[0, 15, "fqt"], [15, 20, "qaf"]]),
+        1: measured(0.3, [[5, 6.0], [15, None]], [[0, 20, "fqt"]]),
+    }
+    write_comparison({"bf16": base, "noisy": noisy}, "bf16", Path(), "study")
+    above, below = figures["study_noise.png"].axes
+    curve, switch, threshold = above.lines
+    assert curve.get_xydata().tolist() == [[5, 5.0], [15, 2.0]], "means over seeds, of what is finite"
+    assert set(switch.get_xdata()) == {15} and set(threshold.get_ydata()) == {1.7}
+    assert below.lines[0].get_xydata().tolist() == [[10, pytest.approx(0.2)], [20, pytest.approx(0.2)]]
