@@ -28,7 +28,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_lowbit.precision.base import global_seed
+from lightning_lowbit.precision.run_settings import global_seed
 
 from .loader import PackedSequences, ResumableLoader, ShuffledShard
 from .stream import HUB, SequenceStream, StreamLoader, StreamShard, no_progress_bars, open_stream, text_of

@@ -24,7 +24,7 @@ from torchmetrics import MeanMetric
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lightning_lowbit.precision.base import global_seed
+from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant.cast import choose, nearest
 
 from .schedules import WarmupSchedule

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_lowbit.optim.sharding import local
-from lightning_lowbit.precision.base import global_seed
+from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant.cast import choose, is_number
 from lightning_lowbit.quant.rounding import mix_key
 

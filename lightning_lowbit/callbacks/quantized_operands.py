@@ -17,6 +17,7 @@ from lightning_lowbit.callbacks.report_page import Block, HeatMap, Table
 from lightning_lowbit.metrics import is_ternary
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
 from lightning_lowbit.nn.watch import Watch
+from lightning_lowbit.optim.sharding import all_reduce_world_
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.statistics import MAXIMA, SUMS
 
@@ -42,12 +43,11 @@ class QuantizedOperands(Watch):
 
     def sums_over_ranks(self) -> Tensor:
         """``[layers, 6, 8]``, of all ranks together, each operand as often as it was used: two collectives."""
-        if len(self.sums) and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            added, largest = self.sums[..., : len(SUMS)].contiguous(), self.sums[..., len(SUMS) :].contiguous()
-            dist.all_reduce(added)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-            return torch.cat([added, largest], -1)
-        return self.sums.clone()
+        added, largest = self.sums[..., : len(SUMS)].contiguous(), self.sums[..., len(SUMS) :].contiguous()
+        if len(self.sums):
+            all_reduce_world_(added)
+            all_reduce_world_(largest, dist.ReduceOp.MAX)
+        return torch.cat([added, largest], -1)
 
     def is_ternary(self, layer: str, operand: str) -> bool:
         """Whether an operand has the levels -1, 0 and 1."""
@@ -55,20 +55,28 @@ class QuantizedOperands(Watch):
         return isinstance(cast, Cast) and is_ternary(cast)
 
     def means(self, sums: Tensor) -> dict[str, Tensor]:
-        """Of SQNR, underflow and saturation over the layers that quantise an operand, on the device."""
+        """Of SQNR, underflow and saturation over the layers that quantise an operand, on the device.
+
+        The mean of SQNR leaves out layers where it is infinite, such as one whose weight is all zeros, unless it is
+        everywhere. NaN where no layer came to use the operand.
+        """
         elements, signal, noise, nonzero, underflowed, saturated = sums[..., : len(SUMS)].unbind(-1)
-        numbers = {
-            "sqnr": torch.where(noise == 0, math.inf, 10 * torch.log10(signal / noise)),
-            "underflow": underflowed / nonzero.clamp(min=1),
-            "saturation": saturated / elements.clamp(min=1),
+        sqnr = torch.where(noise == 0, math.inf, 10 * torch.log10(signal / noise))
+        underflow, saturation = underflowed / nonzero.clamp(min=1), saturated / elements.clamp(min=1)
+        seen = elements > 0
+        is_noisy = seen & ~sqnr.isinf()
+        mean_sqnr = torch.where(is_noisy, sqnr, 0).sum(0) / is_noisy.sum(0)
+        means = {
+            "sqnr": torch.where(is_noisy.any(0), mean_sqnr, torch.where(seen.any(0), math.inf, math.nan)),
+            "underflow": torch.where(seen, underflow, 0).sum(0) / seen.sum(0),
+            "saturation": torch.where(seen, saturation, 0).sum(0) / seen.sum(0),
         }
-        means = {}
-        for index, operand in enumerate(OPERANDS):
-            if any(isinstance(getattr(layer.casts, operand), Cast) for layer in self.layers.values()):
-                seen = elements[:, index] > 0
-                for name, of_layers in numbers.items():
-                    means[f"{name}/{operand}"] = torch.where(seen, of_layers[:, index], 0).sum() / seen.sum()
-        return means
+        used = {
+            operand: index
+            for index, operand in enumerate(OPERANDS)
+            if any(isinstance(getattr(layer.casts, operand), Cast) for layer in self.layers.values())
+        }
+        return {f"{name}/{operand}": mean[index] for operand, index in used.items() for name, mean in means.items()}
 
     def numbers(self, sums: Sequence[float]) -> OperandNumbers:
         """What sums that were read tell of each operand that was quantised."""

@@ -51,7 +51,7 @@ class _LinearFunction(torch.autograd.Function):
             amax_x,
             *(for_dgrad if needs_x else (None, None)),
             amax_w,
-            x if (needs_x and "fprop_x" in casts.surrogate) or how.gradient_sums is not None else None,
+            x if (needs_x and "fprop_x" in casts.surrogate) or (needs_w and how.gradient_sums is not None) else None,
             w if needs_w and "fprop_w" in casts.surrogate else None,
         )
         # All are refilled in place for the next micro-batch or step, which may begin before this one's backward pass.
@@ -144,6 +144,8 @@ def _operands(
 def _operand(name: str, source: _Source, how: Setup) -> Operand:
     cast = getattr(how.casts, name)
     if source.made or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": as it was left, with its factor
+        if source.made and how.operand_sums is not None:
+            how.operand_sums[OPERANDS.index(name)].copy_(how.operand_sums[OPERANDS.index(SHARED[name])])
         return Operand(source.values, source.factor)
     key = None if how.keys is None else how.keys[OPERANDS.index(name)]
     amax = _scale_amax(name, cast, source, how)

@@ -102,9 +102,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_gradient(parameter: Tensor) -> Tensor | None:
-    """The part of a parameter's gradient that belongs to the part of the parameter on this rank."""
-    gradient = parameter.grad
+def local_gradient(parameter: Tensor, gradient: Tensor | None = None) -> Tensor | None:
+    """The part of a parameter's gradient that belongs to the part of the parameter on this rank.
+
+    Args:
+        parameter: whose gradient it is.
+        gradient: another one than ``parameter.grad``, spread in any way over the same mesh.
+
+    Returns:
+        A plain tensor; None where there is no gradient.
+    """
+    gradient = parameter.grad if gradient is None else gradient
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         if gradient.placements != parameter.placements:  # a sum that is still to be made, as with sequence parallelism
             gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
@@ -172,6 +180,12 @@ def _cut_rows(parameter: DTensor, length: int) -> list[int]:
 def _chunks(length: int, parts: int) -> list[int]:
     size = -(-length // parts)
     return [max(0, min(size, length - size * index)) for index in range(parts)]
+
+
+def all_reduce_world_(value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """Reduces a tensor over all processes, in place, where there are several."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(value, op)
 
 
 def all_reduce_(

@@ -22,7 +22,7 @@ SUMS = ("elements", "signal", "noise", "nonzero", "underflowed", "saturated")
 MAXIMA = ("inverse_scale", "scale")
 _ADDED, _LARGEST = slice(len(SUMS)), slice(len(SUMS), None)
 
-# Elements of an operand to look at, about: enough for an SQNR to some hundredths of a decibel.
+# Elements of an operand to look at, about: enough for an SQNR to some tenths of a decibel, whatever rows differ in.
 SAMPLE = 2**16
 
 # A largest magnitude is a product of scales, each rounded to float32: elements that it misses by so little fit.
@@ -42,8 +42,8 @@ def operand_statistics(
     Args:
         x, cast, dim, amax: as :func:`lightning_lowbit.quant.quantize_operand` took them.
         quantised: what it gave.
-        most: elements to look at, about: of more, each n-th row, column or row of tiles is a sample. A scale that is
-            the mean magnitude, or the range, of the whole matrix needs all of it.
+        most: elements to look at, about: of more, one of n rows, columns or rows of tiles is a sample, always the
+            same. A scale that is the mean magnitude, or the range, of the whole matrix needs all of it.
 
     Returns:
         float64 (float32 on Apple's GPUs) ``[8]``, in the order of ``SUMS`` and ``MAXIMA``, on the device of ``x``. A
@@ -101,9 +101,18 @@ def _sample(tensor: Tensor, whole: torch.Size, cast: Cast, dim: int, most: int) 
         if whole[0] < 2 * size or len(tensor) == 1:
             return tensor
         tiles = tensor[: len(tensor) // size * size].reshape(-1, size, tensor.shape[1])
-        return tiles[::stride].flatten(0, 1)
-    rows, columns = (1, stride) if dim in (0, -2) else (stride, 1)
-    return tensor[:: rows if len(tensor) > 1 else 1, :: columns if tensor.shape[1] > 1 else 1]
+        return _each(tiles, stride, 0).flatten(0, 1)
+    along = 1 if dim in (0, -2) else 0
+    return tensor if tensor.shape[along] == 1 else _each(tensor, stride, along)
+
+
+def _each(tensor: Tensor, stride: int, dim: int) -> Tensor:
+    """One slice of each ``stride``, not always the same one: rows are tokens, and what is special about some of them,
+    such as the first ones of sequences, comes back at regular distances."""
+    count = -(-tensor.shape[dim] // stride)
+    stratum = torch.arange(count, device=tensor.device)
+    offset = (stratum * 2654435761 % 2**32) * stride // 2**32  # Knuth's multiplicative hash
+    return tensor.index_select(dim, (stratum * stride + offset).clamp_(max=tensor.shape[dim] - 1))
 
 
 def _excess(blocks: Tensor, step: Tensor, zeros: Tensor | None, cast: Cast) -> Tensor:

@@ -17,6 +17,7 @@ from lightning_lowbit import FP8Precision, IntegerPrecision, LinearCasts, LowBit
 from lightning_lowbit.callbacks.latent_weights import latent_weights, nearest_cast, whole_layers
 from lightning_lowbit.nn import AmaxHistories, QuantizedLayer, set_blend
 from lightning_lowbit.precision.base import compute_dtype
+from lightning_lowbit.quant import quantize
 from tests.nn.layers import remember, spied
 
 
@@ -128,7 +129,7 @@ def _trained(module: Any, wrapped: Any = None) -> tuple[Any, Any]:
     return SimpleNamespace(model=wrapped or module, strategy=SimpleNamespace()), module
 
 
-def test_sharded_weights_are_refused(tmp_path: Any) -> None:
+def test_sharded_weights_are_gathered_or_refused(tmp_path: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = convert(nn.Sequential(nn.Linear(8, 8)), LinearCasts.preset("int4"))
@@ -142,5 +143,9 @@ def test_sharded_weights_are_refused(tmp_path: Any) -> None:
         for trained in (_trained(model), _trained(flat.module, wrapped=flat)):
             with pytest.raises(MisconfigurationException, match="needs whole weights .* shards them: leave it out"):
                 whole_layers(Callback(), *trained)
+        ((_, weight),) = latent_weights({"0": model[0]}, torch.bfloat16)
+        assert type(weight.values) is torch.Tensor, "it was not gathered"
+        assert torch.equal(weight.values, sharded.full_tensor().bfloat16())
+        assert torch.equal(weight.quantize().codes, quantize(sharded.full_tensor().bfloat16(), weight.cast).codes)
     finally:
         dist.destroy_process_group()

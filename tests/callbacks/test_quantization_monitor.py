@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import CSVLogger
@@ -136,7 +137,7 @@ def rows(run: Trainer) -> dict[int, dict[str, float]]:
     path = Path(run.logger.experiment.metrics_file_path)
     found = {}
     for row in csv.DictReader(path.read_text().splitlines()) if path.exists() else ():
-        values = {name: float(value) for name, value in row.items() if "/fprop_w/" in name and value}
+        values = {name: float(value) for name, value in row.items() if value and name.split("/")[0] in ALL}
         if values:
             found[int(row["step"])] = values
     return found
@@ -301,13 +302,17 @@ def test_patterns_that_match_nothing(only: Any, message: str) -> None:
         trainer(QuantizationMonitor(only=only), logger=False).fit(Two())
 
 
-def test_sharded_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(quantization_monitor, "whole_layers", lambda *arguments: asked.append(arguments) or {})
-    monitor = QuantizationMonitor()
-    run, model = trainer(monitor), Two()
-    run.fit(model)
-    assert asked == [(monitor, run, model)]
+def test_flat_weights_are_left_out_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of FSDP1, of which no stretch is a matrix; operands are there as they always are."""
+    monkeypatch.setattr(quantization_monitor, "has_flat_weights", lambda run: True)
+    run = trainer(monitor := QuantizationMonitor())
+    run.fit(Two())
+    assert rows(run) == {}
+    data = monitor.report_data(run)
+    assert data["quantized_weights"]["layers"] == {}
+    assert set(data["quantized_operands"]["layers"]) == set(LAYERS)
+    with pytest.raises(MisconfigurationException, match=r"QuantizationMonitor\(weights=True\) needs weights that are"):
+        trainer(QuantizationMonitor(weights=True)).fit(Two())
 
 
 @pytest.mark.parametrize(
@@ -432,14 +437,16 @@ def test_a_flip_begins_the_count_anew() -> None:
     assert alerts(monitor, run) == [], "two steps from the fourth, in which codes flip, to the sixth"
 
 
-def test_steps_that_were_not_seen_do_not_count() -> None:
+@pytest.mark.parametrize("operands", [True, False])
+def test_steps_that_were_not_seen_do_not_count(operands: bool) -> None:
     def phase(name: str) -> Callable[[Trainer], None]:
         return lambda run: run.precision_plugin.set_phase(name)
 
-    monitor = QuantizationMonitor(no_flips_for=3)
+    monitor = QuantizationMonitor(no_flips_for=3, operands=operands)
     run = trainer(AtStep(2, phase("bf16")), AtStep(4, phase("fqt")), monitor, log_every_n_steps=1, max_steps=7)
     run.fit(still())
     assert alerts(monitor, run) == []
+    assert monitor.report_data(run)["quantized_weights"]["step"] == 7
 
 
 def test_a_resumed_run_goes_on_counting_and_does_not_repeat_itself(tmp_path: Path) -> None:
@@ -484,7 +491,8 @@ def test_the_last_step_is_reported() -> None:
     for layer in LAYERS:
         expected = {name: row[f"{name}/fprop_w/{layer}"] for name in ALL}
         assert data["layers"][layer] == pytest.approx(expected, rel=1e-6)
-    (section,) = monitor.report_sections(run)
+    operands, section = monitor.report_sections(run)
+    assert (operands.title, section.title) == ("Quantised operands", "Quantised weights")
     (table,) = section.blocks
     assert list(table.header) == ["layer", "minus", "zeros", "plus", "flips", "distance", "alerts"]
     assert [line[0] for line in table.rows] == list(LAYERS)
@@ -526,8 +534,9 @@ def test_reported_after_an_error_of_the_device() -> None:
     run = trainer(monitor)
     run.fit(Two())
     expected = monitor.report_data(run)
-    monitor._measured = quantization_monitor._Measured(8, {}, [], torch.zeros(1).as_subclass(Lost))
+    monitor._keep(quantization_monitor._Measured(8, 7, {}, []), torch.zeros(1).as_subclass(Lost))
     assert monitor.report_data(run) == expected, "the numbers before are lost, too"
+    assert monitor._unread == []
 
 
 def test_a_switch_before_the_numbers_are_read() -> None:

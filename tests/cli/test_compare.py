@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from matplotlib.figure import Figure
 
 from lightning_lowbit import cli
 from lightning_lowbit.cli.compare import plan

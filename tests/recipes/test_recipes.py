@@ -289,7 +289,8 @@ def test_every_overlay_and_recipe_is_told_apart():
     assert set(RECIPES) == {"quickstart", "c4", "quadratic", "bitnet", "continual_qat", "dpo"}
     assert {"bf16", "nvfp4", "qaf", "adamw", "gradclip", "llama_130m", "llama_1b", "study"} <= set(OVERLAYS)
     assert {*OPTIMIZERS, *RULES} - set(RECIPES) <= set(OVERLAYS)
-    assert set(STUDIES) == {*FP4_STUDIES, *OPTIMIZER_STUDIES, "fp8_scalings", "qat", "progressive", "loss_scaling"}
+    others = {"fp8_scalings", "qat", "progressive", "loss_scaling", "gradient_noise", "rollback"}
+    assert set(STUDIES) == {*FP4_STUDIES, *OPTIMIZER_STUDIES, *others}
 
 
 def test_the_readme_lists_them_all():
@@ -401,6 +402,48 @@ def test_the_rows_of_loss_scaling_differ_in_the_scale_alone():
         "dpo_bf16": ("bf16", None),
         **{f"dpo_scale_{scale}": ("fp16", ("StaticGradScaler", scale)) for scale in (1, 1024, 65536)},
         "dpo_tiny_loss": ("fp16", ("ConservativeGradScaler", 2**18)),
+    }
+
+
+def callbacks_of(row, name):
+    """The arguments of the callbacks of a class."""
+    callbacks = [c for c in row.config["trainer"]["callbacks"] if c["class_path"].rpartition(".")[2] == name]
+    given = [c.get("init_args", {}) for c in callbacks]
+    return [arguments if isinstance(arguments, dict) else arguments.as_dict() for arguments in given]
+
+
+def test_the_rows_of_gradient_noise_differ_in_casts_and_switch():
+    study, casts = read_study("gradient_noise"), casts_of("gradient_noise")
+    nvfp4 = LinearCasts.preset("nvfp4")
+    for row in study.rows:
+        precision, _, target = row.name.removeprefix("noise_").partition("+")
+        changed = {} if precision == "bf16" else differing(casts[row.name], nvfp4)
+        assert set(changed) == ({"wgrad_g", "wgrad_x"} if precision == "int2" else set()), row.name
+        assert (casts[row.name] == LinearCasts()) == (precision == "bf16")
+        switches = [s for s in callbacks_of(row, "PrecisionSwitch") if s["to"] != "fqt"]
+        when = {"below": {}} if precision == "int2" else {"at": 0.8}
+        assert switches == ([{"to": target.replace("_", "-"), **when}] if target else []), row.name
+        assert callbacks_of(row, "GradientNoiseMonitor") == [{"every_n_steps": 5}]
+        assert row.seeds == [0, 1, 2] and row.config["model"] == study.rows[0].config["model"]
+    targets = ("", "+qaf", "+hp_forward", "+bf16")
+    assert set(casts) == {"noise_bf16", *(f"noise_{p}{target}" for p in ("nvfp4", "int2") for target in targets)}
+    assert casts["noise_int2"].wgrad_g.element == casts["noise_int2"].wgrad_x.element == "int2"
+
+
+def test_the_rows_of_rollback_differ_in_what_is_spoilt_and_who_watches():
+    study = read_study("rollback")
+    for row in study.rows:
+        spoilt = {"clean": [], "corrupt": [{"steps": [150]}], "nan": [{"steps": [150], "kind": "nan"}]}
+        kind, _, rollback = row.name.removeprefix("rollback_").partition("+")
+        assert callbacks_of(row, "CorruptBatches") == spoilt[kind]
+        assert len(callbacks_of(row, "SpikeRollback")) == bool(rollback)
+        trainer = row.config["trainer"]
+        trainer["callbacks"] = [c for c in trainer["callbacks"] if not re.search("Corrupt|Rollback", c["class_path"])]
+        del trainer["default_root_dir"]
+        assert row.config == study.rows[0].config and row.seeds == [0, 1, 2]
+    assert {row.name for row in study.rows} == {
+        "rollback_clean",
+        *(f"rollback_{kind}{how}" for kind in ("corrupt", "nan") for how in ("", "+rollback")),
     }
 
 

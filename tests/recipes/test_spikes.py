@@ -1,5 +1,7 @@
-"""``GradientSpikes``: in which steps, on which elements, and what an optimizer, a clip and a logger see of them."""
+"""``GradientSpikes``: in which steps, on which elements, and what an optimizer, a clip and a logger see of them; and
+``CorruptBatches``: what of which batch."""
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import StableSPAM
 from lightning_lowbit.cli.study import read_study
-from lightning_lowbit.recipes.spikes import GradientSpikes
+from lightning_lowbit.recipes.spikes import CorruptBatches, GradientSpikes
 
 SIZES = (3, 4), (5,), (3, 4)
 SLOPE = 0.125  # of the loss in each direction, a power of two, so that products with 1000 are exact
@@ -299,3 +301,69 @@ def test_each_rank_multiplies_its_part(placements, mesh_of):
 def test_wrong_arguments(options, line):
     with pytest.raises(ValueError, match=line):
         GradientSpikes(**options)
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+class Tokens(LightningModule):
+    """What of each batch arrives, and what becomes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
+        self.batches, self.losses = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.batches.append(batch.clone())
+        loss = self.layer(batch.float()).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return sgd(self.parameters())
+
+
+TOKENS = torch.arange(6 * 24).view(18, 8) % 50
+
+
+def spoil(tokens=TOKENS, **arguments):
+    model = Tokens()
+    options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    run = Trainer(accelerator="cpu", max_steps=6, callbacks=[CorruptBatches(**arguments)], **options)
+    run.fit(model, DataLoader(tokens, batch_size=3))
+    return model
+
+
+def test_tokens_of_a_corrupt_batch_change_places():
+    clean, spoilt = spoil(steps=[100]), spoil(steps=[1, 4])
+    for step, (before, after) in enumerate(zip(clean.batches, spoilt.batches, strict=True)):
+        assert torch.equal(before, after) == (step not in (1, 4)), f"step {step}"
+        assert torch.equal(before.flatten().sort().values, after.flatten().sort().values), f"step {step}: other tokens"
+    again = spoil(steps=[1, 4])
+    assert all(map(torch.equal, spoilt.batches, again.batches)), "not the same in another run"
+
+
+def test_a_loss_that_is_nan_for_one_step():
+    model = spoil(steps=[5], kind="nan")
+    assert [math.isnan(loss) for loss in model.losses] == [False] * 5 + [True]
+    assert not any(module._forward_hooks for module in model.modules()), "the model is not itself again"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": []}, "steps are optimizer steps"),
+        ({"steps": [-1]}, "steps are optimizer steps"),
+        ({"steps": [0.5]}, "steps are optimizer steps"),
+        ({"steps": [1], "kind": "noise"}, "Unknown kind of corruption 'noise'"),
+    ],
+)
+def test_bad_corruption(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CorruptBatches(**arguments)
+
+
+def test_batches_without_tokens():
+    with pytest.raises(ValueError, match="draws tokens of a tensor of them"):
+        spoil(tokens=torch.zeros(18, 8), steps=[0])

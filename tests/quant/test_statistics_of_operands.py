@@ -1,0 +1,260 @@
+"""What is summed of an operand on its way to a GEMM is what the slow metrics say of the tensor and its cast."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbit import Cast, LinearCasts, Scale, quantize
+from lightning_lowbit.metrics import cast_statistics
+from lightning_lowbit.nn.casts import PRESETS
+from lightning_lowbit.quant import Operand, quantize_operand
+from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics
+from tests.quant.tensors import NVFP4, NVFP4_TILES, sample, spread_scales
+
+KEY = torch.tensor(12345)
+TERNARY = Scale("fp32", "tensor", statistic="absmean", epsilon=1e-5)
+
+
+def casts_of_presets() -> list[Cast]:
+    found = {str(cast): cast for name in PRESETS for cast in vars(LinearCasts.preset(name)).values() if _is_cast(cast)}
+    return [found[name] for name in sorted(found)]
+
+
+def _is_cast(value: Any) -> bool:
+    return isinstance(value, Cast)
+
+
+CASTS = casts_of_presets()
+OTHERS = [
+    Cast("int4", Scale("fp32", 16, statistic="minmax")),
+    Cast("int8", Scale("fp32", "row", statistic="minmax", factor=0.8)),
+    Cast("int2", Scale("fp32", "tensor", statistic="minmax")),
+    Cast("e2m1", Scale("fp32", (4, 16), factor=0.6)),
+    Cast("e2m1", Scale("e4m3", 16)),  # whose scales underflow
+    Cast("e2m1", Scale("e8m0", 16, "floor", two_level=True)),
+]
+
+
+def of_operand(
+    x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None, dtype: torch.dtype | None = None, **kwargs: Any
+) -> dict[str, float]:
+    quantised = quantize_operand(x, cast, dim, KEY, amax, dtype)
+    sums = operand_statistics(x, quantised, cast, dim, amax, **kwargs)
+    assert (sums.shape, sums.dtype) == ((len(SUMS) + len(MAXIMA),), torch.float64)
+    return dict(zip((*SUMS, *MAXIMA), sums.tolist(), strict=True))
+
+
+def by_metrics(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> dict[str, float]:
+    """Sums of the slow reference, and scales of the blocks that hold something."""
+    found = cast_statistics(x, cast, dim, KEY, amax)
+    quantized = quantize(x, cast, dim, KEY, amax)
+    scales = spread_scales(quantized) * (1.0 if quantized.tensor_scale is None else quantized.tensor_scale)
+    used = scales[(x != 0) & (scales > 0)]
+    return {
+        **{name: float(getattr(found, name)) for name in SUMS},
+        "inverse_scale": 1 / used.min().item() if used.numel() else 0.0,
+        "scale": used.max().item() if used.numel() else 0.0,
+    }
+
+
+def assert_same(found: dict[str, float], expected: dict[str, float], message: str) -> None:
+    """Counts exactly; norms are sums of float32, and elements times scales are rounded once more than there."""
+    for name in ("elements", "nonzero", "underflowed", "saturated"):
+        assert found[name] == expected[name], f"{message}, {name}: {found[name]}, not {expected[name]}"
+    for name in ("signal", "noise", *MAXIMA):
+        near = pytest.approx(expected[name], rel=1e-5, abs=1e-12 * expected["signal"])
+        assert found[name] == near, f"{message}, {name}: {found[name]}, not {expected[name]}"
+
+
+@pytest.mark.parametrize("cast", [*CASTS, *OTHERS], ids=str)
+def test_sums_are_those_of_the_metrics(cast: Cast) -> None:
+    """Of blocks of very different sizes, of zeros, and of parts of blocks; columns and rows of one element too."""
+    for shape, dim in itertools.product(((13, 50), (64, 96), (1, 40), (40, 1)), (0, 1)):
+        x = sample(*shape, seed=shape[0])
+        amax = x.abs().max() * 0.25 if cast.scale.source == "delayed" else None
+        assert_same(of_operand(x, cast, dim, amax), by_metrics(x, cast, dim, amax), f"{shape} along {dim}")
+
+
+@pytest.mark.parametrize("cast", [cast for cast in [*CASTS, *OTHERS] if not cast.rounded], ids=str)
+def test_sums_of_bfloat16(cast: Cast) -> None:
+    x = sample(24, 64, dtype=torch.bfloat16)
+    for dim in (0, 1):
+        assert_same(of_operand(x, cast, dim, dtype=torch.float32), by_metrics(x.float(), cast, dim), f"along {dim}")
+
+
+@pytest.mark.parametrize("element", ["int8", "ternary"])
+def test_sums_of_what_a_native_gemm_takes(element: str) -> None:
+    """Whole numbers, whose scale is a factor of rows or of the tensor."""
+    x, block = sample(24, 64, dtype=torch.bfloat16), "row" if element == "int8" else "tensor"
+    cast = Cast(element, Scale("fp32", block, statistic="absmax" if element == "int8" else "absmean"))
+    for dim in (0, 1):
+        assert_same(of_operand(x, cast, dim, dtype=torch.int8), by_metrics(x.float(), cast, dim), f"along {dim}")
+
+
+def test_noise_is_that_of_what_the_gemm_takes() -> None:
+    """With `rounded` it is rounded to bfloat16 once more."""
+    cast, x = Cast("int8", Scale("fp32", 16), rounded=True), sample(16, 64, dtype=torch.bfloat16)
+    taken = quantize(x.float(), cast).dequantize(torch.bfloat16).double()
+    found = of_operand(x, cast, 1)
+    assert found["noise"] == pytest.approx((x.double() - taken).square().sum().item(), rel=1e-5)
+    assert found["noise"] > 1.1 * by_metrics(x.float(), cast, 1)["noise"], "the sample cannot tell"
+
+
+# --- scales -----------------------------------------------------------------------------------------------------------
+
+SCALES = [
+    NVFP4,
+    NVFP4_TILES,
+    Cast("e2m1", Scale("e8m0", 16)),
+    Cast("e4m3", Scale("fp32", 16)),
+    Cast("int8", Scale("fp32", 16, epsilon=1e-5)),
+    Cast("int4", Scale("fp32", 16, statistic="minmax")),
+    Cast("ternary", Scale("fp32", (16, 16), statistic="absmean", epsilon=1e-5)),
+]
+
+
+@pytest.mark.parametrize("cast", SCALES, ids=str)
+def test_blocks_of_zeros_have_no_scale(cast: Cast) -> None:
+    """Whatever is stored for them: 0, the least there is, 1, or that of an epsilon."""
+    x = torch.zeros(32, 32)
+    x[:16, :16] = torch.linspace(-6, 6, 256).view(16, 16)
+    alone = of_operand(x[:16, :16].contiguous(), cast, 1)
+    found = of_operand(x, cast, 1)
+    assert (found["inverse_scale"], found["scale"]) == (alone["inverse_scale"], alone["scale"])
+    assert 1e-3 < found["scale"] < 16
+    assert found["nonzero"] == alone["nonzero"]
+
+
+@pytest.mark.parametrize("cast", [*CASTS, *OTHERS], ids=str)
+def test_of_zeros_and_of_nothing(cast: Cast) -> None:
+    for shape, dim in itertools.product(((4, 32), (0, 32), (4, 0)), (0, 1)):
+        found = of_operand(torch.zeros(shape), cast, dim)
+        expected = {**dict.fromkeys((*SUMS, *MAXIMA), 0.0), "elements": float(math.prod(shape))}
+        assert found == expected, f"{shape} along {dim}"
+
+
+def test_a_scale_that_underflowed() -> None:
+    """What became 0 with its block did not saturate, and its scale is none."""
+    x = torch.full((2, 16), 1e-6)
+    x[0] = 1.0
+    found = of_operand(x, Cast("e2m1", Scale("e4m3", 16)), 1)
+    assert (found["underflowed"], found["saturated"]) == (16, 0)
+    assert found["scale"] == 11 / 64, "1/6, rounded to E4M3"
+    assert 1 / found["inverse_scale"] == pytest.approx(11 / 64)
+
+
+@pytest.mark.parametrize("cast", [NVFP4, Cast("int8", Scale("fp32", "row")), Cast("e2m1", Scale("e8m0", 16))], ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_shows_in_the_noise(cast: Cast, bad: float) -> None:
+    x = sample(8, 64)
+    x[3, 5] = bad
+    assert math.isnan(of_operand(x, cast, 1)["noise"])
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def picked(count: int, stride: int) -> list[int]:
+    """One of each ``stride`` numbers, that a hash chooses."""
+    places = range(-(-count // stride))
+    return [min(i * stride + (i * 2654435761 % 2**32) * stride // 2**32, count - 1) for i in places]
+
+
+@pytest.mark.parametrize("cast", [*CASTS, *OTHERS], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_sample_is_of_whole_blocks(cast: Cast, dim: int) -> None:
+    """One of n rows, columns or rows of tiles, with what scales them: that of the whole tensor, where there is one."""
+    x = sample(96, 96, seed=3).t().contiguous() if dim == 0 else sample(96, 96, seed=3)
+    amax = x.abs().max() if cast.scale.needs_amax else None
+    found, again = (of_operand(x, cast, dim, most=96 * 96 // 3) for _ in range(2))
+    assert found == again, "another sample"
+    if cast.scale.block == "tensor" and not cast.scale.needs_amax:
+        assert found["elements"] == x.numel(), "a mean of some"
+        return
+    quantised = quantize_operand(x, cast, dim, KEY)
+    if isinstance(cast.scale.block, tuple):
+        rows = torch.arange(96).view(-1, cast.scale.block[0])
+        rows = rows[picked(len(rows), 3)].flatten()
+    else:
+        rows = torch.tensor(picked(96, 3))
+    across = 0 if dim == 1 or isinstance(cast.scale.block, tuple) else 1
+    assert found["elements"] == len(rows) * 96
+    part, values = x.index_select(across, rows), quantised.values.index_select(across, rows)
+    factor = quantised.factor
+    if factor is not None and factor.dim():
+        factor = factor.index_select(across, rows)
+    taken = operand_statistics(part, Operand(values, factor), cast, dim, amax)
+    assert_same(found, dict(zip((*SUMS, *MAXIMA), taken.tolist(), strict=True)), "of these rows alone")
+
+
+@pytest.mark.parametrize("shape", [(40, 300), (300, 40), (7, 1024), (1024, 7)])
+@pytest.mark.parametrize("cast", [NVFP4, NVFP4_TILES, Cast("int8", Scale("fp32", "row"))], ids=str)
+def test_a_sample_tells_of_the_whole(cast: Cast, shape: tuple[int, int]) -> None:
+    x = torch.randn(shape)
+    for dim in (0, 1):
+        whole, found = (of_operand(x, cast, dim, most=most) for most in (x.numel(), x.numel() // 4))
+        few_blocks = isinstance(cast.scale.block, tuple) and shape[0] < 32
+        assert (found["elements"] < whole["elements"]) != few_blocks, f"along {dim}"
+        ratios = [10 * math.log10(one["signal"] / one["noise"]) for one in (whole, found)]
+        assert ratios[0] == pytest.approx(ratios[1], abs=0.7), f"along {dim}"
+        assert found["scale"] <= whole["scale"]
+        assert found["inverse_scale"] <= whole["inverse_scale"]
+
+
+@pytest.mark.parametrize("length", [64, 256, 512])
+def test_a_sample_is_no_choice_of_places_in_sequences(length: int) -> None:
+    """First tokens are far larger than others, as attention makes them."""
+    x = torch.randn(8192 // length, length, 64)
+    x[:, 0] *= 30
+    x = x.flatten(0, 1)
+    ratios = []
+    for most in (x.numel(), x.numel() // 8):
+        found = of_operand(x, NVFP4, 1, most=most)
+        ratios.append(10 * math.log10(found["signal"] / found["noise"]))
+    assert ratios[1] == pytest.approx(ratios[0], abs=1.5), "of every eighth token all would be such, or none"
+
+
+def test_two_elements_more_than_the_most() -> None:
+    x = sample(3, 6)
+    assert [of_operand(x, NVFP4, 1, most=most)["elements"] for most in (18, 17, 9, 6, 1)] == [18, 12, 12, 6, 6]
+
+
+# --- sums of sums -----------------------------------------------------------------------------------------------------
+
+
+def test_merging() -> None:
+    """Of two tensors it is what it is of both together, where blocks know of no others."""
+    cast, x = Cast("e2m1", Scale("e8m0", 32)), sample(16, 64)
+    parts = [operand_statistics(part, quantize_operand(part, cast, 1), cast, 1) for part in x.split([5, 11])]
+    into = torch.zeros(2, 8, dtype=torch.float64)
+    for part in parts:
+        merge_statistics_(into[1], part)
+    assert not into[0].any()
+    assert_same(dict(zip((*SUMS, *MAXIMA), into[1].tolist(), strict=True)), of_operand(x, cast, 1), "merged")
+
+
+@pytest.mark.parametrize(
+    ("cast", "dim"), [(NVFP4, 1), (Cast("int8", Scale("fp32", "row")), 0), (Cast("ternary", TERNARY), 1)], ids=str
+)
+def test_compiled(cast: Cast, dim: int) -> None:
+    """One graph; scales of blocks, of rows, which are a factor, and of the tensor."""
+
+    def look(x: Tensor, into: Tensor) -> Tensor:
+        amax = x.abs().amax() if cast.scale.needs_amax else None
+        seen = operand_statistics(x, quantize_operand(x, cast, dim, KEY, amax), cast, dim, amax)
+        merge_statistics_(into, seen)
+        return x * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(look, fullgraph=True, backend="aot_eager")
+    for shape in ((16, 48), (13, 50)):
+        x, found, expected = sample(*shape), *torch.zeros(2, 8, dtype=torch.float64)
+        for _ in range(2):
+            compiled(x, found)
+            look(x, expected)
+        assert torch.equal(found, expected), f"{shape}: {found}, not {expected}"
+    torch._dynamo.reset()
