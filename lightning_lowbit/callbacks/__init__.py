@@ -5,6 +5,7 @@ from lightning_lowbit.callbacks.graceful_interrupt import GracefulInterrupt
 from lightning_lowbit.callbacks.gradient_noise_monitor import GradientNoiseMonitor
 from lightning_lowbit.callbacks.gradient_norm_monitor import GradientNormMonitor
 from lightning_lowbit.callbacks.loss_scale_monitor import LossScaleMonitor
+from lightning_lowbit.callbacks.metric_triggers import Below, Plateau
 from lightning_lowbit.callbacks.osci_reset import OsciReset
 from lightning_lowbit.callbacks.outlier_monitor import OutlierMonitor
 from lightning_lowbit.callbacks.precision_summary import PrecisionSummary
@@ -14,7 +15,6 @@ from lightning_lowbit.callbacks.quantization_monitor import QuantizationMonitor
 from lightning_lowbit.callbacks.run_report import RunReport
 from lightning_lowbit.callbacks.spike_rollback import SpikeRollback
 from lightning_lowbit.callbacks.throughput import Throughput
-from lightning_lowbit.callbacks.triggers import Below, Plateau
 from lightning_lowbit.callbacks.weight_decay_switch import WeightDecaySwitch
 
 __all__ = [

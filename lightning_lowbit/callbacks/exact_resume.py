@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_lowbit.nn.keys import hash_numbers
-from lightning_lowbit.precision.base import global_seed
+from lightning_lowbit.precision.run_settings import global_seed
 
 
 class ExactResume(Callback):

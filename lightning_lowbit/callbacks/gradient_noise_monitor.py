@@ -9,25 +9,23 @@
 See :mod:`lightning_lowbit.metrics.noise` for what the ratio is made of.
 """
 
+import hashlib
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_lowbit.callbacks.gradient_noise_sources import Draws, Layers, Source
 from lightning_lowbit.callbacks.latent_weights import converted_layers
 from lightning_lowbit.callbacks.monitor import Monitor
 from lightning_lowbit.callbacks.report_page import Chart, Section, Text
 from lightning_lowbit.metrics.noise import gradient_to_noise
-from lightning_lowbit.nn import LinearCasts
+from lightning_lowbit.nn import LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.convert import select
 from lightning_lowbit.optim.sharding import connect
 from lightning_lowbit.precision import LowBitPrecision
@@ -53,27 +51,29 @@ class GradientNoiseMonitor(Monitor):
     section 4): ``PrecisionSwitch("qaf", below=...)`` does so by what this callback measures.
 
     Logged is ``gradient_noise/ratio``, and ``gradient_noise/ratio/<layer>`` of chosen layers. A measurement in a step
-    that the logger does not take is logged in the next one that it takes. Without any noise, where nothing is rounded
-    stochastically, the ratio is infinite, and logged so; where no layer is quantised nothing is measured. Rounding to
-    nearest errs alike in both passes: that is a bias, and no noise. A warning is said once for each run, and listed by
-    :class:`RunReport`: where the ratio is below ``threshold``.
+    that the logger does not take is logged in the next one that it takes. Without any noise the ratio is infinite, and
+    logged so; where no layer is quantised, or none that is trained, nothing is measured. A warning is said once for
+    each run, and listed by :class:`RunReport`: where the ratio is below ``threshold``.
 
     **Two draws**: a measurement runs the training step, forward and backward, once more, with other random bits of
-    quantisation and the same random numbers otherwise, so with the same dropout. With accumulation it is about the last
-    micro-batch alone (the gradient of the whole step has less noise), whose step runs twice more. It takes memory
-    for another gradient of the quantised layers, under FSDP of all, and, since activations are there again, no more than
-    training does. The run is not changed: gradients, random states, buffers, metrics, attributes of modules and what is logged
-    are put back. What a training step does elsewhere, such as to files or to objects that no module holds, it does
-    twice. A callback that looks at passes through the model can have a method ``pause()``, a context manager for those
-    that it must not see.
+    quantisation and the same random numbers otherwise, so with the same dropout. Rounding to nearest errs alike in both
+    passes: that is a bias, and no noise. With accumulation it is about the last micro-batch alone (the gradient of the
+    whole step has less noise), whose step runs twice more. So it does where hooks may have changed the gradients of
+    training: post-accumulate hooks, or ``on_after_backward`` of the module or of a callback. A measurement takes memory
+    for another gradient of the quantised layers, under FSDP of all, and, since activations are there again, no more
+    than training does. The run is not changed: gradients, random states, buffers, metrics, attributes of modules and
+    what is logged are put back. What a training step does elsewhere, such as to files or to objects that no module
+    holds, it does twice. A callback that looks at passes through the model sees these, too, unless it derives from
+    :class:`lightning_lowbit.callbacks.monitor.LooksAway`, whose method ``look_away`` is a context for them.
 
     Gradients are whole under every strategy: one device, DDP, FSDP (1, with the original parameters, and 2) and tensor
     parallelism. On several ranks the sum over them rounds, too: noise of some 1e-7.
 
     **Layers**, the cheap kind: in the backward pass of training each layer computes the gradient of its weight twice,
     of quantised operands and of the same tensors in high precision; their difference is the noise. It costs that one
-    GEMM, sees no noise of other layers, which their gradients carry along, and takes bias for noise. It is about the
-    last micro-batch on each rank by itself, where the mean over ranks has less noise.
+    GEMM, and compiled layers a second graph. It sees no noise of other layers, which their gradients carry along, and
+    takes bias for noise. It is about the last micro-batch on each rank by itself, where the mean over ranks has less
+    noise. Any strategy will do, and any training step.
 
     Either way the gradient is that of a batch, not of all data: what differs between the tokens of a batch counts as
     gradient. Where that is most of it, the ratio no longer falls as the loss does, but stays at what the gradient of a
@@ -82,16 +82,17 @@ class GradientNoiseMonitor(Monitor):
     Args:
         every_n_steps: how often, in optimizer steps as the logger counts them; not how often the logger does.
         kind: ``"draws"`` or ``"layers"``, see above.
-        average: over how many of the last measurements the squares are averaged. One measurement is precise, since d is
-            large; from batch to batch gradients differ.
+        average: over how many of the last measurements the squares are averaged, all of the same casts. One measurement
+            is precise, since d is large; from batch to batch gradients differ.
         threshold: below which to warn.
         layers: patterns of layers to log as well, see :func:`lightning_lowbit.convert`.
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no quantised layer.
         MisconfigurationException: when training starts: the Trainer has no plugin of lightning_lowbit, optimisation is
-            manual, the training step takes an iterator, or a strategy keeps gradients to itself (DeepSpeed, FSDP1
-            without the original parameters). In a measurement: activation checkpointing is the reentrant kind.
+            manual; or, for two draws, the training step takes an iterator, or a strategy keeps gradients to itself
+            (DeepSpeed, FSDP1 without the original parameters). In a measurement of two draws: activation checkpointing
+            is the reentrant kind.
 
     Example:
         >>> Trainer(
@@ -124,6 +125,7 @@ class GradientNoiseMonitor(Monitor):
         super()._start_afresh()
         # Of the last measurements: names (of no layer for all together), and noise and signal of each, [names, 2].
         self._window: deque[tuple[tuple[str, ...], Tensor]] = deque(maxlen=self.average)
+        self._casts = ""  # in which they were taken
         self._measurements: list[tuple[int, float]] = []
         self._to_log = False  # the last measurement is still to be logged
 
@@ -137,6 +139,7 @@ class GradientNoiseMonitor(Monitor):
         """Finds the layers."""
         super().on_train_start(trainer, pl_module)
         _check(trainer, pl_module)
+        self._source.check(trainer, pl_module)
         assert trainer.model is not None
         connect(trainer.model)
         self._chosen = set()
@@ -158,9 +161,12 @@ class GradientNoiseMonitor(Monitor):
         if not self._is_due:
             return
         self._is_due = False  # an optimizer may run several backward passes in a step
-        layers = converted_layers(pl_module).items()
-        sums = self._source.take({name: layer for name, layer in layers if layer.casts != LinearCasts()})
+        layers = converted_layers(pl_module)
+        sums = self._source.take({name: layer for name, layer in layers.items() if layer.casts != LinearCasts()})
         if sums:
+            if (casts := _casts_in_force(trainer, layers)) != self._casts:  # noise of others tells nothing about these
+                self._casts = casts
+                self._window.clear()
             names = [name for name in sums if name in self._chosen]
             whole = torch.stack([*sums.values()]).sum(0)
             self._window.append((("", *names), torch.stack([whole, *(sums[name] for name in names)])))
@@ -236,6 +242,8 @@ class GradientNoiseMonitor(Monitor):
         """The sums of the last measurements, the ratios, and what was said."""
         self._read()
         return {
+            "kind": self.kind,
+            "casts": self._casts,
             "window": [{"names": list(names), "sums": sums.tolist()} for names, sums in self._window],
             "measurements": list(self._measurements),
             "to_log": self._to_log,
@@ -243,11 +251,12 @@ class GradientNoiseMonitor(Monitor):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with it; of sums, with as many of the last ones as this one averages."""
+        """Goes on with it; of sums, with as many of the last ones as this one averages, and none of another kind."""
         rows = [(tuple(row["names"]), torch.tensor(row["sums"], dtype=torch.float64)) for row in state_dict["window"]]
-        self._window = deque(rows, maxlen=self.average)
+        is_same = state_dict["kind"] == self.kind
+        self._window, self._casts = deque(rows if is_same else [], maxlen=self.average), state_dict["casts"]
         self._measurements = [(step, ratio) for step, ratio in state_dict["measurements"]]
-        self._to_log = state_dict["to_log"]
+        self._to_log = is_same and state_dict["to_log"]
         self._alerts.load_state_dict(state_dict["alerts"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
@@ -263,7 +272,7 @@ class GradientNoiseMonitor(Monitor):
         if self._measurements:
             steps, ratios = (list(column) for column in zip(*self._measurements, strict=True))
             finite = [ratio for ratio in ratios if ratio < math.inf]
-            text = "Both draws of the gradient were always the same: nothing was rounded stochastically."
+            text = self._source.without_noise
             blocks = []
             if finite:
                 text = (
@@ -281,6 +290,15 @@ def _step(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped + 1
 
 
+def _casts_in_force(trainer: Trainer, layers: Mapping[str, QuantizedLayer]) -> str:
+    """A digest of the phase, whether λ is on its way, and the casts of all layers."""
+    plugin = trainer.precision_plugin
+    assert isinstance(plugin, LowBitPrecision)
+    texts = {casts: str(casts) for casts in {layer.casts for layer in layers.values()}}  # of many layers, few casts
+    text = str([plugin.phase, plugin.is_blending, *((name, texts[layer.casts]) for name, layer in layers.items())])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _check(trainer: Trainer, pl_module: LightningModule) -> None:
     if not isinstance(trainer.precision_plugin, LowBitPrecision):
         raise MisconfigurationException(
@@ -289,23 +307,7 @@ def _check(trainer: Trainer, pl_module: LightningModule) -> None:
         )
     if not pl_module.automatic_optimization:
         raise MisconfigurationException(
-            "GradientNoiseMonitor runs a training step again, which in manual optimisation would step the optimizers, "
-            "too: train with automatic optimisation, or leave out the callback."
+            "GradientNoiseMonitor measures the last backward pass before a step of the optimizer. In manual "
+            "optimisation only the module knows which that is, and a training step that ran again would step the "
+            "optimizers, too: train with automatic optimisation, or leave out the callback."
         )
-    if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
-        raise MisconfigurationException(
-            "GradientNoiseMonitor runs a training step again, and one that takes a dataloader_iter would fetch the "
-            "next batch: let it take a batch, or leave out the callback."
-        )
-    if isinstance(trainer.strategy, DeepSpeedStrategy):
-        raise MisconfigurationException(
-            "GradientNoiseMonitor reads gradients of parameters, which DeepSpeed keeps to itself: leave it out, or "
-            "train with DDP, FSDPStrategy or ModelParallelStrategy."
-        )
-    assert trainer.model is not None
-    for part in FullyShardedDataParallel.fsdp_modules(trainer.model):
-        if part._handle is not None and not part._handle._use_orig_params:
-            raise MisconfigurationException(
-                "GradientNoiseMonitor tells gradients of layers apart, and use_orig_params=False makes one of many: "
-                "leave that argument of FSDPStrategy out."
-            )

@@ -4,6 +4,7 @@ A source prepares before the last micro-batch of a step, and is asked after its 
 :class:`lightning_lowbit.GradientNoiseMonitor`.
 """
 
+import math
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -11,24 +12,40 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbit.callbacks.latent_weights import converted_layers
+from lightning_lowbit.callbacks.monitor import Monitor
 from lightning_lowbit.callbacks.second_draw import RepeatableStep
 from lightning_lowbit.metrics.noise import gradient_noise_sums
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.watch import Watch
-from lightning_lowbit.optim.sharding import all_reduce_, local_gradient, sharding_of
+from lightning_lowbit.optim.sharding import all_reduce_, all_reduce_world_, local_gradient, sharding_of
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.quant.statistics import wide_dtype
 
 
 class Source(Protocol):
-    """Where the sums of a measurement come from."""
+    """Where the sums of a measurement come from.
+
+    Attributes:
+        without_noise: what it means where there is none, in words.
+    """
+
+    without_noise: str
+
+    def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Training starts: refuses what it cannot measure.
+
+        Raises:
+            MisconfigurationException: it cannot measure this run.
+        """
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last micro-batch of a step that is to be measured begins."""
@@ -43,9 +60,31 @@ class Source(Protocol):
 class Draws:
     """Compares the gradient of training with another draw of it, or two further draws."""
 
+    without_noise = "Both draws of the gradient were always the same: nothing was rounded stochastically."
+
     def __init__(self) -> None:
         self._step: RepeatableStep | None = None
         self._trainer: Trainer | None = None
+
+    def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuses steps that cannot run twice, and gradients that cannot be told apart."""
+        if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+            raise MisconfigurationException(
+                "GradientNoiseMonitor runs a training step again, and one that takes a dataloader_iter would fetch the "
+                "next batch: let it take a batch, or use kind='layers'."
+            )
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise MisconfigurationException(
+                "GradientNoiseMonitor reads gradients of parameters, which DeepSpeed keeps to itself: use "
+                "kind='layers', or train with DDP, FSDPStrategy or ModelParallelStrategy."
+            )
+        assert trainer.model is not None
+        for part in FullyShardedDataParallel.fsdp_modules(trainer.model):
+            if part._handle is not None and not part._handle._use_orig_params:
+                raise MisconfigurationException(
+                    "GradientNoiseMonitor tells gradients of layers apart, and use_orig_params=False makes one of "
+                    "many: leave that argument of FSDPStrategy out, or use kind='layers'."
+                )
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits for the training step."""
@@ -90,11 +129,14 @@ class Draws:
         def gradients(loss: Tensor) -> list[Tensor | None]:
             return _gradients(model, loss, weights)
 
-        # The gradient of training is that of this loss alone, and nothing but that.
+        # The gradient of training is that of this loss alone, and nothing but that: nobody had a hand in it.
         is_comparable = (
             trainer.accumulate_grad_batches == 1
             and not is_overridden("backward", module)
             and not getattr(model, "_comm_hooks", None)
+            and not any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in module.parameters())
+            and not is_overridden("on_after_backward", module)
+            and not any(map(_may_change_gradients, trainer.callbacks))  # type: ignore[attr-defined]
         )
         draws = [step.draw(number, gradients) for number in range(1 if is_comparable else 2)]
         if draws[0] is None or draws[-1] is None:
@@ -106,9 +148,14 @@ class Draws:
 class Layers:
     """Takes what layers leave of their gradients in both precisions, see :mod:`lightning_lowbit.nn.watch`."""
 
+    without_noise = "Gradients of weights were always those in high precision: none of their operands was quantised."
+
     def __init__(self) -> None:
         self._watch: Watch | None = None
         self._trainer: Trainer | None = None
+
+    def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes any run: layers see their own gradients."""
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Asks the layers."""
@@ -124,14 +171,16 @@ class Layers:
     def take(self, layers: Mapping[str, QuantizedLayer]) -> dict[str, Tensor] | None:
         """Adds up over ranks."""
         watch, trainer = self._watch, self._trainer
-        if watch is None or trainer is None or not layers:
-            return None
         self.cancel()
+        if watch is None or trainer is None:
+            return None
+        trained = [name for name, layer in layers.items() if layer.weight.requires_grad]
+        if not trained:
+            return None
         sums = watch.sums
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(sums)
+        all_reduce_world_(sums)
         rows = dict(zip(watch.layers, _unscaled(sums, trainer).unbind(), strict=True))
-        return {name: rows[name] for name in layers}
+        return {name: rows[name] for name in trained}
 
 
 def _unscaled(sums: Tensor, trainer: Trainer) -> Tensor:
@@ -141,12 +190,21 @@ def _unscaled(sums: Tensor, trainer: Trainer) -> Tensor:
     return sums if scale is None else sums / scale.to(sums).square()
 
 
+def _may_change_gradients(callback: Callback) -> bool:
+    """Whether it does anything after a backward pass; a monitor only looks."""
+    hook = getattr(callback.on_after_backward, "__func__", None)  # LambdaCallback has functions of its own
+    return hook is not Callback.on_after_backward and not isinstance(callback, Monitor)
+
+
 def _compare(first: Tensor | None, second: Tensor | None, weight: Tensor) -> Tensor:
-    """Noise and signal ``[2]``; a gradient that is not there is 0."""
-    if first is None and second is None:
-        return torch.zeros(2, dtype=wide_dtype(weight.device), device=weight.device)
-    first = torch.zeros_like(second) if first is None else first  # type: ignore[arg-type]
-    return gradient_noise_sums(first, torch.zeros_like(first) if second is None else second)
+    """Noise and signal ``[2]``; NaN, no measurement, where only one gradient is there, and it is not 0."""
+    if first is not None and second is not None:
+        return gradient_noise_sums(first, second)
+    wide, given = wide_dtype(weight.device), second if first is None else first
+    if given is None:
+        return torch.zeros(2, dtype=wide, device=weight.device)
+    # On the device, and so on all ranks alike. DDP's mean of gradients that no rank has is 0.
+    return torch.where(given.ne(0).any(), math.nan, 0.0).to(wide).expand(2)
 
 
 def _gradients(model: nn.Module, loss: Tensor, weights: list[Tensor]) -> list[Tensor | None]:
@@ -164,7 +222,8 @@ def _gradients(model: nn.Module, loss: Tensor, weights: list[Tensor]) -> list[Te
         )
     # Past what accumulates gradients: hooks there belong to others, DDP among them.
     found = torch.autograd.grad(loss, weights, allow_unused=True)
-    parts = [_local(gradient, weight) for gradient, weight in zip(found, weights, strict=True)]
+    pairs = zip(found, weights, strict=True)
+    parts = [None if gradient is None else local_gradient(weight, gradient) for gradient, weight in pairs]
     if not isinstance(model, DistributedDataParallel):
         return parts
     # The mean over ranks, as DDP makes it.
@@ -188,15 +247,6 @@ def _is_reentrant(loss: Tensor) -> bool:
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
     return False
-
-
-def _local(gradient: Tensor | None, weight: Tensor) -> Tensor | None:
-    """What of a gradient belongs to the part of the weight on this rank."""
-    if gradient is None:
-        return None
-    stand_in = weight.detach()
-    stand_in.grad = gradient
-    return local_gradient(stand_in)
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from lightning_lowbit.scalers import overflow
 # how many norms are in it, how many spikes came in a row just now, and how many there were.
 _RUNNING = ("sum", "weight", "averaged", "in_a_row", "spikes")
 _ENOUGH = 10  # norms in the mean before any is a spike, since first gradients say little; spikes in a row: a new level
+_NAMED = 3  # layers that a warning names
 _MOST_SPIKES = 100  # that are listed, the last ones
 
 _ADVICE = {
@@ -213,7 +214,8 @@ class GradientNormMonitor(Monitor):
         if is_spike:
             self._spikes.append((step, norm, mean))
         bad = [name[1:] for name, value in zip(layers, of_layers, strict=True) if not math.isfinite(value)]
-        where = f" (in {', '.join(bad)})" if bad else ""
+        more = f" and {len(bad) - _NAMED} more layers" if len(bad) > _NAMED else ""
+        where = f" (in {', '.join(bad[:_NAMED])}{more})" if bad else ""
         for kind, holds in (
             ("not finite", not math.isfinite(norm) and not self._has_scaler),
             ("limit", self.limit is not None and self.limit < norm < math.inf),
@@ -221,7 +223,7 @@ class GradientNormMonitor(Monitor):
         ):
             if holds:
                 advice = _ADVICE[kind].format(norm=norm, mean=mean, limit=self.limit, where=where)
-                self._alerts.say("the gradient norm", kind, step, advice)
+                self._alerts.say("Gradient norm", kind, step, advice)
 
     # --- what is left of it ---
 

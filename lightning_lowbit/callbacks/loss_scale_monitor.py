@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from lightning_lowbit.callbacks.monitor import Monitor
+from lightning_lowbit.callbacks.monitor import Monitor, is_of_device
 from lightning_lowbit.callbacks.report_page import Section, Text
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.scalers import overflow
@@ -169,7 +169,7 @@ class LossScaleMonitor(Monitor):
             ("at_cap", is_moving and counts["at_cap"] >= self.within),
         ):
             if holds:
-                self._alerts.say("the loss scale", kind, step, _ADVICE[kind].format(**facts))
+                self._alerts.say("Loss scale", kind, step, _ADVICE[kind].format(**facts))
 
     # --- what is left of it ---
 
@@ -188,7 +188,12 @@ class LossScaleMonitor(Monitor):
     def report_sections(self, trainer: Trainer) -> list[Section]:
         """How many steps were skipped, and the warnings; the curves are among the metrics."""
         self._read()
-        counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
+        try:
+            counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
+        except RuntimeError as error:
+            if not is_of_device(error):
+                raise
+            return [Section("Loss scale", [Text("Lost in an error of the device."), *map(Text, self._alerts.texts())])]
         if not counts["step"]:
             return [Section("Loss scale", [Text("No optimizer step was taken.")])]
         text = f"{counts['skipped_steps']:.0f} of {counts['step']:.0f} optimizer steps were skipped, since a gradient "

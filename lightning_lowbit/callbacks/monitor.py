@@ -6,9 +6,13 @@
 
 Lightning's logger has copied what was logged, and waited for it, by the time the next batch begins: nothing is left to
 wait for then. A value that was logged is dropped there: Lightning would log it again and again until the epoch ends.
+
+Not all passes through the model are of training: a callback that looks at passes `LooksAway` from the others.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +23,23 @@ from torch import Tensor
 from lightning_lowbit.callbacks.alerts import Alerts
 
 _MOST_UNREAD = 100  # measurements that wait to be read where the logger takes none
+
+
+class LooksAway(ABC):
+    """What a callback derives from that looks at passes through the model, but only at those of training.
+
+    Example:
+        >>> class Watches(Callback, LooksAway):
+        ...     @contextmanager
+        ...     def look_away(self):
+        ...         self.is_looking = False
+        ...         yield
+        ...         self.is_looking = True
+    """
+
+    @abstractmethod
+    def look_away(self) -> AbstractContextManager[None]:
+        """A context for passes that are not those of training; in ``on_after_backward`` of any callback."""
 
 
 class Monitor(Callback):
@@ -103,9 +124,16 @@ class Monitor(Callback):
         unread, self._unread = self._unread, []
         try:
             numbers = torch.cat([row for _, row in unread]).tolist() if unread else []
-        except RuntimeError:  # after an error of the device nothing can be copied from it; whatever comes next says so
-            return
+        except RuntimeError as error:
+            if is_of_device(error):  # whatever comes next says so
+                return
+            raise
         start = 0
         for what, row in unread:
             self._judge(what, numbers[start : start + len(row)])
             start += len(row)
+
+
+def is_of_device(error: RuntimeError) -> bool:
+    """Whether it is an error of an accelerator, after which nothing can be copied from there."""
+    return isinstance(error, torch.AcceleratorError) or any(name in str(error) for name in ("CUDA error", "HIP error"))

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_lowbit.callbacks.latent_weights import LatentWeight, latent_weights, nearest_cast, whole_layers
 from lightning_lowbit.metrics import flipped
 from lightning_lowbit.nn import QuantizedLayer
-from lightning_lowbit.precision.base import compute_dtype
+from lightning_lowbit.precision.run_settings import compute_dtype
 from lightning_lowbit.quant.cast import is_number
 
 

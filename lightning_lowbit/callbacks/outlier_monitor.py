@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_lowbit.callbacks.monitor import Monitor
+from lightning_lowbit.callbacks.latent_weights import has_flat_weights
+from lightning_lowbit.callbacks.monitor import LooksAway, Monitor
 from lightning_lowbit.callbacks.report_page import Section, Table, Text
 from lightning_lowbit.metrics import swiglu_alignment
 from lightning_lowbit.metrics.outliers import SUMS, activation_sums, kurtosis, outlier_share
@@ -34,6 +34,7 @@ from lightning_lowbit.nn.convert import select
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import is_linear
 from lightning_lowbit.nn.smooth_swiglu import swiglus
+from lightning_lowbit.optim.sharding import all_reduce_world_
 from lightning_lowbit.quant.cast import is_number
 from lightning_lowbit.quant.statistics import wide_dtype
 
@@ -79,7 +80,7 @@ class _Measured(NamedTuple):
     mlps: list[str]
 
 
-class OutlierMonitor(Monitor):
+class OutlierMonitor(Monitor, LooksAway):
     """Logs how far outliers stand out in what enters linear layers, and warns before and when they take off.
 
     Of each layer's input in a step, as often as the logger takes it, over all its micro-batches and ranks:
@@ -206,7 +207,7 @@ class OutlierMonitor(Monitor):
         self._switch[0], self._handles, self._inputs, self._mlps = False, [], {}, {}
 
     @contextmanager
-    def pause(self) -> Generator[None, None, None]:
+    def look_away(self) -> Generator[None, None, None]:
         """A context for passes that are not those of the training step."""
         was_on, self._switch[0] = self._switch[0], False
         try:
@@ -233,9 +234,9 @@ class OutlierMonitor(Monitor):
         if self.swiglu is False:
             return {}
         found = {clean_name(name): module for name, module in swiglus(pl_module).items()}
-        assert trainer.model is not None
-        is_flat = any(isinstance(module, FullyShardedDataParallel) for module in trainer.model.modules())
-        is_flat = is_flat or any(hasattr(parameter, "ds_id") for parameter in pl_module.parameters())  # ZeRO-3
+        is_flat = has_flat_weights(trainer) or any(
+            hasattr(parameter, "ds_id") for parameter in pl_module.parameters()
+        )  # ZeRO-3
         if self.swiglu and not found:
             raise MisconfigurationException(
                 f"swiglu=True looks at SwiGLUs, and {type(pl_module).__name__} holds none: a module with linear layers "
@@ -255,15 +256,17 @@ class OutlierMonitor(Monitor):
         amaxes = pad_sequence([seen.channel_amax for seen in self._inputs.values()], batch_first=True)
         for seen in zip(*self._inputs.values(), strict=True):
             torch._foreach_zero_(seen)
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(sums)
-            dist.all_reduce(amaxes, dist.ReduceOp.MAX)
+        all_reduce_world_(sums)
+        all_reduce_world_(amaxes, dist.ReduceOp.MAX)
         amax, channel = amaxes.max(1)
         # A maximum over ranks may lose a NaN, a sum keeps it.
         amax = torch.where(sums[:, SUMS.index("first")].isnan() | (sums[:, 0] == 0), torch.nan, amax)
         of_layers = torch.stack([amax, kurtosis(sums), outlier_share(sums), channel, sums[:, 0]], 1).float()
         of_mlps = [_aligned(mlp, self.alignment_limit) for mlp in self._mlps.values()]
-        largest = dict(zip(_OF_LAYERS, of_layers.nan_to_num(nan=-math.inf).amax(0), strict=False))
+        was_called = (sums[:, 0] > 0)[:, None]
+        of_all = torch.where(was_called, of_layers, -math.inf).amax(0)  # what is not finite comes through
+        of_all = torch.where(was_called.any(), of_all, torch.nan)
+        largest = dict(zip(_OF_LAYERS, of_all, strict=False))
         if of_mlps:
             largest |= dict(zip(_OF_MLPS, torch.stack(of_mlps).amax(0), strict=False))
         self._log(pl_module, largest)

@@ -3,7 +3,8 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,18 @@ from torch import nn
 
 from lightning_lowbit.callbacks.console import Table, Text, show
 from lightning_lowbit.callbacks.files import replace_file
+from lightning_lowbit.callbacks.monitor import LooksAway
 from lightning_lowbit.callbacks.report_page import Section
 from lightning_lowbit.nn import OPERANDS, Coverage, GemmCounter, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.precision import LowBitPrecision
-from lightning_lowbit.precision.base import compute_dtype
+from lightning_lowbit.precision.run_settings import compute_dtype
 
 # Steps of progressive quantisation, whatever their phase: operands are on their way, and still dense.
 _BLENDING = "blending"
 
 
-class PrecisionSummary(Callback):
+class PrecisionSummary(Callback, LooksAway):
     """Shows which layers compute in which casts, and how much of the arithmetic that is.
 
     When training starts, a table of layers, parameters and casts. After the first training step, the coverage: FLOPs of
@@ -111,6 +113,20 @@ class PrecisionSummary(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leaves no counter behind, nor half a measurement."""
         self._abandon()
+
+    @contextmanager
+    def look_away(self) -> Generator[None, None, None]:
+        """A context for passes that are not those of the training step: they do not count."""
+        counter = self.counter
+        if counter is None or not self._counting:
+            yield
+            return
+        # Its mode stays where it is: others may have been entered after it, and compiled code would round differently.
+        counted = counter.gemms.copy(), counter.others.copy(), counter.recomputed, counter._uncounted.copy()
+        try:
+            yield
+        finally:
+            counter.gemms, counter.others, counter.recomputed, counter._uncounted = counted
 
     def _abandon(self) -> None:
         if self._counting:

@@ -19,14 +19,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_lowbit.callbacks.metric_triggers import Below, Plateau
 from lightning_lowbit.callbacks.rates import Rewarm
 from lightning_lowbit.callbacks.report_page import Section, Table
 from lightning_lowbit.callbacks.switch import Switch
-from lightning_lowbit.callbacks.triggers import Below, Plateau, steps_of
+from lightning_lowbit.callbacks.triggers import steps_of
 from lightning_lowbit.nn.casts import PHASES
 from lightning_lowbit.nn.convert import CastsLike
 from lightning_lowbit.precision import LowBitPrecision
-from lightning_lowbit.precision.base import named_casts
+from lightning_lowbit.precision.converted_model import named_casts
 from lightning_lowbit.quant.cast import choose, is_number
 
 # λ as a function of u in [0, 1], how much of the switch is over. Each rises from exactly 0 to exactly 1.
@@ -57,7 +58,8 @@ class PrecisionSwitch(Switch):
     λ is left alone.
 
     Phase, casts and λ live in the precision plugin and are part of its checkpoint. This callback's own state is what it
-    saw of its trigger, and whether it has acted. A run that resumes in the middle of a switch goes on with it.
+    saw of its trigger, and whether it has acted. A run that resumes in the middle of a switch goes on with it, and does
+    not set the phase again: somebody else, such as :class:`SpikeRollback`, may have changed it since.
 
     Args:
         to: ``"qaf"``, ``"hp-forward"``, ``"bf16"`` or ``"fqt"``, see :meth:`LinearCasts.phase`; or, by pattern of
@@ -80,8 +82,9 @@ class PrecisionSwitch(Switch):
             time.
         rewarm: optimizer steps, at least 1, over which the learning rate rises linearly to what the schedule says: the
             i-th step from the switch on has i / ``rewarm`` of it. Only optimizers see it: learning rates that are
-            logged, by ``LearningRateMonitor``, say, are the schedule's. Those of several switches multiply. None: the
-            learning rate goes on.
+            logged, by ``LearningRateMonitor``, say, are the schedule's. Those of several switches multiply. In manual
+            optimisation steps of all optimizers count, as they do in ``global_step``, and all those of a batch have the
+            share of its first one. None: the learning rate goes on.
         moments: ``"keep"``, or ``"reset"``: the state of all optimizers starts anew. Of this package's optimizers only
             the moments do; statistics of the guards and master weights stay.
 
@@ -141,6 +144,7 @@ class PrecisionSwitch(Switch):
         self.rewarm, self.moments = rewarm, choose("moments", moments, ("keep", "reset"))
         self._length = 0  # in steps
         self._record: dict[str, Any] | None = None  # what it did in this run, and when
+        self._set: int | None = None  # the step at which it set the phase; None, too, if another switch did so later
         self._check_arguments()
         self._rates = Rewarm(rewarm or 1)
 
@@ -177,7 +181,7 @@ class PrecisionSwitch(Switch):
 
     def _start_afresh(self) -> None:
         super()._start_afresh()
-        self._record = None
+        self._record = self._set = None
 
     @property
     def is_gradual(self) -> bool:
@@ -259,7 +263,8 @@ class PrecisionSwitch(Switch):
             plugin.set_casts(self.to)
         else:
             before, to = plugin.phase, self.to
-            self._set_phase(trainer, plugin, self.to)
+            if self._set is None or self._set < self._due:  # or else the plugin has kept what came of it
+                self._set_phase(trainer, plugin, self.to)
         if self._record is not None:  # the run was resumed, or goes on
             return
         self._record = {"step": trainer.global_step, "from": before, "to": to, "why": self._trigger.why()}
@@ -272,9 +277,11 @@ class PrecisionSwitch(Switch):
             rank_zero_info(f"Step {trainer.global_step}: progressive quantisation until step {end}.")
         if plugin.phase != phase:
             rank_zero_info(f"Step {trainer.global_step}: precision phase {plugin.phase!r} -> {phase!r}.")
-            plugin.set_phase(phase)
             for logger in trainer.loggers:
                 logger.log_metrics({"phase": float(list(PHASES).index(phase))}, step=trainer.global_step)
+        plugin.set_phase(phase)  # also the one in force: a recovery in it ends here
+        for switch in self._rivals(trainer):
+            switch._set = trainer.global_step if switch.state_key == self.state_key else None
 
     def proceed(self, trainer: Trainer, pl_module: LightningModule, steps: int) -> bool:
         """Sets λ."""
@@ -294,11 +301,13 @@ class PrecisionSwitch(Switch):
     # --- what is left of it ---
 
     def _state(self, trainer: Trainer) -> dict[str, Any]:
-        return super()._state(trainer) | ({} if self._record is None else {"record": dict(self._record)})
+        return super()._state(trainer) | (
+            {} if self._record is None else {"record": dict(self._record), "set": self._set}
+        )
 
     def _load_state(self, state: dict[str, Any]) -> None:
         super()._load_state(state)
-        self._record = state.get("record")
+        self._record, self._set = state.get("record"), state.get("set")
 
     def _records(self, trainer: Trainer) -> list[dict[str, Any]]:
         """What all switches did, told by the first of them."""

@@ -25,7 +25,7 @@ from lightning_lowbit.callbacks.latent_weights import (
     has_flat_weights,
     latent_weights,
 )
-from lightning_lowbit.callbacks.monitor import Monitor
+from lightning_lowbit.callbacks.monitor import LooksAway, Monitor
 from lightning_lowbit.callbacks.quantized_operands import QuantizedOperands
 from lightning_lowbit.callbacks.report_page import Block, Section, Table, Text
 from lightning_lowbit.metrics import expected_zeros, flip_rate, is_ternary, ternary_shares, threshold_distance
@@ -83,7 +83,7 @@ class _Measured(NamedTuple):
     places: list[tuple[str, str]]
 
 
-class QuantizationMonitor(Monitor):
+class QuantizationMonitor(Monitor, LooksAway):
     """Logs what becomes of quantised operands and weights, and warns where it is not what it should be.
 
     Of each operand of each layer that its cast quantises, as often as the logger takes it, on the tensors of the step:
@@ -95,7 +95,7 @@ class QuantizationMonitor(Monitor):
 
     All micro-batches and ranks count together. Of an operand of more than 2^16 elements a sample of about as many, in
     whole blocks, is looked at; scales are those of the sample, too. An operand that a GEMM takes over from another one
-    (``dgrad_w`` with ``"fprop"``) is not measured twice.
+    has the numbers of that one; of ``"fprop"`` there are none.
 
     Of each weight that is rounded to nearest:
 
@@ -240,7 +240,7 @@ class QuantizationMonitor(Monitor):
         self._watched.stop()
 
     @contextmanager
-    def pause(self) -> Generator[None, None, None]:
+    def look_away(self) -> Generator[None, None, None]:
         """A context for passes that are not those of the training step."""
         self._watched.stop()
         try:
@@ -260,35 +260,37 @@ class QuantizationMonitor(Monitor):
             for column in COLUMNS:
                 values |= {(layer, name): value for name, value in column(seen).items()}
         sums = self._watched.sums_over_ranks()
-        means = self._watched.means(sums)
-        if not values and not means:
+        if not self._weights and not len(sums):
             return
         what = _Measured(trainer.global_step, self._logger_step(trainer), casts, list(values))
         self._keep(what, torch.cat([sums.flatten(), *(value.to(sums.dtype)[None] for value in values.values())]))
-        self._log(pl_module, means)
+        self._log(pl_module, self._watched.means(sums))
 
     def _judge(self, what: _Measured, numbers: Sequence[float]) -> None:
         """Writes the numbers of a step, and looks for what is wrong with them."""
         split = len(numbers) - len(what.places)
-        self._step, self._rows = what.step, {layer: {} for layer in what.casts}
-        self._operands = self._watched.numbers(numbers[:split])
+        rows: dict[str, dict[str, float]] = {layer: {} for layer in what.casts}
+        operands = self._watched.numbers(numbers[:split])
         for (layer, name), number in zip(what.places, numbers[split:], strict=True):
-            self._rows[layer][name] = number
+            rows[layer][name] = number
         written = {
             f"{name}/{operand}/{layer}": number
-            for layer, row in self._operands.items()
+            for layer, row in operands.items()
             for operand, found in row.items()
             for name, number in found.items()
         }
-        written |= {f"{name}/fprop_w/{layer}": n for layer, of_one in self._rows.items() for name, n in of_one.items()}
-        if written:
+        written |= {f"{name}/fprop_w/{layer}": n for layer, of_one in rows.items() for name, n in of_one.items()}
+        if written:  # if not, nothing was quantised: what is reported stays that of the last step that had something
+            self._step, self._rows = what.step, rows
+            for layer, row in operands.items():  # what a phase no longer quantises is reported as it was
+                self._operands.setdefault(layer, {}).update(row)
             self._write(written, what.logger_step)
         # Of a layer that was not seen this time nobody knows whether it flipped: its count begins anew.
         self._last_flip = {layer: step for layer, step in self._last_flip.items() if layer in what.casts}
-        for layer, of_one in self._rows.items():
+        for layer, of_one in rows.items():
             self._last_flip[layer] = what.step if of_one.get("flips") else self._last_flip.get(layer, what.step)
             self._check_weight(layer, of_one, what.casts[layer])
-        for layer, row in self._operands.items():
+        for layer, row in operands.items():
             for operand, found in row.items():
                 self._check_operand(layer, operand, found)
 

@@ -106,9 +106,9 @@ class QuantizedOperands(Watch):
                 unit="dB",
                 low=_POOR,
                 high=_GOOD,
-                caption=f"{at}: signal to quantisation noise ratio.",
+                caption=f"{at}, or where an operand was quantised last: signal to quantisation noise ratio.",
             ),
-            Table(header, rows, "Over all layers, at the same step."),
+            Table(header, rows, "Over all layers, at the same steps."),
         ]
 
 

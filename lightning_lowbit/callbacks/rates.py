@@ -50,8 +50,8 @@ class Rewarm:
         self._lowered: list[LowerRates] = []
 
     def follow(self, optimizers: Sequence[Optimizer], taken: int) -> None:
-        """Sets the learning rate of the next step, ``taken`` steps after the first."""
-        factor = min(1.0, (taken + 1) / self._steps)
+        """Sets the learning rate of the next step, ``taken`` steps after the first; before, it is the schedule's."""
+        factor = 1.0 if taken < 0 else min(1.0, (taken + 1) / self._steps)
         if factor == 1:
             self.release()
         elif not self._lowered:

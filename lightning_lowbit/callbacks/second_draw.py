@@ -5,7 +5,7 @@
     and then         everything is as if it had not run: random states, buffers, metrics, attributes, what was logged
 
 Other callbacks may look at passes through the model, by hooks or through the layers. One that must not see such a pass
-has a method ``pause()``: a context manager, within which it looks away.
+is a :class:`lightning_lowbit.callbacks.monitor.LooksAway`.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -24,6 +24,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from lightning_lowbit.callbacks.monitor import LooksAway
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.loss_scaling import scaler_of
 
@@ -97,11 +98,11 @@ class RepeatableStep:
             stack.callback(_set_random_states, _random_states(device), device)
             stack.callback(_ModuleState(module, self._parameters).restore)
             stack.enter_context(_unlogged(trainer))
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if (pause := getattr(callback, "pause", None)) is not None:
-                    stack.enter_context(pause())
             self._before.restore()  # with Lightning's note that a training step is running, which logging asks for
             _set_random_states(self._random, device)
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, LooksAway):  # after the modules were put back: some look through attributes
+                    stack.enter_context(callback.look_away())
             stack.enter_context(plugin.another_draw(number))  # its keys lie in the modules, too: it comes last
             stack.enter_context(torch.enable_grad())
             args, kwargs = _copied(self._arguments)  # a step may change its batch
@@ -162,10 +163,16 @@ class _ModuleState:
 
 
 def _content_of(tensor: Tensor) -> Callable[[], Any]:
-    if 0 in tensor.stride():  # expanded: nothing changes it in place
+    if tensor.is_inference() or _is_expanded(tensor):  # nothing changes it in place
         return lambda: None
     content = tensor.detach().clone()
     return lambda: tensor.copy_(content)  # always: batch norms change theirs without a new version of the tensor
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.is_nested:  # which have no strides
+        return False
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _state_of(generator: torch.Generator) -> Callable[[], Any]:

@@ -136,6 +136,7 @@ class SpikeRollback(Callback):
         self.phase = None if phase is None else choose("phase", phase, PHASES)
         self.max_rollbacks, self.within = max_rollbacks, within
         self._parameters: list[Tensor] = []
+        self._plugin: Any = None
         self._lowered: list[LowerRates] = []
         self._losses: list[Tensor] = []  # of the micro-batches of the step under way
         self._begins_step = True
@@ -148,6 +149,8 @@ class SpikeRollback(Callback):
         self._rollbacks: list[dict[str, float]] = []
         self._until: int | None = None  # the step that ends the recovery; None where there is none
         self._phase_before: str | None = None
+        # How often the plugin's phase was set when it was set here; None: as often as it is when training goes on.
+        self._phases_set: int | None = -1
         self._trusted, self._candidate = Snapshot(self.device), Snapshot(self.device)
 
     # --- when ---
@@ -184,6 +187,9 @@ class SpikeRollback(Callback):
         self._trusted.take(trainer.global_step, self._trained(trainer))
         self._candidate.step = None
         self._begins_step, self._losses = True, []
+        self._plugin = trainer.precision_plugin
+        if self._phases_set is None:
+            self._phases_set = self._times_set
         if self._until is not None:
             self._begin_recovery(trainer)
 
@@ -194,7 +200,7 @@ class SpikeRollback(Callback):
         self._judge(trainer, leave=1)
         self._begins_step, step = False, trainer.global_step
         if self._until is not None and step >= self._until:
-            self._end_recovery(trainer)
+            self._end_recovery()
             self._until = None
         if step % self.every_n_steps == 0 and step > (self._trusted.step or 0):
             self._candidate.take(step, self._trained(trainer))
@@ -235,7 +241,7 @@ class SpikeRollback(Callback):
         """Judges the last steps, and leaves everything as it was; a run that goes on goes on with the recovery."""
         self._judge(trainer)
         if self._until is not None:
-            self._end_recovery(trainer)
+            self._end_recovery()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Lets go of the optimizer, with its own learning rates, also if its step broke off."""
@@ -292,9 +298,9 @@ class SpikeRollback(Callback):
             )
         self._rollbacks.append({"step": step, "spike": spike, "loss": loss, "mean": mean, "to": to})
         if self._until is not None:
-            self._end_recovery(trainer)
+            self._end_recovery()
         self._until = step + self.recovery_steps
-        self._phase_before = getattr(trainer.precision_plugin, "phase", None)
+        self._phase_before, self._phases_set = getattr(self._plugin, "phase", None), self._times_set
         self._begin_recovery(trainer)
         rank_zero_warn(
             f"{type(self).__name__}: {told}. Step {step} goes on with the weights of step {to}; the batches in between "
@@ -310,17 +316,27 @@ class SpikeRollback(Callback):
 
     # --- for some steps ---
 
+    @property
+    def _times_set(self) -> int:
+        return self._plugin.phases_set if isinstance(self._plugin, LowBitPrecision) else 0
+
+    @property
+    def _is_phase_ours(self) -> bool:
+        """Whether nobody else, such as a switch, has set the phase in this recovery, be it to the same one."""
+        return self._phases_set is None or self._phases_set == self._times_set
+
+    def _set_phase(self, phase: str | None) -> None:
+        if self.phase is not None and self._is_phase_ours:
+            self._plugin.set_phase(phase)
+            self._phases_set = self._times_set
+
     def _begin_recovery(self, trainer: Trainer) -> None:
-        plugin: Any = trainer.precision_plugin
-        if self.phase is not None and plugin.phase == self._phase_before:  # or else a switch has acted, and was saved
-            plugin.set_phase(self.phase)
+        self._set_phase(self.phase)
         if self.lr_factor < 1:
             self._lowered = [LowerRates(optimizer, self.lr_factor) for optimizer in trainer.optimizers]
 
-    def _end_recovery(self, trainer: Trainer) -> None:
-        plugin: Any = trainer.precision_plugin
-        if self.phase is not None and plugin.phase == self.phase:  # or else a switch has acted
-            plugin.set_phase(self._phase_before)
+    def _end_recovery(self) -> None:
+        self._set_phase(self._phase_before)
         self._release_rates()
 
     def _release_rates(self) -> None:
@@ -339,6 +355,7 @@ class SpikeRollback(Callback):
             "rollbacks": [dict(one) for one in self._rollbacks],
             "until": self._until,
             "phase_before": self._phase_before,
+            "is_phase_ours": self._until is not None and self._is_phase_ours,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -347,7 +364,7 @@ class SpikeRollback(Callback):
         self._seen, self._until = state_dict["seen"], state_dict["until"]
         self._pending = deque(_Loss.known(step, loss) for step, loss in state_dict["pending"])
         self._rollbacks = [dict(one) for one in state_dict["rollbacks"]]
-        self._phase_before = state_dict["phase_before"]
+        self._phase_before, self._phases_set = state_dict["phase_before"], None if state_dict["is_phase_ours"] else -1
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         """The rollbacks: at which step, the step whose loss spiked, that loss, the mean before it, and where to."""
@@ -357,9 +374,10 @@ class SpikeRollback(Callback):
         """The same as a table."""
         if not self._rollbacks:
             return [Section("Spikes", [Text("No loss spiked.")])]
-        header = ["step", "spike at step", "its loss", "mean before it", "back to step"]
-        rows = [[*map(int, (r["step"], r["spike"])), r["loss"], r["mean"], int(r["to"])] for r in self._rollbacks]
-        return [Section("Spikes", [Text(f"Rolled back {len(rows)} times."), Table(header, rows)])]
+        # The first step is that before which none was taken; charts, and so this table, count it as step 1.
+        header = ["spike in step", "its loss", "mean before it", "seen after step", "back to the weights after step"]
+        rows = [[int(r["spike"]) + 1, r["loss"], r["mean"], int(r["step"]), int(r["to"])] for r in self._rollbacks]
+        return [Section("Spikes", [Text(f"Rollbacks: {len(rows)}."), Table(header, rows)])]
 
 
 class _Loss(NamedTuple):

@@ -9,7 +9,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_lowbit.callbacks.triggers import AtBelow, AtPlateau, Below, Plateau, trigger_of
+from lightning_lowbit.callbacks.metric_triggers import AtBelow, AtPlateau, Below, Plateau
+from lightning_lowbit.callbacks.triggers import trigger_of
 
 __all__ = ["Below", "Plateau", "Switch"]
 
@@ -134,7 +135,8 @@ class Switch(Callback):
             checkpoint.setdefault(_CHECKPOINT_KEY, {})[self.state_key] = state
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Goes on with it."""
+        """Goes on with it, and with nothing else: the same Trainer may have trained further before."""
+        self._start_afresh()
         if state := checkpoint.get(_CHECKPOINT_KEY, {}).get(self.state_key):
             self._load_state(state)
 

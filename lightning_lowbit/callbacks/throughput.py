@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_lowbit.callbacks.precision_summary import PrecisionSummary
 from lightning_lowbit.nn import GemmCounter
-from lightning_lowbit.precision.base import compute_dtype
+from lightning_lowbit.precision.run_settings import compute_dtype
 
 # Dense peaks in FLOP/s (of integers in operations) by what a GEMM is executed in, from NVIDIA's data sheets (which
 # mostly print twice as much, "with sparsity"). The first name that is part of the device's name holds.

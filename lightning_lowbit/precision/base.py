@@ -1,27 +1,25 @@
-"""One precision plugin for every Trainer: it converts the model, and owns all state that quantisation needs.
+"""One precision plugin for every Trainer: it converts the model, and keeps all state that quantisation needs.
 
     Trainer.fit ── convert_module          the model's linear layers become QuantLinear, in place
                 ── train_step_context      autocast; keys of this micro-batch's random bits; amaxes are staged
                 ── optimizer_step          counts the step; amaxes enter their histories
 
-The state (step, micro-batch, phase, changed casts, λ, amaxes) is saved under one key whatever the plugin's class, as
-tensors and primitives, the same on all ranks. The model's ``state_dict`` is untouched: its weights load into the
-unconverted model.
+Layers, their casts and what outlives a step of them belong to its :class:`ConvertedModel`, the scale of the loss to its
+:class:`LossScaling`. The state (step, micro-batch, phase, changed casts, λ, amaxes) is saved under one key whatever the
+plugin's class, as tensors and primitives, the same on all ranks. The model's ``state_dict`` is untouched: its weights
+load into the unconverted model.
 """
 
-import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import fields, is_dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
+from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -29,14 +27,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.amax import AmaxHistories
-from lightning_lowbit.nn.casts import PHASES, PRESETS, SMOOTHINGS, LinearCasts
-from lightning_lowbit.nn.convert import CastsLike, check_backend, check_blend, convert, plan, select, set_phase
-from lightning_lowbit.nn.keys import LayerKeys, clean_name, with_index
-from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
-from lightning_lowbit.nn.smooth_swiglu import smooth_casts, watch_up_projections
+from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
+from lightning_lowbit.nn.convert import CastsLike, check_backend, convert, plan
 from lightning_lowbit.optim.sharding import connect
+from lightning_lowbit.precision.converted_model import ConvertedModel
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
+from lightning_lowbit.precision.run_settings import compute_dtype, global_seed
 from lightning_lowbit.quant.cast import choose
+
+__all__ = ["LowBitPrecision", "compute_dtype"]
 
 _CHECKPOINT_KEY = "lightning_lowbit"
 
@@ -47,47 +46,8 @@ _COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], t
 }
 
 
-def global_seed() -> int:
-    """The seed given to ``lightning.seed_everything``, which leaves it in the environment; 0 without one."""
-    return int(os.environ.get("PL_GLOBAL_SEED", 0))
-
-
-def compute_dtype(plugin: Precision) -> torch.dtype:
-    """What a precision plugin, this package's or Lightning's own, leaves high-precision matrix products to."""
-    if isinstance(plugin, LowBitPrecision):
-        return plugin.compute_dtype
-    names = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
-    return next((dtype for name, dtype in names.items() if name in str(plugin.precision)), torch.float32)
-
-
 def _as_list(patterns: Iterable[str]) -> Iterable[str]:
     return patterns if isinstance(patterns, str) else list(patterns)  # a string is refused when it is used
-
-
-def named_casts(value: CastsLike) -> LinearCasts | str:
-    """Casts from what :meth:`LowBitPrecision.set_casts` takes; of a phase its name.
-
-    Raises:
-        ValueError: there is no such phase or preset, or a field is wrong.
-    """
-    if isinstance(value, str):
-        choose("phase or preset", value, [*PHASES, *PRESETS])
-        return value if value in PHASES else LinearCasts.preset(value)
-    return LinearCasts.of(value)
-
-
-def _primitive(value: Any) -> Any:
-    """Casts as the mapping that :meth:`LinearCasts.of` takes, of what any checkpoint may hold."""
-    if is_dataclass(value):
-        return {field.name: _primitive(getattr(value, field.name)) for field in fields(value) if field.init}
-    if isinstance(value, Mapping):
-        return {key: _primitive(item) for key, item in value.items()}
-    return [_primitive(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _remembers(layer: QuantizedLayer) -> bool:
-    """Whether the casts of a layer need amaxes of former steps."""
-    return layer.full_casts.is_delayed or layer.full_casts.smooth == "channel"
 
 
 class LowBitPrecision(FSDPPrecision):
@@ -114,15 +74,9 @@ class LowBitPrecision(FSDPPrecision):
         fresh_histories: delayed scaling and smoothing start anew, whatever a checkpoint holds of them.
 
     Attributes:
-        phase: the phase in force, set by :meth:`set_phase`.
-        blend: λ of progressive quantisation, 0-d float32, set by :meth:`set_blend`: operands that have a cast are
-            ``x + λ (q(x) - x)``.
         step: optimizer steps taken.
         micro_batch: training steps taken since the last optimizer step.
         scaler: of the loss, or None.
-        skipped_steps: optimizer steps that were left out in fp16, since a gradient was not finite; 0-d int64, on the
-            device. ``step``, Lightning's ``global_step`` and with them learning-rate schedules count them nonetheless,
-            so that a run has the length it was given; how many there were is said at its end.
 
     Raises:
         ValueError: an argument is not one of the above; a pattern matches no layer (when the model is converted).
@@ -162,21 +116,14 @@ class LowBitPrecision(FSDPPrecision):
         if smooth_swiglu is not None:
             choose("kind of smooth_swiglu", smooth_swiglu, SMOOTHINGS)
         check_backend({"": self.casts, **self.overrides}, backend, exact)
-        self.phase = "fqt"
-        self.blend = torch.ones(())
-        self.is_blending = False
         self.step = 0
         self.micro_batch = 0
         self._is_sharded = False
         self._root: nn.Module | None = None
         self._trainer: weakref.ref[Any] | None = None
-        self._model: weakref.ref[Any] | None = None
         self._device = torch.device("cpu")
         self._rank = 0
-        self._keys: LayerKeys | None = None
-        self._histories: AmaxHistories | None = None
-        self._planned: dict[str, LinearCasts] = {}  # by layer, the casts it was converted with
-        self._changed: dict[str, LinearCasts] = {}  # by layer, the casts it has instead
+        self._converted = ConvertedModel()
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -184,13 +131,37 @@ class LowBitPrecision(FSDPPrecision):
         return self._compute_dtype
 
     @property
+    def phase(self) -> str:
+        """The phase in force, set by :meth:`set_phase`."""
+        return self._converted.phase
+
+    @property
+    def phases_set(self) -> int:
+        """How often :meth:`set_phase` was called, also with the phase in force; in this process, not in the run."""
+        return self._converted.phases_set
+
+    @property
+    def blend(self) -> Tensor:
+        """λ of progressive quantisation, 0-d float32, set by :meth:`set_blend`."""
+        return self._converted.blend
+
+    @property
+    def is_blending(self) -> bool:
+        """Whether λ is below 1."""
+        return self._converted.is_blending
+
+    @property
     def histories(self) -> AmaxHistories | None:
         """The amaxes that outlive a step; None before the model is converted."""
-        return self._histories
+        return self._converted.histories
 
     @property
     def skipped_steps(self) -> Tensor:
-        """How many optimizer steps fp16 has skipped, see the class."""
+        """Optimizer steps that were left out in fp16, since a gradient was not finite; 0-d int64, on the device.
+
+        ``step``, Lightning's ``global_step`` and with them learning-rate schedules count them nonetheless, so that a
+        run has the length it was given; how many there were is said at its end.
+        """
         return torch.tensor(0, device="cpu") if self._scaling is None else self._scaling.skipped_steps
 
     # --- conversion and phases ---
@@ -201,48 +172,31 @@ class LowBitPrecision(FSDPPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Converts the model in place."""
-        trainer = getattr(module, "_trainer", None) if isinstance(module, LightningModule) else None
-        if trainer is None:
+        trainer = getattr(module, "_trainer", None)
+        if trainer is None or not isinstance(module, LightningModule):
             raise MisconfigurationException(
                 f"{type(self).__name__} is a plugin of lightning.pytorch.Trainer and converts a LightningModule; it "
                 f"got {type(module).__name__} outside a Trainer. With Fabric or plain PyTorch, call "
                 "lightning_lowbit.convert(model, casts) and set keys with lightning_lowbit.nn.LayerKeys."
             )
         if self._trainer is not None and self._trainer() is not trainer:  # another run
-            self.step, self.micro_batch, self.phase, self._histories = 0, 0, "fqt", None
-            self._changed = {}
+            self.step, self.micro_batch = 0, 0
+            self._converted.start_afresh()
             self.set_blend(1.0)
         if self._scaling is not None and (self._trainer is None or self._trainer() is not trainer):
             self._scaling.restart()  # also the first time: another plugin may have used the same scaler
-        if self._model is not None and self._model() is not module:  # whose amaxes are others
-            self._histories = None
-        self._trainer, self._model = weakref.ref(trainer), weakref.ref(module)
+        self._trainer = weakref.ref(trainer)
+        self._converted.expect(module)
         strategy = trainer.strategy
         if self._scaling is not None:
             self._scaling.check(module, type(strategy).__name__)
         self._device, self._rank = strategy.root_device, trainer.global_rank
         planned = self.plan(module)
         check_backend(planned, self.backend, self.exact, self._device)  # raises before anything is changed
-        convert(
-            module,
-            self.casts,
-            self.skip,
-            self.only,
-            self.overrides,
-            self.exact,
-            self.backend,
-            self.smooth_swiglu,
-        )
+        convert(module, self.casts, self.skip, self.only, self.overrides, self.exact, self.backend, self.smooth_swiglu)
         self._root = module
-        self._keys = LayerKeys(module, self.seed)
-        self._planned = {clean_name(name): casts for name, casts in planned.items()}
-        self._change_casts(self._planned | {n: c for n, c in self._changed.items() if n in self._planned}, module)
-        set_phase(module, self.phase)
+        self._converted.take(module, planned, self.seed)
         self.set_blend(float(self.blend))
-        before, self._histories = self._histories, AmaxHistories(module)
-        self._record(False)
-        if before is not None:  # the same run goes on
-            self._histories.load_state_dict(before.state_dict())
         return module
 
     def set_phase(self, phase: str) -> None:
@@ -251,10 +205,7 @@ class LowBitPrecision(FSDPPrecision):
         Raises:
             ValueError: there is no such phase.
         """
-        self.phase = choose("phase", phase, PHASES)
-        if self._keys is not None:
-            for layer in self._keys.layers.values():
-                layer.casts = layer.full_casts.phase(phase)
+        self._converted.set_phase(phase)
 
     def set_casts(self, casts: Mapping[str, CastsLike]) -> None:
         """Gives layers other casts; the phase stays in force on top of them.
@@ -276,35 +227,14 @@ class LowBitPrecision(FSDPPrecision):
         Example:
             >>> trainer.precision_plugin.set_casts({"lm_head": "bf16", "down_proj": "nvfp4-4over6"})
         """
-        changes = self.resolve_casts(casts)
-        self._changed = {n: c for n, c in {**self._changed, **changes}.items() if c != self._planned[n]}
-        self._renew_casts(changes)
+        self._converted.set_casts(self.resolve_casts(casts))
 
     def resolve_casts(self, casts: Mapping[str, CastsLike]) -> dict[str, LinearCasts]:
         """The casts that :meth:`set_casts` would give to each layer that a pattern matches, without changing anything.
 
         Arguments and errors are the same.
         """
-        model = None if self._model is None else self._model()
-        if self._keys is None or model is None:
-            raise MisconfigurationException(
-                "set_casts changes the casts of converted layers, and no model has been converted yet. Give the "
-                "plugin overrides=..., or change casts once training has started."
-            )
-        given: dict[str, LinearCasts | str] = {pattern: named_casts(value) for pattern, value in casts.items()}
-        matched = {pattern: self._match(pattern, model) for pattern in given}
-        changes: dict[str, LinearCasts] = {}
-        for name, planned in self._planned.items():
-            pattern = next((pattern for pattern in given if name in matched[pattern]), None)
-            if pattern is not None:
-                value = given[pattern]
-                changes[name] = planned.phase(value) if isinstance(value, str) else value
-        if self.smooth_swiglu is not None:
-            raw = {clean_name(name): name for name, _ in model.named_modules() if clean_name(name) in self._planned}
-            casts_of = {name: changes.get(name, layer.full_casts) for name, layer in self._keys.layers.items()}
-            with suppress(ValueError):  # or else no down projection is quantised any more
-                smoothed = smooth_casts(model, {raw[n]: casts_of[n] for n in self._planned}, self.smooth_swiglu)
-                changes = {name: smoothed[raw[name]] for name in changes}
+        changes = self._converted.resolve_casts(casts, self.smooth_swiglu)
         check_backend(changes, self.backend, self.exact, self._device)
         return changes
 
@@ -314,76 +244,18 @@ class LowBitPrecision(FSDPPrecision):
         Raises:
             ValueError: it matches none.
         """
-        model = None if self._model is None else self._model()
-        if self._keys is None or model is None:
-            return {}
-        return {name: self._keys.layers[name].full_casts for name in sorted(self._match(pattern, model))}
-
-    def _match(self, pattern: str, model: nn.Module) -> set[str]:
-        """The converted layers that a pattern matches."""
-        try:
-            return select(list(self._planned), [pattern], "casts", "converted layer")
-        except ValueError:
-            names = [clean_name(n) for n, m in model.named_modules() if isinstance(m, nn.Linear) or is_linear(m)]
-            left = [name for name in names if name not in self._planned]
-            found: list[str] = []
-            with suppress(ValueError):
-                found = sorted(select(left, [pattern], "casts"))
-            if found:
-                raise ValueError(
-                    f"casts: the pattern {pattern!r} matches {', '.join(found)}, left in high precision by skip or "
-                    "only, and casts are given to converted layers. Convert it, with overrides={...: 'bf16'} if it is "
-                    "to begin in high precision."
-                ) from None
-            raise
-
-    def _change_casts(self, casts: Mapping[str, LinearCasts], model: nn.Module) -> set[str]:
-        """Sets casts outside any phase; returns the layers that had others."""
-        assert self._keys is not None
-        layers = self._keys.layers
-        changed = {name for name, new in casts.items() if layers[name].full_casts != new}
-        for name in changed:
-            layers[name].set_casts(casts[name])
-            layers[name].casts = casts[name].phase(self.phase)
-        if changed:
-            watch_up_projections(model)
-        return changed
-
-    def _renew_casts(self, casts: Mapping[str, LinearCasts], keep: bool = True) -> None:
-        """Sets casts outside any phase, and makes histories for what they remember."""
-        model = None if self._model is None else self._model()
-        if self._keys is None or model is None or self._histories is None:
-            return
-        before = self._histories
-        had = {name for name, layer in self._keys.layers.items() if layer.amaxes is not None}
-        changed = self._change_casts(casts, model)
-        if any(name in had or _remembers(self._keys.layers[name]) for name in changed):
-            self._histories = AmaxHistories(model)
-            self._histories.go_on(before, changed)
-            if not keep:  # a checkpoint is about to be loaded, strictly
-                self._histories.renewed.clear()
+        return self._converted.casts_of(pattern)
 
     def set_blend(self, value: float) -> None:
         """Sets λ, how far operands are quantised: from 0 (high precision) to 1 (all the way).
 
-        From one λ below 1 to another nothing is compiled anew; at 1 operands are again what hardware takes.
+        Operands that have a cast are ``x + λ (q(x) - x)``. From one λ below 1 to another nothing is compiled anew; at 1
+        operands are again what hardware takes.
 
         Raises:
             ValueError: a number outside [0, 1].
         """
-        self.blend.fill_(check_blend(value))
-        self.is_blending = value < 1
-        self._share_blend()
-
-    @torch.inference_mode(False)  # evaluation may be what moves it, and it is refilled in training
-    def _place_blend(self) -> None:
-        self.blend = self.blend.to(self._device)
-        self._share_blend()
-
-    def _share_blend(self) -> None:
-        if self._keys is not None:
-            for layer in self._keys.layers.values():
-                layer.blend = self.blend if self.is_blending else None
+        self._converted.set_blend(value)
 
     # --- one step ---
 
@@ -393,12 +265,7 @@ class LowBitPrecision(FSDPPrecision):
 
     def forward_context(self) -> AbstractContextManager[None]:
         """Autocast to the compute dtype."""
-        if self._keys is not None and self._histories is not None:
-            self._keys.fill_(self.step, self.micro_batch, self._rank, self._device)
-            self._histories.to_(self._device)
-            self._record(False)
-            if self.blend.device != with_index(self._device):
-                self._place_blend()
+        self._converted.prepare(self.step, self.micro_batch, self._rank, self._device)
         if self._compute_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._compute_dtype)
@@ -407,10 +274,10 @@ class LowBitPrecision(FSDPPrecision):
     def train_step_context(self) -> Generator[None, None, None]:
         """The forward context, with random bits of this micro-batch's own (the backward pass still uses them)."""
         with self.forward_context():
-            self._record(True)
+            self._converted.record(True)
             yield
         if not self._is_automatic:  # its backward passes and steps were in here
-            self._record(False)
+            self._converted.record(False)
             self._update_scale()
         self.micro_batch += 1
 
@@ -424,13 +291,9 @@ class LowBitPrecision(FSDPPrecision):
         Args:
             number: of the draw, 0 or more; each has bits of its own.
         """
-        with self.forward_context():
-            if self._keys is None or self._histories is None:
-                yield
-                return
-            self._keys.fill_(self.step, -1 - number, self._rank, self._device)  # no micro-batch has a number below 0
-            with self._histories.forgetting():
-                yield
+        draw = self._converted.another_draw(number, self.step, self._rank, self._device)
+        with self.forward_context(), draw:
+            yield
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scales the loss of fp16; by hand, a backward pass after steps begins anew."""
@@ -440,18 +303,14 @@ class LowBitPrecision(FSDPPrecision):
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Ends what belongs to a micro-batch: the backward pass may compute activations again, hooks may evaluate."""
         if self._is_automatic:
-            self._record(False)
+            self._converted.record(False)
         return super().post_backward(tensor, module)
 
     @property
     def _is_automatic(self) -> bool:
         """Whether Lightning runs backward passes and steps, after ``training_step``; if not, that runs them itself."""
-        model = None if self._model is None else self._model()
+        model = self._converted.model
         return model is None or model.automatic_optimization
-
-    def _record(self, on: bool) -> None:
-        if self._histories is not None:
-            self._histories.recording = on
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
@@ -463,10 +322,9 @@ class LowBitPrecision(FSDPPrecision):
             result = self._step_scaled(self._scaling, optimizer, model, closure, **kwargs)
         self.step += 1
         self.micro_batch = 0
-        if self._histories is not None:
-            self._histories.advance_(self._maximum_over_ranks)
+        self._converted.advance_()
         if self._is_automatic:  # also where there was no backward pass
-            self._record(False)
+            self._converted.record(False)
         return result
 
     def _step_scaled(
@@ -486,13 +344,8 @@ class LowBitPrecision(FSDPPrecision):
 
     def _update_scale(self) -> None:
         growth = None if self._scaling is None else self._scaling.update()
-        if growth is not None and self._histories:
-            self._histories.scale_gradients_(growth)
-
-    @staticmethod
-    def _maximum_over_ranks(tensor: Tensor) -> None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        if growth is not None and self.histories:
+            self.histories.scale_gradients_(growth)
 
     # --- gradient clipping, on every strategy ---
 
@@ -528,13 +381,9 @@ class LowBitPrecision(FSDPPrecision):
         """Adds the state under a key that does not depend on the plugin's class."""
         state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
         state["blend"] = self.blend.cpu().clone()
-        if self._changed:
-            state["casts"] = {name: _primitive(casts) for name, casts in self._changed.items()}
         if self._scaling is not None:
             state |= self._scaling.state_dict()
-        if self._histories:
-            state |= self._histories.state_dict()
-        checkpoint[_CHECKPOINT_KEY] = state
+        checkpoint[_CHECKPOINT_KEY] = state | self._converted.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Takes the state of a checkpoint; one that was saved without this plugin, or weights only, has none.
@@ -558,24 +407,13 @@ class LowBitPrecision(FSDPPrecision):
             )
         if self._scaling is not None:
             self._scaling.load_state_dict(state)
-        self._load_casts(state)
-        self._load_histories(state)
+        # Amaxes of output gradients are those under the checkpoint's scale of the loss; none is a scale of 1.
+        before = state.get("scaler", {}).get("scale", 1.0)
+        after = 1.0 if self.scaler is None else self.scaler.get_scale()
+        self._converted.load_state_dict(state, self.fresh_histories, after / before if before > 0 else 1.0)
         self.step, self.micro_batch = state["step"], state["micro_batch"]
         self.set_phase(state["phase"])
         self.set_blend(float(state.get("blend", 1.0)))
-
-    def _load_casts(self, state: Mapping[str, Any]) -> None:
-        """Before the histories, which are those of what the casts remember."""
-        self._changed = {name: LinearCasts.of(casts) for name, casts in state.get("casts", {}).items()}
-        if self._keys is None:
-            return
-        missing = [name for name in self._changed if name not in self._planned]
-        if missing:
-            rank_zero_warn(
-                f"The checkpoint holds casts of layers that this run does not convert: {', '.join(missing)}; they stay "
-                "in high precision."
-            )
-        self._renew_casts({n: self._changed.get(n, planned) for n, planned in self._planned.items()}, keep=False)
 
     def teardown(self) -> None:
         """Says how many steps of a training were skipped."""
@@ -583,18 +421,3 @@ class LowBitPrecision(FSDPPrecision):
         trainer = None if self._trainer is None else self._trainer()
         if self._scaling is not None and trainer is not None and trainer.state.fn == "fit":
             self._scaling.report(self.step)
-
-    def _load_histories(self, state: Mapping[str, Any]) -> None:
-        if self.fresh_histories or not self._histories:
-            return
-        if "amax_history" not in state:
-            rank_zero_warn(
-                "The checkpoint holds no amax histories (it was trained without delayed scaling and smoothing): they "
-                "start empty, and the first step scales by its own amaxes."
-            )
-            return
-        self._histories.load_state_dict(state)
-        # Those of output gradients are amaxes under the checkpoint's scale of the loss; none is a scale of 1.
-        before = state.get("scaler", {}).get("scale", 1.0)
-        after = 1.0 if self.scaler is None else self.scaler.get_scale()
-        self._histories.scale_gradients_(torch.tensor(after / before if before > 0 else 1.0, device="cpu"))

@@ -19,13 +19,14 @@ from tests.launch import take_part
 from tests.optim.distributed import full
 from tests.optim.trainers import FSDPOnCPU
 
-RANKS, STEPS = 2, 4
+RANKS, STEPS, HALF = 2, 3, 2
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": DDPStrategy,
     "ddp, static graph": lambda: DDPStrategy(static_graph=True),
     "ddp, unused parameters": lambda: DDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=True),
-    "fsdp1": FSDPOnCPU,
+    "fsdp1": lambda: FSDPOnCPU(state_dict_type="sharded"),
+    "fsdp1, flat": lambda: FSDPOnCPU(use_orig_params=False),
     "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
 }
 E2M1 = {"element": "e2m1", "scale": {"block": 16, "format": "e4m3", "two_level": True}}
@@ -36,13 +37,21 @@ CASTS = {
     "everything": LinearCasts.preset("nvfp4"),
     "nearest": LinearCasts(fprop_w=Cast(**E2M1), fprop_x=Cast(**E2M1)),
 }
-# Of strategy, casts and micro-batches in a step.
+# Of strategy, casts and micro-batches in a step: two draws.
 RUNS = [
-    *((strategy, "weight", micro) for strategy in ("ddp", "fsdp1", "fsdp2") for micro in (1, 2)),
-    *((strategy, "everything", 1) for strategy in STRATEGIES),
-    *((strategy, "everything", 2) for strategy in ("ddp", "fsdp1", "fsdp2")),
-    *((strategy, "nearest", 1) for strategy in ("ddp", "fsdp1", "fsdp2")),
+    ("ddp", "weight", 1),
+    ("fsdp1", "weight", 2),
+    ("fsdp2", "weight", 1),
+    ("ddp", "everything", 2),
+    ("ddp, static graph", "everything", 1),
+    ("ddp, unused parameters", "everything", 1),
+    ("fsdp1", "everything", 1),
+    ("fsdp2", "everything", 2),
+    ("fsdp1", "nearest", 1),
+    ("fsdp2", "nearest", 1),
 ]
+# Strategies under which layers are asked.
+ASKED = ("ddp", "fsdp1", "fsdp1, flat", "fsdp2")
 
 
 class Regression(LightningModule):
@@ -72,7 +81,8 @@ class Regression(LightningModule):
         return self.body(x)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        generator = torch.Generator().manual_seed(batch_idx)
+        micro = batch_idx % self.trainer.accumulate_grad_batches  # a resumed run may count batches from elsewhere
+        generator = torch.Generator().manual_seed(100 * self.trainer.global_step + micro)
         x, y = torch.randn(32, 16, generator=generator), torch.randn(32, 1, generator=generator)
         x, y = (t.chunk(self.trainer.world_size)[self.global_rank] for t in (x, y))
         return 3 * F.mse_loss(self(x).float(), y)
@@ -81,7 +91,7 @@ class Regression(LightningModule):
         return DataLoader(range(64))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.trainer.model.parameters(), lr=0.02)  # type: ignore[union-attr]
+        return torch.optim.SGD(self.trainer.model.parameters(), lr=0.02, momentum=0.5)  # type: ignore[union-attr]
 
     def on_train_end(self) -> None:
         """Notes all weights: after ``fit`` the strategy has taken the model down."""
@@ -114,43 +124,88 @@ class Gradients(Callback):
         source.take = watched
 
 
-def train(name: str, casts: str, micro: int, measured: bool = True) -> Any:
-    """Measurements, weights at the end, and whether gradients stayed what they were.
+class Save(Callback):
+    """Leaves a checkpoint at the end, while the strategy still has the model."""
 
-    Without a strategy in one process.
-    """
-    monitor = GradientNoiseMonitor(1, average=1, layers=[r"body\.\d"])
-    gradients = Gradients(monitor)
-    trainer = Trainer(
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def trainer(name: str, casts: str, *callbacks: Callback, **kwargs: Any) -> Trainer:
+    """Without a strategy in one process."""
+    defaults = {
+        "max_steps": STEPS,
+        "log_every_n_steps": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+    }
+    return Trainer(
         accelerator="cpu",
         strategy=STRATEGIES[name]() if name in STRATEGIES else "auto",
         devices=RANKS if name in STRATEGIES else 1,
         plugins=[LowBitPrecision(CASTS[casts], compute_dtype="bf16" if casts == "nearest" else "fp32", seed=5)],
-        callbacks=[monitor] if measured else None,
-        max_steps=STEPS,
-        accumulate_grad_batches=micro,
-        log_every_n_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        callbacks=list(callbacks),
+        **{**defaults, **kwargs},
     )
+
+
+def layers_of(run: Trainer) -> dict[str, float]:
+    """What was logged of layers, and of all together."""
+    return {name: float(value) for name, value in run.callback_metrics.items() if name.startswith("gradient")}
+
+
+def train(name: str, casts: str, micro: int, measured: bool = True) -> Any:
+    """Measurements by two draws, weights at the end, and whether gradients stayed what they were."""
+    monitor = GradientNoiseMonitor(1, average=1, layers=[r"body\.\d"])
+    gradients = Gradients(monitor)
+    run = trainer(name, casts, *([monitor] if measured else []), accumulate_grad_batches=micro)
     model = Regression(0.0 if casts == "weight" else 0.2, name == "fsdp2", "unused" in name)
-    torch.manual_seed(1 + trainer.global_rank)
-    trainer.fit(model)
-    layers = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("gradient")}
+    torch.manual_seed(1 + run.global_rank)
+    run.fit(model)
     return {
         "measurements": monitor.measurements(),
-        "layers": layers,
+        "layers": layers_of(run),
         "weights": model.whole,
         "same gradients": gradients.same,
         "random": torch.rand(4),
     }
 
 
+def ask(name: str, measured: bool = True, steps: int = STEPS, start: str | None = None, end: str | None = None) -> Any:
+    """Measurements by layers, and weights at the end.
+
+    Args:
+        name: of the strategy.
+        measured: whether there is a monitor.
+        steps: at which it stops.
+        start: the checkpoint from which it goes on.
+        end: where to leave one.
+    """
+    monitor = GradientNoiseMonitor(1, kind="layers", average=STEPS, layers=[r"body\.\d"])
+    # An epoch is a step: Lightning resumes with the next epoch.
+    kwargs: Any = {"max_steps": steps, "limit_train_batches": 1}
+    callbacks = [*([monitor] if measured else []), *([Save(end)] if end is not None else [])]
+    run = trainer(name, "everything", *callbacks, **kwargs)
+    model = Regression(shard=name == "fsdp2")
+    torch.manual_seed(1)
+    run.fit(model, ckpt_path=start)
+    return {"measurements": monitor.measurements(), "layers": layers_of(run), "weights": model.whole}
+
+
 def work() -> dict[str, Any]:
-    return {(*run, measured): train(*run, measured) for run in RUNS for measured in (True, False)}
+    found: dict[Any, Any] = {(*run, measured): train(*run, measured) for run in RUNS for measured in (True, False)}
+    for name in ASKED:
+        found[name, True], found[name, False] = ask(name), ask(name, measured=False)
+        if "flat" not in name:
+            ask(name, steps=HALF, end=f"{name}.ckpt")
+            found[name, "resumed"] = ask(name, start=f"{name}.ckpt")
+    return found
 
 
 if __name__ == "__main__":

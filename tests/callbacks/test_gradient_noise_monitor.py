@@ -22,6 +22,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -30,15 +31,18 @@ from lightning_lowbit import (
     FP8Precision,
     GradientNoiseMonitor,
     LinearCasts,
+    LossScaleMonitor,
     LowBitPrecision,
     PrecisionSwitch,
+    QuantizationMonitor,
     RunReport,
     StaticGradScaler,
     convert,
 )
+from lightning_lowbit.callbacks.monitor import LooksAway, Monitor
 from lightning_lowbit.callbacks.report_page import Chart, Text
 from lightning_lowbit.nn import LayerKeys
-from tests.callbacks.noisy import E2M1, RANKS, RUNS, STEPS, STOCHASTIC, train
+from tests.callbacks.noisy import ASKED, E2M1, RANKS, RUNS, STEPS, STOCHASTIC, train
 from tests.callbacks.reads import counted
 from tests.launch import launch
 
@@ -150,6 +154,40 @@ def test_averaged_over_the_last_measurements() -> None:
     assert ratios(averaged)[0] == ratios(single)[0] != ratios(averaged)[1]
 
 
+@pytest.mark.parametrize("kind", ["draws", "layers"])
+def test_not_averaged_over_a_switch(kind: str) -> None:
+    """In finetuning nothing is rounded stochastically; back in training the window is that of other weights."""
+    monitor, single = GradientNoiseMonitor(1, kind, average=5), GradientNoiseMonitor(1, kind, average=1)
+    for one in (monitor, single):
+        switches = [PrecisionSwitch("qaf", step=3), PrecisionSwitch("fqt", step=6)]
+        trainer(NOISY.replace(fprop_w=Cast(**E2M1)), *switches, one, max_steps=8).fit(Model(0.1, 8))
+        assert [ratio == math.inf for ratio in ratios(one)] == [False] * 3 + [True] * 3 + [False] * 2
+    assert ratios(monitor)[6] == ratios(single)[6]
+    assert ratios(monitor)[7] != ratios(single)[7], "the window did not fill again"
+
+
+@pytest.mark.parametrize("change", ["casts", "blend", "phase"])
+def test_not_averaged_over_a_change_of_precision(change: str) -> None:
+    class Changes(Callback):
+        def on_train_batch_start(self, run: Trainer, *_: Any) -> None:
+            plugin: Any = run.precision_plugin
+            if run.global_step in (3, 5):  # the second time it is no change
+                {
+                    "casts": lambda: plugin.set_casts({"net.2": NOISY.replace(dgrad_w=None)}),
+                    "blend": lambda: plugin.set_blend(0.1 * run.global_step),
+                    "phase": lambda: plugin.set_phase("hp-forward"),
+                }[change]()
+
+    monitor, lengths = GradientNoiseMonitor(1), list[int]()
+
+    class Look(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            lengths.append(len(monitor.state_dict()["window"]))
+
+    trainer(NOISY, Changes(), monitor, Look()).fit(Model())
+    assert lengths == [1, 2, 3, 1, 2, 3]
+
+
 @pytest.mark.parametrize("micro", [1, 2])
 def test_accumulation_draws_twice_of_the_last_micro_batch(micro: int) -> None:
     """The same gradient, so that the ratio has to be the same, too, but for other bits."""
@@ -199,6 +237,67 @@ def test_a_backward_pass_of_the_modules_own_is_not_compared() -> None:
     assert dict(model.calls)[1] == 3
 
 
+@pytest.mark.parametrize("where", ["hook", "module", "callback", "monitor"])
+def test_gradients_that_others_may_have_changed_are_not_compared(where: str) -> None:
+    """Once that of training is doubled, only two further draws tell that there is no noise."""
+
+    def double(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(2)
+
+    class Doubles(Model):
+        def on_train_start(self) -> None:
+            if where == "hook":
+                self.net[0].weight.register_post_accumulate_grad_hook(double)
+
+    class Own(Doubles):
+        def on_after_backward(self) -> None:
+            double(self.net[0].weight)
+
+    class Other(Callback):
+        def on_after_backward(self, run: Trainer, module: Any) -> None:
+            double(module.net[0].weight)
+
+    class Looks(Monitor):
+        def on_after_backward(self, run: Trainer, module: Any) -> None:
+            pass
+
+    others = {"callback": [Other()], "monitor": [Looks()]}.get(where, [])
+    monitor, model = GradientNoiseMonitor(1), (Own if where == "module" else Doubles)()
+    trainer(NEAREST, *others, monitor).fit(model)
+    assert ratios(monitor) == [math.inf] * 6
+    assert dict(model.calls) == dict.fromkeys(range(1, 7), 2 if where == "monitor" else 3)
+
+
+@pytest.mark.parametrize("missing", ["of training", "of the draw"])
+def test_a_gradient_beside_a_missing_one_is_no_measurement(missing: str) -> None:
+    class Skips(Model):
+        def loss(self, x: Tensor) -> Tensor:
+            is_draw = dict(self.calls)[self.trainer.global_step + 1] == 2
+            skips = self.trainer.global_step >= 2 and is_draw == (missing == "of the draw")
+            return (self.net[0](x) if skips else self.net(x)).square().mean()
+
+    monitor = GradientNoiseMonitor(1, average=1, layers=["net.*"])
+    run = fit(Skips(), monitor)
+    assert [step for step, _ in monitor.measurements()] == [1, 2]
+    found = {name: float(value) for name, value in run.callback_metrics.items()}
+    assert math.isnan(found[METRIC])
+    assert math.isnan(found[f"{METRIC}/net.2"])
+    assert 0 < found[f"{METRIC}/net.0"] < math.inf
+
+
+def test_a_layer_without_a_gradient_in_both_draws_counts_for_nothing() -> None:
+    class Unused(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Linear(32, 32)
+
+    monitor = GradientNoiseMonitor(1, layers=["unused"])
+    run = fit(Unused(), monitor)
+    assert 0 < ratios(monitor)[-1] < math.inf
+    assert run.callback_metrics[f"{METRIC}/unused"] == math.inf
+
+
 def test_weights_that_are_shared_or_frozen() -> None:
     class Shared(Model):
         def __init__(self, frozen: bool = False) -> None:
@@ -229,10 +328,186 @@ def test_nothing_quantised_nothing_measured() -> None:
     assert dict(model.calls) == {1: 2, 2: 2, 3: 1, 4: 1, 5: 2, 6: 2}
 
 
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+class ByHand(Callback):
+    """Of each step, by layer: Σ (dW - dW')² and Σ dW'², of the last backward pass, from what hooks saw and `.grad`.
+
+    Attributes:
+        rows: of each step; once for all layers, by ``""``.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, tuple[float, float]]] = []
+        self._before: dict[str, Tensor] = {}
+        self._exact: dict[str, Tensor] = {}
+
+    def on_train_start(self, run: Trainer, module: LightningModule) -> None:
+        for name in ("net.0", "net.2"):
+            layer = module.get_submodule(name)
+
+            def look(layer: Any, inputs: tuple[Tensor], y: Tensor, name: str = name) -> None:
+                (x,) = inputs
+                dtype = y.dtype  # what autocast computes in
+
+                def gradient(g: Tensor) -> None:
+                    exact = g.to(dtype).double().flatten(0, -2).t() @ x.to(dtype).double().flatten(0, -2)
+                    self._exact[name] = exact.detach()
+                    grad = layer.weight.grad
+                    self._before[name] = torch.zeros_like(exact) if grad is None else grad.double().clone()
+
+                y.register_hook(gradient)
+
+            layer.register_forward_hook(look)
+
+    def on_after_backward(self, run: Trainer, module: LightningModule) -> None:
+        if run.fit_loop._should_accumulate():
+            return
+        found = {}
+        for name, exact in self._exact.items():
+            dw = module.get_submodule(name).weight.grad.double() - self._before[name]  # type: ignore[union-attr, operator]
+            found[name] = (float((dw - exact).square().sum()), float(exact.square().sum()))
+        found[""] = tuple(map(sum, zip(*found.values(), strict=True)))  # type: ignore[assignment]
+        self.rows.append(found)
+
+    def ratio(self, steps: slice, name: str = "") -> float:
+        noise, signal = (sum(row[name][i] for row in self.rows[steps]) for i in (0, 1))
+        return math.sqrt(signal / noise) if noise else math.inf
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("preset", ["nvfp4", "nvfp4-nvidia", "ternary", "fp8-delayed"])
+def test_layers_by_hand(preset: str, micro: int) -> None:
+    """The norm of dW' over that of dW - dW', of the last micro-batch, averaged; all layers weigh as their elements."""
+    monitor, hand = GradientNoiseMonitor(2, kind="layers", average=2, layers=["net.*"]), ByHand()
+    torch.manual_seed(1)
+    plugin = LowBitPrecision(preset, compute_dtype="fp32", seed=2)
+    run = trainer(plugin, monitor, hand, accumulate_grad_batches=micro)
+    run.fit(model := Model(0.1, 4))
+    expected = [hand.ratio(slice(1, 2)), hand.ratio(slice(1, 4, 2)), hand.ratio(slice(3, 6, 2))]
+    assert [step for step, _ in monitor.measurements()] == [2, 4, 6]
+    assert ratios(monitor) == pytest.approx(expected, rel=1e-4)
+    assert all(ratio < 1e3 for ratio in expected)
+    found = {name: float(value) for name, value in run.callback_metrics.items()}
+    wanted = {f"{METRIC}/{name}": hand.ratio(slice(3, 6, 2), name) for name in ("net.0", "net.2")}
+    assert found == pytest.approx({METRIC: expected[-1], **wanted}, rel=1e-4)
+    assert dict(model.calls) == dict.fromkeys(range(1, 7), micro), "no step runs twice"
+
+
+def test_layers_in_the_phase_of_finetuning_have_no_noise() -> None:
+    monitor = GradientNoiseMonitor(1, kind="layers", average=1)
+    plugin = LowBitPrecision("nvfp4", compute_dtype="bf16", seed=2)
+    run = trainer(plugin, monitor, PrecisionSwitch("qaf", step=3), PrecisionSwitch("bf16", step=5))
+    run.fit(Model(0.1))
+    assert [step for step, _ in monitor.measurements()] == [1, 2, 3, 4, 5]
+    assert [ratio == math.inf for ratio in ratios(monitor)] == [False] * 3 + [True] * 2
+    (chart, text) = monitor.report_sections(run)[0].blocks
+    assert isinstance(chart, Chart)
+    monitor = GradientNoiseMonitor(1, kind="layers")
+    run = trainer(LinearCasts(fprop_w=Cast(**E2M1)), monitor)
+    run.fit(Model())
+    (text,) = monitor.report_sections(run)[0].blocks
+    assert isinstance(text, Text)
+    assert "none of their operands was quantised" in text.text
+
+
+def test_layers_that_are_frozen_are_left_out() -> None:
+    model = Model()
+    model.net[0].weight.requires_grad_(False)
+    monitor, hand = GradientNoiseMonitor(1, kind="layers", layers=["net.*"]), GradientNoiseMonitor(1, kind="layers")
+    run = fit(model, monitor)
+    assert set(run.callback_metrics) == {METRIC, f"{METRIC}/net.2"}
+    model.net.requires_grad_(False)
+    model.bias = nn.Parameter(torch.zeros(()))
+    model.loss = lambda x: Model.loss(model, x + model.bias)  # type: ignore[method-assign, operator]
+    fit(model, hand)
+    assert ratios(hand) == []
+
+
+def test_layers_are_asked_in_measured_steps_only() -> None:
+    class Look(Callback):
+        def on_before_backward(self, run: Trainer, module: Any, loss: Tensor) -> None:
+            asked.append(all(layer.gradient_sums is not None for layer in (module.net[0], module.net[2])))
+
+        def on_train_batch_end(self, run: Trainer, module: Any, *_: Any) -> None:
+            assert "gradient_sums" not in vars(module.net[0])
+
+    class Fails(Model):
+        def on_before_backward(self, loss: Tensor) -> None:
+            if self.trainer.global_step == 5:
+                raise RuntimeError("of the step's own")
+
+    asked: list[bool] = []
+    run = trainer(NOISY, GradientNoiseMonitor(3, kind="layers"), Look(), accumulate_grad_batches=2)
+    with pytest.raises(RuntimeError, match="of the step's own"):
+        run.fit(model := Fails())
+    # Micro-batches of steps 1 to 5, and the first one of the sixth, which failed.
+    assert asked == [False, False, False, False, False, True, *[False] * 4, False]
+    assert "gradient_sums" not in vars(model.net[0])
+
+
+def test_a_step_of_layers_that_fails() -> None:
+    class Fails(Model):
+        def on_before_backward(self, loss: Tensor) -> None:
+            assert self.net[0].gradient_sums is not None
+            raise RuntimeError("of the step's own")
+
+    with pytest.raises(RuntimeError, match="of the step's own"):
+        trainer(NOISY, GradientNoiseMonitor(1, kind="layers")).fit(model := Fails())
+    assert "gradient_sums" not in vars(model.net[0])
+
+
+def test_compiled_layers_measure_the_same_and_compile_twice() -> None:
+    """With and without rows; not once for each measurement."""
+
+    class Plain(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return self.loss(batch)
+
+    found, graphs = [], []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        model, monitor = Plain(0.1, 4), GradientNoiseMonitor(2, kind="layers", layers=["net.*"])
+        counter = CompileCounterWithBackend("aot_eager")
+        compiles: Any = torch.compile(model, backend=counter) if is_compiled else model
+
+        class Look(Callback):
+            def on_train_batch_end(self, *_: Any) -> None:
+                graphs.append(counter.frame_count)  # noqa: B023
+
+        torch.manual_seed(1)
+        run = trainer(LowBitPrecision("nvfp4", compute_dtype="fp32", seed=2), monitor, Look(), max_steps=8)
+        run.fit(compiles)
+        values = {name: float(value) for name, value in run.callback_metrics.items()}
+        found.append((ratios(monitor), values, model.state_dict()))
+    torch._dynamo.reset()
+    eager, compiled = found
+    assert compiled[0] == pytest.approx(eager[0], rel=1e-6)
+    assert compiled[1] == pytest.approx(eager[1], rel=1e-6)
+    assert_equal(compiled[2], eager[2])
+    once = graphs[8]
+    assert once > 0
+    assert graphs == [0] * 8 + [once] + [2 * once] * 7
+
+
+def test_layers_do_not_mind_an_iterator() -> None:
+    class Iterates(Model):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            return self.loss(next(dataloader_iter)[0])
+
+    monitor = GradientNoiseMonitor(1, kind="layers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning warns of it
+        fit(Iterates(), monitor, max_steps=3)
+    assert [step for step, _ in monitor.measurements()] == [1, 2, 3]
+
+
 # --- fp16 -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_ratio_does_not_depend_on_the_scale_of_the_loss() -> None:
+@pytest.mark.parametrize("kind", ["draws", "layers"])
+def test_the_ratio_does_not_depend_on_the_scale_of_the_loss(kind: str) -> None:
     """The backward pass computes in fp16, where powers of two change no digit; nor do scales that change on the way."""
 
     class Grows(Callback):
@@ -241,18 +516,20 @@ def test_the_ratio_does_not_depend_on_the_scale_of_the_loss() -> None:
 
     found = []
     for scale, others in ((2.0**4, ()), (2.0**9, ()), (2.0**5, (Grows(),))):
-        monitor = GradientNoiseMonitor(1)
+        monitor = GradientNoiseMonitor(1, kind)
         plugin = LowBitPrecision(NOISY, compute_dtype="fp16", scaler=StaticGradScaler(scale, device="cpu"), seed=2)
         torch.manual_seed(1)
         trainer(plugin, monitor, *others).fit(Model(0.01))
         found.append(ratios(monitor))
     assert len(found[0]) == 6
-    assert found[1] == found[0]
-    assert found[2] == found[0]
+    rel = 0 if kind == "draws" else 1e-4  # dW' is rounded to fp16, below its smallest normal number too
+    assert found[1] == pytest.approx(found[0], rel=rel)
+    assert found[2] == pytest.approx(found[0], rel=rel)
 
 
-def test_an_overflow_is_no_measurement() -> None:
-    monitor = GradientNoiseMonitor(1, average=2)
+@pytest.mark.parametrize("kind", ["draws", "layers"])
+def test_an_overflow_is_no_measurement(kind: str) -> None:
+    monitor = GradientNoiseMonitor(1, kind, average=2)
     plugin = LowBitPrecision(NOISY, compute_dtype="fp16", scaler=torch.amp.GradScaler("cpu", 2.0**24), seed=2)
     run = trainer(plugin, monitor, max_steps=16)
     with warnings.catch_warnings():
@@ -355,12 +632,17 @@ PLUGINS: dict[str, Callable[[], LowBitPrecision]] = {
 }
 
 
-@pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("make", PLUGINS.values(), ids=PLUGINS)
-def test_a_run_that_is_measured_is_the_run_that_is_not(make: Callable[[], LowBitPrecision], micro: int) -> None:
+@pytest.mark.parametrize(
+    ("plugin", "micro", "kind"),
+    [
+        *((plugin, micro, "draws") for plugin in PLUGINS for micro in (1, 2)),
+        *((plugin, 2, "layers") for plugin in PLUGINS),
+    ],
+)
+def test_a_run_that_is_measured_is_the_run_that_is_not(plugin: str, micro: int, kind: str) -> None:
     """And where rounding draws nothing, a further draw is the training step to the bit: all states were put back."""
-    found = []
-    for monitor in (GradientNoiseMonitor(2), Callback()):
+    found, make = [], PLUGINS[plugin]
+    for monitor in (GradientNoiseMonitor(2, kind), Callback()):
         random.seed(1)
         np.random.seed(1)
         model = Stateful()
@@ -369,7 +651,7 @@ def test_a_run_that_is_measured_is_the_run_that_is_not(make: Callable[[], LowBit
         found.append({**left_behind(model, run), "curves": curves})
         if isinstance(monitor, GradientNoiseMonitor):
             assert [step for step, _ in monitor.measurements()] == [2, 4, 6]
-            noisy = make in (PLUGINS["nvfp4"], PLUGINS["fp16"])
+            noisy = kind == "layers" or plugin in ("nvfp4", "fp16")
             assert all((ratio < 1e3) == noisy and (ratio == math.inf) != noisy for ratio in ratios(monitor))
     assert_equal(*found)
     assert len(found[0]["losses"]) == 6 * micro
@@ -456,7 +738,7 @@ def test_a_step_that_fails(at: int) -> None:
 
 
 def test_callbacks_that_look_at_passes_can_look_away() -> None:
-    class Hooked(Callback):
+    class Hooked(Callback, LooksAway):
         def __init__(self) -> None:
             self.passes, self.is_paused = 0, False
 
@@ -467,7 +749,7 @@ def test_callbacks_that_look_at_passes_can_look_away() -> None:
             module.net[0].register_forward_pre_hook(look)
 
         @contextmanager
-        def pause(self) -> Generator[None, None, None]:
+        def look_away(self) -> Generator[None, None, None]:
             self.is_paused = True
             yield
             self.is_paused = False
@@ -476,6 +758,89 @@ def test_callbacks_that_look_at_passes_can_look_away() -> None:
     trainer(NOISY, hooked, GradientNoiseMonitor(1)).fit(model := Model())
     assert hooked.passes == 6
     assert dict(model.calls)[1] == 2, "no draw"
+
+
+def test_methods_of_the_same_name_are_left_alone() -> None:
+    class Clock(Callback):
+        def look_away(self) -> None:
+            raise AssertionError("somebody else's method")
+
+        pause = look_away
+
+    monitor = GradientNoiseMonitor(1)
+    trainer(NOISY, Clock(), monitor).fit(Model())
+    assert len(ratios(monitor)) == 6
+
+
+def test_the_quantization_monitor_does_not_see_draws() -> None:
+    """Layers measure nothing in a draw, though their attributes are put back before it."""
+
+    class Look(Model):
+        def loss(self, x: Tensor) -> Tensor:
+            seen.append(self.net[0].operand_sums is not None)
+            return super().loss(x)
+
+    seen: list[bool] = []
+    found = []
+    for others in ([GradientNoiseMonitor(1)], []):
+        seen.clear()
+        run = trainer(NOISY, QuantizationMonitor(), *others)
+        run.fit(Look(0.1))
+        assert seen == ([True, False] if others else [True]) * 6
+        metrics = run.callback_metrics.items()
+        found.append({name: float(value) for name, value in metrics if not name.startswith("gradient")})
+    assert found[0] == found[1] != {}
+
+
+@pytest.mark.parametrize("layout", ["inference", "expanded", "sparse", "csr", "nested"])
+def test_tensors_that_cannot_be_written_to(layout: str) -> None:
+    """A module may keep what it made in validation, whose tensors are those of inference."""
+
+    class Caches(Model):
+        mask: Tensor | None = None
+
+        def loss(self, x: Tensor) -> Tensor:
+            if self.mask is None:
+                self.mask = {
+                    "inference": lambda: torch.ones(3, 3),
+                    "expanded": lambda: torch.ones(3).expand(3, 3),
+                    "sparse": lambda: torch.eye(3).to_sparse(),
+                    "csr": lambda: torch.eye(3).to_sparse_csr(),
+                    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+                }[layout]()
+            return super().loss(x)
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.loss(batch)
+
+        val_dataloader = Model.train_dataloader
+
+    monitor, model = GradientNoiseMonitor(1), Caches()
+    run = trainer(NOISY, monitor, limit_val_batches=1, num_sanity_val_steps=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of prototypes in torch, and of few workers
+        if layout == "inference":
+            run.validate(model, verbose=False)
+        else:  # made in no graph, and by no validation
+            model.loss(model.data[0])
+        run.fit(model)
+    assert model.mask is not None
+    assert model.mask.is_inference() == (layout == "inference")
+    assert len(ratios(monitor)) == 6
+
+
+def test_a_tensor_of_one_element_is_put_back_whatever_its_stride() -> None:
+    class Counts(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count_", torch.empty_strided((1,), (0,)).zero_())
+
+        def loss(self, x: Tensor) -> Tensor:
+            self.count_ += 1
+            return super().loss(x)
+
+    fit(model := Counts(), GradientNoiseMonitor(1))
+    assert model.count_.tolist() == [6]
 
 
 class Checkpointed(Model):
@@ -493,6 +858,20 @@ def test_activation_checkpointing(casts: LinearCasts) -> None:
     fit(Checkpointed(), monitor, LowBitPrecision(casts, seed=2))
     assert len(ratios(monitor)) == 6
     assert all((ratio == math.inf) == (casts is NEAREST) for ratio in ratios(monitor))
+
+
+def test_a_backward_pass_runs_outside_of_autocast() -> None:
+    """As in training, where a product of float32 stays one."""
+
+    class Wide(Model):
+        def loss(self, x: Tensor) -> Tensor:
+            y = self.net(x).float()
+            with torch.autocast("cpu", enabled=False):
+                return (y @ self.data[0].t()).square().mean()
+
+    monitor = GradientNoiseMonitor(1)
+    fit(Wide(), monitor, LowBitPrecision(NEAREST, seed=2), max_steps=2)
+    assert ratios(monitor) == [math.inf] * 2
 
 
 def test_reentrant_checkpointing_is_refused() -> None:
@@ -598,11 +977,40 @@ class TestTwoProcesses:
     def test_whatever_the_strategy(self, run: Any, results: list[dict[Any, Any]]) -> None:
         """One that draws only a weight, with one process, too; sums over tokens are rounded in another order there."""
         _, casts, micro = run
-        same = train("", casts, micro) if casts == "weight" else results[0]["ddp", casts, micro, True]
+        first = next(one for one in RUNS if one[1:] == (casts, micro))
+        same = train("", casts, micro) if casts == "weight" else results[0][*first, True]
         found = results[0][*run, True]
         wanted = [ratio for _, ratio in same["measurements"]]
         assert [ratio for _, ratio in found["measurements"]] == pytest.approx(wanted, rel=1e-4)
         assert found["layers"] == pytest.approx(same["layers"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ASKED)
+class TestTwoProcessesAsk:
+    """Layers, of their part of the tokens."""
+
+    def test_and_measure_the_same(self, name: str, results: list[dict[Any, Any]]) -> None:
+        first, second = (result[name, True] for result in results)
+        assert [step for step, _ in first["measurements"]] == list(range(1, STEPS + 1))
+        assert all(ratio < 1e3 for _, ratio in first["measurements"])
+        assert len(first["layers"]) == 4
+        assert first["measurements"] == second["measurements"]
+        assert first["layers"] == second["layers"]
+
+    def test_and_change_nothing(self, name: str, results: list[dict[Any, Any]]) -> None:
+        for rank, result in enumerate(results):
+            assert_equal(*([*result[name, measured]["weights"]] for measured in (True, False)), f"rank {rank}")  # type: ignore[misc]
+
+    def test_whatever_the_strategy(self, name: str, results: list[dict[Any, Any]]) -> None:
+        found, wanted = results[0][name, True], results[0]["ddp", True]
+        assert dict(found["measurements"]) == pytest.approx(dict(wanted["measurements"]), rel=1e-4)
+        assert found["layers"] == pytest.approx(wanted["layers"], rel=1e-4)
+
+    def test_and_go_on(self, name: str, results: list[dict[Any, Any]]) -> None:
+        for result in results:
+            whole, resumed = result[name, True], result.get((name, "resumed"), result[name, True])
+            assert resumed["measurements"] == whole["measurements"]
+            assert resumed["layers"] == whole["layers"]
 
 
 # --- when -------------------------------------------------------------------------------------------------------------
@@ -641,11 +1049,12 @@ def test_infinity_is_logged() -> None:
     assert logged(run)[METRIC] == {3: math.inf, 6: math.inf}
 
 
-def test_read_once_after_each_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["draws", "layers"])
+def test_read_once_after_each_measurement(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
     monkeypatch.setattr("tests.callbacks.reads.HOOKS", hooks)
     Watched, reads = counted(GradientNoiseMonitor, monkeypatch)
-    monitor = Watched(3)
+    monitor = Watched(3, kind)
     steps: list[tuple[int, list[int]]] = []
 
     class Look(Callback):
@@ -678,8 +1087,9 @@ def test_none_where_the_gradient_stands_out() -> None:
     assert not monitor._alerts.texts()
 
 
-def test_a_switch_follows() -> None:
-    monitor = GradientNoiseMonitor(1, threshold=1e-3)
+@pytest.mark.parametrize("kind", ["draws", "layers"])
+def test_a_switch_follows(kind: str) -> None:
+    monitor = GradientNoiseMonitor(1, kind, threshold=1e-3)
     run = trainer(NOISY, PrecisionSwitch("bf16", below={"threshold": 1e6, "measurements": 2}), monitor)
     run.fit(Model())
     steps = [step for step, _ in monitor.measurements()]
@@ -769,6 +1179,31 @@ def test_the_window_goes_on() -> None:
     assert len(shorter.measurements()) == 7
 
 
+def test_sums_of_other_casts_are_not_averaged_with_after_a_resume() -> None:
+    monitor = GradientNoiseMonitor(1)
+    fit(Model(), monitor, max_steps=3)
+    for casts, length in ((NOISY, 4), (NEAREST, 1)):
+        other = GradientNoiseMonitor(1)
+        other.load_state_dict(monitor.state_dict())
+        other.setup = lambda *_, **__: None  # type: ignore[method-assign]  # as if a run went on
+        fit(Model(), other, casts, max_steps=1)
+        assert len(other.state_dict()["window"]) == length
+    assert ratios(other)[-1] == math.inf
+
+
+def test_sums_of_another_kind_are_not_averaged_with() -> None:
+    """What was measured stays."""
+    monitor, other = GradientNoiseMonitor(4, log := "draws"), GradientNoiseMonitor(1, kind="layers")
+    fit(Model(), monitor, max_steps=5, log_every_n_steps=6)
+    state = monitor.state_dict()
+    assert state["kind"] == log
+    assert state["to_log"]
+    other.load_state_dict(state)
+    assert other.measurements() == monitor.measurements()
+    assert other.state_dict()["window"] == []
+    assert not other.state_dict()["to_log"]
+
+
 def test_another_run_begins_anew() -> None:
     monitor = GradientNoiseMonitor(2)
     for _ in range(2):
@@ -785,7 +1220,8 @@ def test_another_run_begins_anew() -> None:
         ({"every_n_steps": 0}, "every_n_steps is a number of optimizer steps, 1 or more; got 0"),
         ({"every_n_steps": 1.5}, "1 or more; got 1.5"),
         ({"every_n_steps": None}, "1 or more; got None"),
-        ({"kind": "draw"}, "Unknown kind of GradientNoiseMonitor 'draw'. Did you mean 'draws'"),
+        ({"kind": "layer"}, "Unknown kind of GradientNoiseMonitor 'layer'. Did you mean 'layers'.*: 'draws', 'layers'"),
+        ({"kind": None}, "Unknown kind of GradientNoiseMonitor None"),
         ({"average": 0}, "average is a number of measurements, 1 or more; got 0"),
         ({"average": True}, "1 or more; got True"),
         ({"threshold": 0}, "threshold is a ratio of gradient to noise, above 0; got 0"),
@@ -829,13 +1265,15 @@ def test_an_iterator() -> None:
 def test_deepspeed_is_refused() -> None:
     run, model = trainer(NOISY), Model()
     run.strategy.__class__ = DeepSpeedStrategy  # which is not installed
-    with pytest.raises(MisconfigurationException, match="DeepSpeed keeps to itself: leave it out, or train with DDP"):
+    with pytest.raises(
+        MisconfigurationException, match="DeepSpeed keeps to itself: use kind='layers', or train with DDP"
+    ):
         GradientNoiseMonitor().on_train_start(run, model)
 
 
 def test_from_a_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py"])
-    arguments = {"every_n_steps": 10, "kind": "draws", "average": 2, "threshold": 2.5, "layers": ["layer"]}
+    arguments = {"every_n_steps": 10, "kind": "layers", "average": 2, "threshold": 2.5, "layers": ["layer"]}
     path = f"{GradientNoiseMonitor.__module__}.GradientNoiseMonitor"
     config = {
         "seed_everything": 1,
@@ -846,3 +1284,50 @@ def test_from_a_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
     cli = LightningCLI(BoringModel, args=args, run=False, save_config_callback=None, auto_configure_optimizers=False)
     (monitor,) = [one for one in cli.trainer.callbacks if isinstance(one, GradientNoiseMonitor)]
     assert {name: getattr(monitor, name) for name in arguments} == arguments
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+class Broken(Tensor):
+    """Cannot be read."""
+
+    error: RuntimeError
+
+    def tolist(self) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", ["CUDA error: an illegal memory access", "HIP error: invalid", "of the accelerator"])
+def test_nothing_is_read_after_an_error_of_the_device(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = torch.AcceleratorError if "accelerator" in error else RuntimeError
+    monkeypatch.setattr(Broken, "error", kind(error), raising=False)
+    monitor = GradientNoiseMonitor()
+    monitor._keep(3, torch.ones(1).as_subclass(Broken))
+    monitor._read()
+    assert monitor.measurements() == []
+    assert monitor._unread == []
+
+
+def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Broken, "error", RuntimeError("a bug"), raising=False)
+    monitor = GradientNoiseMonitor()
+    monitor._keep(3, torch.ones(1).as_subclass(Broken))
+    with pytest.raises(RuntimeError, match="a bug"):
+        monitor._read()
+    monitor._keep(4, torch.full((1,), 5.0))
+    monitor._read()
+    assert monitor.measurements() == [(4, 5.0)]
+
+
+@pytest.mark.parametrize("error", ["CUDA error", "a bug"])
+def test_a_report_of_the_loss_scale_after_an_error(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Broken, "error", RuntimeError(error), raising=False)
+    monitor = LossScaleMonitor()
+    monitor._counts = monitor._counts.as_subclass(Broken)
+    if error == "a bug":
+        with pytest.raises(RuntimeError, match="a bug"):
+            monitor.report_sections(trainer(NOISY))
+    else:
+        (section,) = monitor.report_sections(trainer(NOISY))
+        assert section.blocks == [Text("Lost in an error of the device.")]

@@ -114,7 +114,7 @@ def fit(model: Planned, monitor: GradientNormMonitor | None = None, **kwargs: An
 
 def texts(said: pytest.WarningsRecorder) -> list[str]:
     """What the monitor said; Lightning's advice on tiny loaders is among the recorded, too."""
-    return [str(one.message) for one in said if "the gradient norm" in str(one.message)]
+    return [str(one.message) for one in said if "Gradient norm" in str(one.message)]
 
 
 def assert_same(found: Any, wanted: Any) -> None:
@@ -417,7 +417,7 @@ def spikes_of(
     return [tuple(round(value, 4) for value in spike) for spike in monitor.state_dict()["spikes"]]
 
 
-SAID = "the gradient norm, step {}: it is {} before clipping, where its running mean is {}"
+SAID = "Gradient norm, step {}: it is {} before clipping, where its running mean is {}"
 
 
 def test_a_spike_is_told_with_its_step_and_does_not_enter_the_mean() -> None:
@@ -476,7 +476,7 @@ def test_the_factor_and_the_decay() -> None:
 def test_no_more_spikes_are_listed_than_needed() -> None:
     factors = dict.fromkeys(range(12, 240, 2), 6.0)
     monitor = GradientNormMonitor()
-    with pytest.warns(UserWarning, match="the gradient norm"):
+    with pytest.warns(UserWarning, match="Gradient norm"):
         found = spikes_of(factors, monitor, 240)
     assert len(factors) == 114
     assert [step for step, *_ in found] == [batch + 1 for batch in factors][-100:]
@@ -487,7 +487,7 @@ def test_no_more_spikes_are_listed_than_needed() -> None:
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_not_finite(value: float) -> None:
-    match = r"the gradient norm, step 4: it is (inf|nan) \(in layer\.1\), and so are .* Look at the data of this step"
+    match = r"Gradient norm, step 4: it is (inf|nan) \(in layer\.1\), and so are .* Look at the data of this step"
     model = Planned(make_optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.0))
 
     def breaks(gradient: Tensor) -> Tensor:
@@ -520,7 +520,7 @@ def test_a_loss_scaler_sees_to_what_is_not_finite() -> None:
 
 
 def test_the_limit() -> None:
-    match = r"the gradient norm, step 3: it is 12 before clipping, above the limit of 10. Lower the learning rate"
+    match = r"Gradient norm, step 3: it is 12 before clipping, above the limit of 10. Lower the learning rate"
     with pytest.warns(UserWarning, match=match) as said:
         trainer(GradientNormMonitor(), gradient_clip_val=1.0).fit(Constant({2: 12.0, 3: 13.0}))
     assert len(texts(said)) == 1, "said more than once"
@@ -661,14 +661,14 @@ def test_from_a_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reported() -> None:
     monitor = GradientNormMonitor(["layer"])
-    with pytest.warns(UserWarning, match="the gradient norm"):
+    with pytest.warns(UserWarning, match="Gradient norm"):
         run = trainer(RunReport(), monitor, max_steps=16)
         run.fit(Constant({12: 6.0, 14: 12.0}))
     table, *alerts = monitor.report_sections(run)[0].blocks
     assert isinstance(table, Table)
     assert [row[0] for row in table.rows] == [13, 15]
     listed = [alert.text for alert in alerts if isinstance(alert, Text)]
-    assert [text.split(":")[0] for text in listed] == ["the gradient norm, step 13", "the gradient norm, step 15"]
+    assert [text.split(":")[0] for text in listed] == ["Gradient norm, step 13", "Gradient norm, step 15"]
     page = Path("report.html").read_text()
     assert "Gradient norm" in page
     assert "above the limit of 10" in page

@@ -210,14 +210,14 @@ def test_overflows_of_a_fused_optimizer_show_where_the_scale_does_not_fall(make:
 def test_falls_of_a_first_scale_that_is_too_large_do_not_count() -> None:
     """Before a step is taken it only finds its place; at its floor it does not."""
     silent(conservative(), {0, 1, 2, 3, 5}, falls=2, within=8)
-    warned("the loss scale, step 7: 2 overflows", conservative(), {0, 1, 2, 3, 5, 6}, falls=2, within=8)
-    warned("the loss scale, step 2: 2 overflows", conservative(floor=2.0**9), {0, 1, 2}, falls=2, within=20)
+    warned("Loss scale, step 7: 2 overflows", conservative(), {0, 1, 2, 3, 5, 6}, falls=2, within=8)
+    warned("Loss scale, step 2: 2 overflows", conservative(floor=2.0**9), {0, 1, 2}, falls=2, within=20)
 
 
 def test_a_static_scale_that_is_too_large_is_told_so() -> None:
     scaler = StaticGradScaler(2.0**10, device="cpu")
     advice = "3 overflows came within 6 optimizer steps at 1024, where it stays: lower it, or let it adapt"
-    warned(f"the loss scale, step 3: {advice}", scaler, {0, 1, 2, 3}, **FALLS)
+    warned(f"Loss scale, step 3: {advice}", scaler, {0, 1, 2, 3}, **FALLS)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def warned(match: str, scaler: GradScaler, overflows: Collection[int], plugin: A
     settings = {name: kwargs.pop(name) for name in ("falls", "within") if name in kwargs}
     with pytest.warns(UserWarning) as said:  # what is not matched here is raised again, and is an error
         trainer(LossScaleMonitor(**settings), plugin=plugin(scaler), **kwargs).fit(Scripted(overflows))
-    texts = [str(one.message) for one in said if "the loss scale" in str(one.message)]
+    texts = [str(one.message) for one in said if "Loss scale" in str(one.message)]
     assert len(texts) == 1, texts
     assert texts[0].startswith(f"LossScaleMonitor: {match}"), texts[0]
 
@@ -295,7 +295,7 @@ BOUNDS: dict[str, Any] = {"falls": 3, "within": 4}
 def test_too_many_falls(make: Any, plugin: Any) -> None:
     """Three in the steps 2 to 7, which are six; and, a step later, not."""
     warned(
-        "the loss scale, step 7: 3 overflows came within 6 optimizer steps, where one now and then is usual; it is "
+        "Loss scale, step 7: 3 overflows came within 6 optimizer steps, where one now and then is usual; it is "
         "now 128. Look for what grows: a learning rate too high or a warm-up too short, data or activations with "
         "outliers. Clipping comes too late for that. Where the device has bf16, compute_dtype='bf16' needs no scale.",
         make(growth_interval=100),
@@ -312,7 +312,7 @@ def test_too_many_falls_between_two_logged_steps(every: int) -> None:
     at = {5: 10, 50: 20}[every]  # the first logged step after them, or the last one
     for later in (set(), {18}):
         scale = 128 / 2 ** (len(later) if at == 20 else 0)
-        match = f"the loss scale, step {at}: 3 overflows came within 6 optimizer steps, where one now and then is "
+        match = f"Loss scale, step {at}: 3 overflows came within 6 optimizer steps, where one now and then is "
         match += f"usual; it is now {scale:g}."
         options = {**FALLS, "log_every_n_steps": every, "max_steps": 20}
         warned(match, conservative(growth_interval=100), {1, 4, 6} | later, **options)
@@ -320,35 +320,33 @@ def test_too_many_falls_between_two_logged_steps(every: int) -> None:
 
 
 def test_too_many_falls_are_said_once() -> None:
-    warned("the loss scale, step 4: 3 overflows", conservative(), {1, 2, 3, 4, 20, 21, 22}, max_steps=24, **FALLS)
+    warned("Loss scale, step 4: 3 overflows", conservative(), {1, 2, 3, 4, 20, 21, 22}, max_steps=24, **FALLS)
 
 
 def test_falls_that_are_too_many_at_the_end() -> None:
-    warned("the loss scale, step 8: 3 overflows", conservative(), {5, 6, 7}, **FALLS)
+    warned("Loss scale, step 8: 3 overflows", conservative(), {5, 6, 7}, **FALLS)
 
 
 def test_one_fall_may_be_too_many() -> None:
-    warned("the loss scale, step 3: 1 overflows", conservative(), {2}, falls=1, within=1)
+    warned("Loss scale, step 3: 1 overflows", conservative(), {2}, falls=1, within=1)
 
 
 @pytest.mark.parametrize("plugin", [lowbit, mixed])
 def test_overflows_that_are_tolerated_are_no_falls(plugin: Any) -> None:
     silent(conservative(hysteresis=3), {1, 2, 3}, plugin, falls=2)
-    warned("the loss scale, step 5: 2 overflows", conservative(hysteresis=3), {1, 2, 3, 4}, plugin, falls=2)
+    warned("Loss scale, step 5: 2 overflows", conservative(hysteresis=3), {1, 2, 3, 4}, plugin, falls=2)
 
 
 def test_at_its_floor_overflows_count() -> None:
     """It leaves the floor in between, so that there is no warning of that."""
     floor = {"init_scale": 4, "floor": 4, "growth_interval": 2, "cooldown": 0}
-    warned(
-        "the loss scale, step 7: 3 overflows came within 6 optimizer steps", conservative(**floor), {1, 4, 6}, **FALLS
-    )
+    warned("Loss scale, step 7: 3 overflows came within 6 optimizer steps", conservative(**floor), {1, 4, 6}, **FALLS)
     silent(conservative(**floor), {1, 4, 7}, **FALLS)
 
 
 @pytest.mark.parametrize("plugin", [lowbit, mixed])
 def test_of_a_static_scale_overflows_count(plugin: Any) -> None:
-    match = "the loss scale, step 7: 3 overflows came within 6 optimizer steps"
+    match = "Loss scale, step 7: 3 overflows came within 6 optimizer steps"
     warned(match, StaticGradScaler(8, device="cpu"), {1, 4, 6}, plugin, **FALLS)
 
 
@@ -372,7 +370,7 @@ def test_the_floor(make: Callable[[], GradScaler], floor: float) -> None:
     advice = " The model needs the range of float32: train it with compute_dtype='bf16' or 'fp32'; or lower"
     first = 2 if make().get_scale() > floor else 1  # the first step at the floor
     at = first + BOUNDS["within"] - 1
-    warned(f"the loss scale, step {at}: " + AT_FLOOR.format(floor) + advice, make(), {1}, **BOUNDS)
+    warned(f"Loss scale, step {at}: " + AT_FLOOR.format(floor) + advice, make(), {1}, **BOUNDS)
     silent(make(), {1}, **BOUNDS, max_steps=at - 1)
 
 
@@ -390,7 +388,7 @@ def test_the_cap() -> None:
     def make() -> GradScaler:
         return conservative(init_scale=32, cap=64, growth_interval=2)
 
-    match = "the loss scale, step 7: it has been at its cap of 64 for 4 optimizer steps, and nothing overflows. If "
+    match = "Loss scale, step 7: it has been at its cap of 64 for 4 optimizer steps, and nothing overflows. If "
     match += "gradients are that small, raise the cap; if they are 0, look for what does not depend on the parameters."
     warned(match, make(), (), **BOUNDS)  # 48 in the second step, 64 in the fourth
     silent(make(), (), **BOUNDS, max_steps=6)
@@ -429,12 +427,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(plugin: Callable[[], Any]) -> No
 
 def test_a_resumed_run_does_not_repeat_what_was_said() -> None:
     scaler = {"init_scale": 8.0, "floor": 4.0, "growth_interval": 100}
-    with pytest.warns(UserWarning, match="the loss scale") as said:
+    with pytest.warns(UserWarning, match="Loss scale") as said:
         monitor = LossScaleMonitor(falls=3, within=4)
         run = trainer(monitor, plugin=lowbit(conservative(**scaler)), max_steps=4, **SHORT)
         run.fit(Scripted({0, 2, 3}))
         run.save_checkpoint("half.ckpt")
-    texts = [str(one.message) for one in said if "the loss scale" in str(one.message)]
+    texts = [str(one.message) for one in said if "Loss scale" in str(one.message)]
     assert len(texts) == 2, f"falls, and the floor, which was reached in the first step: {texts}"
     resumed = LossScaleMonitor(falls=3, within=4)
     again = trainer(resumed, plugin=lowbit(conservative(**scaler)), max_steps=9, **SHORT)
@@ -475,7 +473,7 @@ def test_another_run_begins_anew() -> None:
     for _ in range(2):
         run = trainer(monitor, logger=TensorBoardLogger("."))
         model = Scripted({1, 2, 3})
-        with pytest.warns(UserWarning, match="the loss scale, step 4: 3 overflows"):
+        with pytest.warns(UserWarning, match="Loss scale, step 4: 3 overflows"):
             run.fit(model)
         assert logged(run) == expected(model.seen, 1)
     assert reported(monitor, run)[0].startswith("3 of 8 optimizer steps")
@@ -484,7 +482,7 @@ def test_another_run_begins_anew() -> None:
 def test_the_same_trainer_goes_on() -> None:
     monitor = LossScaleMonitor(**FALLS)
     run, model = trainer(monitor, max_steps=4, limit_train_batches=4), Scripted({1, 2, 3, 5, 6, 7})
-    with pytest.warns(UserWarning, match="the loss scale, step 4: 3 overflows"):
+    with pytest.warns(UserWarning, match="Loss scale, step 4: 3 overflows"):
         run.fit(model)
     run.fit_loop.epoch_loop.max_steps = 8
     run.fit(model)
@@ -533,7 +531,7 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_reported() -> None:
-    with pytest.warns(UserWarning, match="the loss scale"):
+    with pytest.warns(UserWarning, match="Loss scale"):
         trainer(RunReport(), LossScaleMonitor(**FALLS)).fit(Scripted({1, 2, 3, 6}))
     page = Path("report.html").read_text()
     assert "Loss scale" in page

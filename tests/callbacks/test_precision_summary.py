@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lightning_lowbit import (
     FP4Precision,
     FP8Precision,
+    GradientNoiseMonitor,
     LowBitPrecision,
     LowBitProgressBar,
     PrecisionSummary,
@@ -405,6 +406,25 @@ def test_results_are_the_same_to_the_bit():
     found, expected = run(PrecisionSummary(quiet=True)), run()
     assert len(found) == 2 * 5
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_further_draw_is_not_counted(order):
+    class Trilinear(Two):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)["loss"]
+            calls.append(1)
+            if len(calls) == 2:  # the draw of the first step
+                torch._trilinear(batch, batch, batch, [0], [1], [0], [1])
+            return loss
+
+    calls = []  # no list of the module, which the draw would put back
+    summary = PrecisionSummary(quiet=True)
+    fit(*[summary, GradientNoiseMonitor(1)][::order], model=Trilinear())
+    assert len(calls) == 4
+    assert summary.coverage().flops == summary.counter.model_flops == TOTAL
+    assert summary.coverage().uncovered == {"layer.2": 3 * LAST}
+    assert not summary.coverage().uncounted
 
 
 @pytest.mark.parametrize("where", ["training_step", "on_after_backward", "on_before_optimizer_step"])

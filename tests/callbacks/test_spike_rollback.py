@@ -416,7 +416,7 @@ def test_the_scaler_and_the_amaxes_go_back_and_counters_go_on(plugin: Callable[[
             run.fit(model := Scripted(numbers, {BAD: "spike"}, "AdamW"))
         assert run.global_step == len(numbers)
         assert getattr(used, "step", run.global_step) == run.global_step, "the plugin's step went back"
-        histories = used._histories.state_dict() if isinstance(used, LowBitPrecision) else {}
+        histories = used.histories.state_dict() if isinstance(used, LowBitPrecision) else {}
         ends.append((model.end, None if used.scaler is None else used.scaler.state_dict(), histories))
     assert_same(*ends, "not the run without these batches")
 
@@ -490,6 +490,60 @@ def test_a_switch_that_acts_meanwhile_has_the_last_word() -> None:
     assert model.phases == ["fqt"] * 13 + ["bf16"] * 2 + ["qaf"] * 5
     model = resumed(Scripted(range(20)), rollback(phase="bf16", recovery_steps=4), plugin=FP8Precision())
     assert model.phases == ["qaf"] * 4, "a resumed run forgot the switch"
+
+
+@RESUMING
+def test_a_switch_to_the_phase_of_the_recovery_meanwhile_stays() -> None:
+    def callbacks() -> list[Callback]:
+        return [rollback(phase="bf16", recovery_steps=4), PrecisionSwitch("bf16", step=15)]
+
+    whole = ["fqt"] * 13 + ["bf16"] * 7
+    for at in (15, 16):
+        with pytest.warns(UserWarning, match="SpikeRollback"):
+            model = fit(Scripted(range(20), {BAD: "nan"}), *callbacks(), Saves(at), plugin=FP8Precision())
+        assert model.phases == whole
+        model = resumed(Scripted(range(20)), *callbacks(), plugin=FP8Precision())
+        assert model.phases == whole[at:], f"resumed after step {at}"
+
+
+@RESUMING
+@pytest.mark.parametrize("first", [True, False])
+def test_a_switch_from_before_leaves_a_resumed_recovery_alone(first: bool) -> None:
+    """Whatever the order of the callbacks."""
+
+    def callbacks() -> list[Callback]:
+        both = [rollback(phase="bf16", recovery_steps=4), PrecisionSwitch("qaf", step=3, steps=13)]
+        return both if first else both[::-1]
+
+    class Blends(Callback):
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_train_batch_end(self, run: Any, *_: Any) -> None:
+            self.seen.append(float(run.precision_plugin.blend))
+
+    blends = Blends()
+    with pytest.warns(UserWarning, match="SpikeRollback"):
+        model = fit(Scripted(range(20), {BAD: "nan"}), *callbacks(), Saves(14), blends, plugin=FP8Precision())
+    whole = ["fqt"] * 3 + ["qaf"] * 10 + ["bf16"] * 4 + ["qaf"] * 3
+    assert model.phases == whole
+    again = Blends()
+    model = resumed(Scripted(range(20)), *callbacks(), again, plugin=FP8Precision())
+    assert model.phases == whole[14:]
+    assert again.seen == blends.seen[14:], "λ did not go on"
+
+
+@RESUMING
+def test_a_longer_run_goes_on_with_the_recovery() -> None:
+    """Saved at the end, in the phase of before."""
+    run = trainer(rollback(phase="bf16", recovery_steps=6), plugin=FP8Precision(), max_steps=16)
+    with pytest.warns(UserWarning, match="SpikeRollback"):
+        run.fit(Scripted(range(24), {BAD: "nan"}))
+    assert run.precision_plugin.phase == "fqt"
+    run.save_checkpoint("saved.ckpt")
+    settings = {"phase": "bf16", "recovery_steps": 6}
+    model = resumed(Scripted(range(60)), rollback(**settings), plugin=FP8Precision(), max_epochs=2, max_steps=22)
+    assert model.phases == ["bf16"] * 3 + ["fqt"] * 3
 
 
 def test_learning_rates_are_its_own_after_a_step_that_broke_off() -> None:
@@ -613,7 +667,8 @@ def test_reported() -> None:
         fit(Scripted(range(20), {BAD: "nan"}), RunReport(), rollback())
     page = Path("report.html").read_text()
     assert "Spikes" in page
-    assert "Rolled back 1 times." in page
+    assert "Rollbacks: 1." in page
+    assert f'<td class="number">{BAD + 1}</td>' in page, "charts count the first step as 1"
     fit(Scripted(range(4)), RunReport(), rollback())
     assert "No loss spiked." in Path("report.html").read_text()
 

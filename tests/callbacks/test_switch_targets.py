@@ -22,10 +22,10 @@ from lightning_lowbit import (
     SpikeRollback,
     StableSPAM,
 )
-from lightning_lowbit.callbacks.rates import LowerRates
+from lightning_lowbit.callbacks.rates import LowerRates, Rewarm
 from lightning_lowbit.nn import OPERANDS, PRESETS, LinearCasts
 from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.precision.base import _primitive
+from lightning_lowbit.precision.converted_model import _primitive
 from tests.callbacks.switched import RANKS, TOKENS
 from tests.launch import launch
 from tests.precision.regression import DOWN, LAYERS, Regression, flat, state, trainer
@@ -239,6 +239,81 @@ def test_the_same_trainer_goes_on() -> None:
     assert seen.of("head") == ["fp8-delayed", *["bf16"] * 3]
 
 
+def test_the_same_trainer_goes_back_to_an_earlier_checkpoint(tmp_path: Path) -> None:
+    """From before the switch, when it had no state to save."""
+    model, seen = Model(), Casts(keep=True)
+    switch = PrecisionSwitch({"head": "bf16"}, step=3, rewarm=2)
+    made = trainer(FP4Precision(), callbacks=[switch, seen], max_steps=6, limit_train_batches=64)
+    made.fit(model)
+    assert seen.of("head") == ["nvfp4"] * 3 + ["bf16"] * 3
+    rates, before = list(model.rates), len(seen.full)
+    made.fit(model, ckpt_path="1.ckpt")
+    assert seen.of("head")[before:] == ["nvfp4"] * 2 + ["bf16"] * 3
+    assert model.rates[before:] == rates[1:], "other learning rates"
+    assert switch._record is not None
+    assert switch._record["step"] == 3
+
+
+def test_a_checkpoint_with_casts_of_layers_that_are_not_converted(tmp_path: Path) -> None:
+    """They are said, and other casts may be set all the same."""
+    fit(PrecisionSwitch({"head": "bf16"}, step=1), keep=True)
+    plugin = FP4Precision(skip=["head"])
+    with pytest.warns(UserWarning, match="layers that this run does not convert: head; they stay in high precision"):
+        seen = fit(PrecisionSwitch({"first": "bf16"}, step=4), plugin=plugin, ckpt_path="3.ckpt")
+    assert seen.of("first") == ["nvfp4", "bf16", "bf16"]
+    assert list(state(plugin)["casts"]) == ["first"]
+
+
+def test_another_model_without_a_layer_whose_casts_were_changed() -> None:
+    class Headless(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tail = self.head
+            del self.head
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return self.tail(h + self.mlp(h))
+
+    plugin = FP4Precision()
+    made = trainer(plugin, max_steps=-1, max_epochs=1)
+    made.fit(Regression())
+    plugin.set_casts({"head": "bf16"})
+    made.validate(model := Headless(), verbose=False)
+    plugin.set_casts({"first": "bf16"})
+    assert model.first.full_casts == HP
+
+
+def test_a_resumed_run_leaves_the_phase_as_it_was_saved() -> None:
+    """Unless a switch is no longer there that has acted since."""
+
+    class ByHand(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.precision_plugin.set_phase("hp-forward")
+
+    def switches() -> list[Callback]:
+        return [QAFSwitch(step=1, rewarm=2)]
+
+    assert fit(*switches(), ByHand(), keep=True).phases == ["fqt", "qaf", *["hp-forward"] * 4]
+    assert fit(*switches(), ckpt_path="3.ckpt").phases == ["hp-forward"] * 3
+    last = PrecisionSwitch("bf16", step=2)
+    assert fit(*switches(), last, keep=True).phases == ["fqt", "qaf", *["bf16"] * 4]
+    assert fit(*switches(), last, ckpt_path="3.ckpt").phases == ["bf16"] * 3
+    assert fit(*switches(), ckpt_path="3.ckpt").phases == ["qaf"] * 3
+
+
+def test_a_switch_that_is_due_later_in_a_longer_run_acts_again() -> None:
+    class Back(Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            trainer.precision_plugin.set_phase("fqt")
+
+    fit(QAFSwitch(at=0.5), max_steps=4, keep=True)
+    with pytest.warns(UserWarning, match="in phase 'qaf' already"):
+        seen = fit(QAFSwitch(at=0.5), Back(), max_steps=12, ckpt_path="4.ckpt")
+    assert seen.phases == ["fqt"] * 2 + ["qaf"] * 6
+
+
 def test_a_rollback_from_after_a_switch_to_before_it() -> None:
     """Histories of layers that have other casts since are passed over."""
 
@@ -328,6 +403,49 @@ def test_the_learning_rate_rises_again_and_the_schedule_goes_on(make: Optimizer,
     assert model.scheduled[0] == 1
     (optimizer,) = [model.trainer.optimizers[0]]
     assert not optimizer._optimizer_step_pre_hooks, "a hook is left"
+
+
+class TwoOptimizers(Regression):
+    """Two optimizers by hand, both of which step with each batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = self.loss(batch_idx, 1.0)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        self.rates: list[float] = []
+        made = [torch.optim.SGD([layer.weight], 1.0) for layer in (self.first, self.head)]
+        for optimizer in made:
+            # Hooks before a step run in the order in which they came, and this is run after those of the switch.
+            optimizer.step = self.noted(optimizer, optimizer.step)
+        return made
+
+    def noted(self, optimizer: torch.optim.Optimizer, step: Any) -> Any:
+        def run(closure: Any = None) -> Any:
+            handle = optimizer.register_step_pre_hook(lambda *_: self.rates.append(optimizer.param_groups[0]["lr"]))
+            step(closure)
+            handle.remove()
+
+        return run
+
+
+def test_by_hand_steps_of_all_optimizers_count_and_a_batch_has_one_rate() -> None:
+    model = TwoOptimizers()
+    fit(QAFSwitch(step=2, rewarm=4), model=model, max_steps=8)
+    assert model.rates == [1, 1, 1 / 4, 1 / 4, 3 / 4, 3 / 4, 1, 1]
+
+
+def test_it_does_not_rise_before_the_switch() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 1.0)
+    rewarm = Rewarm(4)
+    rewarm.follow([optimizer], 0)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    rewarm.follow([optimizer], -1)
+    assert not optimizer._optimizer_step_pre_hooks, "of a negative number of steps"
 
 
 def test_learning_rates_of_two_causes_multiply_and_come_back() -> None:

@@ -31,7 +31,7 @@ from lightning_lowbit import (
     precision,
 )
 from lightning_lowbit.optim import Adaptive
-from lightning_lowbit.precision.base import compute_dtype
+from lightning_lowbit.precision.run_settings import compute_dtype
 from tests.precision.regression import Regression, flat, state, trainer
 from tests.precision.test_precision import GAN
 

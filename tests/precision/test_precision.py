@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_lowbit import Cast, FP4Precision, LinearCasts, LowBitPrecision, QAFSwitch, Scale, convert
 from lightning_lowbit.nn import PRESETS, QuantLinear, set_phase
-from lightning_lowbit.precision.base import global_seed
+from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant import Hadamard
 
 

@@ -132,7 +132,7 @@ def test_the_phase_is_the_checkpoints_also_without_the_callback(uninterrupted, t
 
 
 @pytest.mark.parametrize("damage", ["drop", "arithmetic", "phase"])
-def test_a_damaged_state_breaks_the_equality_or_is_mended(uninterrupted, tmp_path, damage):
+def test_a_damaged_state_breaks_the_equality(uninterrupted, tmp_path, damage):
     plugin, folder, whole = uninterrupted
     step = 7 if damage == "phase" else 3
     checkpoint = torch.load(folder / f"step={step}.ckpt", weights_only=True)
@@ -149,11 +149,9 @@ def test_a_damaged_state_breaks_the_equality_or_is_mended(uninterrupted, tmp_pat
             resumed = train(plugin, tmp_path, tmp_path / "damaged.ckpt")
     else:
         resumed = train(plugin, tmp_path, tmp_path / "damaged.ckpt")
-    if damage == "phase":
-        assert_same(resumed, whole, step)  # the switch is due before the first batch, and mends it
-    else:
-        assert resumed.losses != whole.losses_from(step)
-        assert not torch.equal(resumed.weights, whole.weights)
+    # The switch mends no phase: a recovery, say, may have changed it since it acted.
+    assert resumed.losses != whole.losses_from(step)
+    assert not torch.equal(resumed.weights, whole.weights)
 
 
 def test_without_exact_resume_dropout_differs(uninterrupted, tmp_path):

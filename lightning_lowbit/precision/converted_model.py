@@ -1,0 +1,318 @@
+"""What a precision plugin has made of a model, and keeps of it from step to step.
+
+    planned      by layer, the casts it was converted with
+    changed      by layer, the casts it was given instead since then
+    phase        which GEMMs of all layers are quantised; it stays in force on top of either
+    λ            how far operands are quantised, one tensor that all layers share
+    keys         of this micro-batch's random bits
+    histories    the amaxes that outlive a step; those of a layer start anew with its casts
+
+Layers are known by their names without wrappers, in checkpoints, too.
+"""
+
+import weakref
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_lowbit.nn.amax import AmaxHistories
+from lightning_lowbit.nn.casts import PHASES, PRESETS, LinearCasts
+from lightning_lowbit.nn.convert import CastsLike, check_blend, select, set_phase
+from lightning_lowbit.nn.keys import LayerKeys, clean_name, with_index
+from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
+from lightning_lowbit.nn.smooth_swiglu import smooth_casts, watch_up_projections
+from lightning_lowbit.quant.cast import choose
+
+
+def named_casts(value: CastsLike) -> LinearCasts | str:
+    """Casts from what :meth:`LowBitPrecision.set_casts` takes; of a phase its name.
+
+    Raises:
+        ValueError: there is no such phase or preset, or a field is wrong.
+    """
+    if isinstance(value, str):
+        choose("phase or preset", value, [*PHASES, *PRESETS])
+        return value if value in PHASES else LinearCasts.preset(value)
+    return LinearCasts.of(value)
+
+
+class ConvertedModel:
+    """The converted layers of a model, by name; before there is a model, a phase and λ for those to come.
+
+    :class:`LowBitPrecision` has one, documents what of it is public, and says when things happen.
+
+    Attributes:
+        phase: the phase in force.
+        phases_set: how often it was set; who has set it sees by that whether somebody else has done so since.
+        blend: λ, 0-d float32.
+        is_blending: whether λ is below 1.
+        histories: the amaxes that outlive a step; None while there is no model.
+    """
+
+    def __init__(self) -> None:
+        self.phase = "fqt"
+        self.phases_set = 0
+        self.blend = torch.ones(())
+        self.is_blending = False
+        self.histories: AmaxHistories | None = None
+        self._model: weakref.ref[LightningModule] | None = None
+        self._keys: LayerKeys | None = None
+        self._planned: dict[str, LinearCasts] = {}
+        self._changed: dict[str, LinearCasts] = {}
+
+    @property
+    def model(self) -> LightningModule | None:
+        """The one that was converted last, or is about to be; None while there is none, or if it is gone."""
+        return None if self._model is None else self._model()
+
+    @property
+    def _layers(self) -> dict[str, QuantizedLayer]:
+        return {} if self._keys is None else self._keys.layers
+
+    # --- conversion ---
+
+    def start_afresh(self) -> None:
+        """Forgets another run; λ stays what it is."""
+        self.phase, self.histories, self._changed = "fqt", None, {}
+
+    def expect(self, model: LightningModule) -> None:
+        """A model is about to be converted; amaxes of another one are forgotten."""
+        if self._model is not None and self.model is not model:
+            self.histories = None
+        self._model = weakref.ref(model)
+
+    def take(self, model: LightningModule, planned: Mapping[str, LinearCasts], seed: int) -> None:
+        """A model has been converted: its layers get the casts and the phase in force, keys and histories.
+
+        λ is theirs once it is set again.
+
+        Args:
+            model: whose layers.
+            planned: by name in the model, the casts of each layer.
+            seed: of the keys.
+        """
+        self._keys = LayerKeys(model, seed)
+        self._planned = {clean_name(name): casts for name, casts in planned.items()}
+        self._change_casts(self._planned | {n: c for n, c in self._changed.items() if n in self._planned}, model)
+        set_phase(model, self.phase)
+        before, self.histories = self.histories, AmaxHistories(model)
+        self.record(False)
+        if before is not None:  # the same run goes on
+            self.histories.load_state_dict(before.state_dict())
+
+    # --- phase and λ ---
+
+    def set_phase(self, phase: str) -> None:
+        """See :meth:`LowBitPrecision.set_phase`."""
+        self.phase = choose("phase", phase, PHASES)
+        self.phases_set += 1
+        for layer in self._layers.values():
+            layer.casts = layer.full_casts.phase(phase)
+
+    def set_blend(self, value: float) -> None:
+        """See :meth:`LowBitPrecision.set_blend`."""
+        self.blend.fill_(check_blend(value))
+        self.is_blending = value < 1
+        self._share_blend()
+
+    @torch.inference_mode(False)  # evaluation may be what moves it, and it is refilled in training
+    def _place_blend(self, device: torch.device) -> None:
+        self.blend = self.blend.to(device)
+        self._share_blend()
+
+    def _share_blend(self) -> None:
+        for layer in self._layers.values():
+            layer.blend = self.blend if self.is_blending else None
+
+    # --- casts ---
+
+    def resolve_casts(self, casts: Mapping[str, CastsLike], smooth_swiglu: str | None) -> dict[str, LinearCasts]:
+        """What patterns stand for, by layer; nothing is changed. See :meth:`LowBitPrecision.set_casts`.
+
+        Args:
+            casts: by pattern, casts or a phase's name.
+            smooth_swiglu: how SwiGLU is smoothed, as the plugin takes it.
+
+        Raises:
+            ValueError: a pattern matches no converted layer, or there is no such preset or phase.
+            MisconfigurationException: there is no model yet.
+        """
+        model = self.model
+        if self._keys is None or model is None:
+            raise MisconfigurationException(
+                "set_casts changes the casts of converted layers, and no model has been converted yet. Give the "
+                "plugin overrides=..., or change casts once training has started."
+            )
+        given: dict[str, LinearCasts | str] = {pattern: named_casts(value) for pattern, value in casts.items()}
+        matched = {pattern: self._match(pattern, model) for pattern in given}
+        changes: dict[str, LinearCasts] = {}
+        for name, planned in self._planned.items():
+            pattern = next((pattern for pattern in given if name in matched[pattern]), None)
+            if pattern is not None:
+                value = given[pattern]
+                changes[name] = planned.phase(value) if isinstance(value, str) else value
+        if smooth_swiglu is not None:
+            raw = {clean_name(name): name for name, _ in model.named_modules() if clean_name(name) in self._planned}
+            casts_of = {name: changes.get(name, layer.full_casts) for name, layer in self._layers.items()}
+            with suppress(ValueError):  # or else no down projection is quantised any more
+                smoothed = smooth_casts(model, {raw[n]: casts_of[n] for n in self._planned}, smooth_swiglu)
+                changes = {name: smoothed[raw[name]] for name in changes}
+        return changes
+
+    def set_casts(self, changes: Mapping[str, LinearCasts]) -> None:
+        """Gives layers what :meth:`resolve_casts` found."""
+        self._changed = {n: c for n, c in {**self._changed, **changes}.items() if c != self._planned.get(n)}
+        self._renew_casts(changes)
+
+    def casts_of(self, pattern: str) -> dict[str, LinearCasts]:
+        """See :meth:`LowBitPrecision.casts_of`."""
+        model = self.model
+        if self._keys is None or model is None:
+            return {}
+        return {name: self._layers[name].full_casts for name in sorted(self._match(pattern, model))}
+
+    def _match(self, pattern: str, model: nn.Module) -> set[str]:
+        """The converted layers that a pattern matches."""
+        try:
+            return select(list(self._planned), [pattern], "casts", "converted layer")
+        except ValueError:
+            names = [clean_name(n) for n, m in model.named_modules() if isinstance(m, nn.Linear) or is_linear(m)]
+            left = [name for name in names if name not in self._planned]
+            found: list[str] = []
+            with suppress(ValueError):
+                found = sorted(select(left, [pattern], "casts"))
+            if found:
+                raise ValueError(
+                    f"casts: the pattern {pattern!r} matches {', '.join(found)}, left in high precision by skip or "
+                    "only, and casts are given to converted layers. Convert it, with overrides={...: 'bf16'} if it is "
+                    "to begin in high precision."
+                ) from None
+            raise
+
+    def _change_casts(self, casts: Mapping[str, LinearCasts], model: nn.Module) -> set[str]:
+        """Sets casts outside any phase; returns the layers that had others."""
+        layers = self._layers
+        changed = {name for name, new in casts.items() if layers[name].full_casts != new}
+        for name in changed:
+            layers[name].set_casts(casts[name])
+            layers[name].casts = casts[name].phase(self.phase)
+        if changed:
+            watch_up_projections(model)
+        return changed
+
+    def _renew_casts(self, casts: Mapping[str, LinearCasts], keep: bool = True) -> None:
+        """Sets casts outside any phase, and makes histories for what they remember."""
+        model, before, layers = self.model, self.histories, self._layers
+        if model is None or before is None:
+            return
+        had = {name for name, layer in layers.items() if layer.amaxes is not None}
+        changed = self._change_casts(casts, model)
+        if any(name in had or _remembers(layers[name]) for name in changed):
+            self.histories = AmaxHistories(model)
+            self.histories.go_on(before, changed)
+            if not keep:  # a checkpoint is about to be loaded, strictly
+                self.histories.renewed.clear()
+
+    # --- one step ---
+
+    def prepare(self, step: int, micro_batch: int, rank: int, device: torch.device) -> None:
+        """Before a forward pass: its random bits, and all that layers need, on their device. It stages no amaxes."""
+        if self._keys is None or self.histories is None:
+            return
+        self._keys.fill_(step, micro_batch, rank, device)
+        self.histories.to_(device)
+        self.record(False)
+        if self.blend.device != with_index(device):
+            self._place_blend(device)
+
+    def record(self, on: bool) -> None:
+        """Whether passes stage amaxes from now on."""
+        if self.histories is not None:
+            self.histories.recording = on
+
+    @contextmanager
+    def another_draw(self, number: int, step: int, rank: int, device: torch.device) -> Generator[None, None, None]:
+        """Once prepared, a context with other random bits than any micro-batch has, whose amaxes are forgotten."""
+        if self._keys is None or self.histories is None:
+            yield
+            return
+        self._keys.fill_(step, -1 - number, rank, device)  # no micro-batch has a number below 0
+        with self.histories.forgetting():
+            yield
+
+    def advance_(self) -> None:
+        """Ends an optimizer step: what it staged enters the histories, by one collective for all layers."""
+        if self.histories is not None:
+            self.histories.advance_(_maximum_over_ranks)
+
+    # --- state; phase and λ are set through the plugin ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Changed casts and histories, where there are any; in tensors and primitives, the same on all ranks."""
+        state: dict[str, Any] = {}
+        if self._changed:
+            state["casts"] = {name: _primitive(casts) for name, casts in self._changed.items()}
+        return state | self.histories.state_dict() if self.histories else state
+
+    def load_state_dict(self, state: Mapping[str, Any], fresh_histories: bool, growth: float) -> None:
+        """Takes what :meth:`state_dict` gave.
+
+        Args:
+            state: it may hold more.
+            fresh_histories: leaves histories as they are.
+            growth: this run's scale of the loss over that of the run which has saved the state.
+
+        Raises:
+            ValueError: its amax histories are those of other layers, or of another length.
+        """
+        self._load_casts(state)  # before the histories, which are those of what the casts remember
+        if fresh_histories or not self.histories:
+            return
+        if "amax_history" not in state:
+            rank_zero_warn(
+                "The checkpoint holds no amax histories (it was trained without delayed scaling and smoothing): they "
+                "start empty, and the first step scales by its own amaxes."
+            )
+            return
+        self.histories.load_state_dict(state)
+        self.histories.scale_gradients_(torch.tensor(growth, device="cpu"))
+
+    def _load_casts(self, state: Mapping[str, Any]) -> None:
+        self._changed = {name: LinearCasts.of(casts) for name, casts in state.get("casts", {}).items()}
+        if self._keys is None:
+            return
+        missing = [name for name in self._changed if name not in self._planned]
+        if missing:
+            rank_zero_warn(
+                f"The checkpoint holds casts of layers that this run does not convert: {', '.join(missing)}; they stay "
+                "in high precision."
+            )
+            self._changed = {name: casts for name, casts in self._changed.items() if name in self._planned}
+        self._renew_casts({n: self._changed.get(n, planned) for n, planned in self._planned.items()}, keep=False)
+
+
+def _primitive(value: Any) -> Any:
+    """Casts as the mapping that :meth:`LinearCasts.of` takes, of what any checkpoint may hold."""
+    if is_dataclass(value):
+        return {field.name: _primitive(getattr(value, field.name)) for field in fields(value) if field.init}
+    if isinstance(value, Mapping):
+        return {key: _primitive(item) for key, item in value.items()}
+    return [_primitive(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _remembers(layer: QuantizedLayer) -> bool:
+    """Whether the casts of a layer need amaxes of former steps."""
+    return layer.full_casts.is_delayed or layer.full_casts.smooth == "channel"
+
+
+def _maximum_over_ranks(tensor: Tensor) -> None:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
