@@ -395,13 +395,13 @@ def test_layers_are_let_go_of_when_a_step_is_cut_short() -> None:
     assert list(logged(run)) == [0]
 
 
-def test_a_pause_is_not_seen() -> None:
+def test_a_pass_that_it_looks_away_from_is_not_seen() -> None:
     """Passes within it; and before and after a step that is logged it turns nothing on."""
     monitor, watching = QuantizationMonitor(weights=False), Watching()
 
     class Pauses(Two):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            with monitor.pause():
+            with monitor.look_away():
                 assert all_off(self)
                 super().training_step(1000 * batch, batch_idx)
             return super().training_step(batch, batch_idx)
@@ -413,12 +413,12 @@ def test_a_pause_is_not_seen() -> None:
     assert_curves({1: found[1]}, fit(max_steps=2))
 
 
-def test_a_pause_ends_after_an_error() -> None:
+def test_it_looks_again_after_an_error() -> None:
     monitor = QuantizationMonitor()
 
     class Pauses(Two):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            with pytest.raises(KeyError), monitor.pause():
+            with pytest.raises(KeyError), monitor.look_away():
                 raise KeyError
             assert not all_off(self)
             return super().training_step(batch, batch_idx)
