@@ -73,18 +73,18 @@ class CorruptBatches(Callback):
 
     Args:
         steps: which, counted from 0 as ``global_step`` counts them.
-        kind: ``"tokens"``: the tokens of a batch (a tensor of integers) change places at random, so that there is
-            nothing to learn from them; or ``"nan"``: what the model's last linear layer gives is NaN, and with it the
-            loss and all gradients.
+        kind: of a batch that is a tensor of integers, ``"noise"``: tokens are drawn anew, uniformly from 0 to the
+            largest in it, or ``"shuffle"``: they change places at random. Or ``"nan"``: what the model's last linear
+            layer gives is NaN, and with it the loss and all gradients.
 
     Raises:
         ValueError: steps are no integers from 0 on, or there is no such kind; in such a step: batches are no integers.
     """
 
-    def __init__(self, steps: Sequence[int], kind: str = "tokens") -> None:
+    def __init__(self, steps: Sequence[int], kind: str = "noise") -> None:
         if not steps or not all(type(step) is int and step >= 0 for step in steps):
             raise ValueError(f"steps are optimizer steps, such as [150]; got {steps!r}.")
-        self.steps, self.kind = list(steps), choose("kind of corruption", kind, ("tokens", "nan"))
+        self.steps, self.kind = list(steps), choose("kind of corruption", kind, ("noise", "shuffle", "nan"))
         self._hook: Any = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -95,11 +95,15 @@ class CorruptBatches(Callback):
             *_, last = (module for module in pl_module.modules() if isinstance(module, nn.Linear))
             self._hook = last.register_forward_hook(lambda module, inputs, output: output * torch.nan)
         elif not isinstance(batch, Tensor) or batch.is_floating_point():
-            raise ValueError(f"CorruptBatches(kind='tokens') draws tokens of a tensor of them; got {type(batch)}.")
+            raise ValueError(f"CorruptBatches(kind={self.kind!r}) takes a batch of integers; got {type(batch)}.")
         else:
             generator = torch.Generator().manual_seed(trainer.global_step)
-            order = torch.randperm(batch.numel(), generator=generator).to(batch.device)
-            batch.copy_(batch.flatten()[order].view_as(batch))
+            if self.kind == "shuffle":
+                order = torch.randperm(batch.numel(), generator=generator).to(batch.device)
+                batch.copy_(batch.flatten()[order].view_as(batch))
+            else:
+                uniform = torch.rand(batch.shape, generator=generator, dtype=torch.float64).to(batch.device)
+                batch.copy_((uniform * (batch.max() + 1)).to(batch.dtype))
 
     def on_train_batch_end(self, *_: Any) -> None:
         """The model is itself again."""

@@ -43,6 +43,12 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
         (x, GROUPS, 0, None, None, x.dtype),
         (x, TERNARY, 1, None, None, torch.int8),
     ],
+    "_operand_statistics": lambda x: [
+        *product((x,), (x.contiguous(),), (None, TWO), (BLOCKS, ROWS), (0, 1), (None,), (x.numel(), 400)),
+        (x, x.contiguous(), torch.ones(40, 1), ROWS, 1, None, 400),
+        (x, x.contiguous(), None, GROUPS, 0, None, 400),
+    ],
+    "activation_sums": lambda x: [(x, 3.0), (x[None], 6.0), (x.new_empty(0, 24), 6.0)],
     "_blend": lambda x: [
         (x, x.contiguous(), None, HALF, x.dtype),
         (x, x.contiguous(), torch.ones(40, 1), HALF, torch.float32),

@@ -433,7 +433,8 @@ def test_the_rows_of_gradient_noise_differ_in_casts_and_switch():
 def test_the_rows_of_rollback_differ_in_what_is_spoilt_and_who_watches():
     study = read_study("rollback")
     for row in study.rows:
-        spoilt = {"clean": [], "corrupt": [{"steps": [150]}], "nan": [{"steps": [150], "kind": "nan"}]}
+        spoilt = {"clean": [], "noise": [{"steps": [150]}]}
+        spoilt |= {kind: [{"steps": [150], "kind": kind}] for kind in ("nan", "shuffle")}
         kind, _, rollback = row.name.removeprefix("rollback_").partition("+")
         assert callbacks_of(row, "CorruptBatches") == spoilt[kind]
         assert len(callbacks_of(row, "SpikeRollback")) == bool(rollback)
@@ -443,7 +444,7 @@ def test_the_rows_of_rollback_differ_in_what_is_spoilt_and_who_watches():
         assert row.config == study.rows[0].config and row.seeds == [0, 1, 2]
     assert {row.name for row in study.rows} == {
         "rollback_clean",
-        *(f"rollback_{kind}{how}" for kind in ("corrupt", "nan") for how in ("", "+rollback")),
+        *(f"rollback_{kind}{how}" for kind in ("noise", "shuffle", "nan") for how in ("", "+rollback")),
     }
 
 

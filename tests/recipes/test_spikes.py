@@ -335,12 +335,16 @@ def spoil(tokens=TOKENS, **arguments):
     return model
 
 
-def test_tokens_of_a_corrupt_batch_change_places():
-    clean, spoilt = spoil(steps=[100]), spoil(steps=[1, 4])
+@pytest.mark.parametrize("kind", ["noise", "shuffle"])
+def test_tokens_of_a_corrupt_batch(kind):
+    """Change places, or are drawn from all up to the largest."""
+    clean, spoilt = spoil(steps=[100]), spoil(steps=[1, 4], kind=kind)
     for step, (before, after) in enumerate(zip(clean.batches, spoilt.batches, strict=True)):
         assert torch.equal(before, after) == (step not in (1, 4)), f"step {step}"
-        assert torch.equal(before.flatten().sort().values, after.flatten().sort().values), f"step {step}: other tokens"
-    again = spoil(steps=[1, 4])
+        assert after.dtype == before.dtype and after.min() >= 0 and after.max() <= before.max()
+        are_same = torch.equal(before.flatten().sort().values, after.flatten().sort().values)
+        assert are_same == (kind == "shuffle" or step not in (1, 4)), f"step {step}"
+    again = spoil(steps=[1, 4], kind=kind)
     assert all(map(torch.equal, spoilt.batches, again.batches)), "not the same in another run"
 
 
@@ -356,7 +360,7 @@ def test_a_loss_that_is_nan_for_one_step():
         ({"steps": []}, "steps are optimizer steps"),
         ({"steps": [-1]}, "steps are optimizer steps"),
         ({"steps": [0.5]}, "steps are optimizer steps"),
-        ({"steps": [1], "kind": "noise"}, "Unknown kind of corruption 'noise'"),
+        ({"steps": [1], "kind": "tokens"}, "Unknown kind of corruption 'tokens'"),
     ],
 )
 def test_bad_corruption(arguments, message):
@@ -365,5 +369,5 @@ def test_bad_corruption(arguments, message):
 
 
 def test_batches_without_tokens():
-    with pytest.raises(ValueError, match="draws tokens of a tensor of them"):
+    with pytest.raises(ValueError, match="takes a batch of integers"):
         spoil(tokens=torch.zeros(18, 8), steps=[0])
