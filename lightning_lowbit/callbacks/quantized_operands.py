@@ -1,9 +1,11 @@
 """What casts do to the operands of layers, from the rows of sums that layers leave: in numbers, means and pictures.
 
-sqnr          10 log10(Σ x² / Σ (x - q)²)                                    dB
-underflow     of the elements that are not 0, the share that became 0
-saturation    share of the elements beyond the largest magnitude that their scale can express
-scales        the least and the largest, of blocks that hold anything but zeros
+    sqnr          10 log10(Σ x² / Σ (x - q)²)                                    dB
+    underflow     of the elements that are not 0, the share that became 0
+    saturation    share of the elements beyond the largest magnitude that their scale can express
+    scales        the least and the largest, of blocks that hold anything but zeros
+
+There are none of an operand that was not quantised.
 """
 
 import math

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import PHASES, PRESETS, LinearCasts
@@ -29,6 +30,7 @@ from lightning_lowbit.nn.convert import CastsLike, check_blend, select, set_phas
 from lightning_lowbit.nn.keys import LayerKeys, clean_name, with_index
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
 from lightning_lowbit.nn.smooth_swiglu import smooth_casts, watch_up_projections
+from lightning_lowbit.optim.sharding import all_reduce_world_
 from lightning_lowbit.quant.cast import choose
 
 
@@ -251,7 +253,7 @@ class ConvertedModel:
     def advance_(self) -> None:
         """Ends an optimizer step: what it staged enters the histories, by one collective for all layers."""
         if self.histories is not None:
-            self.histories.advance_(_maximum_over_ranks)
+            self.histories.advance_(partial(all_reduce_world_, op=dist.ReduceOp.MAX))
 
     # --- state; phase and λ are set through the plugin ---
 
@@ -311,8 +313,3 @@ def _primitive(value: Any) -> Any:
 def _remembers(layer: QuantizedLayer) -> bool:
     """Whether the casts of a layer need amaxes of former steps."""
     return layer.full_casts.is_delayed or layer.full_casts.smooth == "channel"
-
-
-def _maximum_over_ranks(tensor: Tensor) -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
