@@ -18,6 +18,7 @@ from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.quant import Cast, Quantized, quantize
 from lightning_lowbit.quant.scaling import absmax
+from lightning_lowbit.quant.statistics import sample
 
 _FPROP_W = OPERANDS.index("fprop_w")
 
@@ -38,6 +39,11 @@ class LatentWeight(NamedTuple):
     def quantize(self) -> Quantized:
         """What becomes of it."""
         return quantize(self.values, self.cast, amax=self.amax)
+
+    def sample(self) -> "LatentWeight":
+        """Some rows of a large one, always the same, whose scales are those of the whole."""
+        amax = absmax(self.values) if self.amax is None and self.cast.scale.needs_amax else self.amax
+        return LatentWeight(sample(self.values, self.values.shape, self.cast, -1), self.cast, amax)
 
 
 def converted_layers(pl_module: LightningModule) -> dict[str, QuantizedLayer]:

@@ -93,11 +93,11 @@ class QuantizationMonitor(Monitor, LooksAway):
     - ``saturation``: share of the elements beyond the largest magnitude that their scale can express.
     - ``scale_min`` and ``scale_max``: the range of its scales, those of blocks of zeros left out.
 
-    All micro-batches and ranks count together. Of an operand of more than 2^16 elements a sample of about as many, in
+    All micro-batches and ranks count together. Of an operand of more than 2^15 elements a sample of about as many, in
     whole blocks, is looked at; scales are those of the sample, too. An operand that a GEMM takes over from another one
     has the numbers of that one; of ``"fprop"`` there are none.
 
-    Of each weight that is rounded to nearest:
+    Of each weight that is rounded to nearest, of a large one in a sample of as many elements, always the same ones:
 
     - ``minus``, ``zeros`` and ``plus``: shares of -1, 0 and 1, where these are the levels.
     - ``flips``: share of codes that the optimizer step changed, or all the optimizer steps of a batch together.
@@ -121,8 +121,8 @@ class QuantizationMonitor(Monitor, LooksAway):
     - The share of zeros of a ternary weight with ``statistic="absmean"`` is far from that of normally distributed ones
       (:func:`lightning_lowbit.metrics.expected_zeros`).
 
-    A step that is logged quantises each weight a few more times, and keeps its codes, a byte for each element; weights
-    that are sharded (FSDP2, tensor parallelism) are gathered one by one, and each rank keeps all codes. Other steps
+    A step that is logged quantises what it looks at of each weight a few more times, and keeps its codes; weights that
+    are sharded (FSDP2, tensor parallelism) are gathered one by one, and each rank keeps codes. Other steps
     cost nothing.
 
     Args:
@@ -207,7 +207,7 @@ class QuantizationMonitor(Monitor, LooksAway):
         """Keeps the codes, before the first step of a batch that is logged."""
         if not self._before and self._is_logged(trainer):
             weights = latent_weights(self._weights, compute_dtype(trainer.precision_plugin))
-            self._before = {layer: weight.quantize() for layer, weight in weights}
+            self._before = {layer: weight.sample().quantize() for layer, weight in weights}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Measures and logs, after the last step of the batch."""
@@ -256,6 +256,7 @@ class QuantizationMonitor(Monitor, LooksAway):
         values: dict[tuple[str, str], Tensor] = {}
         for layer, weight in latent_weights(self._weights, compute_dtype(trainer.precision_plugin)):
             casts[layer] = weight.cast
+            weight = weight.sample()
             seen = Seen(weight, self._before.pop(layer, None), weight.quantize())
             for column in COLUMNS:
                 values |= {(layer, name): value for name, value in column(seen).items()}

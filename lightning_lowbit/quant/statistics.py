@@ -23,7 +23,7 @@ MAXIMA = ("inverse_scale", "scale")
 _ADDED, _LARGEST = slice(len(SUMS)), slice(len(SUMS), None)
 
 # Elements of an operand to look at, about: enough for an SQNR to some tenths of a decibel, whatever rows differ in.
-SAMPLE = 2**16
+SAMPLE = 2**15
 
 # A largest magnitude is a product of scales, each rounded to float32: elements that it misses by so little fit.
 _SLACK = 1 + 2.0**-20
@@ -70,8 +70,8 @@ def _operand_statistics(
     if cast.scale.needs_amax and amax is None:
         amax = absmax(x)
     whole = x.shape
-    x, values = (_sample(matrix, whole, cast, dim, most) for matrix in (x, values))
-    factor = None if factor is None else _sample(factor, whole, cast, dim, most)
+    x, values = (sample(matrix, whole, cast, dim, most) for matrix in (x, values))
+    factor = None if factor is None else sample(factor, whole, cast, dim, most)
     tile = tile_of(cast, dim, x.dim())
     blocks, scales, decode, zeros = scale_blocks(x, cast, tile, amax)
     step = stored_scales(scales, cast).float() * decode
@@ -91,8 +91,18 @@ def _operand_statistics(
     return torch.stack([elements, *sums, *(value.to(wide) for value in largest)])
 
 
-def _sample(tensor: Tensor, whole: torch.Size, cast: Cast, dim: int, most: int) -> Tensor:
-    """Of a matrix, or a factor of its rows or columns, what belongs to the sample."""
+def sample(tensor: Tensor, whole: torch.Size, cast: Cast, dim: int, most: int = SAMPLE) -> Tensor:
+    """Of a matrix, or a factor of its rows or columns, what belongs to the sample.
+
+    Args:
+        tensor: ``[rows, columns]``, or a factor of them, see :class:`lightning_lowbit.quant.Operand`.
+        whole: the shape of the matrix.
+        cast, dim, most: as in :func:`operand_statistics`.
+
+    Returns:
+        Whole blocks, always the same ones: rows, columns or rows of tiles; the tensor itself where it is small, or
+        where a scale needs all of it.
+    """
     stride, block = -(-whole.numel() // most), cast.scale.block
     if tensor.dim() == 0 or stride <= 1 or (block == "tensor" and not cast.scale.needs_amax):
         return tensor

@@ -6,13 +6,14 @@ Interleaved rounds of whole runs in one process, on the model of the quickstart 
 that log every 50 steps to TensorBoard. `control` is `plain` once more: what differs between the two is the machine.
 `monitors` has GradientNormMonitor (looking for spikes in every step), QuantizationMonitor, OutlierMonitor,
 GradientNoiseMonitor in its cheap form, SpikeRollback with its snapshots, and RunReport; `draws` has the two-draw
-GradientNoiseMonitor alone. The time of a run is from its second step to its last, over these steps; weights at the end
-are checked to be those of `plain`.
+GradientNoiseMonitor alone. The time of a run is from its second step to its last, over these steps, without what is
+done once when it ends, such as writing the report; weights at the end are checked to be those of `plain`.
 """
 
 import argparse
 import logging
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -50,8 +51,9 @@ class Clock(Callback):
         if trainer.global_step == 1:
             self.begin = now(trainer)
 
-    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
-        self.end = now(trainer)
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:  # the last of the callbacks
+        if trainer.global_step == trainer.max_steps:
+            self.end = now(trainer)
 
 
 def now(trainer: Trainer) -> float:
@@ -118,6 +120,7 @@ def main() -> None:
         weights: dict[str, torch.Tensor] = {}
         for side, callbacks in sides(options.every).items():
             seconds, weights[side] = run(callbacks(), options.casts, options.steps, options.every, options.device)
+            print(f"round {number}, {side}: {seconds * 1e3:.1f} ms per step", file=sys.stderr, flush=True)
             if number:
                 times[side].append(seconds)
         for side, end in weights.items():

@@ -149,3 +149,18 @@ def test_sharded_weights_are_gathered_or_refused(tmp_path: Any) -> None:
         assert torch.equal(weight.quantize().codes, quantize(sharded.full_tensor().bfloat16(), weight.cast).codes)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("preset", ["nvfp4", "nvfp4-nvidia", "fp8-current", "ternary"])
+def test_a_sample_of_a_large_weight_has_the_scales_of_the_whole(preset: str) -> None:
+    layer = convert(nn.Linear(256, 512), LinearCasts.preset(preset))
+    ((_, weight),) = latent_weights({"": layer}, torch.float32)
+    some = weight.sample()
+    needs_all = weight.cast.scale.block == "tensor" and weight.cast.scale.statistic != "absmax"
+    assert len(some.values) == (512 if needs_all else 128), f"of {weight.cast}"
+    whole = weight.quantize().dequantize()
+    rows = (weight.values[:, None] == some.values[None]).all(-1).nonzero()[:, 0]
+    assert torch.equal(some.quantize().dequantize(), whole[rows]), f"rows of {weight.cast} are quantised otherwise"
+    small = convert(nn.Linear(32, 32), LinearCasts.preset(preset))
+    ((_, weight),) = latent_weights({"": small}, torch.float32)
+    assert torch.equal(weight.sample().values, small.weight), "a small weight is looked at whole"
