@@ -29,6 +29,9 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 # the backward pass, once per layer that reads it.
 SHARED = {"dgrad_w": "fprop_w", "wgrad_g": "dgrad_g"}
 
+# The dimension of each operand that its GEMM contracts.
+CONTRACTION = dict(zip(OPERANDS, (1, 1, 1, 0, 0, 0), strict=True))
+
 # What each phase sets to None. "qaf" is quantisation-aware finetuning (FP4 All the Way, arXiv 2505.19115, section 4):
 # forward as trained, backward in high precision.
 PHASES: dict[str, tuple[str, ...]] = {

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_lowbit.nn.casts import OPERANDS, SHARED, LinearCasts
+from lightning_lowbit.nn.casts import CONTRACTION, OPERANDS, SHARED, LinearCasts
 from lightning_lowbit.nn.gemm import matmul, mean_times
+from lightning_lowbit.nn.parallel import Parts
 from lightning_lowbit.nn.watch import add_gradients_
 from lightning_lowbit.quant import Cast, Operand, blend, quantize_operand, rotate, split_mean, through_rounding
-from lightning_lowbit.quant.scaling import absmax
+from lightning_lowbit.quant.part import Part, absmax_of
 from lightning_lowbit.quant.statistics import merge_statistics_, operand_statistics
 
 
@@ -27,6 +28,15 @@ class Setup(NamedTuple):
     blend: Tensor | None  # None: all the way
     operand_sums: Tensor | None = None  # None: nobody asks, see `lightning_lowbit.nn.watch`
     gradient_sums: Tensor | None = None
+    parts: Parts = Parts()
+
+    def part_of(self, operand: str) -> Part | None:
+        """Which part of a larger matrix an operand is, as its GEMM takes it."""
+        part: Part | None = getattr(self.parts, operand[-1])
+        gemm = operand.partition("_")[0]
+        if part is not None and gemm in self.casts.hadamard and part.dim == CONTRACTION[operand]:
+            return part.padded(self.casts.hadamard[gemm].size)
+        return part
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -36,8 +46,8 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, *setup: Any) -> Tensor:
         how = Setup(*setup)
         casts, (needs_x, needs_w) = how.casts, ctx.needs_input_grad[:2]
-        amax_x = _amax(x, casts, "fprop_x", *["wgrad_x"] * needs_w)
-        amax_w = _amax(w, casts, "fprop_w", *["dgrad_w"] * needs_x)
+        amax_x = _amax(x, how, "fprop_x", *["wgrad_x"] * needs_w)
+        amax_w = _amax(w, how, "fprop_w", *["dgrad_w"] * needs_x)
 
         # Y = X · Wᵀ + b            [tokens, in] · [in, out]
         qx, qw, offset = _operands("fprop", _Source(x, amax_x), _Source(w, amax_w), how, bias)
@@ -69,7 +79,7 @@ class _LinearFunction(torch.autograd.Function):
         reused = torch.float32 if how.exact else dtype
         dx = dw = db = None
         with torch.autocast(g.device.type, enabled=False):
-            g_ = _Source(g, _amax(g, how.casts, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
+            g_ = _Source(g, _amax(g, how, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
             if needs_x:
                 # dX = dY · W           [tokens, out] · [out, in]
                 w, w_factor = _reusable(Operand(w, w_factor), reused)
@@ -120,10 +130,6 @@ class _Source(NamedTuple):
     made: bool = False
 
 
-# The dimension of each operand that its GEMM contracts, in the order of OPERANDS.
-_CONTRACTION = dict(zip(OPERANDS, (1, 1, 1, 0, 0, 0), strict=True))
-
-
 def _operands(
     gemm: str, left: _Source, right: _Source, how: Setup, bias: Tensor | None = None
 ) -> tuple[Operand, Operand, Tensor | None]:
@@ -135,10 +141,17 @@ def _operands(
     if gemm in casts.hadamard:
         transform = _transform(gemm, casts, how.keys, left.values.device)
         left, right = (
-            _Source(rotate(source.values, transform, _CONTRACTION[name]))
-            for name, source in zip(names, (left, right), strict=True)
+            _rotated(name, source, transform, how) for name, source in zip(names, (left, right), strict=True)
         )
     return _operand(names[0], left, how), _operand(names[1], right, how), offset
+
+
+def _rotated(name: str, source: _Source, transform: Tensor, how: Setup) -> _Source:
+    """An operand whose groups along the contraction axis are rotated; a group is rotated by one process."""
+    part = getattr(how.parts, name[-1])
+    if part is not None and part.dim == CONTRACTION[name]:
+        part.check(source.values.shape, len(transform), "groups of a Hadamard transform, of")
+    return _Source(rotate(source.values, transform, CONTRACTION[name]))
 
 
 def _operand(name: str, source: _Source, how: Setup) -> Operand:
@@ -151,10 +164,10 @@ def _operand(name: str, source: _Source, how: Setup) -> Operand:
     amax = _scale_amax(name, cast, source, how)
     native = cast.grid.gemm_dtype if name.partition("_")[0] in how.native else None
     dtype = torch.float32 if how.exact else native
-    dim = _CONTRACTION[name]
-    quantised = quantize_operand(source.values, cast, dim, key, amax, dtype)
+    dim, part = CONTRACTION[name], how.part_of(name)
+    quantised = quantize_operand(source.values, cast, dim, key, amax, dtype, part)
     if how.operand_sums is not None:
-        seen = operand_statistics(source.values, quantised, cast, dim, amax)
+        seen = operand_statistics(source.values, quantised, cast, dim, amax, part=part)
         merge_statistics_(how.operand_sums[OPERANDS.index(name)], seen)
     return quantised if how.blend is None else blend(source.values, quantised, how.blend, how.exact)
 
@@ -165,7 +178,7 @@ def _scale_amax(name: str, cast: Cast, source: _Source, how: Setup) -> Tensor | 
         return None
     if cast.scale.source == "current":
         return source.amax
-    own = absmax(source.values) if source.amax is None else source.amax
+    own = absmax_of(source.values, how.part_of(name)) if source.amax is None else source.amax
     i = OPERANDS.index(name)
     assert how.in_force is not None
     if how.staged is not None:  # a slot keeps the largest of the step; an operand that is shared has two
@@ -196,7 +209,7 @@ def _split_means(
     """
     rest, mean = split_mean(left.values)
     if names[1].endswith("_w"):
-        weight = right.values.t() if _CONTRACTION[names[1]] == 1 else right.values
+        weight = right.values.t() if CONTRACTION[names[1]] == 1 else right.values
         return _Source(rest), right, mean_times(mean, weight, right.factor, bias)
     other_rest, other_mean = split_mean(right.values)
     product = mean.t() * len(rest) * other_mean
@@ -217,12 +230,13 @@ def _through_rounding(name: str, gradient: Tensor, source: _Source, how: Setup) 
         return gradient  # straight through
     cast, kind = getattr(casts, name), casts.surrogate[name]
     if "fprop" not in casts.hadamard:
-        through = through_rounding(gradient, kind, source.values, cast, 1, _scale_amax(name, cast, source, how))
+        amax, part = _scale_amax(name, cast, source, how), how.part_of(name)
+        through = through_rounding(gradient, kind, source.values, cast, 1, amax, part)
     else:
         transform = _transform("fprop", casts, how.keys, gradient.device)
         turned = _Source(rotate(source.values, transform, 1))
-        amax = _scale_amax(name, cast, turned, how)
-        rotated = through_rounding(rotate(gradient, transform, 1), kind, turned.values, cast, 1, amax)
+        amax, part = _scale_amax(name, cast, turned, how), how.part_of(name)
+        rotated = through_rounding(rotate(gradient, transform, 1), kind, turned.values, cast, 1, amax, part)
         through = rotate(rotated, transform.t(), 1)[:, : gradient.shape[1]]
     if how.blend is None:
         return through
@@ -230,15 +244,17 @@ def _through_rounding(name: str, gradient: Tensor, source: _Source, how: Setup) 
     return torch.lerp(gradient.to(wide), through.to(wide), how.blend.to(wide)).to(gradient.dtype)
 
 
-def _amax(tensor: Tensor, casts: LinearCasts, *operands: str) -> Tensor | None:
+def _amax(tensor: Tensor, how: Setup, *operands: str) -> Tensor | None:
     """Largest magnitude of a tensor, once for its operands, where one that is made of the tensor as it is needs it."""
+    casts = how.casts
 
     def needed(operand: str) -> bool:
         cast, gemm = getattr(casts, operand), operand.partition("_")[0]
         altered = gemm in casts.hadamard or gemm in casts.subtract_mean
         return isinstance(cast, Cast) and cast.scale.needs_amax and not altered
 
-    return absmax(tensor) if any(map(needed, operands)) else None
+    needing = [operand for operand in operands if needed(operand)]
+    return absmax_of(tensor, getattr(how.parts, needing[0][-1])) if needing else None
 
 
 def _reusable(operand: Operand, dtype: torch.dtype) -> Operand:

@@ -9,11 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
+from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import Setup, linear_function, stage_
 from lightning_lowbit.nn.gemm import native_obstacle
+from lightning_lowbit.nn.parallel import Parts, tensor_parallel
 from lightning_lowbit.quant import largest, smoothing_factor
+from lightning_lowbit.quant.part import largest_of
 
 _HP = LinearCasts()
 
@@ -107,7 +112,21 @@ class QuantizedLayer(nn.Module):
 
     def quantized_forward(self, x: Tensor) -> Tensor:
         """:meth:`forward` through the six casts, whatever they are; with six of None still ``nn.Linear`` to the bit."""
-        weight, bias, device = self.weight_matrix(), self.bias, x.device.type
+        weight = self.weight_matrix()
+        if isinstance(weight, DTensor):
+            return tensor_parallel(self.local_forward, x, weight, self.bias)
+        return self.local_forward(x, weight, self.bias, Parts())
+
+    def local_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: Parts) -> Tensor:
+        """:meth:`quantized_forward` of what this process holds.
+
+        Args:
+            x: ``[..., in_features]``.
+            weight: ``[out_features, in_features]``.
+            bias: ``[out_features]`` or None.
+            parts: what the three matrices are parts of.
+        """
+        device = x.device.type
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # which autocast leaves alone
             dtype = torch.get_autocast_dtype(device)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -117,36 +136,38 @@ class QuantizedLayer(nn.Module):
                 "torch.autocast."
             )
         with torch.autocast(device, enabled=False):
-            matrix = x.reshape(-1, x.shape[-1])
+            matrix = x.flatten(0, -2) if x.dim() > 1 else x[None]  # also where there is nothing
             if matrix.shape[1] != weight.shape[1]:  # a rotation would pad both to whole groups
                 raise ValueError(f"The layer takes {weight.shape[1]} features; got {tuple(x.shape)}.")
-            y = self._smoothed(matrix, weight, bias)
+            y = self._smoothed(matrix, weight, bias, parts)
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def _smoothed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _smoothed(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: Parts) -> Tensor:
         # Y = (X · diag(s)) · (W · diag(1/s))ᵀ + b      per channel
         # Y = diag(1/s) · (diag(s) · X) · Wᵀ + b        per token
         if self.casts.smooth == "channel":
-            s = smoothing_factor(self._channel_amax(x), x.dtype)
-            return self._multiply(x * s, weight * s.reciprocal(), bias)
+            s = smoothing_factor(self._channel_amax(x, parts), x.dtype)
+            return self._multiply(x * s, weight * s.reciprocal(), bias, parts)
         if self.casts.smooth == "token":
-            s = smoothing_factor(self._token_amax(x), x.dtype)
-            y = self._multiply(x * s, weight, None) * s.reciprocal()
+            s = smoothing_factor(self._token_amax(x, parts), x.dtype)
+            y = self._multiply(x * s, weight, None, parts) * s.reciprocal()
             return y if bias is None else y + bias
-        return self._multiply(x, weight, bias)
+        return self._multiply(x, weight, bias, parts)
 
-    def _channel_amax(self, x: Tensor) -> Tensor:
+    def _channel_amax(self, x: Tensor, parts: Parts) -> Tensor:
         """float32 ``[in_features]``: of this batch in training, of the last training step after it."""
         own = largest(x.detach(), 0)[0]
         if self.amaxes is None:
             return own
         _, _, channels, staged, (recording,) = self.amaxes
+        if parts.x is not None:  # channels are cut: these are those of here
+            channels, staged = (of_all.narrow(0, parts.x.start, len(own)) for of_all in (channels, staged))
         if recording:
             stage_(staged, own)
             return own
         return torch.where(channels > 0, channels, own)
 
-    def _token_amax(self, x: Tensor) -> Tensor:
+    def _token_amax(self, x: Tensor, parts: Parts) -> Tensor:
         """float32 ``[tokens, 1]``: of the up projection's output, which that left here."""
         amax, self.token_amax = self.token_amax, None
         if amax is None or amax.numel() != len(x):
@@ -154,9 +175,9 @@ class QuantizedLayer(nn.Module):
                 "smooth='token' scales by the output of an MLP's up projection, and none has come before this pass: "
                 "set it up with lightning_lowbit.smooth_swiglu(model, 'token'), or smooth channels."
             )
-        return amax.view(-1, 1)
+        return largest_of(amax.view(-1, 1), parts.x)
 
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: Parts) -> Tensor:
         in_force, staged = (None, None) if self.amaxes is None else self.amaxes[:2]
         if in_force is None and self.casts.is_delayed:
             raise ValueError(
@@ -166,7 +187,7 @@ class QuantizedLayer(nn.Module):
         if self.amaxes is not None and not self.amaxes.switch[0]:
             staged = None
         native, sums = self.native_gemms(x.device), (self.operand_sums, self.gradient_sums)
-        how = Setup(self.casts, self.keys, in_force, staged, self.exact, native, self.blend, *sums)
+        how = Setup(self.casts, self.keys, in_force, staged, self.exact, native, self.blend, *sums, parts)
         return linear_function(x, weight, bias, how)
 
     def native_gemms(self, device: torch.device, casts: LinearCasts | None = None) -> tuple[str, ...]:
@@ -201,6 +222,15 @@ def quantized_class(cls: Any) -> type[QuantizedLayer] | None:
     """The class that a layer of exactly this class is converted to, or None if it stays what it is."""
     if issubclass(cls, QuantizedLayer):
         return cls
+    if issubclass(cls, FSDPModule):  # what fully_shard makes of a module's class: FSDPModule, then the class itself
+        sharded, original, *_ = cls.__bases__
+        quantized = quantized_class(original)
+        if quantized is None:
+            return None
+        members = {"__deepcopy__": cls.__deepcopy__}
+        return get_cls_to_fsdp_cls().setdefault(
+            quantized, type(f"FSDP{quantized.__name__}", (sharded, quantized), members)
+        )
     if cls is nn.Linear:
         return QuantLinear
     if (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D"):

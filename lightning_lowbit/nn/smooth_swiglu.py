@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.casts import OPERANDS, SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
@@ -137,7 +138,9 @@ class _TellTokens:
 
     def __call__(self, up: nn.Module, inputs: Any, output: Tensor) -> None:
         if self.down.casts.smooth == "token":
-            self.down.token_amax = largest(output.detach(), -1).reshape(-1, 1)
+            output = output.detach()
+            local = output.to_local() if isinstance(output, DTensor) else output  # the down projection knows the others
+            self.down.token_amax = largest(local, -1).reshape(-1, 1)
 
 
 @torch.no_grad()

@@ -50,6 +50,12 @@ def _as_list(patterns: Iterable[str]) -> Iterable[str]:
     return patterns if isinstance(patterns, str) else list(patterns)  # a string is refused when it is used
 
 
+def _data_rank(trainer: Any) -> int:
+    """Of this process among those that see other data: processes that share tensors see the same."""
+    sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return int(sampler.get("rank", trainer.global_rank))
+
+
 class LowBitPrecision(FSDPPrecision):
     """Trains the linear layers of any ``LightningModule`` with the given casts.
 
@@ -190,7 +196,7 @@ class LowBitPrecision(FSDPPrecision):
         strategy = trainer.strategy
         if self._scaling is not None:
             self._scaling.check(module, type(strategy).__name__)
-        self._device, self._rank = strategy.root_device, trainer.global_rank
+        self._device, self._rank = strategy.root_device, _data_rank(trainer)
         planned = self.plan(module)
         check_backend(planned, self.backend, self.exact, self._device)  # raises before anything is changed
         convert(module, self.casts, self.skip, self.only, self.overrides, self.exact, self.backend, self.smooth_swiglu)

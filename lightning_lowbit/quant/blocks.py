@@ -57,10 +57,18 @@ def block_dims(blocks: Tensor, tile: Tile) -> tuple[int, ...]:
     return (2,) if tile == (1, ALL) else (0,)
 
 
-def elements_per_block(matrix: Tensor, blocks: Tensor, tile: Tile) -> Tensor:
-    """How many elements a block has, padding left out; 1 where it has none."""
+def elements_per_block(matrix: Tensor, blocks: Tensor, tile: Tile, whole: torch.Size) -> Tensor:
+    """How many elements a block has, padding left out; 1 where it has none.
+
+    Args:
+        matrix, blocks, tile: as :func:`to_blocks` takes and gives them.
+        whole: the shape of the matrix, or of what it is a part of, whose rows or columns are one block.
+    """
     dims = block_dims(blocks, tile)
-    if blocks.numel() == matrix.numel():  # filled on the device: a number would be copied there, which waits for it
+    if ALL in tile:  # filled on the device: a number would be copied there, which waits for it
+        count = math.prod(size for size, side in zip(whole, tile, strict=True) if side == ALL)
+        return torch.full((), max(count, 1), device=blocks.device)
+    if blocks.numel() == matrix.numel():
         return torch.full((), max(math.prod(blocks.shape[i] for i in dims), 1), device=blocks.device)
     return to_blocks(torch.ones_like(matrix), tile).sum(dims, keepdim=True, dtype=torch.float32)
 
@@ -95,8 +103,14 @@ def from_matrix(matrix: Tensor, shape: torch.Size, dim: int) -> Tensor:
     return matrix.reshape(*leading, matrix.shape[-1]).movedim(-1, dim)
 
 
-def element_index(blocks: Tensor) -> Tensor:
-    """Row-major index of every element, int32: that of the matrix, padded to whole blocks."""
+def element_index(blocks: Tensor, place: Tensor | None = None) -> Tensor:
+    """Row-major index of every element, int32: that of the matrix, padded to whole blocks.
+
+    Args:
+        blocks: a blocked view.
+        place: int32 ``[3]`` where the matrix is part of another one: its columns, the columns of the other one, and
+            the index there of its first element. The indices are those in the other one.
+    """
     index: Tensor | int = 0
     stride = 1
     for dimension in reversed(range(blocks.dim())):
@@ -105,4 +119,7 @@ def element_index(blocks: Tensor) -> Tensor:
         index = index + torch.arange(shape[dimension], dtype=torch.int32, device=blocks.device).view(shape) * stride
         stride = stride * shape[dimension]
     assert isinstance(index, Tensor)
-    return index
+    if place is None:
+        return index
+    columns, all_columns, first = place.unbind()
+    return index + torch.div(index, columns, rounding_mode="floor") * (all_columns - columns) + first

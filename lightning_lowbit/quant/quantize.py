@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from lightning_lowbit.kernels import compiled, opaque
 from lightning_lowbit.quant.blocks import (
@@ -28,12 +29,15 @@ from lightning_lowbit.quant.blocks import (
     to_blocks,
 )
 from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.part import Part, absmax_of
 from lightning_lowbit.quant.rounding import round_nearest, round_stochastic, uniform
 from lightning_lowbit.quant.scaling import (
     absmax,
-    block_mean,
+    block_amax,
+    block_ends,
     block_range,
     block_scales,
+    block_sum,
     encode_factor,
     four_over_six_scales,
     scales_of,
@@ -171,6 +175,7 @@ def quantize_operand(
     key: Tensor | None = None,
     amax: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    part: Part | None = None,
 ) -> Operand:
     """Quantises one operand of a GEMM.
 
@@ -180,11 +185,17 @@ def quantize_operand(
         dtype: of the values, one that holds them exactly: float32, or ``cast.grid.gemm_dtype`` where scales are per
             row or tensor; None for that of ``x``, if it is exact in bfloat16 or the cast is ``rounded``, and float32
             else.
+        part: which one of a larger matrix ``x`` is, whose scales and random bits it gets; None: it is whole. All
+            processes that hold one must call this together.
 
     Returns:
         ``codes * scales`` and the tensor's scale; scales per row or tensor are part of the factor.
+
+    Raises:
+        ValueError: a block lies on several processes.
     """
-    values, factor = _quantize_operand(x, cast.spec, dim, key, amax, dtype or _operand_dtype(x, cast))
+    spec = None if part is None else part.spec
+    values, factor = _quantize_operand(x, cast.spec, dim, key, amax, dtype or _operand_dtype(x, cast), spec)
     return Operand(values, factor if _has_factor(cast) else None)
 
 
@@ -208,10 +219,10 @@ def _blend(x: Tensor, values: Tensor, factor: Tensor | None, share: Tensor, dtyp
     return torch.lerp(x, values if factor is None else values * factor, share.to(wide)).to(dtype).contiguous()
 
 
-def scaled_elements(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> Tensor:
+def scaled_elements(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None, part: Part | None = None) -> Tensor:
     """The elements of a matrix in units of their scales, before rounding: float32, the shape of ``x``."""
     tile = tile_of(cast, dim, x.dim())
-    blocks, scales, decode, _ = scale_blocks(x, cast, tile, amax)
+    blocks, scales, decode, _ = scale_blocks(x, cast, tile, amax, part)
     return from_blocks(blocks.float() * encode_factor(scales, decode, cast), x.shape, tile)
 
 
@@ -237,7 +248,7 @@ def _is_rounded(x: Tensor, cast: Cast) -> bool:
 
 
 def _fake_operand(
-    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype
+    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype, part: str | None
 ) -> tuple[Tensor, Tensor]:
     cast = Cast.from_spec(spec)
     factor = x.new_empty(_factor_shape(x, cast, dim), dtype=torch.float32)
@@ -246,13 +257,14 @@ def _fake_operand(
 
 @opaque(_fake_operand)
 def _quantize_operand(
-    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype
+    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype, part: str | None
 ) -> tuple[Tensor, Tensor]:
-    cast = Cast.from_spec(spec)
+    cast, known = Cast.from_spec(spec), Part.from_spec(part)
     tile = tile_of(cast, dim, x.dim())
-    scaled = scale_blocks(x, cast, tile, amax)
+    scaled = scale_blocks(x, cast, tile, amax, known)
     rounded = x.dtype if _is_rounded(x, cast) else dtype  # also where float32 is asked for
-    values = _round(scaled, cast, key, cast.scale.per_block, rounded)
+    place = None if known is None else known.place(x.shape, tile, x.device)
+    values = _round(scaled, cast, key, cast.scale.per_block, rounded, place)
     factor = scaled.decode
     if not cast.scale.per_block:
         factor = (stored_scales(scaled.scales, cast) * factor).reshape(_factor_shape(x, cast, dim))
@@ -267,10 +279,12 @@ class Scaled(NamedTuple):
     decode: Tensor
     zeros: Tensor | None = None
 
-    def tensors(self, cast: Cast, key: Tensor | int | None) -> list[Tensor]:
+    def tensors(self, cast: Cast, key: Tensor | int | None, place: Tensor | None = None) -> list[Tensor]:
         """What :func:`round_blocks` takes."""
         tensors = [tensor for tensor in self if tensor is not None]
-        return tensors if cast.rounding == "nearest" else [*tensors, _key_of(cast, key, self.blocks.device)]
+        if cast.rounding == "nearest":
+            return tensors
+        return [*tensors, _key_of(cast, key, self.blocks.device), *([] if place is None else [place])]
 
 
 @compiled
@@ -291,7 +305,8 @@ def _round_blocks(
 def round_blocks(blocks: Tensor, scales: Tensor, decode_scale: Tensor, *rest: Tensor, cast: Cast) -> Tensor:
     """Rounds blocked elements to float32 elements of the cast, in units of their scales.
 
-    ``rest``: the zero points of casts that have them, then the key of those that round stochastically.
+    ``rest``: the zero points of casts that have them; then, of those that round stochastically, the key, and the place
+    of the matrix in a larger one that it is part of.
     """
     values = blocks.float()
     if cast.scale.block == "tensor":
@@ -300,12 +315,20 @@ def round_blocks(blocks: Tensor, scales: Tensor, decode_scale: Tensor, *rest: Te
     if cast.scale.statistic == "minmax":  # the levels of the block are those from -z on
         values = torch.minimum(torch.maximum(values, -rest[0]), cast.grid.max - rest[0])
     if cast.rounding == "stochastic":
-        return round_stochastic(values, cast.grid, uniform(element_index(blocks), rest[-1]))
+        key, *place = rest[1:] if cast.scale.statistic == "minmax" else rest
+        return round_stochastic(values, cast.grid, uniform(element_index(blocks, *place), key))
     return round_nearest(values, cast.grid)
 
 
-def _round(scaled: Scaled, cast: Cast, key: Tensor | int | None, multiplied: bool, dtype: torch.dtype) -> Tensor:
-    return _round_blocks(*scaled.tensors(cast, key), cast=cast, multiplied=multiplied, dtype=dtype)
+def _round(
+    scaled: Scaled,
+    cast: Cast,
+    key: Tensor | int | None,
+    multiplied: bool,
+    dtype: torch.dtype,
+    place: Tensor | None = None,
+) -> Tensor:
+    return _round_blocks(*scaled.tensors(cast, key, place), cast=cast, multiplied=multiplied, dtype=dtype)
 
 
 def _key_of(cast: Cast, key: Tensor | int | None, device: torch.device) -> Tensor:
@@ -321,16 +344,18 @@ def _key_of(cast: Cast, key: Tensor | int | None, device: torch.device) -> Tenso
     return key.reshape(())
 
 
-def scale_blocks(x: Tensor, cast: Cast, tile: Tile, amax: Tensor | None) -> Scaled:
-    """Cuts a matrix into blocks, and makes their scales."""
+def scale_blocks(x: Tensor, cast: Cast, tile: Tile, amax: Tensor | None, part: Part | None = None) -> Scaled:
+    """Cuts a matrix, or a part of one, into blocks, and makes their scales."""
     blocks = to_blocks(x, tile)
+    if part is not None and not part.cuts(tile):
+        part.check(x.shape, tile[part.dim], "blocks of")
     if amax is not None and not cast.scale.needs_amax:
         raise ValueError(
             f"amax was given, but {cast} has no scale of the whole tensor's largest magnitude: use "
             "Scale(two_level=True), or block='tensor' with statistic='absmax'."
         )
     if amax is None and cast.scale.needs_amax:
-        amax = absmax(x)
+        amax = absmax_of(x, part)
     elif amax is not None and (not isinstance(amax, Tensor) or amax.numel() != 1):
         raise ValueError(f"amax is a tensor of one element, the largest magnitude; got {amax!r}.")
     encode = torch.ones((), device=x.device)
@@ -339,16 +364,24 @@ def scale_blocks(x: Tensor, cast: Cast, tile: Tile, amax: Tensor | None) -> Scal
         if cast.scale.two_level:
             encode = tensor_encode_scale(amax, cast)
     dims = block_dims(blocks, tile)
+    shared = part if part is not None and part.cuts(tile) else None
     zeros = None
     if cast.scale.statistic == "absmean":
-        scales = scales_of(block_mean(blocks, dims, elements_per_block(x, blocks, tile)), encode, cast)
+        total = block_sum(blocks, dims) if shared is None else shared.reduce(block_sum(blocks, dims), ReduceOp.SUM)
+        counts = elements_per_block(x, blocks, tile, x.shape if part is None else part.whole(x.shape))
+        scales = scales_of((total / counts).float(), encode, cast)
     elif cast.scale.statistic == "minmax":
-        low, span = block_range(blocks, dims)
+        low, high = block_ends(blocks, dims)
+        if shared is not None:
+            low, high = shared.reduce(low, ReduceOp.MIN), shared.reduce(high, ReduceOp.MAX)
+        low, span = block_range(low, high)
         scales = scales_of(span, encode, cast)
         zeros = zero_points(low, scales, cast)
     elif cast.scale.block == "tensor":
         assert amax is not None
         scales = scales_of(amax.reshape(1, 1), encode, cast)
+    elif shared is not None:
+        scales = scales_of(shared.reduce(block_amax(blocks, dims), ReduceOp.MAX), encode, cast)
     elif cast.scale.four_over_six is not None:
         scales = four_over_six_scales(blocks, encode, cast, dims)
     else:

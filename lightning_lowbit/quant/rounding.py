@@ -106,13 +106,14 @@ def round_stochastic(value: Tensor, format: Format, draws: Tensor) -> Tensor:
 # --- random bits ------------------------------------------------------------------------------------------------------
 
 
-def _int32(number: int) -> int:
-    return number - 2**32 if number >= 2**31 else number
+def int32(number: int) -> int:
+    """An integer as int32 arithmetic, which wraps, holds it."""
+    return (number + 2**31) % 2**32 - 2**31
 
 
 # Multipliers of a 3-multiply integer hash: the golden ratio times 2^32, and the last two rounds of "lowbias32"
 # (C. Wellons, hash-prospector). Two multiplications are not enough: consecutive keys then correlate strongly.
-_MULTIPLIERS = tuple(_int32(number) for number in (0x9E3779B1, 0x21F0AAAD, 0x735A2D97))
+_MULTIPLIERS = tuple(int32(number) for number in (0x9E3779B1, 0x21F0AAAD, 0x735A2D97))
 
 
 def uniform(index: Tensor, key: Tensor) -> Tensor:

@@ -81,28 +81,27 @@ def block_amax(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
     return blocks.abs().amax(dims, keepdim=True).float()
 
 
-def block_mean(blocks: Tensor, dims: tuple[int, ...], counts: Tensor) -> Tensor:
-    """Mean magnitudes over some dimensions, which keep the size 1: float32, 0 of no elements.
-
-    Args:
-        counts: the elements that are there, at least 1; the others are padding.
-    """
-    # The sum is a float64, so that its order (of a GPU, of several ranks) does not decide the last bit of the mean.
+def block_sum(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Sums of magnitudes over some dimensions, which keep the size 1."""
+    # A float64, so that its order (of a GPU, of several ranks) does not decide the last bit of a mean.
     wide = torch.float32 if blocks.device.type == "mps" else torch.float64  # which Apple's GPUs lack
-    total = blocks.abs().sum(dims, keepdim=True, dtype=wide)
-    return (total / counts).float()
+    return blocks.abs().sum(dims, keepdim=True, dtype=wide)
 
 
-def block_range(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Least elements over some dimensions, which keep the size 1, and how far the largest lie above, with 0 in between.
+def block_ends(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Least and largest elements over some dimensions, which keep the size 1: float32, 0 of no elements."""
+    if blocks.numel() == 0:
+        zero = block_amax(blocks, dims)
+        return zero, zero
+    return blocks.amin(dims, keepdim=True).float(), blocks.amax(dims, keepdim=True).float()
+
+
+def block_range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Least elements of blocks, and how far the largest lie above, with 0 in between, from :func:`block_ends`.
 
     Both are float32, the second NaN where an element is not finite. Each end is at most half of what float32 reaches,
     so that the span is within it: elements beyond saturate.
     """
-    if blocks.numel() == 0:
-        zero = block_amax(blocks, dims)
-        return zero, zero
-    low, high = blocks.amin(dims, keepdim=True).float(), blocks.amax(dims, keepdim=True).float()
     finite = low.isfinite() & high.isfinite()
     low, high = low.clamp(-_FLOAT32_MAX / 2, 0), high.clamp(0, _FLOAT32_MAX / 2)
     return low, torch.where(finite, high - low, torch.nan)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_lowbit.kernels import opaque
 from lightning_lowbit.quant.blocks import block_dims, tile_of
 from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.part import Part
 from lightning_lowbit.quant.quantize import Operand, scale_blocks
 from lightning_lowbit.quant.scaling import absmax, block_amax, stored_scales
 
@@ -35,7 +36,13 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def operand_statistics(
-    x: Tensor, quantised: Operand, cast: Cast, dim: int, amax: Tensor | None = None, most: int = SAMPLE
+    x: Tensor,
+    quantised: Operand,
+    cast: Cast,
+    dim: int,
+    amax: Tensor | None = None,
+    most: int = SAMPLE,
+    part: Part | None = None,
 ) -> Tensor:
     """What became of a matrix.
 
@@ -44,12 +51,14 @@ def operand_statistics(
         quantised: what it gave.
         most: elements to look at, about: of more, one of n rows, columns or rows of tiles is a sample, always the
             same. A scale that is the mean magnitude, or the range, of the whole matrix needs all of it.
+        part: as it was quantised; these are then the statistics of the part.
 
     Returns:
         float64 (float32 on Apple's GPUs) ``[8]``, in the order of ``SUMS`` and ``MAXIMA``, on the device of ``x``. A
         block that holds a NaN or an infinity makes the noise NaN, and the counts meaningless.
     """
-    return _operand_statistics(x, quantised.values, quantised.factor, cast.spec, dim, amax, most)
+    spec = None if part is None else part.spec
+    return _operand_statistics(x, quantised.values, quantised.factor, cast.spec, dim, amax, most, spec)
 
 
 def merge_statistics_(into: Tensor, more: Tensor) -> None:
@@ -59,13 +68,22 @@ def merge_statistics_(into: Tensor, more: Tensor) -> None:
 
 
 @opaque(
-    lambda x, values, factor, spec, dim, amax, most: x.new_empty(len(SUMS) + len(MAXIMA), dtype=wide_dtype(x.device))
+    lambda x, values, factor, spec, dim, amax, most, part: x.new_empty(
+        len(SUMS) + len(MAXIMA), dtype=wide_dtype(x.device)
+    )
 )
 def _operand_statistics(
-    x: Tensor, values: Tensor, factor: Tensor | None, spec: str, dim: int, amax: Tensor | None, most: int
+    x: Tensor,
+    values: Tensor,
+    factor: Tensor | None,
+    spec: str,
+    dim: int,
+    amax: Tensor | None,
+    most: int,
+    part: str | None,
 ) -> Tensor:
-    cast, wide = Cast.from_spec(spec), wide_dtype(x.device)
-    if x.numel() == 0:  # an expert without tokens
+    cast, wide, known = Cast.from_spec(spec), wide_dtype(x.device), Part.from_spec(part)
+    if x.numel() == 0 and known is None:  # an expert without tokens
         return torch.zeros(len(SUMS) + len(MAXIMA), dtype=wide, device=x.device)
     if cast.scale.needs_amax and amax is None:
         amax = absmax(x)

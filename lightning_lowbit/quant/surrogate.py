@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_lowbit.kernels import opaque
 from lightning_lowbit.quant.cast import Cast, choose
+from lightning_lowbit.quant.part import Part
 from lightning_lowbit.quant.quantize import scaled_elements
 from lightning_lowbit.quant.rounding import grid_step
 
@@ -36,25 +37,34 @@ def surrogate_factor(kind: str, x: Tensor, cast: Cast, dim: int, amax: Tensor | 
     Raises:
         ValueError: there is no such surrogate.
     """
-    return _factor(choose("surrogate", kind, SURROGATES), x, cast.spec, dim, amax)
+    return _factor(choose("surrogate", kind, SURROGATES), x, cast.spec, dim, amax, None)
 
 
 def through_rounding(
-    gradient: Tensor, kind: str, x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None
+    gradient: Tensor,
+    kind: str,
+    x: Tensor,
+    cast: Cast,
+    dim: int,
+    amax: Tensor | None = None,
+    part: Part | None = None,
 ) -> Tensor:
     """The gradient of ``x`` from that of its quantised self: multiplied in float32, rounded once to its dtype."""
-    return _through_rounding(gradient, choose("surrogate", kind, SURROGATES), x, cast.spec, dim, amax)
+    spec = None if part is None else part.spec
+    return _through_rounding(gradient, choose("surrogate", kind, SURROGATES), x, cast.spec, dim, amax, spec)
 
 
-@opaque(lambda gradient, kind, x, spec, dim, amax: torch.empty_like(gradient))
-def _through_rounding(gradient: Tensor, kind: str, x: Tensor, spec: str, dim: int, amax: Tensor | None) -> Tensor:
-    return (gradient * _factor(kind, x, spec, dim, amax)).to(gradient.dtype)
+@opaque(lambda gradient, kind, x, spec, dim, amax, part: torch.empty_like(gradient))
+def _through_rounding(
+    gradient: Tensor, kind: str, x: Tensor, spec: str, dim: int, amax: Tensor | None, part: str | None
+) -> Tensor:
+    return (gradient * _factor(kind, x, spec, dim, amax, part)).to(gradient.dtype)
 
 
-@opaque(lambda kind, x, spec, dim, amax: x.new_empty(x.shape, dtype=torch.float32))
-def _factor(kind: str, x: Tensor, spec: str, dim: int, amax: Tensor | None) -> Tensor:
+@opaque(lambda kind, x, spec, dim, amax, part: x.new_empty(x.shape, dtype=torch.float32))
+def _factor(kind: str, x: Tensor, spec: str, dim: int, amax: Tensor | None, part: str | None) -> Tensor:
     cast = Cast.from_spec(spec)
-    magnitude = scaled_elements(x, cast, dim, amax).abs()
+    magnitude = scaled_elements(x, cast, dim, amax, Part.from_spec(part)).abs()
     largest = torch.full_like(magnitude, cast.format.max)
     if kind == "trust":
         return (magnitude <= largest + grid_step(largest, cast.format) / 2).float()

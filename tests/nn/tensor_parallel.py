@@ -1,0 +1,155 @@
+"""One of the processes that compute one layer together: ``python -m tests.nn.tensor_parallel 0 FOLDER``.
+
+Each computes the whole layer, too, and says in ``FOLDER/0.pt`` where its part of the other one differs.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_lowbit import LinearCasts, convert
+from lightning_lowbit.kernels import backend
+from lightning_lowbit.nn import AmaxHistories, LayerKeys, QuantizedLayer
+from tests.launch import take_part
+from tests.nn.combinations import CASTS, REMEMBERED
+from tests.nn.layers import remember, spied, token_amax, value
+
+RANKS, TOKENS = 2, 32
+STYLES = {"column": ColwiseParallel, "row": RowwiseParallel}
+
+# Which dimension of x, w and g each style cuts.
+CUT: dict[str, dict[str, int]] = {"column": {"w": 0, "g": 1}, "row": {"x": 1, "w": 1}}
+
+# Scales of tensors and rows alone: any size will do, also one of which some processes get less, or nothing. DTensor
+# itself asks for even parts where they are handed over, so that all are given the whole x.
+UNEVEN = ("fp8-current", "rows", "ternary", "rows, powers of two", "channels")
+SIZES = {"even": (256, 256), "uneven": (7, 5), "empty": (1, 1)}
+
+Results = dict[str, Tensor]
+
+
+def part(tensor: Tensor, dim: int | None) -> Tensor:
+    """What of a matrix this rank holds."""
+    if dim is None:
+        return tensor
+    parts = torch.chunk(tensor, RANKS, dim)
+    rank = torch.distributed.get_rank()
+    return parts[rank] if rank < len(parts) else tensor.narrow(dim, 0, 0)
+
+
+def passes(layer: Any, x: Tensor, g: Tensor, tokens: Tensor, autocast: bool) -> tuple[Results, Results]:
+    """A forward and a backward pass: the operands, and y and the gradients."""
+    if layer.casts.smooth == "token":
+        layer.token_amax = tokens
+    x = x.clone().requires_grad_()
+    with pytest.MonkeyPatch.context() as patch, spied(patch) as seen:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = layer(x)
+        y.backward(g.to(y.dtype))
+    results = {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+    return {name: value(operand) for name, operand in seen.items()}, {
+        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in results.items()
+    }
+
+
+def prepare(layer: nn.Module) -> None:
+    LayerKeys(layer, 1).fill_(3)
+    AmaxHistories(layer)
+    remember(layer, *REMEMBERED)
+
+
+def differences(casts: LinearCasts, style: str, sizes: tuple[int, int], early: bool, autocast: bool) -> list[str]:
+    """Of what this rank computes from what it would of the whole; none if all is well."""
+    mesh, told = init_device_mesh("cpu", (RANKS,)), []
+    torch.manual_seed(5)
+    whole: Any = nn.Linear(*sizes)
+    x, g = torch.randn(2, TOKENS // 2, sizes[0]), torch.randn(2, TOKENS // 2, sizes[1])
+    spread = copy.deepcopy(whole)
+    if early:
+        convert(spread, casts)
+    is_even = all(size % RANKS == 0 for size in sizes)
+    made = STYLES[style]() if is_even else STYLES[style](input_layouts=Replicate(), output_layouts=Replicate())
+    parallelize_module(spread, mesh, made)
+    for layer in (whole, spread):
+        prepare(convert(layer, casts))
+    cut = CUT[style]
+    tokens = token_amax(x)
+    operands, results = passes(whole, x, g, tokens, autocast)
+    own = part(tokens.expand(-1, RANKS), 1)[:, :1] / (1 if torch.distributed.get_rank() == 0 else 8)
+    own = own if style == "row" else tokens
+    local = {name: part(t, 2 if name in cut and is_even else None) for name, t in (("x", x), ("g", g))}
+    found_operands, found = passes(spread, local["x"], local["g"], own, autocast)
+    for name, expected in operands.items():
+        mine = part(expected, cut.get(name[-1]))
+        if not torch.equal(found_operands[name], mine):
+            off = (found_operands[name] != mine).sum() if found_operands[name].shape == mine.shape else "all"
+            told.append(f"{name}: {off} of {mine.numel()} elements")
+    last: dict[str, int | None] = {"y": 2 if style == "column" else None, "x": 2 if style == "row" else None}
+    last = last if is_even else {"y": None, "x": None}
+    last |= {"weight": cut["w"], "bias": 0 if style == "column" else None}
+    coarse = 2.0**-7 if autocast else 2.0**-20  # sums are made in another order, in bf16 of rounded terms
+    for name, expected in results.items():
+        mine, size = part(expected, last[name]), expected.abs().max()
+        if found[name].shape != mine.shape or (found[name] - mine).abs().gt(4 * coarse * size).any():
+            told.append(f"{name}: {tuple(found[name].shape)} for {tuple(mine.shape)}, up to {size}")
+    staged = (layer.amaxes.staged for layer in (spread, whole) if layer.amaxes is not None)
+    if len({tuple(row.tolist()) for row in staged}) > 1:
+        told.append("other amaxes are staged")
+    return told
+
+
+def refused(sizes: tuple[int, int], style: str, casts: Any) -> str:
+    """What a layer says that cannot be parallelised."""
+    layer: Any = nn.Linear(*sizes)
+    parallelize_module(layer, init_device_mesh("cpu", (RANKS,)), STYLES[style]())
+    prepare(convert(layer, casts))
+    cut = CUT[style]
+    try:
+        y = layer(part(torch.randn(TOKENS, sizes[0]), 1 if "x" in cut else None))
+        y.sum().backward()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def plain_input() -> str:
+    layer: Any = parallelize_module(nn.Linear(32, 32), init_device_mesh("cpu", (RANKS,)), ColwiseParallel())
+    prepare(convert(layer, "nvfp4"))
+    try:
+        QuantizedLayer.forward(layer, torch.randn(4, 32))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def work() -> dict[str, Any]:
+    told = {}
+    for number, (name, casts) in enumerate(CASTS.items()):
+        for style in STYLES:
+            how = {"early": number % 2 == 0, "autocast": number % 5 == 0}
+            told[f"{name}, {style}"] = differences(casts, style, SIZES["even"], **how)
+    for size in ("uneven", "empty"):
+        for name in UNEVEN:
+            casts = CASTS[name] if name in CASTS else LinearCasts.preset(name)
+            for style in STYLES:
+                told[f"{name}, {style}, {size}"] = differences(casts, style, SIZES[size], True, False)
+    return {
+        "differences": told,
+        "refused": {
+            "blocks": refused((80, 64), "row", "nvfp4"),
+            "tiles": refused((64, 80), "column", "nvfp4-nvidia"),
+            "groups": refused((96, 64), "row", LinearCasts.preset("fp8-current").replace(hadamard={"fprop": 64})),
+            "plain": plain_input(),
+        },
+    }
+
+
+if __name__ == "__main__":
+    with backend("eager"):  # for each cast another code would be generated
+        take_part(RANKS, work)

@@ -1,0 +1,39 @@
+"""A layer that processes compute together has the operands of one that is whole, to the bit, and its results."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.launch import launch
+from tests.nn.combinations import CASTS
+from tests.nn.tensor_parallel import RANKS, SIZES, STYLES, UNEVEN
+
+CASES = [f"{name}, {style}" for name in CASTS for style in STYLES]
+CASES += [f"{name}, {style}, {size}" for size in SIZES if size != "even" for name in UNEVEN for style in STYLES]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+    return launch("tests.nn.tensor_parallel", RANKS, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_are_those_of_the_whole(ranks: list[dict[str, Any]], case: str) -> None:
+    for rank, results in enumerate(ranks):
+        assert results["differences"][case] == [], f"rank {rank} differs"
+
+
+@pytest.mark.parametrize(
+    "case, message",
+    [
+        ("blocks", "cut after each 40 of dimension 1, in the middle of blocks of 16"),
+        ("tiles", "in the middle of blocks of 16"),
+        ("groups", "in the middle of groups of a Hadamard transform, of 64"),
+        ("plain", "its input is a plain tensor"),
+    ],
+)
+def test_what_has_no_scale_is_refused_on_all_ranks(ranks: list[dict[str, Any]], case: str, message: str) -> None:
+    for results in ranks:
+        assert re.search(message, results["refused"][case]), results["refused"][case]
