@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_lowbit.cli.compare import compare
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, recipes
+from lightning_lowbit.cli.estimate import estimate
 from lightning_lowbit.cli.inspect import inspect
 from lightning_lowbit.cli.mistakes import explain
 from lightning_lowbit.cli.run import LowBitCLI, run
@@ -32,6 +33,8 @@ usage: lowbit COMMAND ...
   compare --study STUDY      the same for the rows of a study
   inspect CHECKPOINT --casts A,B
                              what casts make of its weights: a table and a picture
+  estimate --config RECIPE [--device h100] [--devices N] [--strategy ddp|fsdp] [--tensor_parallel T]
+                             memory and time of a step by formulas, before there are devices
 
 RECIPE, OVERLAY and STUDY are names from `lowbit ls` or YAML files. `lowbit COMMAND --help` tells more.
 """
@@ -51,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cp": _copy,
         "compare": compare,
         "inspect": inspect,
+        "estimate": estimate,
     }
     commands = [*own, *LowBitCLI.subcommands()]
     if "" not in sys.path:  # a configuration may name classes of the current folder, as with `python -m`

@@ -5,8 +5,9 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -22,6 +23,8 @@ _NOISE = (
     r"The '.*_dataloader' does not have many workers",
     r"The dirpath has changed from",
 )
+
+_CLI = TypeVar("_CLI", bound="LowBitCLI")
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -114,7 +117,17 @@ def check(arguments: Sequence[str]) -> None:
         _make(_Parsed, merged)
 
 
-def _make(kind: type[LowBitCLI], arguments: list[str]) -> LowBitCLI:
+def make_on_meta(arguments: Sequence[str]) -> "OnMeta":
+    """Makes the model, the data module and the plugin of :func:`run`, without memory for numbers and without a Trainer.
+
+    Raises:
+        ValueError: an argument, a key of a configuration or a cast is wrong.
+    """
+    with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
+        return _make(OnMeta, merge_configs(arguments, Path(folder) / "merged.yaml"))
+
+
+def _make(kind: type[_CLI], arguments: list[str]) -> _CLI:
     return kind(
         args=arguments,
         subclass_mode_model=True,
@@ -144,6 +157,20 @@ class _Parsed(LowBitCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         pass
+
+
+class OnMeta(_Parsed):
+    """Makes what a run is made of, but no Trainer, which would look for devices."""
+
+    def instantiate_classes(self) -> None:
+        """Makes them: attributes ``model``, ``datamodule`` (or None) and ``plugins``."""
+        name = str(self.subcommand)
+        config = self.config[name]
+        trainer = Namespace(plugins=config.trainer.plugins)  # type: ignore[no-untyped-call]
+        wanted = Namespace(model=config.model, data=config.data, trainer=trainer)  # type: ignore[no-untyped-call]
+        made = self._subcommand_parsers[name].instantiate(wanted)
+        self.model, self.datamodule = made.model, made.get("data")
+        self.plugins: list[Any] = as_list(made.trainer.plugins or [])
 
 
 def find_checkpoints(*folders: Path) -> list[Path]:

@@ -63,7 +63,9 @@ def test_help(capsys):
     assert cli.main(["--help"]) == 0
     assert cli.main([]) == 2
     shown = capsys.readouterr().out
-    assert all(f"\n  {command}" in shown for command in ("ls", "cp", "fit", "validate", "test, predict", "compare"))
+    assert all(
+        f"\n  {command}" in shown for command in ("ls", "cp", "fit", "validate", "test, predict", "compare", "estimate")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,7 @@ def test_recipes_of_a_wheel_are_found_from_any_directory(wheel_environment, tmp_
     assert where.stdout.startswith(str(wheel_environment)), "the sources were imported instead of the wheel"
     shown = lowbit("ls")
     assert all(f"  {name} " in shown for name in recipes())
+    assert list(wheel_environment.glob("lib/*/site-packages/lightning_lowbit/recipes/launch/slurm.sh"))
     lowbit("cp", "quickstart", "mine.yaml")
     assert (tmp_path / "mine.yaml").read_text() == recipes()["quickstart"].read_text()
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)

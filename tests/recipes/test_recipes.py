@@ -44,6 +44,7 @@ SIZES = {
     "llama_350m": 367.97,
     "llama_1b": 1339,
     "llama_7b": 6738,
+    "multi_node": 6738,
     "bitnet": 3.35,
     "dpo": 0.935,  # with the reference
 }
@@ -108,10 +109,12 @@ def combinations():
     """(name, configurations) of each recipe alone and each overlay on a recipe that it suits."""
     # The first is no language model, the second needs weights: they have their own tests.
     yield from ((name, [name]) for name in RECIPES if name not in ("quadratic", "continual_qat"))
-    yield from ((name, ["c4" if name.startswith("llama") else "quickstart", name]) for name in OVERLAYS)
+    bases = {"multi_node": ["c4", "llama_7b"], **{name: ["c4"] for name in OVERLAYS if name.startswith("llama")}}
+    yield from ((name, [*bases.get(name, ["quickstart"]), name]) for name in OVERLAYS)
 
 
 COMBINATIONS = dict(combinations())
+ONE_DEVICE = [name for name in COMBINATIONS if name != "multi_node"]  # what a single process can train
 
 
 def write_c4(folder):
@@ -127,7 +130,7 @@ def write_c4(folder):
     (folder / "README.md").write_text(f"---\n{card}---\n")
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize("name", ONE_DEVICE)
 def test_two_steps(name):
     configs = COMBINATIONS[name]
     Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
@@ -288,6 +291,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(name, options):
 def test_every_overlay_and_recipe_is_told_apart():
     assert set(RECIPES) == {"quickstart", "c4", "quadratic", "bitnet", "continual_qat", "dpo"}
     assert {"bf16", "nvfp4", "qaf", "adamw", "gradclip", "llama_130m", "llama_1b", "study"} <= set(OVERLAYS)
+    assert set(COMBINATIONS) - set(ONE_DEVICE) == {"multi_node"}
     assert {*OPTIMIZERS, *RULES} - set(RECIPES) <= set(OVERLAYS)
     others = {"fp8_scalings", "qat", "progressive", "loss_scaling", "gradient_noise", "rollback"}
     assert set(STUDIES) == {*FP4_STUDIES, *OPTIMIZER_STUDIES, *others}
