@@ -5,6 +5,7 @@ trainer = Trainer(plugins=[FP4Precision("nvfp4", skip=["lm_head"])], callbacks=[
 
 from lightning_lowbit.callbacks import (
     Below,
+    CrashSafeCheckpoint,
     ExactResume,
     GracefulInterrupt,
     GradientNoiseMonitor,
@@ -44,6 +45,7 @@ __all__ = [
     "Below",
     "Cast",
     "ConservativeGradScaler",
+    "CrashSafeCheckpoint",
     "ExactResume",
     "FP4Precision",
     "FP8Precision",

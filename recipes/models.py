@@ -24,10 +24,12 @@ from torchmetrics import MeanMetric
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lightning_lowbit.optim.sharding import gradient_norm
 from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant.cast import choose, nearest
 
 from .schedules import WarmupSchedule
+from .sharding import spread
 
 
 def count_tokens(batch: Tensor) -> int:
@@ -109,8 +111,11 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
 class CausalLM(LightningModule):
     """Next-token prediction on batches of int64 tokens (batch, length + 1), by any network of ``transformers``.
 
-    Logs ``loss``, ``grad_norm`` (global L2, before clipping; parameters sharded over devices are not gathered),
-    ``val_loss`` (mean over tokens) and ``val_perplexity``.
+    Under ``ModelParallelStrategy`` the network is tensor-parallel as ``transformers`` has it, and sharded block by
+    block; see :mod:`lightning_lowbit.recipes.sharding`.
+
+    Logs ``loss``, ``grad_norm`` (global L2 of all parameters, wherever they lie, before clipping), ``val_loss`` (mean
+    over tokens) and ``val_perplexity``.
 
     Args:
         network: ``"llama-small"`` (3.3 million parameters), ``"bitnet-small"`` (the same with the norms and the
@@ -155,10 +160,17 @@ class CausalLM(LightningModule):
                 self.model = AutoModelForCausalLM.from_config(made)  # type: ignore[no-untyped-call]
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable()
+        self._is_spread = False
         # A loss that is not a number shall show, not be left out of the mean, so NaN stands in for NaN ("disable"
         # would do the same, but in torchmetrics 1.9 it disables the weights too).
         self.val_loss = MeanMetric(nan_strategy=math.nan)
         self.val_perplexity = Perplexity(nan_strategy=math.nan)
+
+    def configure_model(self) -> None:
+        """Spreads the network over processes, under ``ModelParallelStrategy``: Lightning calls this, more than once."""
+        if self.device_mesh is not None and not self._is_spread:
+            spread(self.model, self.device_mesh)
+            self._is_spread = True
 
     def prepare_data(self) -> None:
         """Holds the data against the network: Lightning calls this before any logger writes a file."""
@@ -199,8 +211,7 @@ class CausalLM(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Logs the gradient norm as a tensor on the device: nobody waits for it until it is shown."""
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        self.log("grad_norm", torch.nn.utils.get_total_norm(gradients), prog_bar=True)
+        self.log("grad_norm", gradient_norm([*self.parameters()]), prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer and, where one is given, the schedule, per optimizer step."""

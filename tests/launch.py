@@ -15,17 +15,18 @@ import torch.distributed as dist
 LIMIT = 300  # seconds; on two quiet cores they take a tenth of that
 
 
-def launch(module: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
+def launch(module: str, ranks: int, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """What each of some processes made of everything, in one start: importing takes longer than training.
 
-    ``python -m MODULE RANK FOLDER`` is what each runs; it calls :func:`take_part`, which leaves ``FOLDER/RANK.pt``.
+    ``python -m MODULE RANK FOLDER ARGUMENTS`` is what each runs; it calls :func:`take_part`, which leaves
+    ``FOLDER/RANK.pt``.
     """
     root = Path(__file__).parents[1]
     logs = [folder / f"{rank}.log" for rank in range(ranks)]
     processes = []
     for rank, log in enumerate(logs):
         with log.open("w") as file:
-            command = [sys.executable, "-m", module, str(rank), str(folder)]
+            command = [sys.executable, "-m", module, str(rank), str(folder), *arguments]
             environment = {**os.environ, "PYTHONPATH": str(root)}
             processes.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=root))
     try:

@@ -1,5 +1,6 @@
 """Callbacks for the Trainer."""
 
+from lightning_lowbit.callbacks.crash_safe_checkpoint import CrashSafeCheckpoint
 from lightning_lowbit.callbacks.exact_resume import ExactResume
 from lightning_lowbit.callbacks.graceful_interrupt import GracefulInterrupt
 from lightning_lowbit.callbacks.gradient_noise_monitor import GradientNoiseMonitor
@@ -19,6 +20,7 @@ from lightning_lowbit.callbacks.weight_decay_switch import WeightDecaySwitch
 
 __all__ = [
     "Below",
+    "CrashSafeCheckpoint",
     "ExactResume",
     "GracefulInterrupt",
     "GradientNoiseMonitor",

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -11,13 +10,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_lowbit.callbacks.crash_safe_checkpoint import save_checkpoint
+
 
 class GracefulInterrupt(Callback):
     """On Ctrl-C, finishes the optimizer step, saves a checkpoint and stops; a second Ctrl-C stops at once.
 
     An interrupt in the middle of a step leaves gradients and counters half-way, from where no run can be resumed
     exactly. A validation that is due at that step, or running, comes first. The checkpoint goes where the Trainer's
-    ``ModelCheckpoint`` puts its own, as ``interrupted.ckpt``, or into ``default_root_dir``.
+    ``ModelCheckpoint`` puts its own, as ``interrupted.ckpt``, or into ``default_root_dir``; never half of it, and an
+    earlier one stays until it is whole.
     """
 
     def __init__(self) -> None:
@@ -49,8 +51,8 @@ class GracefulInterrupt(Callback):
             return
         if not trainer.strategy.reduce_boolean_decision(self._requested, all=False):
             return
-        path = self._folder(trainer) / "interrupted.ckpt"
-        trainer.save_checkpoint(path)
+        path = os.path.join(self._folder(trainer), "interrupted.ckpt")
+        save_checkpoint(trainer, path)
         rank_zero_info(f"Interrupted after step {trainer.global_step}. To go on: --ckpt_path {path}")
         raise KeyboardInterrupt
 
@@ -78,8 +80,8 @@ class GracefulInterrupt(Callback):
             self._previous = None
 
     @staticmethod
-    def _folder(trainer: Trainer) -> Path:
+    def _folder(trainer: Trainer) -> str | os.PathLike[str]:
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath:
-                return Path(callback.dirpath)
-        return Path(trainer.default_root_dir)
+                return callback.dirpath
+        return trainer.default_root_dir

@@ -79,8 +79,10 @@ class AmaxHistories:
         used = torch.tensor([[_used(row, i) for i in range(operands)] for row in self._rows]).view(size, operands, 1)
         self._remembered = torch.arange(longest) >= longest - used
         self._channels = torch.zeros(channels)
-        # One tensor of all that is staged, which one collective reduces: operands first, then channels.
-        self._staged = torch.zeros(size * operands + channels)
+        # What is staged: of each layer a tensor, then of each its channels. Views of one tensor would share a version,
+        # and where a model is compiled in pieces, a backward pass would find that the next piece has changed it.
+        sizes = [operands] * size + [row.channels.stop - row.channels.start for row in self._rows]
+        self._parts = [torch.zeros(length) for length in sizes]
         self._place(torch.device("cpu"))
 
     def __len__(self) -> int:
@@ -106,51 +108,48 @@ class AmaxHistories:
         """
         self._switch = before._switch
         self.renewed = before.renewed | set(renewed)
-        self._place(before._staged.device)
+        self._place(before._history.device)
         rows = {row.name: i for i, row in enumerate(before._rows) if row.name not in renewed}
-        staged, staged_channels = self._split()
-        old_staged, old_channels = before._split()
+        size = len(self._rows)
         for i, row in enumerate(self._rows):
             if row.name not in rows:
                 continue
             old = before._rows[j := rows[row.name]]
             kept = min(self._history.shape[-1], before._history.shape[-1])
             self._history[i, :, -kept:] = before._history[j, :, -kept:]
-            staged[i] = old_staged[j]
             self._channels[row.channels] = before._channels[old.channels]
-            staged_channels[row.channels] = old_channels[old.channels]
+            self._parts[i].copy_(before._parts[j])
+            self._parts[size + i].copy_(before._parts[len(before._rows) + j])
         self._choose()
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
         """Within this context passes are stages of a step, smoothed by their own channels, and then forgotten."""
-        staged, before = self._staged.clone(), self.recording
+        staged, before = [part.clone() for part in self._parts], self.recording
         self.recording = True
         try:
             yield
         finally:
             self.recording = before
-            self._staged.copy_(staged)
+            for part, kept in zip(self._parts, staged, strict=True):
+                part.copy_(kept)
 
     def to_(self, device: torch.device) -> None:
         """Moves everything to where the layers compute."""
-        if with_index(device) != self._staged.device:
+        if with_index(device) != self._history.device:
             self._place(device)
 
     @torch.inference_mode(False)  # evaluation may be what moves it, and training goes on in these tensors
     def _place(self, device: torch.device) -> None:
-        for name in ("_history", "_remembered", "_channels", "_staged"):
+        for name in ("_history", "_remembered", "_channels"):
             setattr(self, name, getattr(self, name).to(device))
-        staged, staged_channels = self._split()
-        self._in_force = torch.zeros_like(staged)
+        self._parts = [part.to(device) for part in self._parts]
+        size = len(self._rows)
+        self._in_force = torch.zeros(size, len(OPERANDS), device=device)
         self._choose()
         for i, row in enumerate(self._rows):
-            channels = self._channels[row.channels], staged_channels[row.channels]
-            row.layer.amaxes = LayerAmaxes(self._in_force[i], staged[i], *channels, self._switch)
-
-    def _split(self) -> tuple[Tensor, Tensor]:
-        size = len(self._rows) * len(OPERANDS)
-        return self._staged[:size].view(-1, len(OPERANDS)), self._staged[size:]
+            channels = self._channels[row.channels], self._parts[size + i]
+            row.layer.amaxes = LayerAmaxes(self._in_force[i], self._parts[i], *channels, self._switch)
 
     def _choose(self) -> None:
         self._in_force.copy_(torch.where(self._remembered, self._history, 0).amax(-1))
@@ -164,14 +163,16 @@ class AmaxHistories:
         """
         if not self._rows:
             return
+        everything = torch.cat(self._parts)
         if reduce is not None:
-            reduce(self._staged)
-        staged, staged_channels = self._split()
+            reduce(everything)
+        size = len(self._rows) * len(OPERANDS)
+        staged, staged_channels = everything[:size].view(-1, len(OPERANDS)), everything[size:]
         advanced = torch.cat([self._history[..., 1:], staged[..., None]], -1)
         self._history = torch.where(staged[..., None] > 0, advanced, self._history)
         self._choose()
         self._channels.copy_(torch.where(staged_channels > 0, staged_channels, self._channels))
-        self._staged.zero_()
+        torch._foreach_zero_(self._parts)
 
     def scale_gradients_(self, factor: Tensor) -> None:
         """Multiplies all amaxes of output gradients: the scale of the loss has changed, and theirs with it.
@@ -179,10 +180,11 @@ class AmaxHistories:
         Args:
             factor: 0-d, what the loss of the next step is multiplied with, over that of the last one.
         """
-        staged, _ = self._split()
+        if not self._rows:
+            return
         for operand in _GRADIENTS:  # a list as an index would be copied to the device, and waited for
             self._history[:, operand].mul_(factor)
-            staged[:, operand].mul_(factor)
+            torch._foreach_mul_([part[operand] for part in self._parts[: len(self._rows)]], factor)
         self._choose()
 
     # --- state ---
@@ -227,7 +229,8 @@ class AmaxHistories:
                 channels[row.channels] = state["channel_amax"][row.name]
         self._history.copy_(history)
         self._channels.copy_(channels)
-        self._staged.zero_()
+        for part in self._parts:
+            part.zero_()
         self._choose()
 
     def _without_renewed(self, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:

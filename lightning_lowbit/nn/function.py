@@ -16,6 +16,22 @@ from lightning_lowbit.quant.part import Part, absmax_of
 from lightning_lowbit.quant.statistics import merge_statistics_, operand_statistics
 
 
+class MadeWeight(NamedTuple):
+    """What a weight is that was quantised before it was gathered, see :mod:`lightning_lowbit.nn.gather`.
+
+    Attributes:
+        made_of: the dtype that it was quantised in.
+        dtype: of the operand, which may be narrower than that of the weight.
+        factor: float32, 0-d or ``[out_features, 1]``, what the weight is to be multiplied by; None for 1.
+        amax: float32, 0-d, its largest magnitude before; None where that is of no consequence.
+    """
+
+    made_of: torch.dtype
+    dtype: torch.dtype
+    factor: Tensor | None
+    amax: Tensor | None
+
+
 class Setup(NamedTuple):
     """How a layer computes: its casts, and what :class:`lightning_lowbit.nn.QuantizedLayer` says of the rest."""
 
@@ -29,6 +45,10 @@ class Setup(NamedTuple):
     operand_sums: Tensor | None = None  # None: nobody asks, see `lightning_lowbit.nn.watch`
     gradient_sums: Tensor | None = None
     parts: Parts = Parts()
+    # Of a weight that is quantised already, its MadeWeight: tensors must not be nested. None: it is not.
+    made_dtype: torch.dtype | None = None
+    made_factor: Tensor | None = None
+    made_amax: Tensor | None = None
 
     def part_of(self, operand: str) -> Part | None:
         """Which part of a larger matrix an operand is, as its GEMM takes it."""
@@ -47,10 +67,12 @@ class _LinearFunction(torch.autograd.Function):
         how = Setup(*setup)
         casts, (needs_x, needs_w) = how.casts, ctx.needs_input_grad[:2]
         amax_x = _amax(x, how, "fprop_x", *["wgrad_x"] * needs_w)
-        amax_w = _amax(w, how, "fprop_w", *["dgrad_w"] * needs_x)
+        is_made = how.made_dtype is not None
+        amax_w = how.made_amax if is_made else _amax(w, how, "fprop_w", *["dgrad_w"] * needs_x)
 
         # Y = X · Wᵀ + b            [tokens, in] · [in, out]
-        qx, qw, offset = _operands("fprop", _Source(x, amax_x), _Source(w, amax_w), how, bias)
+        w_ = _made(w, how) if is_made else _Source(w, amax_w)
+        qx, qw, offset = _operands("fprop", _Source(x, amax_x), w_, how, bias)
         y = matmul(qx, qw.t(), offset, x.dtype, fast_accumulation=True)
 
         # "fprop" keeps what the forward pass used; everything else is quantised anew from the tensor itself.
@@ -128,6 +150,16 @@ class _Source(NamedTuple):
     amax: Tensor | None = None
     factor: Tensor | None = None
     made: bool = False
+
+
+def _made(w: Tensor, how: Setup) -> _Source:
+    """The weight as an operand, where it is one already."""
+    cast = how.casts.fprop_w
+    assert isinstance(cast, Cast)
+    if cast.scale.source == "delayed":
+        _scale_amax("fprop_w", cast, _Source(w, how.made_amax), how)  # which stages it
+    native = cast.grid.gemm_dtype if "fprop" in how.native else None
+    return _Source(w.to(torch.float32 if how.exact else native or how.made_dtype), None, how.made_factor, made=True)
 
 
 def _operands(

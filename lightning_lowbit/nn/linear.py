@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.function import Setup, linear_function, stage_
+from lightning_lowbit.nn.function import MadeWeight, Setup, linear_function, stage_
 from lightning_lowbit.nn.gemm import native_obstacle
 from lightning_lowbit.nn.parallel import Parts, tensor_parallel
 from lightning_lowbit.quant import largest, smoothing_factor
@@ -71,6 +70,8 @@ class QuantizedLayer(nn.Module):
         operand_sums, gradient_sums: where passes leave what they see of operands and of the weight's gradient; None
             while nobody asks. See :mod:`lightning_lowbit.nn.watch`.
         token_amax: float32 ``[tokens, 1]``, what tokens are smoothed by in the next pass; None until set.
+        made_weight: what the weight is while it is gathered, if it was quantised before; see
+            :mod:`lightning_lowbit.nn.gather`.
     """
 
     casts: LinearCasts = LinearCasts()
@@ -83,6 +84,7 @@ class QuantizedLayer(nn.Module):
     token_amax: Tensor | None = None
     operand_sums: Tensor | None = None
     gradient_sums: Tensor | None = None
+    made_weight: MadeWeight | None = None
 
     weight: Any  # as nn.Linear and Conv1D declare it
     bias: Any
@@ -129,18 +131,25 @@ class QuantizedLayer(nn.Module):
         device = x.device.type
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # which autocast leaves alone
             dtype = torch.get_autocast_dtype(device)
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+            weight = weight.to(dtype) if self.made_weight is None else weight
         elif x.dtype != weight.dtype:
             raise ValueError(
                 f"Input and weight must have one dtype; got {x.dtype} and {weight.dtype}. Cast one of them, or use "
                 "torch.autocast."
+            )
+        if self.made_weight is not None and self.made_weight.made_of != x.dtype:
+            raise ValueError(
+                f"The weight was quantised in {self.made_weight.made_of}, before it was gathered, and this pass is one "
+                f"in {x.dtype}. Compute all passes of the layer in one dtype, or leave out quantize_before_gather."
             )
         with torch.autocast(device, enabled=False):
             matrix = x.flatten(0, -2) if x.dim() > 1 else x[None]  # also where there is nothing
             if matrix.shape[1] != weight.shape[1]:  # a rotation would pad both to whole groups
                 raise ValueError(f"The layer takes {weight.shape[1]} features; got {tuple(x.shape)}.")
             y = self._smoothed(matrix, weight, bias, parts)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        # As nn.Linear does: what a module returns should not be a view, of which FSDP2 warns.
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
     def _smoothed(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: Parts) -> Tensor:
         # Y = (X · diag(s)) · (W · diag(1/s))ᵀ + b      per channel
@@ -188,6 +197,8 @@ class QuantizedLayer(nn.Module):
             staged = None
         native, sums = self.native_gemms(x.device), (self.operand_sums, self.gradient_sums)
         how = Setup(self.casts, self.keys, in_force, staged, self.exact, native, self.blend, *sums, parts)
+        if (made := self.made_weight) is not None:
+            how = how._replace(made_dtype=made.dtype, made_factor=made.factor, made_amax=made.amax)
         return linear_function(x, weight, bias, how)
 
     def native_gemms(self, device: torch.device, casts: LinearCasts | None = None) -> tuple[str, ...]:
@@ -222,7 +233,10 @@ def quantized_class(cls: Any) -> type[QuantizedLayer] | None:
     """The class that a layer of exactly this class is converted to, or None if it stays what it is."""
     if issubclass(cls, QuantizedLayer):
         return cls
-    if issubclass(cls, FSDPModule):  # what fully_shard makes of a module's class: FSDPModule, then the class itself
+    if issubclass(cls, FSDPModule):
+        from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
+
+        # What fully_shard makes of a module's class: FSDPModule, then the class itself
         sharded, original, *_ = cls.__bases__
         quantized = quantized_class(original)
         if quantized is None:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightning_lowbit.quant.part import Part
 
@@ -51,8 +50,9 @@ def tensor_parallel(
     mesh = weight.device_mesh
     if not isinstance(x, DTensor):
         raise ValueError(
-            f"The weight of a layer is spread over {mesh}, and its input is a plain tensor. Parallelise the layer with "
-            "torch.distributed.tensor.parallel.ColwiseParallel() or RowwiseParallel(), which make DTensors of inputs."
+            f"The weight of a layer is spread over {mesh}, and its input is a plain tensor. If fully_shard has spread "
+            "it, call the module that was given to fully_shard, whose forward pass gathers weights, and not a part of "
+            "it. If it is to be tensor-parallel, use ColwiseParallel or RowwiseParallel, which make DTensors of inputs."
         )
     cut = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
     along = {dim: p.dim for dim, p in enumerate(weight.placements) if type(p) is Shard}
@@ -87,9 +87,9 @@ def _parts(weight: DTensor, mesh_dim: int) -> Parts:
     mesh, placement = weight.device_mesh, weight.placements[mesh_dim]
     assert isinstance(placement, Shard)
     dim, size = placement.dim, weight.shape[placement.dim]
-    _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
-    group = mesh.get_group(mesh_dim).group_name
-    of_weight = Part(group, dim, offset[dim], step=-(-size // mesh.size(mesh_dim)), size=size)
+    step = -(-size // mesh.size(mesh_dim))  # as torch.chunk cuts
+    start = min(mesh.get_local_rank(mesh_dim) * step, size)
+    of_weight = Part(mesh.get_group(mesh_dim).group_name, dim, start, step, size)
     of_tokens = of_weight._replace(dim=1)
     return Parts(w=of_weight, g=of_tokens) if dim == 0 else Parts(x=of_tokens, w=of_weight)
 

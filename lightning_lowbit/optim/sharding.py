@@ -139,6 +139,42 @@ def local_norms(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([none, *(none if part is None else next(norms).to(none) for part in parts)])[1:]
 
 
+def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
+    """L2 norm of all gradients together, of the whole parameters, however each of them is spread.
+
+    Args:
+        parameters: of a model, the same on all ranks: they meet in one collective per process group.
+
+    Returns:
+        float32, 0-d, the same on all ranks; 0 where there is no gradient.
+
+    Raises:
+        ValueError: as :func:`sharding_of`.
+    """
+    device = next((local(parameter).device for parameter in parameters), torch.device("cpu"))
+    squares = [norm.square() for norm in local_norms(parameters, device).unbind()]
+    groups = [sharding_of(parameter).groups for parameter in parameters]
+    whole = all_reduce_(squares, groups, dist.ReduceOp.SUM)
+    return torch.stack(whole).sum().sqrt() if whole else torch.zeros((), device=device)
+
+
+@torch.no_grad()
+def clip_gradient_norm_(parameters: Sequence[Tensor], limit: float) -> Tensor:
+    """Scales all gradients, in place, so that their norm together is at most ``limit``.
+
+    As ``torch.nn.utils.clip_grad_norm_``, which takes parameters of one mesh alone.
+
+    Returns:
+        The norm before it, as :func:`gradient_norm`.
+    """
+    norm = gradient_norm(parameters)
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local(parameter.grad).mul_(factor.to(local(parameter.grad).dtype))
+    return norm
+
+
 def zeros_spread_as(parameter: Tensor, last: Callable[[int], int], dtype: torch.dtype) -> Tensor:
     """Zeros for what is kept along with a parameter, row by row, in rows of another length.
 

@@ -12,14 +12,15 @@ load into the unconverted model.
 
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -29,11 +30,14 @@ from torch.distributed.tensor import DTensor
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.convert import CastsLike, check_backend, convert, plan
-from lightning_lowbit.optim.sharding import connect
+from lightning_lowbit.optim.sharding import clip_gradient_norm_, connect
 from lightning_lowbit.precision.converted_model import ConvertedModel
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
 from lightning_lowbit.precision.run_settings import compute_dtype, global_seed
 from lightning_lowbit.quant.cast import choose
+
+if TYPE_CHECKING:
+    from lightning_lowbit.nn.gather import WeightGathers
 
 __all__ = ["LowBitPrecision", "compute_dtype"]
 
@@ -78,6 +82,8 @@ class LowBitPrecision(FSDPPrecision):
         smooth_swiglu: ``"channel"`` or ``"token"``: what enters the down projections of SwiGLU MLPs is brought to one
             size, a help for FP8 with one scale per tensor; see :mod:`lightning_lowbit.nn.smooth_swiglu`.
         fresh_histories: delayed scaling and smoothing start anew, whatever a checkpoint holds of them.
+        quantize_before_gather: FSDP2 (``ModelParallelStrategy``) gathers weights as codes and scales wherever results
+            are, to the bit, those of gathering them in high precision; see :mod:`lightning_lowbit.nn.gather`.
 
     Attributes:
         step: optimizer steps taken.
@@ -85,9 +91,10 @@ class LowBitPrecision(FSDPPrecision):
         scaler: of the loss, or None.
 
     Raises:
-        ValueError: an argument is not one of the above; a pattern matches no layer (when the model is converted).
-        MisconfigurationException: the plugin is used outside ``lightning.pytorch.Trainer``, or a scaler with ranks that
-            are not there; or, in a step, a scaler with LBFGS.
+        ValueError: an argument is not one of the above; or, when the model is converted, a pattern matches no layer, or
+            no weight can be quantised before it is gathered.
+        MisconfigurationException: the plugin is used outside ``lightning.pytorch.Trainer``, with DeepSpeed, or a scaler
+            with ranks that are not there; or, in a step, a scaler with LBFGS.
 
     Example:
         >>> Trainer(plugins=[LowBitPrecision("nvfp4", skip=["lm_head"])])
@@ -107,6 +114,7 @@ class LowBitPrecision(FSDPPrecision):
         backend: str = "auto",
         smooth_swiglu: str | None = None,
         fresh_histories: bool = False,
+        quantize_before_gather: bool = False,
     ) -> None:
         precision, self._compute_dtype = _COMPUTE_DTYPES[choose("compute_dtype", compute_dtype, _COMPUTE_DTYPES)]
         super().__init__("bf16-mixed")  # with "16-mixed" it makes a scaler of its own, which asks for CUDA
@@ -118,7 +126,7 @@ class LowBitPrecision(FSDPPrecision):
         self.skip, self.only = _as_list(skip), None if only is None else _as_list(only)
         self.seed, self.exact = global_seed() if seed is None else seed, exact
         self.backend, self.smooth_swiglu = backend, smooth_swiglu
-        self.fresh_histories = fresh_histories
+        self.fresh_histories, self.quantize_before_gather = fresh_histories, quantize_before_gather
         if smooth_swiglu is not None:
             choose("kind of smooth_swiglu", smooth_swiglu, SMOOTHINGS)
         check_backend({"": self.casts, **self.overrides}, backend, exact)
@@ -130,11 +138,16 @@ class LowBitPrecision(FSDPPrecision):
         self._device = torch.device("cpu")
         self._rank = 0
         self._converted = ConvertedModel()
+        self._gathers: WeightGathers | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """What everything that is not quantised computes in."""
         return self._compute_dtype
+
+    @property
+    def _autocast_dtype(self) -> torch.dtype | None:
+        return None if self._compute_dtype == torch.float32 else self._compute_dtype
 
     @property
     def phase(self) -> str:
@@ -185,6 +198,12 @@ class LowBitPrecision(FSDPPrecision):
                 f"got {type(module).__name__} outside a Trainer. With Fabric or plain PyTorch, call "
                 "lightning_lowbit.convert(model, casts) and set keys with lightning_lowbit.nn.LayerKeys."
             )
+        strategy = trainer.strategy
+        if isinstance(strategy, DeepSpeedStrategy):
+            raise MisconfigurationException(
+                f"{type(self).__name__} runs backward passes and optimizers itself, and so does DeepSpeed. Train with "
+                "DDPStrategy, FSDPStrategy, or ModelParallelStrategy (FSDP2), which shards what ZeRO does."
+            )
         if self._trainer is not None and self._trainer() is not trainer:  # another run
             self.step, self.micro_batch = 0, 0
             self._converted.start_afresh()
@@ -193,16 +212,21 @@ class LowBitPrecision(FSDPPrecision):
             self._scaling.restart()  # also the first time: another plugin may have used the same scaler
         self._trainer = weakref.ref(trainer)
         self._converted.expect(module)
-        strategy = trainer.strategy
         if self._scaling is not None:
             self._scaling.check(module, type(strategy).__name__)
         self._device, self._rank = strategy.root_device, _data_rank(trainer)
         planned = self.plan(module)
         check_backend(planned, self.backend, self.exact, self._device)  # raises before anything is changed
+        if self.quantize_before_gather:
+            from lightning_lowbit.nn.gather import WeightGathers, check_gathers  # knows FSDP2 from the inside
+
+            check_gathers(module, planned, self._autocast_dtype)
         convert(module, self.casts, self.skip, self.only, self.overrides, self.exact, self.backend, self.smooth_swiglu)
         self._root = module
         self._converted.take(module, planned, self.seed)
         self.set_blend(float(self.blend))
+        if self.quantize_before_gather:
+            self._gathers = WeightGathers(module, self._autocast_dtype, planned)
         return module
 
     def set_phase(self, phase: str) -> None:
@@ -269,12 +293,17 @@ class LowBitPrecision(FSDPPrecision):
         """Leaves batches as they are, as Lightning's ``bf16-mixed`` does (FSDP's would cast them)."""
         return data
 
-    def forward_context(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
         """Autocast to the compute dtype."""
         self._converted.prepare(self.step, self.micro_batch, self._rank, self._device)
-        if self._compute_dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=self._compute_dtype)
+        if self._gathers is not None:
+            self._gathers.prepare()
+        dtype = self._autocast_dtype
+        with nullcontext() if dtype is None else torch.autocast(self._device.type, dtype=dtype):
+            yield
+        if self._gathers is not None and not torch.is_grad_enabled():
+            self._gathers.reshard()
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
@@ -329,6 +358,8 @@ class LowBitPrecision(FSDPPrecision):
         self.step += 1
         self.micro_batch = 0
         self._converted.advance_()
+        if self._gathers is not None:
+            self._gathers.forget()
         if self._is_automatic:  # also where there was no backward pass
             self._converted.record(False)
         return result
@@ -372,12 +403,22 @@ class LowBitPrecision(FSDPPrecision):
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         """Clips the gradients to a total norm."""
-        if isinstance(self._root, FullyShardedDataParallel):
+        parameters = [*self.main_params(optimizer)]
+        is_flat = any(getattr(parameter, "_is_flat_param", False) for parameter in parameters)
+        if is_flat and isinstance(self._root, FullyShardedDataParallel):  # without the original parameters
             self._root.clip_grad_norm_(clip_val)
+        elif self._is_sharded:
+            clip_gradient_norm_(parameters, clip_val)
         else:
-            torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
+            torch.nn.utils.clip_grad_norm_(parameters, clip_val)
 
     # --- state ---
+
+    @property
+    def _accumulated(self) -> int:
+        """Micro-batches of an optimizer step on one device, as Lightning counts them."""
+        trainer = None if self._trainer is None else self._trainer()
+        return 1 if trainer is None else int(trainer.accumulate_grad_batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: Lightning would file it under the name of the class, see :meth:`on_save_checkpoint`."""
@@ -386,7 +427,7 @@ class LowBitPrecision(FSDPPrecision):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the state under a key that does not depend on the plugin's class."""
         state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
-        state["blend"] = self.blend.cpu().clone()
+        state["blend"], state["accumulated"] = self.blend.cpu().clone(), self._accumulated
         if self._scaling is not None:
             state |= self._scaling.state_dict()
         checkpoint[_CHECKPOINT_KEY] = state | self._converted.state_dict()
@@ -413,17 +454,21 @@ class LowBitPrecision(FSDPPrecision):
             )
         if self._scaling is not None:
             self._scaling.load_state_dict(state)
-        # Amaxes of output gradients are those under the checkpoint's scale of the loss; none is a scale of 1.
-        before = state.get("scaler", {}).get("scale", 1.0)
-        after = 1.0 if self.scaler is None else self.scaler.get_scale()
+        # Amaxes of output gradients are those under the checkpoint's scale of the loss; none is a scale of 1. Lightning
+        # divides the loss by the number of micro-batches, of which more devices take fewer.
+        before = state.get("scaler", {}).get("scale", 1.0) / state.get("accumulated", self._accumulated)
+        after = (1.0 if self.scaler is None else self.scaler.get_scale()) / self._accumulated
         self._converted.load_state_dict(state, self.fresh_histories, after / before if before > 0 else 1.0)
         self.step, self.micro_batch = state["step"], state["micro_batch"]
         self.set_phase(state["phase"])
         self.set_blend(float(state.get("blend", 1.0)))
 
     def teardown(self) -> None:
-        """Says how many steps of a training were skipped."""
+        """Says how many steps of a training were skipped; weights are gathered as they are again."""
         super().teardown()
+        if self._gathers is not None:  # passes without the plugin may have another dtype
+            self._gathers.release()
+            self._gathers = None
         trainer = None if self._trainer is None else self._trainer()
         if self._scaling is not None and trainer is not None and trainer.state.fn == "fit":
             self._scaling.report(self.step)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from lightning_lowbit.kernels import opaque
 from lightning_lowbit.quant.blocks import ALL, Tile
@@ -89,6 +88,8 @@ class Part(NamedTuple):
 
     def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduces over the group; NaN counts as infinite in maxima, and as minus infinite in minima."""
+        from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
         if op != dist.ReduceOp.SUM:
             infinite = torch.inf if op == dist.ReduceOp.MAX else -torch.inf
             values = values.nan_to_num(nan=infinite, posinf=torch.inf, neginf=-torch.inf)

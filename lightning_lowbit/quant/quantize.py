@@ -195,8 +195,8 @@ def quantize_operand(
         ValueError: a block lies on several processes.
     """
     spec = None if part is None else part.spec
-    values, factor = _quantize_operand(x, cast.spec, dim, key, amax, dtype or _operand_dtype(x, cast), spec)
-    return Operand(values, factor if _has_factor(cast) else None)
+    values, factor = _quantize_operand(x, cast.spec, dim, key, amax, dtype or operand_dtype(x.dtype, cast), spec)
+    return Operand(values, factor if has_factor(cast) else None)
 
 
 def blend(x: Tensor, quantised: Operand, share: Tensor, exact: bool = False) -> Operand:
@@ -226,7 +226,8 @@ def scaled_elements(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None,
     return from_blocks(blocks.float() * encode_factor(scales, decode, cast), x.shape, tile)
 
 
-def _has_factor(cast: Cast) -> bool:
+def has_factor(cast: Cast) -> bool:
+    """Whether operands of a cast have a factor."""
     return cast.scale.two_level or cast.scale.prescale != 1 or not cast.scale.per_block
 
 
@@ -236,15 +237,16 @@ def _factor_shape(x: Tensor, cast: Cast, dim: int) -> tuple[int, ...]:
     return (1, x.shape[1]) if dim in (0, -2) else (x.shape[0], 1)
 
 
-def _operand_dtype(x: Tensor, cast: Cast) -> torch.dtype:
+def operand_dtype(dtype: torch.dtype, cast: Cast) -> torch.dtype:
+    """The dtype of the values of an operand, from that of the tensor it is made of; see :func:`quantize_operand`."""
     # float16 has the digits but not the range: codes * scales exceed 65504 for some scale formats.
-    fits = cast.fits_bfloat16 and x.dtype != torch.float16
-    return x.dtype if fits or _is_rounded(x, cast) else torch.float32
+    fits = cast.fits_bfloat16 and dtype != torch.float16
+    return dtype if fits or is_rounded(dtype, cast) else torch.float32
 
 
-def _is_rounded(x: Tensor, cast: Cast) -> bool:
-    """Whether what enters the GEMM is rounded to the dtype of ``x``."""
-    return cast.rounded and cast.scale.per_block and x.dtype != torch.float16
+def is_rounded(dtype: torch.dtype, cast: Cast) -> bool:
+    """Whether what enters the GEMM is rounded to the dtype of the tensor it is made of."""
+    return cast.rounded and cast.scale.per_block and dtype != torch.float16
 
 
 def _fake_operand(
@@ -262,7 +264,7 @@ def _quantize_operand(
     cast, known = Cast.from_spec(spec), Part.from_spec(part)
     tile = tile_of(cast, dim, x.dim())
     scaled = scale_blocks(x, cast, tile, amax, known)
-    rounded = x.dtype if _is_rounded(x, cast) else dtype  # also where float32 is asked for
+    rounded = x.dtype if is_rounded(x.dtype, cast) else dtype  # also where float32 is asked for
     place = None if known is None else known.place(x.shape, tile, x.device)
     values = _round(scaled, cast, key, cast.scale.per_block, rounded, place)
     factor = scaled.decode
@@ -331,6 +333,11 @@ def _round(
     return _round_blocks(*scaled.tensors(cast, key, place), cast=cast, multiplied=multiplied, dtype=dtype)
 
 
+def round_scaled(scaled: Scaled, cast: Cast, key: Tensor | None, place: Tensor) -> Tensor:
+    """The elements of a part of a matrix, rounded, in units of their scales: float32, in the blocked view."""
+    return _round(scaled, cast, key, multiplied=False, dtype=torch.float32, place=place)
+
+
 def _key_of(cast: Cast, key: Tensor | int | None, device: torch.device) -> Tensor:
     if key is None:
         raise ValueError(
@@ -344,8 +351,13 @@ def _key_of(cast: Cast, key: Tensor | int | None, device: torch.device) -> Tenso
     return key.reshape(())
 
 
-def scale_blocks(x: Tensor, cast: Cast, tile: Tile, amax: Tensor | None, part: Part | None = None) -> Scaled:
-    """Cuts a matrix, or a part of one, into blocks, and makes their scales."""
+def scale_blocks(
+    x: Tensor, cast: Cast, tile: Tile, amax: Tensor | None, part: Part | None = None, mean: Tensor | None = None
+) -> Scaled:
+    """Cuts a matrix, or a part of one, into blocks, and makes their scales.
+
+    ``mean``: mean magnitude of the whole, where the one scale of it is made of that, if it is known.
+    """
     blocks = to_blocks(x, tile)
     if part is not None and not part.cuts(tile):
         part.check(x.shape, tile[part.dim], "blocks of")
@@ -366,7 +378,9 @@ def scale_blocks(x: Tensor, cast: Cast, tile: Tile, amax: Tensor | None, part: P
     dims = block_dims(blocks, tile)
     shared = part if part is not None and part.cuts(tile) else None
     zeros = None
-    if cast.scale.statistic == "absmean":
+    if mean is not None:
+        scales = scales_of(mean.reshape(1, 1), encode, cast)
+    elif cast.scale.statistic == "absmean":
         total = block_sum(blocks, dims) if shared is None else shared.reduce(block_sum(blocks, dims), ReduceOp.SUM)
         counts = elements_per_block(x, blocks, tile, x.shape if part is None else part.whole(x.shape))
         scales = scales_of((total / counts).float(), encode, cast)

@@ -1,0 +1,58 @@
+"""Spreading a network of ``transformers`` over processes: tensor parallelism within a node, FSDP2 over the rest."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+_STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+
+
+def spread(model: Any, mesh: DeviceMesh) -> None:
+    """Cuts the linear layers of a network as its configuration says, then shards its parameters, in place.
+
+    Args:
+        model: of ``transformers``.
+        mesh: with dimensions ``"data_parallel"`` and ``"tensor_parallel"``, as Lightning's ``ModelParallelStrategy``
+            makes it. A dimension of size 1 changes nothing.
+
+    Raises:
+        ValueError: there are several tensor-parallel processes, and the network says of none of its layers how they
+            are to be cut, or something that is not known here, or has fewer heads than they need.
+    """
+    data, tensors = mesh["data_parallel"], mesh["tensor_parallel"]
+    if tensors.size() > 1:
+        parallelize_module(model, tensors, tensor_parallel_plan(model, tensors.size()))
+    if data.size() > 1:
+        for block in blocks(model):
+            fully_shard(block, mesh=data)
+        fully_shard(model, mesh=data)
+
+
+def blocks(model: Any) -> list[nn.Module]:
+    """The parts of a network whose parameters are gathered together: its decoder blocks, by its own account."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+
+
+def tensor_parallel_plan(model: Any, size: int) -> dict[str, ParallelStyle]:
+    """How each linear layer of a network is cut over ``size`` processes, by patterns of names.
+
+    Raises:
+        ValueError: as :func:`spread`.
+    """
+    config, advice = model.config, "Train it with tensor_parallel_size=1."
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        raise ValueError(f"{type(model).__name__} does not say how to cut its layers over {size} processes. {advice}")
+    unknown = sorted({style for style in plan.values() if style not in _STYLES})
+    if unknown:
+        raise ValueError(f"{type(model).__name__} has layers to be cut as {', '.join(unknown)}: not known. {advice}")
+    heads = {name: getattr(config, name, size) for name in ("num_attention_heads", "num_key_value_heads")}
+    for name, count in heads.items():
+        if count % size:
+            raise ValueError(f"{name} is {count}, which {size} processes cannot share evenly. {advice}")
+    prefix = f"{model.base_model_prefix}."
+    return {f"{prefix}{pattern}": _STYLES[style]() for pattern, style in plan.items()}

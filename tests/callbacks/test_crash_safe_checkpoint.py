@@ -1,0 +1,198 @@
+"""Crashes at each moment of a save, what is refused, and what else writes checkpoints."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_lowbit import CrashSafeCheckpoint
+from lightning_lowbit.callbacks import files
+from lightning_lowbit.callbacks.crash_safe_checkpoint import save_checkpoint
+from tests.callbacks.crashes import KILLED, SAVED
+
+LIMIT = 300  # seconds; on two quiet cores they take a tenth of that
+OURS = ("a file", "a directory", "a linked directory")
+PLAIN = ("Lightning's file", "Lightning's directory")
+
+
+@pytest.fixture(scope="module")
+def crashes(tmp_path_factory):
+    """Of each case, what each moment has led to."""
+    folder = tmp_path_factory.mktemp("crashes")
+    root = Path(__file__).parents[2]
+    together = (("a linked directory", "a file"), ("a directory", *PLAIN))  # of about the same length
+    processes = []
+    for number, cases in enumerate(together):
+        with (folder / f"{number}.log").open("w") as log:
+            command = [sys.executable, "-m", "tests.callbacks.crashes", str(folder), *cases]
+            environment = {**os.environ, "PYTHONPATH": str(root)}
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=root))
+    try:
+        codes = [process.wait(LIMIT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    told = "\n".join((folder / f"{number}.log").read_text()[-3000:] for number in range(len(together)))
+    assert codes == [0, 0], told
+    return {case: json.loads((folder / f"{case}.json").read_text()) for cases in together for case in cases}
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(crashes, case):
+    moments = crashes[case]
+    assert len(moments) >= 5, "nothing was killed"
+    for number, moment in enumerate(moments):
+        place = f"moment {number}, before {moment['before']}, with {moment['names']}"
+        assert moment["code"] == 0, f"no run goes on: {place}"
+        assert moment["step"] in (SAVED, KILLED), f"it began at {moment['step']}: {place}"
+        same = next(other for other in moments if other["step"] == moment["step"])
+        assert moment["start"] == same["start"], f"other weights than of step {moment['step']}: {place}"
+        assert moment["end"] == moments[0]["end"], f"another end than without the crash: {place}"
+        assert all(name.endswith(".ckpt") for name in moment["left"]), f"it left {moment['left']}: {place}"
+    steps = [moment["step"] for moment in moments]
+    assert steps[0] == SAVED and steps == sorted(steps), "a later crash lost more"
+    names = {name for moment in moments for name in moment["names"]}
+    assert any(name.endswith(".partial") for name in names), "no crash was in the midst of a save"
+
+
+def test_steps_have_weights_of_their_own(crashes):
+    """Or else the above would not notice a mixture."""
+    starts = {moment["step"]: moment["start"] for moment in crashes["a directory"]}
+    assert starts[SAVED] != starts[KILLED]
+
+
+def test_lightning_loses_a_file_that_comes_from_another_file_system(crashes):
+    broken = [moment for moment in crashes["Lightning's file"] if moment["code"] != 0]
+    assert [moment["before"].split()[0] for moment in broken] == ["half"]
+
+
+def test_lightning_mixes_the_shards_of_two_steps(crashes):
+    moments = crashes["Lightning's directory"]
+    whole = {moment["step"]: moment["start"] for moment in crashes["a directory"]}
+    assert any(moment["code"] != 0 for moment in moments), "what is left of one cannot be loaded"
+    mixed = [moment for moment in moments if moment["code"] == 0 and moment["start"] != whole[moment["step"]]]
+    assert mixed and all(moment["step"] == SAVED and moment["start"] == whole[KILLED] for moment in mixed)
+
+
+# --- in one process ---
+
+
+def fit(*callbacks, ckpt_path=None, max_steps=2, **kwargs):
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=max_steps,
+        limit_val_batches=0,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **kwargs,
+    )
+    trainer.fit(BoringModel(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_remote_folders_are_refused():
+    with pytest.raises(MisconfigurationException, match="memory://there.*ModelCheckpoint"):
+        fit(CrashSafeCheckpoint("memory://there"))
+
+
+def test_writing_in_the_background_is_refused():
+    with pytest.raises(MisconfigurationException, match="AsyncCheckpointIO"):
+        fit(CrashSafeCheckpoint("here"), plugins=[AsyncCheckpointIO()])
+
+
+def test_a_remote_checkpoint_is_written_as_it_is():
+    trainer = fit(enable_checkpointing=False)
+    save_checkpoint(trainer, "memory://there/interrupted.ckpt")
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    assert [name.rsplit("/", 1)[-1] for name in MemoryFileSystem.store if "there" in name] == ["interrupted.ckpt"]
+
+
+def test_a_checkpoint_that_is_written_in_the_background_has_its_name_at_once():
+    trainer = fit(enable_checkpointing=False, plugins=[AsyncCheckpointIO()])
+    save_checkpoint(trainer, "interrupted.ckpt")
+    trainer.strategy.checkpoint_io.teardown()  # waits for it
+    assert os.listdir() == ["interrupted.ckpt"]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("kinds", [(ModelCheckpoint, CrashSafeCheckpoint), (CrashSafeCheckpoint, ModelCheckpoint)])
+def test_takes_the_state_of_lightnings_and_the_other_way_round(kinds):
+    first, second = (kind("here", every_n_train_steps=1, save_last=True, save_top_k=1) for kind in kinds)
+    fit(first)
+    fit(second, ckpt_path="here/last.ckpt", max_steps=3)
+    assert sorted(path.name for path in Path("here").iterdir()) == ["epoch=0-step=3.ckpt", "last.ckpt"]
+
+
+def test_leftovers_of_others_stay():
+    Path("here").mkdir()
+    for name in ("a.ckpt.partial", "b.txt.partial", "c.partial"):
+        Path("here", name).write_text("")
+    callback = CrashSafeCheckpoint("here", save_top_k=0)
+    fit(callback)
+    assert sorted(path.name for path in Path("here").iterdir()) == ["b.txt.partial", "c.partial"]
+
+
+def test_loggers_are_told_of_whole_checkpoints():
+    from lightning.pytorch.loggers import CSVLogger
+
+    told = []
+
+    class Logger(CSVLogger):
+        def after_save_checkpoint(self, checkpoint_callback):
+            told.append(Path(checkpoint_callback.best_model_path).exists())
+
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        limit_val_batches=0,
+        callbacks=[CrashSafeCheckpoint("here", every_n_train_steps=1)],
+        logger=Logger("."),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+    assert told == [True, True]
+
+
+@pytest.mark.parametrize("old", ["nothing", "file", "directory", "link"])
+@pytest.mark.parametrize("new", ["file", "directory", "link"])
+def test_anything_takes_the_place_of_anything(old, new):
+    def make(path, kind, content):
+        if kind == "file":
+            path.write_text(content)
+        elif kind == "directory":
+            path.mkdir()
+            (path / "shard").write_text(content)
+        elif kind == "link":
+            Path(f"target {content}").mkdir()
+            path.symlink_to(f"target {content}")
+
+    path = Path("last.ckpt").absolute()
+    make(path, old, "old")
+    make(files.partial_name(path), new, "new")
+    files.put_in_place(path)
+    is_kind = {"file": path.is_file(), "directory": path.is_dir() and not path.is_symlink(), "link": path.is_symlink()}
+    assert [kind for kind, found in is_kind.items() if found] == [new]
+    assert {name for name in os.listdir() if name.startswith("last")} == {"last.ckpt"}
+
+
+def test_interrupted_checkpoints_are_loadable_torch_files():
+    trainer = fit(enable_checkpointing=False)
+    for _ in range(2):
+        save_checkpoint(trainer, "interrupted.ckpt")
+    assert torch.load("interrupted.ckpt", weights_only=True)["global_step"] == 2
+    assert os.listdir() == ["interrupted.ckpt"]

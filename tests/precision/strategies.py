@@ -1,0 +1,278 @@
+"""One of the processes that train a small LLaMA under each strategy: ``python -m tests.precision.strategies 0 FOLDER``.
+
+Each leaves the losses of its micro-batches in ``FOLDER/0.pt``. Four of them, said by a second argument ``4``, have
+meshes of two dimensions.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import (
+    FP4Precision,
+    FP8Precision,
+    IntegerPrecision,
+    LowBitPrecision,
+    PrecisionSwitch,
+    StableSPAM,
+    TernaryPrecision,
+    convert,
+)
+from lightning_lowbit.recipes.models import CausalLM
+from tests.launch import take_part
+from tests.optim.trainers import FSDPOnCPU
+
+RANKS, STEPS, BATCH, LENGTH, VOCABULARY = 2, 3, 2, 32, 64
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": VOCABULARY,
+}
+NEAREST = dict.fromkeys(("dgrad_g", "wgrad_g", "wgrad_x"), "nearest")
+
+PRECISIONS: dict[str, Callable[..., LowBitPrecision]] = {
+    "NVFP4": lambda **kwargs: FP4Precision("nvfp4", **{"rounding": NEAREST, **kwargs}),
+    "NVFP4, tiles, rotated": lambda **kwargs: FP4Precision(
+        "nvfp4-nvidia", rounding={"dgrad_g": "nearest", "wgrad_g": "nearest"}, **kwargs
+    ),
+    "FP8, delayed scaling": lambda **kwargs: FP8Precision("delayed", smooth_swiglu="channel", **kwargs),
+    "ternary": lambda **kwargs: TernaryPrecision(**kwargs),
+    "INT4 weights, INT8 activations": lambda **kwargs: IntegerPrecision(4, 8, group=16, **kwargs),
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "StableSPAM": lambda parameters: StableSPAM(parameters, lr=1e-3),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+}
+
+
+class Small(CausalLM):
+    """A LLaMA of two blocks, on micro-batches that follow from their number.
+
+    Args:
+        optimizer: by name.
+        converted: it is, before it is sharded; if not, the plugin does so afterwards.
+        each: linear layer is sharded by itself, too.
+        compiled: by ``torch.compile``, before the plugin converts it.
+    """
+
+    def __init__(
+        self, optimizer: str, converted: bool = False, each: bool = False, compiled: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__("llama-small", SMALL, seed=1, optimizer=OPTIMIZERS[optimizer], **kwargs)
+        # Sums are made in another order on each number of processes, and what is rounded to few bits next may then end
+        # on the other side of a threshold. In float64 the order is of no consequence.
+        self.double()
+        self.converted, self.each, self.compiled = converted, each, compiled
+        self.losses: list[Tensor] = []
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not self._is_spread:
+            if self.converted:
+                convert(self, "nvfp4", skip=["lm_head"])  # its casts are set again
+            if self.each:
+                for layer in [m for m in self.modules() if isinstance(m, torch.nn.Linear)]:
+                    fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        super().configure_model()
+        if self.compiled:
+            self.compiled = False  # it is called again
+            self.model.compile(backend="aot_eager")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def train_dataloader(self) -> DataLoader:
+        sampler = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0, "num_replicas": 1}
+        generator = torch.Generator().manual_seed(2)
+        tokens = torch.randint(0, VOCABULARY, (STEPS * 4 * BATCH, LENGTH + 1), generator=generator)
+        micro_batches = tokens.view(-1, BATCH, LENGTH + 1)[sampler["rank"] :: sampler["num_replicas"]]
+        return DataLoader(micro_batches, batch_size=None)
+
+    def val_dataloader(self) -> DataLoader:
+        return self.train_dataloader()  # without one, the Trainer warns
+
+
+def fsdp(sharding: ShardingStrategy = ShardingStrategy.FULL_SHARD, **kwargs: Any) -> Strategy:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    return FSDPOnCPU(sharding_strategy=sharding, auto_wrap_policy={LlamaDecoderLayer}, **kwargs)
+
+
+def checkpointed() -> Strategy:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    return fsdp(activation_checkpointing_policy={LlamaMLP})
+
+
+class Hybrid(FSDPOnCPU):
+    """Sharded over two, replicated over two: Lightning makes a mesh of CUDA devices for that."""
+
+    def __init__(self) -> None:
+        super().__init__(sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=(None, None))
+
+    def _setup_model(self, model: Any) -> Any:
+        self.kwargs = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "use_orig_params": True}
+        return FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), device_mesh=init_device_mesh("cpu", (2, 2)), **self.kwargs
+        )
+
+
+# By name: the strategy, and what its model takes.
+Strategies = dict[str, tuple[Callable[[], Strategy], dict[str, Any]]]
+STRATEGIES: Strategies = {
+    "DDP": (DDPStrategy, {}),
+    "DDP, find_unused_parameters": (lambda: DDPStrategy(find_unused_parameters=True), {}),
+    "DDP, static_graph": (lambda: DDPStrategy(static_graph=True), {}),
+    "DDP, gradient_as_bucket_view": (lambda: DDPStrategy(gradient_as_bucket_view=True), {}),
+    "FSDP1, FULL_SHARD": (fsdp, {}),
+    "FSDP1, SHARD_GRAD_OP": (lambda: fsdp(ShardingStrategy.SHARD_GRAD_OP), {}),
+    "FSDP1, NO_SHARD": (lambda: fsdp(ShardingStrategy.NO_SHARD), {}),
+    "FSDP1, activation checkpointing": (checkpointed, {}),
+    "FSDP2": (lambda: ModelParallelStrategy(2, 1), {}),
+    "FSDP2, each layer": (lambda: ModelParallelStrategy(2, 1), {"each": True}),
+    "FSDP2, converted first": (lambda: ModelParallelStrategy(2, 1), {"converted": True, "each": True}),
+    "FSDP2, gradient checkpointing": (lambda: ModelParallelStrategy(2, 1), {"gradient_checkpointing": True}),
+    "tensor parallel": (lambda: ModelParallelStrategy(1, 2), {}),
+    "tensor parallel, converted first": (lambda: ModelParallelStrategy(1, 2), {"converted": True}),
+}
+KINDS = ("DDP", "FSDP1, FULL_SHARD", "FSDP2", "tensor parallel")
+ON_FOUR: Strategies = {
+    "FSDP1, HYBRID_SHARD": (Hybrid, {}),
+    "FSDP2 and tensor parallel": (lambda: ModelParallelStrategy(2, 2), {}),
+}
+
+
+def trainer(plugin: LowBitPrecision, **kwargs: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        plugins=[plugin],
+        max_steps=STEPS,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+        **kwargs,
+    )
+
+
+def plugin(precision: str, **kwargs: Any) -> LowBitPrecision:
+    return PRECISIONS[precision](compute_dtype="fp32", skip=["lm_head"], **kwargs)
+
+
+def state(plugin: LowBitPrecision) -> dict[str, Any]:
+    """What a checkpoint holds of it."""
+    checkpoint: dict[str, Any] = {}
+    plugin.on_save_checkpoint(checkpoint)
+    kept: dict[str, Any] = checkpoint["lightning_lowbit"]
+    return kept
+
+
+def alone(precision: str, optimizer: str, micro_batches: int, switch: bool = False) -> Tensor:
+    """Losses in one process, ``[steps, micro-batches]``."""
+    model, callbacks = Small(optimizer), [PrecisionSwitch("qaf", step=1)] if switch else []
+    trainer(plugin(precision), devices=1, accumulate_grad_batches=micro_batches, callbacks=callbacks).fit(model)
+    return torch.stack(model.losses).view(STEPS, micro_batches)
+
+
+def train(
+    strategies: Strategies, name: str, precision: str, optimizer: str, switch: bool = False, **kwargs: Any
+) -> dict[str, Any]:
+    """What one rank sees: its losses ``[steps]``, and the plugin's state."""
+    make, of_model = strategies[name]
+    model, made, callbacks = Small(optimizer, **of_model), plugin(precision, **kwargs), []
+    if switch:
+        callbacks = [PrecisionSwitch("qaf", step=1)]
+    ranks = torch.distributed.get_world_size()
+    trainer(made, devices=ranks, strategy=make(), callbacks=callbacks).fit(model)
+    return {"losses": torch.stack(model.losses), "state": state(made)}
+
+
+class Odd(LightningModule):
+    """Layers of which one rank holds nothing, and batches of which one rank gets the larger part, or all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.body = torch.nn.Sequential(torch.nn.Linear(16, 9), torch.nn.Tanh(), torch.nn.Linear(9, 1))
+        self.is_sharded = False
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not self.is_sharded:
+            fully_shard(self.body, mesh=self.device_mesh["data_parallel"])
+            self.is_sharded = True
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        rows = ((5, 3), (8, 0), (0, 8))[batch_idx % 3][self.trainer.global_rank]
+        return self.body(torch.randn(rows, 16)).square().sum()
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.zeros(STEPS, 1))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return StableSPAM(self.trainer.model.parameters(), lr=1e-3)  # type: ignore[union-attr]
+
+
+def odd(strategy: str) -> dict[str, Any]:
+    """The plugin's state after a run of such a model."""
+    made = FP8Precision("delayed", compute_dtype="fp32")
+    trainer(made, devices=RANKS, strategy=STRATEGIES[strategy][0]()).fit(Odd())
+    return state(made)
+
+
+Case = tuple[str, str, str]
+ODD = ("DDP", "FSDP1, FULL_SHARD", "FSDP2")
+
+
+def cases(strategies: Strategies) -> list[Case]:
+    """Each strategy with each precision, and some with another optimizer."""
+    pairs = [(name, precision, "StableSPAM") for name in strategies for precision in PRECISIONS]
+    others = [name for name in strategies if name in (*ODD, "tensor parallel")]
+    return pairs + [(name, precision, "AdamW") for name in others for precision in ("NVFP4", "FP8, delayed scaling")]
+
+
+def work() -> dict[str, Any]:
+    if torch.distributed.get_world_size() > RANKS:
+        return {"cases": {", ".join(case): train(ON_FOUR, *case) for case in cases(ON_FOUR)}}
+    stochastic: dict[str, Any] = {"rounding": dict.fromkeys(NEAREST, "stochastic")}
+    return {
+        "cases": {", ".join(case): train(STRATEGIES, *case) for case in cases(STRATEGIES)},
+        "switched": {name: train(STRATEGIES, name, "NVFP4", "StableSPAM", switch=True) for name in KINDS},
+        "stochastic": {
+            name: [train(STRATEGIES, name, "NVFP4", "StableSPAM", **stochastic)["losses"] for _ in range(2)]
+            for name in KINDS
+        },
+        "odd": {name: odd(name) for name in ODD},
+    }
+
+
+def table() -> str:
+    """What the README says is supported: what is tested."""
+    columns = list(PRECISIONS)
+    lines = [f"| strategy | {' | '.join(columns)} |", f"|---|{':---:|' * len(columns)}"]
+    tested = {(name, precision) for name, precision, _ in (*cases(STRATEGIES), *cases(ON_FOUR))}
+    for name in (*STRATEGIES, *ON_FOUR):
+        cells = ["✓" if (name, precision) in tested else "" for precision in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["table"]:
+        print(table(), end="")
+    else:
+        take_part(int(sys.argv[3]) if len(sys.argv) > 3 else RANKS, work)

@@ -1,0 +1,205 @@
+"""Checkpoints in real processes: resumed under other strategies, made one file, and after a process was killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
+
+from tests.launch import launch
+from tests.precision import checkpoints, killed
+from tests.precision.checkpoints import HALF, KINDS, MICRO_BATCHES, PAIRS, RANKS, STEPS, accumulates, path_of, train
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    # DCP of torch 2.13 says so where there is no process group; Lightning's consolidation has none on purpose.
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
+]
+LIMIT = 300  # seconds; on two quiet cores they take a tenth of that
+
+
+# --- under other strategies ---
+
+
+@contextmanager
+def process_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of this process alone."""
+    with monkeypatch.context() as patch:
+        for name, value in {"LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "1"}.items():
+            patch.setenv(name, value)
+        (folder / "alone").unlink(missing_ok=True)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/alone", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def in_this_process(
+    strategy: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, ckpt_path: str | None = None
+) -> dict[str, Any]:
+    with chdir(folder):
+        if strategy == "one":
+            return train(strategy, kind, ckpt_path)
+        with process_group(folder, monkeypatch):
+            return train(strategy, kind, ckpt_path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, dict[str, Any]]:
+    """Of all runs, those of both ranks put together."""
+    found = {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for kind, writers in checkpoints.READERS.items():
+            for writer in checkpoints.ALONE:
+                if writer in writers:
+                    found[path_of(writer, kind)] = in_this_process(writer, kind, folder, monkeypatch)
+    ranks = launch("tests.precision.checkpoints", RANKS, folder)
+    for name, of_first in ranks[0].items():
+        losses = {place: loss for rank in ranks for place, loss in rank[name]["losses"].items()}
+        found[name] = of_first | {"losses": losses}
+        for rank in ranks:
+            assert_equal(rank[name]["weights"], of_first["weights"])
+            assert plain(rank[name]["state"]) == plain(of_first["state"]), f"ranks know different things: {name}"
+    return found
+
+
+def assert_equal(found: Any, wanted: Any, tolerance: float = 0.0) -> None:
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def plain(state: Any) -> Any:
+    """With lists for tensors."""
+    if isinstance(state, dict):
+        return {key: plain(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, torch.Tensor) else state
+
+
+def from_half(losses: dict[int, float]) -> dict[int, float]:
+    return {place: loss for place, loss in sorted(losses.items()) if place >= HALF * MICRO_BATCHES}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_strategies_train_the_same(results: dict[str, dict[str, Any]], kind: str) -> None:
+    one = results[path_of("one", kind)]
+    for writer in checkpoints.READERS[kind]:
+        run = results[path_of(writer, kind)]
+        assert len(run["losses"]) == STEPS * MICRO_BATCHES
+        assert_equal(dict(sorted(run["losses"].items())), one["losses"], 1e-5)
+
+
+def test_what_is_saved_is_not_what_a_run_starts_with(results: dict[str, dict[str, Any]]) -> None:
+    """Or else nothing would be shown."""
+    fp8, fp16 = (results[path_of("ddp", kind)]["state"] for kind in ("fp8", "fp16"))
+    assert fp8["plugin"]["step"] == HALF and fp8["plugin"]["amax_history"]
+    assert list(fp8["plugin"]["casts"]) == ["body.0"]
+    for state in (fp8, fp16):
+        assert 0 < state["plugin"]["blend"] < 1
+        assert state["monitor"]["running"]["averaged"] > 0
+    assert fp16["plugin"]["skipped_steps"] == 1
+    assert fp16["plugin"]["scaler"]["scale"] != 256
+
+
+@pytest.mark.parametrize(("kind", "writer", "reader"), PAIRS)
+def test_resumed_run_is_the_uninterrupted_one(
+    results: dict[str, dict[str, Any]],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    writer: str,
+    reader: str,
+) -> None:
+    path, whole = path_of(writer, kind), results[path_of(writer, kind)]
+    if reader in checkpoints.ALONE:
+        resumed = in_this_process(reader, kind, folder, monkeypatch, path)
+    else:
+        resumed = results[f"{path} {reader}"]
+    tolerance = 0.0 if reader == writer else 1e-5
+    found, saved = (plain(run["state"]["plugin"]) for run in (resumed, whole))
+    if accumulates(writer) != accumulates(reader):
+        for state in (found, saved):
+            for name in ("amax_history", "accumulated"):  # which then follow the run
+                state.pop(name, None)
+    assert found == saved
+    assert resumed["state"]["monitor"] == whole["state"]["monitor"]
+    assert_equal(from_half(resumed["losses"]), from_half(whole["losses"]), tolerance)
+    assert_equal(resumed["weights"], whole["weights"], tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "writer"), [("fp8", "fsdp2"), ("fp8", "tensor parallel"), ("fp8", "fsdp1"), ("fp16", "fsdp2")]
+)
+def test_shards_become_a_file_for_one_device(
+    results: dict[str, dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, writer: str
+) -> None:
+    path, whole = path_of(writer, kind), results[path_of(writer, kind)]
+    checkpoint = _load_distributed_checkpoint(folder / path)
+    if "model" not in checkpoint:  # Lightning 2.6.6's own command knows the names of FSDP1 alone
+        checkpoint["model"] = checkpoint.pop("state_dict")
+    torch.save(_format_checkpoint(checkpoint), folder / f"{path}.consolidated")
+    resumed = in_this_process("one", kind, folder, monkeypatch, f"{path}.consolidated")
+    assert_equal(from_half(resumed["losses"]), from_half(whole["losses"]), 1e-5)
+    assert_equal(resumed["weights"], whole["weights"], 1e-5)
+
+
+# --- a killed process ---
+
+
+def start(folder: Path, fate: str) -> list[tuple[int, float]]:
+    """How both processes ended, and when: seconds since the first one did."""
+    processes = []
+    for rank in range(RANKS):
+        with (folder / f"{fate} {rank}.log").open("w") as log:
+            command = [sys.executable, "-m", "tests.precision.killed", str(rank), str(folder), fate]
+            root = Path(__file__).parents[2]
+            environment = {**os.environ, "PYTHONPATH": str(root)}
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=root))
+    ended: dict[int, float] = {}
+    try:
+        limit = time.monotonic() + LIMIT
+        while len(ended) < RANKS and time.monotonic() < limit:
+            for rank, process in enumerate(processes):
+                if rank not in ended and process.poll() is not None:
+                    ended[rank] = time.monotonic()
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert len(ended) == RANKS, f"only the ranks {list(ended)} ended within {LIMIT} s"
+    return [(process.returncode, ended[rank] - min(ended.values())) for rank, process in enumerate(processes)]
+
+
+def test_killed_runs_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Rank 1 is killed in a step, and then, when both have come back, while it saves."""
+    for fate in killed.DIES:
+        (first, seconds), (second, _) = start(tmp_path, fate)
+        told = (tmp_path / f"{fate} 0.log").read_text()
+        assert second == -signal.SIGKILL, (tmp_path / f"{fate} 1.log").read_text()[-3000:]
+        assert first == 1 and "RuntimeError" in told, told[-3000:]
+        assert seconds < killed.NOTICED + 30, f"rank 0 went on for {seconds:.0f} s"
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["last.ckpt", "last.ckpt.partial"]
+    codes = [code for code, _ in start(tmp_path, "nothing")]
+    assert codes == [0, 0], (tmp_path / "nothing 0.log").read_text()[-3000:]
+    for rank in range(RANKS):
+        resumed, whole = (
+            torch.load(tmp_path / f"{name} {rank}.pt", weights_only=True) for name in ("nothing", "uninterrupted")
+        )
+        assert (resumed["came from"], whole["came from"]) == (4, 0)
+        assert_equal(resumed["weights"], whole["weights"])
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["last.ckpt"]

@@ -1,0 +1,129 @@
+"""Under each strategy a model trains as in one process: there and then, each micro-batch is quantised by itself."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DeepSpeedStrategy, XLAStrategy
+from torch import Tensor
+
+from lightning_lowbit import FP4Precision
+from tests.launch import launch
+from tests.precision import strategies
+from tests.precision.strategies import KINDS, ODD, ON_FOUR, RANKS, STRATEGIES, alone, cases, table, trainer
+
+Ranks = list[dict[str, Any]]
+
+# Which ranks see other data; all others see those of one before.
+DATA_RANKS = {name: [0] for name in STRATEGIES if name.startswith("tensor parallel")}
+DATA_RANKS |= {name: [0, 2] for name in ON_FOUR if name.endswith("tensor parallel")}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch("tests.precision.strategies", RANKS, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch("tests.precision.strategies", 4, tmp_path_factory.mktemp("four"), "4")
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[Any, Tensor]:
+    return {}
+
+
+def compare(ranks: Ranks, name: str, of_ranks: list[Any], expected: Tensor) -> None:
+    """Losses ``[steps]`` of all ranks are those of one process, ``[steps, micro-batches]``."""
+    data = DATA_RANKS.get(name, list(range(len(ranks))))
+    found = torch.stack([of_ranks[rank]["losses"] for rank in data], 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for rank, of_rank in enumerate(of_ranks):
+        same_state(of_rank["state"], of_ranks[0]["state"], f"rank {rank}")
+        before = max(first for first in data if first <= rank)
+        assert torch.equal(of_rank["losses"], of_ranks[before]["losses"]), f"rank {rank} saw the data of rank {before}"
+
+
+def same_state(found: Any, expected: Any, what: str) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), what
+        for key in expected:
+            same_state(found[key], expected[key], f"{what}, {key}")
+    elif isinstance(expected, Tensor):
+        assert torch.equal(found, expected), what
+    else:
+        assert found == expected, what
+
+
+@pytest.mark.parametrize("case", cases(STRATEGIES), ids=", ".join)
+def test_two_processes(two: Ranks, expected: dict[Any, Tensor], case: tuple[str, str, str]) -> None:
+    check(two, expected, case)
+
+
+@pytest.mark.parametrize("case", cases(ON_FOUR), ids=", ".join)
+def test_four_processes(four: Ranks, expected: dict[Any, Tensor], case: tuple[str, str, str]) -> None:
+    check(four, expected, case)
+
+
+def check(ranks: Ranks, expected: dict[Any, Tensor], case: tuple[str, str, str]) -> None:
+    name, precision, optimizer = case
+    key = precision, optimizer, len(DATA_RANKS.get(name, ranks))
+    if key not in expected:
+        expected[key] = alone(*key)
+    compare(ranks, name, [of_rank["cases"][", ".join(case)] for of_rank in ranks], expected[key])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_phase_begins_on_all_ranks(two: Ranks, expected: dict[Any, Tensor], name: str) -> None:
+    micro_batches = len(DATA_RANKS.get(name, two))
+    key = "switched", micro_batches
+    if key not in expected:
+        expected[key] = alone("NVFP4", "StableSPAM", micro_batches, switch=True)
+        assert not torch.equal(expected[key], alone("NVFP4", "StableSPAM", micro_batches)), "the phase changes nothing"
+    compare(two, name, [of_rank["switched"][name] for of_rank in two], expected[key])
+    assert all(of_rank["switched"][name]["state"]["phase"] == "qaf" for of_rank in two)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_stochastic_rounding_repeats_itself(two: Ranks, name: str) -> None:
+    for rank, of_rank in enumerate(two):
+        first, second = of_rank["stochastic"][name]
+        assert torch.equal(first, second), f"rank {rank}"
+        nearest = of_rank["cases"][f"{name}, NVFP4, StableSPAM"]["losses"]
+        assert not torch.equal(first, nearest), f"rank {rank} has not rounded stochastically"
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_uneven_batches_and_empty_shards(two: Ranks, name: str) -> None:
+    """That they have ended is most of it: a collective that one rank leaves out makes the others wait."""
+    first, second = (of_rank["odd"][name] for of_rank in two)
+    same_state(second, first, "rank 1")
+    amaxes = {operand: amax for operand, amax in first["amax_history"].items() if operand != "body.0/dgrad_g"}
+    assert all(amax[-1] > 0 for amax in amaxes.values()), f"{amaxes} after a step in which one rank had no rows"
+
+
+def test_the_table_of_the_readme_is_what_is_tested() -> None:
+    readme = (Path(strategies.__file__).parents[2] / "README.md").read_text()
+    assert table() in readme, "replace it: python -m tests.precision.strategies table"
+
+
+def test_deepspeed_is_refused() -> None:
+    run = trainer(FP4Precision(), devices=1)
+    run.strategy.__class__ = DeepSpeedStrategy  # which is not installed
+    model = BoringModel()
+    model.trainer = run
+    with pytest.raises(MisconfigurationException, match=r"and so does DeepSpeed.*ModelParallelStrategy \(FSDP2\)"):
+        run.precision_plugin.convert_module(model)
+    assert type(model.layer) is torch.nn.Linear, "nothing has been converted"
+
+
+def test_xla_is_refused() -> None:
+    """By Lightning: the strategy itself needs a package for TPUs."""
+    strategy = object.__new__(XLAStrategy)
+    with pytest.raises(TypeError, match=re.escape("can only work with the `XLAPrecision` plugin")):
+        strategy.precision_plugin = FP4Precision()

@@ -1,0 +1,110 @@
+"""What travels of a quantised matrix makes the operand that the whole would have been, to the bit."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbit import Cast, Scale
+from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS
+from lightning_lowbit.kernels import backend
+from lightning_lowbit.quant import quantize_operand
+from lightning_lowbit.quant.packed import pack, unpack_
+from lightning_lowbit.quant.part import Part
+from lightning_lowbit.quant.quantize import operand_dtype
+from lightning_lowbit.quant.scaling import absmax
+
+KEY = torch.tensor(12345)
+
+CASTS = {
+    **{element: Cast(element, Scale("e4m3", 16, two_level=True)) for element in ELEMENT_FORMATS},
+    **{f"scales in {name}": Cast("e2m1", Scale(name, 16)) for name in SCALE_FORMATS},
+    "tiles": Cast("e2m1", Scale("e4m3", (8, 16), two_level=True)),
+    "stochastic": Cast("e2m1", Scale("e8m0", 32), "stochastic"),
+    "prescale": Cast("e2m1", Scale("e8m0", 32, "floor", prescale=0.75)),
+    "prescale of rows": Cast("e2m1", Scale("e8m0", "row", "floor", prescale=0.75)),
+    "4/6": Cast("e2m1", Scale("e4m3", 16, two_level=True, four_over_six="mse")),
+    "groups": Cast("int4", Scale("fp32", 128), rounded=True),
+    "groups, not rounded": Cast("int8", Scale("fp32", 128)),
+    "rows": Cast("e4m3", Scale("fp32", "row")),
+    "mean of rows": Cast("int2", Scale("fp32", "row", statistic="absmean")),
+    "tensor": Cast("e4m3", Scale("fp32", "tensor")),
+    "tensor, stochastic": Cast("e5m2", Scale("fp32", "tensor"), "stochastic"),
+    "mean": Cast("ternary", Scale("fp32", "tensor", statistic="absmean", epsilon=1e-5)),
+}
+
+
+def packed(x: Tensor, cast: Cast, parts: int) -> tuple[Tensor, Tensor]:
+    """Bytes of all parts of a matrix, and its scale; a last part that is smaller is padded."""
+    step = -(-len(x) // parts)
+    padded = torch.cat([x, x.new_zeros(parts * step - len(x), x.shape[1])])
+    amax = absmax(x) if cast.scale.needs_amax else None
+    mean = None
+    if cast.scale.block == "tensor" and cast.scale.statistic == "absmean":
+        mean = x.double().abs().mean().float()
+    rows = [
+        pack(own, cast, KEY, amax, mean, Part("", 0, number * step, step, len(x)))
+        for number, own in enumerate(padded.split(step))
+    ]
+    data, factors = zip(*rows, strict=True)
+    assert len({float(factor) for factor in factors}) == 1
+    return torch.stack(data), factors[0]
+
+
+def check(x: Tensor, cast: Cast, parts: int) -> Tensor:
+    data, factor = packed(x, cast, parts)
+    step = -(-len(x) // parts)
+    with backend("eager"):
+        expected = quantize_operand(x, cast, 1, KEY if cast.rounding == "stochastic" else None)
+        out = torch.empty(parts * step, x.shape[1], dtype=operand_dtype(x.dtype, cast))
+        found: Any = unpack_(out, data, factor, cast, x.dtype)
+    assert out.dtype == expected.values.dtype
+    torch.testing.assert_close(out[: len(x)], expected.values, rtol=0, atol=0, equal_nan=True)
+    if expected.factor is None:
+        assert found is None
+    else:
+        found = found if found.dim() == 0 else found[: len(x)]
+        assert found.shape == expected.factor.shape
+        torch.testing.assert_close(found, expected.factor, rtol=0, atol=0, equal_nan=True)
+    return data
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASTS)
+def test_the_operand_of_the_whole(name: str, dtype: torch.dtype) -> None:
+    x = torch.randn(48, 256, generator=torch.Generator().manual_seed(2)).to(dtype)
+    with backend("eager"):
+        check(x, CASTS[name], 3)
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 1), (7, 5), (31, 33), (16, 200)])
+@pytest.mark.parametrize("name", [name for name in CASTS if name != "tiles"])
+def test_odd_sizes(name: str, rows: int, columns: int) -> None:
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(2))
+    with backend("eager"):
+        check(x, CASTS[name], 2)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -0.0])
+@pytest.mark.parametrize("name", ["e2m1", "e4m3", "tiles", "groups", "scales in e8m0", "scales in e1m6"])
+def test_blocks_that_are_special(name: str, value: float) -> None:
+    x = torch.randn(16, 256, generator=torch.Generator().manual_seed(2))
+    x[:8, 128:] = value
+    cast = CASTS[name]
+    with backend("eager"):
+        check(x, cast, 2)
+
+
+@pytest.mark.parametrize("name", ["e2m1", "ternary", "int8", "tiles", "groups", "rows", "tensor", "mean"])
+def test_no_more_than_the_bits_of_a_cast(name: str) -> None:
+    x, cast = torch.randn(32, 1024), CASTS[name]
+    with backend("eager"):
+        data = check(x, cast, 2)
+    of_rows = 32 / 1024 if cast.scale.block == "row" else 0
+    assert data.numel() * 8 / x.numel() == cast.bits + of_rows
+
+
+def test_tiles_that_are_cut() -> None:
+    with pytest.raises(ValueError, match="in the middle of blocks of 8"):
+        packed(torch.randn(24, 32), CASTS["tiles"], 2)
