@@ -75,3 +75,25 @@ def test_generated_code_stages_the_same() -> None:
         same_states(histories, expected, f"step {step}")
     assert [len(history) for history in remembered(histories).values()] == [3] * len(OPERANDS)
     torch._dynamo.reset()
+
+
+# Dynamo looks at the gradient of what the piece before gives.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed")
+def test_a_model_that_is_compiled_in_pieces() -> None:
+    """The pass of one piece changes nothing that the backward pass of another needs."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = convert(Net(), "fp8-delayed")
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        LayerKeys(each).fill_(0)
+    histories, expected = AmaxHistories(model), AmaxHistories(twin)
+    for layer in (model.first, model.second, model.head):
+        layer.compile(backend="aot_eager")
+    for step in range(2):
+        x = filled((16, 32), 1.0 + step)
+        identical(gradients(model, x), gradients(twin, x), f"step {step}")
+        histories.advance_()
+        expected.advance_()
+        same_states(histories, expected, f"step {step}")
+    torch._dynamo.reset()

@@ -449,6 +449,7 @@ def test_the_rows_of_rollback_differ_in_what_is_spoilt_and_who_watches():
     assert {row.name for row in study.rows} == {
         "rollback_clean",
         *(f"rollback_{kind}{how}" for kind in ("noise", "shuffle", "nan") for how in ("", "+rollback")),
+        *(f"rollback_{kind}+often" for kind in ("noise", "nan")),
     }
 
 
