@@ -87,9 +87,12 @@ class LowBitCLI(LightningCLI):
         return found
 
     def before_fit(self) -> None:
-        """Matches the plugin's patterns against the model."""
-        plugin = self.trainer.precision_plugin
-        if isinstance(plugin, LowBitPrecision) and type(self.model).configure_model is LightningModule.configure_model:
+        """Matches the plugin's patterns against the model, unless its layers are still to be made."""
+        # Which spreads its layers there, and makes none.
+        from lightning_lowbit.recipes.models import CausalLM  # type: ignore[import-not-found]
+
+        plugin, makes = self.trainer.precision_plugin, type(self.model).configure_model
+        if isinstance(plugin, LowBitPrecision) and makes in (LightningModule.configure_model, CausalLM.configure_model):
             plugin.plan(self.model)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

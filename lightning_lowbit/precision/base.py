@@ -427,7 +427,9 @@ class LowBitPrecision(FSDPPrecision):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the state under a key that does not depend on the plugin's class."""
         state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
-        state["blend"], state["accumulated"] = self.blend.cpu().clone(), self._accumulated
+        state["blend"] = self.blend.cpu().clone()
+        if self.histories:  # of gradients, too, which Lightning divides by it
+            state["accumulated"] = self._accumulated
         if self._scaling is not None:
             state |= self._scaling.state_dict()
         checkpoint[_CHECKPOINT_KEY] = state | self._converted.state_dict()

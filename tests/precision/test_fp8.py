@@ -505,7 +505,8 @@ def test_a_checkpoint_holds_plain_weights_and_loads_everywhere() -> None:
     plain.load_state_dict(checkpoint["state_dict"])
     assert torch.equal(flat(plain), flat(model))
     held = checkpoint["lightning_lowbit"]
-    assert set(held) == {"step", "micro_batch", "phase", "seed", "blend", "amax_history", "channel_amax"}
+    expected = {"step", "micro_batch", "phase", "seed", "blend", "accumulated", "amax_history", "channel_amax"}
+    assert set(held) == expected
     for kind in ("amax_history", "channel_amax"):
         for key, amaxes in held[kind].items():
             assert (amaxes.dtype, amaxes.device.type) == (torch.float32, "cpu")
