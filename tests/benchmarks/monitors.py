@@ -8,6 +8,10 @@ that log every 50 steps to TensorBoard. `control` is `plain` once more: what dif
 GradientNoiseMonitor in its cheap form, SpikeRollback with its snapshots, and RunReport; `draws` has the two-draw
 GradientNoiseMonitor alone. The time of a run is from its second step to its last, over these steps, without what is
 done once when it ends, such as writing the report; weights at the end are checked to be those of `plain`.
+
+Where whole runs differ by more than what is looked for, as they do on shared machines, the last column tells: it
+compares steps of one run, those that measure and those after, which write, with the median of all others. A small
+`--every` gives it more of them; it is the share of 50 steps. What monitors do in every step is not in it.
 """
 
 import argparse
@@ -46,14 +50,23 @@ class Clock(Callback):
 
     def __init__(self) -> None:
         self.begin = self.end = 0.0
+        self.ends: list[float] = []  # of all steps
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == 1:
             self.begin = now(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:  # the last of the callbacks
-        if trainer.global_step == trainer.max_steps:
-            self.end = now(trainer)
+        self.end = now(trainer)
+        self.ends.append(self.end)
+
+    def extra(self, every: int) -> float:
+        """Of a measurement, over what two steps take without: in steps."""
+        seconds = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
+        steps = dict(enumerate(seconds, 2))
+        others = statistics.median(s for step, s in steps.items() if step > every and step % every not in (0, 1))
+        measured = [steps[step] + steps[step + 1] for step in range(2 * every, len(steps) + 1, every)]
+        return statistics.median(measured) / others - 2 if measured else float("nan")
 
 
 def now(trainer: Trainer) -> float:
@@ -79,8 +92,10 @@ def sides(every: int) -> dict[str, Callable[[], list[Callback]]]:
     }
 
 
-def run(callbacks: list[Callback], casts: str, steps: int, every: int, device: str) -> tuple[float, torch.Tensor]:
-    """Seconds per step, and the weights at the end."""
+def run(
+    callbacks: list[Callback], casts: str, steps: int, every: int, device: str
+) -> tuple[float, float, torch.Tensor]:
+    """Seconds per step, what a measurement takes in steps, and the weights at the end."""
     seed_everything(0, verbose=False)
     model = CausalLM("llama-small", optimizer=lambda parameters: StableSPAM(parameters, lr=1e-3))
     tokens = torch.randint(0, 256, (steps * SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(0))
@@ -98,7 +113,8 @@ def run(callbacks: list[Callback], casts: str, steps: int, every: int, device: s
             enable_progress_bar=False,
             enable_model_summary=False,
         ).fit(model, DataLoader(tokens, SEQUENCES))
-    return (clock.end - clock.begin) / (steps - 1), torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
+    weights = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
+    return (clock.end - clock.begin) / (steps - 1), clock.extra(every), weights
 
 
 def main() -> None:
@@ -116,24 +132,29 @@ def main() -> None:
     what = f"{options.casts}, {LENGTH * SEQUENCES} tokens a step, logged every {options.every}"
     print(f"{what}; medians of {options.rounds} interleaved rounds of {options.steps} steps\n")
     times: dict[str, list[float]] = {side: [] for side in sides(options.every)}
+    extras: dict[str, list[float]] = {side: [] for side in times}
     for number in range(options.rounds + 1):  # the first one generates code
         weights: dict[str, torch.Tensor] = {}
         for side, callbacks in sides(options.every).items():
-            seconds, weights[side] = run(callbacks(), options.casts, options.steps, options.every, options.device)
+            seconds, extra, weights[side] = run(
+                callbacks(), options.casts, options.steps, options.every, options.device
+            )
             print(f"round {number}, {side}: {seconds * 1e3:.1f} ms per step", file=sys.stderr, flush=True)
             if number:
                 times[side].append(seconds)
+                extras[side].append(extra)
         for side, end in weights.items():
             assert torch.equal(end, weights["plain"]), f"{side} changed the run"
     plain = statistics.median(times["plain"])
-    print("| side | ms per step | against plain | spread over rounds |")
-    print("|---|---:|---:|---:|")
+    print("| side | ms per step | against plain | spread over rounds | measurements, of 50 steps |")
+    print("|---|---:|---:|---:|---:|")
     for side, seconds_of in times.items():
         ratios = [a / b for a, b in zip(seconds_of, times["plain"], strict=True)]
         median = statistics.median(seconds_of)
-        print(f"| {side} | {median * 1e3:.1f} | {median / plain:.4f} | {min(ratios):.4f} to {max(ratios):.4f} |")
-    extra = (statistics.median(times["draws"]) / plain - 1) * options.every
-    print(f"\nA measurement of two draws takes {extra:.2f} steps.")
+        spread = f"{min(ratios):.4f} to {max(ratios):.4f}"
+        measuring = f"{statistics.median(extras[side]) / 50:.2%}"
+        print(f"| {side} | {median * 1e3:.1f} | {median / plain:.4f} | {spread} | {measuring} |")
+    print(f"\nA measurement of two draws takes {statistics.median(extras['draws']):.2f} steps.")
 
 
 if __name__ == "__main__":
