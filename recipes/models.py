@@ -134,6 +134,10 @@ class CausalLM(LightningModule):
             longer sequences than positions.
     """
 
+    makes_layers_at_once = (
+        True  # and spreads them in configure_model: `lowbit fit` matches patterns before a run begins
+    )
+
     def __init__(
         self,
         network: str = "llama-small",

@@ -88,11 +88,11 @@ class LowBitCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Matches the plugin's patterns against the model, unless its layers are still to be made."""
-        # Which spreads its layers there, and makes none.
-        from lightning_lowbit.recipes.models import CausalLM  # type: ignore[import-not-found]
-
-        plugin, makes = self.trainer.precision_plugin, type(self.model).configure_model
-        if isinstance(plugin, LowBitPrecision) and makes in (LightningModule.configure_model, CausalLM.configure_model):
+        plugin, model = self.trainer.precision_plugin, type(self.model)
+        is_made = model.configure_model is LightningModule.configure_model or getattr(
+            model, "makes_layers_at_once", False
+        )
+        if isinstance(plugin, LowBitPrecision) and is_made:
             plugin.plan(self.model)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
