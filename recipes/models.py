@@ -134,9 +134,8 @@ class CausalLM(LightningModule):
             longer sequences than positions.
     """
 
-    makes_layers_at_once = (
-        True  # and spreads them in configure_model: `lowbit fit` matches patterns before a run begins
-    )
+    # What configure_model does with them is no matter of patterns: `lowbit fit` matches these before a run begins.
+    makes_layers_at_once = True
 
     def __init__(
         self,

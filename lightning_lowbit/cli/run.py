@@ -89,10 +89,8 @@ class LowBitCLI(LightningCLI):
     def before_fit(self) -> None:
         """Matches the plugin's patterns against the model, unless its layers are still to be made."""
         plugin, model = self.trainer.precision_plugin, type(self.model)
-        is_made = model.configure_model is LightningModule.configure_model or getattr(
-            model, "makes_layers_at_once", False
-        )
-        if isinstance(plugin, LowBitPrecision) and is_made:
+        makes_later = model.configure_model is not LightningModule.configure_model
+        if isinstance(plugin, LowBitPrecision) and (getattr(model, "makes_layers_at_once", False) or not makes_later):
             plugin.plan(self.model)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

@@ -182,6 +182,7 @@ class AmaxHistories:
         """
         if not self._rows:
             return
+        factor = factor.to(self._history.device)
         for operand in _GRADIENTS:  # a list as an index would be copied to the device, and waited for
             self._history[:, operand].mul_(factor)
             torch._foreach_mul_([part[operand] for part in self._parts[: len(self._rows)]], factor)

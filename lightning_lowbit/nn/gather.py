@@ -98,9 +98,7 @@ class WeightGathers:
     def release(self) -> None:
         """Has FSDP2 gather the weights as they are again."""
         for gather in self._gathers:
-            if isinstance(gather.record, _Record):
-                gather.module.reshard()
-                gather.record.release()
+            _release(gather.module, gather.record)
 
     def prepare(self) -> None:
         """Before a forward pass: what casts need to know of whole weights, by one collective per process group.
@@ -182,9 +180,13 @@ def check_gathers(model: nn.Module, casts: Mapping[str, LinearCasts], dtype: tor
 def release_gathers(model: nn.Module) -> None:
     """Has FSDP2 gather all weights of a model as they are again."""
     for module, record in _records(model):
-        if isinstance(record, _Record):
-            module.reshard()
-            record.release()
+        _release(module, record)
+
+
+def _release(module: FSDPModule, record: FSDPParam) -> None:
+    if isinstance(record, _Record):
+        module.reshard()
+        record.release()
 
 
 def _records(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParam]]:

@@ -110,6 +110,8 @@ def _integer(left: Tensor, right: Tensor) -> Tensor:
     rows, inner, columns = len(left), len(right), right.shape[1]
     if left.device.type == "cuda":
         left, right = _pad(left, max(17 - rows, 0), -inner % 8), _pad(right.t(), -columns % 8, -inner % 8).t()
+    elif 1 in (rows, inner):  # on CPUs it goes by the strides of single rows, too, and may leave its result unwritten
+        left, right = _pad(left, 0, 0), _pad(right, 0, 0)
     with counted_as(rows, inner, columns):
         return torch._int_mm(left, right)[:rows, :columns]
 

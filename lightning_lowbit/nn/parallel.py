@@ -78,7 +78,8 @@ def tensor_parallel(
     )
     shape = torch.Size((*x.shape[:-1], len(weight)))
     placements = placed(Partial() if is_cut_by_columns else Shard(last))
-    spread = DTensor.from_local(y, mesh, placements, run_check=False, shape=shape, stride=_stride(shape))
+    stride = torch.empty(shape, device="meta").stride()
+    spread = DTensor.from_local(y, mesh, placements, run_check=False, shape=shape, stride=stride)
     # Of terms of a sum, one has the bias: DTensors know which.
     return spread if bias is None or not is_cut_by_columns else spread + bias.to(y.dtype)
 
@@ -87,15 +88,8 @@ def _parts(weight: DTensor, mesh_dim: int) -> Parts:
     mesh, placement = weight.device_mesh, weight.placements[mesh_dim]
     assert isinstance(placement, Shard)
     dim, size = placement.dim, weight.shape[placement.dim]
-    step = -(-size // mesh.size(mesh_dim))  # as torch.chunk cuts
+    step = -(-size // mesh.size(mesh_dim))  # as torch.chunk cuts; torch's own offsets break compiled graphs
     start = min(mesh.get_local_rank(mesh_dim) * step, size)
     of_weight = Part(mesh.get_group(mesh_dim).group_name, dim, start, step, size)
     of_tokens = of_weight._replace(dim=1)
     return Parts(w=of_weight, g=of_tokens) if dim == 0 else Parts(x=of_tokens, w=of_weight)
-
-
-def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride = [1]
-    for size in reversed(shape[1:]):
-        stride.append(stride[-1] * size)
-    return tuple(reversed(stride))

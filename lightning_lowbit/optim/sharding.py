@@ -152,7 +152,7 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
         ValueError: as :func:`sharding_of`.
     """
     device = next((local(parameter).device for parameter in parameters), torch.device("cpu"))
-    squares = [norm.square() for norm in local_norms(parameters, device).unbind()]
+    squares = local_norms(parameters, device).square().unbind()
     groups = [sharding_of(parameter).groups for parameter in parameters]
     whole = all_reduce_(squares, groups, dist.ReduceOp.SUM)
     return torch.stack(whole).sum().sqrt() if whole else torch.zeros((), device=device)

@@ -15,9 +15,9 @@ from torch import Tensor
 from lightning_lowbit.kernels import opaque
 from lightning_lowbit.quant.blocks import block_dims, tile_of
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.part import Part
+from lightning_lowbit.quant.part import Part, absmax_of
 from lightning_lowbit.quant.quantize import Operand, scale_blocks
-from lightning_lowbit.quant.scaling import absmax, block_amax, stored_scales
+from lightning_lowbit.quant.scaling import block_amax, stored_scales
 
 SUMS = ("elements", "signal", "noise", "nonzero", "underflowed", "saturated")
 MAXIMA = ("inverse_scale", "scale")
@@ -83,15 +83,15 @@ def _operand_statistics(
     part: str | None,
 ) -> Tensor:
     cast, wide, known = Cast.from_spec(spec), wide_dtype(x.device), Part.from_spec(part)
-    if x.numel() == 0 and known is None:  # an expert without tokens
-        return torch.zeros(len(SUMS) + len(MAXIMA), dtype=wide, device=x.device)
     if cast.scale.needs_amax and amax is None:
-        amax = absmax(x)
-    whole = x.shape
+        amax = absmax_of(x, known)
+    whole = x.shape if known is None else known.whole(x.shape)  # of which all processes take the same rows or columns
     x, values = (sample(matrix, whole, cast, dim, most) for matrix in (x, values))
     factor = None if factor is None else sample(factor, whole, cast, dim, most)
     tile = tile_of(cast, dim, x.dim())
-    blocks, scales, decode, zeros = scale_blocks(x, cast, tile, amax)
+    blocks, scales, decode, zeros = scale_blocks(x, cast, tile, amax, known)
+    if x.numel() == 0:  # an expert without tokens, or a process without a part, which the others have waited for
+        return torch.zeros(len(SUMS) + len(MAXIMA), dtype=wide, device=x.device)
     step = stored_scales(scales, cast).float() * decode
     # What a block of zeros is scaled by says nothing: 1, or the least scale there is.
     used = (step > 0) & (block_amax(blocks, block_dims(blocks, tile)) > 0)

@@ -64,9 +64,9 @@ class Clock(Callback):
         """Of a measurement, over what two steps take without: in steps."""
         seconds = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
         steps = dict(enumerate(seconds, 2))
-        others = statistics.median(s for step, s in steps.items() if step > every and step % every not in (0, 1))
-        measured = [steps[step] + steps[step + 1] for step in range(2 * every, len(steps) + 1, every)]
-        return statistics.median(measured) / others - 2 if measured else float("nan")
+        others = statistics.median(s for step, s in steps.items() if step % every not in (0, 1))
+        measured = [steps[step] + steps[step + 1] for step in range(every, len(steps) + 1, every)]
+        return statistics.median(measured) / others - 2
 
 
 def now(trainer: Trainer) -> float:
@@ -125,6 +125,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
+    if options.every < 3 or options.steps <= options.every:
+        parser.error("--every is 3 or more, and --steps more than that: a measurement is compared with steps without.")
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     allocator = keep_large_blocks() if options.device == "cpu" else "torch's caching allocator"

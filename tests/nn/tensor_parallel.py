@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.kernels import backend
-from lightning_lowbit.nn import AmaxHistories, LayerKeys, QuantizedLayer
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer
+from lightning_lowbit.quant.statistics import MAXIMA, SAMPLE, SUMS, merge_statistics_
 from tests.launch import take_part
 from tests.nn.combinations import CASTS, REMEMBERED
 from tests.nn.layers import remember, spied, token_amax, value
@@ -58,6 +59,21 @@ def passes(layer: Any, x: Tensor, g: Tensor, tokens: Tensor, autocast: bool) -> 
     }
 
 
+def statistics(layer: Any, cut: dict[str, int], is_whole: bool) -> Tensor:
+    """What a watched layer has seen of its operands, of all processes together, ``[6, 8]``."""
+    sums = layer.operand_sums.clone()
+    if is_whole:
+        return sums
+    others: list[Tensor] = [torch.empty_like(sums) for _ in range(RANKS)]
+    torch.distributed.all_gather(others, sums)
+    for row, operand in enumerate(OPERANDS):
+        if operand[-1] in cut:
+            sums[row] = others[0][row]
+            for other in others[1:]:
+                merge_statistics_(sums[row], other[row])
+    return sums
+
+
 def prepare(layer: nn.Module) -> None:
     LayerKeys(layer, 1).fill_(3)
     AmaxHistories(layer)
@@ -78,6 +94,7 @@ def differences(casts: LinearCasts, style: str, sizes: tuple[int, int], early: b
     parallelize_module(spread, mesh, made)
     for layer in (whole, spread):
         prepare(convert(layer, casts))
+        layer.operand_sums = torch.zeros(len(OPERANDS), len(SUMS) + len(MAXIMA), dtype=torch.float64)
     cut = CUT[style]
     tokens = token_amax(x)
     operands, results = passes(whole, x, g, tokens, autocast)
@@ -97,7 +114,16 @@ def differences(casts: LinearCasts, style: str, sizes: tuple[int, int], early: b
     for name, expected in results.items():
         mine, size = part(expected, last[name]), expected.abs().max()
         if found[name].shape != mine.shape or (found[name] - mine).abs().gt(4 * coarse * size).any():
-            told.append(f"{name}: {tuple(found[name].shape)} for {tuple(mine.shape)}, up to {size}")
+            told.append(
+                f"{name}: {tuple(found[name].shape)} for {tuple(mine.shape)}, up to {size}, off by {(found[name] - mine).abs().max() if mine.shape == found[name].shape else 0}"
+            )
+    seen, expected_sums = statistics(spread, cut, False), statistics(whole, cut, True)
+    for row, operand in enumerate(OPERANDS):
+        # Of large weights a sample is looked at, of parts another one than of the whole.
+        if operand[-1] != "w" or whole.weight.numel() <= SAMPLE:
+            close = torch.isclose(seen[row], expected_sums[row], rtol=1e-5, atol=0)
+            if not close.all():
+                told.append(f"statistics of {operand}: {seen[row].tolist()} for {expected_sums[row].tolist()}")
     staged = (layer.amaxes.staged for layer in (spread, whole) if layer.amaxes is not None)
     if len({tuple(row.tolist()) for row in staged}) > 1:
         told.append("other amaxes are staged")

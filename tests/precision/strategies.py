@@ -62,17 +62,14 @@ class Small(CausalLM):
         optimizer: by name.
         converted: it is, before it is sharded; if not, the plugin does so afterwards.
         each: linear layer is sharded by itself, too.
-        compiled: by ``torch.compile``, before the plugin converts it.
     """
 
-    def __init__(
-        self, optimizer: str, converted: bool = False, each: bool = False, compiled: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, optimizer: str, converted: bool = False, each: bool = False, **kwargs: Any) -> None:
         super().__init__("llama-small", SMALL, seed=1, optimizer=OPTIMIZERS[optimizer], **kwargs)
         # Sums are made in another order on each number of processes, and what is rounded to few bits next may then end
         # on the other side of a threshold. In float64 the order is of no consequence.
         self.double()
-        self.converted, self.each, self.compiled = converted, each, compiled
+        self.converted, self.each = converted, each
         self.losses: list[Tensor] = []
 
     def configure_model(self) -> None:
@@ -83,9 +80,6 @@ class Small(CausalLM):
                 for layer in [m for m in self.modules() if isinstance(m, torch.nn.Linear)]:
                     fully_shard(layer, mesh=self.device_mesh["data_parallel"])
         super().configure_model()
-        if self.compiled:
-            self.compiled = False  # it is called again
-            self.model.compile(backend="aot_eager")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
