@@ -1,7 +1,12 @@
-"""Starts the processes of a distributed test, what each of them does, and gathers what they saw."""
+"""Starts the processes of a test, what each of them does, and gathers what they saw.
 
+Importing takes most of the time of a short run. So processes are forks of one that has imported everything, one for
+each process of pytest.
+"""
+
+import multiprocessing
 import os
-import subprocess
+import runpy
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +19,64 @@ import torch.distributed as dist
 
 LIMIT = 300  # seconds; on two quiet cores they take a tenth of that
 
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(
+    [
+        "lightning_lowbit.cli",
+        "lightning_lowbit.recipes.models",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "torch.utils.tensorboard",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
+
+
+def start(log: Path, module: str, *arguments: str) -> Any:
+    """``python -m MODULE ARGUMENTS`` in the current folder: its ``multiprocessing.Process``, which has begun."""
+    process = _forks.Process(target=_run, args=(log, Path.cwd(), {**os.environ}, module, *arguments))
+    process.start()
+    return process
+
+
+def _run(log: Path, folder: Path, environment: dict[str, str], module: str, *arguments: str) -> None:
+    with log.open("w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def wait(processes: list[Any]) -> list[int | None]:
+    """Exit codes, once all have ended or one has failed, for which the others would wait; no process is left.
+
+    None stands for one that had to be stopped.
+    """
+    end = time.monotonic() + LIMIT
+    try:
+        while any(process.exitcode is None for process in processes) and time.monotonic() < end:
+            if any(process.exitcode for process in processes):
+                break
+            time.sleep(0.05)
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def wait_for(happens: Callable[[], Any], process: Any, log: Path) -> Any:
+    """What something returns, once it is true, while a process is running."""
+    end = time.monotonic() + LIMIT
+    while not (found := happens()):
+        assert process.exitcode is None, f"the process ended with {process.exitcode}\n{log.read_text()[-3000:]}"
+        assert time.monotonic() < end, f"nothing within {LIMIT} s"
+        time.sleep(0.05)
+    return found
+
 
 def launch(module: str, ranks: int, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """What each of some processes made of everything, in one start: importing takes longer than training.
@@ -21,25 +84,8 @@ def launch(module: str, ranks: int, folder: Path, *arguments: str) -> list[dict[
     ``python -m MODULE RANK FOLDER ARGUMENTS`` is what each runs; it calls :func:`take_part`, which leaves
     ``FOLDER/RANK.pt``.
     """
-    root = Path(__file__).parents[1]
     logs = [folder / f"{rank}.log" for rank in range(ranks)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as file:
-            command = [sys.executable, "-m", module, str(rank), str(folder), *arguments]
-            environment = {**os.environ, "PYTHONPATH": str(root)}
-            processes.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment, cwd=root))
-    try:
-        end = time.monotonic() + LIMIT
-        while any(process.poll() is None for process in processes) and time.monotonic() < end:
-            if any(process.poll() for process in processes):  # the others would wait for it
-                break
-            time.sleep(0.1)
-        codes = [process.poll() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    codes = wait([start(log, module, str(rank), str(folder), *arguments) for rank, log in enumerate(logs)])
     told = "\n".join(f"--- rank {rank}\n{log.read_text()[-3000:]}" for rank, log in enumerate(logs))
     assert codes == [0] * ranks, f"the processes ended with {codes}; None: not within {LIMIT} s, or stopped\n{told}"
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(ranks)]

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,8 @@ from lightning_lowbit import CrashSafeCheckpoint
 from lightning_lowbit.callbacks import files
 from lightning_lowbit.callbacks.crash_safe_checkpoint import save_checkpoint
 from tests.callbacks.crashes import KILLED, SAVED
+from tests.launch import start, wait
 
-LIMIT = 300  # seconds; on two quiet cores they take a tenth of that
 OURS = ("a file", "a directory", "a linked directory")
 PLAIN = ("Lightning's file", "Lightning's directory")
 
@@ -28,21 +26,12 @@ PLAIN = ("Lightning's file", "Lightning's directory")
 def crashes(tmp_path_factory):
     """Of each case, what each moment has led to."""
     folder = tmp_path_factory.mktemp("crashes")
-    root = Path(__file__).parents[2]
     together = (("a linked directory", "a file"), ("a directory", *PLAIN))  # of about the same length
-    processes = []
-    for number, cases in enumerate(together):
-        with (folder / f"{number}.log").open("w") as log:
-            command = [sys.executable, "-m", "tests.callbacks.crashes", str(folder), *cases]
-            environment = {**os.environ, "PYTHONPATH": str(root)}
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=root))
-    try:
-        codes = [process.wait(LIMIT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    told = "\n".join((folder / f"{number}.log").read_text()[-3000:] for number in range(len(together)))
+    logs = [folder / f"{number}.log" for number in range(len(together))]
+    codes = wait(
+        [start(log, "tests.callbacks.crashes", str(folder), *cases) for log, cases in zip(logs, together, strict=True)]
+    )
+    told = "\n".join(log.read_text()[-3000:] for log in logs)
     assert codes == [0, 0], told
     return {case: json.loads((folder / f"{case}.json").read_text()) for cases in together for case in cases}
 

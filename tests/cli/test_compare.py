@@ -3,9 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from lightning_lowbit import cli
 from lightning_lowbit.cli.compare import plan
 from lightning_lowbit.cli.comparison import markdown, write_comparison
 from lightning_lowbit.cli.study import product
+from tests.launch import start, wait_for
 
 TINY = """
 trainer: {max_steps: 8, log_every_n_steps: 1, val_check_interval: 4}
@@ -180,42 +178,37 @@ def test_a_run_that_fails_is_said_and_the_others_go_on(capsys):
 STUDY = ["--vary=bf16,nvfp4", "--trainer.max_steps=60", "--trainer.callbacks.init_args.every_n_train_steps=2"]
 
 
-def start():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "lightning_lowbit.cli", "compare", *BASE, *STUDY]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+def begin():
+    return start(Path("log.txt"), "lightning_lowbit.cli", "compare", *BASE, *STUDY)
 
 
-def wait_for(pattern, process):
-    for _ in range(600):
-        if found := list(Path("runs/compare").glob(pattern)):
-            return found[0]
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.1)
-    raise AssertionError(f"{pattern} did not come")
+def written(pattern, process):
+    """The file that the process writes."""
+    return wait_for(lambda: next(Path("runs/compare").glob(pattern), None), process, Path("log.txt"))
 
 
 def test_killed_half_way_and_restarted_it_keeps_what_is_finished(capsys):
-    process = start()
-    finished = wait_for("bf16/seed_0/*/run.json", process)
-    written = finished.stat().st_mtime_ns
-    wait_for("nvfp4/seed_0/*/checkpoints/last.ckpt", process)
+    process = begin()
+    finished = written("bf16/seed_0/*/run.json", process)
+    time = finished.stat().st_mtime_ns
+    written("nvfp4/seed_0/*/checkpoints/last.ckpt", process)
     process.kill()
-    process.communicate()
+    process.join()
     assert compare(*STUDY) == 0
     assert "2 runs in runs/compare, 1 of them finished." in capsys.readouterr().out
-    assert finished.stat().st_mtime_ns == written, "a finished run was run again"
+    assert finished.stat().st_mtime_ns == time, "a finished run was run again"
     assert "| nvfp4 | 1 |" in Path("runs/compare/table.md").read_text()
     assert len(list(Path("runs/compare/nvfp4").rglob("run.json"))) == 1, "the run left over was run twice"
 
 
 def test_ctrl_c_saves_and_a_restart_goes_on(capsys):
-    process = start()
-    wait_for("nvfp4/seed_0/*/checkpoints/last.ckpt", process)
-    process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 130 and "Traceback" not in output, output
-    interrupted = wait_for("nvfp4/seed_0/*/checkpoints/interrupted.ckpt", process)
+    process = begin()
+    written("nvfp4/seed_0/*/checkpoints/last.ckpt", process)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    output = Path("log.txt").read_text()
+    assert process.exitcode == 130 and "Traceback" not in output, output
+    (interrupted,) = Path("runs/compare").glob("nvfp4/seed_0/*/checkpoints/interrupted.ckpt")
     step = torch.load(interrupted, weights_only=True)["global_step"]
     assert 0 < step < 60, "the machine was so fast that nothing was interrupted"
     assert compare(*STUDY) == 0

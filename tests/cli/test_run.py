@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_lowbit import cli
 from lightning_lowbit.cli.run import LowBitCLI
+from tests.launch import start, wait_for
 
 TINY = """
 trainer: {max_steps: 6, log_every_n_steps: 1, val_check_interval: 3, default_root_dir: runs/tiny}
@@ -228,7 +228,6 @@ def test_traceback_on_request(monkeypatch):
 
 # --- interruption -----------------------------------------------------------------------------------------------------
 
-COMMAND = [sys.executable, "-m", "lightning_lowbit.cli", "fit", "--config=quickstart", "--config=tiny.yaml"]
 LONG = [
     "--trainer.max_steps=400",
     "--trainer.callbacks.init_args.every_n_train_steps=2",
@@ -236,20 +235,11 @@ LONG = [
 ]
 
 
-def start():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        [*COMMAND, *LONG], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    )
-
-
-def wait_for(path, process):
-    for _ in range(600):
-        if path.exists():
-            return
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.1)
-    raise AssertionError(f"{path} did not come")
+def begin(checkpoint):
+    """A run in a process of its own that has saved a checkpoint."""
+    process = start(Path("log.txt"), "lightning_lowbit.cli", "fit", "--config=quickstart", "--config=tiny.yaml", *LONG)
+    wait_for(checkpoint.exists, process, Path("log.txt"))
+    return process
 
 
 @pytest.fixture(scope="module")
@@ -292,20 +282,19 @@ def resume_and_compare(checkpoint, uninterrupted):
 
 
 def test_kill_and_resume(uninterrupted):
-    process = start()
     checkpoint = Path("runs/tiny/version_0/checkpoints/last.ckpt")
-    wait_for(checkpoint, process)
+    process = begin(checkpoint)
     process.kill()
-    process.communicate()
+    process.join()
     resume_and_compare(checkpoint, uninterrupted)
 
 
 def test_interrupt_and_resume(uninterrupted):
-    process = start()
-    wait_for(Path("runs/tiny/version_0/checkpoints/last.ckpt"), process)
-    process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode != 0
+    process = begin(Path("runs/tiny/version_0/checkpoints/last.ckpt"))
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    output = Path("log.txt").read_text()
+    assert process.exitcode, f"it ended with {process.exitcode}\n{output}"
     assert "Traceback" not in output, output
     assert "To go on: --ckpt_path" in output, output
     resume_and_compare(Path("runs/tiny/version_0/checkpoints/interrupted.ckpt"), uninterrupted)

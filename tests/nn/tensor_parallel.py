@@ -114,9 +114,8 @@ def differences(casts: LinearCasts, style: str, sizes: tuple[int, int], early: b
     for name, expected in results.items():
         mine, size = part(expected, last[name]), expected.abs().max()
         if found[name].shape != mine.shape or (found[name] - mine).abs().gt(4 * coarse * size).any():
-            told.append(
-                f"{name}: {tuple(found[name].shape)} for {tuple(mine.shape)}, up to {size}, off by {(found[name] - mine).abs().max() if mine.shape == found[name].shape else 0}"
-            )
+            off = (found[name] - mine).abs().max() if found[name].shape == mine.shape else "all"
+            told.append(f"{name}: {tuple(found[name].shape)} for {tuple(mine.shape)}, off by {off} of {size}")
     seen, expected_sums = statistics(spread, cut, False), statistics(whole, cut, True)
     for row, operand in enumerate(OPERANDS):
         # Of large weights a sample is looked at, of parts another one than of the whole.

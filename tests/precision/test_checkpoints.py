@@ -1,9 +1,6 @@
 """Checkpoints in real processes: resumed under other strategies, made one file, and after a process was killed."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
@@ -16,7 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 
-from tests.launch import launch
+from tests.launch import LIMIT, launch, start
 from tests.precision import checkpoints, killed
 from tests.precision.checkpoints import HALF, KINDS, MICRO_BATCHES, PAIRS, RANKS, STEPS, accumulates, path_of, train
 
@@ -25,7 +22,6 @@ pytestmark = [
     # DCP of torch 2.13 says so where there is no process group; Lightning's consolidation has none on purpose.
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
 ]
-LIMIT = 300  # seconds; on two quiet cores they take a tenth of that
 
 
 # --- under other strategies ---
@@ -160,41 +156,36 @@ def test_shards_become_a_file_for_one_device(
 # --- a killed process ---
 
 
-def start(folder: Path, fate: str) -> list[tuple[int, float]]:
+def meet(folder: Path, fate: str) -> list[tuple[int, float]]:
     """How both processes ended, and when: seconds since the first one did."""
-    processes = []
-    for rank in range(RANKS):
-        with (folder / f"{fate} {rank}.log").open("w") as log:
-            command = [sys.executable, "-m", "tests.precision.killed", str(rank), str(folder), fate]
-            root = Path(__file__).parents[2]
-            environment = {**os.environ, "PYTHONPATH": str(root)}
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=root))
+    logs = [folder / f"{fate} {rank}.log" for rank in range(RANKS)]
+    processes = [start(log, "tests.precision.killed", str(rank), str(folder), fate) for rank, log in enumerate(logs)]
     ended: dict[int, float] = {}
     try:
         limit = time.monotonic() + LIMIT
         while len(ended) < RANKS and time.monotonic() < limit:
             for rank, process in enumerate(processes):
-                if rank not in ended and process.poll() is not None:
+                if rank not in ended and process.exitcode is not None:
                     ended[rank] = time.monotonic()
-            time.sleep(0.1)
+            time.sleep(0.05)
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.join()
     assert len(ended) == RANKS, f"only the ranks {list(ended)} ended within {LIMIT} s"
-    return [(process.returncode, ended[rank] - min(ended.values())) for rank, process in enumerate(processes)]
+    return [(process.exitcode, ended[rank] - min(ended.values())) for rank, process in enumerate(processes)]
 
 
 def test_killed_runs_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """Rank 1 is killed in a step, and then, when both have come back, while it saves."""
     for fate in killed.DIES:
-        (first, seconds), (second, _) = start(tmp_path, fate)
+        (first, seconds), (second, _) = meet(tmp_path, fate)
         told = (tmp_path / f"{fate} 0.log").read_text()
         assert second == -signal.SIGKILL, (tmp_path / f"{fate} 1.log").read_text()[-3000:]
         assert first == 1 and "RuntimeError" in told, told[-3000:]
         assert seconds < killed.NOTICED + 30, f"rank 0 went on for {seconds:.0f} s"
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["last.ckpt", "last.ckpt.partial"]
-    codes = [code for code, _ in start(tmp_path, "nothing")]
+    codes = [code for code, _ in meet(tmp_path, "nothing")]
     assert codes == [0, 0], (tmp_path / "nothing 0.log").read_text()[-3000:]
     for rank in range(RANKS):
         resumed, whole = (
