@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torchmetrics import MeanMetric
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from lightning_lowbit.optim.sharding import gradient_norm
+from lightning_lowbit.optim.sharding import connect, gradient_norm
 from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant.cast import choose, nearest
 
@@ -124,6 +124,8 @@ class CausalLM(LightningModule):
         config: values of the network's configuration to change, e.g. ``{"num_hidden_layers": 2}``.
         pretrained: loads the weights that lie at the path (or Hub name) ``network``, instead of drawing them.
         gradient_checkpointing: computes activations twice instead of keeping them.
+        gather_dtype: ``"bf16"``: under ``ModelParallelStrategy`` FSDP2 gathers parameters in it, half the bytes; then
+            the residual stream is in bf16, too. Without it autocast keeps a copy of all weights in bf16 on each device.
         seed: draws the initial weights, whatever the state of the global random generator; None takes that of
             ``seed_everything``, or 0.
         optimizer: makes the optimizer from the parameters; in YAML a ``class_path`` with ``init_args``.
@@ -131,7 +133,7 @@ class CausalLM(LightningModule):
 
     Raises:
         ValueError: as in :func:`network_config`; or (before training) the data has more tokens than the vocabulary, or
-            longer sequences than positions.
+            longer sequences than positions, or ``gather_dtype`` is given to a strategy that gathers nothing in it.
     """
 
     # What configure_model does with them is no matter of patterns: `lowbit fit` matches these before a run begins.
@@ -143,6 +145,7 @@ class CausalLM(LightningModule):
         config: dict[str, Any] | None = None,
         pretrained: bool = False,
         gradient_checkpointing: bool = False,
+        gather_dtype: Literal["bf16"] | None = None,
         seed: int | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         scheduler: LRSchedulerCallable | None = None,
@@ -163,6 +166,7 @@ class CausalLM(LightningModule):
                 self.model = AutoModelForCausalLM.from_config(made)  # type: ignore[no-untyped-call]
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable()
+        self.gather_dtype = gather_dtype
         self._is_spread = False
         # A loss that is not a number shall show, not be left out of the mean, so NaN stands in for NaN ("disable"
         # would do the same, but in torchmetrics 1.9 it disables the weights too).
@@ -172,8 +176,18 @@ class CausalLM(LightningModule):
     def configure_model(self) -> None:
         """Spreads the network over processes, under ``ModelParallelStrategy``: Lightning calls this, more than once."""
         if self.device_mesh is not None and not self._is_spread:
-            spread(self.model, self.device_mesh)
+            spread(self.model, self.device_mesh, None if self.gather_dtype is None else torch.bfloat16)
             self._is_spread = True
+        elif self.device_mesh is None and self.gather_dtype is not None:
+            raise ValueError(
+                f"gather_dtype is what FSDP2 gathers parameters in, and {type(self.trainer.strategy).__name__} is "
+                "another strategy. Train with ModelParallelStrategy, or leave it out."
+            )
+
+    def on_train_start(self) -> None:
+        """For the gradient norm under FSDP1, whatever the precision plugin."""
+        assert self.trainer.model is not None
+        connect(self.trainer.model)
 
     def prepare_data(self) -> None:
         """Holds the data against the network: Lightning calls this before any logger writes a file."""

@@ -2,21 +2,24 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 
 
-def spread(model: Any, mesh: DeviceMesh) -> None:
+def spread(model: Any, mesh: DeviceMesh, gather_dtype: torch.dtype | None = None, **kwargs: Any) -> None:
     """Cuts the linear layers of a network as its configuration says, then shards its parameters, in place.
 
     Args:
         model: of ``transformers``.
         mesh: with dimensions ``"data_parallel"`` and ``"tensor_parallel"``, as Lightning's ``ModelParallelStrategy``
             makes it. A dimension of size 1 changes nothing.
+        gather_dtype: what parameters are gathered in; None for their own. Gradients are reduced in float32.
+        **kwargs: others of ``fully_shard``.
 
     Raises:
         ValueError: there are several tensor-parallel processes, and the network says of none of its layers how they
@@ -26,9 +29,10 @@ def spread(model: Any, mesh: DeviceMesh) -> None:
     if tensors.size() > 1:
         parallelize_module(model, tensors, tensor_parallel_plan(model, tensors.size()))
     if data.size() > 1:
-        for block in blocks(model):
-            fully_shard(block, mesh=data)
-        fully_shard(model, mesh=data)
+        if gather_dtype is not None:
+            kwargs["mp_policy"] = MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=torch.float32)
+        for part in (*blocks(model), model):
+            fully_shard(part, mesh=data, **kwargs)
 
 
 def blocks(model: Any) -> list[nn.Module]:

@@ -7,6 +7,9 @@ import torch
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for subprocesses
 torch.set_num_threads(1)
 
+# Processes that compile in parallel take longer to start than the few small graphs of a test take to compile.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
 # A seed left by one test must not decide what another one computes.
 os.environ.pop("PL_GLOBAL_SEED", None)
 

@@ -7,10 +7,12 @@ each process of pytest.
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +36,64 @@ _forks.set_forkserver_preload(
 
 def start(log: Path, module: str, *arguments: str) -> Any:
     """``python -m MODULE ARGUMENTS`` in the current folder: its ``multiprocessing.Process``, which has begun."""
-    process = _forks.Process(target=_run, args=(log, Path.cwd(), {**os.environ}, module, *arguments))
-    process.start()
+    with log.open("w") as told:
+        process = _forks.Process(
+            target=_run, args=(_Descriptor(told.fileno()), Path.cwd(), {**os.environ}, module, *arguments)
+        )
+        process.start()
     return process
 
 
-def _run(log: Path, folder: Path, environment: dict[str, str], module: str, *arguments: str) -> None:
-    with log.open("w") as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
+def _run(told: "_Descriptor", folder: Path, environment: dict[str, str], module: str, *arguments: str) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(told.number, stream.fileno())
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # which a shell takes from what it starts in the background
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+class Fork:
+    """Stands in for ``subprocess.Popen`` of ``python -m MODULE ARGUMENTS``."""
+
+    def __init__(self, command: list[str], stdout: Any, pass_fds: Iterable[int] = (), **_: Any) -> None:
+        python, option, module, *arguments = command
+        assert (python, option) == (sys.executable, "-m"), command
+        inherited = [_Descriptor(number) for number in pass_fds]
+        told = _Descriptor(stdout.fileno()), Path.cwd(), {**os.environ}, module, *arguments
+        self._process = _forks.Process(target=_run_as_child, args=(inherited, *told))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+
+class _Descriptor:
+    """An open file that a fork shall have, too."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return _opened, (DupFd(self.number),)
+
+
+def _opened(passed: Any) -> _Descriptor:
+    return _Descriptor(passed.detach())
+
+
+def _run_as_child(inherited: list[_Descriptor], told: _Descriptor, *what: Any) -> None:
+    os.setsid()
+    _run(told, *what)
 
 
 def wait(processes: list[Any]) -> list[int | None]:

@@ -29,7 +29,7 @@ class LatentWeight(NamedTuple):
     Attributes:
         values: ``[out_features, in_features]``, the latent weight in the dtype of the computation.
         cast: how it is quantised, to nearest.
-        amax: 0-d, what delayed scaling scales it by; None for its own.
+        amax: 0-d, what it is scaled by; None for its own.
     """
 
     values: Tensor
@@ -106,7 +106,8 @@ def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> 
 
 
 def _amax_in_force(layer: QuantizedLayer, cast: Cast, values: Tensor) -> Tensor | None:
+    shared = None if layer.weight_amax is None else layer.weight_amax.to(values.dtype).float()
     if cast.scale.source == "current" or layer.amaxes is None:
-        return None
+        return shared
     remembered = layer.amaxes.in_force[_FPROP_W]
-    return torch.where(remembered > 0, remembered, absmax(values))
+    return torch.where(remembered > 0, remembered, absmax(values) if shared is None else shared)

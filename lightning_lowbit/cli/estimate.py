@@ -42,10 +42,10 @@ def estimate(arguments: Sequence[str]) -> None:
     given, rest = _parser().parse_known_args(arguments)
     made = make_on_meta(["fit", *rest])
     trainer = made.config["fit"].trainer
-    layout, device = _layout(given, trainer), _device(given)
+    plugin = next((plugin for plugin in made.plugins if isinstance(plugin, LowBitPrecision)), None)
+    layout, device = _layout(given, trainer, _gathered(made.model, plugin)), _device(given)
     assumed = Assumptions(given.utilization, given.link_utilization)
     batch = _batch(given, made.datamodule, trainer)
-    plugin = next((plugin for plugin in made.plugins if isinstance(plugin, LowBitPrecision)), None)
     model, notes = describe(made.model, plugin, str(trainer.precision or "32-true"), trainer)
     memories = memory(model, batch, layout)
     counted, traffic = flops(model, batch, layout), communication(model, batch, layout)
@@ -86,10 +86,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--tensor_parallel", type=int, metavar="T", help="devices that share the matrices of a block")
     add(
         "--gather",
-        default="stored",
         metavar="WHAT",
-        help=f"what FSDP gathers, one of {', '.join(GATHERS)}: parameters as they are (the default), in bf16, or "
-        "matrices as their casts quantise them",
+        help=f"what FSDP gathers, one of {', '.join(GATHERS)}: parameters as they are, in bf16, or matrices as their "
+        "casts quantise them; that of the configuration by default",
     )
     add("--batch_size", type=int, help="sequences of a micro-batch on a device; the data module's by default")
     add("--sequence_length", type=int, help="tokens of a sequence; the data module's by default")
@@ -132,8 +131,15 @@ def _positive(name: str, value: str) -> float:
     return number
 
 
-def _layout(given: argparse.Namespace, trainer: Any) -> Layout:
-    """Devices and strategy, as options say, or else the configuration."""
+def _gathered(model: Any, plugin: LowBitPrecision | None) -> str:
+    """What FSDP gathers of the configured model."""
+    if plugin is not None and plugin.quantize_before_gather:
+        return "casts"
+    return getattr(model, "gather_dtype", None) or "stored"
+
+
+def _layout(given: argparse.Namespace, trainer: Any, gathered: str) -> Layout:
+    """Devices and strategy, as options say, or else the configuration, of which ``gathered`` is what FSDP gathers."""
     named, per_node = trainer.strategy, _devices_of_a_node(trainer.devices)
     devices = given.devices
     if devices is None:
@@ -154,7 +160,8 @@ def _layout(given: argparse.Namespace, trainer: Any) -> Layout:
         if name == "ModelParallelStrategy" and strategy == "fsdp":
             size = options.get("tensor_parallel_size", "auto")
             tensor_parallel = min(per_node or given.per_node, devices) if size == "auto" else int(size)
-    return Layout(devices, strategy, tensor_parallel, given.gather, given.per_node)
+    gather = given.gather or (gathered if strategy == "fsdp" else "stored")
+    return Layout(devices, strategy, tensor_parallel, gather, given.per_node)
 
 
 def _devices_of_a_node(devices: Any) -> int | None:

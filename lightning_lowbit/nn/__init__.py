@@ -7,6 +7,7 @@ from lightning_lowbit.nn.convert import convert, plan, set_blend, set_phase
 from lightning_lowbit.nn.coverage import Coverage, GemmCounter
 from lightning_lowbit.nn.keys import LayerKeys
 from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
+from lightning_lowbit.nn.shared_amax import SharedAmaxes
 from lightning_lowbit.nn.smooth_swiglu import SwiGLU, fold, smooth_swiglu, swiglus
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LinearCasts",
     "QuantLinear",
     "QuantizedLayer",
+    "SharedAmaxes",
     "SwiGLU",
     "convert",
     "fold",

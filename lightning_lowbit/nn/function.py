@@ -45,10 +45,10 @@ class Setup(NamedTuple):
     operand_sums: Tensor | None = None  # None: nobody asks, see `lightning_lowbit.nn.watch`
     gradient_sums: Tensor | None = None
     parts: Parts = Parts()
+    weight_amax: Tensor | None = None  # float32, 0-d, what the weight is scaled by; None: by its own
     # Of a weight that is quantised already, its MadeWeight: tensors must not be nested. None: it is not.
     made_dtype: torch.dtype | None = None
     made_factor: Tensor | None = None
-    made_amax: Tensor | None = None
 
     def part_of(self, operand: str) -> Part | None:
         """Which part of a larger matrix an operand is, as its GEMM takes it."""
@@ -68,7 +68,9 @@ class _LinearFunction(torch.autograd.Function):
         casts, (needs_x, needs_w) = how.casts, ctx.needs_input_grad[:2]
         amax_x = _amax(x, how, "fprop_x", *["wgrad_x"] * needs_w)
         is_made = how.made_dtype is not None
-        amax_w = how.made_amax if is_made else _amax(w, how, "fprop_w", *["dgrad_w"] * needs_x)
+        amax_w = how.weight_amax
+        if amax_w is None and not is_made:
+            amax_w = _amax(w, how, "fprop_w", *["dgrad_w"] * needs_x)
 
         # Y = X · Wᵀ + b            [tokens, in] · [in, out]
         w_ = _made(w, how) if is_made else _Source(w, amax_w)
@@ -157,7 +159,7 @@ def _made(w: Tensor, how: Setup) -> _Source:
     cast = how.casts.fprop_w
     assert isinstance(cast, Cast)
     if cast.scale.source == "delayed":
-        _scale_amax("fprop_w", cast, _Source(w, how.made_amax), how)  # which stages it
+        _scale_amax("fprop_w", cast, _Source(w, how.weight_amax), how)  # which stages it
     native = cast.grid.gemm_dtype if "fprop" in how.native else None
     return _Source(w.to(torch.float32 if how.exact else native or how.made_dtype), None, how.made_factor, made=True)
 

@@ -127,8 +127,8 @@ class WeightGathers:
         for gather in self._gathers:
             gather.measured = ()
 
-    @torch.no_grad()
     @torch.inference_mode(False)  # evaluation may be what asks first, and training goes on with it
+    @torch.no_grad()  # which the line above ends
     def measure(self) -> None:
         """Measures all weights that need it."""
         groups: dict[dist.ProcessGroup, list[_Gather]] = {}
@@ -314,7 +314,7 @@ class _Gather:
             return False
         cast = self._cast
         changes = cast is not None and (cast.rounding == "stochastic" or cast.scale.source == "delayed")
-        return cast != self.gathered_with or changes
+        return cast != self.gathered_with or changes or self.layer.weight_amax is not None
 
     # --- statistics ---
 
@@ -322,7 +322,9 @@ class _Gather:
     def needs_statistic(self) -> bool:
         """Whether the cast in force asks for one of the whole weight."""
         cast = self._cast
-        return cast is not None and (cast.scale.needs_amax or cast.scale.block == "tensor")
+        if cast is not None and cast.scale.needs_amax:
+            return self.layer.weight_amax is None
+        return cast is not None and cast.scale.block == "tensor"
 
     def _state(self, cast: Cast) -> tuple[Any, ...]:
         # An operation on a DTensor counts as a change of that one alone, and one on its local tensor likewise.
@@ -378,7 +380,9 @@ class _Gather:
             return (self._own().to(_gathered_dtype(self.record)).view(1, -1),), None
         if self.needs_statistic and self.measured != self._state(cast):  # changed since, on all ranks alike
             self._gathers.measure()
-        amax = self._amax if self.needs_statistic else None
+        elif cast.scale.needs_amax and self.layer.weight_amax is not None:
+            self._amax = self._rounded(self.layer.weight_amax).float()
+        amax = self._amax if cast.scale.needs_amax else None
         if cast.scale.source == "delayed" and self.layer.amaxes is not None:  # or else the layer says what is missing
             in_force = self.layer.amaxes.in_force[_W]
             amax = torch.where(in_force > 0, in_force, self._amax)  # type: ignore[arg-type]

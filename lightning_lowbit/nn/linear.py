@@ -70,6 +70,8 @@ class QuantizedLayer(nn.Module):
         operand_sums, gradient_sums: where passes leave what they see of operands and of the weight's gradient; None
             while nobody asks. See :mod:`lightning_lowbit.nn.watch`.
         token_amax: float32 ``[tokens, 1]``, what tokens are smoothed by in the next pass; None until set.
+        weight_amax: float32, 0-d: what the weight's operands are scaled by instead of its own amax, see
+            :mod:`lightning_lowbit.nn.shared_amax`; None for its own.
         made_weight: what the weight is while it is gathered, if it was quantised before; see
             :mod:`lightning_lowbit.nn.gather`.
     """
@@ -84,6 +86,7 @@ class QuantizedLayer(nn.Module):
     token_amax: Tensor | None = None
     operand_sums: Tensor | None = None
     gradient_sums: Tensor | None = None
+    weight_amax: Tensor | None = None
     made_weight: MadeWeight | None = None
 
     weight: Any  # as nn.Linear and Conv1D declare it
@@ -198,7 +201,9 @@ class QuantizedLayer(nn.Module):
         native, sums = self.native_gemms(x.device), (self.operand_sums, self.gradient_sums)
         how = Setup(self.casts, self.keys, in_force, staged, self.exact, native, self.blend, *sums, parts)
         if (made := self.made_weight) is not None:
-            how = how._replace(made_dtype=made.dtype, made_factor=made.factor, made_amax=made.amax)
+            how = how._replace(weight_amax=made.amax, made_dtype=made.dtype, made_factor=made.factor)
+        elif self.weight_amax is not None:  # of the weight before it was rounded, which keeps the order
+            how = how._replace(weight_amax=self.weight_amax.to(weight.dtype).float())
         return linear_function(x, weight, bias, how)
 
     def native_gemms(self, device: torch.device, casts: LinearCasts | None = None) -> tuple[str, ...]:

@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_lowbit.quant.scaling import absmax
+
 
 class Sharding(NamedTuple):
     """How a parameter is spread.
@@ -173,6 +175,23 @@ def clip_gradient_norm_(parameters: Sequence[Tensor], limit: float) -> Tensor:
         if parameter.grad is not None:
             local(parameter.grad).mul_(factor.to(local(parameter.grad).dtype))
     return norm
+
+
+@torch.no_grad()
+def largest_magnitudes(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The largest magnitude of each whole parameter, however it is spread.
+
+    Args:
+        parameters: the same on all ranks: they meet in one collective per process group.
+
+    Returns:
+        float32, 0-d, on the device of the parameter; infinite where it holds a NaN, which collectives may lose.
+
+    Raises:
+        ValueError: as :func:`sharding_of`.
+    """
+    own = [absmax(local(parameter)).nan_to_num(nan=torch.inf, posinf=torch.inf) for parameter in parameters]
+    return all_reduce_(own, [sharding_of(parameter).groups for parameter in parameters], dist.ReduceOp.MAX)
 
 
 def zeros_spread_as(parameter: Tensor, last: Callable[[int], int], dtype: torch.dtype) -> Tensor:

@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.convert import CastsLike, check_backend, convert, plan
-from lightning_lowbit.optim.sharding import clip_gradient_norm_, connect
+from lightning_lowbit.nn.shared_amax import SharedAmaxes, groups
+from lightning_lowbit.optim.sharding import clip_gradient_norm_, connect, largest_magnitudes
 from lightning_lowbit.precision.converted_model import ConvertedModel
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
 from lightning_lowbit.precision.run_settings import compute_dtype, global_seed
@@ -82,6 +83,9 @@ class LowBitPrecision(FSDPPrecision):
         smooth_swiglu: ``"channel"`` or ``"token"``: what enters the down projections of SwiGLU MLPs is brought to one
             size, a help for FP8 with one scale per tensor; see :mod:`lightning_lowbit.nn.smooth_swiglu`.
         fresh_histories: delayed scaling and smoothing start anew, whatever a checkpoint holds of them.
+        shared_amax: patterns of layers; the weights of those that one of them matches within one module are scaled by
+            their largest magnitude together, as engines need that fuse them: ``["(q|k|v)_proj", "gate_proj|up_proj"]``;
+            see :mod:`lightning_lowbit.nn.shared_amax`.
         quantize_before_gather: FSDP2 (``ModelParallelStrategy``) gathers weights as codes and scales wherever results
             are, to the bit, those of gathering them in high precision; see :mod:`lightning_lowbit.nn.gather`.
 
@@ -91,8 +95,8 @@ class LowBitPrecision(FSDPPrecision):
         scaler: of the loss, or None.
 
     Raises:
-        ValueError: an argument is not one of the above; or, when the model is converted, a pattern matches no layer, or
-            no weight can be quantised before it is gathered.
+        ValueError: an argument is not one of the above; or, when the model is converted, a pattern matches no layer,
+            layers cannot share an amax, or no weight can be quantised before it is gathered.
         MisconfigurationException: the plugin is used outside ``lightning.pytorch.Trainer``, with DeepSpeed, or a scaler
             with ranks that are not there; or, in a step, a scaler with LBFGS.
 
@@ -114,6 +118,7 @@ class LowBitPrecision(FSDPPrecision):
         backend: str = "auto",
         smooth_swiglu: str | None = None,
         fresh_histories: bool = False,
+        shared_amax: Iterable[str] = (),
         quantize_before_gather: bool = False,
     ) -> None:
         precision, self._compute_dtype = _COMPUTE_DTYPES[choose("compute_dtype", compute_dtype, _COMPUTE_DTYPES)]
@@ -124,6 +129,7 @@ class LowBitPrecision(FSDPPrecision):
         self.casts = LinearCasts.of(casts)
         self.overrides = {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
         self.skip, self.only = _as_list(skip), None if only is None else _as_list(only)
+        self.shared_amax = _as_list(shared_amax)
         self.seed, self.exact = global_seed() if seed is None else seed, exact
         self.backend, self.smooth_swiglu = backend, smooth_swiglu
         self.fresh_histories, self.quantize_before_gather = fresh_histories, quantize_before_gather
@@ -138,6 +144,7 @@ class LowBitPrecision(FSDPPrecision):
         self._device = torch.device("cpu")
         self._rank = 0
         self._converted = ConvertedModel()
+        self._shared: SharedAmaxes | None = None
         self._gathers: WeightGathers | None = None
 
     @property
@@ -187,7 +194,10 @@ class LowBitPrecision(FSDPPrecision):
 
     def plan(self, model: nn.Module) -> dict[str, LinearCasts]:
         """The casts that each layer of a model would get, by name, without changing it. Raises as conversion does."""
-        return plan(model, self.casts, self.skip, self.only, self.overrides, self.smooth_swiglu)
+        planned = plan(model, self.casts, self.skip, self.only, self.overrides, self.smooth_swiglu)
+        if self.shared_amax:
+            groups(planned, self.shared_amax)  # or else raises
+        return planned
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Converts the model in place."""
@@ -225,6 +235,7 @@ class LowBitPrecision(FSDPPrecision):
         self._root = module
         self._converted.take(module, planned, self.seed)
         self.set_blend(float(self.blend))
+        self._shared = SharedAmaxes(module, self.shared_amax) if self.shared_amax else None
         if self.quantize_before_gather:
             self._gathers = WeightGathers(module, self._autocast_dtype, planned)
         return module
@@ -299,6 +310,7 @@ class LowBitPrecision(FSDPPrecision):
         self._converted.prepare(self.step, self.micro_batch, self._rank, self._device)
         if self._gathers is not None:
             self._gathers.prepare()
+        self._share_amaxes()
         dtype = self._autocast_dtype
         with nullcontext() if dtype is None else torch.autocast(self._device.type, dtype=dtype):
             yield
@@ -315,6 +327,10 @@ class LowBitPrecision(FSDPPrecision):
             self._converted.record(False)
             self._update_scale()
         self.micro_batch += 1
+
+    def _share_amaxes(self) -> None:
+        if self._shared is not None:
+            self._shared.measure(largest_magnitudes, self._device)
 
     @contextmanager
     def another_draw(self, number: int = 0) -> Generator[None, None, None]:
@@ -360,6 +376,7 @@ class LowBitPrecision(FSDPPrecision):
         self._converted.advance_()
         if self._gathers is not None:
             self._gathers.forget()
+        self._share_amaxes()
         if self._is_automatic:  # also where there was no backward pass
             self._converted.record(False)
         return result
@@ -393,6 +410,11 @@ class LowBitPrecision(FSDPPrecision):
             isinstance(parameter, DTensor) for parameter in model.parameters()
         )
         connect(model)
+        if self.shared_amax and any(getattr(parameter, "_is_flat_param", False) for parameter in model.parameters()):
+            raise MisconfigurationException(
+                "shared_amax needs to tell weights from each other between steps, and FSDP1 keeps flat buffers alone. "
+                "Train with FSDPStrategy(use_orig_params=True), its default, or with ModelParallelStrategy (FSDP2)."
+            )
         return super().connect(model, optimizers, lr_schedulers)
 
     def clip_gradients(self, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
@@ -468,6 +490,9 @@ class LowBitPrecision(FSDPPrecision):
     def teardown(self) -> None:
         """Says how many steps of a training were skipped; weights are gathered as they are again."""
         super().teardown()
+        if self._shared is not None:  # nobody measures them any more
+            self._shared.release()
+            self._shared = None
         if self._gathers is not None:  # passes without the plugin may have another dtype
             self._gathers.release()
             self._gathers = None

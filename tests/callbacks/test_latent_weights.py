@@ -49,6 +49,8 @@ PLUGINS: dict[str, Any] = {
     "int4 with zero points": lambda: IntegerPrecision(4, None, group="row", symmetric=False, exact=True),
     "fp8 delayed": lambda: FP8Precision("delayed", backend="emulated"),
     "nvfp4": lambda: LowBitPrecision("nvfp4"),
+    "nvfp4, one amax": lambda: LowBitPrecision("nvfp4", shared_amax=["0|2"]),
+    "fp8 delayed, one amax": lambda: FP8Precision("delayed", backend="emulated", shared_amax=["0|2"]),
 }
 
 

@@ -93,25 +93,27 @@ def wheel_environment(tmp_path_factory):
 def test_recipes_of_a_wheel_are_found_from_any_directory(wheel_environment, tmp_path):
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
-    def lowbit(*arguments):
-        command = [wheel_environment / "bin" / "lowbit", *arguments]
+    def run(name, *arguments):
+        command = [wheel_environment / "bin" / name, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=clean, cwd=tmp_path, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    code = "import lightning_lowbit; print(lightning_lowbit.__file__)"
-    python = wheel_environment / "bin" / "python"
-    where = subprocess.run([python, "-c", code], capture_output=True, text=True, env=clean, cwd=tmp_path, check=True)
-    assert where.stdout.startswith(str(wheel_environment)), "the sources were imported instead of the wheel"
-    shown = lowbit("ls")
+    code = """if True:
+        import lightning_lowbit.cli
+        print(lightning_lowbit.__file__)
+        lightning_lowbit.cli.main(["ls"])
+        lightning_lowbit.cli.main(["cp", "quickstart", "mine.yaml"])
+    """
+    shown = run("python", "-c", code)
+    assert shown.startswith(str(wheel_environment)), "the sources were imported instead of the wheel"
     assert all(f"  {name} " in shown for name in recipes())
     assert list(wheel_environment.glob("lib/*/site-packages/lightning_lowbit/recipes/launch/slurm.sh"))
-    lowbit("cp", "quickstart", "mine.yaml")
     assert (tmp_path / "mine.yaml").read_text() == recipes()["quickstart"].read_text()
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
     tiny = "{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2}"
-    lowbit(
-        *("fit", "--config=quickstart", "--trainer.max_steps=2", f"--model.init_args.config={tiny}"),
+    run(
+        *("lowbit", "fit", "--config=quickstart", "--trainer.max_steps=2", f"--model.init_args.config={tiny}"),
         *("--model.init_args.scheduler.init_args.warmup_steps=1", "--data.init_args.path=text.txt"),
         *("--data.init_args.sequence_length=16", "--data.init_args.batch_size=2"),
     )

@@ -20,7 +20,8 @@ LIMIT = 120  # seconds; on two quiet cores they take a sixth of that
 
 TINY = """
 trainer: {max_steps: 3, log_every_n_steps: 1, limit_val_batches: 0, default_root_dir: ROOT,
-          accelerator: cpu, devices: 2, strategy: {class_path: DDPStrategy, init_args: {process_group_backend: gloo}},
+          accelerator: cpu, num_nodes: 1, devices: 2,
+          strategy: {init_args: {data_parallel_size: 2, save_distributed_checkpoint: false}},
           callbacks: [null, {class_path: ModelCheckpoint, init_args: {dirpath: ROOT, save_last: true}}]}
 model: {init_args: {config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2},
                     scheduler: {init_args: {warmup_steps: 1}}}}
@@ -38,7 +39,8 @@ def fit(starter):
     Path(f"{starter}.yaml").write_text(TINY.replace("ROOT", starter))
     clean = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")}
     environment = {**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, *STARTERS[starter], "fit", "--config=quickstart", f"--config={starter}.yaml"]
+    command = [sys.executable, *STARTERS[starter], "fit"]
+    command += [f"--config={name}" for name in ("quickstart", "multi_node", f"{starter}.yaml")]
     log = Path(f"{starter}.log")
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)

@@ -166,10 +166,11 @@ def train(
     ckpt_path: str | None = None,
     dtype: str = "bf16",
     whole: bool = False,
+    shared: tuple[str, ...] = (),
     **kwargs: Any,
 ) -> tuple[Network, Any]:
     """A model that has been trained, and its Trainer."""
-    plugin = LowBitPrecision(casts, compute_dtype=dtype, quantize_before_gather=before)
+    plugin = LowBitPrecision(casts, compute_dtype=dtype, quantize_before_gather=before, shared_amax=shared)
     network = Network(**model)
     strategy = ModelParallelStrategy(RANKS, 1, save_distributed_checkpoint=not whole)
     defaults = {"devices": RANKS, "strategy": strategy, "max_steps": STEPS, "limit_train_batches": 64}
@@ -200,6 +201,9 @@ RUNS: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "accumulated": ("fp8-delayed", {}, lambda: {**EVALUATE, "accumulate_grad_batches": 2}),
     "accumulated, kept": ("stochastic", {"reshard_after_forward": False}, lambda: {"accumulate_grad_batches": 2}),
     "rewritten": ("fp8-current", {}, lambda: {"callbacks": [Rewrite()]}),
+    "shared": ("nvfp4-nvidia", {}, lambda: {**EVALUATE, "shared": (r"layers\.[012]",)}),
+    "shared, delayed": ("fp8-delayed", {}, lambda: {"accumulate_grad_batches": 2, "shared": (r"layers\.[12]",)}),
+    "shared, rewritten": ("fp8-current", {}, lambda: {"callbacks": [Rewrite()], "shared": (r"layers\.[12]",)}),
     "recomputed": ("stochastic", {"recompute": True}, dict),
     "by hand": ("fp8-current", {"by_hand": True}, dict),
     "odd": ("fp8-current", {"sizes": (7, 5, 3, 1)}, dict),

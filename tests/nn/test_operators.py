@@ -120,11 +120,13 @@ def test_every_operator_is_checked() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_the_compiler_is_told_the_truth(name: str, layout: str, dtype: torch.dtype) -> None:
-    """Shapes, dtypes and strides, of dynamic shapes too; and that nothing is changed or aliased."""
+    """Shapes, dtypes and strides; and that nothing is changed or aliased. Of dynamic shapes it takes longer."""
     x = LAYOUTS[layout](torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).to(dtype))
     operator = getattr(torch.ops.lightning_lowbit, name).default
     for arguments in ARGUMENTS[name](x):
-        checks = ["test_faketensor", "test_aot_dispatch_dynamic"]
+        checks = ["test_faketensor"]
+        if (layout, dtype) in (("strided", torch.bfloat16), ("columns", torch.float32)):
+            checks.append("test_aot_dispatch_dynamic")
         if any(isinstance(one, Tensor) and one.dtype in (E4M3, E5M2) for one in arguments):
             assert_pure(operator, arguments)  # the check below cannot compare FP8
         else:

@@ -25,6 +25,12 @@ def test_parts_are_those_of_the_whole(ranks: list[dict[str, Any]], case: str) ->
         assert results["differences"][case] == [], f"rank {rank} differs"
 
 
+def test_generated_code_has_the_same_gradients(ranks: list[dict[str, Any]]) -> None:
+    for rank, results in enumerate(ranks):
+        wrong = {name: off for name, off in results["compiled"].items() if off > 1e-6}
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
 @pytest.mark.parametrize(
     "case, message",
     [

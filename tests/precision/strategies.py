@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import (
@@ -27,6 +28,7 @@ from lightning_lowbit import (
     convert,
 )
 from lightning_lowbit.recipes.models import CausalLM
+from lightning_lowbit.recipes.sharding import spread
 from tests.launch import take_part
 from tests.optim.trainers import FSDPOnCPU
 
@@ -62,14 +64,24 @@ class Small(CausalLM):
         optimizer: by name.
         converted: it is, before it is sharded; if not, the plugin does so afterwards.
         each: linear layer is sharded by itself, too.
+        offloaded: parameters are on the CPU between passes, which here says how FSDP2 treats them, and not where.
+        compiled: by ``torch.compile``, after it is sharded and before the plugin converts it.
     """
 
-    def __init__(self, optimizer: str, converted: bool = False, each: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        optimizer: str,
+        converted: bool = False,
+        each: bool = False,
+        offloaded: bool = False,
+        compiled: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__("llama-small", SMALL, seed=1, optimizer=OPTIMIZERS[optimizer], **kwargs)
         # Sums are made in another order on each number of processes, and what is rounded to few bits next may then end
         # on the other side of a threshold. In float64 the order is of no consequence.
         self.double()
-        self.converted, self.each = converted, each
+        self.converted, self.each, self.offloaded, self.compiled = converted, each, offloaded, compiled
         self.losses: list[Tensor] = []
 
     def configure_model(self) -> None:
@@ -79,7 +91,13 @@ class Small(CausalLM):
             if self.each:
                 for layer in [m for m in self.modules() if isinstance(m, torch.nn.Linear)]:
                     fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            if self.offloaded:
+                spread(self.model, self.device_mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+                self._is_spread = True
         super().configure_model()
+        if self.compiled:
+            self.compiled = False  # it is called again
+            self.model.compile()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -133,10 +151,14 @@ STRATEGIES: Strategies = {
     "FSDP1, SHARD_GRAD_OP": (lambda: fsdp(ShardingStrategy.SHARD_GRAD_OP), {}),
     "FSDP1, NO_SHARD": (lambda: fsdp(ShardingStrategy.NO_SHARD), {}),
     "FSDP1, activation checkpointing": (checkpointed, {}),
+    "FSDP1, CPU offload": (lambda: fsdp(cpu_offload=True), {}),
     "FSDP2": (lambda: ModelParallelStrategy(2, 1), {}),
     "FSDP2, each layer": (lambda: ModelParallelStrategy(2, 1), {"each": True}),
     "FSDP2, converted first": (lambda: ModelParallelStrategy(2, 1), {"converted": True, "each": True}),
+    "FSDP2, CPU offload": (lambda: ModelParallelStrategy(2, 1), {"offloaded": True}),
     "FSDP2, gradient checkpointing": (lambda: ModelParallelStrategy(2, 1), {"gradient_checkpointing": True}),
+    "DDP, torch.compile": (DDPStrategy, {"compiled": True}),
+    "FSDP2, torch.compile": (lambda: ModelParallelStrategy(2, 1), {"compiled": True}),
     "tensor parallel": (lambda: ModelParallelStrategy(1, 2), {}),
     "tensor parallel, converted first": (lambda: ModelParallelStrategy(1, 2), {"converted": True}),
 }
@@ -147,20 +169,19 @@ ON_FOUR: Strategies = {
 }
 
 
-def trainer(plugin: LowBitPrecision, **kwargs: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        plugins=[plugin],
-        max_steps=STEPS,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        limit_val_batches=0,
-        **kwargs,
-    )
+def trainer(plugin: LowBitPrecision | None, **kwargs: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_steps": STEPS,
+        "gradient_clip_val": 1.0,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "limit_val_batches": 0,
+    }
+    return Trainer(plugins=None if plugin is None else [plugin], **{**defaults, **kwargs})
 
 
 def plugin(precision: str, **kwargs: Any) -> LowBitPrecision:
@@ -175,10 +196,12 @@ def state(plugin: LowBitPrecision) -> dict[str, Any]:
     return kept
 
 
-def alone(precision: str, optimizer: str, micro_batches: int, switch: bool = False) -> Tensor:
+def alone(precision: str, optimizer: str, micro_batches: int, switch: bool = False, **kwargs: Any) -> Tensor:
     """Losses in one process, ``[steps, micro-batches]``."""
     model, callbacks = Small(optimizer), [PrecisionSwitch("qaf", step=1)] if switch else []
-    trainer(plugin(precision), devices=1, accumulate_grad_batches=micro_batches, callbacks=callbacks).fit(model)
+    trainer(plugin(precision, **kwargs), devices=1, accumulate_grad_batches=micro_batches, callbacks=callbacks).fit(
+        model
+    )
     return torch.stack(model.losses).view(STEPS, micro_batches)
 
 
@@ -193,6 +216,37 @@ def train(
     ranks = torch.distributed.get_world_size()
     trainer(made, devices=ranks, strategy=make(), callbacks=callbacks).fit(model)
     return {"losses": torch.stack(model.losses), "state": state(made)}
+
+
+class Norms(Callback):
+    """The gradient norms that the model logs."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.seen.append(trainer.callback_metrics["grad_norm"])
+
+
+def gradient_norms() -> list[Tensor]:
+    """Under DDP and FSDP1, without a plugin that knows either."""
+    norms = [Norms(), Norms()]
+    for strategy, seen in zip(("DDP", "FSDP1, FULL_SHARD"), norms, strict=True):
+        made = trainer(
+            None, devices=RANKS, strategy=STRATEGIES[strategy][0](), callbacks=[seen], gradient_clip_val=None
+        )
+        made.fit(Small("AdamW"))
+    return [torch.stack(seen.seen) for seen in norms]
+
+
+def flat_buffers() -> str:
+    """What is said to layers of flat buffers that are to share an amax."""
+    made = trainer(plugin("NVFP4", **SHARED), devices=RANKS, strategy=fsdp(use_orig_params=False))
+    try:
+        made.fit(Small("AdamW"))
+    except MisconfigurationException as error:
+        return str(error)
+    return "nothing"
 
 
 class Odd(LightningModule):
@@ -228,13 +282,18 @@ def odd(strategy: str) -> dict[str, Any]:
     return state(made)
 
 
+SHARED: dict[str, Any] = {"shared_amax": ["(q|k|v)_proj", "gate_proj|up_proj"]}
 Case = tuple[str, str, str]
 ODD = ("DDP", "FSDP1, FULL_SHARD", "FSDP2")
 
 
 def cases(strategies: Strategies) -> list[Case]:
     """Each strategy with each precision, and some with another optimizer."""
-    pairs = [(name, precision, "StableSPAM") for name in strategies for precision in PRECISIONS]
+    pairs = [
+        (name, precision, "StableSPAM")
+        for name in strategies
+        for precision in (["NVFP4"] if "compile" in name else PRECISIONS)  # which takes ten times as long
+    ]
     others = [name for name in strategies if name in (*ODD, "tensor parallel")]
     return pairs + [(name, precision, "AdamW") for name in others for precision in ("NVFP4", "FP8, delayed scaling")]
 
@@ -250,6 +309,9 @@ def work() -> dict[str, Any]:
             name: [train(STRATEGIES, name, "NVFP4", "StableSPAM", **stochastic)["losses"] for _ in range(2)]
             for name in KINDS
         },
+        "shared": {name: train(STRATEGIES, name, "NVFP4", "StableSPAM", **SHARED) for name in KINDS},
+        "gradient norms": gradient_norms(),
+        "flat buffers": flat_buffers(),
         "odd": {name: odd(name) for name in ODD},
     }
 

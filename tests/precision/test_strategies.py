@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_lowbit import FP4Precision
 from tests.launch import launch
 from tests.precision import strategies
-from tests.precision.strategies import KINDS, ODD, ON_FOUR, RANKS, STRATEGIES, alone, cases, table, trainer
+from tests.precision.strategies import KINDS, ODD, ON_FOUR, RANKS, SHARED, STRATEGIES, alone, cases, table, trainer
 
 Ranks = list[dict[str, Any]]
 
@@ -90,12 +90,33 @@ def test_a_phase_begins_on_all_ranks(two: Ranks, expected: dict[Any, Tensor], na
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_projections_share_an_amax(two: Ranks, expected: dict[Any, Tensor], name: str) -> None:
+    micro_batches = len(DATA_RANKS.get(name, two))
+    key = "shared", micro_batches
+    if key not in expected:
+        expected[key] = alone("NVFP4", "StableSPAM", micro_batches, **SHARED)
+        assert not torch.equal(expected[key], alone("NVFP4", "StableSPAM", micro_batches)), "it changes nothing"
+    compare(two, name, [of_rank["shared"][name] for of_rank in two], expected[key])
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_stochastic_rounding_repeats_itself(two: Ranks, name: str) -> None:
     for rank, of_rank in enumerate(two):
         first, second = of_rank["stochastic"][name]
         assert torch.equal(first, second), f"rank {rank}"
         nearest = of_rank["cases"][f"{name}, NVFP4, StableSPAM"]["losses"]
         assert not torch.equal(first, nearest), f"rank {rank} has not rounded stochastically"
+
+
+def test_fsdp1_knows_gradient_norms_without_a_plugin(two: Ranks) -> None:
+    for rank, of_rank in enumerate(two):
+        ddp, fsdp1 = of_rank["gradient norms"]
+        torch.testing.assert_close(fsdp1, ddp, msg=f"rank {rank}: {fsdp1} for {ddp}")
+
+
+def test_flat_buffers_share_no_amax(two: Ranks) -> None:
+    for of_rank in two:
+        assert re.search(r"FSDP1 keeps flat buffers alone\. Train with .*use_orig_params=True", of_rank["flat buffers"])
 
 
 @pytest.mark.parametrize("name", ODD)

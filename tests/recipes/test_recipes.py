@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_lowbit import Adaptive, PrecisionSummary, cli
+from lightning_lowbit.callbacks import report_charts
 from lightning_lowbit.cli import run
 from lightning_lowbit.cli.compare import plan
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, kind, merge_all, recipes
@@ -28,6 +29,13 @@ from lightning_lowbit.nn.casts import GEMMS, OPERANDS, PRESETS
 from lightning_lowbit.optim.stable_spam import PRESETS as GAMMAS
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.recipes.spikes import GradientSpikes
+
+
+@pytest.fixture(autouse=True)
+def _no_charts(monkeypatch):
+    """Drawing those of a report, which has its own tests, takes a third of a run's time."""
+    monkeypatch.setattr(report_charts, "_svg", lambda *_: "")
+
 
 RECIPES, OVERLAYS, STUDIES = (
     [name for name, path in recipes().items() if kind(path) == mark] for mark in ("", OVERLAY, STUDY)
