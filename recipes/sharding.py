@@ -22,10 +22,16 @@ def spread(model: Any, mesh: DeviceMesh, gather_dtype: torch.dtype | None = None
         **kwargs: others of ``fully_shard``.
 
     Raises:
-        ValueError: there are several tensor-parallel processes, and the network says of none of its layers how they
-            are to be cut, or something that is not known here, or has fewer heads than they need.
+        ValueError: ``gather_dtype`` is given, and parameters are not sharded; or there are several tensor-parallel
+            processes, and the network says of none of its layers how they are to be cut, or something that is not known
+            here, or has fewer heads than they need.
     """
     data, tensors = mesh["data_parallel"], mesh["tensor_parallel"]
+    if gather_dtype is not None and data.size() == 1:
+        raise ValueError(
+            f"Nothing is gathered in {gather_dtype} with a data_parallel_size of 1: leave gather_dtype out, or set "
+            "data_parallel_size of ModelParallelStrategy to the number of devices, and tensor_parallel_size to 1."
+        )
     if tensors.size() > 1:
         parallelize_module(model, tensors, tensor_parallel_plan(model, tensors.size()))
     if data.size() > 1:

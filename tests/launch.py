@@ -47,9 +47,7 @@ def start(log: Path, module: str, *arguments: str) -> Any:
 def _run(told: "_Descriptor", folder: Path, environment: dict[str, str], module: str, *arguments: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         os.dup2(told.number, stream.fileno())
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # which a shell takes from what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells take it from what runs in the background
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

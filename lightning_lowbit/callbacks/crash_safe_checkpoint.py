@@ -7,6 +7,7 @@ that a crash has left half removed is the newest one, for ``ckpt_path="last"``.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from weakref import proxy
 
@@ -42,13 +43,24 @@ def save_checkpoint(trainer: Trainer, path: str | Path, weights_only: bool | Non
         trainer.save_checkpoint(path, weights_only)
         return
     path = Path(path)
-    if trainer.is_global_zero:
-        mend(path)
-    trainer.strategy.barrier("the checkpoint's place is empty")
+    _on_first_rank(trainer, mend, path)
     trainer.save_checkpoint(partial_name(path), weights_only)  # returns when all ranks have written
+    _on_first_rank(trainer, put_in_place, path)
+
+
+def _on_first_rank(trainer: Trainer, change: Callable[[Path], None], path: Path) -> None:
+    """Changes names on one rank, for which the others wait, and not for ever if it cannot."""
+    error: OSError | None = None
     if trainer.is_global_zero:
-        put_in_place(path)
-    trainer.strategy.barrier("the checkpoint has its name")
+        try:
+            change(path)
+        except OSError as found:
+            error = found
+    told = trainer.strategy.broadcast(None if error is None else repr(error))
+    if error is not None:
+        raise error
+    if told is not None:
+        raise RuntimeError(f"The first rank could not save {path}: {told}")
 
 
 def _is_local(path: str | Path) -> bool:
@@ -123,9 +135,12 @@ class CrashSafeCheckpoint(ModelCheckpoint):
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if not trainer.is_global_zero:
             return
-        link, target = Path(self.last_model_path), Path(filepath)
-        if link.is_symlink() and link != target and link.resolve() == target.resolve():
-            replace_link(link, Path(self._last_checkpoint_saved))
+        target, newest = Path(filepath), Path(self._last_checkpoint_saved)
+        # Also one that a run before this has made, of which `last_model_path` need not know.
+        for folder in {target.parent, Path(self.dirpath or target.parent)}:
+            for link in folder.glob(f"*{self.FILE_EXTENSION}"):
+                if link.is_symlink() and link != target and link.resolve() == target.resolve() and newest.exists():
+                    replace_link(link, newest)
         discard(target)
 
     @staticmethod

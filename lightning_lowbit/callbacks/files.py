@@ -7,6 +7,7 @@
 A file system renames at once: it is done, or not begun, whenever a process dies.
 """
 
+import errno
 import os
 import shutil
 from contextlib import suppress
@@ -76,9 +77,13 @@ def mend(path: Path) -> None:
 
 
 def unfinished(folder: Path, suffix: str) -> set[Path]:
-    """The names in a folder, with this suffix, that were being written or removed when a process died."""
-    lefts = {left for left in folder.glob(f"*{suffix}.*") if left.suffix in (_PARTIAL, _PREVIOUS)}
-    return {left.with_suffix("") for left in lefts}
+    """The names in a folder and below, with this suffix, that were being written or removed when a process died."""
+    found = set()
+    for place, folders, files in os.walk(folder):
+        lefts = [Path(place, name) for name in (*folders, *files) if name.endswith((_PARTIAL, _PREVIOUS))]
+        found |= {left.with_suffix("") for left in lefts if left.stem.endswith(suffix)}
+        folders[:] = [name for name in folders if suffix not in name]  # not into checkpoints
+    return found
 
 
 def _previous_name(path: Path) -> Path:
@@ -106,5 +111,8 @@ def _sync(path: Path, within: bool = True) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some mounted file systems do so for files alone
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

@@ -27,7 +27,7 @@ class SharedAmaxes:
         patterns: of layers, see :func:`groups`.
 
     Raises:
-        ValueError: as :func:`groups`.
+        ValueError: as :func:`check_groups`.
 
     Example:
         >>> shared = SharedAmaxes(convert(model, "nvfp4"), ["(q|k|v)_proj", "gate_proj|up_proj"])
@@ -38,7 +38,7 @@ class SharedAmaxes:
 
     def __init__(self, model: nn.Module, patterns: Iterable[str]) -> None:
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
-        names = groups({name: layer.full_casts for name, layer in layers.items()}, patterns)
+        names = check_groups({name: layer.full_casts for name, layer in layers.items()}, patterns)
         self._groups = [[layers[name] for name in group] for group in names]
         longest = max(map(len, names))
         numbers = iter(range(sum(map(len, names))))
@@ -57,11 +57,10 @@ class SharedAmaxes:
         Args:
             of_weights: the largest magnitude of each of some weights, float32, 0-d; where processes hold parts of them,
                 :func:`lightning_lowbit.optim.sharding.largest_magnitudes`.
-            device: where the layers compute; None for that of their weights.
         """
         weights = [layer.weight for group in self._groups for layer in group]
         each = [absmax(weight) for weight in weights] if of_weights is None else of_weights(weights)
-        amaxes = torch.stack([*each] if device is None else [amax.to(device) for amax in each])
+        amaxes = torch.stack([*each])
         self._members = self._members.to(amaxes.device)
         # New tensors: a backward pass may still be to come that reads those of before.
         for group, amax in zip(self._groups, amaxes[self._members].amax(1).unbind(), strict=True):
@@ -83,7 +82,7 @@ def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[li
         patterns: see :mod:`lightning_lowbit.nn.convert`. Layers in high precision are left out.
 
     Returns:
-        Groups of two or more.
+        Groups of two or more; none where all layers are in high precision.
 
     Raises:
         ValueError: a pattern matches no layer, or none beside another one; a layer is in two groups; or an amax of the
@@ -110,7 +109,12 @@ def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[li
     members = [name for names in found for name in names]
     if twice := sorted({name for name in members if members.count(name) > 1}):
         raise ValueError(f"shared_amax: {', '.join(twice)} would be in several groups. Let one pattern match it.")
-    if not found:
+    return found
+
+
+def check_groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[list[str]]:
+    """As :func:`groups`; raises a ``ValueError`` where there is none, too."""
+    if not (found := groups(casts, patterns)):
         raise ValueError("shared_amax: all layers that the patterns match are in high precision. Leave it out.")
     return found
 

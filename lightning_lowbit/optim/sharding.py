@@ -178,19 +178,20 @@ def clip_gradient_norm_(parameters: Sequence[Tensor], limit: float) -> Tensor:
 
 
 @torch.no_grad()
-def largest_magnitudes(parameters: Sequence[Tensor]) -> list[Tensor]:
+def largest_magnitudes(parameters: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The largest magnitude of each whole parameter, however it is spread.
 
     Args:
         parameters: the same on all ranks: they meet in one collective per process group.
+        device: of the processes, also where parts of parameters are offloaded to the CPU.
 
     Returns:
-        float32, 0-d, on the device of the parameter; infinite where it holds a NaN, which collectives may lose.
+        float32, 0-d, on the device; infinite where it holds a NaN, which collectives may lose.
 
     Raises:
         ValueError: as :func:`sharding_of`.
     """
-    own = [absmax(local(parameter)).nan_to_num(nan=torch.inf, posinf=torch.inf) for parameter in parameters]
+    own = [absmax(local(parameter)).to(device).nan_to_num(nan=torch.inf, posinf=torch.inf) for parameter in parameters]
     return all_reduce_(own, [sharding_of(parameter).groups for parameter in parameters], dist.ReduceOp.MAX)
 
 

@@ -13,6 +13,7 @@ load into the unconverted model.
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.convert import CastsLike, check_backend, convert, plan
-from lightning_lowbit.nn.shared_amax import SharedAmaxes, groups
+from lightning_lowbit.nn.shared_amax import SharedAmaxes, check_groups, groups
 from lightning_lowbit.optim.sharding import clip_gradient_norm_, connect, largest_magnitudes
 from lightning_lowbit.precision.converted_model import ConvertedModel
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
@@ -196,7 +197,7 @@ class LowBitPrecision(FSDPPrecision):
         """The casts that each layer of a model would get, by name, without changing it. Raises as conversion does."""
         planned = plan(model, self.casts, self.skip, self.only, self.overrides, self.smooth_swiglu)
         if self.shared_amax:
-            groups(planned, self.shared_amax)  # or else raises
+            check_groups(planned, self.shared_amax)
         return planned
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -261,8 +262,8 @@ class LowBitPrecision(FSDPPrecision):
                 what they have.
 
         Raises:
-            ValueError: a pattern matches no converted layer, there is no such preset or phase, or the backend has no
-                native form of such casts; nothing has been changed then.
+            ValueError: a pattern matches no converted layer, there is no such preset or phase, the backend has no
+                native form of such casts, or layers could no longer share an amax; nothing has been changed then.
             MisconfigurationException: there is no model yet; give ``overrides`` to the constructor.
 
         Example:
@@ -277,6 +278,8 @@ class LowBitPrecision(FSDPPrecision):
         """
         changes = self._converted.resolve_casts(casts, self.smooth_swiglu)
         check_backend(changes, self.backend, self.exact, self._device)
+        if self.shared_amax:
+            groups({**self.casts_of(".*"), **changes}, self.shared_amax)  # or else raises
         return changes
 
     def casts_of(self, pattern: str) -> dict[str, LinearCasts]:
@@ -330,7 +333,7 @@ class LowBitPrecision(FSDPPrecision):
 
     def _share_amaxes(self) -> None:
         if self._shared is not None:
-            self._shared.measure(largest_magnitudes, self._device)
+            self._shared.measure(partial(largest_magnitudes, device=self._device))
 
     @contextmanager
     def another_draw(self, number: int = 0) -> Generator[None, None, None]:

@@ -75,10 +75,13 @@ class Case:
         callback: makes what saves.
         directory: of shards, by FSDP2; or else a file.
         far: files come from another file system, so that they are copied.
+        resumed: another run has made the save before.
     """
 
-    def __init__(self, callback: Callable[[str], Callback], directory: bool = False, far: bool = False) -> None:
-        self.callback, self.directory, self.far = callback, directory, far
+    def __init__(
+        self, callback: Callable[[str], Callback], directory: bool = False, far: bool = False, resumed: bool = False
+    ) -> None:
+        self.callback, self.directory, self.far, self.resumed = callback, directory, far, resumed
 
 
 def _saver(kind: type[ModelCheckpoint], **kwargs: Any) -> Callable[[str], Callback]:
@@ -89,6 +92,7 @@ CASES = {
     "a file": Case(_saver(CrashSafeCheckpoint, save_last=True, save_top_k=0), far=True),
     "a directory": Case(_saver(CrashSafeCheckpoint, save_last=True, save_top_k=0), directory=True),
     "a linked directory": Case(_saver(CrashSafeCheckpoint, save_last="link"), directory=True),
+    "a linked directory, resumed": Case(_saver(CrashSafeCheckpoint, save_last="link"), directory=True, resumed=True),
     "Lightning's file": Case(_saver(ModelCheckpoint, save_last=True, save_top_k=0), far=True),
     "Lightning's directory": Case(_saver(ModelCheckpoint, save_last=True, save_top_k=0), directory=True),
 }
@@ -201,11 +205,17 @@ def crash(case: Case, folder: Path, moment: int) -> dict[str, Any] | None:
         with _meeting(folder), _file_systems(case.far):
             train(case, place, KILLED, [case.callback(str(place)), Kill(moment, note)])
 
+    def save_once() -> None:
+        with _meeting(folder):
+            train(case, place, SAVED, [case.callback(str(place))])
+
     def go_on() -> None:
         with _meeting(folder):
             start, step, end = train(case, place, LAST, [case.callback(str(place))])
         found.write_text(json.dumps({"step": int(step), "start": start.tolist(), "end": end.tolist()}))
 
+    if case.resumed:
+        assert _in_a_process(save_once) == 0
     if _in_a_process(begin) != -signal.SIGKILL:
         return None
     names = sorted(path.name for path in place.iterdir())

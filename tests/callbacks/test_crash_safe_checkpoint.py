@@ -18,7 +18,7 @@ from lightning_lowbit.callbacks.crash_safe_checkpoint import save_checkpoint
 from tests.callbacks.crashes import KILLED, SAVED
 from tests.launch import start, wait
 
-OURS = ("a file", "a directory", "a linked directory")
+OURS = ("a file", "a directory", "a linked directory", "a linked directory, resumed")
 PLAIN = ("Lightning's file", "Lightning's directory")
 
 
@@ -26,7 +26,10 @@ PLAIN = ("Lightning's file", "Lightning's directory")
 def crashes(tmp_path_factory):
     """Of each case, what each moment has led to."""
     folder = tmp_path_factory.mktemp("crashes")
-    together = (("a linked directory", "a file"), ("a directory", *PLAIN))  # of about the same length
+    together = (
+        ("a linked directory", "a file", *PLAIN),
+        ("a directory", "a linked directory, resumed"),
+    )  # of about the same length
     logs = [folder / f"{number}.log" for number in range(len(together))]
     codes = wait(
         [start(log, "tests.callbacks.crashes", str(folder), *cases) for log, cases in zip(logs, together, strict=True)]

@@ -2,11 +2,14 @@
 
 import copy
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_lowbit import LowBitPrecision, convert
 from lightning_lowbit.nn import AmaxHistories, LayerKeys, SharedAmaxes
@@ -105,7 +108,7 @@ def test_new_weights_have_a_new_amax_and_backward_passes_the_one_of_before() -> 
         y = parts(x)
         if disturbed:
             parts.k_proj.weight.data.mul_(2)
-            shared.measure(largest_magnitudes)
+            shared.measure(partial(largest_magnitudes, device=torch.device("cpu")))
             assert parts.q_proj.weight_amax == parts.k_proj.weight.abs().max()
             parts.k_proj.weight.data.div_(2)
         y.sum().backward()
@@ -119,13 +122,14 @@ def test_a_compiled_layer() -> None:
     torch._dynamo.reset()
     parts = prepare(Attention(), "nvfp4")
     shared, x = SharedAmaxes(parts, ["(q|k|v)_proj"]), torch.randn(8, 32)
-    compiled = torch.compile(parts, backend="aot_eager", fullgraph=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(parts, backend=counter, fullgraph=True)
     for _ in range(2):
         shared.measure()
         assert torch.equal(compiled(x), parts(x))
         with torch.no_grad():
             parts.k_proj.weight.mul_(3)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "measuring compiles anew"
+    assert counter.frame_count == 1, "measuring compiles anew"
     torch._dynamo.reset()
 
 
@@ -146,6 +150,18 @@ def test_a_compiled_layer() -> None:
 def test_what_cannot_be_shared_is_refused(casts: Any, patterns: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"shared_amax.*{message}"):
         SharedAmaxes(convert(Attention(), casts), patterns)
+
+
+def test_casts_that_cannot_be_shared_are_refused_in_a_run() -> None:
+    class Change(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            with pytest.raises(ValueError, match="shared_amax: mlp.gate_proj, mlp.up_proj cannot share"):
+                trainer.precision_plugin.set_casts({"up_proj": "fp8-current"})
+            trainer.precision_plugin.set_casts({".*": "bf16"})
+            trainer.precision_plugin.set_casts({"head": "nvfp4"})
+
+    plugin = LowBitPrecision("nvfp4", shared_amax=["gate_proj|up_proj"])
+    trainer(plugin, callbacks=[Change()], max_steps=1).fit(Regression())
 
 
 def test_other_casts_are_refused_before_anything_is_converted() -> None:

@@ -14,7 +14,20 @@ from torch import Tensor
 from lightning_lowbit import FP4Precision
 from tests.launch import launch
 from tests.precision import strategies
-from tests.precision.strategies import KINDS, ODD, ON_FOUR, RANKS, SHARED, STRATEGIES, alone, cases, table, trainer
+from tests.precision.strategies import (
+    KINDS,
+    LONGEST,
+    ODD,
+    ON_FOUR,
+    RANKS,
+    SHARED,
+    STRATEGIES,
+    alone,
+    cases,
+    switching,
+    table,
+    trainer,
+)
 
 Ranks = list[dict[str, Any]]
 
@@ -83,8 +96,9 @@ def test_a_phase_begins_on_all_ranks(two: Ranks, expected: dict[Any, Tensor], na
     micro_batches = len(DATA_RANKS.get(name, two))
     key = "switched", micro_batches
     if key not in expected:
-        expected[key] = alone("NVFP4", "StableSPAM", micro_batches, switch=True)
-        assert not torch.equal(expected[key], alone("NVFP4", "StableSPAM", micro_batches)), "the phase changes nothing"
+        expected[key] = alone("NVFP4", "StableSPAM", micro_batches, switching())
+        without = alone("NVFP4", "StableSPAM", micro_batches, {"max_steps": LONGEST})
+        assert not torch.equal(expected[key], without), "the phase changes nothing"
     compare(two, name, [of_rank["switched"][name] for of_rank in two], expected[key])
     assert all(of_rank["switched"][name]["state"]["phase"] == "qaf" for of_rank in two)
 
@@ -114,9 +128,17 @@ def test_fsdp1_knows_gradient_norms_without_a_plugin(two: Ranks) -> None:
         torch.testing.assert_close(fsdp1, ddp, msg=f"rank {rank}: {fsdp1} for {ddp}")
 
 
-def test_flat_buffers_share_no_amax(two: Ranks) -> None:
+@pytest.mark.parametrize(
+    "case, message",
+    [
+        ("an amax of flat buffers", r"FSDP1 keeps flat buffers alone\. Train with .*use_orig_params=True"),
+        ("gather_dtype, DDP", "gather_dtype is what FSDP2 gathers parameters in, and DDPStrategy is another strategy"),
+        ("gather_dtype, tensor parallel", "with a data_parallel_size of 1: leave gather_dtype out"),
+    ],
+)
+def test_what_a_strategy_cannot_honour_is_refused(two: Ranks, case: str, message: str) -> None:
     for of_rank in two:
-        assert re.search(r"FSDP1 keeps flat buffers alone\. Train with .*use_orig_params=True", of_rank["flat buffers"])
+        assert re.search(message, of_rank["refused"][case]), of_rank["refused"][case]
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,11 +183,12 @@ class SaveAlways(Callback):
         trainer.save_checkpoint(self.folder / f"epoch{trainer.current_epoch}.ckpt")
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
+@pytest.mark.parametrize(
+    "limit, accumulate, num_workers",
+    [*product(["max_epochs", "max_steps"], [1, 2], [0]), ("max_epochs", 2, 2), ("max_steps", 1, 2)],
+)
 def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(
-    folder: Path, tmp_path: Path, num_workers: int, accumulate: int, limit: str
+    folder: Path, tmp_path: Path, limit: str, accumulate: int, num_workers: int
 ) -> None:
     batches = 13  # per epoch; odd, so with accumulation the last batch makes a step of its own
     steps = -(-batches // accumulate)

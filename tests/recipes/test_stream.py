@@ -4,7 +4,7 @@ import gzip
 import json
 import pickle
 from collections import Counter
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +196,7 @@ def fit(
     return model
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("limit", [None, 5])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("num_workers, limit, accumulate", [*product([0], [None, 5], [1, 2]), (2, None, 2), (2, 5, 1)])
 def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(
     tmp_path: Path, num_workers: int, limit: int | None, accumulate: int
 ) -> None:
