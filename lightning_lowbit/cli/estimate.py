@@ -50,7 +50,7 @@ def estimate(arguments: Sequence[str]) -> None:
     memories = memory(model, batch, layout)
     counted, traffic = flops(model, batch, layout), communication(model, batch, layout)
     spent = times(model, batch, layout, device, assumed)
-    notes += _device_notes(counted, device, given.device)
+    notes += _device_notes(counted, device, given.device, model.high)
     if given.json:
         told = {
             "parameters": model.parameters,
@@ -87,8 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--gather",
         metavar="WHAT",
-        help=f"what FSDP gathers, one of {', '.join(GATHERS)}: parameters as they are, in bf16, or matrices as their "
-        "casts quantise them; that of the configuration by default",
+        help=f"what FSDP gathers, one of {', '.join(GATHERS)}: parameters as they are, or in bf16; or matrices as "
+        "their casts quantise them, where these allow it, and the rest as it is, or in bf16. By default that of the "
+        "configuration: the plugin's quantize_before_gather is casts, the model's gather_dtype bf16",
     )
     add("--batch_size", type=int, help="sequences of a micro-batch on a device; the data module's by default")
     add("--sequence_length", type=int, help="tokens of a sequence; the data module's by default")
@@ -133,9 +134,8 @@ def _positive(name: str, value: str) -> float:
 
 def _gathered(model: Any, plugin: LowBitPrecision | None) -> str:
     """What FSDP gathers of the configured model."""
-    if plugin is not None and plugin.quantize_before_gather:
-        return "casts"
-    return getattr(model, "gather_dtype", None) or "stored"
+    casts = "casts" if plugin is not None and plugin.quantize_before_gather else None
+    return "+".join(filter(None, (casts, getattr(model, "gather_dtype", None)))) or "stored"
 
 
 def _layout(given: argparse.Namespace, trainer: Any, gathered: str) -> Layout:
@@ -234,12 +234,12 @@ def _step_line(batch: Batch, layout: Layout, spent: Times) -> str:
     return f"A step: {rates[0]} with data-parallel communication hidden, {rates[1]} without"
 
 
-def _device_notes(counted: Mapping[str, int], device: Device, name: str) -> list[str]:
+def _device_notes(counted: Mapping[str, int], device: Device, name: str, high: str) -> list[str]:
     notes = []
     for kind in counted:
         if kind != "attention" and kind not in device.peaks:
             notes.append(
-                f"{name} has no arithmetic for {kind}: its GEMMs are counted as bf16, without the casts' time."
+                f"{name} has no arithmetic for {kind}: its GEMMs are counted as {high}, without the casts' time."
             )
         elif kind in ("fp4", "mxfp8"):
             notes.append(

@@ -7,7 +7,8 @@ q features, k features of keys (and of values); b bytes of the dtype that is com
 **Memory of a device, in bytes.** Parameters are what the model has, gradients are like parameters, and the optimizer's
 state is what it really makes, in a step without numbers: 8 per parameter for Adam in fp32, 2 + 8/128 for FP8 moments in
 blocks of 128. Under FSDP a device has ⌈rows/d⌉ rows of each (ZeRO, arXiv 1910.02054, stage 3). DDP keeps gradients
-once more, in its buckets; FSDP makes two blocks whole at a time and what belongs to no block.
+once more, in its buckets. FSDP has whole parameters of the block that computes and of what belongs to none, the next
+block as it travels, and whole gradients of one block, as they are reduced, and of what belongs to none.
 
 A decoder block as LLaMA's keeps for the backward pass, per token, in the manner of Korthikanti et al. (arXiv
 2205.05198, section 4, who count the block of GPT):
@@ -23,7 +24,8 @@ With activation checkpointing a block keeps its input, r h, and one block at a t
 tensor parallelism each device has a t-th of attention and SwiGLU (section 4.2.1 there; norms stay whole, there being no
 sequence parallelism), and of the weights in blocks. Where b ≠ r, a linear layer also keeps its weight once more, in the
 dtype that is computed in: under FSDP, too, all of the whole model, unless blocks are checkpointed or parameters are
-gathered in that dtype.
+gathered in that dtype, which is then r. A weight that travels in few bits is unpacked into what the others are gathered
+in, and changes nothing of this.
 
 **FLOPs.** A linear layer [out, in] takes 2 n·in·out for each of fprop, dgrad and wgrad, and fprop once more where
 activations are computed again (but for the last one of a block if it is not converted, where torch stops: that is not
@@ -36,8 +38,14 @@ or reduced and scattered (Patarasuk and Yuan, 2009).
     DDP                all-reduce of gradients         once a step
     FSDP               all-gather of parameters        m times, those in blocks 2 m times: forward and backward pass
                        reduce-scatter of gradients     m times
-    tensor parallel    all-reduce of b n h             4 m times per block, 6 m where activations are computed again
-                       (Megatron-LM, arXiv 1909.08053, section 3)
+    tensor parallel    all-reduce of b n h             2 m times per block, of what the o and down projections give; 3 m
+                                                       times where activations are computed again, up to the last one
+                       all-reduce of r n h             m times per block for each of q, k, v, gate and up: of the
+                                                       gradient of what they read
+
+These are those of the recipes: Megatron-LM (arXiv 1909.08053, section 3) first adds up the gradients of q, k, v, and of
+gate, up. Weights travel as codes and scales (:mod:`lightning_lowbit.nn.gather`) where their casts allow it, tensor
+parallelism does not cut them, and shards end where tiles do.
 
 **Time.** FLOPs over the peak of their arithmetic times its assumed utilisation, plus bytes over bandwidth likewise,
 with data-parallel communication wholly hidden behind GEMMs, or not at all. Between nodes all network cards of a node
@@ -50,13 +58,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+import torch
+
 from lightning_lowbit.cli.devices import Device
 from lightning_lowbit.cli.shapes import Decoder, Model, Weight
 from lightning_lowbit.nn.casts import GEMMS
 from lightning_lowbit.quant.cast import choose
+from lightning_lowbit.quant.quantize import operand_dtype
 
 STRATEGIES = ("ddp", "fsdp")
-GATHERS = ("stored", "bf16", "casts")
+GATHERS = ("stored", "bf16", "casts", "casts+bf16")
 
 _STATISTICS = 4  # bytes of what is always fp32: norms, log-probabilities, log-sum-exp
 
@@ -83,8 +94,9 @@ class Layout:
         devices: all of them.
         strategy: ``"ddp"``: whole on each; ``"fsdp"``: FSDP2, each decoder block a unit and the rest one more.
         tensor_parallel: how many share a block's matrices.
-        gather: what FSDP gathers: parameters as they are ``"stored"``, in ``"bf16"``, or matrices as their ``"casts"``
-            quantise them and the rest in bf16. Gradients are reduced in the dtype of the parameters.
+        gather: what FSDP gathers: parameters as they are ``"stored"``, or in ``"bf16"``; or matrices as their casts
+            quantise them, where these allow it, and the rest as it is stored, ``"casts"``, or in bf16,
+            ``"casts+bf16"``. Gradients are reduced in the dtype of the parameters.
         per_node: devices of a node.
 
     Raises:
@@ -199,9 +211,9 @@ def memory(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
     """Bytes on the first device, by what they are for; all there at one time, in the backward pass.
 
     Raises:
-        ValueError: heads or widths do not divide by the tensor-parallel size.
+        ValueError: as :func:`check`.
     """
-    check_division(model, layout)
+    check(model, layout)
     found = {
         "parameters": sum(_local(w, w.shape, layout) * w.itemsize for w in model.weights),
         "gradients": sum(_local(w, w.shape, layout) * w.itemsize for w in model.weights if w.trained),
@@ -212,7 +224,8 @@ def memory(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
     if layout.shards > 1:
         found["gathered parameters"] = _gathered(model, layout)
         blocks = [_total(weights, layout) for weights in _units(model).values()]
-        found["gradients to reduce"] = max(blocks, default=0)
+        rest = sum(prod(w.shape) * _given(w, layout) for w in _rest(model) if w.trained)
+        found["gradients to reduce"] = max(blocks, default=0) + rest
     found["weights to compute with"] = weight_copies(model, layout)
     found["activations"] = saved_activations(model, batch, layout)
     found["peak of backward"] = backward_peak(model, batch, layout)
@@ -231,7 +244,7 @@ def block_activations(model: Model, layout: Layout) -> int:
     """Bytes per token that a decoder block keeps when it has computed."""
     decoder, b, r = model.decoder, model.compute, _residual(model, layout)
     assert decoder is not None
-    copies = (3 + (2 if decoder.gated else 1)) if b != r else 2
+    copies = decoder.readers if b != r else 2
     q, k = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
     attention = b * 2 * (q + k) + _STATISTICS * decoder.heads
     mlp = b * (4 if decoder.gated else 2) * decoder.intermediate
@@ -273,10 +286,10 @@ def weight_copies(model: Model, layout: Layout) -> int:
 
 
 def _gathered(model: Model, layout: Layout) -> int:
-    """Two blocks, the one that computes and the next, and what belongs to none."""
-    blocks = sorted(_payload(weights, layout, "forward") for weights in _units(model).values())
-    rest = [w for w in model.weights if w.block is None]
-    return sum(blocks[-2:]) + _payload(rest, layout, "forward")
+    """What belongs to no block and the block that computes, as layers take them, and the next one as it travels."""
+    blocks = sorted(_units(model).values(), key=lambda weights: _whole(weights, layout))
+    taken = [_rest(model), *blocks[-1:]]
+    return sum(_whole(weights, layout) for weights in taken) + sum(_payload(each, layout) for each in blocks[-2:-1])
 
 
 def _units(model: Model) -> dict[str, list[Weight]]:
@@ -286,6 +299,11 @@ def _units(model: Model) -> dict[str, list[Weight]]:
         if weight.block is not None:
             units.setdefault(weight.block, []).append(weight)
     return units
+
+
+def _rest(model: Model) -> list[Weight]:
+    """The weights outside of decoder blocks."""
+    return [weight for weight in model.weights if weight.block is None]
 
 
 def _total(weights: Sequence[Weight], layout: Layout) -> int:
@@ -306,13 +324,27 @@ def _local(weight: Weight, shape: tuple[int, ...], layout: Layout) -> int:
 
 def _residual(model: Model, layout: Layout) -> int:
     """Bytes of an element of what parameters give: embeddings, norms and what lies between blocks."""
-    if layout.strategy == "fsdp" and layout.gather != "stored":
-        return 2
-    return max((weight.itemsize for weight in model.weights), default=4)
+    return max((_given(weight, layout) for weight in model.weights), default=4)
 
 
-def check_division(model: Model, layout: Layout) -> None:
-    """Raises a ``ValueError`` where tensor parallelism would cut a head, or a model without blocks."""
+def _given(weight: Weight, layout: Layout) -> int:
+    """Bytes of an element as a layer finds it: FSDP gathers in another dtype, if it gathers."""
+    return 2 if "bf16" in layout.gather and layout.shards > 1 else weight.itemsize
+
+
+def check(model: Model, layout: Layout) -> None:
+    """Holds a model against a layout.
+
+    Raises:
+        ValueError: tensor parallelism would cut a head, or a model without blocks; or casts are to be gathered, and no
+            weight can be.
+    """
+    if "casts" in layout.gather and layout.shards > 1 and not any(_is_packed(w, layout) for w in model.weights):
+        raise ValueError(
+            "No weight can be gathered as its casts quantise it: they do not allow it (those of 'nvfp4-nvidia' and "
+            "'fp8-current' do), tensor parallelism cuts it, or shards end within tiles of its scales. A run with "
+            "quantize_before_gather is refused then; give --gather stored or --gather bf16."
+        )
     t, decoder = layout.tensor_parallel, model.decoder
     if t == 1:
         return
@@ -346,44 +378,56 @@ def flops(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
 
 def communication(model: Model, batch: Batch, layout: Layout) -> list[Collective]:
     """The collectives of a step, on each device."""
-    check_division(model, layout)
+    check(model, layout)
     d, t, m = layout.data_parallel, layout.tensor_parallel, batch.micro_batches
     found = []
     if d > 1 and layout.strategy == "ddp":
         found.append(Collective("all_reduce", "gradients", _total(model.weights, layout), d))
     if d > 1 and layout.strategy == "fsdp":
         inside = [w for w in model.weights if w.block is not None]
-        parameters = _payload(model.weights, layout, "forward") + _payload(inside, layout, "backward")
+        parameters = _payload(model.weights, layout) + _payload(inside, layout)
         gradients = sum(d * _local(w, w.shape, layout) * w.itemsize for w in model.weights if w.trained)
         found.append(Collective("all_gather", "parameters", m * parameters, d, t))
         found.append(Collective("reduce_scatter", "gradients", m * gradients, d, t))
     if t > 1 and model.decoder:
-        times = (6 if model.checkpointing else 4) * model.decoder.blocks * m
-        payload = times * model.compute * batch.tokens * model.decoder.hidden
+        forward = (3 if model.checkpointing else 2) * model.compute
+        backward = model.decoder.readers * _residual(model, layout)
+        payload = m * model.decoder.blocks * batch.tokens * model.decoder.hidden * (forward + backward)
         found.append(Collective("all_reduce", "activations", payload, t))
     return found
 
 
-def _payload(weights: Sequence[Weight], layout: Layout, when: str) -> int:
-    """Bytes of gathered weights: rows are padded to as many on each device."""
+def _payload(weights: Sequence[Weight], layout: Layout) -> int:
+    """Bytes of weights as they travel: rows are padded to as many on each device."""
 
     def bits(weight: Weight) -> float:
-        if layout.gather == "stored":
-            return 8.0 * weight.itemsize
-        if layout.gather == "casts" and weight.matrix:
-            return weight.gathered[when == "backward"]
-        return 16.0
+        return weight.packed.bits if weight.packed and _is_packed(weight, layout) else 8.0 * _given(weight, layout)
 
     return round(sum(layout.shards * _local(w, w.shape, layout) * bits(w) for w in weights) / 8)
+
+
+def _whole(weights: Sequence[Weight], layout: Layout) -> int:
+    """Bytes of weights as layers take them, when they have been gathered."""
+    return sum(layout.shards * _local(w, w.shape, layout) * _given(w, layout) for w in weights)
+
+
+def _is_packed(weight: Weight, layout: Layout) -> bool:
+    """Whether a weight travels as codes and scales."""
+    cast = weight.packed
+    if "casts" not in layout.gather or cast is None or _tensor_parallel(weight, layout) > 1:
+        return False
+    block, rows = cast.scale.block, -(-weight.shape[0] // layout.shards)
+    if isinstance(block, tuple) and rows % block[0] and rows < weight.shape[0]:
+        return False
+    return operand_dtype(torch.bfloat16, cast).itemsize <= _given(weight, layout)
 
 
 def times(model: Model, batch: Batch, layout: Layout, device: Device, assumed: Assumptions | None = None) -> Times:
     """Seconds of a step. Arithmetic that a device lacks runs in bf16, or in fp32 where that is what is computed in."""
     assumed = assumed or Assumptions()
-    high = "bf16" if model.compute == 2 else "fp32"
     counted = Counter[str]()
     for kind, count in flops(model, batch, layout).items():
-        counted[kind if kind in device.peaks else high] += count
+        counted[kind if kind in device.peaks else model.high] += count
     if lacking := [kind for kind in counted if kind not in device.peaks]:
         raise ValueError(f"The device has no peak for {lacking[0]}: give --peak {lacking[0]}=TFLOPS.")
     gemms = {kind: count / device.peaks[kind] / assumed.utilization for kind, count in counted.items()}

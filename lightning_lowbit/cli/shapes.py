@@ -1,6 +1,7 @@
 """What a model is made of, found without memory for its numbers: weights, linear layers, blocks and optimizer state."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 from lightning_lowbit.cli.devices import arithmetic
 from lightning_lowbit.kernels import backend
 from lightning_lowbit.nn.casts import GEMMS, LinearCasts
-from lightning_lowbit.nn.linear import is_linear, quantized_class
+from lightning_lowbit.nn.linear import QuantizedLayer, is_linear, quantized_class
 from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.quant import Cast
 
 # Shapes and bytes of an element of what an optimizer keeps for a parameter.
 State = tuple[tuple[tuple[int, ...], int], ...]
@@ -32,7 +34,7 @@ class Weight:
         state: shapes and bytes of an element of what the optimizer keeps for it.
         block: the decoder block that it belongs to; None outside of them.
         matrix: whether it is the weight of a linear layer.
-        gathered: bits of an element in the forward and in the backward pass, as casts quantise it.
+        packed: what its shards can be quantised by before they are gathered; None where they travel as they are.
     """
 
     shape: tuple[int, ...]
@@ -41,7 +43,7 @@ class Weight:
     state: State = ()
     block: str | None = None
     matrix: bool = False
-    gathered: tuple[float, float] = (16.0, 16.0)
+    packed: Cast | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class Decoder:
     vocabulary: int
     gated: bool = True
 
+    @property
+    def readers(self) -> int:
+        """Linear layers of a block that read the residual stream: of q, k, v, and of the MLP."""
+        return 3 + (2 if self.gated else 1)
+
 
 @dataclass(frozen=True)
 class Model:
@@ -91,6 +98,15 @@ class Model:
     def parameters(self) -> int:
         """How many."""
         return sum(prod(weight.shape) for weight in self.weights)
+
+    @property
+    def high(self) -> str:
+        """The arithmetic of what is not quantised."""
+        return _high(self.compute)
+
+
+def _high(compute: int) -> str:
+    return "bf16" if compute == 2 else "fp32"
 
 
 def describe(
@@ -126,18 +142,17 @@ def describe(
     elif network.config.model_type != "llama":
         notes.append(f"Activations are those of LLaMA's block, and the model is of type {network.config.model_type}.")
     block_of = _blocks(module, decoder)
-    high = "bf16" if compute == 2 else "fp32"
     linears = []
     for name, layer in layers.items():
         casts = planned.get(name, LinearCasts())
         rows, columns = _matrix(layer).shape
-        kinds = {gemm: arithmetic(casts, gemm, high) for gemm in GEMMS}
+        kinds = {gemm: arithmetic(casts, gemm, _high(compute)) for gemm in GEMMS}
         linears.append(Linear(name, rows, columns, kinds, block_of(name) is not None))
     states = optimizer_state(module, trainer)
-    matrices = {id(layer.weight): planned.get(name, LinearCasts()) for name, layer in layers.items()}
+    matrices = {id(layer.weight): _packed(layer, planned.get(name, LinearCasts())) for name, layer in layers.items()}
+    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     weights = []
     for name, parameter in module.named_parameters():
-        casts = matrices.get(id(parameter), LinearCasts())
         weights.append(
             Weight(
                 tuple(parameter.shape),
@@ -146,7 +161,7 @@ def describe(
                 states.get(name, ()),
                 block_of(name),
                 id(parameter) in matrices,
-                (_bits(casts, "fprop_w"), _bits(casts, "dgrad_w")),
+                matrices.get(id(parameter)) if uses[id(parameter)] == 1 else None,
             )
         )
     checkpointing = any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
@@ -158,9 +173,12 @@ def _matrix(layer: Any) -> Tensor:
     return quantized_class(type(layer)).weight_matrix(layer)  # type: ignore[union-attr, arg-type]
 
 
-def _bits(casts: LinearCasts, operand: str) -> float:
-    cast = casts.cast_of(operand)
-    return 16.0 if cast is None else cast.bits
+def _packed(layer: Any, casts: LinearCasts) -> Cast | None:
+    """What FSDP2 can gather the weight of a layer in, if it is the layer's alone."""
+    from lightning_lowbit.nn.gather import obstacle  # knows FSDP2 from the inside
+
+    of_rows = quantized_class(type(layer)).weight_matrix is QuantizedLayer.weight_matrix  # type: ignore[union-attr, arg-type]
+    return casts.cast_of("fprop_w") if of_rows and obstacle(casts) is None else None
 
 
 def _find_decoder(module: nn.Module) -> tuple[Any, Decoder | None]:

@@ -9,10 +9,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_lowbit import convert
+from lightning_lowbit.nn.gather import WeightGathers
 from lightning_lowbit.recipes.models import CausalLM
+from lightning_lowbit.recipes.sharding import tensor_parallel_plan
 from tests.launch import take_part
 
 RANKS, MICRO_BATCHES, SEQUENCES, LENGTH = 2, 2, 2, 32
@@ -24,8 +28,11 @@ TINY = {
     "num_attention_heads": 2,
     "vocab_size": 96,
 }
-# Name in c10d and which argument holds the whole tensors.
-WHOLE = {"allreduce_": 0, "_allgather_base_": 0, "_reduce_scatter_base_": 1}
+# Rows of the MLP divide by two, as tensor parallelism has to cut them.
+EVEN = {**TINY, "intermediate_size": 52}
+# Name of an operator and which argument holds the whole tensors; the last one is that of DTensors.
+WHOLE = {"allreduce_": 0, "_allgather_base_": 0, "_reduce_scatter_base_": 1, "all_reduce": 0}
+SENDS_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 class Sent(TorchDispatchMode):
@@ -36,19 +43,24 @@ class Sent(TorchDispatchMode):
         self.payload: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
-            name = function.overloadpacket.__name__
+        if DTensor in types:
+            return NotImplemented  # it calls again, with what is here
+        name = function.overloadpacket.__name__
+        if function.namespace in ("c10d", "_c10d_functional") and name not in SENDS_NOTHING:
             whole = args[WHOLE[name]]
             self.payload[name] += sum(t.numel() * t.itemsize for t in (whole if isinstance(whole, list) else [whole]))
         return function(*args, **(kwargs or {}))
 
 
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def nbytes(tensors: Any) -> int:
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    return sum(tensor.numel() * tensor.itemsize for tensor in local)
+    return sum(tensor.numel() * tensor.itemsize for tensor in map(local, tensors))
 
 
-def step(module: CausalLM, model: Any, autocast: bool) -> dict[str, Any]:
+def step(module: CausalLM, model: Any) -> dict[str, Any]:
     """One optimizer step; what was sent, and what is there on this rank."""
     optimizer = module.make_optimizer(list(module.named_parameters()))
     matrices = {tuple(parameter.shape) for name, parameter in module.named_parameters() if "_proj" in name}
@@ -57,7 +69,7 @@ def step(module: CausalLM, model: Any, autocast: bool) -> dict[str, Any]:
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype == torch.bfloat16 and matrices & {tuple(tensor.shape), tuple(tensor.t().shape)}:
-            copies[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            copies[local(tensor).untyped_storage().data_ptr()] = local(tensor).untyped_storage().nbytes()
         return tensor
 
     def guarded(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,7 +81,7 @@ def step(module: CausalLM, model: Any, autocast: bool) -> dict[str, Any]:
             waits = isinstance(model, DistributedDataParallel) and number < MICRO_BATCHES - 1
             with model.no_sync() if waits else nullcontext():
                 with (
-                    torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
+                    torch.autocast("cpu", dtype=torch.bfloat16),
                     saved_tensors_hooks(guarded, lambda tensor: tensor),
                 ):
                     logits = model(batch[:, :-1])
@@ -88,24 +100,40 @@ def step(module: CausalLM, model: Any, autocast: bool) -> dict[str, Any]:
     }
 
 
-def sharded(autocast: bool = True, **policy: torch.dtype) -> dict[str, Any]:
+def sharded(casts: str | None = None, **policy: torch.dtype) -> dict[str, Any]:
     module, mesh = CausalLM(config=TINY, seed=0), init_device_mesh("cpu", (RANKS,))
     mixed = MixedPrecisionPolicy(**policy)
     for block in module.model.model.layers:
         fully_shard(block, mesh=mesh, mp_policy=mixed)
     fully_shard(module, mesh=mesh, mp_policy=mixed)
-    return step(module, module, autocast)
+    if casts:
+        WeightGathers(convert(module, casts, skip=["lm_head"]), torch.bfloat16).prepare()
+    return step(module, module)
+
+
+def cut(**kwargs: Any) -> dict[str, Any]:
+    module = CausalLM(config=EVEN, seed=0, **kwargs)
+    parallelize_module(module.model, init_device_mesh("cpu", (RANKS,)), tensor_parallel_plan(module.model, RANKS))
+    return step(module, module)
 
 
 def replicated() -> dict[str, Any]:
     module = CausalLM(config=TINY, seed=0)
     # Buffers, a few bytes that do not change, would be sent anew before each forward pass.
-    return step(module, DistributedDataParallel(module, broadcast_buffers=False), True)
+    return step(module, DistributedDataParallel(module, broadcast_buffers=False))
 
 
 def work() -> dict[str, Any]:
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    return {"ddp stored": replicated(), "fsdp stored": sharded(), "fsdp bf16": sharded(**bf16)}
+    return {
+        "ddp stored": replicated(),
+        "fsdp stored": sharded(),
+        "fsdp bf16": sharded(**bf16),
+        "fsdp casts": sharded("fp8-current"),
+        "fsdp casts+bf16": sharded("fp8-current", **bf16),
+        "tensor parallel": cut(),
+        "tensor parallel, again": cut(gradient_checkpointing=True),
+    }
 
 
 if __name__ == "__main__":

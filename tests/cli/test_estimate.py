@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_lowbit import SPAM, FP4Precision, LowBitAdamW, StableSPAM, cli, convert
+from lightning_lowbit import SPAM, FP4Precision, FP8Precision, LowBitAdamW, LowBitPrecision, StableSPAM, cli, convert
 from lightning_lowbit.cli.devices import DEVICES, arithmetic
 from lightning_lowbit.cli.estimation import (
     Assumptions,
@@ -41,11 +41,11 @@ BATCH = Batch(sequences=2, length=48)
 AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 
 
-def shapes(precision="bf16-mixed", **arguments):
+def shapes(precision="bf16-mixed", plugin=None, **arguments):
     """What is estimated of a small model, which is made without numbers."""
     with torch.device("meta"):
         module = CausalLM(**{"config": SMALL, **arguments})
-    return describe(module, None, precision)[0]
+    return describe(module, plugin, precision)[0]
 
 
 def loss_of(module, enabled=True):
@@ -150,6 +150,12 @@ def test_activations_of_parameters_in_bf16():
     assert saved_activations(shapes(), BATCH, Layout(4, "fsdp", gather="bf16")) == estimated
 
 
+def test_one_data_parallel_group_gathers_nothing():
+    """Parameters stay in fp32, whatever they would be gathered in."""
+    (stored, bf16) = (memory(shapes(), BATCH, Layout(2, "fsdp", 2, gather)) for gather in ("stored", "bf16"))
+    assert stored == bf16 and "weights to compute with" in stored and "gathered parameters" not in stored
+
+
 def test_activations_with_checkpointing():
     """A block keeps its input; one block at a time is computed again."""
     activations, copies = saved(CausalLM(config=SMALL, gradient_checkpointing=True), enabled=True)
@@ -236,45 +242,93 @@ def ranks(tmp_path_factory):
     return launch("tests.cli.estimate_ranks", estimate_ranks.RANKS, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize("name", ["ddp stored", "fsdp stored", "fsdp bf16"])
+@pytest.mark.parametrize("name", ["ddp stored", "fsdp stored", "fsdp bf16", "fsdp casts", "fsdp casts+bf16"])
 def test_two_processes_send_and_keep_what_is_estimated(ranks, name):
     """Bytes of all collectives of a step with two micro-batches, and memory of the first rank, exactly."""
     strategy, gather = name.split()
     seen, layout = ranks[0][name], Layout(2, strategy, gather=gather)
     batch = Batch(estimate_ranks.SEQUENCES, estimate_ranks.LENGTH, estimate_ranks.MICRO_BATCHES)
-    model = shapes(config=estimate_ranks.TINY)
+    plugin = FP8Precision("current", skip=["lm_head"]) if "casts" in gather else None
+    model = shapes(plugin=plugin, config=estimate_ranks.TINY)
     names = {"all_reduce": "allreduce_", "all_gather": "_allgather_base_", "reduce_scatter": "_reduce_scatter_base_"}
     sent = {names[each.name]: each.payload for each in communication(model, batch, layout)}
     assert seen["sent"] == sent == ranks[1][name]["sent"]
     found = memory(model, batch, layout)
-    # What FSDP gathers in bf16 it frees itself; gathered in fp32, copies in bf16 of the whole model stay.
-    kept = ["parameters", "gradients", "optimizer state", *(["weights to compute with"] if gather == "stored" else [])]
+    # What FSDP gathers in bf16 it frees itself; else copies in bf16 of the whole model stay.
+    copied = ["weights to compute with"] if "bf16" not in gather else []
+    kept = ["parameters", "gradients", "optimizer state", *copied]
     assert {what: seen[what] for what in kept} == {what: found[what] for what in kept}
-    assert ("weights to compute with" in found) == (gather == "stored")
+    assert ("weights to compute with" in found) == bool(copied)
 
 
-def test_gathering_what_casts_make_of_weights():
-    """NVFP4 takes 4.5 bits of each element of the seven matrices, in both passes; all else is gathered in bf16."""
-    with torch.device("meta"):
-        module = CausalLM(config=SMALL)
-    model = describe(module, FP4Precision("nvfp4", skip=["lm_head"]))[0]
-    matrices, vectors, rest = 4 * 64 * 64 + 3 * 64 * 176, 2 * 64, 2 * 256 * 64 + 64
-    (gathered, _) = communication(model, BATCH, Layout(4, "fsdp", gather="casts"))
-    assert gathered.payload == 2 * (2 * (matrices * 4.5 / 8 + vectors * 2)) + rest * 2
-    (bf16, _) = communication(model, BATCH, Layout(4, "fsdp", gather="bf16"))
-    assert bf16.payload == 2 * 2 * 2 * (matrices + vectors) + rest * 2
+@pytest.mark.parametrize("name", ["tensor parallel", "tensor parallel, again"])
+def test_two_tensor_parallel_processes_send_and_keep_what_is_estimated(ranks, name):
+    seen, layout = ranks[0][name], Layout(2, "fsdp", 2)
+    batch = Batch(estimate_ranks.SEQUENCES, estimate_ranks.LENGTH, estimate_ranks.MICRO_BATCHES)
+    model = shapes(config=estimate_ranks.EVEN, gradient_checkpointing="again" in name)
+    (reduced,) = communication(model, batch, layout)
+    assert seen["sent"] == {reduced.name: reduced.payload} == ranks[1][name]["sent"]
+    found = memory(model, batch, layout)
+    # Checkpointed blocks have copies of weights one at a time, when the forward pass is over.
+    kept = ["parameters", "gradients", "optimizer state", *([] if model.checkpointing else ["weights to compute with"])]
+    assert {what: seen[what] for what in kept} == {what: found[what] for what in kept}
+
+
+WIDER = {**SMALL, "intermediate_size": 192}  # shards of whole tiles
+MATRICES, VECTORS, REST = 4 * 64 * 64 + 3 * 64 * 192, 2 * 64, 2 * 256 * 64 + 64  # of a block, and outside of them
+GATHERED = {"stored": (32, 4), "bf16": (16, 2), "casts": (4 + 8 / 256, 4), "casts+bf16": (4 + 8 / 256, 2)}
+
+
+@pytest.mark.parametrize("gather", GATHERED)
+def test_gathering_what_casts_make_of_weights(gather):
+    """Of the seven matrices in both passes; all else in its own dtype, or bf16. And what is whole at a time."""
+    model = shapes(plugin=FP4Precision("nvfp4-nvidia", skip=["lm_head"]), config=WIDER)
+    layout = Layout(4, "fsdp", gather=gather)
+    bits, rest = GATHERED[gather]
+    block = MATRICES * bits / 8 + VECTORS * rest
+    (gathered, _) = communication(model, BATCH, layout)
+    assert gathered.payload == 2 * 2 * block + REST * rest
+    found = memory(model, BATCH, layout)
+    assert found["gathered parameters"] == (MATRICES + VECTORS + REST) * rest + block
+    assert found["gradients to reduce"] == (MATRICES + VECTORS) * 4 + REST * rest
+    copies = 0 if rest == 2 else 2 * (2 * MATRICES + 256 * 64)
+    assert found.get("weights to compute with", 0) == copies
+
+
+def test_weights_that_cannot_be_gathered_as_casts_quantise_them():
+    def payload(casts, layout, overrides=None, **config):
+        plugin = LowBitPrecision(casts, skip=["lm_head"], overrides=overrides or {})
+        return communication(shapes(plugin=plugin, config={**SMALL, **config}), BATCH, layout)[0].payload
+
+    casts, stored = (Layout(4, "fsdp", gather=gather) for gather in ("casts", "stored"))
+    eight, eight_stored = (Layout(8, "fsdp", gather=gather) for gather in ("casts", "stored"))
+    for refused in (
+        lambda: payload("nvfp4", casts),  # the backward pass takes another operand
+        lambda: payload("bf16", casts),
+        lambda: payload("nvfp4-nvidia", eight),  # 64 and 176 rows in shards of 8 and 22, and tiles of 16
+        lambda: payload("nvfp4-nvidia", Layout(4, "fsdp", 2, "casts")),
+    ):
+        with pytest.raises(ValueError, match="No weight can be gathered as its casts quantise it"):
+            refused()
+    some = payload("nvfp4", casts, {"down_proj": "fp8-current"})
+    assert payload("nvfp4", stored) - some == 2 * 2 * 3 * 64 * 176, "24 bits of down projections, in both passes"
+    saved = [payload("nvfp4-nvidia", each, hidden_size=128) for each in (eight_stored, eight)]
+    fitting = 4 * 128 * 128 + 128 * 176  # q, k, v, o and down projections, in shards of 16 rows
+    assert saved[0] - saved[1] == 2 * 2 * fitting * (32 - 4 - 8 / 256) / 8
 
 
 def test_tensor_parallelism():
-    """A half of the matrices in blocks; four all-reduces of activations per block, six if they are computed again."""
+    """A half of the matrices in blocks; all-reduces of activations, some of them again if they are computed again."""
     model, layout = shapes(), Layout(2, "fsdp", 2)
     matrices = 2 * (4 * 64 * 64 + 3 * 64 * 176)
     found, whole = memory(model, BATCH, layout), memory(model, BATCH, Layout())
     assert whole["parameters"] - found["parameters"] == matrices * 4 // 2
     (sent,) = communication(model, BATCH, layout)
-    assert (sent.name, sent.payload) == ("all_reduce", 4 * 2 * 2 * BATCH.tokens * 64)
+    assert (sent.name, sent.payload) == ("all_reduce", 2 * BATCH.tokens * 64 * (2 * 2 + 5 * 4))
     (again,) = communication(shapes(gradient_checkpointing=True), BATCH, layout)
-    assert again.payload == sent.payload * 6 // 4
+    assert again.payload == 2 * BATCH.tokens * 64 * (3 * 2 + 5 * 4)
+    (_, _, bf16) = communication(model, BATCH, Layout(4, "fsdp", 2, "bf16"))
+    assert bf16.payload == 2 * BATCH.tokens * 64 * (2 * 2 + 5 * 2)
     halves = flops(model, BATCH, layout)
     assert flops(model, BATCH, Layout())["bf16"] - halves["bf16"] == 6 * BATCH.tokens * matrices // 2
     assert halves["attention"] * 2 == flops(model, BATCH, Layout())["attention"]
@@ -370,6 +424,33 @@ def test_the_configuration_says_what_options_do_not(capsys):
     assert layout(*two, "--tensor_parallel=1") == (4, "fsdp", 1)
 
 
+def test_the_configuration_says_what_is_gathered(capsys):
+    def gather(*arguments):
+        assert (
+            estimate(
+                *QUICK,
+                "--strategy=fsdp",
+                "--devices=4",
+                "--trainer.plugins.init_args.casts=fp8-current",
+                *arguments,
+                "--json",
+            )
+            == 0
+        )
+        return json.loads(capsys.readouterr().out)["layout"]["gather"]
+
+    casts, bf16 = "--trainer.plugins.init_args.quantize_before_gather=true", "--model.init_args.gather_dtype=bf16"
+    assert (gather(), gather(bf16)) == ("stored", "bf16")
+    assert (gather(casts), gather(casts, bf16)) == ("casts", "casts+bf16")
+    assert gather(casts, bf16, "--gather=stored") == "stored"
+
+
+def test_what_a_device_lacks_is_counted_as_what_is_computed_in(capsys):
+    for dtype, high in (("bf16", "bf16"), ("fp32", "fp32")):
+        assert estimate(*QUICK, f"--trainer.plugins.init_args.compute_dtype={dtype}") == 0
+        assert f"no arithmetic for fp4: its GEMMs are counted as {high}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -377,6 +458,7 @@ def test_the_configuration_says_what_options_do_not(capsys):
         (["--strategy=ddpp"], "Did you mean 'ddp'?"),
         (["--gather=fp8", "--strategy=fsdp"], "Unknown --gather 'fp8'."),
         (["--gather=bf16"], "DDP gathers nothing"),
+        (["--gather=casts", "--strategy=fsdp", "--devices=4"], "No weight can be gathered as its casts quantise it"),
         (["--devices=0"], "--devices is 1 or more; got 0."),
         (["--devices=6", "--tensor_parallel=4", "--strategy=fsdp"], "6 devices do not divide into groups of 4"),
         (["--devices=2", "--tensor_parallel=2"], "give --strategy fsdp"),
