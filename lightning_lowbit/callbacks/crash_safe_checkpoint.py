@@ -135,7 +135,7 @@ class CrashSafeCheckpoint(ModelCheckpoint):
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if not trainer.is_global_zero:
             return
-        target, newest = Path(filepath), Path(self._last_checkpoint_saved)
+        target, newest = Path(filepath), Path(self._last_checkpoint_saved)  # which was saved just before
         # Also one that a run before this has made, of which `last_model_path` need not know.
         for folder in {target.parent, Path(self.dirpath or target.parent)}:
             for link in folder.glob(f"*{self.FILE_EXTENSION}"):
