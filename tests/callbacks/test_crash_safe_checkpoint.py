@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,3 +189,23 @@ def test_interrupted_checkpoints_are_loadable_torch_files():
         save_checkpoint(trainer, "interrupted.ckpt")
     assert torch.load("interrupted.ckpt", weights_only=True)["global_step"] == 2
     assert os.listdir() == ["interrupted.ckpt"]
+
+
+@pytest.mark.parametrize("is_first, error", [(True, OSError), (False, RuntimeError)])
+def test_what_the_first_rank_cannot_do_ends_all(is_first, error, monkeypatch):
+    def fail(path):
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr("lightning_lowbit.callbacks.crash_safe_checkpoint.mend", fail)
+    told = None if is_first else "OSError('read-only file system')"  # as another process has it from the first one
+    strategy = SimpleNamespace(broadcast=lambda own: own if is_first else told, checkpoint_io=None)
+    trainer = SimpleNamespace(strategy=strategy, is_global_zero=is_first)
+    with pytest.raises(error, match="read-only file system"):
+        save_checkpoint(trainer, "last.ckpt")
+
+
+def test_what_a_crash_left_is_found_below_and_not_within_checkpoints(tmp_path):
+    for name in ("a.ckpt.partial", "b.ckpt.previous", "loss/0.3.ckpt.partial", "c.ckpt/d.ckpt.partial", "e.partial"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert files.unfinished(tmp_path, ".ckpt") == {tmp_path / name for name in ("a.ckpt", "b.ckpt", "loss/0.3.ckpt")}
