@@ -8,12 +8,14 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.reduction import DupFd
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -73,6 +75,9 @@ class Fork:
 
     def poll(self) -> int | None:
         return self._process.exitcode
+
+
+FORKS = SimpleNamespace(Popen=Fork, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)  # instead of the module
 
 
 class _Descriptor:

@@ -106,7 +106,7 @@ def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> 
 
 
 def _amax_in_force(layer: QuantizedLayer, cast: Cast, values: Tensor) -> Tensor | None:
-    shared = None if layer.weight_amax is None else layer.weight_amax.to(values.dtype).float()
+    shared = layer.shared_amax(values.dtype)
     if cast.scale.source == "current" or layer.amaxes is None:
         return shared
     remembered = layer.amaxes.in_force[_FPROP_W]

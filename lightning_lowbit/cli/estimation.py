@@ -64,6 +64,7 @@ from lightning_lowbit.cli.devices import Device
 from lightning_lowbit.cli.shapes import Decoder, Model, Weight
 from lightning_lowbit.nn.casts import GEMMS
 from lightning_lowbit.quant.cast import choose
+from lightning_lowbit.quant.part import ends_within
 from lightning_lowbit.quant.quantize import operand_dtype
 
 STRATEGIES = ("ddp", "fsdp")
@@ -417,7 +418,7 @@ def _is_packed(weight: Weight, layout: Layout) -> bool:
     if "casts" not in layout.gather or cast is None or _tensor_parallel(weight, layout) > 1:
         return False
     block, rows = cast.scale.block, -(-weight.shape[0] // layout.shards)
-    if isinstance(block, tuple) and rows % block[0] and rows < weight.shape[0]:
+    if isinstance(block, tuple) and ends_within(rows, weight.shape[0], block[0]):
         return False
     return operand_dtype(torch.bfloat16, cast).itemsize <= _given(weight, layout)
 

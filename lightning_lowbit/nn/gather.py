@@ -33,7 +33,7 @@ from lightning_lowbit.nn.function import MadeWeight
 from lightning_lowbit.nn.linear import QuantizedLayer, quantized_class
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.packed import pack, unpack_
-from lightning_lowbit.quant.part import Part
+from lightning_lowbit.quant.part import Part, ends_within
 from lightning_lowbit.quant.quantize import operand_dtype
 from lightning_lowbit.quant.scaling import absmax, block_sum
 
@@ -224,7 +224,7 @@ def _misfit(record: FSDPParam, casts: LinearCasts, dtype: torch.dtype | None) ->
     assert isinstance(cast, Cast)
     if not _is_plain(record):
         return "the weight is not one nn.Linear's alone, or not cut along its rows by FSDP2 alone"
-    if isinstance(cast.scale.block, tuple) and step % cast.scale.block[0] and step < record._orig_size[0]:
+    if isinstance(cast.scale.block, tuple) and ends_within(step, record._orig_size[0], cast.scale.block[0]):
         return f"shards of {step} rows end within a tile of {cast.scale.block[0]}"
     if given not in (torch.float32, operand_dtype(dtype or given, cast)):
         return f"FSDP2 gives the weight in {given}, which does not hold the operand"

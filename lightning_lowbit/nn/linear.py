@@ -202,9 +202,13 @@ class QuantizedLayer(nn.Module):
         how = Setup(self.casts, self.keys, in_force, staged, self.exact, native, self.blend, *sums, parts)
         if (made := self.made_weight) is not None:
             how = how._replace(weight_amax=made.amax, made_dtype=made.dtype, made_factor=made.factor)
-        elif self.weight_amax is not None:  # of the weight before it was rounded, which keeps the order
-            how = how._replace(weight_amax=self.weight_amax.to(weight.dtype).float())
+        else:
+            how = how._replace(weight_amax=self.shared_amax(weight.dtype))
         return linear_function(x, weight, bias, how)
+
+    def shared_amax(self, dtype: torch.dtype) -> Tensor | None:
+        """``weight_amax`` of weights that are rounded to a dtype first, which keeps their order; None for their own."""
+        return None if self.weight_amax is None else self.weight_amax.to(dtype).float()
 
     def native_gemms(self, device: torch.device, casts: LinearCasts | None = None) -> tuple[str, ...]:
         """The GEMMs that a device computes natively, with casts, or those in force; all others are emulated.

@@ -40,18 +40,10 @@ class SharedAmaxes:
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
         names = check_groups({name: layer.full_casts for name, layer in layers.items()}, patterns)
         self._groups = [[layers[name] for name in group] for group in names]
-        longest = max(map(len, names))
-        numbers = iter(range(sum(map(len, names))))
-        members = [[next(numbers) for _ in group] for group in names]
-        self._members = torch.tensor([[*group, *group[-1:] * (longest - len(group))] for group in members])
 
     @torch.inference_mode(False)  # evaluation may come first, and passes of training save them
     @torch.no_grad()  # which the line above ends
-    def measure(
-        self,
-        of_weights: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def measure(self, of_weights: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None) -> None:
         """Before a forward pass: the amaxes of the weights as they are.
 
         Args:
@@ -60,12 +52,11 @@ class SharedAmaxes:
         """
         weights = [layer.weight for group in self._groups for layer in group]
         each = [absmax(weight) for weight in weights] if of_weights is None else of_weights(weights)
-        amaxes = torch.stack([*each])
-        self._members = self._members.to(amaxes.device)
-        # New tensors: a backward pass may still be to come that reads those of before.
-        for group, amax in zip(self._groups, amaxes[self._members].amax(1).unbind(), strict=True):
+        of_groups = torch.split(torch.stack([*each]), [len(group) for group in self._groups])
+        for group, amaxes in zip(self._groups, of_groups, strict=True):
+            shared = amaxes.amax()  # a new tensor: a backward pass may still be to come that reads the one of before
             for layer in group:
-                layer.weight_amax = amax
+                layer.weight_amax = shared
 
     def release(self) -> None:
         """Has each layer scale its weight by its own amax again."""
@@ -88,13 +79,13 @@ def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[li
         ValueError: a pattern matches no layer, or none beside another one; a layer is in two groups; or an amax of the
             weight is not what the forward pass scales the weights of a group by, all by the same cast.
     """
-    select([*casts], patterns, "shared_amax")
+    select([*casts], patterns, "shared_amax")  # all of them, or else raises
     found: list[list[str]] = []
     for pattern in patterns:
+        matched = select([*casts], [pattern], "shared_amax")
         by_module: dict[str, list[str]] = {}
-        for name in casts:
-            if name in select([*casts], [pattern], "shared_amax"):
-                by_module.setdefault(clean_name(name).rpartition(".")[0], []).append(name)
+        for name in (name for name in casts if name in matched):
+            by_module.setdefault(clean_name(name).rpartition(".")[0], []).append(name)
         together = [names for names in by_module.values() if len(names) > 1]
         if not together:
             raise ValueError(

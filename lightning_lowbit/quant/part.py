@@ -21,6 +21,11 @@ from lightning_lowbit.quant.rounding import int32
 from lightning_lowbit.quant.scaling import absmax
 
 
+def ends_within(step: int, size: int, side: int) -> bool:
+    """Whether ``size`` rows or columns, cut after each ``step``, are cut within a unit of ``side`` of them."""
+    return step < size and step % side != 0
+
+
 class Part(NamedTuple):
     """Which part of a matrix this process holds.
 
@@ -66,7 +71,7 @@ class Part(NamedTuple):
         Raises:
             ValueError: so.
         """
-        if self.step % side and self.step < self.size:
+        if ends_within(self.step, self.size, side):
             raise ValueError(
                 f"A matrix of {tuple(self.whole(shape))} is cut after each {self.step} of dimension {self.dim}, in the "
                 f"middle of {what} {side}: no process has all that shares a scale. Choose sizes of which each gets a "

@@ -3,9 +3,7 @@
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from lightning_lowbit import cli
 from lightning_lowbit.cli.compare import plan
 from lightning_lowbit.cli.comparison import markdown, write_comparison
 from lightning_lowbit.cli.study import product
-from tests.launch import Fork, start, wait_for
+from tests.launch import FORKS, start, wait_for
 
 TINY = """
 trainer: {max_steps: 8, log_every_n_steps: 1, val_check_interval: 4}
@@ -29,8 +27,7 @@ BASE = ["--config=quickstart", "--config=tiny.yaml"]
 
 @pytest.fixture(autouse=True)
 def _files(tmp_path, monkeypatch):
-    forks = SimpleNamespace(Popen=Fork, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr("lightning_lowbit.cli.compare.subprocess", forks)
+    monkeypatch.setattr("lightning_lowbit.cli.compare.subprocess", FORKS)
     Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     Path("tiny.yaml").write_text(TINY)
 

@@ -1,9 +1,7 @@
 """``lowbit compare --study``: what a study says, what two of them share, and what is shown of a row that diverges."""
 
 import fcntl
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -13,7 +11,7 @@ from lightning_lowbit import cli
 from lightning_lowbit.cli.compare import plan, prepare
 from lightning_lowbit.cli.comparison import write_comparison
 from lightning_lowbit.cli.study import read_study
-from tests.launch import Fork
+from tests.launch import FORKS
 
 TINY = """
 trainer: {max_steps: 4, log_every_n_steps: 1, val_check_interval: 2}
@@ -36,8 +34,7 @@ rows:
 
 @pytest.fixture(autouse=True)
 def _files(tmp_path, monkeypatch):
-    forks = SimpleNamespace(Popen=Fork, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr("lightning_lowbit.cli.compare.subprocess", forks)
+    monkeypatch.setattr("lightning_lowbit.cli.compare.subprocess", FORKS)
     Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     Path("tiny.yaml").write_text(TINY)
     Path("mine.yaml").write_text(MINE)
