@@ -24,9 +24,16 @@ from lightning_lowbit.callbacks import (
     Throughput,
     WeightDecaySwitch,
 )
-from lightning_lowbit.nn import LinearCasts, convert, fold, smooth_swiglu
+from lightning_lowbit.nn import LinearCasts, bake, convert, fold, smooth_swiglu
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
-from lightning_lowbit.precision import FP4Precision, FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
+from lightning_lowbit.precision import (
+    FP4Precision,
+    FP8Precision,
+    IntegerPrecision,
+    LowBitPrecision,
+    TernaryPrecision,
+    restore,
+)
 from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
 from lightning_lowbit.scalers import (
     ConservativeGradScaler,
@@ -78,8 +85,10 @@ __all__ = [
     "TernaryPrecision",
     "Throughput",
     "WeightDecaySwitch",
+    "bake",
     "convert",
     "fold",
     "quantize",
+    "restore",
     "smooth_swiglu",
 ]

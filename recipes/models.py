@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,9 +26,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lightning_lowbit.optim.sharding import connect, gradient_norm
+from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.precision.checkpoint import CHECKPOINT_KEY
 from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant.cast import choose, nearest
 
+from .saving import SavePretrained, restore_casts
 from .schedules import WarmupSchedule
 from .sharding import spread
 
@@ -114,6 +118,9 @@ class CausalLM(LightningModule):
     Under ``ModelParallelStrategy`` the network is tensor-parallel as ``transformers`` has it, and sharded block by
     block; see :mod:`lightning_lowbit.recipes.sharding`.
 
+    Its checkpoints say how it was trained, and :meth:`load_from_checkpoint` restores that: the loaded model computes
+    with the casts of the training. ``model.save_pretrained`` refuses weights that mean nothing without their casts.
+
     Logs ``loss``, ``grad_norm`` (global L2 of all parameters, wherever they lie, before clipping), ``val_loss`` (mean
     over tokens) and ``val_perplexity``.
 
@@ -164,6 +171,7 @@ class CausalLM(LightningModule):
             with torch.random.fork_rng(devices=[]), torch.device(device):
                 torch.default_generator.manual_seed(global_seed() if seed is None else seed)
                 self.model = AutoModelForCausalLM.from_config(made)  # type: ignore[no-untyped-call]
+        vars(self.model)["save_pretrained"] = SavePretrained(self.model)
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable()
         self.gather_dtype = gather_dtype
@@ -183,6 +191,19 @@ class CausalLM(LightningModule):
                 f"gather_dtype is what FSDP2 gathers parameters in, and {type(self.trainer.strategy).__name__} is "
                 "another strategy. Train with ModelParallelStrategy, or leave it out."
             )
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Computes as it was trained, also without the plugin: loaded by itself, or evaluated by another Trainer."""
+        trainer = self._trainer
+        evaluates = trainer is None or trainer.state.fn != TrainerFn.FITTING
+        if evaluates and not (trainer and isinstance(trainer.precision_plugin, LowBitPrecision)):
+            restore_casts(self, checkpoint)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds casts to a checkpoint of weights alone, to which no plugin adds any."""
+        plugin = self.trainer.precision_plugin
+        if CHECKPOINT_KEY not in checkpoint and isinstance(plugin, LowBitPrecision):
+            plugin.on_save_checkpoint(checkpoint)
 
     def on_train_start(self) -> None:
         """For the gradient norm under FSDP1, whatever the precision plugin."""

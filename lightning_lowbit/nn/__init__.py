@@ -2,6 +2,7 @@
 
 from lightning_lowbit.nn import presets as presets
 from lightning_lowbit.nn.amax import AmaxHistories
+from lightning_lowbit.nn.bake import bake
 from lightning_lowbit.nn.casts import OPERANDS, PHASES, PRESETS, LinearCasts
 from lightning_lowbit.nn.convert import convert, plan, set_blend, set_phase
 from lightning_lowbit.nn.coverage import Coverage, GemmCounter
@@ -23,6 +24,7 @@ __all__ = [
     "QuantizedLayer",
     "SharedAmaxes",
     "SwiGLU",
+    "bake",
     "convert",
     "fold",
     "plan",

@@ -139,6 +139,10 @@ class AmaxHistories:
         if with_index(device) != self._history.device:
             self._place(device)
 
+    def relink(self) -> None:
+        """Makes what layers hold views of the amaxes again, which pickle makes copies of."""
+        self._place(self._history.device)
+
     @torch.inference_mode(False)  # evaluation may be what moves it, and training goes on in these tensors
     def _place(self, device: torch.device) -> None:
         for name in ("_history", "_remembered", "_channels"):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.nn.casts import GEMMS, LinearCasts
+from lightning_lowbit.nn.context import ForwardContext
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import BACKENDS, QuantizedLayer, has_native_gemms, is_linear, quantized_class
 from lightning_lowbit.nn.smooth_swiglu import smooth_casts, watch_up_projections
@@ -62,6 +63,24 @@ def convert(
     """
     planned = plan(model, casts, skip, only, overrides, smooth_swiglu)
     check_backend(planned, backend, exact)
+    return convert_layers(model, planned, exact, backend)
+
+
+def convert_layers(
+    model: _Model, planned: Mapping[str, LinearCasts], exact: bool = False, backend: str = "auto"
+) -> _Model:
+    """Does what :func:`plan` or :func:`plan_by_name` planned: converts these layers of a model in place.
+
+    Args:
+        model: any module.
+        planned: by name in the model, the casts of each layer. Layers that were converted before and are not in it
+            compute in high precision from now on.
+        exact, backend: as in :func:`convert`.
+
+    Returns:
+        The model itself.
+    """
+    ForwardContext.detach(model)  # of casts that it had before
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLayer) and name not in planned:  # converted before, and to be left alone now
             module.set_casts(LinearCasts())
@@ -111,6 +130,25 @@ def plan(
             "none of them. Skip fewer layers."
         )
     return result if smooth_swiglu is None else smooth_casts(model, result, smooth_swiglu)
+
+
+def plan_by_name(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, LinearCasts]:
+    """The casts of each layer of a model, from casts by the layers' names without wrappers.
+
+    Args:
+        model: any module; a layer that no name stands for stays in high precision.
+        casts: as a checkpoint holds them.
+
+    Raises:
+        ValueError: a name is that of no layer of the model.
+    """
+    layers = {clean_name(name): name for name, module in model.named_modules() if is_linear(module)}
+    if missing := [name for name in casts if name not in layers]:
+        raise ValueError(
+            f"Casts are given for {len(missing)} layers that {type(model).__name__} does not have, e.g. "
+            f"{_some(missing)}; it has {_some([*layers]) or 'no linear layer'}. Build the model as it was trained."
+        )
+    return {layers[name]: casts[name] for name in casts}
 
 
 def check_backend(

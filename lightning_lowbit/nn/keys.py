@@ -71,6 +71,10 @@ class LayerKeys:
         own = hash_numbers(self.seed, step, micro_batch, rank)
         self._keys.copy_(mix_key(self._salts ^ torch.where(self._is_weight, shared, own)))
 
+    def relink(self) -> None:
+        """Makes what layers hold views of the keys again, which pickle makes copies of."""
+        self._place(self._keys.device)
+
     @torch.inference_mode(False)  # evaluation may be what moves them, and they are refilled in training
     def _place(self, device: torch.device) -> None:
         self._salts, self._is_weight = self._salts.to(device), self._is_weight.to(device)

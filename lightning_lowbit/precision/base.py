@@ -22,7 +22,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -30,20 +31,21 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
-from lightning_lowbit.nn.convert import CastsLike, check_backend, convert, plan
+from lightning_lowbit.nn.context import ForwardContext
+from lightning_lowbit.nn.convert import CastsLike, check_backend, convert_layers, plan, plan_by_name
 from lightning_lowbit.nn.shared_amax import SharedAmaxes, check_groups, groups
 from lightning_lowbit.optim.sharding import clip_gradient_norm_, connect, largest_magnitudes
+from lightning_lowbit.precision.checkpoint import CHECKPOINT_KEY, Checkpoint, load_checkpoint, state_of
 from lightning_lowbit.precision.converted_model import ConvertedModel
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
 from lightning_lowbit.precision.run_settings import compute_dtype, global_seed
+from lightning_lowbit.precision.trained import LACKING, Origin, Trained, check_changes
 from lightning_lowbit.quant.cast import choose
 
 if TYPE_CHECKING:
     from lightning_lowbit.nn.gather import WeightGathers
 
 __all__ = ["LowBitPrecision", "compute_dtype"]
-
-_CHECKPOINT_KEY = "lightning_lowbit"
 
 _COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], torch.dtype]] = {
     "bf16": ("bf16-mixed", torch.bfloat16),
@@ -89,6 +91,9 @@ class LowBitPrecision(FSDPPrecision):
             see :mod:`lightning_lowbit.nn.shared_amax`.
         quantize_before_gather: FSDP2 (``ModelParallelStrategy``) gathers weights as codes and scales wherever results
             are, to the bit, those of gathering them in high precision; see :mod:`lightning_lowbit.nn.gather`.
+        casts_of_checkpoint: ``validate``, ``test`` and ``predict`` refuse a checkpoint that was trained with other
+            casts; False evaluates it with these casts all the same. Training on with other casts is always possible,
+            and is said.
 
     Attributes:
         step: optimizer steps taken.
@@ -97,7 +102,8 @@ class LowBitPrecision(FSDPPrecision):
 
     Raises:
         ValueError: an argument is not one of the above; or, when the model is converted, a pattern matches no layer,
-            layers cannot share an amax, or no weight can be quantised before it is gathered.
+            layers cannot share an amax, or no weight can be quantised before it is gathered; or, when a checkpoint is
+            loaded, its state is damaged, or was trained with other casts than those that are to be evaluated.
         MisconfigurationException: the plugin is used outside ``lightning.pytorch.Trainer``, with DeepSpeed, or a scaler
             with ranks that are not there; or, in a step, a scaler with LBFGS.
 
@@ -121,6 +127,7 @@ class LowBitPrecision(FSDPPrecision):
         fresh_histories: bool = False,
         shared_amax: Iterable[str] = (),
         quantize_before_gather: bool = False,
+        casts_of_checkpoint: bool = True,
     ) -> None:
         precision, self._compute_dtype = _COMPUTE_DTYPES[choose("compute_dtype", compute_dtype, _COMPUTE_DTYPES)]
         super().__init__("bf16-mixed")  # with "16-mixed" it makes a scaler of its own, which asks for CUDA
@@ -134,6 +141,7 @@ class LowBitPrecision(FSDPPrecision):
         self.seed, self.exact = global_seed() if seed is None else seed, exact
         self.backend, self.smooth_swiglu = backend, smooth_swiglu
         self.fresh_histories, self.quantize_before_gather = fresh_histories, quantize_before_gather
+        self.casts_of_checkpoint = casts_of_checkpoint
         if smooth_swiglu is not None:
             choose("kind of smooth_swiglu", smooth_swiglu, SMOOTHINGS)
         check_backend({"": self.casts, **self.overrides}, backend, exact)
@@ -147,6 +155,31 @@ class LowBitPrecision(FSDPPrecision):
         self._converted = ConvertedModel()
         self._shared: SharedAmaxes | None = None
         self._gathers: WeightGathers | None = None
+        self._origin: Origin | None = None
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, *, weights_only: bool = True, **changes: Any) -> "LowBitPrecision":
+        """The plugin that trained a checkpoint: the same casts of the same layers, whatever its class was.
+
+        In ``validate``, ``test`` and ``predict`` it also has the checkpoint's phase, λ and amaxes, with or without
+        ``ckpt_path``. In ``fit`` it takes them from ``ckpt_path``, and begins a run of its own without one.
+
+        Args:
+            checkpoint: a path, also of a folder of shards, or what ``torch.load`` has made of one.
+            weights_only: as in ``torch.load``.
+            **changes: arguments of :class:`LowBitPrecision` that do not change what is computed: ``scaler``, ``seed``,
+                ``exact``, ``backend``, ``fresh_histories``, ``quantize_before_gather``, ``casts_of_checkpoint``.
+
+        Raises:
+            ValueError: the checkpoint does not say how it was trained, is damaged, or ``changes`` has another argument.
+
+        Example:
+            >>> Trainer(plugins=[LowBitPrecision.from_checkpoint("last.ckpt")]).validate(model, ckpt_path="last.ckpt")
+        """
+        origin = Origin.read(load_checkpoint(checkpoint, weights_only))
+        plugin = LowBitPrecision(**{**origin.arguments(), **check_changes(changes)})
+        plugin._origin = origin
+        return plugin
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -195,7 +228,10 @@ class LowBitPrecision(FSDPPrecision):
 
     def plan(self, model: nn.Module) -> dict[str, LinearCasts]:
         """The casts that each layer of a model would get, by name, without changing it. Raises as conversion does."""
-        planned = plan(model, self.casts, self.skip, self.only, self.overrides, self.smooth_swiglu)
+        if self._origin is not None:
+            planned = plan_by_name(model, self._origin.trained.planned)
+        else:
+            planned = plan(model, self.casts, self.skip, self.only, self.overrides, self.smooth_swiglu)
         if self.shared_amax:
             check_groups(planned, self.shared_amax)
         return planned
@@ -232,14 +268,40 @@ class LowBitPrecision(FSDPPrecision):
             from lightning_lowbit.nn.gather import WeightGathers, check_gathers  # knows FSDP2 from the inside
 
             check_gathers(module, planned, self._autocast_dtype)
-        convert(module, self.casts, self.skip, self.only, self.overrides, self.exact, self.backend, self.smooth_swiglu)
-        self._root = module
-        self._converted.take(module, planned, self.seed)
-        self.set_blend(float(self.blend))
-        self._shared = SharedAmaxes(module, self.shared_amax) if self.shared_amax else None
+        restored = getattr(getattr(ForwardContext.of(module), "enter", None), "trained", None)
+        self._convert(module, planned)
         if self.quantize_before_gather:
             self._gathers = WeightGathers(module, self._autocast_dtype, planned)
+        if self._origin is not None and self._is_evaluating:
+            self._load(self._origin.state)
+        if restored is not None:
+            self._compare(restored, "The model, restored from a checkpoint,")
         return module
+
+    def attach(self, model: nn.Module, planned: Mapping[str, LinearCasts]) -> None:
+        """Converts a model that no Trainer runs, for a plugin :meth:`from_checkpoint`; see :func:`restore`."""
+        assert self._origin is not None
+        self._converted.expect(model)
+        self._convert(model, planned)
+        self._load(self._origin.state)
+
+    def move_to(self, device: torch.device) -> None:
+        """Says where a model computes that no Trainer runs."""
+        self._device = device
+
+    def _convert(self, model: nn.Module, planned: Mapping[str, LinearCasts]) -> None:
+        """Converts layers, and takes what belongs to them."""
+        convert_layers(model, planned, self.exact, self.backend)
+        self._root = model
+        self._converted.take(model, planned, self.seed)
+        self.set_blend(float(self.blend))
+        self._shared = SharedAmaxes(model, self.shared_amax) if self.shared_amax else None
+
+    @property
+    def _is_evaluating(self) -> bool:
+        """Whether the Trainer validates, tests or predicts; validation within ``fit`` does not count."""
+        trainer = None if self._trainer is None else self._trainer()
+        return trainer is not None and trainer.state.fn is not None and trainer.state.fn != TrainerFn.FITTING
 
     def set_phase(self, phase: str) -> None:
         """Puts all layers into a phase: ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``.
@@ -364,7 +426,7 @@ class LowBitPrecision(FSDPPrecision):
     def _is_automatic(self) -> bool:
         """Whether Lightning runs backward passes and steps, after ``training_step``; if not, that runs them itself."""
         model = self._converted.model
-        return model is None or model.automatic_optimization
+        return not isinstance(model, LightningModule) or model.automatic_optimization
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
@@ -457,15 +519,30 @@ class LowBitPrecision(FSDPPrecision):
             state["accumulated"] = self._accumulated
         if self._scaling is not None:
             state |= self._scaling.state_dict()
-        checkpoint[_CHECKPOINT_KEY] = state | self._converted.state_dict()
+        checkpoint[CHECKPOINT_KEY] = state | self._converted.state_dict() | {"trained": self.trained.record()}
+
+    @property
+    def trained(self) -> Trained:
+        """What decides, beside the weights, what the model computes."""
+        return Trained(
+            self._converted.casts,
+            next(name for name, (_, dtype) in _COMPUTE_DTYPES.items() if dtype == self._compute_dtype),
+            self.smooth_swiglu,
+            (*self.shared_amax,),
+            self.exact,
+            self.backend,
+            None if self.scaler is None else type(self.scaler).__name__,
+            self._converted.started,
+        )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Takes the state of a checkpoint; one that was saved without this plugin, or weights only, has none.
 
         Raises:
-            ValueError: its amax histories are those of other layers, or of another length.
+            ValueError: its state is damaged; it was trained with other casts than are to be evaluated; or its amax
+                histories are those of other layers, or of another length.
         """
-        state = checkpoint.get(_CHECKPOINT_KEY)
+        state = state_of(checkpoint)
         if state is None:
             rank_zero_warn(
                 "The checkpoint holds no state of lightning_lowbit (saved without the plugin, or weights only): its "
@@ -481,14 +558,50 @@ class LowBitPrecision(FSDPPrecision):
             )
         if self._scaling is not None:
             self._scaling.load_state_dict(state)
-        # Amaxes of output gradients are those under the checkpoint's scale of the loss; none is a scale of 1. Lightning
-        # divides the loss by the number of micro-batches, of which more devices take fewer.
-        before = state.get("scaler", {}).get("scale", 1.0) / state.get("accumulated", self._accumulated)
-        after = (1.0 if self.scaler is None else self.scaler.get_scale()) / self._accumulated
-        self._converted.load_state_dict(state, self.fresh_histories, after / before if before > 0 else 1.0)
+        self._load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Takes a state that has been checked, but for the loss scaler's."""
+        self._converted.load_casts(state)
+        if state.get("trained") is None:
+            rank_zero_warn(
+                f"The checkpoint holds {LACKING}: they are taken to be those of this plugin, {self.casts}. If it was "
+                "trained with others, give the plugin those. A checkpoint saved from now on tells them."
+            )
+        else:
+            self._compare(Trained.read(state["trained"]), "The checkpoint")
+        if not self.fresh_histories:
+            # Amaxes of output gradients are those under the checkpoint's scale of the loss; none is a scale of 1.
+            # Lightning divides the loss by the number of micro-batches, of which more devices take fewer.
+            before = state.get("scaler", {}).get("scale", 1.0) / state.get("accumulated", self._accumulated)
+            after = (1.0 if self.scaler is None else self.scaler.get_scale()) / self._accumulated
+            self._converted.load_histories(state, after / before if before > 0 else 1.0)
         self.step, self.micro_batch = state["step"], state["micro_batch"]
         self.set_phase(state["phase"])
         self.set_blend(float(state.get("blend", 1.0)))
+
+    def _compare(self, trained: Trained, what: str) -> None:
+        """Says what this plugin computes otherwise than it was trained; in evaluation that is an error.
+
+        Raises:
+            ValueError: in evaluation, unless ``casts_of_checkpoint`` is False.
+        """
+        if not (differences := trained.differences(self.trained)):
+            return
+        told = f"{what} was trained otherwise than this plugin computes:\n  " + "\n  ".join(differences)
+        if not self._is_evaluating:
+            rank_zero_warn(f"{told}\nTraining goes on with the casts of this plugin.")
+        elif self.casts_of_checkpoint:
+            raise ValueError(
+                f"{told}\nTo evaluate what was trained, use plugins=[LowBitPrecision.from_checkpoint(path)]; to "
+                "evaluate it with the casts of this plugin, give this plugin casts_of_checkpoint=False."
+            )
+        else:
+            rank_zero_info(f"{told}\nIt is evaluated with the casts of this plugin, as casts_of_checkpoint=False says.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the Trainer: who pickles that has it already."""
+        return {**vars(self), "_trainer": None}
 
     def teardown(self) -> None:
         """Says how many steps of a training were skipped; weights are gathered as they are again."""

@@ -13,14 +13,12 @@ Layers are known by their names without wrappers, in checkpoints, too.
 import weakref
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
@@ -31,6 +29,7 @@ from lightning_lowbit.nn.keys import LayerKeys, clean_name, with_index
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
 from lightning_lowbit.nn.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.optim.sharding import all_reduce_world_
+from lightning_lowbit.precision.trained import primitive
 from lightning_lowbit.quant.cast import choose
 
 
@@ -65,19 +64,34 @@ class ConvertedModel:
         self.blend = torch.ones(())
         self.is_blending = False
         self.histories: AmaxHistories | None = None
-        self._model: weakref.ref[LightningModule] | None = None
+        self._model: weakref.ref[nn.Module] | None = None
         self._keys: LayerKeys | None = None
         self._planned: dict[str, LinearCasts] = {}
         self._changed: dict[str, LinearCasts] = {}
+        self._is_copy = False  # of a pickle, in which layers hold copies of keys and amaxes
 
     @property
-    def model(self) -> LightningModule | None:
+    def model(self) -> nn.Module | None:
         """The one that was converted last, or is about to be; None while there is none, or if it is gone."""
         return None if self._model is None else self._model()
 
     @property
+    def casts(self) -> dict[str, LinearCasts]:
+        """By layer, the casts in force outside any phase."""
+        return {name: layer.full_casts for name, layer in self._layers.items()}
+
+    @property
+    def started(self) -> dict[str, LinearCasts]:
+        """The casts that layers were converted with, of those that have others now."""
+        return {name: self._planned[name] for name in self._changed if name in self._planned}
+
+    @property
     def _layers(self) -> dict[str, QuantizedLayer]:
         return {} if self._keys is None else self._keys.layers
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the model, which a weak reference cannot be pickled of; converting it again brings it back."""
+        return {**vars(self), "_model": None, "_is_copy": True}
 
     # --- conversion ---
 
@@ -85,13 +99,13 @@ class ConvertedModel:
         """Forgets another run; λ stays what it is."""
         self.phase, self.histories, self._changed = "fqt", None, {}
 
-    def expect(self, model: LightningModule) -> None:
+    def expect(self, model: nn.Module) -> None:
         """A model is about to be converted; amaxes of another one are forgotten."""
         if self._model is not None and self.model is not model:
             self.histories = None
         self._model = weakref.ref(model)
 
-    def take(self, model: LightningModule, planned: Mapping[str, LinearCasts], seed: int) -> None:
+    def take(self, model: nn.Module, planned: Mapping[str, LinearCasts], seed: int) -> None:
         """A model has been converted: its layers get the casts and the phase in force, keys and histories.
 
         λ is theirs once it is set again.
@@ -229,6 +243,10 @@ class ConvertedModel:
         """Before a forward pass: its random bits, and all that layers need, on their device. It stages no amaxes."""
         if self._keys is None or self.histories is None:
             return
+        if self._is_copy:
+            self._keys.relink()
+            self.histories.relink()
+            self._is_copy = False
         self._keys.fill_(step, micro_batch, rank, device)
         self.histories.to_(device)
         self.record(False)
@@ -261,22 +279,20 @@ class ConvertedModel:
         """Changed casts and histories, where there are any; in tensors and primitives, the same on all ranks."""
         state: dict[str, Any] = {}
         if self._changed:
-            state["casts"] = {name: _primitive(casts) for name, casts in self._changed.items()}
+            state["casts"] = {name: primitive(casts) for name, casts in self._changed.items()}
         return state | self.histories.state_dict() if self.histories else state
 
-    def load_state_dict(self, state: Mapping[str, Any], fresh_histories: bool, growth: float) -> None:
-        """Takes what :meth:`state_dict` gave.
+    def load_histories(self, state: Mapping[str, Any], growth: float) -> None:
+        """Takes the histories that :meth:`state_dict` gave; after :meth:`load_casts`, whose they are.
 
         Args:
             state: it may hold more.
-            fresh_histories: leaves histories as they are.
             growth: this run's scale of the loss over that of the run which has saved the state.
 
         Raises:
             ValueError: its amax histories are those of other layers, or of another length.
         """
-        self._load_casts(state)  # before the histories, which are those of what the casts remember
-        if fresh_histories or not self.histories:
+        if not self.histories:
             return
         if "amax_history" not in state:
             rank_zero_warn(
@@ -287,7 +303,8 @@ class ConvertedModel:
         self.histories.load_state_dict(state)
         self.histories.scale_gradients_(torch.tensor(growth, device="cpu"))
 
-    def _load_casts(self, state: Mapping[str, Any]) -> None:
+    def load_casts(self, state: Mapping[str, Any]) -> None:
+        """Takes the changed casts that :meth:`state_dict` gave."""
         self._changed = {name: LinearCasts.of(casts) for name, casts in state.get("casts", {}).items()}
         if self._keys is None:
             return
@@ -299,15 +316,6 @@ class ConvertedModel:
             )
             self._changed = {name: casts for name, casts in self._changed.items() if name in self._planned}
         self._renew_casts({n: self._changed.get(n, planned) for n, planned in self._planned.items()}, keep=False)
-
-
-def _primitive(value: Any) -> Any:
-    """Casts as the mapping that :meth:`LinearCasts.of` takes, of what any checkpoint may hold."""
-    if is_dataclass(value):
-        return {field.name: _primitive(getattr(value, field.name)) for field in fields(value) if field.init}
-    if isinstance(value, Mapping):
-        return {key: _primitive(item) for key, item in value.items()}
-    return [_primitive(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _remembers(layer: QuantizedLayer) -> bool:

@@ -1,0 +1,41 @@
+"""``lowbit validate | test | predict`` evaluate a checkpoint as it was trained, whatever the configuration says."""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_lowbit.cli.configs import as_list
+from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.precision.checkpoint import load_checkpoint, state_of
+
+
+def as_trained(trainer: Mapping[str, Any], path: str | None, weights_only: bool = True) -> dict[str, Any]:
+    """Arguments of the Trainer that make it evaluate a checkpoint as it was trained.
+
+    Args:
+        trainer: its arguments, instantiated, as the configuration gives them.
+        path: of the checkpoint; None, or what is no local path, changes nothing.
+        weights_only: as in ``torch.load``.
+
+    Returns:
+        What to change; nothing if the checkpoint does not say how it was trained, or if the configured plugin has
+        ``casts_of_checkpoint=False``.
+    """
+    plugins = as_list(trainer.get("plugins") or [])
+    own = next((plugin for plugin in plugins if isinstance(plugin, LowBitPrecision)), None)
+    if path is None or not Path(path).exists() or (own is not None and not own.casts_of_checkpoint):
+        return {}
+    checkpoint = load_checkpoint(path, weights_only)
+    state = state_of(checkpoint)
+    if state is None or state.get("trained") is None:
+        return {}  # the plugin says so
+    same = {} if own is None else {"exact": own.exact, "backend": own.backend}
+    plugin = LowBitPrecision.from_checkpoint(checkpoint, **same)
+    print(f"Evaluating {path} as it was trained: {_casts(state['trained']['layers'])}; phase {state['phase']}")
+    return {"plugins": [*(p for p in plugins if p is not own), plugin], "precision": None}
+
+
+def _casts(layers: Mapping[str, str]) -> str:
+    counted = Counter(layers.values()).most_common()
+    return ", ".join(f"{casts} in {count} layer{'s' * (count > 1)}" for casts, count in counted)

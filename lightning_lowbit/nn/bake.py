@@ -1,0 +1,119 @@
+"""Plain layers that hold quantized values, for models whose forward pass quantizes weights alone."""
+
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_lowbit.nn.casts import OPERANDS
+from lightning_lowbit.nn.context import ForwardContext
+from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.quant import Cast, blend, quantize_operand
+from lightning_lowbit.quant.scaling import absmax
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+@torch.no_grad()
+def bake(model: _Model) -> _Model:
+    """Turns converted layers into the plain ones that they were, with quantized values as weights, in place.
+
+    What comes out needs nothing of this package: any code saves, loads and runs it. Weights keep their dtype and hold
+    what the forward pass multiplies with. It computes the same in float32 (up to the order of sums); under autocast a
+    factor per row or tensor is rounded with the weight, one rounding more.
+
+    Args:
+        model: converted, or made by :func:`lightning_lowbit.restore`. Weights are rounded to the dtype of autocast
+            first, where that is on: bake under the autocast that the model was trained with. A restored model has it.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ValueError: a layer also quantizes activations, rotates, smooths, or rounds its weight stochastically; a weight
+            belongs to another layer, too, that would change with it; or the model is spread over processes. Nothing has
+            been changed then.
+
+    Example:
+        >>> model = bake(restore(MyModule(), "last.ckpt"))  # trained with IntegerPrecision(4, activation_bits=None)
+        >>> torch.save(model.state_dict(), "int4_values.pt")
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+    if not layers:
+        raise ValueError("The model has no converted layers to bake. Call restore(model, checkpoint) first.")
+    refused: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        if (why := _obstacle(layer)) is not None:
+            refused.setdefault(why, []).append(name)
+    if refused:
+        why, names = max(refused.items(), key=lambda item: len(item[1]))
+        raise ValueError(
+            f"No weights alone can stand for {len(names)} of {len(layers)} layers, e.g. {names[0]}: {why}. Keep the "
+            "restored model, which computes as it was trained."
+        )
+    _check_tied(model, layers)
+    context = ForwardContext.of(model)
+    with nullcontext() if context is None else context.enter(model.eval()):
+        for layer in layers.values():
+            if layer.casts.fprop_w is not None:
+                _matrix(layer).copy_(_quantized(layer))
+    ForwardContext.detach(model)
+    for layer in layers.values():
+        for name in QuantizedLayer.__annotations__:
+            vars(layer).pop(name, None)
+        layer.__class__ = type(layer).__bases__[1]  # that of the layer before it was converted
+    return model
+
+
+def _obstacle(layer: QuantizedLayer) -> str | None:
+    """Why a plain layer cannot compute what a converted one does in its forward pass; None if it can."""
+    casts = layer.casts
+    if isinstance(layer.weight, DTensor):
+        return "its weight is spread over processes"
+    if casts.fprop_x is not None:
+        return f"it quantizes activations, too ({casts.fprop_x})"
+    if "fprop" in casts.hadamard:
+        return "it rotates weights and activations"
+    if casts.smooth is not None:
+        return "its input is smoothed (lightning_lowbit.fold works that into weights)"
+    if casts.fprop_w is not None and casts.fprop_w.rounding == "stochastic":
+        return "it rounds its weight stochastically, anew in each pass"
+    return None
+
+
+def _check_tied(model: nn.Module, layers: dict[str, QuantizedLayer]) -> None:
+    """Raises a ``ValueError`` if a weight that will change is also another module's."""
+    changing = {id(layer.weight): name for name, layer in layers.items() if layer.casts.fprop_w is not None}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owner = changing.get(id(parameter))
+            if owner is not None and module is not layers[owner]:
+                raise ValueError(
+                    f"The weight of {owner} is also that of {name}, which would change with it. Untie them first, e.g. "
+                    f"layer.weight = nn.Parameter(layer.weight.clone()), or train with skip=[{owner!r}]."
+                )
+
+
+def _matrix(layer: Any) -> Tensor:
+    matrix: Tensor = layer.weight_matrix()
+    return matrix.detach()
+
+
+def _quantized(layer: QuantizedLayer) -> Tensor:
+    """float32 ``[out_features, in_features]``: what the forward pass multiplies with."""
+    weight, cast = _matrix(layer), layer.casts.fprop_w
+    assert isinstance(cast, Cast)
+    device = weight.device.type
+    if torch.is_autocast_enabled(device):
+        weight = weight.to(torch.get_autocast_dtype(device))
+    amax = layer.shared_amax(weight.dtype)
+    if cast.scale.source == "delayed" and layer.amaxes is not None:
+        in_force = layer.amaxes.in_force[OPERANDS.index("fprop_w")]
+        amax = torch.where(in_force > 0, in_force, absmax(weight))
+    operand = quantize_operand(weight, cast, 1, None, amax, torch.float32 if layer.exact else None)
+    if layer.blend is not None:
+        operand = blend(weight, operand, layer.blend, layer.exact)
+    values = operand.values.float()
+    return values if operand.factor is None else values * operand.factor

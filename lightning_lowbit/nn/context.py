@@ -1,0 +1,72 @@
+"""A context around the forward passes of a model that no Trainer runs.
+
+Whatever part of the model is called first, the whole or one block of it, enters the context; what it calls is inside.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_lowbit.nn.linear import QuantizedLayer
+
+
+class ForwardContext:
+    """Forward hooks that run the outermost forward pass of a model within a context.
+
+    Args:
+        enter: makes the context from the module that is called.
+
+    Attributes:
+        enter: the same.
+    """
+
+    def __init__(self, enter: Callable[[nn.Module], AbstractContextManager[Any]]) -> None:
+        self.enter = enter
+        self._inside: list[nn.Module] = []
+        self._context: AbstractContextManager[Any] | None = None
+
+    def attach(self, model: nn.Module) -> None:
+        """Registers the hooks with every module that is, or holds, a converted layer."""
+        for module in model.modules():
+            if any(isinstance(part, QuantizedLayer) for part in module.modules()):
+                module.register_forward_pre_hook(self._before)
+                module.register_forward_hook(self._after, always_call=True)
+
+    @torch.compiler.disable
+    def _before(self, module: nn.Module, inputs: Any) -> None:
+        if not self._inside:
+            self._context = self.enter(module)
+            self._context.__enter__()
+        self._inside.append(module)
+
+    @torch.compiler.disable
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not self._inside or self._inside[-1] is not module:
+            return  # the context was not entered: that has raised
+        self._inside.pop()
+        if not self._inside and self._context is not None:
+            context, self._context = self._context, None
+            context.__exit__(None, None, None)
+
+    @staticmethod
+    def of(model: nn.Module) -> "ForwardContext | None":
+        """The one that is attached to a model or to a part of it; None if there is none."""
+        owners = (_owner(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+        return next((owner for owner in owners if owner is not None), None)
+
+    @staticmethod
+    def detach(model: nn.Module) -> None:
+        """Removes the hooks from a model and all its parts."""
+        for module in model.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key in [key for key, hook in hooks.items() if _owner(hook) is not None]:
+                    del hooks[key]
+                    module._forward_hooks_always_called.pop(key, None)
+
+
+def _owner(hook: Any) -> ForwardContext | None:
+    owner = getattr(hook, "__self__", None)
+    return owner if isinstance(owner, ForwardContext) else None

@@ -1,0 +1,184 @@
+"""Reading checkpoints without a Trainer, and checking what they say before anything is changed.
+
+A checkpoint is a file that ``torch.save`` wrote, or a folder: shards of the weights in torch's distributed format, and
+``meta.pt`` with everything else.
+"""
+
+import os
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from lightning_lowbit.nn.casts import PHASES
+from lightning_lowbit.quant.cast import choose
+
+CHECKPOINT_KEY = "lightning_lowbit"
+
+Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
+
+_META = "meta.pt"  # as Lightning's strategies name it
+_REQUIRED = object()
+_NUMBER = int | float
+_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # as torch has them
+
+
+def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mapping[str, Any]:
+    """What a checkpoint holds; of a folder everything but the weights.
+
+    Args:
+        checkpoint: a path, or what ``torch.load`` has made of one.
+        weights_only: False unpickles any object, which runs code of whoever wrote the file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is none, or holds objects that need ``weights_only=False``.
+    """
+    if isinstance(checkpoint, Mapping):
+        return checkpoint
+    path = Path(checkpoint).expanduser()
+    if path.is_dir():
+        path /= _META
+        if not path.exists():
+            raise ValueError(f"{path.parent} is no checkpoint: a folder with one has a file {_META}.")
+    if not path.exists():
+        raise FileNotFoundError(f"The checkpoint {path} does not exist.")
+    try:
+        mmap = zipfile.is_zipfile(path)  # tensors are read where they are used
+        loaded = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
+    except Exception as error:  # of pickle, zip files and torch: whatever a damaged file makes of them
+        hint = ". If you trust whoever wrote it, give weights_only=False" if weights_only else ""
+        raise ValueError(f"{path} cannot be loaded ({_first_line(error)}){hint}.") from error
+    if not isinstance(loaded, Mapping):
+        raise ValueError(f"{path} holds a {type(loaded).__name__}, not the mapping that a checkpoint is.")
+    return loaded
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = True) -> None:
+    """Loads a checkpoint's weights into a model, strictly; other tensors of the checkpoint are left out.
+
+    Args:
+        model: with the parameters' names of the checkpoint.
+        checkpoint: a path, a folder of shards, or what ``torch.load`` has made of a file.
+        weights_only: as in :func:`load_checkpoint`.
+
+    Raises:
+        ValueError: weights are missing there, or have other shapes.
+    """
+    own = model.state_dict()
+    if isinstance(checkpoint, Mapping) or not Path(checkpoint).expanduser().is_dir():
+        given = load_checkpoint(checkpoint, weights_only).get("state_dict")
+        if not isinstance(given, Mapping):
+            raise ValueError("The checkpoint holds no weights (no state_dict): give weights=False to load the rest.")
+    else:
+        given = _load_shards(own, Path(checkpoint).expanduser())
+    if missing := [name for name in own if name not in given]:
+        raise ValueError(
+            f"The checkpoint lacks {len(missing)} of the model's {len(own)} tensors, e.g. {missing[0]}; it has e.g. "
+            f"{next(iter(given), 'none')}. If the model is a part of the module that was trained, give its name there "
+            "as prefix."
+        )
+    try:
+        model.load_state_dict({name: given[name] for name in own})
+    except RuntimeError as error:  # of shapes
+        raise ValueError(str(error)) from error
+
+
+def _load_shards(own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Those of a model's tensors that a folder holds."""
+    reader = dcp.FileSystemReader(folder)
+    there = reader.read_metadata().state_dict_metadata
+    # What Lightning's strategies for FSDP1 and FSDP2 put before the names.
+    prefix = next((p for p in ("model.", "state_dict.") if any(f"{p}{name}" in there for name in own)), "")
+    names = [name for name in own if f"{prefix}{name}" in there]
+    found = {f"{prefix}{name}": torch.empty_like(own[name], device="cpu") for name in names}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        dcp.load(found, storage_reader=reader, no_dist=True)
+    return {name: found[f"{prefix}{name}"] for name in names}
+
+
+# --- what the state of a plugin holds ---------------------------------------------------------------------------------
+
+
+def entry(state: Mapping[str, Any], key: str, kind: Any, where: str = "", default: Any = _REQUIRED) -> Any:
+    """An entry of a state, if it is what it should be.
+
+    Args:
+        state: a checkpoint's ``["lightning_lowbit"]``, or a part of it.
+        key: of the entry.
+        kind: the type, or a union of types, that it must have.
+        where: what stands before the key in an error, such as ``"trained."``.
+        default: of an entry that older versions did not write.
+
+    Raises:
+        ValueError: it is missing and there is no default, or it is of another type.
+    """
+    value = state.get(key, default)
+    if value is _REQUIRED:
+        raise ValueError(f"The checkpoint's state of {CHECKPOINT_KEY} has no entry {where}{key}: {_ADVICE}")
+    wrong = isinstance(value, bool) and kind in (int, _NUMBER)
+    if value is not default and (wrong or not isinstance(value, kind)):
+        raise ValueError(
+            f"The checkpoint's state of {CHECKPOINT_KEY} has {where}{key} = {_shown(value)}, which should be "
+            f"{getattr(kind, '__name__', None) or kind}: {_ADVICE}"
+        )
+    return value
+
+
+def state_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The state of the precision plugin in a checkpoint, with every entry checked; None if there is none.
+
+    Raises:
+        ValueError: an entry is missing, or is not what it should be; the message names it.
+    """
+    if checkpoint.get(CHECKPOINT_KEY) is None:
+        return None
+    state: Mapping[str, Any] = entry(checkpoint, CHECKPOINT_KEY, Mapping)
+    for key in ("step", "micro_batch"):
+        if entry(state, key, int) < 0:
+            raise ValueError(f"The checkpoint's state of {CHECKPOINT_KEY} has {key} = {state[key]}, below 0: {_ADVICE}")
+    entry(state, "seed", int)
+    choose("phase in the checkpoint", entry(state, "phase", str), PHASES)
+    blend = entry(state, "blend", Tensor | _NUMBER, default=1.0)  # λ came with a later version
+    if isinstance(blend, Tensor) and blend.numel() != 1:
+        raise ValueError(f"The checkpoint's blend is one number; got {_shown(blend)}: {_ADVICE}")
+    if entry(state, "accumulated", int, default=1) < 1:
+        raise ValueError(f"The checkpoint's accumulated is 1 or more; got {state['accumulated']}: {_ADVICE}")
+    entry(state, "skipped_steps", int, default=0)
+    scaler = entry(state, "scaler", Mapping, default={})
+    for key in {*_SCALER, *scaler} if scaler else ():
+        entry(scaler, key, _NUMBER, "scaler.")
+    for name in (casts := entry(state, "casts", Mapping, default={})):
+        entry(casts, name, Mapping, "casts.")
+    kinds = ("amax_history", "channel_amax")
+    for kind in kinds if any(kind in state for kind in kinds) else ():
+        for name, amaxes in entry(state, kind, Mapping).items():
+            entry({name: amaxes}, name, Tensor, f"{kind}.")
+            if amaxes.dim() != 1 or not amaxes.is_floating_point():
+                raise ValueError(
+                    f"The checkpoint's {kind} of {name} is one row of floating-point numbers; got {amaxes.dtype} of "
+                    f"shape {tuple(amaxes.shape)}: {_ADVICE}"
+                )
+    entry(state, "trained", Mapping | None, default=None)
+    return state
+
+
+_ADVICE = "it was damaged, or written by another version. Load another checkpoint, or only the weights of this one."
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {value.dtype} of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0].rstrip(".") if lines else "") or type(error).__name__
