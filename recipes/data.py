@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from lightning_lowbit._lightning import LightningDataModule
 from lightning_lowbit.precision.run_settings import global_seed
 
 from .loader import PackedSequences, ResumableLoader, ShuffledShard

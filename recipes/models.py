@@ -15,16 +15,19 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lightning_lowbit._lightning import (
+    LightningModule,
+    LRSchedulerCallable,
+    OptimizerCallable,
+    OptimizerLRScheduler,
+    TrainerFn,
+)
 from lightning_lowbit.optim.sharding import connect, gradient_norm
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.checkpoint import CHECKPOINT_KEY

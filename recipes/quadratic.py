@@ -46,12 +46,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning_utilities.core.rank_zero import rank_zero_info
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+
+from lightning_lowbit._lightning import LightningModule, rank_zero_info
 
 NOISE, BIASED, UNBIASED = "noise", "biased", "unbiased"
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.precision import restore
 from lightning_lowbit.precision.checkpoint import state_of

@@ -1,7 +1,9 @@
 """Imports point downwards, and optional packages are imported where they are used.
 
-L0 formats    L1 kernels    L2 quant    L3 nn, optim, metrics    L4 scalers    L5 precision, callbacks    L6 cli
-L7 recipes
+L0 formats    L1 kernels    L2 quant    L3 nn, optim, metrics    L4 scalers, _lightning    L5 precision, callbacks
+L6 cli    L7 recipes
+
+Lightning is imported by `_lightning` alone, and `_lightning` by L5 and above.
 """
 
 import ast
@@ -20,13 +22,15 @@ LEVELS = {
     "optim": 3,
     "metrics": 3,
     "scalers": 4,
+    "_lightning": 4,
     "precision": 5,
     "callbacks": 5,
     "cli": 6,
 }
-MAY_IMPORT_LIGHTNING = {"precision", "callbacks", "cli"}
+LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 OPTIONAL = {"transformers", "datasets", "torchmetrics", "tensorboard", "rich", "matplotlib", "triton"}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+RECIPES = sorted((ROOT.parent / "recipes").glob("*.py"))
 
 
 def imports(path):
@@ -53,10 +57,17 @@ def test_imports_point_downwards(path):
             target = rest[0]
             is_lower = LEVELS[target] < LEVELS[package]
             same_level = target == package or {target, package} == {"precision", "callbacks"}
+            uses_lightning = target == "_lightning" and LEVELS[package] < 5
+            assert not uses_lightning, f"{package} (level {LEVELS[package]}) imports Lightning"
             assert is_lower or same_level, f"{package} (level {LEVELS[package]}) imports {target} ({LEVELS[target]})"
-        if top in ("lightning", "lightning_utilities", "pytorch_lightning"):
-            assert package in MAY_IMPORT_LIGHTNING, f"{package} imports Lightning"
         if top == "triton":
             assert package == "kernels", f"{package} imports Triton"
         if top in OPTIONAL:
             assert not at_top, f"{path.name} imports the optional package {top} at its top level"
+
+
+@pytest.mark.parametrize("path", FILES + RECIPES, ids=lambda path: str(path.relative_to(ROOT.parent)))
+def test_lightning_is_imported_by_one_module_alone(path):
+    if path != ROOT / "_lightning.py":
+        found = [name for name, _ in imports(path) if name.split(".")[0] in LIGHTNING]
+        assert not found, f"{path.name} imports {found}: import from lightning_lowbit._lightning"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_lowbit._lightning import rank_zero_warn
 
 
 class Alerts:

@@ -4,10 +4,7 @@ import io
 import shutil
 import sys
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
-
+from lightning_lowbit._lightning import Tqdm, TQDMProgressBar, Trainer
 from lightning_lowbit.callbacks.report_page import Table, Text
 
 __all__ = ["Table", "Text", "plain", "show"]

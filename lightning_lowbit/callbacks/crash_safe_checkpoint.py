@@ -11,12 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from weakref import proxy
 
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
-
+from lightning_lowbit._lightning import (
+    AsyncCheckpointIO,
+    LightningModule,
+    MisconfigurationException,
+    ModelCheckpoint,
+    Trainer,
+    _is_local_file_protocol,
+)
 from lightning_lowbit.callbacks.files import (
     discard,
     mend,

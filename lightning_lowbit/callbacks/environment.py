@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+
+from lightning_lowbit._lightning import Trainer
 
 
 def environment(trainer: Trainer, started: datetime) -> dict[str, Any]:

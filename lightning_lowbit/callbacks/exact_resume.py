@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_lowbit._lightning import Callback, LightningModule, Trainer
 from lightning_lowbit.nn.keys import hash_numbers
 from lightning_lowbit.precision.run_settings import global_seed
 

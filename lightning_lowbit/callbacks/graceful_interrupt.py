@@ -6,10 +6,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_utilities.core.rank_zero import rank_zero_info
-
+from lightning_lowbit._lightning import Callback, LightningModule, ModelCheckpoint, Trainer, rank_zero_info
 from lightning_lowbit.callbacks.crash_safe_checkpoint import save_checkpoint
 
 

@@ -16,10 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
 from lightning_lowbit.callbacks.gradient_noise_sources import Draws, Layers, Source
 from lightning_lowbit.callbacks.latent_weights import converted_layers
 from lightning_lowbit.callbacks.monitor import Monitor

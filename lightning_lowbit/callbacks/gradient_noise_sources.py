@@ -11,15 +11,19 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lowbit._lightning import (
+    Callback,
+    DeepSpeedStrategy,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    is_overridden,
+    is_param_in_hook_signature,
+)
 from lightning_lowbit.callbacks.latent_weights import converted_layers
 from lightning_lowbit.callbacks.monitor import Monitor
 from lightning_lowbit.callbacks.second_draw import RepeatableStep

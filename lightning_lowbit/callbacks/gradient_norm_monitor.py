@@ -16,13 +16,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_lowbit._lightning import (
+    DeepSpeedStrategy,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    is_overridden,
+)
 from lightning_lowbit.callbacks.monitor import Monitor
 from lightning_lowbit.callbacks.report_page import Section, Table, Text
 from lightning_lowbit.nn.convert import select

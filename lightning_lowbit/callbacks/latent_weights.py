@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from lightning_lowbit._lightning import Callback, LightningModule, MisconfigurationException, Trainer
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.quant import Cast, Quantized, quantize

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
 from lightning_lowbit.callbacks.monitor import Monitor, is_of_device
 from lightning_lowbit.callbacks.report_page import Section, Text
 from lightning_lowbit.precision.loss_scaling import scaler_of

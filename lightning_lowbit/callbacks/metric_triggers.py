@@ -11,9 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
 from lightning_lowbit.callbacks.trigger import Trigger
 from lightning_lowbit.quant.cast import choose, from_fields, is_number
 

@@ -16,10 +16,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
+from lightning_lowbit._lightning import Callback, LightningModule, Logger, Trainer
 from lightning_lowbit.callbacks.alerts import Alerts
 
 _MOST_UNREAD = 100  # measurements that wait to be read where the logger takes none

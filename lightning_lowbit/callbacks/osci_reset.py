@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lightning_lowbit._lightning import Callback, LightningModule, MisconfigurationException, Trainer
 from lightning_lowbit.callbacks.latent_weights import LatentWeight, latent_weights, nearest_cast, whole_layers
 from lightning_lowbit.metrics import flipped
 from lightning_lowbit.nn import QuantizedLayer

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils.rnn import pad_sequence
 
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
 from lightning_lowbit.callbacks.latent_weights import has_flat_weights
 from lightning_lowbit.callbacks.monitor import LooksAway, Monitor
 from lightning_lowbit.callbacks.report_page import Section, Table, Text

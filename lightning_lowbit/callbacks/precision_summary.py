@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
+from lightning_lowbit._lightning import Callback, LightningModule, Trainer
 from lightning_lowbit.callbacks.console import Table, Text, show
 from lightning_lowbit.callbacks.files import replace_file
 from lightning_lowbit.callbacks.monitor import LooksAway

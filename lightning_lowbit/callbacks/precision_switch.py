@@ -14,11 +14,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_lowbit._lightning import (
+    DeepSpeedStrategy,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_lowbit.callbacks.metric_triggers import Below, Plateau
 from lightning_lowbit.callbacks.rates import Rewarm
 from lightning_lowbit.callbacks.report_page import Section, Table

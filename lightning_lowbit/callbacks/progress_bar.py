@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
-
+from lightning_lowbit._lightning import LightningModule, TQDMProgressBar, Trainer
 from lightning_lowbit.precision import LowBitPrecision
 
 

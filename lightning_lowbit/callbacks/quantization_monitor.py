@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
 from lightning_lowbit.callbacks.latent_weights import (
     LatentWeight,
     converted_layers,

@@ -26,13 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.cli import SaveConfigCallback
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_lowbit._lightning import (
+    Callback,
+    LightningModule,
+    SaveConfigCallback,
+    SIGTERMException,
+    Trainer,
+    rank_zero_warn,
+)
 from lightning_lowbit.callbacks.environment import environment, peak_memory
 from lightning_lowbit.callbacks.files import replace_file
 from lightning_lowbit.callbacks.report_page import Section, Text

@@ -16,14 +16,18 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from lightning_lowbit._lightning import (
+    DummyLogger,
+    LightningModule,
+    Trainer,
+    _collect_rng_states,
+    _ResultCollection,
+    _set_rng_states,
+    apply_to_collection,
+)
 from lightning_lowbit.callbacks.monitor import LooksAway
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.loss_scaling import scaler_of

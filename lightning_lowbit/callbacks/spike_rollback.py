@@ -17,12 +17,16 @@ from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_lowbit._lightning import (
+    Callback,
+    DeepSpeedStrategy,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    rank_zero_warn,
+)
 from lightning_lowbit.callbacks.rates import LowerRates
 from lightning_lowbit.callbacks.report_page import Section, Table, Text
 from lightning_lowbit.callbacks.snapshots import Snapshot, Trained, forget_gathered

@@ -7,8 +7,7 @@ When one is due says its trigger, see :mod:`lightning_lowbit.callbacks.triggers`
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-
+from lightning_lowbit._lightning import Callback, LightningModule, Trainer
 from lightning_lowbit.callbacks.metric_triggers import AtBelow, AtPlateau, Below, Plateau
 from lightning_lowbit.callbacks.triggers import trigger_of
 

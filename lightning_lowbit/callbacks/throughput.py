@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
 
+from lightning_lowbit._lightning import Callback, LightningModule, Trainer, extract_batch_size
 from lightning_lowbit.callbacks.precision_summary import PrecisionSummary
 from lightning_lowbit.nn import GemmCounter
 from lightning_lowbit.precision.run_settings import compute_dtype

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning_lowbit._lightning import LightningModule, Trainer
 
 
 class Trigger:

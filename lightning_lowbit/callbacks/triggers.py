@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, rank_zero_warn
 from lightning_lowbit.callbacks.metric_triggers import AtBelow, AtPlateau
 from lightning_lowbit.callbacks.trigger import Trigger
 from lightning_lowbit.quant.cast import is_number

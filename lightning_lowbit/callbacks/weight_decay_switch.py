@@ -3,10 +3,7 @@
 import math
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-from lightning_utilities.core.rank_zero import rank_zero_info
-
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, rank_zero_info
 from lightning_lowbit.callbacks.switch import Switch
 from lightning_lowbit.quant.cast import is_number
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jsonargparse import ArgumentError
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_lowbit._lightning import MisconfigurationException
 from lightning_lowbit.cli.compare import compare
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, recipes
 from lightning_lowbit.cli.estimate import estimate

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
+from lightning_lowbit._lightning import Tqdm
 from lightning_lowbit.cli.inspection import Candidate, Inspection
 from lightning_lowbit.metrics import CastStatistics, cast_statistics
 from lightning_lowbit.nn.casts import PRESETS, LinearCasts

@@ -9,9 +9,15 @@ from typing import Any, TypeVar
 
 import torch
 from jsonargparse import ArgumentError, Namespace
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
+from lightning_lowbit._lightning import (
+    NAME,
+    LightningArgumentParser,
+    LightningCLI,
+    LightningModule,
+    SaveConfigCallback,
+    Trainer,
+)
 from lightning_lowbit.cli.configs import as_list, merge_configs
 from lightning_lowbit.cli.mistakes import explain, suggest
 from lightning_lowbit.precision import LowBitPrecision
@@ -56,7 +62,7 @@ class LowBitCLI(LightningCLI):
         if config.trainer.logger in (None, True) and folder is not None:
             # Lightning's own default would put the versions into a folder "lightning_logs" below this one.
             config.trainer.logger = Namespace(  # type: ignore[no-untyped-call]
-                class_path="lightning.pytorch.loggers.TensorBoardLogger",
+                class_path=f"{NAME}.loggers.TensorBoardLogger",
                 init_args=Namespace(save_dir=str(folder), name=None),  # type: ignore[no-untyped-call]
             )
         path = config.ckpt_path

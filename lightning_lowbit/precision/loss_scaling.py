@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins.precision import Precision
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import LBFGS, SGD, Optimizer
 
+from lightning_lowbit._lightning import MisconfigurationException, Precision, rank_zero_info
 from lightning_lowbit.scalers import ConservativeGradScaler, overflow, scale_of, share_overflow
 
 

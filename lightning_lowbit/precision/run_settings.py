@@ -3,7 +3,8 @@
 import os
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
+
+from lightning_lowbit._lightning import Precision
 
 
 def global_seed() -> int:

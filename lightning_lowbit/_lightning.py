@@ -1,0 +1,75 @@
+"""Which of the two Lightnings this process uses, and every name of it that the package needs.
+
+Lightning is installed twice: as ``lightning.pytorch`` and as ``pytorch_lightning``. The code is the same, the classes
+are not: a plugin of one is none to the Trainer of the other. The first import of this module decides, once:
+
+    imported by then                decides for
+    pytorch_lightning alone         pytorch_lightning
+    lightning.pytorch, both, none   lightning.pytorch
+"""
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from lightning_utilities.core.apply_func import apply_to_collection as apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_info as rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_warn as rank_zero_warn
+
+_FABRICS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+def _decide() -> tuple[str, str]:
+    """The one to use, and the other one."""
+    names = ("lightning.pytorch", "pytorch_lightning")
+    only_second = names[1] in sys.modules and names[0] not in sys.modules
+    return names[::-1] if only_second else names
+
+
+NAME, OTHER = _decide()
+
+if TYPE_CHECKING:
+    import lightning.fabric as fabric
+    import lightning.pytorch as pytorch
+    import lightning.pytorch.cli as cli
+    import lightning.pytorch.trainer.connectors.logger_connector.result as result
+else:
+    pytorch, fabric = import_module(NAME), import_module(_FABRICS[NAME])
+    cli = import_module(f"{NAME}.cli")
+    result = import_module(f"{NAME}.trainer.connectors.logger_connector.result")
+
+Callback = pytorch.Callback
+LightningDataModule = pytorch.LightningDataModule
+LightningModule = pytorch.LightningModule
+Trainer = pytorch.Trainer
+
+AsyncCheckpointIO = pytorch.plugins.AsyncCheckpointIO
+DeepSpeedStrategy = pytorch.strategies.DeepSpeedStrategy
+FSDPPrecision = pytorch.plugins.precision.FSDPPrecision
+LightningOptimizer = pytorch.core.optimizer.LightningOptimizer
+Precision = pytorch.plugins.precision.Precision
+TrainerFn = pytorch.trainer.states.TrainerFn
+
+DummyLogger = pytorch.loggers.logger.DummyLogger
+Logger = pytorch.loggers.Logger
+ModelCheckpoint = pytorch.callbacks.ModelCheckpoint
+TQDMProgressBar = pytorch.callbacks.TQDMProgressBar
+Tqdm = pytorch.callbacks.progress.tqdm_progress.Tqdm
+
+LRSchedulerCallable = cli.LRSchedulerCallable
+LightningArgumentParser = cli.LightningArgumentParser
+LightningCLI = cli.LightningCLI
+OptimizerCallable = cli.OptimizerCallable
+SaveConfigCallback = cli.SaveConfigCallback
+
+MisconfigurationException = fabric.utilities.exceptions.MisconfigurationException
+OptimizerLRScheduler = pytorch.utilities.types.OptimizerLRScheduler
+SIGTERMException = pytorch.utilities.exceptions.SIGTERMException
+extract_batch_size = pytorch.utilities.data.extract_batch_size
+is_overridden = pytorch.utilities.model_helpers.is_overridden
+is_param_in_hook_signature = pytorch.utilities.signature_utils.is_param_in_hook_signature
+
+_ResultCollection = result._ResultCollection
+_collect_rng_states = fabric.utilities.seed._collect_rng_states
+_is_local_file_protocol = fabric.utilities.cloud_io._is_local_file_protocol
+_set_rng_states = fabric.utilities.seed._set_rng_states
