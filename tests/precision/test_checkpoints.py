@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 
+from lightning_lowbit import restore
 from tests.launch import LIMIT, launch, start
 from tests.precision import checkpoints, killed
 from tests.precision.checkpoints import HALF, KINDS, MICRO_BATCHES, PAIRS, RANKS, STEPS, accumulates, path_of, train
@@ -151,6 +152,17 @@ def test_shards_become_a_file_for_one_device(
     resumed = in_this_process("one", kind, folder, monkeypatch, f"{path}.consolidated")
     assert_equal(from_half(resumed["losses"]), from_half(whole["losses"]), 1e-5)
     assert_equal(resumed["weights"], whole["weights"], 1e-5)
+
+
+@pytest.mark.parametrize("writer", ["fsdp1", "fsdp1 file", "fsdp2", "fsdp2 file", "tensor parallel"])
+def test_shards_are_restored_without_a_trainer(results: dict[str, dict[str, Any]], folder: Path, writer: str) -> None:
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    one, found = (
+        restore(checkpoints.Regression(torch.optim.SGD), folder / path_of(w, "fp8")) for w in ("one", writer)
+    )
+    assert_equal(found.state_dict(), one.state_dict(), 1e-5)
+    assert [layer.casts for layer in found.body[::2]] == [layer.casts for layer in one.body[::2]]
+    assert_equal(found(x), one(x), 1e-5)
 
 
 # --- a killed process ---
