@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
-from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
+from lightning_lowbit.nn.casts import PRESETS, SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.shared_amax import groups
 from lightning_lowbit.precision.checkpoint import entry, state_of
 from lightning_lowbit.quant.cast import choose
@@ -119,7 +119,7 @@ class Trained:
             pair = there.get(name, _HP), here.get(name, _HP)
             if pair[0] != pair[1]:
                 found.setdefault(pair, []).append(name)
-        lines = [f"{some(names)}: {a} in the checkpoint, {b} here" for (a, b), names in found.items()]
+        lines = [f"{some(names)}: {_difference(*pair)}" for pair, names in found.items()]
         if self.compute_dtype != other.compute_dtype:
             lines.append(f"all else: computed in {self.compute_dtype} in the checkpoint, in {other.compute_dtype} here")
         sharing = [{frozenset(group) for group in groups(t.layers, t.shared_amax)} for t in (self, other)]
@@ -127,6 +127,19 @@ class Trained:
             where = ("in the checkpoint", "here")[group in sharing[1]]
             lines.append(f"{some(sorted(group))}: share an amax {where} only")
         return lines
+
+
+def _difference(there: LinearCasts, here: LinearCasts) -> str:
+    """What differs between two casts: their names, or else the fields that do."""
+    if _HP in (there, here) or {str(there), str(here)} <= PRESETS.keys():
+        return f"{there} in the checkpoint, {here} here"
+    found: dict[tuple[str, str], list[str]] = {}
+    for f in fields(LinearCasts):
+        pair = getattr(there, f.name), getattr(here, f.name)
+        if pair[0] != pair[1]:
+            shown = tuple("hp" if value is None else str(value) for value in pair)
+            found.setdefault((shown[0], shown[1]), []).append(f.name)
+    return "; ".join(f"{', '.join(names)} {a} in the checkpoint, {b} here" for (a, b), names in found.items())
 
 
 class Origin(NamedTuple):

@@ -25,7 +25,7 @@ from lightning_lowbit import (
 from lightning_lowbit.callbacks.rates import LowerRates, Rewarm
 from lightning_lowbit.nn import OPERANDS, PRESETS, LinearCasts
 from lightning_lowbit.nn.linear import QuantizedLayer
-from lightning_lowbit.precision.converted_model import _primitive
+from lightning_lowbit.precision.trained import primitive
 from tests.callbacks.switched import RANKS, TOKENS
 from tests.launch import launch
 from tests.precision.regression import DOWN, LAYERS, Regression, flat, state, trainer
@@ -217,7 +217,7 @@ def test_amaxes_of_other_layers_go_on() -> None:
 @pytest.mark.parametrize("preset", list(PRESETS))
 def test_casts_of_a_checkpoint_are_primitives(preset: str, tmp_path: Path) -> None:
     casts = PRESETS[preset]()
-    torch.save(_primitive(casts), tmp_path / "x.pt")
+    torch.save(primitive(casts), tmp_path / "x.pt")
     assert LinearCasts.of(torch.load(tmp_path / "x.pt", weights_only=True)) == casts
 
 

@@ -64,6 +64,7 @@ def test_quickstart(capsys):
     checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 6
     assert checkpoint["lightning_lowbit"].pop("blend") == 1
+    assert "trained" in checkpoint["lightning_lowbit"] and checkpoint["lightning_lowbit"].pop("trained")["layers"]
     assert checkpoint["lightning_lowbit"] == {"step": 6, "micro_batch": 0, "phase": "qaf", "seed": 0}
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["trainer"]["max_steps"] == 6

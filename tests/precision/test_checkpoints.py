@@ -157,9 +157,7 @@ def test_shards_become_a_file_for_one_device(
 @pytest.mark.parametrize("writer", ["fsdp1", "fsdp1 file", "fsdp2", "fsdp2 file", "tensor parallel"])
 def test_shards_are_restored_without_a_trainer(results: dict[str, dict[str, Any]], folder: Path, writer: str) -> None:
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
-    one, found = (
-        restore(checkpoints.Regression(torch.optim.SGD), folder / path_of(w, "fp8")) for w in ("one", writer)
-    )
+    one, found = (restore(checkpoints.Regression(torch.optim.SGD), folder / path_of(w, "fp8")) for w in ("one", writer))
     assert_equal(found.state_dict(), one.state_dict(), 1e-5)
     assert [layer.casts for layer in found.body[::2]] == [layer.casts for layer in one.body[::2]]
     assert_equal(found(x), one(x), 1e-5)

@@ -495,6 +495,7 @@ def resume(plugin: LowBitPrecision | None, model: Regression | None = None, **kw
     return witness
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
 def test_a_checkpoint_holds_plain_weights_and_loads_everywhere() -> None:
     plugin = FP8Precision(history=4, smooth_swiglu="channel")
     model = saved(plugin)
@@ -505,7 +506,8 @@ def test_a_checkpoint_holds_plain_weights_and_loads_everywhere() -> None:
     plain.load_state_dict(checkpoint["state_dict"])
     assert torch.equal(flat(plain), flat(model))
     held = checkpoint["lightning_lowbit"]
-    expected = {"step", "micro_batch", "phase", "seed", "blend", "accumulated", "amax_history", "channel_amax"}
+    expected = {"step", "trained", "micro_batch", "phase", "seed", "blend", "accumulated"}
+    expected |= {"amax_history", "channel_amax"}
     assert set(held) == expected
     for kind in ("amax_history", "channel_amax"):
         for key, amaxes in held[kind].items():
@@ -592,6 +594,7 @@ BASE = {"history": 4, "compute_dtype": "fp32"}
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
 def test_histories_of_other_settings_are_refused_and_can_be_left(
     before: dict[str, Any], after: dict[str, Any], message: str
 ) -> None:
@@ -608,6 +611,7 @@ def test_histories_of_other_settings_are_refused_and_can_be_left(
     assert_histories(state(plugin)["amax_history"], witness, length)
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
 def test_a_checkpoint_of_fp4_starts_empty_histories_and_says_so() -> None:
     saved(FP4Precision())
     plugin = FP8Precision(history=4, compute_dtype="fp32")
@@ -617,6 +621,7 @@ def test_a_checkpoint_of_fp4_starts_empty_histories_and_says_so() -> None:
     assert_histories(state(plugin)["amax_history"], witness, 4)
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
 def test_fresh_histories_expect_none_of_a_checkpoint() -> None:
     saved(FP4Precision())
     plugin = FP8Precision(history=4, compute_dtype="fp32", fresh_histories=True)
@@ -629,6 +634,7 @@ def test_fresh_histories_expect_none_of_a_checkpoint() -> None:
     [FP8Precision("current"), FP8Precision("mx"), FP4Precision(), None],
     ids=["fp8-current", "mxfp8", "nvfp4", "no plugin"],
 )
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
 def test_a_checkpoint_with_histories_goes_on_without(other: LowBitPrecision | None) -> None:
     saved(FP8Precision(history=4, smooth_swiglu="channel"))
     model = Regression()
@@ -636,4 +642,4 @@ def test_a_checkpoint_with_histories_goes_on_without(other: LowBitPrecision | No
     assert len(model.losses) == 2
     if other is not None:
         assert other.step == 4
-        assert set(state(other)) == {"step", "micro_batch", "phase", "seed", "blend"}
+        assert {*state(other)} == {"step", "trained", "micro_batch", "phase", "seed", "blend"}

@@ -54,6 +54,7 @@ def test_trains_any_module_and_leaves_its_checkpoint_alone(tmp_path):
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     checkpoint = torch.load(tmp_path / "x.ckpt", weights_only=True)
     assert list(checkpoint["state_dict"]) == ["layer.weight", "layer.bias"]
+    assert {*checkpoint["lightning_lowbit"].pop("trained")["layers"].values()} == {"nvfp4"}
     assert checkpoint["lightning_lowbit"] == {"step": 2, "micro_batch": 0, "phase": "fqt", "seed": 0, "blend": 1.0}
     plain = BoringModel()
     plain.load_state_dict(checkpoint["state_dict"])
