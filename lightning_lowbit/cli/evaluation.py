@@ -30,7 +30,7 @@ def as_trained(trainer: Mapping[str, Any], path: str | None, weights_only: bool 
     state = state_of(checkpoint)
     if state is None or state.get("trained") is None:
         return {}  # the plugin says so
-    same = {} if own is None else {"exact": own.exact, "backend": own.backend}
+    same: dict[str, Any] = {} if own is None else {"exact": own.exact, "backend": own.backend}
     plugin = LowBitPrecision.from_checkpoint(checkpoint, **same)
     print(f"Evaluating {path} as it was trained: {_casts(state['trained']['layers'])}; phase {state['phase']}")
     return {"plugins": [*(p for p in plugins if p is not own), plugin], "precision": None}

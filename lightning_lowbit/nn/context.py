@@ -35,14 +35,14 @@ class ForwardContext:
                 module.register_forward_pre_hook(self._before)
                 module.register_forward_hook(self._after, always_call=True)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, module: nn.Module, inputs: Any) -> None:
         if not self._inside:
             self._context = self.enter(module)
             self._context.__enter__()
         self._inside.append(module)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self._inside or self._inside[-1] is not module:
             return  # the context was not entered: that has raised

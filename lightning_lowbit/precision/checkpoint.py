@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from lightning_lowbit.nn.casts import PHASES
 from lightning_lowbit.quant.cast import choose
@@ -91,7 +92,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
 
 def _load_shards(own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Those of a model's tensors that a folder holds."""
-    reader = dcp.FileSystemReader(folder)
+    reader = FileSystemReader(folder)
     there = reader.read_metadata().state_dict_metadata
     # What Lightning's strategies for FSDP1 and FSDP2 put before the names.
     prefix = next((p for p in ("model.", "state_dict.") if any(f"{p}{name}" in there for name in own)), "")
@@ -99,7 +100,7 @@ def _load_shards(own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     found = {f"{prefix}{name}": torch.empty_like(own[name], device="cpu") for name in names}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load(found, storage_reader=reader, no_dist=True)
+        load_shards(found, storage_reader=reader, no_dist=True)
     return {name: found[f"{prefix}{name}"] for name in names}
 
 
