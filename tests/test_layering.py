@@ -1,6 +1,6 @@
 """Imports point downwards, and optional packages are imported where they are used.
 
-L0 formats    L1 kernels    L2 quant    L3 nn, optim, metrics    L4 scalers    L5 precision, callbacks    L6 cli
+L0 checks, formats    L1 kernels    L2 quant    L3 nn, optim, metrics    L4 scalers    L5 precision, callbacks    L6 cli
 L7 recipes
 """
 
@@ -13,6 +13,7 @@ import lightning_lowbit
 
 ROOT = Path(lightning_lowbit.__file__).parent
 LEVELS = {
+    "checks": 0,
     "formats": 0,
     "kernels": 1,
     "quant": 2,
