@@ -3,46 +3,51 @@
 trainer = Trainer(plugins=[FP4Precision("nvfp4", skip=["lm_head"])], callbacks=[QAFSwitch(at=0.9)])
 """
 
-from lightning_lowbit.callbacks import (
-    Below,
-    CrashSafeCheckpoint,
-    ExactResume,
-    GracefulInterrupt,
-    GradientNoiseMonitor,
-    GradientNormMonitor,
-    LossScaleMonitor,
-    LowBitProgressBar,
-    OsciReset,
-    OutlierMonitor,
-    Plateau,
-    PrecisionSummary,
-    PrecisionSwitch,
-    QAFSwitch,
-    QuantizationMonitor,
-    RunReport,
-    SpikeRollback,
-    Throughput,
-    WeightDecaySwitch,
-)
-from lightning_lowbit.nn import LinearCasts, bake, convert, fold, smooth_swiglu
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
-from lightning_lowbit.precision import (
-    FP4Precision,
-    FP8Precision,
-    IntegerPrecision,
-    LowBitPrecision,
-    TernaryPrecision,
-    restore,
-)
-from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
-from lightning_lowbit.scalers import (
-    ConservativeGradScaler,
-    GradientNormGradScaler,
-    ShardedConservativeGradScaler,
-    ShardedGradientNormGradScaler,
-    ShardedStaticGradScaler,
-    StaticGradScaler,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_lowbit.callbacks import (
+        Below,
+        CrashSafeCheckpoint,
+        ExactResume,
+        GracefulInterrupt,
+        GradientNoiseMonitor,
+        GradientNormMonitor,
+        LossScaleMonitor,
+        LowBitProgressBar,
+        OsciReset,
+        OutlierMonitor,
+        Plateau,
+        PrecisionSummary,
+        PrecisionSwitch,
+        QAFSwitch,
+        QuantizationMonitor,
+        RunReport,
+        SpikeRollback,
+        Throughput,
+        WeightDecaySwitch,
+    )
+    from lightning_lowbit.nn import LinearCasts, bake, convert, fold, smooth_swiglu
+    from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
+    from lightning_lowbit.precision import (
+        FP4Precision,
+        FP8Precision,
+        IntegerPrecision,
+        LowBitPrecision,
+        TernaryPrecision,
+        restore,
+    )
+    from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
+    from lightning_lowbit.scalers import (
+        ConservativeGradScaler,
+        GradientNormGradScaler,
+        ShardedConservativeGradScaler,
+        ShardedGradientNormGradScaler,
+        ShardedStaticGradScaler,
+        StaticGradScaler,
+    )
 
 __version__ = "0.1.0"
 
@@ -92,3 +97,23 @@ __all__ = [
     "restore",
     "smooth_swiglu",
 ]
+
+if not TYPE_CHECKING:  # a type checker would take every name for one that is here
+
+    def __getattr__(name: str) -> Any:
+        """Imports what is asked for: a command that only lists recipes does not wait for torch."""
+        if name in _submodules():
+            return import_module(f"{__name__}.{name}")
+        if name in __all__:
+            for part in ("quant", "nn", "optim", "scalers", "precision", "callbacks"):  # from the bottom up
+                module = import_module(f"{__name__}.{part}")
+                if hasattr(module, name):
+                    globals()[name] = getattr(module, name)
+                    return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *_submodules()})
+
+    def _submodules() -> set[str]:
+        return {module.name for module in iter_modules(__path__)}

@@ -7,12 +7,14 @@ Step t = 0 … T - 1 of a run of T steps, of which w warm up, has f(t) times the
               f = (1 - p) s                        s = 1, from half-way 2/3  TwoStageLinear
 
 No step is wasted on a learning rate of zero: the first has 1 / w of the peak, and p reaches 1 one step after the last.
+A warm-up given as a share of the run, such as 0.1, is w = round(0.1 T) steps, however long the run.
 """
 
 import inspect
 import math
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -24,40 +26,61 @@ class WarmupSchedule(LambdaLR):
 
     Args:
         optimizer: its learning rates are the peak.
-        warmup_steps: optimizer steps until the peak; 0 starts there.
+        warmup_steps: optimizer steps until the peak; 0 starts there. A number below 1 is a share of all steps.
         total_steps: optimizer steps of the whole run; with None, :class:`CausalLM` fills in those of its Trainer.
 
     Raises:
-        ValueError: the warm-up is negative or leaves no step to the decay.
+        ValueError: the warm-up is negative or leaves no step to the decay; or it is no whole number of steps, and no
+            share. In the second step: it is a share of a length that nobody has told.
     """
 
-    def __init__(self, optimizer: Optimizer, warmup_steps: int, total_steps: int | None = None) -> None:
+    warmup: float
+    """Optimizer steps of the warm-up; infinite while it is a share of a length that is not known yet."""
+
+    def __init__(self, optimizer: Optimizer, warmup_steps: int | float, total_steps: int | None = None) -> None:
         self.warmup_steps = warmup_steps
         self.set_total_steps(math.inf if total_steps is None else total_steps)
         super().__init__(optimizer, self._factor)
 
     def state_dict(self) -> dict[str, Any]:
         """The position; the shape, all arguments, is that of this run's configuration, also after a resume."""
-        shape = inspect.signature(type(self)).parameters
+        shape = {*inspect.signature(type(self)).parameters, "warmup"}
         return {name: value for name, value in super().state_dict().items() if name not in shape}
 
     def set_total_steps(self, total_steps: float) -> None:
         """Sets the length of the run; raises as the constructor does."""
-        if not 0 <= self.warmup_steps < total_steps:
+        is_share = 0 < self.warmup_steps < 1
+        if not 0 <= self.warmup_steps < total_steps or not (is_share or self.warmup_steps == int(self.warmup_steps)):
             raise ValueError(
                 f"warmup_steps must be at least 0 and less than the {total_steps} steps of the run; got "
-                f"{self.warmup_steps}. Warm up for fewer steps."
+                f"{self.warmup_steps}. Warm up for fewer steps. A number below 1, such as 0.1, is a share of them."
             )
         self.total_steps = total_steps
+        self.warmup = self.warmup_steps
+        if is_share:
+            self.warmup = math.inf if total_steps == math.inf else round(self.warmup_steps * total_steps)
+            if hasattr(self, "lr_lambdas"):  # made before the length was known, and with it the first learning rate
+                self._update_rates()
+
+    def _update_rates(self) -> None:
+        for group, peak in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            rate = peak * self._factor(self.last_epoch)
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def decay(self, step: int, progress: float) -> float:
         """Learning rate over the peak at ``step``, ``progress`` of the way from the warm-up (0) to the end (1)."""
         raise NotImplementedError(f"{type(self).__name__} does not say how its learning rate decays.")
 
     def _factor(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        return self.decay(step, min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)))
+        if self.warmup == math.inf and step > 0:
+            raise ValueError(
+                f"warmup_steps is a share, {self.warmup_steps}, of a run whose length is not known: give total_steps, "
+                "or the warm-up as a whole number of steps."
+            )
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        return self.decay(step, min(1.0, (step - self.warmup) / (self.total_steps - self.warmup)))
 
 
 class WarmupCosine(WarmupSchedule):
@@ -67,7 +90,7 @@ class WarmupCosine(WarmupSchedule):
 
     Args:
         optimizer: its learning rates are the peak.
-        warmup_steps: optimizer steps until the peak; 0 starts there.
+        warmup_steps: optimizer steps until the peak; 0 starts there. A number below 1 is a share of all steps.
         total_steps: optimizer steps of the whole run; with None, :class:`CausalLM` fills in those of its Trainer.
         final_fraction: last learning rate over the peak.
 
@@ -76,7 +99,11 @@ class WarmupCosine(WarmupSchedule):
     """
 
     def __init__(
-        self, optimizer: Optimizer, warmup_steps: int, total_steps: int | None = None, final_fraction: float = 0.1
+        self,
+        optimizer: Optimizer,
+        warmup_steps: int | float,
+        total_steps: int | None = None,
+        final_fraction: float = 0.1,
     ) -> None:
         if not 0 <= final_fraction <= 1:
             raise ValueError(f"final_fraction is the last learning rate over the peak, 0 to 1; got {final_fraction}.")
@@ -102,7 +129,7 @@ class TwoStageLinear(WarmupSchedule):
 
     Args:
         optimizer: its learning rates are the peak of the first stage.
-        warmup_steps: optimizer steps until the peak; 0 starts there.
+        warmup_steps: optimizer steps until the peak; 0 starts there. A number below 1 is a share of all steps.
         total_steps: optimizer steps of the whole run; with None, :class:`CausalLM` fills in those of its Trainer.
         second_peak: the peak of the second stage over that of the first.
         at: when the second stage starts, as a fraction of all optimizer steps.
@@ -115,7 +142,7 @@ class TwoStageLinear(WarmupSchedule):
     def __init__(
         self,
         optimizer: Optimizer,
-        warmup_steps: int,
+        warmup_steps: int | float,
         total_steps: int | None = None,
         second_peak: float = 2 / 3,
         at: float = 0.5,
@@ -138,10 +165,10 @@ class TwoStageLinear(WarmupSchedule):
     def set_total_steps(self, total_steps: float) -> None:
         """Sets the length of the run; raises as the constructor does."""
         super().set_total_steps(total_steps)
-        if self.second_stage < max(1, self.warmup_steps):
+        if self.second_stage < max(1, self.warmup):
             raise ValueError(
                 f"The second stage starts at step {self.second_stage} of {total_steps}, but the first has to last for "
-                f"its warm-up of {self.warmup_steps} steps, and for one at least. Warm up for fewer steps, or raise at."
+                f"its warm-up of {self.warmup} steps, and for one at least. Warm up for fewer steps, or raise at."
             )
 
     def decay(self, step: int, progress: float) -> float:

@@ -1,7 +1,7 @@
 """Imports point downwards, and optional packages are imported where they are used.
 
-L0 formats    L1 kernels    L2 quant    L3 nn, optim, metrics    L4 scalers, _lightning    L5 precision, callbacks
-L6 cli    L7 recipes
+L0 checks, formats    L1 kernels    L2 quant    L3 nn, optim, metrics    L4 scalers, _lightning
+L5 precision, callbacks    L6 cli    L7 recipes
 
 Lightning is imported by `_lightning` alone, and `_lightning` by L5 and above.
 """
@@ -15,6 +15,7 @@ import lightning_lowbit
 
 ROOT = Path(lightning_lowbit.__file__).parent
 LEVELS = {
+    "checks": 0,
     "formats": 0,
     "kernels": 1,
     "quant": 2,

@@ -34,7 +34,7 @@ class PrecisionSummary(Callback, LooksAway):
     averaged over FLOPs and over the steps in each phase; steps of progressive quantisation, with λ below 1, count as
     high precision.
 
-    Printed by the first process (with ``rich`` where it is installed), and written to the logger's directory. The
+    Printed by the first process, as wide as the terminal or the notebook, and written to the logger's directory. The
     counts are those of one micro-batch in one process. The counted step runs as eager code: several times slower, with
     more memory, and with the same results.
 
@@ -208,9 +208,7 @@ class PrecisionSummary(Callback, LooksAway):
             blocks.append(Table(["not covered", "modules", "FLOPs", "share"], rows))
         if measured.uncounted:
             names = ", ".join(measured.uncounted)
-            blocks.append(
-                Text(f"Not counted, for want of a formula: {names}. The coverage is too high by their share.")
-            )
+            blocks.append(Text(f"Matrix products whose FLOPs are not known are left out of all numbers: {names}."))
         return blocks
 
     def _phase(self, trainer: Trainer) -> str:

@@ -1,27 +1,23 @@
-"""Which command does what, and how mistakes are told."""
+"""Which command does what, and how mistakes are told.
+
+Nothing here imports torch: `lowbit ls` and `lowbit --help` do not wait for it, and a command imports what it needs.
+"""
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
-from jsonargparse import ArgumentError
-
-from lightning_lowbit._lightning import MisconfigurationException
-from lightning_lowbit.cli.compare import compare
+from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, find_config, headline, kind, recipes
-from lightning_lowbit.cli.estimate import estimate
-from lightning_lowbit.cli.inspect import inspect
-from lightning_lowbit.cli.mistakes import explain
-from lightning_lowbit.cli.run import LowBitCLI, run
-from lightning_lowbit.quant.cast import nearest
-
-# What mistakes of the user raise: one line says what to do. Anything else keeps its traceback.
-_USER_ERRORS = (ValueError, OSError, MisconfigurationException, ArgumentError)
 
 _USAGE = """\
 usage: lowbit COMMAND ...
+
+To begin: lowbit fit --config quickstart
 
   ls                         lists recipes, overlays and studies
   cp NAME [FILE]             copies a recipe, to change it
@@ -39,6 +35,23 @@ usage: lowbit COMMAND ...
 RECIPE, OVERLAY and STUDY are names from `lowbit ls` or YAML files. `lowbit COMMAND --help` tells more.
 """
 
+_OPTIONS = """\
+  --config OVERLAY                               what changes a recipe, on top of it (repeat); `lowbit ls` lists them
+  --trainer.max_steps 1000                       optimizer steps
+  --trainer.devices 2                            how many
+  --trainer.default_root_dir FOLDER              where the runs go; runs/<names> by default
+  --trainer.plugins.init_args.casts mxfp4        a preset, or fields of casts
+  --trainer.plugins.init_args.skip lm_head       layers to leave in high precision
+  --model.init_args.network llama-60m            and --model.init_args.config.num_hidden_layers 2
+  --model.init_args.optimizer.init_args.lr 3e-4  and the other options of the optimizer
+  --data.init_args.path ~/texts                  your own text; --data.init_args.batch_size, sequence_length
+  --seed_everything 1                            weights, data and stochastic rounding
+  --ckpt_path last                               goes on from the newest checkpoint of the run's folder
+"""
+
+# What the Trainer does; all that Lightning's command line has.
+TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status (after Ctrl-C in training, Lightning exits with status 1).
@@ -46,35 +59,89 @@ def main(arguments: Sequence[str] | None = None) -> int:
     With ``LOWBIT_TRACEBACK=1`` in the environment errors keep their traceback.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_USAGE)
-        return 0 if arguments else 2
-    own: dict[str, Callable[[Sequence[str]], int | None]] = {
-        "ls": _list,
-        "cp": _copy,
-        "compare": compare,
-        "inspect": inspect,
-        "estimate": estimate,
-    }
-    commands = [*own, *LowBitCLI.subcommands()]
-    if "" not in sys.path:  # a configuration may name classes of the current folder, as with `python -m`
-        sys.path.insert(0, "")
     try:
-        if arguments[0] not in commands:
-            hint = nearest(arguments[0], commands)
-            raise ValueError(f"There is no command {arguments[0]!r}.{hint} Commands are: {', '.join(commands)}.")
-        if arguments[0] in own:
-            return own[arguments[0]](arguments[1:]) or 0
-        run(arguments)
-    except _USER_ERRORS as error:
-        if os.environ.get("LOWBIT_TRACEBACK") == "1":
-            raise
-        print(f"lowbit: error: {explain(error)} (LOWBIT_TRACEBACK=1 shows where.)", file=sys.stderr)
-        return 2
+        if (folder := os.getcwd()) not in sys.path:  # a configuration may name classes of the current folder
+            sys.path.insert(0, folder)
+        status = _dispatch(arguments)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:  # before or after training, where there is nothing to save
         print("lowbit: interrupted", file=sys.stderr)
         return 130
-    return 0
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 141  # as a program that SIGPIPE ended
+        if os.environ.get("LOWBIT_TRACEBACK") == "1" or not _is_mistake(error):
+            raise
+        from lightning_lowbit.cli.mistakes import explain
+
+        print(f"lowbit: error: {explain(error)} (LOWBIT_TRACEBACK=1 shows where.)", file=sys.stderr)
+        return 2
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name in TRAINER_COMMANDS:
+        asked = next((i for i, argument in enumerate(rest) if argument in ("-h", "--help")), None)
+        if asked is not None and rest[asked + 1 : asked + 2] != ["all"]:
+            print(_short_help(name))
+            return 0
+        if asked is not None:
+            del rest[asked + 1]
+        from lightning_lowbit.cli.run import run
+
+        run([name, *rest])
+        return 0
+    own: dict[str, Callable[[Sequence[str]], int | None]] = {"ls": _list, "cp": _copy}
+    if name in own:
+        return own[name](rest) or 0
+    others = ("compare", "inspect", "estimate")
+    if name not in others:
+        commands = [*own, *others, *TRAINER_COMMANDS]
+        raise ValueError(f"There is no command {name!r}.{nearest(name, commands)} Commands are: {', '.join(commands)}.")
+    command: Callable[[Sequence[str]], int | None] = getattr(import_module(f"lightning_lowbit.cli.{name}"), name)
+    return command(rest) or 0
+
+
+def _is_mistake(error: Exception) -> bool:
+    """Whether an error is one of the user's: one line says what to do. Any other keeps its traceback."""
+    if isinstance(error, ValueError | OSError):
+        return True
+    from jsonargparse import ArgumentError
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    return isinstance(error, MisconfigurationException | ArgumentError)
+
+
+def _nobody_reads() -> bool:
+    """Whether the reader of the output has gone, as ``head`` does. Then the rest of it goes nowhere."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone
+
+
+def _short_help(command: str) -> str:
+    names = [name for name, path in recipes().items() if not kind(path)]
+    width = max(map(len, names))
+    lines = [
+        f"usage: lowbit {command} --config RECIPE [--config OVERLAY ...] [--any.argument VALUE ...]",
+        "",
+        "Recipes:",
+        *(f"  {name:{width}}  {headline(recipes()[name])}" for name in names),
+        "",
+        "What is often changed:",
+        _OPTIONS,
+        f"`lowbit cp quickstart mine.yaml` copies a recipe, to change more. `lowbit {command} --help all` shows all "
+        "arguments,",
+        f"`lowbit {command} --trainer.callbacks.help lightning_lowbit.RunReport` those of a class.",
+    ]
+    return "\n".join(lines)
 
 
 def _list(arguments: Sequence[str]) -> None:

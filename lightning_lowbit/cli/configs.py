@@ -6,6 +6,7 @@ overlay names another class, the arguments that the new class takes as well stay
 optimizer holds for the one that takes its place.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -13,9 +14,8 @@ from typing import Any
 
 import yaml
 
-from lightning_lowbit.cli.mistakes import arguments_of
-from lightning_lowbit.nn.casts import OPERANDS
-from lightning_lowbit.quant.cast import nearest
+from lightning_lowbit.checks import nearest
+from lightning_lowbit.cli.lists import options_with_lists, with_lists
 
 # How the first line begins of what goes on top of a recipe, and of what runs one many times.
 OVERLAY, STUDY = "Overlay: ", "Study: "
@@ -52,8 +52,8 @@ def find_config(name: str, option: str = "--config") -> Path:
     known = recipes()
     if name.replace("-", "_") not in known:
         raise FileNotFoundError(
-            f"{option} {name}: no such file, and no such name in `lowbit ls`.{nearest(name, known, most=3)} Names are: "
-            f"{', '.join(known)}."
+            f"{option} {name}: there is no such file, and no recipe, overlay or study of this name."
+            f"{nearest(name.replace('-', '_'), known, most=4)} `lowbit ls` lists them."
         )
     return known[name.replace("-", "_")]
 
@@ -74,18 +74,26 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
         base = base[0]
     if not isinstance(overlay, Mapping):
         return overlay
-    if key == "casts" and set(OPERANDS) <= set(overlay):  # six casts in full: nothing is left of those before
+    if key == "casts" and _is_whole(overlay):  # six casts in full: nothing is left of those before
         return overlay
     if key == "casts" and isinstance(base, str):
         base = {"preset": base}
     base = base if isinstance(base, Mapping) else {}
     if base and "class_path" in overlay and overlay["class_path"] != base.get("class_path"):
+        from lightning_lowbit.cli.mistakes import arguments_of
+
         taken = arguments_of(overlay["class_path"])  # None: the parser will say what is wrong with it
         kept = (base.get("init_args") or {}).items()
         base = {"init_args": {name: value for name, value in kept if taken is None or name in taken}}
         if not base["init_args"]:
             return overlay
     return {**base, **{name: merge(base.get(name), value, name) for name, value in overlay.items()}}
+
+
+def _is_whole(casts: Mapping[str, Any]) -> bool:
+    from lightning_lowbit.nn.casts import OPERANDS  # and with it torch, for which a list of recipes does not wait
+
+    return set(OPERANDS) <= set(casts)
 
 
 def as_list(value: Any) -> list[Any]:
@@ -153,9 +161,21 @@ def split_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
-    """Replaces all ``--config`` of a command line by a single one, the file ``merged``, which this function writes."""
+    """Replaces all ``--config`` of a command line by a single one, the file ``merged``, which this function writes.
+
+    Raises:
+        ValueError: nothing names a model, or as :func:`merge_all`.
+    """
     names, rest = split_configs(arguments)
+    config = merge_all(names) if names else {}
+    asks = any(re.match(r"--(model|print_config|help|[\w.]+\.help)\b", argument) for argument in rest)
+    if not config.get("model") and not asks:
+        overlays = " ".join(f"--config {name}" for name in names if kind(find_config(name)) == OVERLAY)
+        given = f"{overlays} is an overlay, which changes a recipe" if overlays else "nothing names a model"
+        command = f"lowbit {' '.join([*rest[:1], '--config quickstart', overlays])}".strip()
+        raise ValueError(f"Give a recipe, e.g. `{command}`: {given}. `lowbit ls` lists recipes.")
+    rest = options_with_lists(rest, config)
     if not names:
         return rest
-    merged.write_text(yaml.safe_dump(merge_all(names)))
+    merged.write_text(yaml.safe_dump(with_lists(config)))
     return [rest[0], "--config", str(merged), *rest[1:]] if rest else ["--config", str(merged)]

@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -47,6 +46,7 @@ def inspect(arguments: Sequence[str]) -> None:
     transposed = select(list(weights), given.transposed, "--transposed", "weight")
     chosen = select(list(weights), given.only, "--only", "weight") if given.only else set(weights)
     names = [name for name in weights if name in chosen]
+    _check_numbers({name: weights[name] for name in names})
     _check_layout(path, {name: weights[name] for name in names if name not in transposed})
     errors = {}
     for name in Tqdm(names, leave=False, disable=None):  # a bar on a terminal only
@@ -164,7 +164,7 @@ def matrices(path: Path) -> dict[str, Tensor]:
         clean_name(name).removesuffix(".weight"): value
         for file in files
         for name, value in _read(file).items()
-        if isinstance(value, Tensor) and value.dim() == 2 and value.is_floating_point() and value.numel()
+        if value.dim() == 2 and value.is_floating_point() and value.numel()
     }
     if not found:
         raise ValueError(f"{path} holds no matrix of floating point numbers, so there is no weight to quantise.")
@@ -173,16 +173,28 @@ def matrices(path: Path) -> dict[str, Tensor]:
     return found
 
 
+def _check_numbers(weights: Mapping[str, Tensor]) -> None:
+    """Raises where a weight has no numbers that could be quantised."""
+    for name, weight in weights.items():
+        reason = None
+        if weight.is_meta:
+            reason = "has a shape and no numbers (it is on the meta device)"
+        elif weight.layout != torch.strided:
+            reason = f"is sparse ({str(weight.layout).removeprefix('torch.')}); save weight.to_dense()"
+        elif weight.dtype == torch.float4_e2m1fn_x2:
+            reason = "holds codes of FP4, two in a byte, which are quantised already"
+        if reason is not None:
+            raise ValueError(f"{name} {reason}. Name the other weights with --only, or give another checkpoint.")
+
+
 def _check_layout(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Raises where a bias tells that a weight is stored the other way round."""
     for file in _files(path):
         for key, bias in _read(file).items():
             name = clean_name(key).removesuffix(".bias")
-            if (
-                key.endswith(".bias")
-                and name in weights
-                and weights[name].shape[0] != len(bias) == weights[name].shape[1]
-            ):
+            if not key.endswith(".bias") or name not in weights or bias.dim() != 1:
+                continue
+            if weights[name].shape[0] != len(bias) == weights[name].shape[1]:
                 raise ValueError(
                     f"{name} has {len(bias)} biases and the shape {tuple(weights[name].shape)}: it is stored as "
                     "[in_features, out_features], like transformers' Conv1D. Name all such weights, in GPT-2 "
@@ -210,13 +222,13 @@ def _files(path: Path) -> list[Path]:
         if (index := path / f"{name}.index.json").exists():
             try:
                 return [path / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-            except (ValueError, LookupError, TypeError, AttributeError):
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise ValueError(f"{index} does not tell the files of weights: save or download it anew.") from None
     raise ValueError(f"The folder {path} holds neither model.safetensors nor pytorch_model.bin. Give {_KINDS}.")
 
 
-def _read(file: Path) -> Mapping[str, Any]:
-    """The state in a file. Its tensors are mapped into memory: those that nobody looks at are not read."""
+def _read(file: Path) -> dict[str, Tensor]:
+    """The tensors of the state in a file, by name, mapped into memory: those that nobody looks at are not read."""
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -237,4 +249,5 @@ def _read(file: Path) -> Mapping[str, Any]:
             f"{file} is not a checkpoint that can be read ({type(error).__name__}). Give {_KINDS}."
         ) from error
     state = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else {}
-    return state if isinstance(state, Mapping) else {}
+    items = state.items() if isinstance(state, Mapping) else ()
+    return {name: value for name, value in items if isinstance(name, str) and isinstance(value, Tensor)}

@@ -72,19 +72,21 @@ class Inspection:
         return {**total, "sqnr": -10 * math.log10(total["relative_mse"]) if total["relative_mse"] else math.inf}
 
     def table(self) -> str:
-        """A line for each weight and candidate, and one for each candidate over all weights."""
+        """A line for each weight and candidate, and at the end one for each over all weights, below a header again."""
         header = ["weight", "shape", "cast", "bits", "SQNR dB", "relative MSE", "underflow %", "saturation %", "bias %"]
         shapes = {name: " x ".join(map(str, shape)) for name, shape in self.shapes.items()}
-        rows = [(name, shapes[name], row) for name, row in self.numbers.items()]
-        rows.append((f"mean of {len(self.finite)}", f"{self.elements:,} elements", self.totals))
-        lines = [
-            [name, shape, candidate.label, f"{candidate.cast.bits:.4g}", *_cells(numbers)]
-            for name, shape, row in rows
-            for candidate, numbers in zip(self.candidates, row, strict=True)
-        ]
+
+        def lines(name: str, shape: str, row: Sequence[Mapping[str, float]]) -> list[list[str]]:
+            return [
+                [name, shape, candidate.label, f"{candidate.cast.bits:.4g}", *_cells(numbers)]
+                for candidate, numbers in zip(self.candidates, row, strict=True)
+            ]
+
+        weights = [line for name, row in self.numbers.items() for line in lines(name, shapes[name], row)]
+        means = lines(f"mean of {len(self.finite)}", f"{self.elements:,} elements", self.totals)
         bad = [name for name in self.numbers if name not in self.finite]
         caption = f"With a NaN or an infinity, and left out of the last lines: {', '.join(bad)}" if bad else ""
-        return plain(Table(header, lines, caption))
+        return plain(Table(header, [*weights, [""] * len(header), header, *means], caption))
 
     # --- the picture --------------------------------------------------------------------------------------------------
 

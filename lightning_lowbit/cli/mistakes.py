@@ -1,14 +1,14 @@
 """What the parser has to say about a mistake, in one line that names the nearest thing that would be right."""
 
 import difflib
-import inspect
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pydoc import locate
+from traceback import walk_tb
+from typing import Any
 
-from jsonargparse import ArgumentParser
-
-from lightning_lowbit.quant.cast import nearest
+from lightning_lowbit.checks import nearest
+from lightning_lowbit.cli.lists import class_at
 
 
 def explain(error: BaseException) -> str:
@@ -24,7 +24,13 @@ def explain(error: BaseException) -> str:
 
     lines = [line for line in str(error).splitlines() if line.strip()]
     message = re.sub(r"\s+", " ", _first_cause(lines)).strip() or type(error).__name__
-    return re.sub(r"Parser key.*(No module named '(\w+)').*", missing, message)
+    message = re.sub(r"Parser key.*(No module named '(\w+)').*", missing, message)
+    message = re.sub(
+        r"(Expected a <class '[\w.]*(?:Iterable|Sequence|list)'>. Got value: ([^\s[{]+?))\.?$",
+        r"\1. Write [\2]",
+        message,
+    )
+    return " ".join([message, *getattr(error, "__notes__", ())])
 
 
 def suggest(message: str, keys: Collection[str]) -> str:
@@ -49,6 +55,36 @@ def suggest(message: str, keys: Collection[str]) -> str:
     return f"Did you mean {close[0]!r}?" if close else "`lowbit fit --help` lists what is possible."
 
 
+def without_value(arguments: Sequence[str], message: str) -> str | None:
+    """The option that lacks its value, where a message says that one does: the parser names the class it belongs to."""
+    found = re.search(r"argument (--\w+)\S*: expected one argument", message)
+    if found is None:
+        return None
+    ends = (i for i, _ in enumerate(arguments) if i + 1 == len(arguments) or arguments[i + 1].startswith("--"))
+    return next((arguments[i] for i in ends if arguments[i].startswith(found[1]) and "=" not in arguments[i]), None)
+
+
+def option_of(error: BaseException, config: Mapping[str, Any]) -> str | None:
+    """The option that an error is about: its message begins with an argument of the object that raised it."""
+    name = re.match(r"\w*", str(error))
+    raisers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    for path, owner in _arguments(config):
+        if name is not None and path.rpartition(".")[2] == name[0]:
+            cls = class_at(owner)
+            if cls is not None and any(isinstance(each, cls) for each in raisers):
+                return f"--{path}"
+    return None
+
+
+def _arguments(config: Mapping[str, Any], prefix: str = "", owner: Any = None) -> Iterator[tuple[str, Any]]:
+    """The path of each argument, and that of the class that takes it."""
+    for key, value in config.items():
+        if key != "class_path":
+            yield prefix + key, owner
+        if isinstance(value, Mapping):
+            yield from _arguments(value, f"{prefix}{key}.", value.get("class_path", owner))
+
+
 def _first_cause(lines: list[str]) -> str:
     starts = [i for i, line in enumerate(lines) if line.strip() == "Errors:"]
     if not starts:
@@ -64,8 +100,10 @@ def _first_cause(lines: list[str]) -> str:
 
 def arguments_of(class_path: str) -> set[str] | None:
     """Names of the arguments that a class takes, those that it passes on to its bases included; None if unknown."""
-    cls = locate(class_path)
-    if not inspect.isclass(cls):
+    from jsonargparse import ArgumentParser
+
+    cls = class_at(class_path)
+    if cls is None:
         return None
     try:
         return set(ArgumentParser().add_class_arguments(cls, fail_untyped=False))

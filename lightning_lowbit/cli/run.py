@@ -3,13 +3,17 @@
 import re
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from jsonargparse import ArgumentError, Namespace
 
+import lightning_lowbit.callbacks  # whose classes, and those of optim and scalers, go by their short names
+import lightning_lowbit.optim
+import lightning_lowbit.scalers  # noqa: F401
 from lightning_lowbit._lightning import (
     NAME,
     LightningArgumentParser,
@@ -18,8 +22,9 @@ from lightning_lowbit._lightning import (
     SaveConfigCallback,
     Trainer,
 )
+from lightning_lowbit.callbacks.files import replace_file
 from lightning_lowbit.cli.configs import as_list, merge_configs
-from lightning_lowbit.cli.mistakes import explain, suggest
+from lightning_lowbit.cli.mistakes import explain, option_of, suggest, without_value
 from lightning_lowbit.precision import LowBitPrecision
 
 # Warnings that ask nothing of the user: Lightning 2.6.6 calls what torch 2.13 deprecates; text in memory needs no
@@ -48,8 +53,17 @@ class SaveConfig(SaveConfigCallback):
         """Nothing yet."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes."""
+        """Writes; above what was asked for stands what a checkpoint holds instead."""
         super().setup(trainer, pl_module, "fit")
+        overridden = getattr(trainer.precision_plugin, "overridden", ())
+        if overridden and trainer.is_global_zero:
+            assert trainer.log_dir is not None
+            path = Path(trainer.log_dir) / self.config_filename
+            lines = [
+                "The checkpoint that this run went on from holds other options, and they were in force:",
+                *overridden,
+            ]
+            replace_file(path, "".join(f"# {line}\n" for line in lines) + path.read_text())
 
 
 class LowBitCLI(LightningCLI):
@@ -99,6 +113,38 @@ class LowBitCLI(LightningCLI):
         if isinstance(plugin, LowBitPrecision) and (getattr(model, "makes_layers_at_once", False) or not makes_later):
             plugin.plan(self.model)
 
+    def before_validate(self) -> None:
+        """Says what is evaluated: the weights, and the precision they compute in."""
+        if self.trainer.is_global_zero:
+            subcommand = str(self.subcommand)
+            path = self.config[subcommand].ckpt_path
+            weights = "the model as it is made, without --ckpt_path" if path is None else path
+            plugin = self.trainer.precision_plugin
+            precision = plugin if isinstance(plugin, LowBitPrecision) else plugin.precision
+            print(f"lowbit {subcommand}: {weights}, in {precision}")
+
+    before_test = before_predict = before_validate
+
+    def instantiate_classes(self) -> None:
+        """Makes model, data and Trainer."""
+        with self._naming_options():
+            super().instantiate_classes()
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        with self._naming_options(), _removed_if_it_fails(self.trainer):
+            super()._run_subcommand(subcommand)
+
+    @contextmanager
+    def _naming_options(self) -> Generator[None, None, None]:
+        """Where an error begins with the name of an argument, adds the option that sets it."""
+        try:
+            yield
+        except ValueError as error:
+            option = option_of(error, self.config[str(self.subcommand)].as_dict())
+            if option is not None:
+                error.add_note(f"The option is {option}.")
+            raise
+
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses; of what the parser has to say about a mistake, says one line."""
         try:
@@ -106,11 +152,30 @@ class LowBitCLI(LightningCLI):
         except ArgumentError as error:
             keys = {action.dest for sub in self._subcommand_parsers.values() for action in sub._actions}
             message = explain(error)
+            if option := without_value(args, message):
+                raise ValueError(f"{option} takes a value, and none follows it.") from error
             raise ValueError(f"{message.rstrip('.')}. {suggest(message, keys)}".strip()) from error
 
     def _parse_ckpt_path(self) -> None:
         # Lightning would let the hyperparameters in a checkpoint override the configuration that is asked for.
         pass
+
+
+@contextmanager
+def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
+    """Of a run that does not begin, removes what its loggers have written by then, and the folders made for it."""
+    logged = [Path(folder) for logger in trainer.loggers if (folder := getattr(logger, "log_dir", None)) is not None]
+    made = [path for folder in logged for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except Exception:
+        if trainer.is_global_zero and not any((folder / "config.yaml").exists() for folder in logged):
+            for folder in made:
+                for path in (*folder.glob("events.out.tfevents.*"), folder / "hparams.yaml"):
+                    path.unlink(missing_ok=True)
+                with suppress(OSError):  # something else is in it
+                    folder.rmdir()
+        raise
 
 
 def check(arguments: Sequence[str]) -> None:

@@ -5,6 +5,8 @@ code as it stands (the reference) or as machine code generated from it by ``torc
 to the bit. A hand-written kernel for some device belongs in this package and is chosen in this one place.
 """
 
+import logging
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +16,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+_logger = logging.getLogger("lightning_lowbit")
 
 Backend = Literal["auto", "eager", "compiled"]
 _P = ParamSpec("_P")
@@ -123,6 +127,7 @@ def _mark_dynamic(tensor: Tensor) -> None:
 @cache
 def _can_compile(device_type: str) -> bool:
     """Whether code can be generated here; says so once where it cannot."""
+    _tell(f"lightning_lowbit compiles its casts for {device_type!r}: the first steps take some seconds longer.")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # importing the compiler warns, which is an error in some programs
@@ -136,6 +141,16 @@ def _can_compile(device_type: str) -> bool:
         )
         return False
     return True
+
+
+def _tell(message: str) -> None:
+    """Says something in the first process: to the logger, where the program has set up logging, or else on stderr."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
+        return
+    if _logger.hasHandlers():
+        _logger.info(message)
+    elif _logger.level <= logging.INFO:
+        print(message, file=sys.stderr, flush=True)
 
 
 def opaque(fake: Callable[_P, _R]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

@@ -252,10 +252,20 @@ def select(names: Sequence[str], patterns: Iterable[str], argument: str, kind: s
         if not matched:
             raise ValueError(
                 f"{argument}: the pattern {pattern!r} matches no {kind}. There are {len(names)}, e.g. {_some(names)}. "
-                "A pattern must match a whole name or a trailing part of it after a dot."
+                f"{_advice(pattern, names)}"
             )
         selected |= matched
     return selected
+
+
+def _advice(pattern: str, names: Sequence[str]) -> str:
+    """How to write a pattern that matches none of these, for instance ``lora_``, a piece of ``lora_A``."""
+    rule = "A pattern must match one or more whole parts of a name, as they stand between dots"
+    pieces = {piece for name in names for piece in clean_name(name).split(".")}
+    for wider in (f"{pattern}.*", f".*{pattern}", f".*{pattern}.*"):
+        if found := sorted(piece for piece in pieces if re.fullmatch(wider, piece)):
+            return f"{rule}: {wider!r} matches {', '.join(found[:3])}."
+    return f"{rule}, such as {names[0].rpartition('.')[2]!r}." if names else f"{rule}."
 
 
 # A negative number in a pattern, which is not the rest of a range such as [0-9].

@@ -246,7 +246,8 @@ def _needed(node: Any) -> list[str]:
 # --- formulas that torch's table lacks, by shapes ---------------------------------------------------------------------
 
 
-_LOOKS_LIKE_GEMM = re.compile(r"mm(_|$)|\bmv|bmm|matmul|attention|conv(?!ert)|rnn|lstm|gru|linear")
+# Interpolation such as aten.upsample_bilinear2d has the name of one, and is none.
+_LOOKS_LIKE_GEMM = re.compile(r"^(?!.*upsample).*(mm(_|$)|\bmv|bmm|matmul|attention|conv(?!ert)|rnn|lstm|gru|linear)")
 
 
 def _attention(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:

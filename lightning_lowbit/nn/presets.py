@@ -16,7 +16,12 @@ def _bf16() -> LinearCasts:
 def _nvfp4() -> LinearCasts:
     """Fully quantised training in NVFP4 (FP4 All the Way, arXiv 2505.19115, section 3): blocks of 16 with E4M3 scales
     and a tensor scale in all six operands; stochastic rounding of both gradients and of wgrad's activations, nearest
-    elsewhere."""
+    elsewhere.
+
+    Stochastic rounding is unbiased where nothing saturates, and scales that are rounded to nearest, as in the paper,
+    let the largest element of some blocks saturate: on average the products of wgrad are too small, by 0.7 % on normal
+    data and by up to 1.75 % where tails are heavy. The presets below with E4M3 scales have them too. Scales that are rounded
+    up have no such bias: ``{"preset": "nvfp4", "every": {"scale": {"rounding": "up"}}}``."""
     return _fully(Cast("e2m1", Scale("e4m3", 16, two_level=True)))
 
 

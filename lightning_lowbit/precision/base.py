@@ -41,7 +41,9 @@ from lightning_lowbit.optim.sharding import clip_gradient_norm_, connect, larges
 from lightning_lowbit.precision.checkpoint import CHECKPOINT_KEY, Checkpoint, load_checkpoint, state_of
 from lightning_lowbit.precision.converted_model import ConvertedModel
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
+from lightning_lowbit.precision.overridden import asked_options, overridden, warn_of
 from lightning_lowbit.precision.run_settings import compute_dtype, global_seed
+from lightning_lowbit.precision.shown import Shown
 from lightning_lowbit.precision.trained import LACKING, Origin, Trained, check_changes
 from lightning_lowbit.quant.cast import choose
 
@@ -67,7 +69,7 @@ def _data_rank(trainer: Any) -> int:
     return int(sampler.get("rank", trainer.global_rank))
 
 
-class LowBitPrecision(FSDPPrecision):
+class LowBitPrecision(Shown, FSDPPrecision):
     """Trains the linear layers of any ``LightningModule`` with the given casts.
 
     Args:
@@ -101,6 +103,7 @@ class LowBitPrecision(FSDPPrecision):
     Attributes:
         step: optimizer steps taken.
         micro_batch: training steps taken since the last optimizer step.
+        overridden: what the checkpoint holds in the place of options that this run asks for, a line for each.
         scaler: of the loss, or None.
 
     Raises:
@@ -159,6 +162,7 @@ class LowBitPrecision(FSDPPrecision):
         self._shared: SharedAmaxes | None = None
         self._gathers: WeightGathers | None = None
         self._origin: Origin | None = None
+        self._asked, self.overridden = asked_options([], []), list[str]()
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, *, weights_only: bool = True, **changes: Any) -> "LowBitPrecision":
@@ -478,6 +482,7 @@ class LowBitPrecision(FSDPPrecision):
             isinstance(parameter, DTensor) for parameter in model.parameters()
         )
         connect(model)
+        self._asked, self.overridden = asked_options(optimizers, lr_schedulers), []
         if self.shared_amax and any(getattr(parameter, "_is_flat_param", False) for parameter in model.parameters()):
             raise MisconfigurationException(
                 "shared_amax needs to tell weights from each other between steps, and FSDP1 keeps flat buffers alone. "
@@ -545,6 +550,9 @@ class LowBitPrecision(FSDPPrecision):
             ValueError: its state is damaged; it was trained with other casts than are to be evaluated; or its amax
                 histories are those of other layers, or of another length.
         """
+        trainer = None if self._trainer is None else self._trainer()
+        self.overridden = overridden(self._asked, checkpoint, () if trainer is None else trainer.optimizers)
+        warn_of(self.overridden)
         state = state_of(checkpoint)
         if state is None:
             rank_zero_warn(

@@ -4,14 +4,16 @@ Both are frozen values: they compare, hash, print and validate themselves, and n
 a tensor is quantised.
 """
 
-import difflib
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, TypeVar
 
+from lightning_lowbit.checks import choose as choose
+from lightning_lowbit.checks import is_number as is_number
+from lightning_lowbit.checks import nearest as nearest
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format, integer
 
 Block = int | tuple[int, int] | Literal["row", "tensor"]
@@ -23,26 +25,6 @@ SCALE_ROUNDINGS = dict.fromkeys(SCALE_FORMATS, _EXMY) | {
     "e8m0": ("rceil", "floor", "ceil", "even"),
     "fp32": ("nearest", "power_of_two"),
 }
-
-
-def is_number(value: object) -> bool:
-    """Whether an argument is a number, which True and "1" are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def nearest(given: object, possible: Collection[object], most: int = 1) -> str:
-    """`` Did you mean 'x'?`` or `` Did you mean 'x' or 'y'?``; nothing where nothing is near."""
-    choices = {str(choice).lower(): str(choice) for choice in possible}
-    close = [choices[name] for name in difflib.get_close_matches(str(given).lower(), choices, n=most)]
-    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-
-
-def choose(what: str, given: object, possible: Collection[str]) -> str:
-    """Returns ``given`` if it is one of ``possible``, else raises a ``ValueError`` that names the nearest one."""
-    if isinstance(given, str) and given in possible:
-        return given
-    hint = nearest(given, possible)
-    raise ValueError(f"Unknown {what} {given!r}.{hint} Choose one of: {', '.join(map(repr, possible))}.")
 
 
 def from_fields(cls: type[_T], what: str, given: Mapping[str, Any]) -> _T:

@@ -26,6 +26,7 @@ from lightning_lowbit import (
     QAFSwitch,
     convert,
 )
+from lightning_lowbit.callbacks.console import Table, plain
 from lightning_lowbit.callbacks.precision_summary import layer_table
 
 # Of Two, with one sample in a batch: the first layer's input needs no gradient.
@@ -104,15 +105,10 @@ def assert_said_once(output):
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_says_layers_coverage_and_average_once(capsys, monkeypatch, rich):
-    if not rich:
-        monkeypatch.setitem(sys.modules, "rich", None)
+def test_says_layers_coverage_and_average_once(capsys):
     fit(PrecisionSummary())
     output = capsys.readouterr().out
     assert_said_once(output)
-    assert ("─" in output) == rich, "the wrong way to print"
-    assert ("\n------" in output) == (not rich), "the wrong way to print"
     assert re.search(r"layer\.0 +QuantLinear +32 → 32 +1\.06 k +nvfp4", output)
     assert re.search(r"layer\.2 +Linear +66 +high precision", output)
     assert "1.06 k of 1.12 k parameters (94.1%)" in output
@@ -121,6 +117,42 @@ def test_says_layers_coverage_and_average_once(capsys, monkeypatch, rich):
     assert re.search(rf"layer\.2 +1 +{3 * LAST} FLOPs +{3 * LAST / TOTAL:.1%}", output)
     assert f"Average over the run: {BITS['fqt']:.2f} bits per GEMM operand (optimizer steps in fqt: 2)." in output
     assert output.index("1.06 k of") < output.index(COVERAGE) < output.index(AVERAGE)
+
+
+def test_tables_and_lines_fit_a_notebook_and_a_terminal(capsys, monkeypatch):
+    """Names are folded at their dots; no column is cut, and none but that of names where that suffices."""
+
+    class Deep(BoringModel):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Sequential()
+            self.layer.add_module("a_name_that_is_long_enough", nn.Sequential(nn.Sequential(nn.Linear(32, 2))))
+
+    def said():
+        fit(PrecisionSummary(), model=Deep(), plugin=FP4Precision())
+        return capsys.readouterr().out
+
+    assert max(map(len, said().splitlines())) > 88, "what is in a file need not be folded"
+    with monkeypatch.context() as notebook:
+        notebook.setitem(sys.modules, "ipykernel", object())
+        shown = said()
+    assert max(map(len, shown.splitlines())) <= 88
+    assert_said_once(shown)
+    assert re.search(r"^layer\.a_name_that_is_long_enough\.0\.0 +QuantLinear +32 → 2 +66 .*emulated$", shown, re.M)
+    with monkeypatch.context() as terminal:
+        terminal.setattr(sys.stdout, "isatty", lambda: True)
+        terminal.setenv("COLUMNS", "72")
+        shown = said()
+    assert max(map(len, shown.splitlines())) <= 72
+    assert re.search(r"^layer\. +QuantLinear.*emulated\n  a_name_that_is_\w+\n  \w+\.0\.0$", shown, re.M)
+
+
+def test_columns_that_are_wide_together_are_folded():
+    casts = ["e2m1/e4m3:1x16+fp32~"] * 4
+    lines = plain(Table(["operand", "a", "b", "c", "d"], [["fprop_x", *casts]], "caption " * 12), width=64).splitlines()
+    assert max(map(len, lines)) <= 64
+    assert "".join("".join(line.split()) for line in lines[2:4]).count("e2m1/e4m3:") == 4
+    assert len(plain(Table(["operand"], [["x" * 100]])).splitlines()[2]) == 100, "nothing has to be folded"
 
 
 def test_quiet(capsys):
@@ -179,7 +211,8 @@ def test_an_operation_without_a_formula_is_named(capsys):
             return super().training_step(batch, batch_idx)
 
     fit(PrecisionSummary(), model=Trilinear())
-    assert "Not counted, for want of a formula: aten._trilinear." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Matrix products whose FLOPs are not known are left out of all numbers: aten._trilinear." in said
 
 
 @pytest.mark.parametrize("filename", ["summary.txt", "folder/summary.json", "../summary.json", "/summary.json", ""])

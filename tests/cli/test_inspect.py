@@ -17,6 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.text import Text
+from safetensors.torch import save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -40,6 +41,7 @@ def table(capsys):
     """The cells of what was printed by (weight, cast)."""
     lines = capsys.readouterr().out.splitlines()
     header, ruler, *rows = [cells for line in lines if len(cells := re.split(r"\s{2,}", line.strip())) == 9]
+    rows.remove(header)  # above the means
     assert header[:4] == ["weight", "shape", "cast", "bits"]
     assert set("".join(ruler)) == {"-"}
     return {(row[0], row[2]): dict(zip(header, row, strict=True)) for row in rows}
@@ -115,6 +117,23 @@ def test_the_last_row_is_a_mean_over_elements(capsys):
     assert float(total["SQNR dB"]) == pytest.approx(-10 * math.log10(float(total["relative MSE"])), abs=0.02)
     assert rows["zero", "mxfp4"]["SQNR dB"] == "inf"
     assert is_png("weights_casts.png")
+
+
+def test_the_means_have_a_header_of_their_own(capsys):
+    """Of many weights the one on top has scrolled away."""
+    torch.save(llama().state_dict(), "it.ckpt")
+    assert inspect("it.ckpt", "--casts", "nvfp4,mxfp4") == 0
+    *_, blank, header, first, second, _, picture = capsys.readouterr().out.splitlines()
+    assert (blank, header.split()[:2], picture.split()[0]) == ("", ["weight", "shape"], "Picture:")
+    assert [first.split()[0], second.split()[0]] == ["mean", "mean"]
+
+
+def test_what_is_no_weight_is_passed_over(capsys):
+    """Beside a matrix: 0-d, objects of other kinds, keys that are no text."""
+    state = {"x.weight": torch.randn(16, 32), "x.bias": torch.tensor(1.0), "y.weight": torch.randn(2, 16)}
+    torch.save(state | {"y.bias": 3, 7: torch.ones(2, 2), None: 1, ("a", 1): {}}, "it.ckpt")
+    assert inspect("it.ckpt", "--casts", "nvfp4") == 0
+    assert {name for name, _ in table(capsys)} == {"x", "y", "mean of 2"}
 
 
 def test_folders_of_transformers(capsys):
@@ -327,7 +346,7 @@ def test_exact_weights_are_drawn():
 
 
 def write(kind):
-    path = Path("it.safetensors" if kind == "garbage.safetensors" else "it.ckpt")
+    path = Path("it.safetensors" if kind in ("garbage.safetensors", "F4") else "it.ckpt")
     if kind == "object":
         torch.save({"state_dict": {"w": torch.ones(2, 16)}, "hyper_parameters": partial(print)}, path)
     elif kind == "empty":
@@ -353,6 +372,15 @@ def write(kind):
     elif kind.endswith("index"):
         path.mkdir()
         (path / "pytorch_model.bin.index.json").write_text("garbage" if kind == "garbage index" else "{}")
+    elif kind == "nested index":
+        path.mkdir()
+        (path / "pytorch_model.bin.index.json").write_text("[" * 200_000)
+    elif kind == "sparse":
+        torch.save({"up.weight": torch.eye(16).to_sparse(), "down.weight": torch.randn(2, 16)}, path)
+    elif kind == "meta":
+        torch.save({"up.weight": torch.empty(2, 16, device="meta")}, path)
+    elif kind == "F4":
+        save_file({"up.weight": torch.zeros(2, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, path)
     elif kind == "good":
         torch.save({"state_dict": {"up.weight": torch.randn(2, 16)}}, path)
     return path
@@ -376,6 +404,10 @@ def write(kind):
         ("folder", "The folder it.ckpt holds neither model.safetensors nor pytorch_model.bin."),
         ("garbage index", "it.ckpt/pytorch_model.bin.index.json does not tell the files of weights"),
         ("empty index", "it.ckpt/pytorch_model.bin.index.json does not tell the files of weights"),
+        ("nested index", "it.ckpt/pytorch_model.bin.index.json does not tell the files of weights"),
+        ("sparse", "up is sparse (sparse_coo); save weight.to_dense(). Name the other weights with --only, or give"),
+        ("meta", "up has a shape and no numbers (it is on the meta device). Name the other weights with --only"),
+        ("F4", "up holds codes of FP4, two in a byte, which are quantised already. Name the other weights with"),
         ("missing shard", "No such file or directory: it.ckpt/model-00001-of-00002.safetensors"),
     ],
 )

@@ -1,5 +1,7 @@
 """The choice between eager and generated code."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -32,6 +34,39 @@ def test_without_a_compiler_casts_run_as_eager_code_and_say_so(monkeypatch):
     finally:
         kernels._can_compile.cache_clear()
     assert torch.equal(found, expected)
+
+
+def test_the_first_compilation_is_announced_once_on_stderr(capfd):
+    """As a user's program has it: without logging set up, by which pytest would catch it."""
+    program = """if True:
+        import logging, torch
+        from lightning_lowbit import Cast, kernels, quantize
+        with kernels.backend("eager"):
+            quantize(torch.randn(32, 64), Cast())
+        print("before", flush=True)
+        torch.compile = lambda function, **_: function  # it takes half a minute
+        with kernels.backend("compiled"):
+            for shape in ((32, 64), (32, 64), (8, 16)):
+                quantize(torch.randn(shape), Cast())
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
+    said = capfd.readouterr()
+    assert said.out == "before\n"
+    assert said.err == "lightning_lowbit compiles its casts for 'cpu': the first steps take some seconds longer.\n"
+
+
+def test_where_logging_is_set_up_it_decides_on_the_announcement(caplog, capfd, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    kernels._can_compile.cache_clear()
+    kernels._generate.cache_clear()
+    try:
+        with kernels.backend("compiled"), caplog.at_level("INFO", logger="lightning_lowbit"):
+            quantize(torch.randn(32, 64), Cast())
+    finally:
+        kernels._can_compile.cache_clear()
+        kernels._generate.cache_clear()
+    assert [record.name for record in caplog.records] == ["lightning_lowbit"]
+    assert capfd.readouterr().err == ""
 
 
 def test_within_a_cast_nests_and_ends():

@@ -1,6 +1,7 @@
 """Conversion: which layers, with which casts, in place."""
 
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -266,3 +267,17 @@ def test_phases_of_a_model() -> None:
     with pytest.raises(ValueError, match="Unknown phase 'qat'"):
         set_phase(model, "qat")
     assert model.lm_head.casts == INT4
+
+
+@pytest.mark.parametrize(
+    ("pattern", "advice"),
+    [
+        ("down_", r"'down_.*' matches down_proj"),
+        ("_proj", r"'.*_proj' matches down_proj, up_proj"),
+        ("q", "such as 'x'"),
+    ],
+)
+def test_the_error_shows_how_to_match_a_piece_of_a_part(pattern: str, advice: str) -> None:
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("x", "up_proj", "down_proj")})
+    with pytest.raises(ValueError, match="must match one or more whole parts of a name.*" + re.escape(advice)):
+        convert(model, NVFP4, skip=[pattern])

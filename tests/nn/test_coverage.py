@@ -798,6 +798,7 @@ def test_what_is_no_matrix_product_is_not_taken_for_one() -> None:
         x.to(torch.bfloat16).float().sum().add(1)
         F.layer_norm(F.gelu(x), (4,)).softmax(-1).cumsum(0).argmax(-1)
         F.interpolate(x[None, None], scale_factor=2, mode="nearest")
+        F.interpolate(x[None, None], scale_factor=2, mode="bilinear")  # aten.upsample_bilinear2d
         F.embedding(torch.tensor([1]), x).logsumexp(-1).lerp(x[0, 0], 0.5).norm()
         torch.where(x > 0, x, -x).triu().sort()
     assert counter.coverage().uncounted == ()

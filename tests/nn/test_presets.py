@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from lightning_lowbit import Cast, LinearCasts, Scale, convert
+from lightning_lowbit import Cast, LinearCasts, Scale, convert, quantize
 from lightning_lowbit.formats import SCALE_FORMATS
 from lightning_lowbit.nn import OPERANDS, PHASES, PRESETS, AmaxHistories, LayerKeys, set_phase
 from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
@@ -150,3 +150,21 @@ def test_fp4_with_every_scale(format: str) -> None:
         cast = Cast("e2m1", Scale(format, block, scale_rounding, two_level), rounding)
         for what, tensor in two_steps(dict.fromkeys(OPERANDS, cast)):
             assert tensor.isfinite().all(), f"{cast}: {what} is not finite"
+
+
+@pytest.mark.parametrize(("rounding", "bias"), [("nearest", -0.007), ("up", 0.0)])
+def test_the_bias_of_nvfp4_is_the_one_that_is_told(rounding: str, bias: float) -> None:
+    """Of wgrad's products, both of whose operands are rounded stochastically, on normal data."""
+    casts = LinearCasts.of({"preset": "nvfp4", "every": {"scale": {"rounding": rounding}}})
+    assert (rounding == "nearest") == (casts == LinearCasts.preset("nvfp4"))
+    assert isinstance(casts.wgrad_g, Cast)
+    assert isinstance(casts.wgrad_x, Cast)
+    x, g = torch.randn(256, 64), torch.randn(256, 64)
+    exact, mean, draws = g.T @ x, torch.zeros(64, 64), 100
+    for draw in range(draws):
+        decoded = [
+            quantize(each, cast, dim=0, key=2 * draw + i).dequantize(torch.float32)
+            for i, (each, cast) in enumerate([(g, casts.wgrad_g), (x, casts.wgrad_x)])
+        ]
+        mean += decoded[0].T @ decoded[1] / draws
+    assert ((mean * exact).sum() / exact.square().sum()).item() - 1 == pytest.approx(bias, abs=0.002)

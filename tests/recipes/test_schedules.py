@@ -52,6 +52,36 @@ def test_a_length_that_comes_later_is_as_good(schedule: type[WarmupSchedule]) ->
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("told_late", [False, True])
+def test_a_share_of_the_steps_is_that_many(schedule: type[WarmupSchedule], told_late: bool) -> None:
+    """To the last digit, whatever the length, also where that comes after the first learning rate."""
+    for share, total, steps in ((0.1, 400, 40), (0.1, 40, 4), (0.25, 12, 3), (0.1, 4, 0)):
+        made = schedule(sgd(2.0, 0.5), share, None if told_late else total)
+        if told_late:
+            made.set_total_steps(total)
+        whole = schedule(sgd(2.0, 0.5), steps, total)
+        assert made.get_last_lr() == whole.get_last_lr()
+        assert factors(made, total) == factors(whole, total), (share, total)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_share_of_an_unknown_length_is_refused(schedule: type[WarmupSchedule]) -> None:
+    made = schedule(sgd(1.0), 0.1)
+    made.optimizer.step()
+    with pytest.raises(ValueError, match=re.escape("is a share, 0.1, of a run whose length is not known: give total")):
+        made.step()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_share_leaves_a_learning_rate_in_a_tensor_there(schedule: type[WarmupSchedule]) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=torch.tensor(2.0))
+    rate = optimizer.param_groups[0]["lr"]
+    schedule(optimizer, 0.25).set_total_steps(16)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == 0.5
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_state_is_a_position_and_not_a_shape(schedule: type[WarmupSchedule]) -> None:
     first = schedule(sgd(2.0), 4, 12)
     factors(first, 5)
@@ -113,7 +143,7 @@ def test_without_a_drop_it_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("warmup", [-1, 8, 9])
+@pytest.mark.parametrize("warmup", [-1, 8, 9, 2.5])
 def test_a_warm_up_that_does_not_fit(schedule: type[WarmupSchedule], warmup: int) -> None:
     message = f"less than the 8 steps of the run; got {warmup}. Warm up for fewer steps."
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -1,0 +1,86 @@
+"""One item where an argument of a class takes a list: it stands for the list of it, on the command line and in YAML.
+
+``--trainer.plugins.init_args.skip lm_head`` is ``skip: [lm_head]``. In Python a string is an iterable of letters, so
+there the classes refuse it.
+"""
+
+import inspect
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pydoc import ErrorDuringImport, locate
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+
+def with_lists(config: Any) -> Any:
+    """A configuration in which each item that stands for a list is one."""
+    if isinstance(config, list):
+        return [with_lists(item) for item in config]
+    if not isinstance(config, Mapping):
+        return config
+    made = {key: with_lists(value) for key, value in config.items()}
+    if isinstance(given := made.get("init_args"), dict):
+        cls = class_at(made.get("class_path"))
+        made["init_args"] = {key: [value] if _is_item(value, cls, key) else value for key, value in given.items()}
+    return made
+
+
+def options_with_lists(arguments: Sequence[str], config: Mapping[str, Any]) -> list[str]:
+    """Likewise a command line, whose options change ``config``."""
+    made = list(arguments)
+    named: dict[str, str] = {}  # classes, by the option that names them
+    for i, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if not option.startswith("--") or (not equals and (i + 1 == len(arguments) or made[i + 1].startswith("--"))):
+            continue
+        value = value if equals else made[i + 1]
+        key = option.removeprefix("--").removesuffix("+").removesuffix(".class_path")
+        named[key] = value
+        owner, _, name = key.rpartition(".")
+        owner = owner.removesuffix(".init_args")
+        item = _parsed(value)
+        if not option.endswith("+") and _is_item(item, class_at(named.get(owner) or _class_path(config, owner)), name):
+            value = yaml.safe_dump([item], default_flow_style=True, width=10**9).strip()
+            made[i if equals else i + 1] = f"{option}={value}" if equals else value
+    return made
+
+
+def _parsed(value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value
+
+
+def _class_path(config: Any, path: str) -> Any:
+    """Of what an option would change; of a list that is the last element."""
+    for part in path.split("."):
+        within = config.get("init_args") if isinstance(config, Mapping) and part not in config else config
+        config = within.get(part) if isinstance(within, Mapping) else None
+        config = config[-1] if isinstance(config, list) and config else config
+    return config.get("class_path") if isinstance(config, Mapping) else config
+
+
+def class_at(path: Any) -> Any:
+    """The class with this path, or this name in this package; None if there is none, or its module does not import."""
+    try:
+        cls = locate(str(path)) or locate(f"lightning_lowbit.{path}")
+    except ErrorDuringImport:
+        return None
+    return cls if inspect.isclass(cls) else None
+
+
+def _is_item(value: Any, cls: Any, argument: str) -> bool:
+    """Whether an argument of a class takes a list, and this could be an item of it and nothing else."""
+    if cls is None or not isinstance(value, str | int | float):
+        return False
+    try:
+        owner = next(base for base in cls.__mro__ if argument in inspect.signature(base.__init__).parameters)
+        hint = get_type_hints(owner.__init__)[argument]
+    except (StopIteration, NameError, KeyError, ValueError):  # no such argument, or nobody says of which type
+        return False
+    possible = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return not {Any, str, int, float} & set(possible) and any(
+        get_origin(each) in (list, Iterable, Sequence, Collection) for each in possible
+    )
