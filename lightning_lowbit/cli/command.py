@@ -111,7 +111,8 @@ def _is_mistake(error: Exception) -> bool:
     if isinstance(error, ValueError | OSError):
         return True
     from jsonargparse import ArgumentError
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    from lightning_lowbit._lightning import MisconfigurationException
 
     return isinstance(error, MisconfigurationException | ArgumentError)
 

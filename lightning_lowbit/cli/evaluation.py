@@ -1,6 +1,5 @@
 """``lowbit validate | test | predict`` evaluate a checkpoint as it was trained, whatever the configuration says."""
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,4 @@ def as_trained(trainer: Mapping[str, Any], path: str | None, weights_only: bool 
         return {}  # the plugin says so
     same: dict[str, Any] = {} if own is None else {"exact": own.exact, "backend": own.backend}
     plugin = LowBitPrecision.from_checkpoint(checkpoint, **same)
-    print(f"Evaluating {path} as it was trained: {_casts(state['trained']['layers'])}; phase {state['phase']}")
-    return {"plugins": [*(p for p in plugins if p is not own), plugin], "precision": None}
-
-
-def _casts(layers: Mapping[str, str]) -> str:
-    counted = Counter(layers.values()).most_common()
-    return ", ".join(f"{casts} in {count} layer{'s' * (count > 1)}" for casts, count in counted)
+    return {"plugins": [*(each for each in plugins if each is not own), plugin], "precision": None}

@@ -24,6 +24,7 @@ from lightning_lowbit._lightning import (
 )
 from lightning_lowbit.callbacks.files import replace_file
 from lightning_lowbit.cli.configs import as_list, merge_configs
+from lightning_lowbit.cli.evaluation import as_trained
 from lightning_lowbit.cli.mistakes import explain, option_of, suggest, without_value
 from lightning_lowbit.precision import LowBitPrecision
 
@@ -124,6 +125,13 @@ class LowBitCLI(LightningCLI):
             print(f"lowbit {subcommand}: {weights}, in {precision}")
 
     before_test = before_predict = before_validate
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Makes the Trainer; one that evaluates a checkpoint gets the plugin that trained it."""
+        config = self.config_init[str(self.subcommand)]
+        if self.subcommand != "fit":
+            kwargs = as_trained(config.trainer, config.ckpt_path, config.get("weights_only") is not False) | kwargs
+        return super().instantiate_trainer(**kwargs)
 
     def instantiate_classes(self) -> None:
         """Makes model, data and Trainer."""

@@ -185,7 +185,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         """
         origin = Origin.read(load_checkpoint(checkpoint, weights_only))
         plugin = LowBitPrecision(**{**origin.arguments(), **check_changes(changes)})
-        plugin._origin = origin
+        plugin._origin, plugin._arguments = origin, f"<of a checkpoint: {origin.trained}>"
         return plugin
 
     @property

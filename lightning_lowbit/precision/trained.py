@@ -52,6 +52,11 @@ class Trained:
     scaler: str | None = None
     started: Mapping[str, LinearCasts] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """How many layers have which casts."""
+        counted = Counter(map(str, self.layers.values())).most_common()
+        return ", ".join(f"{casts} in {count} layer{'s' * (count > 1)}" for casts, count in counted)
+
     @property
     def planned(self) -> dict[str, LinearCasts]:
         """The casts with which the run started, by layer."""
