@@ -39,7 +39,7 @@ class GradientStatistics(NamedTuple):
     """What the last step saw of one parameter's gradient, whole even if the parameter is sharded; 0-d, on its device.
 
     Attributes:
-        maximum: max|g|, before anything was done; Inf if the step was skipped for it, −1 if it is sharded and on no rank.
+        maximum: max|g|, before anything was done; Inf if the step was skipped for it, −1 if no rank has one.
         threshold: T of AdaClip, with this maximum in it; 0 without that rule.
         clipped: elements changed by AdaClip or SpikeClip.
         norm: ‖g‖₂ after that; NaN under no rule, when nobody measures it.

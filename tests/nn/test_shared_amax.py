@@ -154,7 +154,7 @@ def test_what_cannot_be_shared_is_refused(casts: Any, patterns: Any, message: st
 
 def test_all_groups_that_cannot_share_are_named() -> None:
     model = nn.ModuleList(Attention() for _ in range(3))
-    with pytest.raises(ValueError, match=r"0.q_proj, 0.k_proj cannot .* Nor can 1.q_proj, 1.k_proj, 2.q_proj, 2.k_proj"):
+    with pytest.raises(ValueError, match="0.q_proj, 0.k_proj cannot .* Nor can 1.q_proj, 1.k_proj, 2.q_"):
         SharedAmaxes(convert(model, "mxfp4"), ["(q|k)_proj"])
     with pytest.raises(ValueError, match="casts that have one, with overrides; layers in high precision, by skip"):
         SharedAmaxes(convert(model, "mxfp4"), ["(q|k)_proj"])

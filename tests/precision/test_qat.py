@@ -10,7 +10,16 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_lowbit import Cast, FP8Precision, IntegerPrecision, LinearCasts, LowBitPrecision, Scale, TernaryPrecision, quantize
+from lightning_lowbit import (
+    Cast,
+    FP8Precision,
+    IntegerPrecision,
+    LinearCasts,
+    LowBitPrecision,
+    Scale,
+    TernaryPrecision,
+    quantize,
+)
 from lightning_lowbit.nn import convert, set_blend
 from lightning_lowbit.nn.gemm import native_obstacle
 from tests.precision.distributed import QAT
