@@ -25,6 +25,7 @@ _R = TypeVar("_R")
 
 _backend: Backend = "auto"
 _thread = threading.local()
+_has_told = False  # that a compilation has failed which the first one had promised
 
 # Generating code takes a second or two per function, so "auto" leaves small operands (tests, toy models) to eager code.
 _AUTO_ELEMENTS = 2**16
@@ -106,7 +107,10 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _generate(
     function: Callable[..., Tensor], static: tuple[tuple[str, Any], ...], layout: tuple[tuple[Any, ...], ...]
 ) -> Callable[..., Tensor]:
-    """The compiled function for these constants, and for tensors of this layout (which only tells graphs apart)."""
+    """The compiled function for these constants, and for tensors of this layout (which only tells graphs apart).
+
+    It compiles when it is called, and anew for other sizes: where that fails, it is the plain code from then on.
+    """
     constants = dict(static)
 
     def specialised(*tensors: Tensor) -> Tensor:
@@ -114,7 +118,23 @@ def _generate(
 
     # Dynamo counts recompilations per code object, and after eight runs eager code in silence: each graph has its own.
     specialised.__code__ = specialised.__code__.replace()
-    return torch.compile(specialised, options=_INDUCTOR_OPTIONS)
+    chosen = torch.compile(specialised, options=_INDUCTOR_OPTIONS)
+
+    def run(*tensors: Tensor) -> Tensor:
+        nonlocal chosen
+        try:
+            return chosen(*tensors)
+        except torch.OutOfMemoryError:  # of which plain code needs more
+            raise
+        except Exception as error:
+            if chosen is specialised:
+                raise
+            result = specialised(*tensors)  # or else it raises, too, and nothing is wrong with the compiler
+            chosen = specialised
+            _warn_once(tensors[0].device.type, error)
+            return result
+
+    return run
 
 
 def _mark_dynamic(tensor: Tensor) -> None:
@@ -133,10 +153,9 @@ def _can_compile(device_type: str) -> bool:
             warnings.simplefilter("ignore")  # importing the compiler warns, which is an error in some programs
             torch.compile(lambda x: x + 1, options={})(torch.zeros(2, device=device_type))
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         warnings.warn(
-            f"torch.compile does not work on {device_type!r} here ({reason}). Casts run as eager code: the same bits, "
-            "several times slower. Installing a C++ compiler (g++ or clang) usually mends it.",
+            f"torch.compile does not work on {device_type!r} here ({_reason(error)}). Casts run as eager code: the "
+            "same bits, several times slower. Installing a C++ compiler (g++ or clang) usually mends it.",
             stacklevel=2,
         )
         return False
@@ -151,6 +170,30 @@ def _tell(message: str) -> None:
         _logger.info(message)
     elif _logger.level <= logging.INFO:
         print(message, file=sys.stderr, flush=True)
+
+
+def _warn_once(device_type: str, error: Exception) -> None:
+    """Says once that something could not be compiled, though :func:`_can_compile` could."""
+    global _has_told
+    if not _has_told:
+        _has_told = True
+        warnings.warn(
+            f"torch.compile failed on {device_type!r} ({_reason(error)}). What it fails for runs as eager code: the "
+            "same bits, several times slower. Usual causes are a full disk and a damaged cache: set "
+            "TORCHINDUCTOR_CACHE_DIR to an empty folder that has room.",
+            stacklevel=4,
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in one line: of a compiler's output the line with the error, else the innermost cause."""
+    chain = [error]
+    while (cause := getattr(chain[-1], "inner_exception", None) or chain[-1].__cause__) is not None:
+        chain.append(cause)
+    lines = [line.strip() for each in chain for line in str(each).splitlines()]
+    first = next((line.strip() for line in str(chain[-1]).splitlines() if line.strip()), "")
+    innermost = f"{type(chain[-1]).__name__}: {first}" if first else type(chain[-1]).__name__
+    return next((line for line in lines if "error:" in line), innermost)
 
 
 def opaque(fake: Callable[_P, _R]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

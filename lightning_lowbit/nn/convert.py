@@ -160,18 +160,27 @@ def check_backend(
         return
     if exact:
         raise ValueError("exact emulates GEMMs, and backend='native' does not: choose one of them.")
-    for name, casts in planned.items():
-        for gemm in GEMMS:
-            if not any(isinstance(getattr(casts, operand), Cast) for operand in casts.operands_of(gemm)):
-                continue
-            if gemm not in casts.native_gemms:
-                raise ValueError(
-                    f"backend='native', but {gemm} of {name or 'the casts'} has no native GEMM: those take E4M3 or "
-                    f"E5M2 (not E5M2 twice), or integers, with scales per tensor or row; got {casts}. Use "
-                    "backend='auto'."
-                )
-            if device is not None:
-                has_native_gemms(device, casts.native_gemms[gemm], backend)  # or else raises
+    quantized = {
+        name: [gemm for gemm in GEMMS if any(isinstance(getattr(casts, o), Cast) for o in casts.operands_of(gemm))]
+        for name, casts in planned.items()
+    }
+    lacking = {
+        name: gemm
+        for name, gemms in quantized.items()
+        for gemm in reversed(gemms)  # of a layer, the first is told
+        if gemm not in planned[name].native_gemms
+    }
+    if lacking:
+        name, gemm = next(iter(lacking.items()))
+        raise ValueError(
+            f"backend='native', but {gemm} of {some([name or 'the casts' for name in lacking])} has no native GEMM: "
+            f"those take E4M3 or E5M2 (not E5M2 twice), or integers, with scales per tensor or row; got "
+            f"{planned[name]}. Use backend='auto', leave such layers out with skip, or give them other casts with "
+            "overrides."
+        )
+    for name, gemms in quantized.items() if device is not None else ():
+        for gemm in gemms:
+            has_native_gemms(device, planned[name].native_gemms[gemm], backend)  # or else raises
 
 
 def set_phase(model: nn.Module, phase: str) -> None:
@@ -292,5 +301,10 @@ def _matches(pattern: re.Pattern[str], parts: Sequence[str]) -> bool:
     return any(pattern.fullmatch(".".join(parts[start:end])) for end in ends for start in range(end))
 
 
-def _some(layers: Sequence[str]) -> str:
-    return ", ".join(layers if len(layers) <= 4 else [*layers[:3], layers[-1]])
+def some(names: Sequence[str]) -> str:
+    """The layers that an error is about: a few by name, and how many there are."""
+    return _some(names) + (f" ({len(names)} layers)" if len(names) > 4 else "")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 4 else [*names[:3], names[-1]])

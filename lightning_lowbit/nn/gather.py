@@ -29,6 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.casts import OPERANDS, LinearCasts
+from lightning_lowbit.nn.convert import some
 from lightning_lowbit.nn.function import MadeWeight
 from lightning_lowbit.nn.linear import QuantizedLayer, quantized_class
 from lightning_lowbit.quant import Cast
@@ -157,23 +158,23 @@ def check_gathers(model: nn.Module, casts: Mapping[str, LinearCasts], dtype: tor
         ValueError: so, or FSDP2 has not sharded the layers.
     """
     records = {id(record._module_info.module): record for _, record in _records(model)}
-    told: dict[str, str] = {}
+    told: dict[str, list[str]] = {}
     for name, of_layer in casts.items():
         if (record := records.get(id(model.get_submodule(name)))) is None:
             continue
         if (why := obstacle(of_layer) or _misfit(record, of_layer, dtype)) is None:
             return
-        told.setdefault(why, name)
+        told.setdefault(why, []).append(name)
     if not told:
         raise ValueError(
             "quantize_before_gather: FSDP2 shards no weight of a converted layer. It needs ModelParallelStrategy, and "
             "torch.distributed.fsdp.fully_shard in configure_model; leave it out with other strategies."
         )
-    reasons = "; ".join(f"{name}: {why}" for why, name in told.items())
     raise ValueError(
-        f"quantize_before_gather: no weight can be gathered in few bits. {reasons}. Take casts whose backward "
-        "pass uses the weight of the forward pass: 'nvfp4-nvidia', 'fp8-current', 'fp8-delayed', those of "
-        "quantisation-aware training ('ternary', 'int4'), or any with dgrad_w='fprop'."
+        "quantize_before_gather: no weight can be gathered in few bits. "
+        f"{'; '.join(f'{some(names)}: {why}' for why, names in told.items())}. Take casts whose backward pass uses the "
+        "weight of the forward pass, for some layers with overrides: 'nvfp4-nvidia', 'fp8-current', 'fp8-delayed', "
+        "those of quantisation-aware training ('ternary', 'int4'), or any with dgrad_w='fprop'."
     )
 
 

@@ -263,12 +263,6 @@ def quantized_class(cls: Any) -> type[QuantizedLayer] | None:
     return None
 
 
-def in_features(layer: Any) -> int:
-    """How long a row of the weight of a layer is, converted or to be."""
-    matrix = quantized_class(type(layer)).weight_matrix(layer)  # type: ignore[union-attr, arg-type]
-    return int(matrix.shape[1])
-
-
 def is_linear(module: Any) -> bool:
     """Whether a module is a layer that can be converted, or has been."""
     return quantized_class(type(module)) is not None  # type: ignore[arg-type]

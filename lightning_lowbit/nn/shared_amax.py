@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.convert import select
+from lightning_lowbit.nn.convert import select, some
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast
@@ -94,9 +94,14 @@ def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[li
                 "'(q|k|v)_proj', 'gate_proj|up_proj'."
             )
         found += [names for names in together if any(casts[name].fprop_w is not None for name in names)]
-    for names in found:
-        if (why := _misfit({name: casts[name] for name in names})) is not None:
-            raise ValueError(f"shared_amax: {', '.join(names)} cannot share an amax: {why}.")
+    misfits = [(names, why) for names in found if (why := _misfit({name: casts[name] for name in names})) is not None]
+    if misfits:
+        (names, why), others = misfits[0], [name for names, _ in misfits[1:] for name in names]
+        also = f" Nor can {some(others)}." if others else ""
+        raise ValueError(
+            f"shared_amax: {', '.join(names)} cannot share an amax: {why}.{also} Leave out what matches them, or give "
+            "them casts that have one, with overrides; layers in high precision, by skip, take no part."
+        )
     members = [name for names in found for name in names]
     if twice := sorted({name for name in members if members.count(name) > 1}):
         raise ValueError(f"shared_amax: {', '.join(twice)} would be in several groups. Let one pattern match it.")

@@ -9,8 +9,8 @@ from lightning_lowbit.optim.guarded_adam import GuardedAdam
 class LowBitAdamW(GuardedAdam):
     """AdamW, for parameters of any real floating dtype on any device, whole or sharded.
 
-    With moments in fp32 it is `torch.optim.AdamW`, but for two things: it skips a step with a NaN or Inf in a gradient,
-    and keeps the moments of bf16 parameters in fp32.
+    With moments in fp32 it is `torch.optim.AdamW`, but for two things: it keeps the moments of bf16 parameters in fp32,
+    and skips a step with a NaN or Inf in a gradient, or with an element beyond 9e18, whose square no fp32 holds.
 
     Args:
         params: parameters, groups, or named parameters, as for every `torch.optim.Optimizer`.

@@ -11,7 +11,7 @@ Source: the Stable-SPAM thesis, section 4.2 and table 4.5 (Lion and Adam-mini wi
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,8 +32,9 @@ _USUAL = {"lr", "betas", "eps", "weight_decay", "maximize"}
 class Adaptive(GuardedOptimizer):
     """Guards the gradients that another optimizer sees.
 
-    A step with a NaN or Inf in a gradient is skipped whole. Optimizers that can be told so on the device (torch's fused
-    Adam, AdamW and Adagrad) are; for any other one the host waits for that one answer, as it does under a `GradScaler`.
+    A step with a NaN or Inf in a gradient is skipped whole; without ``norm_clip`` also one with an element beyond 8e12,
+    since optimizers may add up squares. Those that can be told so on the device (torch's fused Adam, AdamW and Adagrad)
+    are; for any other one the host waits for that one answer, as it does under a `GradScaler`.
 
     State of a parameter: what the wrapped optimizer keeps, and ``steps`` (int64, 0-d), ``threshold``, ``norm_mean``,
     ``norm_mean_weight``, ``norm_mean_square`` (0-d, fp32; float64 for float64 parameters).
@@ -190,6 +191,8 @@ class Adaptive(GuardedOptimizer):
 
 class _AdaptiveBatch(Guards):
     """Guards, and what SpikeClip compares with."""
+
+    SUMMED: ClassVar[int] = 2**40  # Adafactor, for one, adds up those of rows and columns
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -78,6 +78,17 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     return torch.dot(flat, flat)
 
 
+def largest_root(dtype: torch.dtype, summed: int = 1) -> float:
+    """A number of which so many squares, added up, fit with a factor of four to spare: one of 9e18 in fp32."""
+    return float((torch.finfo(dtype).max / summed) ** 0.5 / 2)
+
+
+def norm_of(norms: Tensor) -> Tensor:
+    """√Σn², 0-d, of norms whose squares need not fit."""
+    largest = norms.max().clamp(min=torch.finfo(norms.dtype).tiny)
+    return largest * (norms / largest).square().sum().sqrt()
+
+
 def averaging_weight(decay: float, steps_before: Tensor, dtype: torch.dtype) -> Tensor:
     """Weight of the newest value in a bias-corrected moving average, (1 − γ)/(1 − γᵗ) with t = steps_before + 1.
 

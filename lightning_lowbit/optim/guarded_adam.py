@@ -288,6 +288,7 @@ class _AdamBatch(Guards):
         self.mean_weight = torch.where(self.taken, total, self.mean_weight)
         weight2 = self._averaging(options["betas"][1], k)  # both are 1 after a reset: the past is gone
         lr = self._learning_rate() * self.weight
+        factor = torch.where(self.taken, factor, 0.0)  # a square that does not fit, times a weight of 0, is NaN
         columns = (-factor if options["maximize"] else factor, weight1 * self.weight, weight2, lr * self._warmth())
         per_parameter = zip(*(self.scalars(column) for column in (*columns, lr * options["weight_decay"])), strict=True)
         skipped = [not taken for taken in self.scalars(self.taken)] if self.on_host else [False] * len(self.parts)

@@ -97,7 +97,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step, or none if any gradient of any group holds a NaN or Inf.
+        """Take one step, or none if any gradient of any group holds a NaN, an Inf, or what is too large (`guards`).
 
         ``closure`` evaluates the model; it runs first, with gradients enabled, and its loss is returned.
         """

@@ -7,8 +7,8 @@ The gradients of a step are measured in two passes, so that whole tensors are kn
                 elements it changed
 
 A NaN or Inf anywhere shows in the maxima, and the step is then not *taken*: every weight of an average and every count
-is multiplied by 0, without asking the device. A parameter that has no gradient on any rank has the maximum −1, and is
-not taken either.
+is multiplied by 0, without asking the device. As large as Inf is an element whose square does not fit (9e18 in fp32),
+unless a rule for norms brings it down. A parameter that no rank has a gradient of has the maximum −1, and is not taken.
 
 What a device computes, its host cannot know without waiting for it; on a CPU there is nothing to wait for. There, the
 scalars of a parameter become Python's numbers, and pieces of a gradient without a spike are not searched for one.
@@ -39,7 +39,7 @@ class GradientStatistics(NamedTuple):
     """What the last step saw of one parameter's gradient, whole even if the parameter is sharded; 0-d, on its device.
 
     Attributes:
-        maximum: max|g|, before anything was done; Inf if it holds a NaN or Inf, −1 if it is sharded and no rank has it.
+        maximum: max|g|, before anything was done; Inf if the step was skipped for it, −1 if no rank has one.
         threshold: T of AdaClip, with this maximum in it; 0 without that rule.
         clipped: elements changed by AdaClip or SpikeClip.
         norm: ‖g‖₂ after that; NaN under no rule, when nobody measures it.
@@ -70,6 +70,7 @@ class Guards:
 
     #: What is remembered of a parameter: t, T, and of AdaGN m, the total weight in it, and v.
     SCALARS: ClassVar[tuple[str, ...]] = ("steps", "threshold", "norm_mean", "norm_mean_weight", "norm_mean_square")
+    SUMMED: ClassVar[int] = 1  # how many squares of gradients the optimizer behind the guards adds up
 
     steps: Tensor  # of these, one for each parameter: [P]
     threshold: Tensor
@@ -135,10 +136,17 @@ class Guards:
         """ε of AdaGN."""
         return float(self.options["norm_eps"])
 
+    @property
+    def largest_usable(self) -> float:
+        """The largest element that a gradient may have."""
+        rule, limit = self.options["norm_clip"], clipping.largest_root(self.dtype, self.SUMMED)
+        is_brought_down = rule == "ada_gn" or (rule == "grad_clip" and self.options["max_norm"] <= limit)
+        return torch.finfo(self.dtype).max if is_brought_down else limit
+
     # --- the first pass ---
 
     def maxima(self) -> Tensor:
-        """max|g| of the parts [1, P]: Inf where a NaN or Inf is, −1 where there is no gradient."""
+        """max|g| of the parts [1, P]: Inf where the step has to be skipped for it, −1 where there is no gradient."""
         self._piece_maxima, self._piece_squares = [], []
         # While a piece is in the cache. Most are not clipped, and this is then all that the second pass needs.
         sums = self.on_host and self.measures_norms and self.options["element_clip"] != "spike_clip"
@@ -150,13 +158,9 @@ class Guards:
                 squares.append(clipping.sum_of_squares(piece.to(self.dtype)) if sums else None)
             self._piece_maxima.append(torch.stack(maxima or [self._zero]))
             self._piece_squares.append(squares)
-        largest = torch.stack(
-            [
-                maxima.amax() if has_gradient else self._zero - 1
-                for maxima, has_gradient in zip(self._piece_maxima, self._has_gradient, strict=True)
-            ]
-        )
-        return torch.nan_to_num(largest, nan=torch.inf, posinf=torch.inf).unsqueeze(0)
+        parts = zip(self._piece_maxima, self._has_gradient, strict=True)
+        largest = torch.stack([maxima.amax() if has_gradient else self._zero - 1 for maxima, has_gradient in parts])
+        return torch.where(largest <= self.largest_usable, largest, torch.inf).unsqueeze(0)  # NaN is not <=
 
     def read(self, maxima: Tensor, finite: Tensor) -> None:
         """Takes the maxima of the whole gradients [1, P], and whether all of all parameters are finite (0-d bool)."""
@@ -278,8 +282,7 @@ class Guards:
             decay = options["gamma1"] * self.decay_factor()
             weight, total = clipping.growing_weight(1 - decay, self.norm_mean_weight)
             self.norm_mean_weight = torch.where(self.taken, total, self.norm_mean_weight)
-            largest = torch.finfo(self.dtype).max ** 0.5 / 2  # 9e18 in fp32; a norm above counts as that, n² has to fit
-            norm = self.norm.clamp(max=largest)
+            norm = self.norm.clamp(max=clipping.largest_root(self.dtype))  # one above counts as that: n² has to fit
             self.norm_mean.lerp_(norm, self.weight * weight)
             self.norm_mean_square.lerp_(norm.square(), self._averaging(options["gamma2"], self.steps))
             ratio = clipping.norm_ratio(self.norm_in_units, self.norm_mean, self.norm_mean_square, self.norm_eps)
@@ -340,11 +343,5 @@ def measure(batches: Sequence[Guards]) -> list[Tensor]:
     for batch, sums in zip(normed, squares, strict=True):
         batch.read_squares(sums)
     clipped = [batch.norm for batch in normed if batch.options["norm_clip"] == "grad_clip"]
-    total = _norm_of(torch.cat([norms.to(clipped[0].device) for norms in clipped])) if clipped else None
+    total = clipping.norm_of(torch.cat([norms.to(clipped[0].device) for norms in clipped])) if clipped else None
     return [batch.factors(None if total is None else total.to(batch.device)) for batch in batches]
-
-
-def _norm_of(norms: Tensor) -> Tensor:
-    """√Σn², 0-d, of norms whose squares need not fit."""
-    largest = norms.max().clamp(min=torch.finfo(norms.dtype).tiny)
-    return largest * (norms / largest).square().sum().sqrt()

@@ -2,10 +2,6 @@
 
 from typing import Any, Literal
 
-from torch import nn
-
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.linear import in_features
 from lightning_lowbit.nn.presets import quantisation_aware
 from lightning_lowbit.precision.base import LowBitPrecision
 from lightning_lowbit.quant import Cast, Scale
@@ -26,15 +22,16 @@ class IntegerPrecision(LowBitPrecision):
         weight_bits: 2 to 8; None leaves weights in high precision.
         activation_bits: likewise, of the activations.
         group: elements of a weight that share a scale: a number along in_features, ``"row"`` (an output channel) or
-            ``"tensor"``.
+            ``"tensor"``. A row that is shorter than a group is one group, with the codes and the scale of ``"row"``.
+            What groups stand for, code times scale, is rounded to the compute dtype before the GEMM; scales per row or
+            tensor multiply its result.
         activation_group: likewise of activations, where ``"row"`` is a token; None for ``group``.
         symmetric: False gives each group of a weight a zero point, so that all 2^bits levels lie between its least
             and its largest element; activations stay symmetric.
         **kwargs: those of :class:`LowBitPrecision`.
 
     Raises:
-        ValueError: bits out of range, or none for both; a group that is none, or (when the model is converted) one that
-            is longer than a row of a layer, which a preset such as ``"int4"`` pads; an argument without effect.
+        ValueError: bits out of range, or none for both; a group that is none; an argument without effect.
 
     Example:
         >>> Trainer(plugins=[IntegerPrecision(4, activation_bits=8, group=128, activation_group="row")])
@@ -62,19 +59,6 @@ class IntegerPrecision(LowBitPrecision):
         x = integer_cast("activation_bits", activation_bits, _groups("activation_group", of_x, "absmax"))
         w = integer_cast("weight_bits", weight_bits, _groups("group", group, "absmax" if symmetric else "minmax"))
         super().__init__(quantisation_aware(x, w), **kwargs)
-
-    def plan(self, model: nn.Module) -> dict[str, LinearCasts]:
-        """As :meth:`LowBitPrecision.plan`; a layer must have a whole group of inputs."""
-        planned = super().plan(model)
-        for name, casts in planned.items():
-            inputs = in_features(model.get_submodule(name))
-            for cast in (casts.fprop_x, casts.fprop_w):
-                if cast is not None and isinstance(cast.scale.block, int) and cast.scale.block > inputs:
-                    raise ValueError(
-                        f"A group of {cast.scale.block} elements exceeds the {inputs} of a row of {name}: take a "
-                        "smaller group, or group='row'."
-                    )
-        return planned
 
 
 def _groups(argument: str, group: Group, statistic: Any) -> Cast:

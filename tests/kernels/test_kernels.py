@@ -1,11 +1,17 @@
 """The choice between eager and generated code."""
 
+import errno
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import codecache
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.exc import CppCompileError
 
 from lightning_lowbit import Cast, Scale, kernels, quantize
 
@@ -67,6 +73,93 @@ def test_where_logging_is_set_up_it_decides_on_the_announcement(caplog, capfd, m
         kernels._generate.cache_clear()
     assert [record.name for record in caplog.records] == ["lightning_lowbit"]
     assert capfd.readouterr().err == ""
+
+
+@kernels.compiled
+def double(x):
+    return x * 2 + 0.5
+
+
+@kernels.compiled
+def triple(x):
+    return x * 3 + 0.5
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Inductor's, in an empty folder or a copy of one; what this process has loaded of another one is forgotten."""
+
+    def at(name, of=None):
+        if of is not None:
+            shutil.copytree(tmp_path / of, tmp_path / name)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / name))
+        torch.compiler.reset()
+        CppPythonBindingsCodeCache.cache_clear()
+        kernels._generate.cache_clear()
+        return tmp_path / name
+
+    kernels._can_compile("cpu")
+    monkeypatch.setattr(kernels, "_has_told", False)
+    with kernels.backend("compiled"):
+        yield at
+    at("none")
+
+
+def test_a_damaged_cache_is_told_once_and_costs_no_bit(cache):
+    x = torch.randn(3, 5)
+    cache("whole")
+    double(x), triple(x)
+    libraries = [*cache("damaged", of="whole").rglob("*.main.so")]
+    for library in libraries:
+        library.write_bytes(b"")
+    assert len(libraries) == 2, "nothing was compiled"
+    reason = r"failed on 'cpu' \(ImportError: .*\.so: file too short\).*same bits"
+    with pytest.warns(UserWarning, match=reason) as told:
+        found = double(x), triple(x)
+    assert len(told) == 1
+    assert torch.equal(found[0], x * 2 + 0.5)
+    assert torch.equal(found[1], x * 3 + 0.5)
+    assert torch.equal(double(x), found[0]), "and without a warning"
+
+
+def test_a_disk_that_fills_up_in_mid_run(cache, monkeypatch):
+    """What was compiled goes on; what is not yet, such as a cast of the next phase, runs as eager code."""
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    x = torch.randn(3, 5)
+    cache("filling")
+    double(x)
+    monkeypatch.setattr(codecache, "write", full)
+    assert torch.equal(double(x), x * 2 + 0.5)
+    with pytest.warns(UserWarning, match=r"failed on 'cpu' \(OSError: .*No space left on device\)"):
+        found = triple(x)
+    assert torch.equal(found, x * 3 + 0.5)
+
+
+def test_errors_of_a_function_itself_are_its_own(cache):
+    @kernels.compiled
+    def picky(x):
+        if x.shape[1] != 3:
+            raise ValueError("three columns, please")
+        return x + 1
+
+    with pytest.raises(ValueError, match="three columns, please"):
+        picky(torch.ones(2, 4))
+    assert torch.equal(picky(torch.ones(2, 3)), torch.full((2, 3), 2.0))
+
+
+def test_the_reason_is_the_cause():
+    """Of what a wrapper of torch says, the first line has none."""
+    wrapped = BackendCompilerFailed(lambda: None, RuntimeError("No working C++ compiler"), None)
+    output = CppCompileError(["g++"], "a.cpp:1:2: fatal error: disk full\nstopped.")
+    for error, reason in (
+        (RuntimeError(), "RuntimeError"),
+        (wrapped, "RuntimeError: No working C++ compiler"),
+        (output, "a.cpp:1:2: fatal error: disk full"),
+    ):
+        assert kernels._reason(error) == reason
 
 
 def test_within_a_cast_nests_and_ends():

@@ -154,6 +154,10 @@ def test_plan_is_what_convert_does() -> None:
         (lambda model: convert(model, "nvfp5"), "Unknown preset 'nvfp5'"),
         (lambda model: convert(model, NVFP4, overrides={"mlp": "nvfp5"}), "Unknown preset 'nvfp5'"),
         (lambda model: convert(model.embed, NVFP4), "Embedding holds no layer to quantise"),
+        (
+            lambda model: convert(model, NVFP4, backend="native", only=["layers"]),
+            r"fprop of .*0.*mlp.* \(\d layers\) has no native GEMM.*backend='auto', leave .* skip, .* overrides",
+        ),
     ],
 )
 def test_errors_change_nothing(call: Callable[[nn.Module], Any], message: str) -> None:

@@ -152,6 +152,14 @@ def test_what_cannot_be_shared_is_refused(casts: Any, patterns: Any, message: st
         SharedAmaxes(convert(Attention(), casts), patterns)
 
 
+def test_all_groups_that_cannot_share_are_named() -> None:
+    model = nn.ModuleList(Attention() for _ in range(3))
+    with pytest.raises(ValueError, match="0.q_proj, 0.k_proj cannot .* Nor can 1.q_proj, 1.k_proj, 2.q_"):
+        SharedAmaxes(convert(model, "mxfp4"), ["(q|k)_proj"])
+    with pytest.raises(ValueError, match="casts that have one, with overrides; layers in high precision, by skip"):
+        SharedAmaxes(convert(model, "mxfp4"), ["(q|k)_proj"])
+
+
 def test_casts_that_cannot_be_shared_are_refused_in_a_run() -> None:
     class Change(Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:

@@ -438,16 +438,16 @@ def missing_gradients(mesh: DeviceMesh | None, name: str) -> dict[str, Tensor]:
     }
 
 
-def nan_elsewhere(meshes: Meshes) -> dict[str, Any]:
-    """A NaN in the second of three steps, in a parameter of which the third rank has no part."""
+def bad_elsewhere(meshes: Meshes, element: float, norm_clip: str | None) -> dict[str, Any]:
+    """A bad element in the second of three steps, in a parameter of which the third rank has no part."""
     shared = place(meshes[3,], torch.ones(3, 2), [Shard(0)])
     others = [place(meshes[2,], torch.ones(2, 2), [Shard(0)])] if meshes.has((2,)) else []
-    optimizer = StableSPAM([*others, shared])
+    optimizer = StableSPAM([*others, shared], norm_clip=norm_clip)
     for step in range(3):
         for p in (*others, shared):
             p.grad = torch.ones_like(p)
         if step == 1 and others and dist.get_rank() == 1:
-            local(others[0].grad)[0, 0] = math.nan
+            local(others[0].grad)[0, 0] = element
         with CommDebugMode() as seen:
             optimizer.step()
     return {
@@ -558,7 +558,8 @@ def work() -> dict[str, Any]:
         results["cut blocks"] = moments_in_cut_blocks(mesh, "fp8")
     if meshes.has((3,)):
         results["missing"] = {name: missing_gradients(meshes[3,], name) for name in MISSING}
-        results["nan elsewhere"] = nan_elsewhere(meshes)
+        results["nan elsewhere"] = bad_elsewhere(meshes, math.nan, "ada_gn")
+        results["too large elsewhere"] = bad_elsewhere(meshes, 1e20, None)
         results["masters"] = masters(meshes[3,])
     return results
 

@@ -454,6 +454,68 @@ def test_non_finite_step_is_skipped_whole(
     assert_same(*runs, "a skipped step left traces")
 
 
+#: Without a rule for norms, which brings gradients of any size down; with one that does not.
+UNTAMED = {
+    "StableSPAM fp8 no clips": Entry(StableSPAM, {**FP8, "element_clip": None, "norm_clip": None}),
+    "StableSPAM fp8 AdaClip": Entry(StableSPAM, {**FP8, "norm_clip": None, "reset_interval": 4}),
+    "StableSPAM GradClip": Entry(StableSPAM, {**FP8, "norm_clip": "grad_clip", "max_norm": 1e30}),
+    "Adaptive AdamW AdaClip": Entry(Adaptive, {"norm_clip": None}, ADAMW, EPS),
+    "Adaptive AdamW fused no clips": Entry(
+        Adaptive, {"element_clip": None, "norm_clip": None}, ADAMW, {**EPS, "fused": True}
+    ),
+    "Adaptive Adafactor AdaClip": Entry(Adaptive, {"norm_clip": None}, ("torch.optim", "Adafactor")),
+}
+
+
+@pytest.mark.parametrize("entry", [pytest.param(entry, id=name) for name, entry in {**ENTRIES, **UNTAMED}.items()])
+def test_weights_stay_finite_and_go_on_moving_after_gradients_of_any_size(
+    entry: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp32 squares up to 1.8e19. One element or all of a matrix, of either sign; then steps as usual."""
+    for dtype, extent, on_host in (
+        (torch.float32, 1, True),
+        (torch.float32, 2 * 130, True),
+        (torch.float32, 2 * 130, False),
+        (torch.bfloat16, 1, False),
+    ):
+        if not entry.takes(dtype):
+            continue
+        monkeypatch.setattr(guards, "HOST_DEVICES", {"cpu"} if on_host else set())
+        parameters = make_parameters(dtype, [(2, 130), (5,)])
+        optimizer = entry(parameters)
+        case = f"{dtype}, {extent} elements, {'host' if on_host else 'device'}"
+        for number, size in enumerate((1.9e19, 1e13, 1e20, 1e30, 3.4e38, 1e18)):
+            for sign in (1, -1):
+                set_gradients(parameters, seed=number)
+                parameters[0].grad.view(-1)[:extent] = sign * min(size, torch.finfo(dtype).max)
+                optimizer.step()
+                assert all(p.isfinite().all() for p in parameters), f"{case}: not finite after {sign * size}"
+            train(optimizer, parameters, range(3))
+        before = [p.detach().clone() for p in parameters]
+        train(optimizer, parameters, range(20))
+        for p, was in zip(parameters, before, strict=True):
+            assert p.isfinite().all(), f"{case}: not finite, 20 steps after"
+            assert (p != was).any(), f"{case}: a tensor of {tuple(p.shape)} no longer moves"
+
+
+@pytest.mark.parametrize("size", [1.9e19, 1e30, 3.4e38])
+def test_a_gradient_too_large_to_be_squared_leaves_no_trace(size: float) -> None:
+    """Of a block of 128 elements, the others would stand still for thousands of steps if it left one."""
+    runs = []
+    for steps in (1, 0):
+        parameters = make_parameters(shapes=[(2, 130), (5,)])
+        optimizer = LowBitAdamW(parameters, lr=LR, moments="fp8")
+        train(optimizer, parameters, range(3))
+        for _ in range(steps):
+            set_gradients(parameters, seed=9)
+            parameters[0].grad.view(-1)[7] = size
+            optimizer.step()
+            assert optimizer.gradient_statistics()[parameters[0]].maximum == math.inf, "the step was not skipped"
+        train(optimizer, parameters, range(3, 8))
+        runs.append(snapshot(optimizer, parameters))
+    assert_same(*runs, "the gradient left a trace")
+
+
 @every_entry
 def test_grad_scaler(entry: Entry) -> None:
     """With a scale that is a power of two nothing is rounded, and the run is the one without a scaler."""

@@ -195,11 +195,12 @@ def test_gradient_on_some_ranks_only(results: list[dict[str, Any]], name: str) -
         assert found["idle steps"] == 0, f"rank {rank} counts {found['idle steps']} steps without a gradient"
 
 
-def test_nan_in_a_parameter_of_other_ranks(results: list[dict[str, Any]]) -> None:
-    """All ranks of any group that the NaN's rank is in skip the step, and ask no more often for it."""
+@pytest.mark.parametrize("bad", ["nan", "too large"])
+def test_a_bad_element_in_a_parameter_of_other_ranks(results: list[dict[str, Any]], bad: str) -> None:
+    """All ranks of any group that its rank is in skip the step, and ask no more often for it."""
     for rank, result in enumerate(taking_part(results, (3,))):
-        found, groups = result["nan elsewhere"], 1 if rank == 2 else 2
-        assert found["steps"] == [2] * groups, f"rank {rank} took {found['steps']} steps, wanted 2: one had a NaN"
+        found, groups = result[f"{bad} elsewhere"], 1 if rank == 2 else 2
+        assert found["steps"] == [2] * groups, f"rank {rank} took {found['steps']} steps, wanted 2: one was {bad}"
         assert found["collectives"] == 2 * groups, f"rank {rank}: {found['collectives']} collectives, {groups} groups"
 
 

@@ -10,7 +10,16 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_lowbit import Cast, FP8Precision, IntegerPrecision, LinearCasts, LowBitPrecision, Scale, TernaryPrecision
+from lightning_lowbit import (
+    Cast,
+    FP8Precision,
+    IntegerPrecision,
+    LinearCasts,
+    LowBitPrecision,
+    Scale,
+    TernaryPrecision,
+    quantize,
+)
 from lightning_lowbit.nn import convert, set_blend
 from lightning_lowbit.nn.gemm import native_obstacle
 from tests.precision.distributed import QAT
@@ -112,30 +121,30 @@ def test_bad_arguments_say_what_to_do(kind: type, arguments: dict[str, Any], mes
         kind(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, r"A group of 128 elements exceeds the 16 of a row of first: take a smaller group, or group='row'\."),
-        ({"group": 24}, "A group of 24 elements exceeds the 16 of a row of first"),
-        ({"group": 24, "only": ["down_proj"], "activation_group": 25}, "group of 25 .* the 24 of a row of mlp.down_pr"),
-    ],
-)
-def test_a_group_is_no_longer_than_a_row(arguments: dict[str, Any], message: str) -> None:
-    model = Regression()
-    with pytest.raises(ValueError, match=message):
-        trainer(IntegerPrecision(**arguments)).fit(model)
-    assert type(model.first) is nn.Linear, "a refused model has been changed"
-    IntegerPrecision(group=24, only=["down_proj"]).plan(model)
-
-
-def test_groups_of_layers_with_transposed_weights() -> None:
+def test_default_groups_train_models_of_any_width() -> None:
+    """Rows of 1, 16 and 24 elements, a transposed weight, and zero points."""
+    for arguments in ({}, {"symmetric": False}, {"group": 24, "activation_group": 25}):
+        model = Regression()
+        model.narrow = nn.Linear(1, 16)
+        before = flat(model).clone()
+        trainer(IntegerPrecision(4, 8, **arguments)).fit(model)
+        assert flat(model).isfinite().all() and not torch.equal(flat(model), before), f"{arguments}: not trained"
     config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    model = GPT2LMHeadModel(config)
-    for group, where in ((64, r"the 32 of a row of .*c_attn"), (129, r"the \d+ of a row of")):
-        with pytest.raises(ValueError, match=where):
-            IntegerPrecision(group=group).plan(model)
-    assert len(IntegerPrecision(group=128, only=["mlp.c_proj"]).plan(model)) == 1, "c_proj has 4 x 32 inputs"
-    assert len(IntegerPrecision(group=32).plan(model)) == 5
+    assert len(IntegerPrecision(4, 8).plan(GPT2LMHeadModel(config))) == 5
+
+
+@pytest.mark.parametrize("columns", [1, 86, 128])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_short_row_is_one_group(columns: int, symmetric: bool) -> None:
+    """Zeros that pad it are no part of it: codes, scales and zero points are those of the row."""
+    x = torch.randn(5, columns, generator=torch.Generator().manual_seed(0)) + 0.5
+    of = {group: IntegerPrecision(4, None, group, symmetric=symmetric).casts.fprop_w for group in (128, "row")}
+    groups, rows = (quantize(x, cast) for cast in of.values())
+    assert groups.scales.shape == rows.scales.shape == (5, 1)
+    for name in ("codes", "scales", "zero_points"):
+        found, wanted = getattr(groups, name), getattr(rows, name)
+        assert found is wanted is None or torch.equal(found, wanted), f"{name} differ"
+    assert torch.equal(groups.dequantize(), rows.dequantize())
 
 
 @on_int8_units
