@@ -23,12 +23,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._lightning import (
-    DeepSpeedStrategy,
     FSDPPrecision,
     LightningModule,
     LightningOptimizer,
     MisconfigurationException,
+    both_are_imported,
+    goes_with,
     rank_zero_warn,
+    say_once,
 )
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
@@ -37,7 +39,7 @@ from lightning_lowbit.nn.shared_amax import SharedAmaxes, check_groups, groups
 from lightning_lowbit.optim.sharding import clip_gradient_norm_, connect, largest_magnitudes
 from lightning_lowbit.precision.converted_model import ConvertedModel
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
-from lightning_lowbit.precision.run_settings import compute_dtype, global_seed
+from lightning_lowbit.precision.run_settings import compute_dtype, global_seed, run_of
 from lightning_lowbit.quant.cast import choose
 
 if TYPE_CHECKING:
@@ -149,6 +151,12 @@ class LowBitPrecision(FSDPPrecision):
         self._converted = ConvertedModel()
         self._shared: SharedAmaxes | None = None
         self._gathers: WeightGathers | None = None
+        if both_are_imported():
+            say_once(f"{goes_with(self)}.")
+
+    def __str__(self) -> str:
+        # What the Trainer of the other Lightning quotes where it refuses the plugin.
+        return f"{self!r} ({goes_with(self)})" if both_are_imported() else repr(self)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -204,19 +212,8 @@ class LowBitPrecision(FSDPPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Converts the model in place."""
-        trainer = getattr(module, "_trainer", None)
-        if trainer is None or not isinstance(module, LightningModule):
-            raise MisconfigurationException(
-                f"{type(self).__name__} is a plugin of lightning.pytorch.Trainer and converts a LightningModule; it "
-                f"got {type(module).__name__} outside a Trainer. With Fabric or plain PyTorch, call "
-                "lightning_lowbit.convert(model, casts) and set keys with lightning_lowbit.nn.LayerKeys."
-            )
+        trainer, module = run_of(self, module)
         strategy = trainer.strategy
-        if isinstance(strategy, DeepSpeedStrategy):
-            raise MisconfigurationException(
-                f"{type(self).__name__} runs backward passes and optimizers itself, and so does DeepSpeed. Train with "
-                "DDPStrategy, FSDPStrategy, or ModelParallelStrategy (FSDP2), which shards what ZeRO does."
-            )
         if self._trainer is not None and self._trainer() is not trainer:  # another run
             self.step, self.micro_batch = 0, 0
             self._converted.start_afresh()
