@@ -1,14 +1,14 @@
 """Which of the two Lightnings this process uses, and every name of it that the package needs.
 
 Lightning is installed twice: as ``lightning.pytorch`` and as ``pytorch_lightning``. The code is the same, the classes
-are not: a plugin of one is none to the Trainer of the other. The first import of this module decides, once:
-
-    imported by then                decides for
-    pytorch_lightning alone         pytorch_lightning
-    lightning.pytorch, both, none   lightning.pytorch
+are not: a plugin of one is none to the Trainer of the other. The first import of this module decides, once, for the one
+that was imported first, and for ``lightning.pytorch`` where neither was. (Packages that use ``pytorch_lightning`` may
+import both: neuralforecast does, through ray.)
 """
 
 import sys
+from collections.abc import Iterable
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -19,14 +19,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn as rank_zero_warn
 _FABRICS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
-def _decide() -> tuple[str, str]:
-    """The one to use, and the other one."""
-    names = ("lightning.pytorch", "pytorch_lightning")
-    only_second = names[1] in sys.modules and names[0] not in sys.modules
-    return names[::-1] if only_second else names
+def _decide(imported: Iterable[str]) -> str:
+    """The Lightning to use, of modules in the order in which they were imported."""
+    return next((name for name in imported if name in _FABRICS), "lightning.pytorch")
 
 
-NAME, OTHER = _decide()
+NAME = _decide(sys.modules)
+(OTHER,) = _FABRICS.keys() - {NAME}
 
 if TYPE_CHECKING:
     import lightning.fabric as fabric
@@ -73,3 +72,32 @@ _ResultCollection = result._ResultCollection
 _collect_rng_states = fabric.utilities.seed._collect_rng_states
 _is_local_file_protocol = fabric.utilities.cloud_io._is_local_file_protocol
 _set_rng_states = fabric.utilities.seed._set_rng_states
+
+
+def both_are_imported() -> bool:
+    """Whether objects of the other Lightning may be about."""
+    return OTHER in sys.modules
+
+
+def goes_with(user: object) -> str:
+    """Which Trainer an object of this package goes with, and what to do for the other one."""
+    return (
+        f"{type(user).__name__} goes with the Trainer, LightningModule and callbacks of {NAME} here, not with those of "
+        f"{OTHER}. To use {OTHER}, import it before {NAME} and before the first use of lightning_lowbit"
+    )
+
+
+def check_trainer(user: object, trainer: object) -> None:
+    """Refuses a Trainer of the other Lightning.
+
+    Raises:
+        MisconfigurationException: it is one.
+    """
+    if both_are_imported() and isinstance(trainer, sys.modules[OTHER].Trainer):
+        raise MisconfigurationException(f"The Trainer is of {OTHER}. {goes_with(user)}.")
+
+
+@cache
+def say_once(text: str) -> None:
+    """Logs a line, the first time."""
+    rank_zero_info(text)

@@ -1,7 +1,12 @@
 import os
+from importlib import import_module
 
 import pytest
 import torch
+
+# The package uses the Lightning that is imported already: see tests/lightnings.py.
+if "LOWBIT_TEST_LIGHTNING" in os.environ:
+    import_module(os.environ["LOWBIT_TEST_LIGHTNING"])
 
 # Tiny tensors gain nothing from threads, and on a busy machine threads that wait for each other take most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for subprocesses

@@ -19,6 +19,7 @@ from lightning_lowbit._lightning import (
     Trainer,
     _is_local_file_protocol,
 )
+from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.files import (
     discard,
     mend,
@@ -73,7 +74,7 @@ def _writes_later(trainer: Trainer) -> bool:
     return isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO)
 
 
-class CrashSafeCheckpoint(ModelCheckpoint):
+class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, of which a crash at any moment leaves whole checkpoints only.
 
     Files and directories, as the strategy writes them, are written and removed as ``NAME.ckpt.partial``. They get their

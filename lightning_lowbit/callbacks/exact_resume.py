@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_lowbit._lightning import Callback, LightningModule, Trainer
+from lightning_lowbit._lightning import LightningModule, Trainer
+from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.nn.keys import hash_numbers
 from lightning_lowbit.precision.run_settings import global_seed
 
 
-class ExactResume(Callback):
+class ExactResume(LowBitCallback):
     """Seeds torch, NumPy and Python anew before each training batch, from (seed, optimizer step, batch, rank).
 
     Lightning's checkpoints hold no random state, so that after a resume dropout draws other numbers. With this callback

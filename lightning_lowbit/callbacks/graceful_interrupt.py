@@ -6,11 +6,12 @@ import threading
 from types import FrameType
 from typing import Any
 
-from lightning_lowbit._lightning import Callback, LightningModule, ModelCheckpoint, Trainer, rank_zero_info
+from lightning_lowbit._lightning import LightningModule, ModelCheckpoint, Trainer, rank_zero_info
+from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.crash_safe_checkpoint import save_checkpoint
 
 
-class GracefulInterrupt(Callback):
+class GracefulInterrupt(LowBitCallback):
     """On Ctrl-C, finishes the optimizer step, saves a checkpoint and stops; a second Ctrl-C stops at once.
 
     An interrupt in the middle of a step leaves gradients and counters half-way, from where no run can be resumed

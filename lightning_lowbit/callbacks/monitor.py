@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit._lightning import Callback, LightningModule, Logger, Trainer
+from lightning_lowbit._lightning import LightningModule, Logger, Trainer
 from lightning_lowbit.callbacks.alerts import Alerts
+from lightning_lowbit.callbacks.base import LowBitCallback
 
 _MOST_UNREAD = 100  # measurements that wait to be read where the logger takes none
 
@@ -41,7 +42,7 @@ class LooksAway(ABC):
         """A context for passes that are not those of training; in ``on_after_backward`` of any callback."""
 
 
-class Monitor(Callback):
+class Monitor(LowBitCallback):
     """Measures on the device, logs what it measured, and reads it one batch later.
 
     A subclass measures in hooks of its own, hands what it found to :meth:`_keep` and :meth:`_log`, and says in
@@ -64,6 +65,7 @@ class Monitor(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forgets another run."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit" and trainer.global_step == 0:  # or else the same Trainer goes on; checkpoints come later
             self._start_afresh()
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit._lightning import Callback, LightningModule, MisconfigurationException, Trainer
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
+from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.latent_weights import LatentWeight, latent_weights, nearest_cast, whole_layers
 from lightning_lowbit.metrics import flipped
 from lightning_lowbit.nn import QuantizedLayer
@@ -54,7 +55,7 @@ class _Paths:
         return (self.latent > 0) & (self.quantised >= threshold * self.latent)
 
 
-class OsciReset(Callback):
+class OsciReset(LowBitCallback):
     """Sets latent weights that oscillate between two levels to the centre of their bin.
 
     After TetraJet-v2 (arXiv 2510.27527); the ratio is that of TetraJet (arXiv 2502.20853). In windows of ``window``
@@ -114,6 +115,7 @@ class OsciReset(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forgets another run."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit" and trainer.global_step == 0:  # or else the same Trainer goes on; checkpoints come later
             self._start_afresh()
 

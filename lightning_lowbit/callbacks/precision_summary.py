@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_lowbit._lightning import Callback, LightningModule, Trainer
+from lightning_lowbit._lightning import LightningModule, Trainer
+from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.console import Table, Text, show
 from lightning_lowbit.callbacks.files import replace_file
 from lightning_lowbit.callbacks.monitor import LooksAway
@@ -25,7 +26,7 @@ from lightning_lowbit.precision.run_settings import compute_dtype
 _BLENDING = "blending"
 
 
-class PrecisionSummary(Callback, LooksAway):
+class PrecisionSummary(LowBitCallback, LooksAway):
     """Shows which layers compute in which casts, and how much of the arithmetic that is.
 
     When training starts, a table of layers, parameters and casts. After the first training step, the coverage: FLOPs of

@@ -3,10 +3,11 @@
 from typing import Any
 
 from lightning_lowbit._lightning import LightningModule, TQDMProgressBar, Trainer
+from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.precision import LowBitPrecision
 
 
-class LowBitProgressBar(TQDMProgressBar):
+class LowBitProgressBar(LowBitCallback, TQDMProgressBar):
     """Lightning's progress bar, with the phase of the precision plugin beside the metrics.
 
     Args:

@@ -30,13 +30,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._lightning import (
-    Callback,
     LightningModule,
     SaveConfigCallback,
     SIGTERMException,
     Trainer,
     rank_zero_warn,
 )
+from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.environment import environment, peak_memory
 from lightning_lowbit.callbacks.files import replace_file
 from lightning_lowbit.callbacks.report_page import Section, Text
@@ -45,7 +45,7 @@ from lightning_lowbit.callbacks.run_page import render_run
 from lightning_lowbit.precision import LowBitPrecision
 
 
-class RunReport(Callback):
+class RunReport(LowBitCallback):
     """Writes ``report.html`` and ``run.json`` into the logger's directory when ``fit`` ends or breaks off.
 
     Without a logger they go to ``default_root_dir``; a dry run (``fast_dev_run``) writes nothing. The history is saved
@@ -95,6 +95,7 @@ class RunReport(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Asks for the folder, where all processes do: ``log_dir`` is a broadcast."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._trainer = trainer
             if trainer.global_step == 0:  # or else the same Trainer goes on

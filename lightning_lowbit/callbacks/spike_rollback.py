@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit._lightning import (
-    Callback,
     DeepSpeedStrategy,
     LightningModule,
     MisconfigurationException,
     Trainer,
     rank_zero_warn,
 )
+from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.rates import LowerRates
 from lightning_lowbit.callbacks.report_page import Section, Table, Text
 from lightning_lowbit.callbacks.snapshots import Snapshot, Trained, forget_gathered
@@ -40,7 +40,7 @@ from lightning_lowbit.quant.cast import choose, is_number
 _LEAST_DEVIATION = 0.01
 
 
-class SpikeRollback(Callback):
+class SpikeRollback(LowBitCallback):
     """Undoes the steps around a spike of the training loss, and leaves out their batches.
 
     A loss spikes where it is not finite, or above ``mean + threshold · max(deviation, 0.01 · |mean|)`` of the last
@@ -161,6 +161,7 @@ class SpikeRollback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forgets another run."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit" and trainer.global_step == 0:  # or else the same Trainer goes on; checkpoints come later
             self._start_afresh()
 

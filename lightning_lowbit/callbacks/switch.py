@@ -7,7 +7,8 @@ When one is due says its trigger, see :mod:`lightning_lowbit.callbacks.triggers`
 from collections.abc import Callable
 from typing import Any
 
-from lightning_lowbit._lightning import Callback, LightningModule, Trainer
+from lightning_lowbit._lightning import LightningModule, Trainer
+from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.metric_triggers import AtBelow, AtPlateau, Below, Plateau
 from lightning_lowbit.callbacks.triggers import trigger_of
 
@@ -16,7 +17,7 @@ __all__ = ["Below", "Plateau", "Switch"]
 _CHECKPOINT_KEY = "lightning_lowbit_switches"
 
 
-class Switch(Callback):
+class Switch(LowBitCallback):
     """Changes something before the first micro-batch of an optimizer step, or step by step from there on.
 
     Of several switches of the same thing the last one that is due holds, and of several at one step the last in the
@@ -74,6 +75,7 @@ class Switch(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forgets another run."""
+        super().setup(trainer, pl_module, stage)
         if trainer.global_step == 0:  # or else the same Trainer goes on; a checkpoint is loaded after this
             self._start_afresh()
 

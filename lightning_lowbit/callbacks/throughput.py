@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_lowbit._lightning import Callback, LightningModule, Trainer, extract_batch_size
+from lightning_lowbit._lightning import LightningModule, Trainer, extract_batch_size
+from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.precision_summary import PrecisionSummary
 from lightning_lowbit.nn import GemmCounter
 from lightning_lowbit.precision.run_settings import compute_dtype
@@ -30,7 +31,7 @@ PEAKS: dict[str, dict[str, float]] = {
 _PEAK_OF = {"fp8": "float8", "float16": "bfloat16"}
 
 
-class Throughput(Callback):
+class Throughput(LowBitCallback):
     """Logs ``<unit>/s`` over all processes and, where FLOPs and peak are known, ``tflops`` and ``mfu`` per device.
 
     Model FLOPs utilisation is the time that the model's FLOPs would take at the device's dense peak over the time they

@@ -23,14 +23,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._lightning import (
-    DeepSpeedStrategy,
     FSDPPrecision,
     LightningModule,
     LightningOptimizer,
     MisconfigurationException,
     TrainerFn,
+    both_are_imported,
+    goes_with,
     rank_zero_info,
     rank_zero_warn,
+    say_once,
 )
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
@@ -42,7 +44,7 @@ from lightning_lowbit.precision.checkpoint import CHECKPOINT_KEY, Checkpoint, lo
 from lightning_lowbit.precision.converted_model import ConvertedModel
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
 from lightning_lowbit.precision.overridden import asked_options, overridden, warn_of
-from lightning_lowbit.precision.run_settings import compute_dtype, global_seed
+from lightning_lowbit.precision.run_settings import compute_dtype, global_seed, run_of
 from lightning_lowbit.precision.shown import Shown
 from lightning_lowbit.precision.trained import LACKING, Origin, Trained, check_changes
 from lightning_lowbit.quant.cast import choose
@@ -163,6 +165,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self._gathers: WeightGathers | None = None
         self._origin: Origin | None = None
         self._asked, self.overridden = asked_options([], []), list[str]()
+        if both_are_imported():
+            say_once(f"{goes_with(self)}.")
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, *, weights_only: bool = True, **changes: Any) -> "LowBitPrecision":
@@ -187,6 +191,10 @@ class LowBitPrecision(Shown, FSDPPrecision):
         plugin = LowBitPrecision(**{**origin.arguments(), **check_changes(changes)})
         plugin._origin, plugin._arguments = origin, f"<of a checkpoint: {origin.trained}>"
         return plugin
+
+    def __str__(self) -> str:
+        # What the Trainer of the other Lightning quotes where it refuses the plugin.
+        return f"{self!r} ({goes_with(self)})" if both_are_imported() else repr(self)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -245,19 +253,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Converts the model in place."""
-        trainer = getattr(module, "_trainer", None)
-        if trainer is None or not isinstance(module, LightningModule):
-            raise MisconfigurationException(
-                f"{type(self).__name__} is a plugin of lightning.pytorch.Trainer and converts a LightningModule; it "
-                f"got {type(module).__name__} outside a Trainer. With Fabric or plain PyTorch, call "
-                "lightning_lowbit.convert(model, casts) and set keys with lightning_lowbit.nn.LayerKeys."
-            )
+        trainer, module = run_of(self, module)
         strategy = trainer.strategy
-        if isinstance(strategy, DeepSpeedStrategy):
-            raise MisconfigurationException(
-                f"{type(self).__name__} runs backward passes and optimizers itself, and so does DeepSpeed. Train with "
-                "DDPStrategy, FSDPStrategy, or ModelParallelStrategy (FSDP2), which shards what ZeRO does."
-            )
         if self._trainer is not None and self._trainer() is not trainer:  # another run
             self.step, self.micro_batch = 0, 0
             self._converted.start_afresh()

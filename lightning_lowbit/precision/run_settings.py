@@ -1,10 +1,40 @@
-"""What a run was given, whatever its precision plugin: a seed, and a dtype for what is not quantised."""
+"""What a run was given, whatever its precision plugin: a Trainer, a seed, and a dtype for what is not quantised."""
 
 import os
 
 import torch
+from torch import nn
 
-from lightning_lowbit._lightning import Precision
+from lightning_lowbit._lightning import (
+    NAME,
+    DeepSpeedStrategy,
+    LightningModule,
+    MisconfigurationException,
+    Precision,
+    Trainer,
+)
+
+
+def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModule]:
+    """The Trainer and the model that a precision plugin of this package is to convert.
+
+    Raises:
+        MisconfigurationException: there is none, or its strategy does what the plugin does.
+    """
+    name = type(plugin).__name__
+    trainer = getattr(module, "_trainer", None)
+    if trainer is None or not isinstance(module, LightningModule):
+        raise MisconfigurationException(
+            f"{name} is a plugin of {NAME}.Trainer and converts a LightningModule; it got {type(module).__name__} "
+            "outside a Trainer. With Fabric or plain PyTorch, call lightning_lowbit.convert(model, casts) and set keys "
+            "with lightning_lowbit.nn.LayerKeys."
+        )
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        raise MisconfigurationException(
+            f"{name} runs backward passes and optimizers itself, and so does DeepSpeed. Train with DDPStrategy, "
+            "FSDPStrategy, or ModelParallelStrategy (FSDP2), which shards what ZeRO does."
+        )
+    return trainer, module
 
 
 def global_seed() -> int:

@@ -62,8 +62,8 @@ class Hadamard:
             return _matrix(None, self.size, device)
         if key is None:
             raise ValueError(
-                "Keyed signs of a Hadamard transform need a key. In a layer, keys are set by the precision plugin, or "
-                "by lightning_lowbit.nn.LayerKeys where there is no Trainer."
+                "Keyed signs of a Hadamard transform need a key. In a layer, keys are set by the plugin, as in "
+                "Trainer(plugins=[FP4Precision()]), or by lightning_lowbit.nn.LayerKeys in a loop of your own."
             )
         return _matrix(key, self.size, device)
 

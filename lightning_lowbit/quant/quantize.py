@@ -341,8 +341,9 @@ def round_scaled(scaled: Scaled, cast: Cast, key: Tensor | None, place: Tensor) 
 def _key_of(cast: Cast, key: Tensor | int | None, device: torch.device) -> Tensor:
     if key is None:
         raise ValueError(
-            f"{cast} rounds stochastically and needs a key: quantize(x, cast, key=...). In a layer, keys are set by "
-            "the precision plugin, or by lightning_lowbit.nn.LayerKeys where there is no Trainer."
+            f"{cast} rounds stochastically and needs a key: quantize(x, cast, key=...). In a layer, keys are "
+            "set by the plugin, as in Trainer(plugins=[FP4Precision()]), or by lightning_lowbit.nn.LayerKeys in a loop "
+            "of your own."
         )
     if not isinstance(key, Tensor):
         key = torch.tensor(key, device=device)

@@ -21,14 +21,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import CrashSafeCheckpoint, StableSPAM
+from tests.lightnings import Callback, LightningModule, ModelCheckpoint, ModelParallelStrategy, Trainer
 from tests.optim.distributed import full
 
 SAVED, KILLED, LAST = 1, 2, 3  # steps: of the save before, of the one that is killed, of the end

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LowBitPrecision
 from tests.launch import take_part
+from tests.lightnings import Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Strategy, Trainer
 from tests.optim.distributed import full
 from tests.optim.trainers import FSDPOnCPU
 

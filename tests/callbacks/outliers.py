@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -19,6 +16,14 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import OutlierMonitor
 from tests.launch import take_part
+from tests.lightnings import (
+    DDPStrategy,
+    LightningModule,
+    MisconfigurationException,
+    ModelParallelStrategy,
+    Strategy,
+    Trainer,
+)
 from tests.optim.trainers import FSDPOnCPU
 
 RANKS, STEPS, EVERY = 2, 6, 2

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, Trainer
 from torch import Tensor, ops
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.lightnings import Callback, Trainer
 
 HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
 

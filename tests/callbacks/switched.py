@@ -6,12 +6,12 @@ Ranks see different numbers of tokens. What came out lies in ``FOLDER/0.pt``, of
 import warnings
 from typing import Any
 
-from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_lowbit import LowBitPrecision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.nn.linear import QuantizedLayer
 from tests.launch import take_part
+from tests.lightnings import Callback
 from tests.optim.trainers import RANKS, STRATEGIES, Regression, trainer
 
 STEPS, TOKENS = 9, 200

@@ -7,17 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowbit import CrashSafeCheckpoint
 from lightning_lowbit.callbacks import files
 from lightning_lowbit.callbacks.crash_safe_checkpoint import save_checkpoint
 from tests.callbacks.crashes import KILLED, SAVED
 from tests.launch import start, wait
+from tests.lightnings import AsyncCheckpointIO, BoringModel, MisconfigurationException, ModelCheckpoint, Trainer
 
 OURS = ("a file", "a directory", "a linked directory", "a linked directory, resumed")
 PLAIN = ("Lightning's file", "Lightning's directory")
@@ -140,7 +136,7 @@ def test_leftovers_of_others_stay():
 
 
 def test_loggers_are_told_of_whole_checkpoints():
-    from lightning.pytorch.loggers import CSVLogger
+    from tests.lightnings import CSVLogger
 
     told = []
 

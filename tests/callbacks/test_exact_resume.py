@@ -4,10 +4,9 @@ import random
 
 import numpy as np
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_lowbit import ExactResume
+from tests.lightnings import BoringModel, Trainer
 
 
 class Draws(BoringModel):

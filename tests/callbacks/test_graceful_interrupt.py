@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import GracefulInterrupt
+from tests.lightnings import BoringModel, Callback, ModelCheckpoint, RandomDataset, Trainer
 
 
 class Interrupt(Callback):

@@ -14,12 +14,6 @@ import pytest
 import torch
 import torchmetrics
 import yaml
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -45,6 +39,16 @@ from lightning_lowbit.nn import LayerKeys
 from tests.callbacks.noisy import ASKED, E2M1, RANKS, RUNS, STEPS, STOCHASTIC, train
 from tests.callbacks.reads import counted
 from tests.launch import launch
+from tests.lightnings import (
+    BoringModel,
+    Callback,
+    DeepSpeedStrategy,
+    LightningCLI,
+    LightningModule,
+    MisconfigurationException,
+    TensorBoardLogger,
+    Trainer,
+)
 
 NEAREST = LinearCasts(**dict.fromkeys(("fprop_x", "fprop_w", "dgrad_g", "wgrad_g"), Cast(**E2M1)))
 NOISY = LinearCasts(wgrad_g=STOCHASTIC, dgrad_w=STOCHASTIC)

@@ -9,13 +9,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -28,6 +21,17 @@ from lightning_lowbit.optim import Adaptive, StableSPAM
 from tests.callbacks.reads import HOOKS, counted
 from tests.callbacks.watched import EVERY, RANKS, RUNS, STEPS, UNPLUGGED, train
 from tests.launch import launch
+from tests.lightnings import (
+    BoringModel,
+    Callback,
+    DeepSpeedStrategy,
+    LightningCLI,
+    MisconfigurationException,
+    MixedPrecision,
+    RandomDataset,
+    TensorBoardLogger,
+    Trainer,
+)
 
 Run = tuple[str, str, bool]
 

@@ -8,17 +8,21 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowbit import FP4Precision, LowBitPrecision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks import Plateau
 from lightning_lowbit.callbacks.precision_switch import SCHEDULES
 from lightning_lowbit.nn.linear import QuantizedLayer
+from tests.lightnings import (
+    BoringModel,
+    Callback,
+    CSVLogger,
+    LightningCLI,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+)
 from tests.precision.regression import Regression, flat, state, trainer
 
 # Short runs: many end in the middle of a switch.

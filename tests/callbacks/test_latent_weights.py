@@ -6,9 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
@@ -18,6 +15,7 @@ from lightning_lowbit.callbacks.latent_weights import latent_weights, nearest_ca
 from lightning_lowbit.nn import AmaxHistories, QuantizedLayer, set_blend
 from lightning_lowbit.precision.base import compute_dtype
 from lightning_lowbit.quant import quantize
+from tests.lightnings import BoringModel, Callback, MisconfigurationException, Trainer
 from tests.nn.layers import remember, spied
 
 

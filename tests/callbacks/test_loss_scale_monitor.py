@@ -8,11 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins.precision import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -20,6 +15,14 @@ from torch.amp.grad_scaler import GradScaler
 from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, RunReport, StaticGradScaler
 from lightning_lowbit.callbacks.report_page import Text
 from tests.callbacks.reads import HOOKS, counted
+from tests.lightnings import (
+    BoringModel,
+    Callback,
+    MisconfigurationException,
+    MixedPrecision,
+    TensorBoardLogger,
+    Trainer,
+)
 
 CURVES = ("scale", "growth_tracker", "overflows", "skipped_steps")
 Overflows = Collection[tuple[int, int]]  # of which batches, in the gradients of which optimizer

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import Cast, IntegerPrecision, LowBitPrecision, Scale, TernaryPrecision, quantize
 from lightning_lowbit.callbacks import osci_reset
 from lightning_lowbit.callbacks.osci_reset import OsciReset
+from tests.lightnings import BoringModel, Callback, CSVLogger, MisconfigurationException, RandomDataset, Trainer
 
 # Of a row whose largest element is 7 the int4 scale is 1, and the levels are whole numbers.
 PLUGIN = {"weight_bits": 4, "activation_bits": None, "group": "row", "compute_dtype": "fp32"}

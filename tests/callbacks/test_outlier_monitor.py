@@ -10,11 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -27,6 +22,15 @@ from lightning_lowbit.metrics import activation_outliers, swiglu_alignment
 from tests.callbacks.outliers import EVERY, MLP, RANKS, STEPS, train
 from tests.callbacks.reads import HOOKS, counted
 from tests.launch import launch
+from tests.lightnings import (
+    BoringModel,
+    Callback,
+    LightningCLI,
+    LightningModule,
+    MisconfigurationException,
+    TensorBoardLogger,
+    Trainer,
+)
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}  # sums of float32 in another order
 METRICS = ("activation_max", "kurtosis", "outliers")

@@ -8,10 +8,6 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 from torch.nn.modules import module as module_globals
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -28,6 +24,7 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.callbacks.console import Table, plain
 from lightning_lowbit.callbacks.precision_summary import layer_table
+from tests.lightnings import BoringModel, Callback, RichProgressBar, TensorBoardLogger, TQDMProgressBar, Trainer
 
 # Of Two, with one sample in a batch: the first layer's input needs no gradient.
 FIRST, LAST = 2 * 32 * 32, 2 * 32 * 2

@@ -4,14 +4,11 @@ import csv
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.nn import PRESETS
+from tests.lightnings import BoringModel, Callback, CSVLogger, MisconfigurationException, Trainer
 
 
 class Phases(Callback):

@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import IntegerPrecision, LowBitPrecision, PrecisionSwitch, RunReport, TernaryPrecision
 from lightning_lowbit.callbacks import quantization_monitor
 from lightning_lowbit.callbacks.quantization_monitor import QuantizationMonitor
+from tests.lightnings import BoringModel, Callback, CSVLogger, MisconfigurationException, RandomDataset, Trainer
 
 LAYERS = ("layer.0", "layer.2")
 SHARES = {"minus", "zeros", "plus"}

@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
@@ -28,6 +24,7 @@ from lightning_lowbit.nn import OPERANDS, QuantizedLayer
 from tests.callbacks.quantized import EVERY, RANKS, RUNS, STEPS, train
 from tests.callbacks.reads import HOOKS, counted
 from tests.launch import launch
+from tests.lightnings import BoringModel, Callback, CSVLogger, LightningCLI, RandomDataset, TensorBoardLogger, Trainer
 from tests.nn.watching import Operands, assert_numbers, captured, numbers_of, places
 
 LAYERS = ["layer.0", "layer.2"]

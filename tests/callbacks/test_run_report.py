@@ -10,12 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.cli import SaveConfigCallback
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
@@ -25,6 +19,18 @@ from lightning_lowbit.callbacks.report_page import Section, Table, Text
 from lightning_lowbit.callbacks.run_history import History
 from lightning_lowbit.callbacks.run_report import RunReport
 from tests.callbacks.test_report_page import EVIL, check_self_contained
+from tests.lightnings import (
+    BoringModel,
+    Callback,
+    Checkpoint,
+    CSVLogger,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    SaveConfigCallback,
+    SIGTERMException,
+    TensorBoardLogger,
+    Trainer,
+)
 
 
 class Known(BoringModel):

@@ -12,13 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -36,6 +29,17 @@ from lightning_lowbit import (
 from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
 from tests.callbacks.rolled_back import RUNS, describe
 from tests.launch import launch
+from tests.lightnings import (
+    BoringModel,
+    Callback,
+    DeepSpeedStrategy,
+    LightningCLI,
+    LightningModule,
+    MisconfigurationException,
+    MixedPrecision,
+    TensorBoardLogger,
+    Trainer,
+)
 
 BAD = 11
 # A snapshot before step 8, and step 12 is taken before the loss of 11 is read.

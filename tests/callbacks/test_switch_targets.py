@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_lowbit import (
@@ -28,6 +26,7 @@ from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.precision.trained import primitive
 from tests.callbacks.switched import RANKS, TOKENS
 from tests.launch import launch
+from tests.lightnings import Callback, LightningModule, MisconfigurationException
 from tests.precision.regression import DOWN, LAYERS, Regression, flat, state, trainer
 
 pytestmark = [

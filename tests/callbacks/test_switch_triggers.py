@@ -7,16 +7,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import Below, FP4Precision, Plateau, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.metric_triggers import AtBelow
 from lightning_lowbit.callbacks.triggers import AtTokens, count_tokens
+from tests.lightnings import BoringModel, Callback, LightningCLI, LightningModule, MisconfigurationException
 from tests.precision.regression import Regression, flat, trainer
 
 pytestmark = [

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -16,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, TernaryPrecision, Throughput
 from lightning_lowbit.callbacks import throughput
 from lightning_lowbit.callbacks.throughput import PEAKS
+from tests.lightnings import BoringModel, CSVLogger, RandomDataset, Trainer
 
 SECONDS = [1000.0, 2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0]  # of each batch; the first compiles and allocates
 BATCH, WIDTH = 4, 32

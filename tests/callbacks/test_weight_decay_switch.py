@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch, StableSPAM, WeightDecaySwitch
+from tests.lightnings import Callback, LightningModule, MisconfigurationException
 from tests.precision.regression import Regression, flat, trainer
 
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -18,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import GradientNormMonitor, LowBitPrecision
 from lightning_lowbit.optim import StableSPAM
 from tests.launch import take_part
+from tests.lightnings import Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Strategy, Trainer
 from tests.optim.trainers import FSDPOnCPU
 
 RANKS, STEPS, EVERY = 2, 6, 2

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
@@ -17,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
 from tests.launch import take_part
+from tests.lightnings import DDPStrategy, FSDPStrategy, LightningModule, ModelParallelStrategy, Strategy, Trainer
 from tests.optim.distributed import full
 
 RANKS, STEPS, HALF = 2, 8, 4

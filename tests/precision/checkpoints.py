@@ -11,8 +11,6 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -34,6 +32,7 @@ from lightning_lowbit import (
     StableSPAM,
 )
 from tests.launch import take_part
+from tests.lightnings import NAME, Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
 from tests.optim.distributed import full
 from tests.optim.trainers import FSDPOnCPU
 from tests.precision.regression import state
@@ -187,7 +186,7 @@ def train(strategy: str, kind: str, ckpt_path: str | None = None) -> dict[str, A
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    with patch("lightning.pytorch.strategies.fsdp._get_full_state_dict_context", _in_place):
+    with patch(f"{NAME}.strategies.fsdp._get_full_state_dict_context", _in_place):
         trainer.fit(model, ckpt_path=ckpt_path)
     return {"losses": model.losses, "weights": model.weights, "state": keep.state}
 

@@ -7,11 +7,11 @@ from collections import Counter
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
 from tests.launch import take_part
+from tests.lightnings import Callback, Trainer
 from tests.precision.regression import Ramp, Regression, Witness, flat, state, trainer
 
 RANKS, STEPS, HISTORY, ACCUMULATE = 2, 4, 3, 2

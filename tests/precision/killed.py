@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_lowbit import CrashSafeCheckpoint, FP4Precision, StableSPAM
+from tests.lightnings import Callback, LightningModule, ModelParallelStrategy, Trainer
 from tests.precision.checkpoints import RANKS, STEPS, Regression
 
 SAVED = 2  # steps between checkpoints

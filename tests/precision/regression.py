@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.nn.linear import QuantizedLayer
+from tests.lightnings import Callback, LightningModule, Trainer
 
 LAYERS = ("first", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "head")
 DOWN = "mlp.down_proj"

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -32,6 +30,7 @@ from lightning_lowbit import (
 from lightning_lowbit.optim import connect
 from lightning_lowbit.optim.sharding import local
 from tests.launch import take_part
+from tests.lightnings import Callback, Strategy, Trainer
 from tests.optim import trainers
 from tests.optim.trainers import FSDPOnCPU, Regression, trainer
 from tests.precision import distributed

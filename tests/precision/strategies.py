@@ -9,9 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -30,6 +27,15 @@ from lightning_lowbit import (
 from lightning_lowbit.recipes.models import CausalLM
 from lightning_lowbit.recipes.sharding import spread
 from tests.launch import take_part
+from tests.lightnings import (
+    Callback,
+    DDPStrategy,
+    LightningModule,
+    MisconfigurationException,
+    ModelParallelStrategy,
+    Strategy,
+    Trainer,
+)
 from tests.optim.trainers import FSDPOnCPU
 
 RANKS, STEPS, BATCH, LENGTH, VOCABULARY = 2, 2, 2, 32, 64

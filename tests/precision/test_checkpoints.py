@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.load import _load_distributed_checkpoint
-from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 
 from lightning_lowbit import restore
 from tests.launch import LIMIT, launch, start
+from tests.lightnings import _format_checkpoint, _load_distributed_checkpoint
 from tests.precision import checkpoints, killed
 from tests.precision.checkpoints import HALF, KINDS, MICRO_BATCHES, PAIRS, RANKS, STEPS, accumulates, path_of, train
 

@@ -9,11 +9,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
@@ -32,6 +27,16 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.optim import Adaptive
 from lightning_lowbit.precision.run_settings import compute_dtype
+from tests.lightnings import (
+    BoringModel,
+    Callback,
+    LightningCLI,
+    LightningModule,
+    MisconfigurationException,
+    MixedPrecision,
+    fabric,
+    pytorch,
+)
 from tests.precision.regression import Regression, flat, state, trainer
 from tests.precision.test_precision import GAN
 
@@ -322,7 +327,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    for name in ("lightning.pytorch", "lightning.fabric"):  # either may be the one of rank_zero_info
+    for name in (pytorch.__name__, fabric.__name__):  # either may be the one of rank_zero_info
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     caplog.set_level(logging.INFO)
     return caplog

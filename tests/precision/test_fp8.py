@@ -5,15 +5,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import Cast, FP4Precision, FP8Precision, LinearCasts, LowBitPrecision, QAFSwitch, Scale
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, fold
 from lightning_lowbit.recipes.models import CausalLM
+from tests.lightnings import BoringModel, Callback, LightningCLI
 from tests.precision.regression import (
     DOWN,
     LAYERS,

@@ -3,18 +3,21 @@
 import pytest
 import torch
 import yaml
-from lightning.fabric import Fabric
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_lowbit import Cast, FP4Precision, LinearCasts, LowBitPrecision, QAFSwitch, Scale, convert
 from lightning_lowbit.nn import PRESETS, QuantLinear, set_phase
 from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant import Hadamard
+from tests.lightnings import (
+    BoringModel,
+    Fabric,
+    LightningCLI,
+    LightningModule,
+    MisconfigurationException,
+    ModelCheckpoint,
+    Trainer,
+)
 
 
 def quiet(**kwargs):
@@ -380,14 +383,8 @@ def test_fabric():
         fabric.setup(nn.Linear(16, 16))
 
 
-def test_other_namespace():
-    pytorch_lightning = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(Exception, match="invalid type for plugin.*FP4Precision"):
-        pytorch_lightning.Trainer(plugins=[FP4Precision()], accelerator="cpu", logger=False)
-
-
 def test_xla():
-    from lightning.pytorch.strategies import SingleDeviceXLAStrategy
+    from tests.lightnings import SingleDeviceXLAStrategy
 
     with pytest.raises(TypeError, match="XLAPrecision"):
         SingleDeviceXLAStrategy.precision_plugin.fset(object.__new__(SingleDeviceXLAStrategy), FP4Precision())

@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback
-from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -22,6 +20,7 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.nn import convert, set_blend
 from lightning_lowbit.nn.gemm import native_obstacle
+from tests.lightnings import Callback, LightningCLI
 from tests.precision.distributed import QAT
 from tests.precision.regression import LAYERS, Ramp, Regression, flat, state, trainer
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -23,6 +22,7 @@ from lightning_lowbit import (
     restore,
 )
 from lightning_lowbit.nn import QuantizedLayer
+from tests.lightnings import LightningModule, Trainer
 
 Plugin = Callable[[], LowBitPrecision]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
 
 from lightning_lowbit import ExactResume, FP4Precision, FP8Precision, PrecisionSummary, QAFSwitch, StableSPAM
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
+from tests.lightnings import Callback, Trainer
 
 STEPS, SWITCH, ACCUMULATE = 9, 5, 2
 

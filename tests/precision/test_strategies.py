@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import DeepSpeedStrategy, XLAStrategy
 from torch import Tensor
 
 from lightning_lowbit import FP4Precision
 from tests.launch import launch
+from tests.lightnings import BoringModel, DeepSpeedStrategy, MisconfigurationException, XLAStrategy
 from tests.precision import strategies
 from tests.precision.strategies import (
     KINDS,

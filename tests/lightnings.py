@@ -1,0 +1,82 @@
+"""Every name of Lightning that tests of plugins and callbacks use, from the Lightning that the package uses.
+
+``LOWBIT_TEST_LIGHTNING=pytorch_lightning pytest tests/precision tests/callbacks`` runs them under the other one: it is
+imported before the package, by conftest.py in the process of pytest, and by launch.py in those that tests start.
+"""
+
+import os
+from importlib import import_module
+
+from lightning_lowbit._lightning import (
+    NAME,
+    AsyncCheckpointIO,
+    Callback,
+    DeepSpeedStrategy,
+    LightningCLI,
+    LightningModule,
+    MisconfigurationException,
+    ModelCheckpoint,
+    SaveConfigCallback,
+    SIGTERMException,
+    TQDMProgressBar,
+    Trainer,
+    fabric,
+    pytorch,
+)
+
+assert os.environ.get("LOWBIT_TEST_LIGHTNING", "lightning.pytorch") == NAME, f"the package uses {NAME}"
+
+_boring = import_module(f"{NAME}.demos.boring_classes")
+BoringModel, RandomDataset = _boring.BoringModel, _boring.RandomDataset
+
+CSVLogger = pytorch.loggers.CSVLogger
+Checkpoint = pytorch.callbacks.Checkpoint
+LearningRateMonitor = pytorch.callbacks.LearningRateMonitor
+RichProgressBar = pytorch.callbacks.RichProgressBar
+TensorBoardLogger = pytorch.loggers.TensorBoardLogger
+
+DDPStrategy = pytorch.strategies.DDPStrategy
+FSDPStrategy = pytorch.strategies.FSDPStrategy
+MixedPrecision = pytorch.plugins.precision.MixedPrecision
+ModelParallelStrategy = pytorch.strategies.ModelParallelStrategy
+SingleDeviceXLAStrategy = pytorch.strategies.SingleDeviceXLAStrategy
+Strategy = pytorch.strategies.Strategy
+XLAStrategy = pytorch.strategies.XLAStrategy
+
+Fabric = fabric.Fabric
+_format_checkpoint = import_module(f"{NAME}.utilities.consolidate_checkpoint")._format_checkpoint
+_load_distributed_checkpoint = fabric.utilities.load._load_distributed_checkpoint
+
+__all__ = [
+    "NAME",
+    "AsyncCheckpointIO",
+    "BoringModel",
+    "CSVLogger",
+    "Callback",
+    "Checkpoint",
+    "DDPStrategy",
+    "DeepSpeedStrategy",
+    "FSDPStrategy",
+    "Fabric",
+    "LearningRateMonitor",
+    "LightningCLI",
+    "LightningModule",
+    "MisconfigurationException",
+    "MixedPrecision",
+    "ModelCheckpoint",
+    "ModelParallelStrategy",
+    "RandomDataset",
+    "RichProgressBar",
+    "SIGTERMException",
+    "SaveConfigCallback",
+    "SingleDeviceXLAStrategy",
+    "Strategy",
+    "TQDMProgressBar",
+    "TensorBoardLogger",
+    "Trainer",
+    "XLAStrategy",
+    "_format_checkpoint",
+    "_load_distributed_checkpoint",
+    "fabric",
+    "pytorch",
+]
