@@ -132,7 +132,7 @@ def test_takes_the_state_of_lightnings_and_the_other_way_round(kinds):
 
 def test_leftovers_of_others_stay():
     Path("here").mkdir()
-    for name in ("a.ckpt.partial", "b.txt.partial", "c.partial"):
+    for name in (f"a.ckpt.{files._HOST}-1.partial", "b.txt.partial", "c.partial"):
         Path("here", name).write_text("")
     callback = CrashSafeCheckpoint("here", save_top_k=0)
     fit(callback)
@@ -176,8 +176,9 @@ def test_anything_takes_the_place_of_anything(old, new):
 
     path = Path("last.ckpt").absolute()
     make(path, old, "old")
-    make(files.partial_name(path), new, "new")
-    files.put_in_place(path)
+    with files.being_written(path) as partial:
+        make(partial, new, "new")
+        files.put_in_place(partial, path)
     is_kind = {"file": path.is_file(), "directory": path.is_dir() and not path.is_symlink(), "link": path.is_symlink()}
     assert [kind for kind, found in is_kind.items() if found] == [new]
     assert {name for name in os.listdir() if name.startswith("last")} == {"last.ckpt"}
@@ -196,16 +197,54 @@ def test_what_the_first_rank_cannot_do_ends_all(is_first, error, monkeypatch):
     def fail(path):
         raise OSError("read-only file system")
 
-    monkeypatch.setattr("lightning_lowbit.callbacks.crash_safe_checkpoint.mend", fail)
-    told = None if is_first else "OSError('read-only file system')"  # as another process has it from the first one
+    monkeypatch.setattr("lightning_lowbit.callbacks.crash_safe_checkpoint.being_written", fail)
+    told = None, "OSError('read-only file system')"  # as another process has it from the first one
     strategy = SimpleNamespace(broadcast=lambda own: own if is_first else told, checkpoint_io=None)
     trainer = SimpleNamespace(strategy=strategy, is_global_zero=is_first)
     with pytest.raises(error, match="read-only file system"):
         save_checkpoint(trainer, "last.ckpt")
 
 
-def test_what_a_crash_left_is_found_below_and_not_within_checkpoints(tmp_path):
-    for name in ("a.ckpt.partial", "b.ckpt.previous", "loss/0.3.ckpt.partial", "c.ckpt/d.ckpt.partial", "e.partial"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert files.unfinished(tmp_path, ".ckpt") == {tmp_path / name for name in ("a.ckpt", "b.ckpt", "loss/0.3.ckpt")}
+LEFT = f"{files._HOST}-1"
+
+
+def leave(*names):
+    for name in names:
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).touch()
+
+
+def names():
+    return {str(path) for path in Path().rglob("*") if path.is_file()}
+
+
+def test_what_a_crash_left_is_removed_below_and_not_within_checkpoints(tmp_path):
+    other = ("c.ckpt/d.ckpt.partial", "e.partial", "f.ckpt")
+    leave(f"a.ckpt.{LEFT}.partial", f"f.ckpt.{LEFT}.previous", f"loss/0.3.ckpt.{LEFT}.partial", *other)
+    files.mend(tmp_path, ".ckpt")
+    assert names() == set(other)
+
+
+def test_what_had_the_name_before_is_found_and_put_back(tmp_path):
+    leave(f"a.ckpt.{LEFT}.previous", f"b.ckpt.{LEFT}.previous", "b.ckpt")
+    assert {path.name for path in files.named(tmp_path, ".ckpt")} == {f"a.ckpt.{LEFT}.previous", "b.ckpt"}
+    files.mend(tmp_path, ".ckpt")
+    assert names() == {"a.ckpt", "b.ckpt"}
+
+
+def test_what_a_living_process_writes_stays(tmp_path):
+    left, elsewhere = f"a.ckpt.{LEFT}.partial", "a.ckpt.elsewhere-1.partial"
+    leave(left, elsewhere)
+    with files.being_written(tmp_path / "b.ckpt") as partial:
+        partial.touch()
+        files.mend(tmp_path, ".ckpt")  # of another process, whose lock is another one
+        assert names() == {partial.name, elsewhere}, "the lock does not hold"
+
+
+def test_what_another_machine_has_left_goes_after_an_hour(tmp_path, monkeypatch):
+    leave("a.ckpt.elsewhere-1.partial", "b.ckpt.partial")
+    files.mend(tmp_path, ".ckpt")
+    assert len(names()) == 2, "it may be writing"
+    monkeypatch.setattr(files.time, "time", lambda now=files.time.time: now() + 3601)
+    files.mend(tmp_path, ".ckpt")
+    assert not names()
