@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import proxy
 
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
@@ -78,6 +78,12 @@ def _on_first_rank(trainer: Trainer, path: Path, change: Callable[[], _T]) -> _T
     return result  # type: ignore[return-value]
 
 
+def validation_is_due(trainer: Trainer) -> bool:
+    """Whether one follows the batch that ends; a run that goes on from before it would leave it out."""
+    loop: Any = trainer.fit_loop
+    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
 def _is_local(path: str | Path) -> bool:
     return _is_local_file_protocol(path)
 
@@ -99,6 +105,9 @@ class CrashSafeCheckpoint(ModelCheckpoint):
     ``ckpt_path="last"`` is the newest by step of ``last.ckpt``, ``last-v1.ckpt`` and so on, and is compared with its
     checksums. One that is damaged is an error that names the newest whole checkpoint of the folder.
 
+    A checkpoint that is due at the same step as a validation is saved after it, so that a run that dies in a validation
+    repeats it when it goes on.
+
     All arguments are those of ``ModelCheckpoint``, whose state in a checkpoint this one takes, and the other way round.
     Two checkpoints of one name need room at the same time. Runs that train at the same time need folders of their own.
 
@@ -110,6 +119,8 @@ class CrashSafeCheckpoint(ModelCheckpoint):
     Example:
         >>> Trainer(callbacks=[CrashSafeCheckpoint(every_n_train_steps=500, save_last=True)])
     """
+
+    _until_validated: tuple[Any, ...] | None = None  # what the batch before a validation has given
 
     @property
     def state_key(self) -> str:
@@ -139,6 +150,19 @@ class CrashSafeCheckpoint(ModelCheckpoint):
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero:
             mend(Path(str(self.dirpath)), self.FILE_EXTENSION)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+        """Saves, if that is due; where a validation is due as well, after it."""
+        self._until_validated = batch if validation_is_due(trainer) else None
+        if self._until_validated is None:
+            super().on_train_batch_end(trainer, pl_module, *batch)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves, if that is due."""
+        batch, self._until_validated = self._until_validated, None
+        if batch is not None:
+            super().on_train_batch_end(trainer, pl_module, *batch)
+        super().on_validation_end(trainer, pl_module)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         folder = self._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]

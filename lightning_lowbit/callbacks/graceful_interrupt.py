@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_lowbit.callbacks.crash_safe_checkpoint import save_checkpoint
+from lightning_lowbit.callbacks.crash_safe_checkpoint import save_checkpoint, validation_is_due
 
 TERMINATED = 128 + signal.SIGTERM  # the exit status of what SIGTERM has ended, for shells and schedulers
 
@@ -68,8 +68,7 @@ class GracefulInterrupt(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Saves and stops, at the end of an optimizer step without a validation."""
-        loop: Any = trainer.fit_loop
-        if not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+        if not validation_is_due(trainer):
             self._answer(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

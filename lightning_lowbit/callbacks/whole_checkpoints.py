@@ -92,16 +92,16 @@ def step_of(path: Path) -> float:
 
 
 def _integer(pickled: bytes, key: str) -> int | None:
-    """The first value of a key in a pickle, or the beginning of one, which is read and not run."""
-    after = False
+    """The first value of a key in some pickles, or the beginning of one, which are read and not run."""
+    stream, after = io.BytesIO(pickled), False
     try:
-        for operation, argument, _ in pickletools.genops(pickled):
-            if after and isinstance(argument, int) and operation.name.startswith(("BININT", "LONG1")):
-                return argument
-            after = argument == key or (after and operation.name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"))
+        while True:  # until the bytes end, which is an error
+            for operation, argument, _ in pickletools.genops(stream):
+                if after and isinstance(argument, int) and operation.name.startswith(("BININT", "LONG1")):
+                    return argument
+                after = argument == key or (after and operation.name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"))
     except Exception:  # whatever bytes these are
         return None
-    return None
 
 
 def damage(path: Path) -> str | None:

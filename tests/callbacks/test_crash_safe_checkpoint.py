@@ -1,5 +1,6 @@
 """Crashes at each moment of a save, what is refused, and what else writes checkpoints."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -7,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_lowbit import CrashSafeCheckpoint
@@ -84,12 +85,11 @@ def fit(*callbacks, ckpt_path=None, max_steps=2, **kwargs):
     trainer = Trainer(
         accelerator="cpu",
         max_steps=max_steps,
-        limit_val_batches=0,
         callbacks=list(callbacks),
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **kwargs,
+        **{"limit_val_batches": 0, **kwargs},
     )
     trainer.fit(BoringModel(), ckpt_path=ckpt_path)
     return trainer
@@ -203,6 +203,63 @@ def test_what_the_first_rank_cannot_do_ends_all(is_first, error, monkeypatch):
     trainer = SimpleNamespace(strategy=strategy, is_global_zero=is_first)
     with pytest.raises(error, match="read-only file system"):
         save_checkpoint(trainer, "last.ckpt")
+
+
+class OwnIO(TorchCheckpointIO):
+    """Writes half of the second checkpoint to a full disk, and notes what it is to remove."""
+
+    def __init__(self, full):
+        self.full, self.saves, self.removed = full, 0, []
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.saves += 1
+        if self.full and self.saves == 2:
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+    def remove_checkpoint(self, path):
+        self.removed.append(Path(path).name.split(".ckpt")[0])
+        super().remove_checkpoint(path)
+
+
+def test_a_full_disk_leaves_nothing_that_is_not_whole(tmp_path):
+    with pytest.raises(OSError, match="No space left"):
+        fit(CrashSafeCheckpoint(tmp_path, every_n_train_steps=1, filename="{step}"), plugins=[OwnIO(full=True)])
+    assert names() == {"step=1.ckpt"}
+
+
+def test_a_plugin_that_writes_checkpoints_removes_them_too(tmp_path):
+    io = OwnIO(full=False)
+    fit(CrashSafeCheckpoint(tmp_path, every_n_train_steps=1, filename="{step}"), plugins=[io])
+    assert io.removed == ["step=1"] and names() == {"step=2.ckpt"}
+
+
+class Validated(Callback):
+    """Notes where it is validated, and dies there at a step."""
+
+    def __init__(self, dies=None):
+        self.dies, self.steps = dies, []
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        self.steps.append(trainer.global_step)
+        if trainer.global_step == self.dies:
+            raise RuntimeError("killed")
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_run_that_dies_in_a_validation_repeats_it():
+    def run(validated, **kwargs):
+        every = {"limit_val_batches": 1, "val_check_interval": 2, "num_sanity_val_steps": 0, "max_steps": 6}
+        fit(CrashSafeCheckpoint("here", every_n_train_steps=1, save_last=True), validated, **every, **kwargs)
+        return validated.steps
+
+    with pytest.raises(RuntimeError, match="killed"):
+        run(Validated(dies=4))
+    assert torch.load("here/last.ckpt", weights_only=True)["global_step"] == 3
+    assert run(Validated(), ckpt_path="last") == [4, 6]
+    assert torch.load("here/last.ckpt", weights_only=True)["global_step"] == 6
 
 
 LEFT = f"{files._HOST}-1"
