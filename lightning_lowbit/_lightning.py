@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from lightning_utilities.core.apply_func import apply_to_collection as apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info as rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_warn as rank_zero_warn
 
 _FABRICS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
@@ -45,8 +46,10 @@ Trainer = pytorch.Trainer
 AsyncCheckpointIO = pytorch.plugins.AsyncCheckpointIO
 DeepSpeedStrategy = pytorch.strategies.DeepSpeedStrategy
 FSDPPrecision = pytorch.plugins.precision.FSDPPrecision
+LightningEnvironment = fabric.plugins.environments.LightningEnvironment
 LightningOptimizer = pytorch.core.optimizer.LightningOptimizer
 Precision = pytorch.plugins.precision.Precision
+SLURMEnvironment = fabric.plugins.environments.SLURMEnvironment
 TrainerFn = pytorch.trainer.states.TrainerFn
 
 DummyLogger = pytorch.loggers.logger.DummyLogger

@@ -18,6 +18,7 @@ from lightning_lowbit._lightning import (
     ModelCheckpoint,
     SaveConfigCallback,
     SIGTERMException,
+    SLURMEnvironment,
     TQDMProgressBar,
     Trainer,
     fabric,
@@ -39,6 +40,7 @@ DDPStrategy = pytorch.strategies.DDPStrategy
 FSDPStrategy = pytorch.strategies.FSDPStrategy
 MixedPrecision = pytorch.plugins.precision.MixedPrecision
 ModelParallelStrategy = pytorch.strategies.ModelParallelStrategy
+TorchCheckpointIO = pytorch.plugins.io.TorchCheckpointIO
 SingleDeviceXLAStrategy = pytorch.strategies.SingleDeviceXLAStrategy
 Strategy = pytorch.strategies.Strategy
 XLAStrategy = pytorch.strategies.XLAStrategy
@@ -68,11 +70,13 @@ __all__ = [
     "RandomDataset",
     "RichProgressBar",
     "SIGTERMException",
+    "SLURMEnvironment",
     "SaveConfigCallback",
     "SingleDeviceXLAStrategy",
     "Strategy",
     "TQDMProgressBar",
     "TensorBoardLogger",
+    "TorchCheckpointIO",
     "Trainer",
     "XLAStrategy",
     "_format_checkpoint",

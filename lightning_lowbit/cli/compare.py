@@ -25,10 +25,12 @@ from typing import IO, Any, TypeVar
 import yaml
 
 from lightning_lowbit.callbacks.files import replace_file
+from lightning_lowbit.callbacks.graceful_interrupt import TERMINATED
+from lightning_lowbit.cli.checkpoints import find_checkpoints
 from lightning_lowbit.cli.comparison import write_comparison
 from lightning_lowbit.cli.configs import as_list, merge
 from lightning_lowbit.cli.mistakes import explain
-from lightning_lowbit.cli.run import check, find_checkpoints
+from lightning_lowbit.cli.run import check
 from lightning_lowbit.cli.study import Row, Study, distinct, product, read_study
 from lightning_lowbit.quant.cast import nearest
 
@@ -230,9 +232,12 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) -> list[tuple[Run, int]]:
-    """Runs the processes, so many at a time; returns their exit statuses. Ctrl-C lets each finish its step and save."""
+    """Runs the processes, so many at a time; returns their exit statuses.
+
+    Ctrl-C and SIGTERM let each finish its step and save; this process waits for them, and ends as they do.
+    """
     children: list[subprocess.Popen[bytes]] = []
-    stopping = threading.Event()
+    stopping, starting = threading.Event(), threading.Lock()
 
     def one(run: Run) -> tuple[Run, int]:
         # The process inherits the lock: when this command is killed and started again, it waits for those left over.
@@ -245,32 +250,45 @@ def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) ->
                 resume = ["--ckpt_path", "last"] if goes_on else []
                 recipe = str(run.folder / "recipe.yaml")
                 command = [sys.executable, "-m", "lightning_lowbit.cli", "fit", "--config", recipe, *resume]
-                print(f"  {run.row}, seed {run.seed} {'goes on' if goes_on else 'begins'}", flush=True)
-                child = subprocess.Popen(
-                    [*command, *run.arguments],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[lock.fileno()],
-                    start_new_session=True,  # Ctrl-C reaches this process alone, which hands it on once
-                )
-                children.append(child)
+                with starting:  # all that have begun are children when they are to stop
+                    if stopping.is_set():
+                        break
+                    print(f"  {run.row}, seed {run.seed} {'goes on' if goes_on else 'begins'}", flush=True)
+                    child = subprocess.Popen(
+                        [*command, *run.arguments],
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=[lock.fileno()],
+                        start_new_session=True,  # Ctrl-C reaches this process alone, which hands it on once
+                    )
+                    children.append(child)
                 child.wait()
                 if not (goes_on and run.was_at_its_end()):  # killed in its last validation: it begins afresh
                     break
         return run, 0 if run.result() is not None else 1
 
+    def terminate(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the children have ended
+        raise SystemExit(TERMINATED)
+
     statuses = []
-    with ThreadPoolExecutor(jobs) as pool:
-        try:
-            for done in as_completed([pool.submit(one, run) for run in runs]):
-                statuses.append(done.result())
-                after_each()
-        except KeyboardInterrupt:
-            stopping.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            for child in children:
-                if child.poll() is None:
-                    os.kill(child.pid, signal.SIGINT)
-            raise
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                for done in as_completed([pool.submit(one, run) for run in runs]):
+                    statuses.append(done.result())
+                    after_each()
+            except (KeyboardInterrupt, SystemExit) as interruption:
+                with starting:
+                    stopping.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                for child in children:
+                    if child.poll() is None:
+                        terminated = isinstance(interruption, SystemExit)
+                        os.kill(child.pid, signal.SIGTERM if terminated else signal.SIGINT)
+                raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return statuses

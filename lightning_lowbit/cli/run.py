@@ -1,6 +1,5 @@
 """``lowbit fit | validate | test | predict``: Lightning's command line with recipes by name."""
 
-import re
 import tempfile
 import warnings
 from collections.abc import Generator, Sequence
@@ -20,9 +19,12 @@ from lightning_lowbit._lightning import (
     LightningCLI,
     LightningModule,
     SaveConfigCallback,
+    SIGTERMException,
     Trainer,
 )
 from lightning_lowbit.callbacks.files import replace_file
+from lightning_lowbit.callbacks.graceful_interrupt import TERMINATED
+from lightning_lowbit.cli.checkpoints import resolve
 from lightning_lowbit.cli.configs import as_list, merge_configs
 from lightning_lowbit.cli.evaluation import as_trained
 from lightning_lowbit.cli.mistakes import explain, option_of, suggest, without_value
@@ -44,7 +46,10 @@ def run(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         for message in _NOISE:
             warnings.filterwarnings("ignore", message)
-        _make(LowBitCLI, merge_configs(arguments, Path(folder) / "merged.yaml"))
+        try:
+            _make(LowBitCLI, merge_configs(arguments, Path(folder) / "merged.yaml"))
+        except SIGTERMException as stopped:  # to which Lightning gives no status: a scheduler would take it for the end
+            raise SystemExit(TERMINATED if stopped.code is None else stopped.code) from stopped
 
 
 class SaveConfig(SaveConfigCallback):
@@ -71,7 +76,7 @@ class LowBitCLI(LightningCLI):
     """Lightning's command line; checks what it can before anything is written."""
 
     def before_instantiate_classes(self) -> None:
-        """Gives the run its logger, and finds the checkpoint to go on from: one that is missing is an error."""
+        """Gives the run its logger, and finds the checkpoint to go on from: a missing or damaged one is an error."""
         config = self.config[str(self.subcommand)]
         folder = config.trainer.default_root_dir
         if config.trainer.logger in (None, True) and folder is not None:
@@ -80,32 +85,7 @@ class LowBitCLI(LightningCLI):
                 class_path=f"{NAME}.loggers.TensorBoardLogger",
                 init_args=Namespace(save_dir=str(folder), name=None),  # type: ignore[no-untyped-call]
             )
-        path = config.ckpt_path
-        if path == "last":
-            config.ckpt_path = str(find_last_checkpoint(*self._checkpoint_folders(config.trainer)))
-            print(f"Going on from {config.ckpt_path}")
-        elif path not in (None, "best", "hpc") and not re.match(r"\w+:", path) and not Path(path).exists():
-            raise FileNotFoundError(
-                f"The checkpoint {config.ckpt_path!r} does not exist. Give the path of one, or leave --ckpt_path "
-                "out to start afresh."
-            )
-
-    @staticmethod
-    def _checkpoint_folders(trainer: Any) -> list[Path]:
-        # Where ModelCheckpoint writes: its own folder, or below that of the first logger, or the Trainer's.
-        callbacks = [getattr(callback, "init_args", None) or {} for callback in as_list(trainer.callbacks or [])]
-        logger = as_list(trainer.logger)[0] if trainer.logger else None
-        arguments = getattr(logger, "init_args", None) or {}
-        folders = [*(callback.get("dirpath") for callback in callbacks), arguments.get("save_dir")]
-        if folders[-1] is None:
-            folders.append(trainer.default_root_dir)
-        found = [Path(folder) for folder in folders if folder is not None]
-        if not found:
-            raise ValueError(
-                "--ckpt_path last needs the folder of the run: set the logger's save_dir or trainer.default_root_dir, "
-                "or give the path of a checkpoint."
-            )
-        return found
+        config.ckpt_path = resolve(config.ckpt_path, config.trainer, trains=self.subcommand == "fit")
 
     def before_fit(self) -> None:
         """Matches the plugin's patterns against the model, unless its layers are still to be made."""
@@ -251,24 +231,3 @@ class OnMeta(_Parsed):
         made = self._subcommand_parsers[name].instantiate(wanted)
         self.model, self.datamodule = made.model, made.get("data")
         self.plugins: list[Any] = as_list(made.trainer.plugins or [])
-
-
-def find_checkpoints(*folders: Path) -> list[Path]:
-    """Each ``*.ckpt`` below some folders, the newest first."""
-    found = {path for folder in folders for path in folder.rglob("*.ckpt")}
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
-
-
-def find_last_checkpoint(*folders: Path) -> Path:
-    """The newest of them.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    found = find_checkpoints(*folders)
-    if not found:
-        raise FileNotFoundError(
-            f"--ckpt_path last: there is no checkpoint (*.ckpt) below {' or '.join(map(str, folders))}. Give the path "
-            "of one, or leave --ckpt_path out to start afresh."
-        )
-    return found[0]

@@ -112,7 +112,7 @@ class Kill(Callback):
         self.armed = trainer.global_step == KILLED
 
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.armed or not _changes_something(event, arguments):
+        if not self.armed or not changes_something(event, arguments):
             return
         if self.left == 0:
             self.armed = False
@@ -121,7 +121,7 @@ class Kill(Callback):
         self.left -= 1
 
 
-def _changes_something(event: str, arguments: tuple[Any, ...]) -> bool:
+def changes_something(event: str, arguments: tuple[Any, ...]) -> bool:
     if event == "open":
         return bool(arguments[2] & (os.O_WRONLY | os.O_RDWR)) and isinstance(arguments[0], str | os.PathLike)
     if event == "os.mkdir":

@@ -1,5 +1,6 @@
 """Crashes at each moment of a save, what is refused, and what else writes checkpoints."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,15 @@ from lightning_lowbit.callbacks import files
 from lightning_lowbit.callbacks.crash_safe_checkpoint import save_checkpoint
 from tests.callbacks.crashes import KILLED, SAVED
 from tests.launch import start, wait
-from tests.lightnings import AsyncCheckpointIO, BoringModel, MisconfigurationException, ModelCheckpoint, Trainer
+from tests.lightnings import (
+    AsyncCheckpointIO,
+    BoringModel,
+    Callback,
+    MisconfigurationException,
+    ModelCheckpoint,
+    TorchCheckpointIO,
+    Trainer,
+)
 
 OURS = ("a file", "a directory", "a linked directory", "a linked directory, resumed")
 PLAIN = ("Lightning's file", "Lightning's directory")
@@ -80,12 +89,11 @@ def fit(*callbacks, ckpt_path=None, max_steps=2, **kwargs):
     trainer = Trainer(
         accelerator="cpu",
         max_steps=max_steps,
-        limit_val_batches=0,
         callbacks=list(callbacks),
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **kwargs,
+        **{"limit_val_batches": 0, **kwargs},
     )
     trainer.fit(BoringModel(), ckpt_path=ckpt_path)
     return trainer
@@ -128,7 +136,7 @@ def test_takes_the_state_of_lightnings_and_the_other_way_round(kinds):
 
 def test_leftovers_of_others_stay():
     Path("here").mkdir()
-    for name in ("a.ckpt.partial", "b.txt.partial", "c.partial"):
+    for name in (f"a.ckpt.{files._HOST}-1.partial", "b.txt.partial", "c.partial"):
         Path("here", name).write_text("")
     callback = CrashSafeCheckpoint("here", save_top_k=0)
     fit(callback)
@@ -172,8 +180,9 @@ def test_anything_takes_the_place_of_anything(old, new):
 
     path = Path("last.ckpt").absolute()
     make(path, old, "old")
-    make(files.partial_name(path), new, "new")
-    files.put_in_place(path)
+    with files.being_written(path) as partial:
+        make(partial, new, "new")
+        files.put_in_place(partial, path)
     is_kind = {"file": path.is_file(), "directory": path.is_dir() and not path.is_symlink(), "link": path.is_symlink()}
     assert [kind for kind, found in is_kind.items() if found] == [new]
     assert {name for name in os.listdir() if name.startswith("last")} == {"last.ckpt"}
@@ -192,16 +201,111 @@ def test_what_the_first_rank_cannot_do_ends_all(is_first, error, monkeypatch):
     def fail(path):
         raise OSError("read-only file system")
 
-    monkeypatch.setattr("lightning_lowbit.callbacks.crash_safe_checkpoint.mend", fail)
-    told = None if is_first else "OSError('read-only file system')"  # as another process has it from the first one
+    monkeypatch.setattr("lightning_lowbit.callbacks.crash_safe_checkpoint.being_written", fail)
+    told = None, "OSError('read-only file system')"  # as another process has it from the first one
     strategy = SimpleNamespace(broadcast=lambda own: own if is_first else told, checkpoint_io=None)
     trainer = SimpleNamespace(strategy=strategy, is_global_zero=is_first)
     with pytest.raises(error, match="read-only file system"):
         save_checkpoint(trainer, "last.ckpt")
 
 
-def test_what_a_crash_left_is_found_below_and_not_within_checkpoints(tmp_path):
-    for name in ("a.ckpt.partial", "b.ckpt.previous", "loss/0.3.ckpt.partial", "c.ckpt/d.ckpt.partial", "e.partial"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert files.unfinished(tmp_path, ".ckpt") == {tmp_path / name for name in ("a.ckpt", "b.ckpt", "loss/0.3.ckpt")}
+class OwnIO(TorchCheckpointIO):
+    """Writes half of the second checkpoint to a full disk, and notes what it is to remove."""
+
+    def __init__(self, full):
+        self.full, self.saves, self.removed = full, 0, []
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.saves += 1
+        if self.full and self.saves == 2:
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+    def remove_checkpoint(self, path):
+        self.removed.append(Path(path).name.split(".ckpt")[0])
+        super().remove_checkpoint(path)
+
+
+def test_a_full_disk_leaves_nothing_that_is_not_whole(tmp_path):
+    with pytest.raises(OSError, match="No space left"):
+        fit(CrashSafeCheckpoint(tmp_path, every_n_train_steps=1, filename="{step}"), plugins=[OwnIO(full=True)])
+    assert names() == {"step=1.ckpt"}
+
+
+def test_a_plugin_that_writes_checkpoints_removes_them_too(tmp_path):
+    io = OwnIO(full=False)
+    fit(CrashSafeCheckpoint(tmp_path, every_n_train_steps=1, filename="{step}"), plugins=[io])
+    assert io.removed == ["step=1"] and names() == {"step=2.ckpt"}
+
+
+class Validated(Callback):
+    """Notes where it is validated, and dies there at a step."""
+
+    def __init__(self, dies=None):
+        self.dies, self.steps = dies, []
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        self.steps.append(trainer.global_step)
+        if trainer.global_step == self.dies:
+            raise RuntimeError("killed")
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_run_that_dies_in_a_validation_repeats_it():
+    def run(validated, **kwargs):
+        every = {"limit_val_batches": 1, "val_check_interval": 2, "num_sanity_val_steps": 0, "max_steps": 6}
+        fit(CrashSafeCheckpoint("here", every_n_train_steps=1, save_last=True), validated, **every, **kwargs)
+        return validated.steps
+
+    with pytest.raises(RuntimeError, match="killed"):
+        run(Validated(dies=4))
+    assert torch.load("here/last.ckpt", weights_only=True)["global_step"] == 3
+    assert run(Validated(), ckpt_path="last") == [4, 6]
+    assert torch.load("here/last.ckpt", weights_only=True)["global_step"] == 6
+
+
+LEFT = f"{files._HOST}-1"
+
+
+def leave(*names):
+    for name in names:
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).touch()
+
+
+def names():
+    return {str(path) for path in Path().rglob("*") if path.is_file()}
+
+
+def test_what_a_crash_left_is_removed_below_and_not_within_checkpoints(tmp_path):
+    other = ("c.ckpt/d.ckpt.partial", "e.partial", "f.ckpt")
+    leave(f"a.ckpt.{LEFT}.partial", f"f.ckpt.{LEFT}.previous", f"loss/0.3.ckpt.{LEFT}.partial", *other)
+    files.mend(tmp_path, ".ckpt")
+    assert names() == set(other)
+
+
+def test_what_had_the_name_before_is_found_and_put_back(tmp_path):
+    leave(f"a.ckpt.{LEFT}.previous", f"b.ckpt.{LEFT}.previous", "b.ckpt")
+    assert {path.name for path in files.named(tmp_path, ".ckpt")} == {f"a.ckpt.{LEFT}.previous", "b.ckpt"}
+    files.mend(tmp_path, ".ckpt")
+    assert names() == {"a.ckpt", "b.ckpt"}
+
+
+def test_what_a_living_process_writes_stays(tmp_path):
+    left, elsewhere = f"a.ckpt.{LEFT}.partial", "a.ckpt.elsewhere-1.partial"
+    leave(left, elsewhere)
+    with files.being_written(tmp_path / "b.ckpt") as partial:
+        partial.touch()
+        files.mend(tmp_path, ".ckpt")  # of another process, whose lock is another one
+        assert names() == {partial.name, elsewhere}, "the lock does not hold"
+
+
+def test_what_another_machine_has_left_goes_after_an_hour(tmp_path, monkeypatch):
+    leave("a.ckpt.elsewhere-1.partial", "b.ckpt.partial")
+    files.mend(tmp_path, ".ckpt")
+    assert len(names()) == 2, "it may be writing"
+    monkeypatch.setattr(files.time, "time", lambda now=files.time.time: now() + 3601)
+    files.mend(tmp_path, ".ckpt")
+    assert not names()

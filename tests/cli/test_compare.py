@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.compare import plan
+from lightning_lowbit.cli.compare import _is_running, plan
 from lightning_lowbit.cli.comparison import markdown, write_comparison
 from lightning_lowbit.cli.study import product
 from tests.launch import FORKS, start, wait_for
@@ -99,7 +100,7 @@ class Killed(Callback):
 def test_a_run_killed_in_its_last_validation_begins_afresh(capsys):
     Path("killer.py").write_text(KILLED_IN_ITS_LAST_VALIDATION)
     killer = "--trainer.callbacks+=killer.Killed"
-    often = "--trainer.callbacks.init_args.every_n_train_steps=2"
+    often = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, save_last: true}}"
     assert compare(often, killer) == 1, "the run was not killed"
     checkpoints = list(Path("runs/compare/base").rglob("last.ckpt"))
     assert [torch.load(path, weights_only=True)["global_step"] for path in checkpoints] == [8]
@@ -215,6 +216,19 @@ def test_ctrl_c_saves_and_a_restart_goes_on(capsys):
     assert compare(*STUDY) == 0
     assert "nvfp4, seed 0 goes on" in capsys.readouterr().out
     assert f"Going on from {interrupted}" in Path("runs/compare/nvfp4/seed_0/log.txt").read_text()
+
+
+def test_sigterm_reaches_the_runs_and_ends_with_143():
+    process = begin()
+    written("bf16/seed_0/*/checkpoints/last.ckpt", process)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    output = Path("log.txt").read_text()
+    assert process.exitcode == 143 and "Traceback" not in output, output
+    assert list(Path("runs/compare").glob("bf16/seed_0/*/checkpoints/interrupted.ckpt")), "the run has not saved"
+    (run, _) = make([["bf16", "nvfp4"]], base=("quickstart", "tiny.yaml"))
+    assert not _is_running(replace(run, folder=Path("runs/compare/bf16/seed_0"))), "the run goes on alone"
+    assert not Path("runs/compare/nvfp4/seed_0/version_0").exists(), "another run has begun"
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

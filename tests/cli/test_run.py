@@ -290,12 +290,13 @@ def test_kill_and_resume(uninterrupted):
     resume_and_compare(checkpoint, uninterrupted)
 
 
-def test_interrupt_and_resume(uninterrupted):
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
+def test_interrupt_and_resume(number, status, uninterrupted):
     process = begin(Path("runs/tiny/version_0/checkpoints/last.ckpt"))
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     process.join(60)
     output = Path("log.txt").read_text()
-    assert process.exitcode, f"it ended with {process.exitcode}\n{output}"
+    assert process.exitcode == status, f"it ended with {process.exitcode}\n{output}"
     assert "Traceback" not in output, output
     assert "To go on: --ckpt_path" in output, output
     resume_and_compare(Path("runs/tiny/version_0/checkpoints/interrupted.ckpt"), uninterrupted)

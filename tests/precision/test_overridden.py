@@ -5,12 +5,11 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.optim import SGD, AdamW, lr_scheduler
 
 from lightning_lowbit import LowBitPrecision, StableSPAM, WeightDecaySwitch
 from lightning_lowbit.precision.overridden import asked_options, overridden
+from tests.lightnings import BoringModel, Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 

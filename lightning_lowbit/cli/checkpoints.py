@@ -1,0 +1,87 @@
+"""What ``--ckpt_path`` means: ``last``, ``last-good`` or a path."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from lightning_lowbit._lightning import rank_zero_only
+from lightning_lowbit.callbacks.files import mend, named
+from lightning_lowbit.callbacks.whole_checkpoints import (
+    FOREIGN,
+    DamagedCheckpointError,
+    damage,
+    first_whole,
+    newest_first,
+)
+from lightning_lowbit.cli.configs import as_list
+
+_SUFFIX = ".ckpt"
+
+
+def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
+    """The checkpoint to go on from, or what Lightning resolves itself.
+
+    Args:
+        path: ``last`` is the newest of the runs of this recipe; ``last-good`` the newest that is whole.
+        trainer: the configuration of the Trainer, which says where the runs are.
+        trains: removes what crashed runs have left there.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedCheckpointError: it is damaged.
+    """
+    if path in ("last", "last-good"):
+        folders = _folders(trainer)
+        if trains and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            for folder in folders:
+                mend(folder, _SUFFIX)
+        found = str(_find_last(path, folders))
+        print(f"Going on from {found}")
+        return found
+    if path in (None, "best", "hpc") or re.match(r"\w+:", str(path)):
+        return path
+    if not Path(str(path)).exists():
+        raise FileNotFoundError(
+            f"The checkpoint {path!r} does not exist. Give the path of one, or leave --ckpt_path out to start afresh."
+        )
+    wrong = damage(Path(str(path)))
+    if wrong not in (None, FOREIGN):  # a plugin may write other files
+        raise ValueError(f"The checkpoint {path} is damaged: it {wrong}. Give another one, or --ckpt_path last-good.")
+    return path
+
+
+def find_checkpoints(*folders: Path) -> list[Path]:
+    """Each ``*.ckpt`` below some folders, the newest first."""
+    return newest_first({path for folder in folders for path in named(folder, _SUFFIX)})
+
+
+def _find_last(which: str, folders: list[Path]) -> Path:
+    found = find_checkpoints(*folders)
+    newest, damaged = first_whole(found)
+    if damaged and (which == "last" or newest is None):
+        raise DamagedCheckpointError(damaged, newest, "--ckpt_path last-good")
+    if newest is None:
+        raise FileNotFoundError(
+            f"--ckpt_path {which}: there is no checkpoint (*.ckpt) below {' or '.join(map(str, folders))}. Give the "
+            "path of one, or leave --ckpt_path out to start afresh."
+        )
+    for path, wrong in damaged.items():
+        print(f"{path} is damaged: it {wrong}.")
+    return newest
+
+
+def _folders(trainer: Any) -> list[Path]:
+    # Where ModelCheckpoint writes: its own folder, or below that of the first logger, or the Trainer's.
+    callbacks = [getattr(callback, "init_args", None) or {} for callback in as_list(trainer.callbacks or [])]
+    logger = as_list(trainer.logger)[0] if trainer.logger else None
+    arguments = getattr(logger, "init_args", None) or {}
+    folders = [*(callback.get("dirpath") for callback in callbacks), arguments.get("save_dir")]
+    if folders[-1] is None:
+        folders.append(trainer.default_root_dir)
+    found = [Path(folder) for folder in folders if folder is not None]
+    if not found:
+        raise ValueError(
+            "--ckpt_path last needs the folder of the run: set the logger's save_dir or trainer.default_root_dir, "
+            "or give the path of a checkpoint."
+        )
+    return found

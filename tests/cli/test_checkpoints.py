@@ -1,0 +1,167 @@
+"""Which checkpoint ``--ckpt_path last`` and ``last-good`` take, what they remove, and what they say of damaged ones."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_lowbit import cli
+from lightning_lowbit.callbacks import files
+from lightning_lowbit.cli.checkpoints import find_checkpoints, resolve
+from tests.callbacks.test_whole_checkpoints import DAMAGED_FILES, cut, save_directory, save_file
+from tests.cli.test_run import TINY
+from tests.launch import LIMIT
+
+TRAINER = Namespace(callbacks=None, logger=None, default_root_dir="runs")
+LEFT = f"{files._HOST}-1"
+
+
+def place(run, name):
+    return Path("runs", f"version_{run}", "checkpoints", name)
+
+
+def last(which="last", trains=True):
+    return Path(str(resolve(which, TRAINER, trains)))
+
+
+def test_last_is_that_of_the_last_run_and_the_highest_step_whatever_the_times_say():
+    for run, name, step in ((0, "last.ckpt", 9), (1, "step=4.ckpt", 4), (1, "last.ckpt", 6)):
+        save_file(place(run, name), step)
+    for path in (place(1, "last.ckpt"), place(1, "step=4.ckpt"), place(0, "last.ckpt")):
+        os.utime(path)
+    assert last() == place(1, "last.ckpt")
+
+
+def test_a_crash_between_two_renames_loses_nothing():
+    save_directory(place(0, f"last.ckpt.{LEFT}.previous"), 6)
+    save_directory(place(0, "step=3.ckpt"), 3)
+    assert last(trains=False) == place(0, f"last.ckpt.{LEFT}.previous"), "who only reads changes nothing"
+    assert last() == place(0, "last.ckpt")
+
+
+def test_a_resume_removes_what_crashes_left_in_folders_of_earlier_runs():
+    save_file(place(0, "last.ckpt"))
+    for run, name in ((0, f"last.ckpt.{LEFT}.partial"), (1, f"step=4.ckpt.{LEFT}.partial")):
+        place(run, name).parent.mkdir(parents=True, exist_ok=True)
+        place(run, name).touch()
+    assert last(trains=False) == place(0, "last.ckpt") and len(list(Path("runs").rglob("*.partial"))) == 2
+    assert last() == place(0, "last.ckpt") and not list(Path("runs").rglob("*.partial"))
+
+
+@pytest.mark.parametrize("damage", DAMAGED_FILES)
+def test_a_damaged_last_one_is_named_with_the_newest_whole_one_which_last_good_takes(damage, capsys):
+    spoil, words = DAMAGED_FILES[damage]
+    for name, step in (("step=2.ckpt", 2), ("step=4.ckpt", 4), ("step=6.ckpt", 6), ("last.ckpt", 6)):
+        save_file(place(0, name), step)
+    spoil(place(0, "last.ckpt"))
+    cut(place(0, "step=6.ckpt"))
+    with pytest.raises(ValueError) as error:
+        last()
+    assert f"{place(0, 'last.ckpt')} is damaged: it {words}" in str(error.value) or damage == "flipped bytes"
+    assert str(error.value).endswith(f"{place(0, 'step=4.ckpt')} (step 4): take it with --ckpt_path last-good.")
+    assert last("last-good") == place(0, "step=4.ckpt")
+    assert f"{place(0, 'last.ckpt')} is damaged: it {words}" in capsys.readouterr().out
+
+
+def test_where_none_is_whole_last_and_last_good_say_so():
+    for name in ("step=2.ckpt", "last.ckpt"):
+        cut(save_file(place(0, name), 2))
+    for which in ("last", "last-good"):
+        with pytest.raises(ValueError, match="No other checkpoint there is whole: begin afresh, without ckpt_path"):
+            last(which)
+
+
+def test_a_path_is_looked_at_too_unless_it_is_in_the_format_of_others():
+    with pytest.raises(
+        ValueError, match="mine.ckpt is damaged: it is empty. Give another one, or --ckpt_path last-good"
+    ):
+        Path("mine.ckpt").touch()
+        resolve("mine.ckpt", TRAINER, trains=True)
+    Path("mine.ckpt").write_bytes(b"of a plugin")
+    for path in ("mine.ckpt", "registry:name", "best", "hpc", None):
+        assert resolve(path, TRAINER, trains=True) == path
+
+
+def test_what_vanishes_during_the_search_is_left_out(monkeypatch):
+    save_file(place(0, "last.ckpt"))
+    monkeypatch.setattr(
+        "lightning_lowbit.cli.checkpoints.named", lambda *_: {place(0, "last.ckpt"), place(0, "step=1.ckpt")}
+    )
+    assert find_checkpoints(Path("runs")) == [place(0, "last.ckpt")]
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def _text():
+    Path("text").mkdir()
+    Path("text/a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    Path("tiny.yaml").write_text(TINY)
+
+
+OFTEN = "--trainer.callbacks.init_args.every_n_train_steps=2"
+
+
+def lowbit(*arguments):
+    return cli.main(["fit", "--config=quickstart", "--config=tiny.yaml", OFTEN, *arguments])
+
+
+@pytest.mark.usefixtures("_text")
+def test_the_command_says_one_line_of_a_damaged_checkpoint_and_goes_on_from_a_whole_one(capsys):
+    assert lowbit("--trainer.max_steps=4", "--trainer.callbacks.init_args.save_top_k=-1") == 0
+    folder = Path("runs/tiny/version_0/checkpoints")
+    cut(folder / "last.ckpt")
+    cut(folder / "step=4.ckpt")
+    (folder / f"step=6.ckpt.{LEFT}.partial").touch()
+    capsys.readouterr()
+    assert lowbit("--ckpt_path=last") == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert told[-1].startswith("lowbit: error: The checkpoint ") and "Traceback" not in "".join(told)
+    assert "(step 2): take it with --ckpt_path last-good." in told[-1]
+    assert lowbit("--ckpt_path=last-good") == 0
+    assert f"Going on from {folder / 'step=2.ckpt'}" in capsys.readouterr().out
+    assert torch.load("runs/tiny/version_1/checkpoints/last.ckpt", weights_only=True)["global_step"] == 6
+    assert not list(Path("runs").rglob("*.partial"))
+
+
+@pytest.mark.usefixtures("_text")
+def test_sigterm_ends_the_installed_command_with_143_within_the_time_of_docker_stop():
+    """`timeout` hands a SIGTERM on, to the command and then to its group: it comes twice."""
+    script = Path(sys.executable).with_name("lowbit")
+    command = ["timeout", "-s", "TERM", "600", script, "fit", "--config=quickstart", "--config=tiny.yaml", OFTEN]
+    with open("log.txt", "w") as log:
+        process = subprocess.Popen(
+            [*command, "--trainer.max_steps=4000"], stdout=log, stderr=log, start_new_session=True
+        )
+    checkpoint, end = Path("runs/tiny/version_0/checkpoints/last.ckpt"), time.monotonic() + LIMIT
+    while not checkpoint.exists():
+        assert process.poll() is None and time.monotonic() < end, Path("log.txt").read_text()[-3000:]
+        time.sleep(0.05)
+    process.terminate()
+    try:
+        assert process.wait(10) == 143, Path("log.txt").read_text()[-3000:]
+    finally:
+        process.kill()
+    interrupted = torch.load(checkpoint.with_name("interrupted.ckpt"), weights_only=True)["global_step"]
+    assert interrupted >= torch.load(checkpoint, weights_only=True)["global_step"]
+
+
+class Terminate(Callback):
+    def on_validation_batch_start(self, *_):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("_text")
+def test_sigterm_outside_of_training_ends_with_143_too():
+    terminate = "--trainer.callbacks+={class_path: tests.cli.test_checkpoints.Terminate}"
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["validate", "--config=quickstart", "--config=tiny.yaml", terminate])
+    assert stopped.value.code == 143
