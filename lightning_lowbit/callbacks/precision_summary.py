@@ -44,10 +44,13 @@ class PrecisionSummary(Callback, LooksAway):
 
     Attributes:
         counter: FLOPs of the first training step, by module and GEMM; None before.
+        shows_coverage: so that the plugin need not.
 
     Example:
         >>> Trainer(plugins=[FP4Precision("nvfp4")], callbacks=[PrecisionSummary()])
     """
+
+    shows_coverage = True
 
     def __init__(self, filename: str = "precision_summary.json", quiet: bool = False) -> None:
         if Path(filename).name != filename or not filename.endswith(".json"):

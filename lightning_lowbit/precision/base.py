@@ -34,6 +34,7 @@ from lightning_lowbit.nn.convert import CastsLike, check_backend, convert, plan
 from lightning_lowbit.nn.shared_amax import SharedAmaxes, check_groups, groups
 from lightning_lowbit.optim.sharding import clip_gradient_norm_, connect, largest_magnitudes
 from lightning_lowbit.precision.converted_model import ConvertedModel
+from lightning_lowbit.precision.coverage_line import CoverageLine
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
 from lightning_lowbit.precision.run_settings import compute_dtype, global_seed
 from lightning_lowbit.quant.cast import choose
@@ -145,6 +146,7 @@ class LowBitPrecision(FSDPPrecision):
         self._device = torch.device("cpu")
         self._rank = 0
         self._converted = ConvertedModel()
+        self.coverage_line = CoverageLine()
         self._shared: SharedAmaxes | None = None
         self._gathers: WeightGathers | None = None
 
@@ -218,6 +220,7 @@ class LowBitPrecision(FSDPPrecision):
         if self._trainer is not None and self._trainer() is not trainer:  # another run
             self.step, self.micro_batch = 0, 0
             self._converted.start_afresh()
+            self.coverage_line.restart()
             self.set_blend(1.0)
         if self._scaling is not None and (self._trainer is None or self._trainer() is not trainer):
             self._scaling.restart()  # also the first time: another plugin may have used the same scaler
@@ -329,6 +332,7 @@ class LowBitPrecision(FSDPPrecision):
         if not self._is_automatic:  # its backward passes and steps were in here
             self._converted.record(False)
             self._update_scale()
+            self.coverage_line.say(self._trainer)
         self.micro_batch += 1
 
     def _share_amaxes(self) -> None:
@@ -352,12 +356,14 @@ class LowBitPrecision(FSDPPrecision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scales the loss of fp16; by hand, a backward pass after steps begins anew."""
         self._update_scale()
+        self.coverage_line.see(tensor, module, self.phase == "fqt")
         return super().pre_backward(tensor, module)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Ends what belongs to a micro-batch: the backward pass may compute activations again, hooks may evaluate."""
         if self._is_automatic:
             self._converted.record(False)
+            self.coverage_line.say(self._trainer)
         return super().post_backward(tensor, module)
 
     @property
