@@ -280,18 +280,18 @@ def test_an_exception_before_the_first_step(hook):
 
 @pytest.mark.parametrize("fail_at", [None, 4])
 def test_a_report_that_cannot_be_written_is_a_warning(fail_at):
-    Path("run.json").mkdir()
+    Path("root").write_text("a file where a folder should be")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", "The '.*_dataloader' does not have many workers")
         if fail_at:
             with pytest.raises(RuntimeError, match="alert"):
-                trainer().fit(Known(fail_at=fail_at))
+                trainer(default_root_dir="root").fit(Known(fail_at=fail_at))
         else:
-            trainer().fit(Known())
-    with pytest.warns(UserWarning, match="RunReport could not be written: IsADirectoryError"):
-        trainer().fit(Known())
+            trainer(default_root_dir="root").fit(Known())
+    with pytest.warns(UserWarning, match="RunReport could not be written: FileExistsError"):
+        trainer(default_root_dir="root").fit(Known())
     assert not list(Path().glob(".*"))
 
 
@@ -332,8 +332,9 @@ def test_one_callback_in_two_runs():
     report = RunReport()
     trainer(report=report).fit(Known())
     trainer(report=report, max_steps=3).fit(Known())
-    assert steps(load(), "loss") == [1, 2, 3]
-    assert load()["phases"] == [[0, 3, "fqt"]]
+    assert steps(load("version_1"), "loss") == [1, 2, 3]
+    assert load("version_1")["phases"] == [[0, 3, "fqt"]]
+    assert steps(load(), "loss") == [1, 2, 3, 4, 5, 6], "the report of the first run is gone"
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------
