@@ -52,11 +52,15 @@ Precision = pytorch.plugins.precision.Precision
 SLURMEnvironment = fabric.plugins.environments.SLURMEnvironment
 TrainerFn = pytorch.trainer.states.TrainerFn
 
+CSVLogger = pytorch.loggers.CSVLogger
 DummyLogger = pytorch.loggers.logger.DummyLogger
 Logger = pytorch.loggers.Logger
+MLFlowLogger = pytorch.loggers.MLFlowLogger
 ModelCheckpoint = pytorch.callbacks.ModelCheckpoint
 TQDMProgressBar = pytorch.callbacks.TQDMProgressBar
+TensorBoardLogger = pytorch.loggers.TensorBoardLogger
 Tqdm = pytorch.callbacks.progress.tqdm_progress.Tqdm
+WandbLogger = pytorch.loggers.WandbLogger
 
 LRSchedulerCallable = cli.LRSchedulerCallable
 LightningArgumentParser = cli.LightningArgumentParser

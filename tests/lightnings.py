@@ -31,6 +31,9 @@ _boring = import_module(f"{NAME}.demos.boring_classes")
 BoringModel, RandomDataset = _boring.BoringModel, _boring.RandomDataset
 
 CSVLogger = pytorch.loggers.CSVLogger
+DummyLogger = pytorch.loggers.logger.DummyLogger
+MLFlowLogger = pytorch.loggers.MLFlowLogger
+WandbLogger = pytorch.loggers.WandbLogger
 Checkpoint = pytorch.callbacks.Checkpoint
 LearningRateMonitor = pytorch.callbacks.LearningRateMonitor
 RichProgressBar = pytorch.callbacks.RichProgressBar
@@ -58,11 +61,13 @@ __all__ = [
     "Checkpoint",
     "DDPStrategy",
     "DeepSpeedStrategy",
+    "DummyLogger",
     "FSDPStrategy",
     "Fabric",
     "LearningRateMonitor",
     "LightningCLI",
     "LightningModule",
+    "MLFlowLogger",
     "MisconfigurationException",
     "MixedPrecision",
     "ModelCheckpoint",
@@ -78,6 +83,7 @@ __all__ = [
     "TensorBoardLogger",
     "TorchCheckpointIO",
     "Trainer",
+    "WandbLogger",
     "XLAStrategy",
     "_format_checkpoint",
     "_load_distributed_checkpoint",

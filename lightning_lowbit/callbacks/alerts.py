@@ -1,50 +1,110 @@
-"""What callbacks warn of: each thing once in a run, and again on the page of the run."""
+"""What callbacks warn of: of all layers together, once until it is much worse; and again on the page of the run."""
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from lightning_lowbit._lightning import rank_zero_warn
 
+# What lasts is said again where so many times as many layers are concerned, or the worst is so many times as bad.
+MUCH_WORSE = 4.0
+
+
+class _Found(NamedTuple):
+    severity: float
+    subject: str
+    message: str
+
+
+class _Level(NamedTuple):
+    """How bad something was when it was said."""
+
+    step: int
+    layers: int
+    severity: float
+
 
 class Alerts:
-    """Warnings by subject and kind.
+    """Warnings by kind, of which each names the worst layer and says how many there are.
 
     Args:
         owner: what warns, which a warning begins with.
 
-    Attributes:
-        said: the warnings, by subject and kind; what a checkpoint keeps.
+    Example:
+        >>> alerts.note("layers.0", "underflow", 0.6, "60% became 0.")
+        >>> alerts.note("layers.1", "underflow", 0.9, "90% became 0.")
+        >>> alerts.say(step=3)  # 2 layers, the worst layers.1, step 3: 90% became 0.
     """
 
     def __init__(self, owner: object) -> None:
         self._owner = type(owner).__name__
-        self.said: dict[str, dict[str, str]] = {}
+        self._noted: dict[str, list[_Found]] = {}
+        self._levels: dict[str, _Level] = {}
+        self._kinds: dict[str, list[str]] = {}  # by subject
+        self._texts: list[str] = []
 
-    def say(self, subject: str, kind: str, step: int, message: str) -> None:
-        """Warns, unless that was said before.
+    def note(self, subject: str, kind: str, severity: float, message: str) -> None:
+        """Notes what is wrong in a step, for :meth:`say`.
 
         Args:
             subject: what something is wrong with, such as a layer's name.
             kind: what is wrong with it.
-            step: the optimizer step that showed it.
+            severity: how much: any number above 0 that is larger where it is worse.
             message: the same in words, and what to do.
         """
-        of_subject = self.said.setdefault(subject, {})
-        if kind not in of_subject:
-            of_subject[kind] = f"{subject}, step {step}: {message}"
-            rank_zero_warn(f"{self._owner}: {of_subject[kind]}")
+        self._noted.setdefault(kind, []).append(_Found(severity, subject, message))
+        kinds = self._kinds.setdefault(subject, [])
+        if kind not in kinds:
+            kinds.append(kind)
+
+    def say(self, step: int) -> None:
+        """Warns of what was noted in an optimizer step: once of each kind, unless it was said and is not much worse."""
+        noted, self._noted = self._noted, {}
+        for kind, found in noted.items():
+            worst = max(found, key=lambda one: one.severity)
+            before = self._levels.get(kind)
+            if before is not None and not _is_much_worse(before, len(found), worst.severity):
+                continue
+            self._levels[kind] = _Level(step, len(found), worst.severity)
+            who = worst.subject if len(found) == 1 else f"{len(found)} layers, the worst {worst.subject}"
+            since = f" It is much worse than at step {before.step}." if before is not None else ""
+            self._texts.append(f"{who}, step {step}: {worst.message}{since}")
+            rank_zero_warn(f"{self._owner}: {self._texts[-1]}")
+
+    def subjects(self) -> list[str]:
+        """All that something was wrong with."""
+        return list(self._kinds)
 
     def kinds(self, subject: str) -> list[str]:
-        """What was said of a subject."""
-        return list(self.said.get(subject, {}))
+        """What was wrong with a subject, whether a warning named it or counted it."""
+        return list(self._kinds.get(subject, []))
 
     def texts(self) -> list[str]:
         """All that was said."""
-        return [text for of_subject in self.said.values() for text in of_subject.values()]
+        return list(self._texts)
 
-    def state_dict(self) -> dict[str, dict[str, str]]:
-        """A copy of what was said."""
-        return {subject: dict(texts) for subject, texts in self.said.items()}
+    def state_dict(self) -> dict[str, Any]:
+        """What was said, and how bad it was."""
+        levels = {kind: dict(level._asdict()) for kind, level in self._levels.items()}
+        kinds = {subject: list(kinds) for subject, kinds in self._kinds.items()}
+        return {"levels": levels, "kinds": kinds, "texts": list(self._texts)}
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, str]]) -> None:
-        """Takes what :meth:`state_dict` gave."""
-        self.said = {subject: dict(texts) for subject, texts in state.items()}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`state_dict` gave; or, of older checkpoints, texts by subject and kind."""
+        self._noted = {}
+        if not isinstance(state.get("texts"), list):
+            self._kinds = {subject: list(of_subject) for subject, of_subject in state.items()}
+            self._texts = [text for of_subject in state.values() for text in of_subject.values()]
+            counts = {kind: sum(kind in kinds for kinds in self._kinds.values()) for kind in _distinct(self._kinds)}
+            self._levels = {kind: _Level(0, count, float("inf")) for kind, count in counts.items()}
+            return
+        self._levels = {kind: _Level(**level) for kind, level in state["levels"].items()}
+        self._kinds = {subject: list(kinds) for subject, kinds in state["kinds"].items()}
+        self._texts = list(state["texts"])
+
+
+def _is_much_worse(before: _Level, layers: int, severity: float) -> bool:
+    return layers >= MUCH_WORSE * before.layers or before.severity < severity >= MUCH_WORSE * before.severity
+
+
+def _distinct(kinds: Mapping[str, list[str]]) -> list[str]:
+    return list(dict.fromkeys(kind for of_subject in kinds.values() for kind in of_subject))

@@ -36,9 +36,9 @@ _SOURCES: dict[str, type[Source]] = {"draws": Draws, "layers": Layers}
 
 _ADVICE = (
     "it is {ratio:.3g} times as large as the noise that quantisation adds to it, below {threshold:.3g}: more and more "
-    "of each step is noise. To go on in higher precision from here, give PrecisionSwitch('qaf', below={{}}); larger "
-    "batches and fewer operands that are rounded stochastically lower the noise, too."
+    "of each step is noise. {switch}Larger batches and fewer operands that are rounded stochastically lower the noise."
 )
+_SWITCH = "To go on in higher precision from here, give PrecisionSwitch('qaf', below={}). "
 
 
 class GradientNoiseMonitor(Monitor):
@@ -117,6 +117,7 @@ class GradientNoiseMonitor(Monitor):
         self.every_n_steps, self.kind = every_n_steps, choose("kind of GradientNoiseMonitor", kind, _SOURCES)
         self.average, self.threshold, self.layers = average, threshold, layers
         self._chosen: set[str] = set()
+        self._switches = False  # something waits for what is measured, to go over to higher precision
         self._source: Source = _SOURCES[kind]()
         super().__init__()
 
@@ -138,6 +139,8 @@ class GradientNoiseMonitor(Monitor):
         """Finds the layers."""
         super().on_train_start(trainer, pl_module)
         _check(trainer, pl_module)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self._switches = any(getattr(callback, "below", None) is not None for callback in callbacks)
         self._source.check(trainer, pl_module)
         assert trainer.model is not None
         connect(trainer.model)
@@ -203,14 +206,14 @@ class GradientNoiseMonitor(Monitor):
         sums = torch.stack([torch.stack([row.get(name, unknown) for name in names]) for row in rows])
         return dict(zip(names, gradient_to_noise(sums).float().unbind(), strict=True))
 
-    def _judge(self, what: int, numbers: Sequence[float]) -> None:
+    def _judge(self, what: int, numbers: Sequence[float]) -> int:
         (ratio,) = numbers
-        if math.isnan(ratio):  # no measurement was finite
-            return
-        self._measurements.append((what, ratio))
+        if not math.isnan(ratio):  # as where no measurement was finite
+            self._measurements.append((what, ratio))
         if ratio < self.threshold:
-            advice = _ADVICE.format(ratio=ratio, threshold=self.threshold)
-            self._alerts.say("the gradient", "noise", what, advice)
+            advice = _ADVICE.format(ratio=ratio, threshold=self.threshold, switch="" if self._switches else _SWITCH)
+            self._alerts.note("the gradient", "noise", self.threshold / ratio if ratio else math.inf, advice)
+        return what
 
     # --- for PrecisionSwitch ---
 
@@ -281,7 +284,7 @@ class GradientNoiseMonitor(Monitor):
                 lines = {"ratio": (steps, ratios), "threshold": (steps, [self.threshold] * len(steps))}
                 blocks = [Chart("Gradient against noise", lines, "ratio", log=True)]
             blocks.append(Text(text))
-        return [Section("Gradient noise", [*blocks, *map(Text, self._alerts.texts())])]
+        return [Section("Gradient noise", blocks)]
 
 
 def _step(trainer: Trainer) -> int:

@@ -10,6 +10,8 @@ Squares of whole parameters add up to those of layers and of all, so that one co
 """
 
 import math
+import re
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -49,14 +51,21 @@ _ADVICE = {
         "learning rate; optimizers of lightning_lowbit skip such a step."
     ),
     "limit": (
-        "it is {norm:.4g} before clipping, above the limit of {limit:g}. Lower the learning rate, lengthen its warm-up "
-        "or clip (gradient_clip_val, StableSPAM); if such norms are usual for the model, raise the limit."
+        "it is {norm:.4g} before clipping, above {limit}. Lower the learning rate or lengthen its warm-up{or_clip}; if "
+        "such norms are usual for the model, raise the limit."
     ),
     "spike": (
-        "it is {norm:.4g} before clipping, where its running mean is {mean:.4g}. Look at the data of this step. "
-        "Clipping (gradient_clip_val, StableSPAM) bounds what a spike does. More are counted in grad_norm/spikes."
+        "it is {norm:.4g} before clipping, where its running mean is {mean:.4g}. Look at the data of this step.{clip} "
+        "More are counted in grad_norm/spikes."
     ),
 }
+# What is advised where nothing clips.
+_OR_CLIP = ", or clip (gradient_clip_val, StableSPAM)"
+_CLIP = " Clipping (gradient_clip_val, StableSPAM) bounds what a spike does."
+_CLIPS = ("element_clip", "norm_clip")  # options of optimizers of this package
+
+_TIMES = re.compile(r"(\d+(\.\d*)?)x")
+_MOST_NORMS = 1000  # of which the median is taken; beyond, every other one is forgotten
 
 
 class GradientNormMonitor(Monitor):
@@ -76,8 +85,9 @@ class GradientNormMonitor(Monitor):
     A norm is a spike where it exceeds ``spike_factor`` times the running mean of those before it, at least 10. It does
     not enter the mean; but after 10 in a row, which are a new level, the mean begins anew.
 
-    Warnings are said once for each run, and listed by :class:`RunReport` along with the last 100 spikes: of a spike, of
-    a norm above ``limit``, and of one that is not finite, unless a loss scaler sees to that.
+    Warnings are said once for each run, again where it is four times as bad, and listed by :class:`RunReport` with the
+    last 100 spikes: of a spike, of a norm above ``limit``, and of one that is not finite, unless a loss scaler sees to
+    that.
 
     Gradients are those of all micro-batches together, divided by the scale of the loss, also where a fused optimizer
     does so within its step (Lightning's ``MixedPrecision``). Norms are computed in float32; above 1.8e19 they are
@@ -95,7 +105,8 @@ class GradientNormMonitor(Monitor):
         spike_factor: how many times the running mean is a spike, above 1. Norms of healthy batches scatter by some
             ten per cent, and drift over many steps; five times is beyond both.
         decay: of the running mean, in [0, 1): it reaches back some 1 / (1 - decay) norms.
-        limit: the norm above which to warn, None for none. Clipped to 1, as is usual, a tenth is left at the default.
+        limit: what norm to warn of. A text such as ``"10x"``: what is so many times the median of the run so far, of 10
+            norms at least, and no spike: a level to which it rose. A number: what is above it. None: none.
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
@@ -111,7 +122,7 @@ class GradientNormMonitor(Monitor):
         every_n_steps: int | None = None,
         spike_factor: float = 5.0,
         decay: float = 0.99,
-        limit: float | None = 10.0,
+        limit: float | str | None = "10x",
     ) -> None:
         if every_n_steps is not None and (type(every_n_steps) is not int or every_n_steps < 1):
             raise ValueError(f"every_n_steps is a number of steps, 1 or more, or None; got {every_n_steps!r}.")
@@ -119,18 +130,25 @@ class GradientNormMonitor(Monitor):
             raise ValueError(f"spike_factor is how many times the mean is a spike, above 1; got {spike_factor!r}.")
         if not is_number(decay) or not 0 <= decay < 1:
             raise ValueError(f"decay is what remains of a mean with each norm, from 0 to below 1; got {decay!r}.")
-        if limit is not None and (not is_number(limit) or not 0 < limit < math.inf):
-            raise ValueError(f"limit is a norm above 0, or None for no limit; got {limit!r}.")
+        times = _TIMES.fullmatch(limit) if isinstance(limit, str) else None
+        is_norm = is_number(limit) and 0 < limit < math.inf  # type: ignore[operator]
+        if limit is not None and not is_norm and (times is None or not float(times[1]) > 1):
+            raise ValueError(
+                "limit is a norm above 0, a text such as '10x' for times the median of norms so far, above 1, or None "
+                f"for no limit; got {limit!r}."
+            )
         self.layers, self.every_n_steps = layers, every_n_steps
         self.spike_factor, self.decay, self.limit = spike_factor, decay, limit
         self._chosen: set[str] = set()
-        self._has_scaler = False
+        self._times = None if times is None else float(times[1])
+        self._has_scaler = self._is_clipped = False
         super().__init__()
 
     def _start_afresh(self) -> None:
         super()._start_afresh()
         self._running = torch.zeros(len(_RUNNING), dtype=torch.float32)
         self._spikes: deque[tuple[int, float, float]] = deque(maxlen=_MOST_SPIKES)  # step, norm, mean before it
+        self._norms: list[float] = []
 
     def _forget(self) -> None:
         super()._forget()
@@ -150,6 +168,9 @@ class GradientNormMonitor(Monitor):
         assert trainer.model is not None
         connect(trainer.model)
         self._has_scaler = scaler_of(trainer.precision_plugin) is not None
+        self._is_clipped = bool(trainer.gradient_clip_val) or any(
+            group.get(name) for optimizer in trainer.optimizers for group in optimizer.param_groups for name in _CLIPS
+        )
         if self.layers is not None:
             self._chosen = select(list(_layers(pl_module)), self.layers, "layers", "layer with parameters")
 
@@ -212,21 +233,37 @@ class GradientNormMonitor(Monitor):
         self._running = torch.cat([remembered, (spikes + is_spike)[None]])
         return mean, is_spike
 
-    def _judge(self, what: tuple[int, list[str]], numbers: Sequence[float]) -> None:
+    def _judge(self, what: tuple[int, list[str]], numbers: Sequence[float]) -> int:
         (step, layers), (mean, is_spike, norm, *of_layers) = what, numbers
         if is_spike:
             self._spikes.append((step, norm, mean))
         bad = [name[1:] for name, value in zip(layers, of_layers, strict=True) if not math.isfinite(value)]
         more = f" and {len(bad) - _NAMED} more layers" if len(bad) > _NAMED else ""
         where = f" (in {', '.join(bad[:_NAMED])}{more})" if bad else ""
-        for kind, holds in (
-            ("not finite", not math.isfinite(norm) and not self._has_scaler),
-            ("limit", self.limit is not None and self.limit < norm < math.inf),
-            ("spike", is_spike),
+        limit, told = self._limit(bool(is_spike))
+        or_clip, clip = ("", "") if self._is_clipped else (_OR_CLIP, _CLIP)
+        for kind, severity, holds in (
+            ("not finite", 1.0, not math.isfinite(norm) and not self._has_scaler),
+            ("limit", norm / limit, limit < norm < math.inf),
+            ("spike", norm / mean if mean else math.inf, is_spike),
         ):
             if holds:
-                advice = _ADVICE[kind].format(norm=norm, mean=mean, limit=self.limit, where=where)
-                self._alerts.say("Gradient norm", kind, step, advice)
+                facts = {"norm": norm, "mean": mean, "limit": told, "where": where, "or_clip": or_clip, "clip": clip}
+                self._alerts.note("Gradient norm", kind, severity, _ADVICE[kind].format(**facts))
+        if math.isfinite(norm):
+            self._norms.append(norm)
+            if len(self._norms) > _MOST_NORMS:
+                self._norms = self._norms[::2]
+        return step
+
+    def _limit(self, is_spike: bool) -> tuple[float, str]:
+        """The norm above which to warn, and what that is in words."""
+        if self._times is None:
+            return (math.inf, "") if self.limit is None else (float(self.limit), f"the limit of {self.limit:g}")
+        if is_spike or len(self._norms) < _ENOUGH:  # of a spike another warning tells
+            return math.inf, ""
+        median = statistics.median(self._norms)
+        return self._times * median or math.inf, f"{self._times:g} times the median of {median:.4g} so far (limit)"
 
     # --- what is left of it ---
 
@@ -234,12 +271,14 @@ class GradientNormMonitor(Monitor):
         """The running mean, the spikes, and what was said."""
         self._read()
         running = dict(zip(_RUNNING, self._running.tolist(), strict=True))
-        return {"running": running, "spikes": list(self._spikes), "alerts": self._alerts.state_dict()}
+        kept = {"running": running, "spikes": list(self._spikes), "norms": list(self._norms)}
+        return kept | {"alerts": self._alerts.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with it."""
         self._running = torch.tensor([state_dict["running"][name] for name in _RUNNING], dtype=torch.float32)
         self._spikes = deque(state_dict["spikes"], maxlen=_MOST_SPIKES)
+        self._norms = list(state_dict.get("norms", ()))  # which older checkpoints lack
         self._alerts.load_state_dict(state_dict["alerts"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
@@ -255,7 +294,7 @@ class GradientNormMonitor(Monitor):
         if self._spikes:
             caption = f"Norms above {self.spike_factor:g} times their running mean; the last {_MOST_SPIKES}, if more."
             blocks = [Table(["step", "norm", "running mean"], list(self._spikes), caption)]
-        return [Section("Gradient norm", [*blocks, *map(Text, self._alerts.texts())])]
+        return [Section("Gradient norm", blocks)]
 
 
 def _layers(pl_module: LightningModule) -> dict[str, list[Tensor]]:

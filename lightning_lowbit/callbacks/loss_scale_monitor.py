@@ -157,7 +157,7 @@ class LossScaleMonitor(Monitor):
     def _keep_counts(self, trainer: Trainer) -> None:
         self._keep((trainer.global_step, *_bounds(_scaler(trainer))), self._counts)
 
-    def _judge(self, what: tuple[int, float, float], numbers: Sequence[float]) -> None:
+    def _judge(self, what: tuple[int, float, float], numbers: Sequence[float]) -> int:
         (step, floor, cap), counts = what, dict(zip(_COUNTS, numbers, strict=True))
         is_moving = floor < cap
         facts = {"falls": self.falls, "within": self.within, "scale": counts["scale"], "floor": floor, "cap": cap}
@@ -168,7 +168,8 @@ class LossScaleMonitor(Monitor):
             ("at_cap", is_moving and counts["at_cap"] >= self.within),
         ):
             if holds:
-                self._alerts.say("Loss scale", kind, step, _ADVICE[kind].format(**facts))
+                self._alerts.note("Loss scale", kind, 1.0, _ADVICE[kind].format(**facts))
+        return step
 
     # --- what is left of it ---
 
@@ -185,19 +186,19 @@ class LossScaleMonitor(Monitor):
         self._alerts.load_state_dict(state_dict["alerts"])
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        """How many steps were skipped, and the warnings; the curves are among the metrics."""
+        """How many steps were skipped; the curves are among the metrics."""
         self._read()
         try:
             counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
         except RuntimeError as error:
             if not is_of_device(error):
                 raise
-            return [Section("Loss scale", [Text("Lost in an error of the device."), *map(Text, self._alerts.texts())])]
+            return [Section("Loss scale", [Text("Lost in an error of the device.")])]
         if not counts["step"]:
             return [Section("Loss scale", [Text("No optimizer step was taken.")])]
         text = f"{counts['skipped_steps']:.0f} of {counts['step']:.0f} optimizer steps were skipped, since a gradient "
         text += f"was not finite. The loss scale ended at {counts['scale']:g}."
-        return [Section("Loss scale", [Text(text), *map(Text, self._alerts.texts())])]
+        return [Section("Loss scale", [Text(text)])]
 
 
 def _scaler(trainer: Trainer) -> GradScaler:

@@ -87,6 +87,11 @@ class Monitor(LowBitCallback):
         """Reads the numbers of the last steps."""
         self._read()
 
+    def report_alerts(self, trainer: Trainer) -> list[str]:
+        """What was warned of, for the page of the run."""
+        self._read()
+        return self._alerts.texts()
+
     # --- for subclasses ---
 
     @staticmethod
@@ -117,8 +122,13 @@ class Monitor(LowBitCallback):
         """Keeps a vector on the device, to be read later; ``what`` says of what it is."""
         self._unread.append((what, numbers))
 
-    def _judge(self, what: Any, numbers: Sequence[float]) -> None:
-        """Looks at what was kept, now that its numbers are known."""
+    def _judge(self, what: Any, numbers: Sequence[float]) -> int:
+        """Looks at what was kept, now that its numbers are known, and notes alerts.
+
+        Returns:
+            The optimizer step that they are of.
+        """
+        raise NotImplementedError
 
     def _read(self) -> None:
         """Turns all that was kept into numbers, by one copy, and looks at it."""
@@ -131,7 +141,8 @@ class Monitor(LowBitCallback):
             raise
         start = 0
         for what, row in unread:
-            self._judge(what, numbers[start : start + len(row)])
+            step = self._judge(what, numbers[start : start + len(row)])
+            self._alerts.say(step)
             start += len(row)
 
 

@@ -25,6 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
 from lightning_lowbit.callbacks.latent_weights import has_flat_weights
 from lightning_lowbit.callbacks.monitor import LooksAway, Monitor
+from lightning_lowbit.callbacks.outlier_alerts import of_channel, of_input, of_mlp
+from lightning_lowbit.callbacks.quantization_alerts import Fault
 from lightning_lowbit.callbacks.report_page import Section, Table, Text
 from lightning_lowbit.metrics import swiglu_alignment
 from lightning_lowbit.metrics.outliers import SUMS, activation_sums, kurtosis, outlier_share
@@ -43,24 +45,6 @@ _NAMED = 3  # channels of an MLP that a warning names
 
 _OF_LAYERS = ("activation_max", "kurtosis", "outliers")
 _OF_MLPS = ("alignment", "gate_norm")
-
-_ADVICE = {
-    "not finite": (
-        "what enters it is not finite. Look at the data of this step, and at the weights of the layers before it for "
-        "the step that broke them."
-    ),
-    "takeoff": (
-        "channel {channel} of what enters it reaches {amax:.4g}, where the largest of all was {mean:.4g} on average "
-        "(takeoff={takeoff:g}). With one scale for the tensor, few levels are left for the rest. Look at the data of "
-        "this step and at the learning rate; small blocks, and smooth_swiglu='channel' before a down projection, keep "
-        "the outlier to itself, skip keeps the layer in high precision."
-    ),
-    "alignment": (
-        "{channels} |cos| between rows of its gate and up projection above {limit:g} (alignment_limit). Such a channel "
-        "squares one projection of its input, and makes outliers where that is large. smooth_swiglu='channel' keeps "
-        "them from the scale of the down projection's input."
-    ),
-}
 
 
 class _Input(NamedTuple):
@@ -101,8 +85,9 @@ class OutlierMonitor(Monitor, LooksAway):
     as usual, for other callbacks to see, are the largest of all: ``activation_max``, ``kurtosis``, ``outliers``,
     ``alignment`` and ``gate_norm``.
 
-    Alerts are said once for each layer or MLP and run, and listed by :class:`RunReport`: an input that is not finite; a
-    channel that takes off, of the input or by its alignment. They name the channels.
+    Alerts are said once for each kind and run, with the number of layers and the worst one, and again where they are
+    much worse: four times as many layers, or as bad. They are listed by :class:`RunReport`: an input that is not
+    finite; a channel that takes off, of the input or by its alignment. They name the channels.
 
     A step that is logged passes over each input twice. Other steps cost a Python call for each layer, or nothing where
     the model is compiled. Nothing waits for the device but for one copy of a few numbers in the batch after one that
@@ -150,6 +135,7 @@ class OutlierMonitor(Monitor, LooksAway):
         self._switch = [False]
         self._handles: list[Any] = []
         self._inputs: dict[str, _Input] = {}
+        self._layers: dict[str, nn.Module] = {}
         self._mlps: dict[str, Any] = {}
         super().__init__()
 
@@ -167,9 +153,9 @@ class OutlierMonitor(Monitor, LooksAway):
         """Finds the layers and hooks into them."""
         super().on_train_start(trainer, pl_module)
         self._let_go()
-        layers, self._mlps = self._find_layers(pl_module), self._find_mlps(trainer, pl_module)
+        self._layers, self._mlps = self._find_layers(pl_module), self._find_mlps(trainer, pl_module)
         device = trainer.strategy.root_device
-        for name, layer in layers.items():
+        for name, layer in self._layers.items():
             sums = torch.zeros(len(SUMS), dtype=wide_dtype(device), device=device)
             self._inputs[name] = _Input(sums, torch.zeros(_in_features(layer), device=device, dtype=torch.float32))
             hook = _hook(self._switch, *self._inputs[name], self.k)
@@ -203,7 +189,7 @@ class OutlierMonitor(Monitor, LooksAway):
     def _let_go(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._switch[0], self._handles, self._inputs, self._mlps = False, [], {}, {}
+        self._switch[0], self._handles, self._inputs, self._layers, self._mlps = False, [], {}, {}, {}
 
     @contextmanager
     def look_away(self) -> Generator[None, None, None]:
@@ -272,7 +258,7 @@ class OutlierMonitor(Monitor, LooksAway):
         what = _Measured(trainer.global_step, self._logger_step(trainer), list(self._inputs), list(self._mlps))
         self._keep(what, torch.cat([of_layers.flatten(), *(row.to(of_layers) for row in of_mlps)]))
 
-    def _judge(self, what: _Measured, numbers: Sequence[float]) -> None:
+    def _judge(self, what: _Measured, numbers: Sequence[float]) -> int:
         self._step, self._rows, self._mlp_rows = what.step, {}, {}
         width, start = len(_OF_LAYERS) + 2, len(what.layers) * (len(_OF_LAYERS) + 2)
         for index, layer in enumerate(what.layers):
@@ -285,30 +271,28 @@ class OutlierMonitor(Monitor, LooksAway):
             row = numbers[start + index * width : start + (index + 1) * width]
             beyond, named = int(row[len(_OF_MLPS)]), row[len(_OF_MLPS) + 1 :]
             self._mlp_rows[mlp] = dict(zip(_OF_MLPS, row[: len(_OF_MLPS)], strict=True))
-            if beyond:
+            if beyond and self.alignment_limit is not None:
                 pairs = list(zip(named[:_NAMED], named[_NAMED:], strict=True))[:beyond]
-                told = ", ".join(f"{channel:.0f} ({cosine:.3f})" for channel, cosine in pairs)
-                more = f" and {beyond - len(pairs)} more channels have" if beyond > len(pairs) else ""
-                more = more or (" has" if beyond == 1 else " have")
-                channels = f"{'channel' if beyond == 1 else 'channels'} {told}{more}"
-                self._say(mlp, "alignment", channels=channels, limit=self.alignment_limit)
+                self._note(mlp, of_mlp(self._mlps.get(mlp), pairs, beyond, self.alignment_limit))
         rows = {**self._rows, **self._mlp_rows}
         self._write(
             {f"{metric}/{name}": n for name, row in rows.items() for metric, n in row.items()}, what.logger_step
         )
+        return what.step
 
     def _judge_layer(self, layer: str, amax: float, channel: int) -> None:
+        module = self._layers.get(layer)
         if not math.isfinite(amax):
-            self._say(layer, "not finite")
+            self._note(layer, of_input(module))
             return
         count, mean = self._means.get(layer, (0, 0.0))
         if self.takeoff is not None and count >= _ENOUGH and amax > self.takeoff * mean > 0:
-            self._say(layer, "takeoff", channel=channel, amax=amax, mean=mean, takeoff=self.takeoff)
+            self._note(layer, of_channel(module, channel, amax, mean, self.takeoff))
         count = min(count + 1, _MEMORY)
         self._means[layer] = count, mean + (amax - mean) / count
 
-    def _say(self, subject: str, kind: str, **facts: Any) -> None:
-        self._alerts.say(subject, kind, self._step, _ADVICE[kind].format(**facts))
+    def _note(self, subject: str, fault: Fault) -> None:
+        self._alerts.note(subject, *fault)
 
     # --- what is left of it ---
 
@@ -340,7 +324,7 @@ class OutlierMonitor(Monitor, LooksAway):
         if self._mlp_rows:
             caption = f"{at}; largest |cos| between rows of gate and up projection, largest norm of a row of the gate."
             blocks.append(self._table("MLP", ["alignment", "gate norm"], self._mlp_rows, caption))
-        return [Section("Outliers", [*blocks, *map(Text, self._alerts.texts())])]
+        return [Section("Outliers", blocks)]
 
     def _table(self, of: str, names: list[str], found: Mapping[str, Mapping[str, float]], caption: str) -> Table:
         rows = [

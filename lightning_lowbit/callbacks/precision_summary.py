@@ -17,6 +17,7 @@ from lightning_lowbit.callbacks.console import Table, Text, show
 from lightning_lowbit.callbacks.files import replace_file
 from lightning_lowbit.callbacks.monitor import LooksAway
 from lightning_lowbit.callbacks.report_page import Section
+from lightning_lowbit.callbacks.run_folder import run_folder
 from lightning_lowbit.nn import OPERANDS, Coverage, GemmCounter, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.precision import LowBitPrecision
@@ -45,10 +46,13 @@ class PrecisionSummary(LowBitCallback, LooksAway):
 
     Attributes:
         counter: FLOPs of the first training step, by module and GEMM; None before.
+        shows_coverage: so that the plugin need not.
 
     Example:
         >>> Trainer(plugins=[FP4Precision("nvfp4")], callbacks=[PrecisionSummary()])
     """
+
+    shows_coverage = True
 
     def __init__(self, filename: str = "precision_summary.json", quiet: bool = False) -> None:
         if Path(filename).name != filename or not filename.endswith(".json"):
@@ -224,8 +228,9 @@ class PrecisionSummary(LowBitCallback, LooksAway):
 
     def _write(self, trainer: Trainer) -> None:
         if trainer.is_global_zero and self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            replace_file(self._folder / self.filename, json.dumps(self.report_data(trainer), indent=1))
+            folder = run_folder(trainer, self._folder, self.filename)
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(folder / self.filename, json.dumps(self.report_data(trainer), indent=1))
 
     def state_dict(self) -> dict[str, Any]:
         """The steps in each phase: a resumed run's average is that of the whole run."""

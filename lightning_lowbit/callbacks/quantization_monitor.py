@@ -9,8 +9,7 @@ A column is a small function of what was seen of a weight. It gives 0-d tensors 
 say. Metrics are called ``<name>/<operand>/<layer>``.
 """
 
-import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,9 +24,10 @@ from lightning_lowbit.callbacks.latent_weights import (
     latent_weights,
 )
 from lightning_lowbit.callbacks.monitor import LooksAway, Monitor
+from lightning_lowbit.callbacks.quantization_alerts import Fault, of_codes, of_operand, of_weight
 from lightning_lowbit.callbacks.quantized_operands import QuantizedOperands
 from lightning_lowbit.callbacks.report_page import Block, Section, Table, Text
-from lightning_lowbit.metrics import expected_zeros, flip_rate, is_ternary, ternary_shares, threshold_distance
+from lightning_lowbit.metrics import flip_rate, is_ternary, ternary_shares, threshold_distance
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.convert import select
 from lightning_lowbit.precision.base import compute_dtype
@@ -111,7 +111,8 @@ class QuantizationMonitor(Monitor, LooksAway):
     There are none of an operand while it is not quantised, in a phase, nor of a weight that is rotated or smoothed
     before it is rounded, or while λ is 0. While λ is on its way, those of operands are of where it leads.
 
-    Alerts are said once for each layer and run, and listed by :class:`RunReport`:
+    Alerts are said once for each kind and run, with the number of layers and the worst one, and again where they are
+    much worse: four times as many layers, or as bad. They are listed by :class:`RunReport`:
 
     - An operand holds a number that is not finite, or most of its elements became 0.
     - No element of a weight is finite.
@@ -266,7 +267,7 @@ class QuantizationMonitor(Monitor, LooksAway):
         self._keep(what, torch.cat([sums.flatten(), *(value.to(sums.dtype)[None] for value in values.values())]))
         self._log(pl_module, self._watched.means(sums))
 
-    def _judge(self, what: _Measured, numbers: Sequence[float]) -> None:
+    def _judge(self, what: _Measured, numbers: Sequence[float]) -> int:
         """Writes the numbers of a step, and looks for what is wrong with them."""
         split = len(numbers) - len(what.places)
         rows: dict[str, dict[str, float]] = {layer: {} for layer in what.casts}
@@ -289,55 +290,25 @@ class QuantizationMonitor(Monitor, LooksAway):
         self._last_flip = {layer: step for layer, step in self._last_flip.items() if layer in what.casts}
         for layer, of_one in rows.items():
             self._last_flip[layer] = what.step if of_one.get("flips") else self._last_flip.get(layer, what.step)
-            self._check_weight(layer, of_one, what.casts[layer])
+            self._note(layer, self._faults_of_weight(layer, of_one, what))
         for layer, row in operands.items():
             for operand, found in row.items():
-                self._check_operand(layer, operand, found)
+                limit = self.underflow_limit
+                if found["underflow"] > limit and self._watched.is_ternary(layer, operand):
+                    limit = 1.0
+                casts = self._watched.layers[layer].full_casts
+                self._note(layer, of_operand(operand, casts, found, limit))
+        return what.step
 
-    def _check_operand(self, layer: str, operand: str, found: Mapping[str, float]) -> None:
-        if math.isnan(found["sqnr"]):
-            message = (
-                f"{operand} holds a NaN or an infinity. Look at the data of this step and the learning rate; with a "
-                "loss scaler, whether it skips such a step."
-            )
-            self._alert(layer, f"{operand} not finite", message)
-        elif found["underflow"] > self.underflow_limit and not self._watched.is_ternary(layer, operand):
-            message = (
-                f"{found['underflow']:.1%} of the elements of {operand} that are not 0 became 0 "
-                f"(underflow_limit={self.underflow_limit:g}): few large elements take the range from the others. "
-                "Smaller blocks, a format with more range, stochastic rounding or a Hadamard rotation help."
-            )
-            self._alert(layer, f"{operand} underflow", message)
+    def _faults_of_weight(self, layer: str, row: Mapping[str, float], what: _Measured) -> Iterator[Fault]:
+        faults = list(of_weight(row, what.casts[layer], self.zeros_tolerance))
+        yield from faults
+        if self._weights[layer].weight.requires_grad and not any(fault.kind == "not finite" for fault in faults):
+            yield from of_codes(what.step - self._last_flip[layer], self.no_flips_for)
 
-    def _check_weight(self, layer: str, row: Mapping[str, float], cast: Cast) -> None:
-        zeros, expected = row.get("zeros"), expected_zeros(cast.scale.factor)
-        if math.isnan(row.get("distance", 0.0)):
-            self._alert(layer, "not finite", "no element of its weight is a number. Look for the step that broke it.")
-            return
-        if zeros == 1:
-            message = (
-                "all codes of its weight are 0, where some should be -1 or 1: its output does not depend on its input. "
-                "Look for what keeps the weight at 0, or below the epsilon of its scale: initialisation, weight decay."
-            )
-            self._alert(layer, "all zeros", message)
-        elif zeros is not None and cast.scale.statistic == "absmean" and abs(zeros - expected) > self.zeros_tolerance:
-            message = (
-                f"{zeros:.1%} of its weight are 0, where {expected:.1%} are expected of normally distributed weights "
-                f"and a factor of {cast.scale.factor:g} (zeros_tolerance={self.zeros_tolerance:g}). Look at how the "
-                "weight is distributed: few large elements among many small ones make zeros of those."
-            )
-            self._alert(layer, "zeros", message)
-        quiet = self._step - self._last_flip[layer]
-        if quiet >= self.no_flips_for and self._weights[layer].weight.requires_grad:
-            message = (
-                f"no code of its weight has changed in a logged step for {quiet} optimizer steps, where training "
-                f"should change some (no_flips_for={self.no_flips_for}). Look at its gradient and learning rate: steps "
-                "may be too small to cross a rounding threshold."
-            )
-            self._alert(layer, "no flips", message)
-
-    def _alert(self, layer: str, kind: str, message: str) -> None:
-        self._alerts.say(layer, kind, self._step, message)
+    def _note(self, layer: str, faults: Iterable[Fault]) -> None:
+        for fault in faults:
+            self._alerts.note(layer, *fault)
 
     # --- what is left of it ---
 
@@ -366,13 +337,13 @@ class QuantizationMonitor(Monitor, LooksAway):
         operands = QuantizedOperands.blocks(self._operands, at)
         names = list(dict.fromkeys(name for row in self._rows.values() for name in row))
         rows = []
-        for layer in dict.fromkeys([*self._rows, *self._alerts.said]):
+        for layer in dict.fromkeys([*self._rows, *self._alerts.subjects()]):
             numbers = [self._rows.get(layer, {}).get(name) for name in names]
             cells = ["" if number is None else f"{number:.3g}" for number in numbers]
             rows.append([layer, *cells, ", ".join(self._alerts.kinds(layer))])
         blocks: list[Block] = [Text("No step with quantised weights was logged.")]
         if rows:
             caption = f"{at}; distances are in units of scales."
-            blocks = [Table(["layer", *names, "alerts"], rows, caption), *map(Text, self._alerts.texts())]
+            blocks = [Table(["layer", *names, "alerts"], rows, caption)]
         sections = [Section("Quantised operands", operands)] if operands else []
         return [*sections, Section("Quantised weights", blocks)]

@@ -37,6 +37,7 @@ class Chart:
         x_label: what xs count.
         log: a logarithmic y axis, where all values are positive.
         spans: (start, end, label), shaded.
+        note: said below.
     """
 
     title: str
@@ -45,6 +46,7 @@ class Chart:
     x_label: str = "step"
     log: bool = False
     spans: Sequence[tuple[float, float, str]] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,11 @@ Block = Text | Table | Chart | HeatMap
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks under a title."""
+    """Blocks under a title; ``is_alarming`` marks what is to be seen first."""
 
     title: str
     blocks: Sequence[Block]
+    is_alarming: bool = False
 
 
 def number(value: float) -> str:

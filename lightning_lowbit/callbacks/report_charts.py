@@ -14,11 +14,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 from lightning_lowbit.callbacks.report_blocks import Chart, common_parent, number
+from lightning_lowbit.callbacks.report_pointer import bands
 from lightning_lowbit.callbacks.report_style import GRID, INK, LINES, SPANS, VARIABLES
 
 _FEW = 30  # so many points are drawn as points, too
 _MOST_DRAWN = 8000  # points of many series together: a page may have dozens of such charts
 # Sizes in CSS pixels, at which a chart is drawn and about which it is shown: text in it must not shrink on a phone.
+_MOST_BANDS = {"wide": 120, "narrow": 40, "all": 30}  # in which the pointer finds values
 _SIZES = {"single": {"wide": (920, 300), "narrow": (390, 250)}, "multiples": {"all": (330, 180)}}
 
 
@@ -35,6 +37,7 @@ def draw(chart: Chart, prefix: str, kind: str) -> str:
     notes = _not_finite(chart)
     if chart.log and values and not log:
         notes.append("The axis is linear: some values are not positive, or beyond 1e±99.")
+    notes += [chart.note] if chart.note else []
     drawings = [_svg(chart, log, kind, name, prefix) for name in _SIZES[kind] if values] or [
         '<p class="note">No value to show.</p>'
     ]
@@ -116,7 +119,9 @@ def _svg(chart: Chart, log: bool, kind: str, css_class: str, prefix: str) -> str
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # whatever the reader's matplotlibrc says
         matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": prefix, "font.size": 10})
-        figure = Figure(figsize=(width / 72, height / 72), layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02))
+        figure = Figure(
+            figsize=(width / 72, height / 72), dpi=72, layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02)
+        )
         axes = figure.add_subplot()
         coloured = _coloured(chart)
         many = len(coloured) < len(chart.series)
@@ -162,13 +167,14 @@ def _svg(chart: Chart, log: bool, kind: str, css_class: str, prefix: str) -> str
         figure.patch.set_visible(False)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return _inline(buffer.getvalue(), prefix, css_class, chart.title or ", ".join(chart.series))
+        pointed = bands(chart, coloured, axes, _MOST_BANDS[css_class])
+    return _inline(buffer.getvalue(), prefix, css_class, chart.title or ", ".join(chart.series), pointed)
 
 
 _DIGITS = re.compile(r"(\d\.\d)\d+")  # beyond a tenth of a pixel
 
 
-def _inline(svg: bytes, prefix: str, css_class: str, title: str) -> str:
+def _inline(svg: bytes, prefix: str, css_class: str, title: str, pointed: str) -> str:
     root = ElementTree.fromstring(svg)
     for parent in list(root.iter()):
         for child in list(parent):
@@ -192,4 +198,4 @@ def _inline(svg: bytes, prefix: str, css_class: str, title: str) -> str:
     for name in ("width", "height", "version"):
         root.attrib.pop(name, None)
     root.attrib.update({"class": css_class, "role": "img", "aria-label": title})
-    return ElementTree.tostring(root, encoding="unicode")
+    return ElementTree.tostring(root, encoding="unicode").removesuffix("</svg>") + pointed + "</svg>"

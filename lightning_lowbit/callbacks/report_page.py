@@ -75,7 +75,8 @@ def _section(section: Section, prefix: str) -> str:
         body = _blocks(section.blocks, prefix)
     except Exception:
         body = _text(Text("This section could not be shown.")) + _text(Text(traceback.format_exc(), preformatted=True))
-    return f"<section>\n<h2>{escape(title)}</h2>\n{body}\n</section>"
+    mark = ' class="alarming"' if getattr(section, "is_alarming", False) else ""
+    return f"<section{mark}>\n<h2>{escape(title)}</h2>\n{body}\n</section>"
 
 
 def _blocks(blocks: Sequence[Block], prefix: str) -> str:

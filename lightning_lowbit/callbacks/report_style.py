@@ -49,8 +49,9 @@ body{margin:0 auto;padding:2.5rem 1.25rem 4rem;max-width:62rem;background:var(--
 h1{font-size:1.75rem;line-height:1.2;font-weight:650;letter-spacing:-.01em;margin:0;overflow-wrap:anywhere}
 h2{font-size:1.05rem;font-weight:650;margin:2.75rem 0 .75rem;padding-top:.6rem;border-top:1px solid var(--rule)}
 p{margin:.5rem 0;max-width:46rem;color:var(--soft);overflow-wrap:anywhere}
+.alarming p{padding-left:.75rem;border-left:3px solid var(--fair);color:var(--ink);max-width:none}
 .lead{margin:.4rem 0 1.5rem;color:var(--ink)}
-.status{margin-left:.75rem;font-size:.8rem;font-weight:600;letter-spacing:0;vertical-align:.35em;color:var(--soft)}
+.status{display:inline-block;white-space:nowrap;margin-left:.75rem;font-size:.8rem;font-weight:600;letter-spacing:0;vertical-align:.35em;color:var(--soft)}
 .status.finished{color:var(--good)}.status.interrupted{color:var(--fair)}.status.failed{color:var(--bad)}
 dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(10.5rem,1fr));gap:1.1rem 1.5rem;margin:0}
 dt{color:var(--soft);font-size:.8rem}
@@ -72,6 +73,10 @@ figcaption small,.key,.note{color:var(--soft);font-size:.8rem}
 svg{display:block;width:100%;height:auto}
 svg *{stroke-linejoin:round;stroke-linecap:butt}
 svg text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif!important}
+.at>:not(rect){visibility:hidden}.at:hover>*{visibility:visible}.at>*{pointer-events:none}
+.at rect{fill:none;pointer-events:all}.at path{stroke:var(--soft);stroke-width:.7}
+.at text{fill:var(--ink);font-size:11px;font-variant-numeric:tabular-nums;
+ paint-order:stroke;stroke:var(--page);stroke-width:4px}
 .scroll{overflow-x:auto;margin:.5rem 0 1rem}
 table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
 th,td{text-align:left;vertical-align:top;padding:.28rem 1.25rem .28rem 0;border-bottom:1px solid var(--rule)}
@@ -94,7 +99,7 @@ pre{margin:.5rem 0;padding:.8rem 1rem;max-height:30rem;overflow:auto;background:
  .heat tr>:first-child{max-width:42vw;white-space:normal;overflow-wrap:break-word}
  table:not(.pairs) td:first-child{max-width:55vw;white-space:normal;overflow-wrap:break-word}
  .heat th,.heat td{padding:.16rem .3rem}.heat td,.heat thead th{min-width:3rem}}
-@media print{body{max-width:none;padding:0;font-size:12px}pre{max-height:none;white-space:pre-wrap}
+@media print{.at{display:none}body{max-width:none;padding:0;font-size:12px}pre{max-height:none;white-space:pre-wrap}
  figure,tr{break-inside:avoid}h2{break-after:avoid}.scroll,.heat .scroll{overflow:visible;max-height:none}
  .table{break-inside:auto}.heat tr>*{position:static!important}}
 """

@@ -5,6 +5,7 @@ import re
 import statistics
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_lowbit.callbacks.report_page import Block, Chart, Section, Table, Text, number, render
@@ -19,6 +20,8 @@ def render_run(
 ) -> str:
     """The page of what ``run.json`` holds, with the sections of other callbacks."""
     sections = [*_metric_sections(run), *contributed]
+    if run["alerts"]:
+        sections.insert(0, Section("Alerts", [Text(text) for text in run["alerts"]], is_alarming=True))
     if run["status"] == "failed":
         trace = "".join(traceback.format_exception(exception)).strip()
         sections.insert(0, Section("What went wrong", [Text(trace, preformatted=True)]))
@@ -46,17 +49,24 @@ def _facts(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     wanted.append(("Validation perplexity", run["validation_metrics"], "perplexity|ppl"))
     for label, names, pattern in wanted:
         if name := _find(names, pattern):
-            remark = ""
-            if name in run["best"]:
-                steps = [step for step, value in run["history"][name] if value == run["best"][name]]
-                remark = f"best {number(run['best'][name])}" + (f" at step {number(steps[0])}" if steps else "")
-            facts.append((label, number(run["metrics"][name]), remark))
+            facts.append((label, number(run["metrics"][name]), _when(run, name)))
     if name := _find(_training(run), "/s$"):
         values = [value for _, value in run["history"][name] if math.isfinite(value)]
         facts.append(("Throughput", number(statistics.median(values)) if values else "none", f"{name}, median"))
     if run["peak_memory_bytes"]:
         facts.append(("Peak memory", f"{run['peak_memory_bytes'] / 2**30:.2f} GiB", "of the first process"))
     return [*facts, ("Precision", run["precision"]["plugin"], run["precision"]["casts"])]
+
+
+def _when(run: Mapping[str, Any], name: str) -> str:
+    """When a metric had its last value, and the best one where that is known to be one."""
+    last, best = run["history"][name][-1], run["best"].get(name)
+    text = f"at step {number(last[0])}"
+    if best is None:
+        return text
+    steps = [step for step, value in run["history"][name] if value == best]  # thinning may have lost it
+    where = f" at step {number(steps[0])}" if steps else ""
+    return f"{text}, the best" if last[1] == best else f"{text}; best {number(best)}{where}"
 
 
 def _metric_sections(run: Mapping[str, Any]) -> list[Section]:
@@ -72,7 +82,7 @@ def _metric_sections(run: Mapping[str, Any]) -> list[Section]:
     drawn = [_chart(run, "grad_norm" if len(norms) > 1 else norms[0], norms)] if norms else []
     title = "learning rate" if len(rates) > 1 else "".join(rates)
     drawn += [_chart(run, title, rates, log=False)] if rates else []
-    drawn += [_chart(run, throughput, [throughput])] if throughput else []
+    drawn += [_throughput_chart(run, throughput)] if throughput else []
     missing = [] if norm else ["No gradient norm was logged."]
     missing += [] if throughput else ["No throughput was logged (a metric whose name ends in /s)."]
     sections.append(Section("Optimisation", [*drawn, *map(Text, missing)]))
@@ -94,7 +104,8 @@ def _other_sections(run: Mapping[str, Any], names: Sequence[str]) -> list[Sectio
         blocks = layers.setdefault(title.split("/")[0], []) if members[-1].count("/") > 1 else others
         blocks.append(_chart(run, title, members))
     if constant:
-        others.append(Table(["metric", "constant at"], [[name, history[name][0][1]] for name in constant]))
+        rows = [[name, history[name][0][1], _constant_at([step for step, _ in history[name]])] for name in constant]
+        others.append(Table(["metric without a chart", "value", "at steps"], rows))
     if left := list(groups)[MOST_CHARTS:]:
         others.append(Text(f"{len(left)} more are in run.json: {', '.join(left)}."))
     few = [block for blocks in layers.values() if len(blocks) < 3 for block in blocks]
@@ -110,6 +121,22 @@ def _chart(run: Mapping[str, Any], title: str, names: Iterable[str | None], log:
     if log is None:  # where a linear axis would show nothing but the largest values
         log = bool(values) and min(values) > 0 and max(values) > 20 * min(values)
     return Chart(title, series, log=log, spans=run["phases"])  # type: ignore[arg-type]
+
+
+def _constant_at(steps: Sequence[int]) -> str:
+    return number(steps[0]) if len(steps) == 1 else f"{number(steps[0])}–{number(steps[-1])}, all the same"
+
+
+def _throughput_chart(run: Mapping[str, Any], name: str) -> Chart:
+    """Without the first points, as far as compilation makes them less than half of what is usual: they are said."""
+    points = run["history"][name]
+    usual = statistics.median([y for _, y in points if math.isfinite(y)] or [0.0])
+    slow = next((i for i, (_, y) in enumerate(points) if not y < usual / 2), 0)
+    chart = _chart({**run, "history": {name: points[slow:]}}, name, [name], log=False)
+    if not slow:
+        return chart
+    told = ", ".join(f"{number(y)} at step {number(step)}" for step, y in points[: min(slow, 3)])
+    return replace(chart, note=f"Not drawn, since a run begins with compiling: {told}{', …' if slow > 3 else ''}.")
 
 
 def _duration(seconds: float) -> str:

@@ -5,10 +5,11 @@
 
 Other callbacks contribute by having a method, in the order of the Trainer's list:
 
+    report_alerts(trainer) -> list[str]           what was warned of, shown first
     report_sections(trainer) -> list[Section]     shown between the metrics and the environment
     report_data(trainer) -> dict                  merged into "summary" of run.json
 
-Both are called in the first process alone, and also after an exception: no collectives in them.
+They are called in the first process alone, and also after an exception: no collectives in them.
 """
 
 import importlib.metadata
@@ -24,6 +25,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -31,26 +33,40 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._lightning import (
     LightningModule,
-    SaveConfigCallback,
-    SIGTERMException,
     Trainer,
     rank_zero_warn,
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.environment import environment, peak_memory
 from lightning_lowbit.callbacks.files import replace_file
-from lightning_lowbit.callbacks.report_page import Section, Text
+from lightning_lowbit.callbacks.run_contents import (
+    ask,
+    cast_sections,
+    configuration_of,
+    coverage_alerts,
+    coverage_of,
+    name_of,
+    precision_of,
+    status_of,
+    strict,
+)
+from lightning_lowbit.callbacks.run_folder import go_on, run_folder
 from lightning_lowbit.callbacks.run_history import History
 from lightning_lowbit.callbacks.run_page import render_run
+from lightning_lowbit.callbacks.run_trackers import begin, finish
 from lightning_lowbit.precision import LowBitPrecision
 
 
 class RunReport(LowBitCallback):
     """Writes ``report.html`` and ``run.json`` into the logger's directory when ``fit`` ends or breaks off.
 
-    Without a logger they go to ``default_root_dir``; a dry run (``fast_dev_run``) writes nothing. The history is saved
-    with the checkpoint, so that the page of a resumed run shows the whole run. A step is an optimizer step: what is
-    logged during the k-th one is shown at k, and a validation after it, too. Recording copies
+    Without a logger they go to ``default_root_dir``; a dry run (``fast_dev_run``) writes nothing. Where the logger has
+    no folder for each run, that holds the first run's, and ``version_1`` and so on in it those of later runs; a run
+    that is resumed goes on where it was. With ``WandbLogger`` and ``MLFlowLogger`` the page is an artifact, too, and
+    casts and coverage are among what they show of a run.
+
+    The history is saved with the checkpoint, so that the page of a resumed run shows the whole run. A step is an
+    optimizer step: what is logged during the k-th one is shown at k, and a validation after it, too. Recording copies
     from the device once in many values, and else waits for nothing.
 
     Of launchers that start processes inside ``fit`` (``ddp_spawn``, ``ddp_fork``) an exception cannot be reported:
@@ -80,6 +96,7 @@ class RunReport(LowBitCallback):
         self._start_afresh()
 
     def _start_afresh(self) -> None:
+        self._id = uuid4().hex  # of the run, which it keeps when it is resumed
         self._history = History()
         self._validation: list[str] = []  # names of validation metrics
         self._seconds = 0.0
@@ -108,8 +125,12 @@ class RunReport(LowBitCallback):
             self._trained, self._started = False, datetime.now().astimezone()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock."""
+        """Starts the clock; trackers of experiments learn what the run is."""
         self._trained = True
+        if self._folder is not None and trainer.is_global_zero:
+            begin(trainer, precision_of(trainer))
+            if trainer.global_step:
+                go_on(trainer, self._folder, self._id)
         self._since, self._begin, self._recorded = time.monotonic(), trainer.global_step, trainer.global_step
         self._seen, self._late, self._rates = {}, None, {}
         steps: float = trainer.max_steps
@@ -165,12 +186,14 @@ class RunReport(LowBitCallback):
         if self._trainer is not None and self._since is not None:
             self._record_validation(self._trainer) if self._trainer.validating else self._record_step(self._trainer)
         history = self._history.state_dict()
-        return {"history": history, "validation": list(self._validation), "seconds": self._elapsed()}
+        kept = {"history": history, "validation": list(self._validation), "seconds": self._elapsed()}
+        return kept | {"id": self._id}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with it."""
         self._history.load_state_dict(state_dict["history"])
         self._validation, self._seconds = list(state_dict["validation"]), state_dict["seconds"]
+        self._id = state_dict.get("id", self._id)  # which older checkpoints lack
 
     def _elapsed(self) -> float:
         return self._seconds + (0 if self._since is None else time.monotonic() - self._since)
@@ -248,34 +271,39 @@ class RunReport(LowBitCallback):
         except Exception:  # after an error of the device nothing can be copied from it
             self._history.drop_pending()
             history = self._history.points()
+        folder = run_folder(trainer, self._folder, self.filename)
+        folder.mkdir(parents=True, exist_ok=True)
+        alerts, failures = ask(trainer, "report_alerts", list)
+        summaries, more_failures = ask(trainer, "report_data", dict)
         run: dict[str, Any] = {
-            "name": _name(self._folder),
-            "status": _status(exception),
+            "name": name_of(folder),
+            "id": self._id,
+            "status": status_of(exception),
             "error": "".join(traceback.format_exception_only(exception)).strip() if exception else None,
             "steps": trainer.global_step,
             "begin": self._begin if self._trained else trainer.global_step,  # a resume may find nothing left to do
             "max_steps": self._max_steps,
             "seconds": self._seconds,
             "peak_memory_bytes": peak_memory(trainer.strategy.root_device),
-            "precision": _precision(trainer),
+            "precision": precision_of(trainer),
+            "alerts": [*coverage_alerts(trainer), *(text for texts in alerts for text in texts)],
             "metrics": {name: points[-1][1] for name, points in history.items()},
             "validation_metrics": self._validation,
             "best": self._best(trainer),
             "history": history,
             "phases": self._history.phases,
             "environment": environment(trainer, self._started),
-            "summary": {},
+            "summary": {name: value for summary in summaries for name, value in summary.items()},
         }
-        summaries, failures = _ask(trainer, "report_data", dict)
-        for summary in summaries:
-            run["summary"].update(summary)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        replace_file(self._folder / "run.json", json.dumps(_strict(run), indent=1, allow_nan=False))
-        contributed, more_failures = _ask(trainer, "report_sections", list)
+        run["coverage"] = run["summary"].get("coverage", coverage_of(trainer))
+        replace_file(folder / "run.json", json.dumps(strict(run), indent=1, allow_nan=False))
+        contributed, last_failures = ask(trainer, "report_sections", list)
         sections = [section for sections in contributed for section in sections]
-        configuration = _configuration(self._folder, trainer, pl_module)
-        page = render_run(run, [*sections, *failures, *more_failures], exception, configuration)
-        replace_file(self._folder / self.filename, page)
+        sections += cast_sections(pl_module)
+        configuration = configuration_of(self._folder, trainer, pl_module)
+        page = render_run(run, [*sections, *failures, *more_failures, *last_failures], exception, configuration)
+        replace_file(folder / self.filename, page)
+        finish(trainer, run, folder / self.filename)
 
     def _best(self, trainer: Trainer) -> dict[str, float]:
         """Of the validation metrics of which it is known what is better: losses, and what a callback monitors."""
@@ -309,63 +337,3 @@ def learning_rates(trainer: Trainer) -> Iterable[tuple[str, Tensor]]:
             if i == 0 or rate is not rates[0] and (isinstance(rate, Tensor) or rate != rates[0]):
                 value = rate.detach().clone() if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
                 yield f"{name}/pg{i + 1}" if i else name, value
-
-
-def _ask(trainer: Trainer, method: str, kind: type) -> tuple[list[Any], list[Section]]:
-    """What the callbacks have to say, each as a list or dictionary, and a section for each that fails to."""
-    answers, failures = [], []
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        try:
-            if hasattr(callback, method):
-                answers.append(kind(getattr(callback, method)(trainer)))
-        except Exception:
-            text = Text(traceback.format_exc(), preformatted=True)
-            failures.append(Section(f"{type(callback).__name__}.{method} failed", [text]))
-    return answers, failures
-
-
-def _status(exception: BaseException | None) -> str:
-    if exception is None:
-        return "finished"
-    return "interrupted" if isinstance(exception, (KeyboardInterrupt, SIGTERMException)) else "failed"
-
-
-def _name(folder: Path) -> str:
-    parts = folder.resolve().parts
-    return "/".join(parts[-2:] if parts[-1].startswith("version_") else parts[-1:])
-
-
-def _precision(trainer: Trainer) -> dict[str, str]:
-    plugin = trainer.precision_plugin
-    if not isinstance(plugin, LowBitPrecision):
-        return {"plugin": type(plugin).__name__, "casts": str(plugin.precision)}
-    parts = [str(plugin.casts), *(f"{pattern}: {casts}" for pattern, casts in plugin.overrides.items())]
-    parts += [f"only {', '.join(plugin.only)}"] if plugin.only else []
-    parts += [f"without {', '.join(plugin.skip)}"] if plugin.skip else []
-    return {"plugin": type(plugin).__name__, "casts": "; ".join(parts)}
-
-
-def _configuration(folder: Path, trainer: Trainer, pl_module: LightningModule) -> str:
-    if any(isinstance(callback, SaveConfigCallback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        with suppress(OSError):
-            return (folder / "config.yaml").read_text(errors="replace")  # Lightning's command line wrote it
-    lines = [f"{type(pl_module).__name__}:"]
-    lines += [f"  {name}: {value}" for name, value in pl_module.hparams.items()] or ["  (no saved hyperparameters)"]
-    plugin = trainer.precision_plugin
-    lines += [f"{type(plugin).__name__}:", f"  casts: {_precision(trainer)['casts']}"]
-    if isinstance(plugin, LowBitPrecision):
-        lines += [f"  {name}: {getattr(plugin, name)}" for name in ("compute_dtype", "seed", "exact")]
-    return "\n".join(lines)
-
-
-def _strict(value: Any) -> Any:
-    """What JSON can hold, with null for numbers that are not finite."""
-    if isinstance(value, Mapping):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
-    if isinstance(value, Tensor):
-        return _strict(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, (int, str)) or value is None else str(value)

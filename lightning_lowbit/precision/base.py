@@ -42,6 +42,7 @@ from lightning_lowbit.nn.shared_amax import SharedAmaxes, check_groups, groups
 from lightning_lowbit.optim.sharding import clip_gradient_norm_, connect, largest_magnitudes
 from lightning_lowbit.precision.checkpoint import CHECKPOINT_KEY, Checkpoint, load_checkpoint, state_of
 from lightning_lowbit.precision.converted_model import ConvertedModel
+from lightning_lowbit.precision.coverage_line import CoverageLine
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
 from lightning_lowbit.precision.overridden import asked_options, overridden, warn_of
 from lightning_lowbit.precision.run_settings import compute_dtype, global_seed, run_of
@@ -161,6 +162,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         self._device = torch.device("cpu")
         self._rank = 0
         self._converted = ConvertedModel()
+        self.coverage_line = CoverageLine()
         self._shared: SharedAmaxes | None = None
         self._gathers: WeightGathers | None = None
         self._origin: Origin | None = None
@@ -258,6 +260,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         if self._trainer is not None and self._trainer() is not trainer:  # another run
             self.step, self.micro_batch = 0, 0
             self._converted.start_afresh()
+            self.coverage_line.restart()
             self.set_blend(1.0)
         if self._scaling is not None and (self._trainer is None or self._trainer() is not trainer):
             self._scaling.restart()  # also the first time: another plugin may have used the same scaler
@@ -395,6 +398,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         if not self._is_automatic:  # its backward passes and steps were in here
             self._converted.record(False)
             self._update_scale()
+            self.coverage_line.say(self._trainer)
         self.micro_batch += 1
 
     def _share_amaxes(self) -> None:
@@ -418,12 +422,14 @@ class LowBitPrecision(Shown, FSDPPrecision):
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Scales the loss of fp16; by hand, a backward pass after steps begins anew."""
         self._update_scale()
+        self.coverage_line.see(tensor, module, self.phase == "fqt")
         return super().pre_backward(tensor, module)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Ends what belongs to a micro-batch: the backward pass may compute activations again, hooks may evaluate."""
         if self._is_automatic:
             self._converted.record(False)
+            self.coverage_line.say(self._trainer)
         return super().post_backward(tensor, module)
 
     @property

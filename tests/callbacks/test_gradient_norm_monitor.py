@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -526,15 +527,46 @@ def test_a_loss_scaler_sees_to_what_is_not_finite() -> None:
 def test_the_limit() -> None:
     match = r"Gradient norm, step 3: it is 12 before clipping, above the limit of 10. Lower the learning rate"
     with pytest.warns(UserWarning, match=match) as said:
-        trainer(GradientNormMonitor(), gradient_clip_val=1.0).fit(Constant({2: 12.0, 3: 13.0}))
+        trainer(GradientNormMonitor(limit=10), gradient_clip_val=1.0).fit(Constant({2: 12.0, 3: 13.0}))
     assert len(texts(said)) == 1, "said more than once"
     trainer(GradientNormMonitor(limit=None)).fit(Constant({2: 12.0}))
     trainer(GradientNormMonitor(limit=12.5)).fit(Constant({2: 12.0}))
 
 
+def test_large_norms_are_no_fault_of_a_model() -> None:
+    """Warnings are errors."""
+    trainer(GradientNormMonitor()).fit(Constant(dict.fromkeys(range(6), 40.0)))
+    trainer(GradientNormMonitor(), max_steps=24).fit(Constant({step: 40.0 / (1 + step) for step in range(24)}))
+
+
+def test_a_level_that_rose_is_above_the_limit() -> None:
+    """A norm doubles every four steps: never five times its running mean of the last few, in the end ten medians."""
+    rising = {step: 2 ** (step / 4) for step in range(40)}
+    medians = [statistics.median([rising[i] for i in range(step)]) for step in range(1, 40)]
+    first = next(step for step in range(10, 40) if rising[step] > 10 * medians[step - 1])
+    with pytest.warns(UserWarning, match="times the median of") as said:
+        trainer(GradientNormMonitor(decay=0.5), max_steps=first + 3).fit(Constant(rising))
+    (text,) = texts(said)
+    assert f"Gradient norm, step {first + 1}: it is {rising[first]:.4g} before clipping, above 10 times" in text
+    trainer(GradientNormMonitor(decay=0.5, limit="100x"), max_steps=first + 3).fit(Constant(rising))
+
+
+def test_no_clipping_is_advised_where_something_clips() -> None:
+    def advice(make: Callable[[nn.Module], Any] = sgd, **kwargs: Any) -> list[str]:
+        with pytest.warns(UserWarning) as said:
+            trainer(GradientNormMonitor(limit=5.0), max_steps=14, **kwargs).fit(Constant({13: 6.0}, make))
+        found = texts(said)
+        assert len(found) == 2, "a spike, and the limit"
+        return [text for text in found if "StableSPAM" in text]
+
+    assert len(advice()) == 2
+    assert advice(gradient_clip_val=1.0) == advice(RULES["Stable-SPAM"]) == []
+    assert len(advice(RULES["without rules"])) == 2
+
+
 def test_the_last_step_counts() -> None:
     with pytest.warns(UserWarning, match="step 6: it is 12 before clipping"):
-        trainer(GradientNormMonitor()).fit(Constant({5: 12.0}))
+        trainer(GradientNormMonitor(limit=10.0)).fit(Constant({5: 12.0}))
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
@@ -612,7 +644,9 @@ def test_another_run_begins_anew_and_the_same_goes_on() -> None:
         ({"decay": 1.0}, "decay is what remains of a mean with each norm, from 0 to below 1; got 1.0"),
         ({"decay": -0.1}, "below 1; got -0.1"),
         ({"decay": math.nan}, "below 1; got nan"),
-        ({"limit": 0}, "limit is a norm above 0, or None for no limit; got 0"),
+        ({"limit": 0}, "limit is a norm above 0, a text such as '10x' .* or None for no limit; got 0"),
+        ({"limit": "10"}, "no limit; got '10'"),
+        ({"limit": "1x"}, "no limit; got '1x'"),
         ({"limit": math.inf}, "no limit; got inf"),
         ({"limit": True}, "no limit; got True"),
     ],
@@ -647,7 +681,7 @@ def test_deepspeed_is_refused() -> None:
 
 def test_from_a_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py"])
-    arguments = {"layers": ["layer"], "every_n_steps": 1, "spike_factor": 3.0, "decay": 0.9, "limit": None}
+    arguments = {"layers": ["layer"], "every_n_steps": 1, "spike_factor": 3.0, "decay": 0.9, "limit": "20x"}
     path = f"{GradientNormMonitor.__module__}.GradientNormMonitor"
     config = {
         "seed_everything": 1,
@@ -664,14 +698,14 @@ def test_from_a_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reported() -> None:
-    monitor = GradientNormMonitor(["layer"])
+    monitor = GradientNormMonitor(["layer"], limit=10)
     with pytest.warns(UserWarning, match="Gradient norm"):
         run = trainer(RunReport(), monitor, max_steps=16)
         run.fit(Constant({12: 6.0, 14: 12.0}))
-    table, *alerts = monitor.report_sections(run)[0].blocks
+    (table,) = monitor.report_sections(run)[0].blocks
     assert isinstance(table, Table)
     assert [row[0] for row in table.rows] == [13, 15]
-    listed = [alert.text for alert in alerts if isinstance(alert, Text)]
+    listed = monitor.report_alerts(run)
     assert [text.split(":")[0] for text in listed] == ["Gradient norm, step 13", "Gradient norm, step 15"]
     page = Path("report.html").read_text()
     assert "Gradient norm" in page

@@ -269,14 +269,56 @@ def test_numbers(value, text):
     assert number(value) == text
 
 
+def pointed(chart):
+    """What the pointer finds in a chart alone, from left to right: lines of text, numbers of dots."""
+    page = render("x", [Section("s", [chart])])
+    check_self_contained(page)
+    wide = re.findall("(?s)<svg.*?</svg>", page)[0]
+    found = re.findall(r'(?s)<g class="at".*?</g>', wide)
+    texts = [re.sub("<.*?>", "|", re.findall("(?s)<text.*?>(.*)</text>", one)[0]).replace("||", "|") for one in found]
+    return [(text.strip("|").split("|"), one.count("<circle")) for text, one in zip(texts, found, strict=True)]
+
+
+def test_values_are_under_the_pointer():
+    chart = Chart("", {"loss": ([1, 2, 3], [3.0, math.nan, 1.5]), "val": ([2], [2.25])})
+    assert pointed(chart) == [
+        (["step 1", "loss 3"], 1),
+        (["step 2", "val 2.25"], 1),
+        (["step 3", "loss 1.5"], 1),
+    ]
+    assert pointed(Chart("a", {"a": ([7], [0.5])})) == [(["step 7", "0.5"], 1)], "the title has said what it is"
+    assert pointed(Chart("a", {"a": ([7, 9], [1.0, math.inf])})) == [(["step 7", "1"], 1)]
+    names = [f"layers.{i}.up" for i in range(30)]
+    many = pointed(Chart("sqnr", {name: ([1, 2], [float(i), float(i)]) for i, name in enumerate(names)}))
+    assert many[0] == (["step 1", "0.up 0", "29.up 29"], 2), "those that the legend names"
+
+
+def test_under_the_pointer_no_spike_is_lost():
+    xs, ys = line(5000, lambda x: 1000.0 if x == 4321 else 1.0)
+    found = pointed(Chart("loss", {"loss": (xs, ys)}))
+    assert 60 < len(found) <= 120
+    ((text, dots),) = [(text, dots) for text, dots in found if "1,000" in text[1] or "1000" in text[1]]
+    first, last = (int(step.replace(",", "")) for step in text[0].removeprefix("step ").split(" – "))
+    assert first <= 4321 <= last
+    assert dots == 2
+
+
+def test_a_chart_says_what_it_leaves_out():
+    assert "not drawn: 5" in Page(render("x", [Section("s", [Chart("a", {"a": line()}, note="not drawn: 5")])])).text
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser `chromium`")
 def test_a_browser_shows_it(tmp_path):
     measure = (
         "<script>document.title = [...document.querySelectorAll('svg')].map(e => e.getBoundingClientRect())"
         ".map(r => Math.round(r.width) + 'x' + Math.round(r.height)).join(' ') + ' page ' +"
-        "document.documentElement.scrollWidth</script>"
+        "document.documentElement.scrollWidth + ' pointer ' + [...document.querySelectorAll('svg.wide .at rect')]"
+        ".map(e => [e, e.getBoundingClientRect()]).filter(([e, r]) => r.top < innerHeight - 200)"
+        ".every(([e, r]) => document.elementFromPoint(r.left + r.width / 2, r.top + r.height / 2) === e)"
+        " + ' status ' + (document.body.style.width = '170px',"
+        "document.querySelector('.status').getClientRects().length)</script>"
     )
-    (tmp_path / "page.html").write_text(render("my run", everything()) + measure)
+    (tmp_path / "page.html").write_text(render("a_run", everything(), status="interrupted") + measure)
     quiet = ["gpu", "quic", "background-networking", "component-update", "sync"]
     command = ["chromium", "--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in quiet)]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--window-size=1200,900"]
@@ -285,9 +327,11 @@ def test_a_browser_shows_it(tmp_path):
     )
     assert "CONSOLE" not in done.stderr, done.stderr
     title = re.findall("<title>(.*?)</title>", done.stdout)[0]
-    sizes, width = title.split(" page ")
+    sizes, width, pointer, status = re.split(" page | pointer | status ", title)
     wide, narrow, *small = [tuple(map(int, size.split("x"))) for size in sizes.split()]
     assert narrow == (0, 0), "drawn for phones only"
     for size in (wide, *small):
         assert min(size) > 100, title
     assert int(width) <= 1200, "the page scrolls sideways"
+    assert pointer == "true", "something lies above what the pointer is to find"
+    assert status == "1", "the word is broken where the page is narrow"

@@ -1,6 +1,7 @@
 """Reports of real runs: what is recorded, at which step, and that a report never stands in the way."""
 
 import json
+import logging
 import math
 import re
 import statistics
@@ -13,17 +14,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
+from lightning_lowbit import FP4Precision, LinearCasts, PrecisionSummary, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks import run_history, run_page
+from lightning_lowbit.callbacks.cast_words import in_words
 from lightning_lowbit.callbacks.report_page import Section, Table, Text
 from lightning_lowbit.callbacks.run_history import History
 from lightning_lowbit.callbacks.run_report import RunReport
+from lightning_lowbit.nn import OPERANDS
+from lightning_lowbit.nn.presets import PRESETS
 from tests.callbacks.test_report_page import EVIL, check_self_contained
 from tests.lightnings import (
     BoringModel,
     Callback,
     Checkpoint,
     CSVLogger,
+    DummyLogger,
     LearningRateMonitor,
     ModelCheckpoint,
     SaveConfigCallback,
@@ -109,7 +114,9 @@ def test_a_finished_run():
     assert run["environment"]["torch"] == torch.__version__
     assert run["environment"]["strategy"] == "SingleDeviceStrategy"
     page = check_self_contained(Path("report.html").read_text())
-    for text in ("finished", "best 1 at step 4", "fqt 0–4", "qaf 4–6", "grad_norm", "tokens/s, median", "lr: 1.0"):
+    assert "Validation loss3at step 6; best 1 at step 4" in page.text, "the last value, and beside it the best"
+    assert re.search(r"Training loss\S+at step 6", page.text)
+    for text in ("finished", "fqt 0–4", "qaf 4–6", "grad_norm", "tokens/s, median", "lr: 1.0"):
         assert text in page.text, text
     assert "Traceback" not in page.text
     assert not list(Path().glob(".*")), "a temporary file stayed"
@@ -286,18 +293,18 @@ def test_an_exception_before_the_first_step(hook):
 
 @pytest.mark.parametrize("fail_at", [None, 4])
 def test_a_report_that_cannot_be_written_is_a_warning(fail_at):
-    Path("run.json").mkdir()
+    Path("root").write_text("a file where a folder should be")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", "The '.*_dataloader' does not have many workers")
         if fail_at:
             with pytest.raises(RuntimeError, match="alert"):
-                trainer().fit(Known(fail_at=fail_at))
+                trainer(default_root_dir="root").fit(Known(fail_at=fail_at))
         else:
-            trainer().fit(Known())
-    with pytest.warns(UserWarning, match="RunReport could not be written: IsADirectoryError"):
-        trainer().fit(Known())
+            trainer(default_root_dir="root").fit(Known())
+    with pytest.warns(UserWarning, match="RunReport could not be written: FileExistsError"):
+        trainer(default_root_dir="root").fit(Known())
     assert not list(Path().glob(".*"))
 
 
@@ -338,8 +345,42 @@ def test_one_callback_in_two_runs():
     report = RunReport()
     trainer(report=report).fit(Known())
     trainer(report=report, max_steps=3).fit(Known())
-    assert steps(load(), "loss") == [1, 2, 3]
-    assert load()["phases"] == [[0, 3, "fqt"]]
+    assert steps(load("version_1"), "loss") == [1, 2, 3]
+    assert load("version_1")["phases"] == [[0, 3, "fqt"]]
+    assert steps(load(), "loss") == [1, 2, 3, 4, 5, 6], "the report of the first run is gone"
+
+
+class Elsewhere(DummyLogger):
+    """A logger with one folder for all runs, as most have."""
+
+    save_dir = "elsewhere"
+
+
+@pytest.mark.parametrize(("logger", "root"), [(lambda: False, "."), (Elsewhere, "elsewhere")])
+def test_runs_without_folders_of_their_own_do_not_overwrite_each_other(logger, root, caplog, monkeypatch):
+    for name in ("lightning.pytorch", "lightning.fabric"):  # either may be the one of rank_zero_info
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    caplog.set_level(logging.INFO)
+    folders = [Path(root), Path(root) / "version_1", Path(root) / "version_2"]
+    for steps_taken, folder in zip((3, 4, 5), folders, strict=True):
+        caplog.clear()
+        summary = PrecisionSummary(quiet=True)
+        trainer(summary, logger=logger(), max_steps=steps_taken, limit_val_batches=0).fit(Known())
+        assert (folder / "report.html").exists()
+        assert ("holds the files of another run" in caplog.text) == (folder != folders[0])
+        assert (folder / summary.filename).exists() == (root != "."), "without a logger it is not written"
+    assert [load(folder)["steps"] for folder in folders] == [3, 4, 5]
+    assert load(folders[1])["name"] == f"{folders[0].resolve().name}/version_1"
+    assert not list(Path(root).rglob("version_3"))
+
+
+def test_another_run_from_the_checkpoint_of_one_that_ended_leaves_its_report():
+    trainer(SaveEarly("on_train_batch_end", 3)).fit(Ordered())
+    for _ in range(2):
+        trainer().fit(Ordered(), ckpt_path="x.ckpt", weights_only=True)
+    runs = [load(folder) for folder in (".", "version_1", "version_2")]
+    assert [(run["begin"], run["steps"]) for run in runs] == [(0, 6), (3, 6), (3, 6)]
+    assert len({run["id"] for run in runs}) == 1
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------
@@ -478,6 +519,63 @@ class Contributes(Callback):
         if self.fails:
             raise RuntimeError(f"{self.name} has no data")
         return {self.name: {"share": torch.tensor(0.5), "bad": math.nan, "list": (1, None, True, Path("x"))}}
+
+
+def test_alerts_come_first():
+    class Alarmed(Contributes):
+        def report_alerts(self, trainer):
+            return [f"{self.name} is wrong {EVIL}"]
+
+    class Convolutional(Known):
+        def __init__(self):
+            super().__init__()
+            self.convolution = torch.nn.Conv1d(1, 64, 9)
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch + self.convolution(batch[:, None]).mean(), batch_idx)
+
+    trainer(Alarmed("Alpha"), Alarmed("Omega")).fit(Convolutional())
+    page, run = check_self_contained(Path("report.html").read_text()).text, load()
+    little, *others = run["alerts"]
+    assert "Conv1d (a convolution), such as convolution" in little
+    assert run["coverage"] < 0.5
+    assert others == [f"Alpha is wrong {EVIL}", f"Omega is wrong {EVIL}"]
+    places = [page.index(text) for text in ("Alerts", little, *others, "Optimisation")]
+    assert places == sorted(places)
+    trainer(default_root_dir="fine").fit(Known())
+    assert "Alerts" not in check_self_contained(Path("fine/report.html").read_text()).text
+
+
+def test_casts_are_explained():
+    trainer(max_steps=1).fit(Known())
+    page = check_self_contained(Path("report.html").read_text()).text
+    words = "elements in e2m1, rounded stochastically; one scale in e4m3 for each 16 elements along the contraction; "
+    assert f"e2m1/e4m3:1x16+fp32~{words}another scale in fp32 for the tensor" in page
+
+
+def test_every_preset_is_explained():
+    for preset in PRESETS:
+        casts = LinearCasts.preset(preset)
+        for operand in OPERANDS:
+            cast = casts.cast_of(operand)
+            if cast is not None:
+                text = in_words(cast)
+                assert cast.element in text
+                assert cast.scale.format in text
+                assert ("stochastic" in text) == str(cast).endswith("~")
+
+
+def test_throughput_while_compiling_does_not_stretch_the_axis():
+    class Compiles(Known):
+        def on_train_batch_end(self, *_):
+            self.log("tokens/s", torch.tensor(10.0 * self.k if self.k < 3 else 1000.0 + self.k))
+
+    trainer().fit(Compiles())
+    page = check_self_contained(Path("report.html").read_text())
+    assert "Not drawn, since a run begins with compiling: 10 at step 1, 20 at step 2." in page.text
+    assert [value for _, value in load()["history"]["tokens/s"]][:2] == [10.0, 20.0], "run.json has all"
+    trainer(default_root_dir="fine").fit(Known())
+    assert "Not drawn" in check_self_contained(Path("fine/report.html").read_text()).text, "100 where 350 is usual"
 
 
 def test_sections_and_data_of_other_callbacks():

@@ -1,0 +1,304 @@
+"""One line, after the first training step, where less than half of the arithmetic is quantized, and why.
+
+Nothing is hooked into the model, and nothing computes in another way: the graph that autograd has recorded by the time
+of the backward pass tells which products were computed. Its nodes know the shapes of their results, and with them of
+each other's operands; a leaf of it is a parameter, which says whose product it was:
+
+    AddmmBackward0 [tokens, out]  ──  TBackward0 [in, out]  ──  AccumulateGrad [out, in]     2 · tokens · out · in FLOPs
+
+Saved tensors are never touched, since activation checkpointing would compute them again. The count is that of the
+forward pass, to which a backward pass adds twice as many: close to what ``PrecisionSummary`` measures, and not the
+same. Products without a gradient, such as those of a frozen encoder, leave no node. What a compiled function or a
+reentrant checkpoint computes is one node: there, weights are counted instead.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from lightning_lowbit._lightning import rank_zero_info
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.function import _LinearFunction
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
+
+_ENOUGH = 0.5  # share of quantized FLOPs from which on there is nothing to say
+_REASONS, _MENTIONED = 3, 0.005  # how many are named at most, and from which share on
+_MOST_NODES = 500_000  # of a graph, which take a second or two to walk
+_VIEWS = 20  # between a weight and a product, at most
+
+_ATTENTION = "products of activations with each other, as in attention"
+_UNKNOWN = "weights that are frozen, or computed from others"
+
+# What leads from a weight to its operand of a product: other views of it, and its cast by autocast.
+_VIEW = re.compile(
+    r"(T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Expand|Unsqueeze|Squeeze|Select|Slice|Split|SplitWithSizes|"
+    r"Unbind|Alias|Clone|ToCopy|MT|MH)Backward\d*"
+)
+_PRODUCT = re.compile(r"(Mm|Addmm|Bmm|Baddbmm|Addbmm|Linear|GroupedMm|ScaledGroupedMm)Backward\d*")
+
+
+@dataclass
+class GraphCoverage:
+    """What part of what a loss was computed by is quantized.
+
+    Attributes:
+        quantized: FLOPs, or weights, in converted layers that quantize an operand.
+        others: likewise, all others by (kind, why), see :func:`_why`.
+        example: a module of each kind.
+        unit: ``"FLOPs"``, or ``"weights"`` where FLOPs could not be counted.
+    """
+
+    quantized: int = 0
+    others: Counter[str] = field(default_factory=Counter)
+    example: dict[str, str] = field(default_factory=dict)
+    unit: str = "FLOPs"
+
+    @property
+    def share(self) -> float | None:
+        """Of what is quantized; None where nothing was counted."""
+        total = self.quantized + sum(self.others.values())
+        return self.quantized / total if total else None
+
+    def add(self, amount: int, name: str, module: nn.Module | None, why: str | None) -> None:
+        """Counts an amount as quantized, with no ``why``, or as something else."""
+        if why is None:
+            self.quantized += amount
+            return
+        self.others[why] += amount
+        if module is not None:
+            self.example.setdefault(why, name or type(module).__name__)
+
+
+class CoverageLine:
+    """Says once how little is quantized.
+
+    Attributes:
+        coverage: what was counted in the first training step; None before, and where nothing was.
+        text: what was said, or would have been where a ``PrecisionSummary`` says more; empty where there is nothing
+            to say.
+    """
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Looks again at the next step."""
+        self.coverage: GraphCoverage | None = None
+        self.text = ""
+        self._is_done = False
+
+    def see(self, loss: Tensor, model: nn.Module, is_quantizing: bool) -> None:
+        """Counts what a loss of the first step was computed by, before its backward pass.
+
+        Args:
+            loss: of any shape.
+            model: the modules to name.
+            is_quantizing: whether a phase leaves all casts in force. If not, or if all casts are those of high
+                precision, nothing is counted: little is meant to be quantized.
+        """
+        if self._is_done or loss.grad_fn is None or not (is_quantizing and _has_casts(model)):
+            return
+        with suppress(Exception):  # what autograd tells of its graph is no promise of torch's, and no training's matter
+            self.coverage = graph_coverage(loss, model, self.coverage)
+
+    def say(self, trainer_reference: Callable[[], Any] | None) -> None:
+        """Says it, at the end of a step in which something was seen.
+
+        Args:
+            trainer_reference: gives the Trainer, or None if it is no more.
+        """
+        trainer = None if trainer_reference is None else trainer_reference()
+        if self._is_done or self.coverage is None or trainer is None:
+            return
+        self._is_done = True
+        share = self.coverage.share
+        if share is None or share >= _ENOUGH:
+            return
+        self.text = _text(self.coverage, share)
+        if not any(getattr(callback, "shows_coverage", False) for callback in trainer.callbacks):
+            rank_zero_info(f"{self.text} PrecisionSummary() among the callbacks lists all.")
+
+
+def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = None) -> GraphCoverage:
+    """What part of the matrix products that a loss was computed by is quantized.
+
+    Args:
+        loss: of any shape, with its graph.
+        model: the modules to name, converted.
+        onto: what to add to: of another loss.
+
+    Example:
+        >>> graph_coverage(model(x).sum(), model).share
+    """
+    found = GraphCoverage() if onto is None else onto
+    owners = _Owners(model)
+    seen: set[Any] = set()
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if len(seen) > _MOST_NODES or _is_opaque(node):
+            return _of_weights(model)
+        if flops := _flops(node):
+            found.add(flops, *owners.of_product(node))
+        stack += [edge for edge, _ in node.next_functions]
+    return found
+
+
+# --- nodes ------------------------------------------------------------------------------------------------------------
+
+
+def _shape(edge: tuple[Any, int]) -> tuple[int, ...] | None:
+    """Of the tensor that an edge of the graph stands for; None where it has no gradient."""
+    node, index = edge
+    return None if node is None else tuple(node._input_metadata[index].shape)
+
+
+def _is_converted(node: Any) -> bool:
+    return isinstance(node, _LinearFunction._backward_cls)
+
+
+def _is_opaque(node: Any) -> bool:
+    """Whether a node computes layers of the model that it does not tell of."""
+    name = node.name()
+    return name == "CheckpointFunctionBackward" or (name.startswith("CompiledFunction") and bool(_weights(node)))
+
+
+def _operands(node: Any) -> list[tuple[Any, int]]:
+    """The two edges of a product's matrices."""
+    edges, name = list(node.next_functions), node.name()
+    if _is_converted(node) or name.startswith(("Linear", "Convolution", "ScaledDotProduct")):
+        return edges[:2]
+    return edges[1:3] if name.startswith(("Addmm", "Baddbmm", "Addbmm")) else edges[:2]
+
+
+def _flops(node: Any) -> int:
+    """FLOPs of a product in the forward pass; 0 of all other nodes, and where no shape tells."""
+    name = node.name()
+    if _is_converted(node) or _PRODUCT.fullmatch(name):
+        (left, right), out = map(_shape, _operands(node)), node._input_metadata[0].shape
+        rows = _is_converted(node) or name.startswith("Linear")  # whose weight is [out, in]
+        if left is None and right is None:
+            return 0
+        inner = left[-1] if left is not None else right[-1 if rows else -2]  # type: ignore[index]
+        return 2 * prod(out) * inner
+    if name.startswith("ScaledDotProduct"):  # Q · Kᵀ and P · V of [..., tokens, features]
+        query, key, out = *map(_shape, node.next_functions[:2]), tuple(node._input_metadata[0].shape)
+        return 4 * prod(out) * (key or query or out)[-2]
+    if name.startswith("ConvolutionBackward"):
+        x, weight = map(_shape, _operands(node))
+        out = tuple(node._input_metadata[0].shape)
+        outputs = x if node._saved_transposed and x is not None else out  # each of which the weight is used at
+        return 2 * outputs[0] * prod(outputs[2:]) * prod(weight) if weight is not None else 0
+    if "Rnn" in name:  # each matrix meets each token
+        return 2 * prod(node._input_metadata[0].shape[:-1]) * sum(weight.numel() for weight in _weights(node))
+    return 0
+
+
+# --- whose product, and why it is not quantized -----------------------------------------------------------------------
+
+
+class _Owners:
+    """Which module a parameter belongs to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = {clean_name(name): module for name, module in model.named_modules()}
+        self._by_id: dict[int, str] = {}
+        self._by_shape: dict[tuple[int, ...], str] = {}
+        for name, module in self._modules.items():
+            for parameter in module.parameters(recurse=False):
+                if not isinstance(module, nn.Embedding) or id(parameter) not in self._by_id:  # tied to a product
+                    self._by_id[id(parameter)] = name
+                self._by_shape.setdefault(tuple(parameter.shape), name)  # as FSDP2 replaces parameters
+
+    def of_product(self, node: Any) -> tuple[str, nn.Module | None, str | None]:
+        """(name, module, why it is not quantized) of a product."""
+        if _is_converted(node):
+            return "", None, None if node.rest[0].casts != LinearCasts() else _UNKNOWN
+        if node.name().startswith("ScaledDotProduct"):
+            return "", None, _ATTENTION
+        edges = node.next_functions if "Rnn" in node.name() else _operands(node)
+        for weight in reversed([_parameter(edge) for edge, _ in edges]):  # of a matrix product, mostly on the right
+            name = None if weight is None else self._name(weight)
+            if name is not None:
+                return name, self._modules[name], _why(self._modules[name])
+        return "", None, _ATTENTION if all(edge is not None for edge, _ in edges) else _UNKNOWN
+
+    def _name(self, parameter: Tensor) -> str | None:
+        return self._by_id.get(id(parameter)) or self._by_shape.get(tuple(parameter.shape))
+
+
+def _parameter(node: Any) -> Tensor | None:
+    """The parameter that what a node made is a view of, or None."""
+    for _ in range(_VIEWS):
+        if node is None or node.name().endswith("AccumulateGrad"):
+            return None if node is None else node.variable
+        if not _VIEW.fullmatch(node.name()):
+            return None
+        node = node.next_functions[0][0]
+    return None
+
+
+def _weights(node: Any) -> list[Tensor]:
+    """The parameters of two and more dimensions that enter a node."""
+    entering = [_parameter(edge) for edge, _ in node.next_functions]
+    return [parameter for parameter in entering if parameter is not None and parameter.dim() > 1]
+
+
+def _has_casts(model: nn.Module) -> bool:
+    return any(isinstance(m, QuantizedLayer) and m.full_casts != LinearCasts() for m in model.modules())
+
+
+def _why(module: nn.Module) -> str | None:
+    """What kind of module it is and why it is not quantized; None where it is."""
+    kind = type(module).__name__
+    if isinstance(module, QuantizedLayer):
+        return None if module.full_casts != LinearCasts() else f"{kind} (its casts are those of high precision)"
+    if is_linear(module):
+        return f"{kind} (left out by skip or only)"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return f"{kind} (a convolution)"
+    if isinstance(module, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
+        return "MultiheadAttention (its projections are no nn.Linear)"
+    if isinstance(module, nn.RNNBase):
+        return f"{kind} (recurrent)"
+    if isinstance(module, nn.Linear):
+        return f"{kind} (a subclass of nn.Linear, which might compute otherwise)"
+    if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+        return f"{kind} (a stack of experts, no nn.Linear)"
+    package = "" if type(module).__module__ == "__main__" else f" of {type(module).__module__.split('.')[0]}"
+    return f"{kind}{package} (no nn.Linear)"
+
+
+def _of_weights(model: nn.Module) -> GraphCoverage:
+    """The same by weights of two and more dimensions: of what is looked up nothing, and each of the others once."""
+    found, counted = GraphCoverage(unit="weights"), set[int]()
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() > 1 and id(parameter) not in counted:
+                counted.add(id(parameter))
+                found.add(parameter.numel(), clean_name(name), module, _why(module))
+    return found
+
+
+def _text(coverage: GraphCoverage, share: float) -> str:
+    total = coverage.quantized + sum(coverage.others.values())
+    parts = [
+        f"{amount / total:.0%} {why}" + (f", such as {coverage.example[why]}" if why in coverage.example else "")
+        for why, amount in coverage.others.most_common(_REASONS)
+        if amount > _MENTIONED * total
+    ]
+    of = "the FLOPs of matrix products" if coverage.unit == "FLOPs" else "the weights of matrix products"
+    return f"lightning_lowbit: {share:.1%} of {of} are in quantized layers. The rest: {'; '.join(parts)}."

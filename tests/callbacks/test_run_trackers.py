@@ -1,0 +1,164 @@
+"""Trackers of experiments get casts, coverage and the page: stand-ins, and in slow tests the packages themselves."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_lowbit import FP4Precision, PrecisionSummary
+from lightning_lowbit.callbacks.run_report import RunReport
+from tests.lightnings import BoringModel, MLFlowLogger, Trainer, WandbLogger
+
+
+def train(logger: Any, *callbacks: Any) -> Trainer:
+    run = Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        logger=logger,
+        plugins=[FP4Precision("nvfp4")],
+        callbacks=[RunReport(), *callbacks],
+        limit_val_batches=0,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    run.fit(BoringModel())
+    return run
+
+
+class Config(dict):
+    def update(self, values: Any, allow_val_change: bool = False) -> None:  # type: ignore[override]
+        assert allow_val_change, "a resumed run could not say what it is"
+        super().update(values)
+
+
+class Artifact:
+    def __init__(self, name: str, type: str) -> None:
+        self.name, self.type, self.files = name, type, {}
+
+    def add_file(self, path: str, name: str) -> None:
+        self.files[name] = Path(path).read_text()
+
+
+class Wandb(WandbLogger):
+    """Has the surface of a run of W&B that is used."""
+
+    name, version, save_dir, _checkpoint_callbacks = "run", "1", "wandb", {}  # type: ignore[assignment]
+
+    def __init__(self, fails: bool = False) -> None:
+        self.artifacts: list[Artifact] = []
+        self.run = SimpleNamespace(id="abc", config=Config(), summary={}, log_artifact=self.take)
+        self.fails = fails
+
+    def take(self, artifact: Artifact) -> None:
+        if self.fails:
+            raise ConnectionError("no tracker")
+        self.artifacts.append(artifact)
+
+    experiment = property(lambda self: self.run)  # type: ignore[assignment]
+
+    def log_metrics(self, *_: Any, **__: Any) -> None:
+        pass
+
+    log_hyperparams = log_graph = save = finalize = log_metrics  # type: ignore[assignment]
+
+
+class MLFlow(MLFlowLogger):
+    """Has the surface of MLflow's client that is used."""
+
+    name, version, save_dir, run_id = "run", "1", "mlflow", "r1"  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.tags: dict[str, str] = {}
+        self.metrics: dict[str, float] = {}
+        self.artifacts: list[str] = []
+        self.client = SimpleNamespace(
+            set_tag=lambda run, name, text: self.tags.update({name: text}),
+            log_metric=lambda run, name, number: self.metrics.update({name: number}),
+            log_artifact=lambda run, path: self.artifacts.append(Path(path).name),
+        )
+
+    experiment = property(lambda self: self.client)  # type: ignore[assignment]
+
+    def log_metrics(self, *_: Any, **__: Any) -> None:
+        pass
+
+    log_hyperparams = log_graph = save = finalize = log_metrics  # type: ignore[assignment]
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Artifact=Artifact))
+
+
+def test_trackers_are_told(stand_in: None) -> None:
+    loggers = Wandb(), MLFlow()
+    train(list(loggers))
+    wandb, mlflow = loggers
+    assert wandb.run.config == {
+        "lightning_lowbit/plugin": "FP4Precision",
+        "lightning_lowbit/casts": "nvfp4",
+    }
+    assert wandb.run.summary == {"lightning_lowbit/coverage": 1.0, "lightning_lowbit/alerts": 0}
+    (artifact,) = wandb.artifacts
+    assert (artifact.name, artifact.type) == ("report-abc", "report")
+    assert artifact.files["report.html"].startswith("<!doctype html>")
+    assert json.loads(artifact.files["run.json"])["steps"] == 2
+    assert mlflow.tags == wandb.run.config
+    assert mlflow.metrics == wandb.run.summary
+    assert mlflow.artifacts == ["report.html", "run.json"]
+
+
+def test_a_summary_knows_the_bits_as_well(stand_in: None) -> None:
+    logger = Wandb()
+    train(logger, PrecisionSummary(quiet=True))
+    assert set(logger.run.summary) == {f"lightning_lowbit/{name}" for name in ("coverage", "average_bits", "alerts")}
+
+
+def test_a_tracker_that_is_not_reached_is_a_warning(stand_in: None) -> None:
+    with pytest.warns(UserWarning, match="Wandb did not take what RunReport knows: ConnectionError: no tracker"):
+        train(Wandb(fails=True))
+    assert Path("wandb/report.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    for steps in range(2):
+        logger = WandbLogger(save_dir="root", offline=True)
+        train(logger)
+        run = logger.experiment
+        assert run.config["lightning_lowbit/casts"] == "nvfp4"
+        assert run.summary["lightning_lowbit/coverage"] == 1.0
+        wandb.finish()
+        assert (Path("root") / ("version_1" if steps else "") / "report.html").exists()
+    for folder in Path("root/wandb").glob("offline-run-*"):
+        (log,) = folder.glob("*.wandb")
+        content = log.read_bytes()
+        assert b"report-" in content
+        assert b"report.html" in content
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for _ in range(2):
+        logger = MLFlowLogger(tracking_uri=f"file:{os.getcwd()}/mlruns")
+        train(logger)
+        found = logger.experiment.get_run(logger.run_id)
+        assert found.data.tags["lightning_lowbit/casts"] == "nvfp4"
+        assert found.data.metrics["lightning_lowbit/coverage"] == 1.0
+        names = {one.path for one in logger.experiment.list_artifacts(logger.run_id)}
+        assert {"report.html", "run.json"} <= names
+    assert Path("mlruns/report.html").exists()
+    assert Path("mlruns/version_1/report.html").exists()

@@ -1,0 +1,87 @@
+"""One of two processes that train a model of which little is converted: ``python -m tests.precision.covered 0 FOLDER``.
+
+Each leaves what it was told of coverage, by strategy, in ``FOLDER/0.pt``.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from lightning_utilities.core import rank_zero
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import FP4Precision
+from tests.launch import take_part
+from tests.lightnings import DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
+from tests.optim.trainers import FSDPOnCPU
+
+RANKS = 2
+
+
+class Special(nn.Linear):
+    """Stays what it is."""
+
+
+class Covered(LightningModule):
+    """128 of 1152 multiplications of a token are quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(16, 8), nn.Sequential(Special(8, 64), nn.ReLU(), Special(64, 8))
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            fully_shard(self.block, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.first(x))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(8, 16), batch_size=2)
+
+
+STRATEGIES: dict[str, Any] = {
+    "DDP": DDPStrategy,
+    "FSDP1": FSDPOnCPU,
+    "FSDP2": lambda: ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1),
+}
+
+
+def work() -> dict[str, Any]:
+    found = {}
+    for name, strategy in STRATEGIES.items():
+        told: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, told=told: told.append(record.getMessage())  # type: ignore[method-assign]
+        rank_zero.log.addHandler(handler)
+        plugin = FP4Precision("nvfp4")
+        Trainer(
+            max_steps=2,
+            accelerator="cpu",
+            devices=RANKS,
+            strategy=strategy(),
+            plugins=[plugin],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(Covered())
+        rank_zero.log.removeHandler(handler)
+        found[name] = {
+            "share": plugin.coverage_line.coverage.share if plugin.coverage_line.coverage else None,
+            "said": [text for text in told if "quantized layers" in text],
+        }
+    return found
+
+
+if __name__ == "__main__":
+    take_part(RANKS, work)

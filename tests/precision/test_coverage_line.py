@@ -1,0 +1,293 @@
+"""One line where little is quantized: what it counts, what it says, and that it changes nothing."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import FP4Precision, LowBitPrecision, PrecisionSummary, TernaryPrecision, convert
+from lightning_lowbit.nn import GemmCounter, LayerKeys
+from lightning_lowbit.precision.coverage_line import graph_coverage
+from tests.launch import launch
+from tests.lightnings import BoringModel, LightningModule, Trainer
+from tests.precision.covered import RANKS, STRATEGIES, Special
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 16, 64) * 0.1)
+        self.down = nn.Parameter(torch.randn(4, 64, 16) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(x @ self.up[i]).relu() @ self.down[i] for i in range(4)]).mean(0)
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(16, 64, 3, padding=1)
+        self.back = nn.ConvTranspose1d(64, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.convolution(x.mT)).mT
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+class Multihead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Model(LightningModule):
+    """Tokens ``[2, 8, 16]`` through ``nn.Linear(16, 16)`` and what is to be counted."""
+
+    def __init__(self, *rest: nn.Module) -> None:
+        super().__init__()
+        self.first, self.rest = nn.Linear(16, 16), nn.ModuleList(rest)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for module in self.rest:
+            x = module(x)
+        return x
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self(batch).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.randn(8, 8, 16, generator=torch.Generator().manual_seed(1)), batch_size=2)
+
+
+def special() -> nn.Module:
+    return nn.Sequential(Special(16, 64), nn.ReLU(), Special(64, 16))
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    # Any of them may be the one of rank_zero_info.
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def lines(told: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in told.records if "are in quantized layers" in record.getMessage()]
+    told.clear()
+    return found
+
+
+def train(model: LightningModule, plugin: LowBitPrecision | None = None, *callbacks: Any, **kwargs: Any) -> Any:
+    plugin = FP4Precision("nvfp4", seed=1) if plugin is None else plugin
+    settings = {"max_steps": 3, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, **kwargs}
+    Trainer(accelerator="cpu", plugins=[plugin], callbacks=[*callbacks], enable_model_summary=False, **settings).fit(
+        model
+    )
+    return plugin.coverage_line
+
+
+def test_little_coverage_is_said_once_with_its_reasons(told: pytest.LogCaptureFixture) -> None:
+    cases = {
+        "subclass": ([special()], "Special (a subclass of nn.Linear"),
+        "convolution": ([Wide()], "Conv1d (a convolution), such as rest.0.convolution"),
+        "experts": ([Experts()], "Experts (a stack of experts, no nn.Linear), such as rest.0"),
+        "attention": ([Attention() for _ in range(8)], "products of activations with each other, as in attention"),
+        "recurrent": ([Recurrent()], "LSTM (recurrent)"),
+        "multihead": ([Multihead()], "MultiheadAttention (its projections are no nn.Linear)"),
+    }
+    for name, (rest, reason) in cases.items():
+        train(Model(*rest))
+        (line,) = lines(told)
+        assert reason in line, (name, line)
+        assert "PrecisionSummary()" in line
+    train(Model(plain(), plain()), FP4Precision("nvfp4", skip=["rest"]))
+    (line,) = lines(told)
+    assert line.count("left out by skip or only") == 1, "what has one reason is one reason"
+    train(Model(special(), Wide(), Experts(), Multihead()))
+    (line,) = lines(told)
+    assert line.count("%") == 1 + 3, "the three largest"
+
+
+def test_nothing_is_said_where_most_is_quantized_or_little_is_meant_to_be(told: pytest.LogCaptureFixture) -> None:
+    train(Model(plain(), Attention()))
+    train(Model(plain()), TernaryPrecision())
+    train(Model(plain(), special()), LowBitPrecision("bf16"))
+    for phase in ("qaf", "bf16"):
+        plugin = FP4Precision("nvfp4")
+        plugin.set_phase(phase)
+        train(Model(special()), plugin)
+    assert lines(told) == []
+
+
+def test_a_summary_says_more(told: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    line = train(Model(special()), None, PrecisionSummary())
+    assert lines(told) == []
+    assert "Coverage: " in capsys.readouterr().out
+    assert "Special" in line.text, "for a report"
+
+
+def test_another_trainer_is_told_again(told: pytest.LogCaptureFixture) -> None:
+    plugin = FP4Precision("nvfp4")
+    for _ in range(2):
+        train(Model(special()), plugin)
+        assert len(lines(told)) == 1
+
+
+def test_shares_are_near_those_of_all_that_was_computed() -> None:
+    tokens = torch.randn(2, 8, 16)
+    for rest in ([plain(), Attention()], [special()], [Wide()], [Experts(), plain()], [Recurrent()], [Multihead()]):
+        model = convert(Model(*rest), "nvfp4")
+        keys = LayerKeys(model, seed=0)
+        keys.set_step(0) if hasattr(keys, "set_step") else None
+        for dtype in (torch.float32, torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                with GemmCounter(model) as counter:
+                    model.training_step(tokens).backward()
+                found = graph_coverage(model.training_step(tokens), model)
+            assert found.unit == "FLOPs"
+            assert found.share == pytest.approx(counter.coverage().share, abs=0.06), rest
+
+
+def test_manual_optimisation_counts_all_backward_passes_of_a_step(told: pytest.LogCaptureFixture) -> None:
+    class Manual(Model):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor) -> None:  # type: ignore[override]
+            for loss in (self.first(batch).mean(), self(batch).mean()):
+                self.manual_backward(loss)
+            self.optimizers().step()  # type: ignore[union-attr]
+
+    line = train(Manual(plain(), Wide()))
+    (text,) = lines(told)
+    assert text.startswith(line.text)
+    assert line.coverage.quantized == 2 * 16 * 16 * (16 + 16 + 2 * 64), "FLOPs of 16 tokens"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13's Dynamo
+def test_what_is_compiled_is_counted_by_weights(told: pytest.LogCaptureFixture) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = Special(16, 64), Special(64, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x).relu())
+
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    block = Block()
+    block.compile(backend=backend)
+    line = train(Model(block))
+    assert line.coverage.unit == "weights"
+    assert line.coverage.share == 16 * 16 / (16 * 16 + 2 * 16 * 64)
+    assert len(graphs) == 1, "nothing is compiled for the count"
+    assert "the weights of matrix products" in lines(told)[0]
+
+
+def test_a_run_is_the_same_and_nothing_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls = nn.Sequential(special(), nn.Dropout(0.5)), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return checkpoint(self._count, x, use_reentrant=False)
+
+        def _count(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.inner(x)
+
+    def run() -> tuple[dict[str, Tensor], int, Tensor]:
+        torch.manual_seed(0)
+        layer = Checkpointed()
+        model = Model(layer)
+        line = train(model)
+        assert (line.coverage is None) == silent
+        return model.state_dict(), layer.calls, torch.get_rng_state()
+
+    silent = False
+    state, calls, random = run()
+    silent = True
+    monkeypatch.setattr("lightning_lowbit.precision.coverage_line.graph_coverage", lambda *_: None)
+    without, calls_without, random_without = run()
+    assert calls == calls_without == 3 * 3, "of a step: the layer, its forward pass, and that again"
+    assert torch.equal(random, random_without)
+    assert all(torch.equal(state[name], without[name]) for name in state)
+
+
+def test_training_goes_on_where_autograd_tells_other_things(
+    told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise AttributeError("'MmBackward0' object has no attribute '_input_metadata'")
+
+    monkeypatch.setattr("lightning_lowbit.precision.coverage_line._flops", fail)
+    model = Model(special())
+    train(model)
+    assert model.trainer.global_step == 3
+    assert lines(told) == []
+
+
+def test_a_step_without_a_loss_is_not_the_first(told: pytest.LogCaptureFixture) -> None:
+    class Late(Model):
+        def training_step(self, batch: Tensor) -> Tensor | None:  # type: ignore[override]
+            self.steps = getattr(self, "steps", 0) + 1
+            return None if self.steps == 1 else super().training_step(batch)
+
+    with pytest.warns(UserWarning, match="returned `None`"):
+        train(Late(special()))
+    assert len(lines(told)) == 1
+
+
+def test_a_boring_model_is_told_nothing(told: pytest.LogCaptureFixture) -> None:
+    train(BoringModel(), None, limit_val_batches=0)
+    assert lines(told) == []
+
+
+def test_under_every_strategy_one_process_says_it(tmp_path: Path) -> None:
+    told = launch("tests.precision.covered", RANKS, tmp_path)
+    for name in STRATEGIES:
+        of_one, of_other = (found[name] for found in told)
+        assert of_one["share"] == of_other["share"] == pytest.approx(1 / 9), name
+        assert len(of_one["said"]) == 1, name
+        assert of_other["said"] == [], name
+        if name != "FSDP1":  # whose weights are parts of flat buffers
+            assert "Special" in of_one["said"][0], (name, of_one["said"])
