@@ -53,6 +53,7 @@ class GracefulInterrupt(LowBitCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Looks how signals are handled before Lightning has its own handlers."""
+        super().setup(trainer, pl_module, stage)
         numbers = [signal.SIGINT, signal.SIGTERM]
         environment = trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
