@@ -1,5 +1,6 @@
 """How a plugin is shown: the call that makes another like it."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -9,7 +10,7 @@ from lightning_lowbit.nn.casts import PRESETS, LinearCasts
 class Shown:
     """Has a ``repr`` of the arguments that the constructor was given: ``FP4Precision('nvfp4', skip=['lm_head'])``.
 
-    Casts are named by their preset; those that have none are described, in angle brackets.
+    Defaults are left out. Casts are named by their preset; those that have none are described, in angle brackets.
     """
 
     _arguments: str
@@ -17,11 +18,30 @@ class Shown:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Notes the arguments, before the constructor of a subclass makes others of them."""
         made = super().__new__(cls)
-        made._arguments = ", ".join([*map(_show, args), *(f"{name}={_show(value)}" for name, value in kwargs.items())])
+        defaults = _defaults(cls)
+        first = next(iter(defaults))  # which says what is quantised
+        named = {name: value for name, value in kwargs.items() if name == first or not _same(value, defaults.get(name))}
+        shown = (_show(value) if name == first else f"{name}={_show(value)}" for name, value in named.items())
+        made._arguments = ", ".join([*map(_show, args), *shown])
         return made
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._arguments})"
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """The defaults of a constructor's arguments, in order, those that it hands on to its bases included."""
+    defaults: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if issubclass(base, Shown) and "__init__" in vars(base):
+            _, *parameters = inspect.signature(base.__init__).parameters.values()
+            for each in parameters:
+                defaults.setdefault(each.name, each.default)
+    return defaults
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value == default or (isinstance(value, list) and tuple(value) == default)
 
 
 def _show(value: Any) -> str:
