@@ -1,7 +1,13 @@
-"""What a wheel must hold, read off the sources."""
+"""What a wheel must hold, and what the package offers, read off the sources."""
 
+import ast
+import importlib
 import tomllib
 from pathlib import Path
+
+import pytest
+
+import lightning_lowbit
 
 ROOT = Path(__file__).parent.parent
 
@@ -18,3 +24,25 @@ def test_recipes_are_package_data():
     for path in (ROOT / "recipes").iterdir():
         if path.suffix in (".yaml", ".md"):
             assert f"*{path.suffix}" in data["lightning_lowbit.recipes"], f"a wheel would lack {path.name}"
+
+
+def test_what_type_checkers_see_is_what_is_imported_when_it_is_asked_for():
+    (block,) = [node for node in ast.parse(Path(lightning_lowbit.__file__).read_text()).body if _is_for_types(node)]
+    seen = {alias.name: node.module for node in block.body for alias in node.names}
+    assert sorted(seen) == sorted(lightning_lowbit.__all__)
+    for name, module in seen.items():
+        vars(lightning_lowbit).pop(name, None)  # as if it had not been asked for yet
+        assert getattr(lightning_lowbit, name) is getattr(importlib.import_module(module), name), name
+
+
+def _is_for_types(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def test_names_and_subpackages_are_there_and_no_others():
+    assert {*lightning_lowbit.__all__, "nn", "precision", "scalers", "__version__"} <= set(dir(lightning_lowbit))
+    assert lightning_lowbit.nn.LayerKeys.__name__ == "LayerKeys"
+    with pytest.raises(AttributeError, match="module 'lightning_lowbit' has no attribute 'FP5Precision'"):
+        lightning_lowbit.FP5Precision  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'FP5Precision'"):
+        from lightning_lowbit import FP5Precision  # noqa: F401

@@ -20,6 +20,8 @@ from lightning_lowbit.cli.lists import options_with_lists, with_lists
 # How the first line begins of what goes on top of a recipe, and of what runs one many times.
 OVERLAY, STUDY = "Overlay: ", "Study: "
 
+_NEEDS_NO_RECIPE = r"--(model|model\.class_path|print_config|help|[\w.]+\.help)(=|$)"
+
 
 def recipes() -> dict[str, Path]:
     """The configurations that come with the package, by name."""
@@ -168,12 +170,15 @@ def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
     """
     names, rest = split_configs(arguments)
     config = merge_all(names) if names else {}
-    asks = any(re.match(r"--(model|print_config|help|[\w.]+\.help)\b", argument) for argument in rest)
-    if not config.get("model") and not asks:
-        overlays = " ".join(f"--config {name}" for name in names if kind(find_config(name)) == OVERLAY)
-        given = f"{overlays} is an overlay, which changes a recipe" if overlays else "nothing names a model"
-        command = f"lowbit {' '.join([*rest[:1], '--config quickstart', overlays])}".strip()
-        raise ValueError(f"Give a recipe, e.g. `{command}`: {given}. `lowbit ls` lists recipes.")
+    model = config.get("model")
+    named = isinstance(model, str) or (isinstance(model, Mapping) and "class_path" in model)
+    if not named and not any(re.match(_NEEDS_NO_RECIPE, argument) for argument in rest):
+        overlays = [name for name in names if kind(find_config(name)) == OVERLAY]
+        why = "nothing names a model"
+        if overlays:
+            why = f"{' and '.join(overlays)} {'change' if overlays[1:] else 'changes'} one, on top of it"
+        command = " ".join(["lowbit", *rest[:1], *(f"--config {name}" for name in ["quickstart", *overlays])])
+        raise ValueError(f"Give a recipe, e.g. `{command}`: {why}. `lowbit ls` lists recipes.")
     rest = options_with_lists(rest, config)
     if not names:
         return rest

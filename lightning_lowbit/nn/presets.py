@@ -18,10 +18,10 @@ def _nvfp4() -> LinearCasts:
     and a tensor scale in all six operands; stochastic rounding of both gradients and of wgrad's activations, nearest
     elsewhere.
 
-    Stochastic rounding is unbiased where nothing saturates, and scales that are rounded to nearest, as in the paper,
-    let the largest element of some blocks saturate: on average the products of wgrad are too small, by 0.7 % on normal
-    data and by up to 1.75 % where tails are heavy. The presets below with E4M3 scales have them too. Scales that are
-    rounded up have no such bias: ``{"preset": "nvfp4", "every": {"scale": {"rounding": "up"}}}``."""
+    Stochastic rounding is unbiased where nothing saturates. Scales are rounded to nearest, as in the paper, and let the
+    largest element of some blocks saturate: on average the products of wgrad are too small, by 0.7 % on normal data and
+    by up to 1.75 % where tails are heavy. The other presets with E4M3 scales have them, too. Scales that are rounded up
+    have no such bias: ``{"preset": "nvfp4", "every": {"scale": {"rounding": "up"}}}``."""
     return _fully(Cast("e2m1", Scale("e4m3", 16, two_level=True)))
 
 

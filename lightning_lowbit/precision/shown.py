@@ -1,7 +1,7 @@
 """How a plugin is shown: the call that makes another like it."""
 
+import inspect
 from collections.abc import Mapping
-from inspect import signature
 from typing import Any, Self
 
 from lightning_lowbit.nn.casts import PRESETS, LinearCasts
@@ -19,10 +19,11 @@ class Shown:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Notes the arguments, before the constructor of a subclass makes others of them."""
         made = super().__new__(cls)
-        parameters = [signature(c.__init__).parameters for c in reversed(cls.__mro__)]  # type: ignore[misc]
-        default = {name: parameter.default for each in parameters for name, parameter in each.items()}
-        given = {name: value for name, value in kwargs.items() if name not in default or not _is(default[name], value)}
-        made._arguments = ", ".join([*map(_show, args), *(f"{name}={_show(value)}" for name, value in given.items())])
+        defaults = _defaults(cls)
+        first = next(iter(defaults))  # which says what is quantised
+        named = {name: value for name, value in kwargs.items() if name == first or not _same(value, defaults.get(name))}
+        shown = (_show(value) if name == first else f"{name}={_show(value)}" for name, value in named.items())
+        made._arguments = ", ".join([*map(_show, args), *shown])
         return made
 
     def __repr__(self) -> str:
@@ -31,9 +32,19 @@ class Shown:
         return shown if casts in self._arguments or "<" in self._arguments else f"{shown}: {casts}"
 
 
-def _is(default: Any, value: Any) -> bool:
-    """Whether an argument is its default; an empty list is an empty tuple."""
-    return bool(default == value) or (default == () and value == [])
+def _defaults(cls: type) -> dict[str, Any]:
+    """The defaults of a constructor's arguments, in order, those that it hands on to its bases included."""
+    defaults: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if issubclass(base, Shown) and "__init__" in vars(base):
+            _, *parameters = inspect.signature(base.__init__).parameters.values()
+            for each in parameters:
+                defaults.setdefault(each.name, each.default)
+    return defaults
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value == default or (isinstance(value, list) and tuple(value) == default)
 
 
 def _show(value: Any) -> str:

@@ -371,10 +371,8 @@ def write(kind):
         (path / "model.safetensors.index.json").write_text(json.dumps(index))
     elif kind.endswith("index"):
         path.mkdir()
-        (path / "pytorch_model.bin.index.json").write_text("garbage" if kind == "garbage index" else "{}")
-    elif kind == "nested index":
-        path.mkdir()
-        (path / "pytorch_model.bin.index.json").write_text("[" * 200_000)
+        content = {"garbage index": "garbage", "empty index": "{}", "nested index": "[" * 200_000}[kind]
+        (path / "pytorch_model.bin.index.json").write_text(content)
     elif kind == "sparse":
         torch.save({"up.weight": torch.eye(16).to_sparse(), "down.weight": torch.randn(2, 16)}, path)
     elif kind == "meta":

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def scalars(run, tag):
 
 
 def written():
-    return {str(path) for path in Path().rglob("*") if path.is_file()} - {"text/a.txt", "tiny.yaml"}
+    return {str(path) for path in Path().rglob("*")} - {"text", "text/a.txt", "tiny.yaml"}
 
 
 def test_quickstart(capsys):
@@ -87,12 +88,50 @@ def test_twice_without_a_logger():
     assert Path("runs/tiny/config.yaml").exists()
 
 
-def test_classes_of_the_current_folder(tmp_path):
-    Path("mine.py").write_text("from lightning_lowbit.recipes.models import CausalLM as Mine")
-    command = [Path(sys.executable).with_name("lowbit"), "fit", "--config=quickstart", "--config=tiny.yaml"]
-    done = subprocess.run([*command, "--model.class_path=mine.Mine"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "class_path: mine.Mine" in Path("runs/tiny/version_0/config.yaml").read_text()
+MINE = """
+from lightning.pytorch import Callback
+from lightning_lowbit.recipes.data import TextDataModule as Data
+
+class Hello(Callback):
+    def on_train_start(self, trainer, pl_module):
+        print("hello from the current folder", flush=True)
+"""
+# Of a recipe all of whose steps are few, the warm-up is a share.
+MINE_YAML = """
+trainer: {max_steps: 2, callbacks: [{class_path: mine.Hello}], default_root_dir: runs/mine}
+model: {init_args: {config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2}}}
+data: {class_path: mine.Data, init_args: {path: text, sequence_length: 16, batch_size: 2, val_batches: 2}}
+"""
+
+
+def installed(*arguments):
+    """What the installed script prints, as users run it: from their folder, without PYTHONPATH."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [Path(sys.executable).with_name("lowbit"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_classes_of_the_current_folder_that_a_file_names():
+    Path("mine.py").write_text(MINE)
+    Path("sub").mkdir()
+    Path("sub/mine.yaml").write_text(MINE_YAML)
+    assert "hello from the current folder" in installed("fit", "--config=quickstart", "--config=sub/mine.yaml")
+    assert "class_path: mine.Hello" in Path("runs/mine/version_0/config.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_every_command_finds_classes_of_the_current_folder():
+    Path("mine.py").write_text(MINE)
+    Path("mine.yaml").write_text(MINE_YAML)
+    recipe = ("--config=quickstart", "--config=mine.yaml")
+    assert "A step:" in installed("estimate", *recipe)
+    installed("compare", *recipe, "--vary=bf16")
+    (log,) = Path("runs/compare").rglob("log.txt")
+    assert "hello from the current folder" in log.read_text()
+    checkpoint = next(Path("runs/compare").rglob("last.ckpt"))
+    assert "val_loss" in installed("validate", *recipe, f"--ckpt_path={checkpoint}")
 
 
 def test_the_saved_configuration_runs_again():
@@ -116,12 +155,38 @@ def test_the_seed_of_seed_everything_reaches_everything():
     assert not set(first.values()) & set(second.values())
 
 
-def test_validate_from_a_checkpoint():
+def test_validate_from_a_checkpoint(capsys):
     assert lowbit() == 0
     last = scalars("runs/tiny/version_0", "val_loss")[5]
+    capsys.readouterr()
     assert lowbit("--ckpt_path=last", command="validate") == 0
+    said = "lowbit validate: runs/tiny/version_0/checkpoints/last.ckpt, in FP4Precision('nvfp4', skip=['lm_head'])"
+    assert said in capsys.readouterr().out
     (again,) = scalars("runs/tiny/version_1", "val_loss").values()
     assert again == last
+
+
+def test_options_that_a_checkpoint_overrides_are_said_and_recorded():
+    assert lowbit() == 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert lowbit("--ckpt_path=last", "--trainer.max_steps=8", f"{OPTIMIZER}.lr=0.05") == 0
+    assert sum("overrides options that this run asks for" in str(each.message) for each in caught) == 1
+    config = Path("runs/tiny/version_1/config.yaml").read_text()
+    head, options, *rest = config.splitlines()
+    assert head == "# The checkpoint that this run went on from holds other options, and they were in force:"
+    assert options == "# StableSPAM: lr 0.001 (asked for: 0.05)"
+    assert not any(line.startswith("# StableSPAM") for line in rest)
+    assert yaml.safe_load(config)["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.05, "what was asked for"
+    assert not Path("runs/tiny/version_0/config.yaml").read_text().startswith("# The checkpoint")
+
+
+def test_a_list_option_takes_one_item():
+    Path("skip.yaml").write_text("trainer: {plugins: {init_args: {only: q_proj}}}")
+    assert lowbit("--trainer.plugins.init_args.skip", "lm_head", "--config=skip.yaml") == 0
+    config = yaml.safe_load(Path("runs/tiny/version_0/config.yaml").read_text())
+    plugin = config["trainer"]["plugins"]["init_args"]
+    assert (plugin["skip"], plugin["only"]) == (["lm_head"], ["q_proj"])
 
 
 def test_last_is_searched_where_the_checkpoints_are():
@@ -135,6 +200,8 @@ def test_last_is_searched_where_the_checkpoints_are():
         assert lowbit("--ckpt_path=last", command="validate") == 2, "another run's folder has no checkpoint"
         assert lowbit(*mine, "--ckpt_path=last", command="validate") == 0
 
+
+OPTIMIZER, SCHEDULER = (f"--model.init_args.{part}.init_args" for part in ("optimizer", "scheduler"))
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
@@ -162,6 +229,14 @@ def test_last_is_searched_where_the_checkpoints_are():
             "Unknown rounding 'nearst'. Did you mean 'nearest'?",
         ),
         (["--trainer.plugins.init_args.skip=[lm_haed]"], "skip: the pattern 'lm_haed' matches no linear layer."),
+        (["--trainer.plugins.init_args.skip=lm_haed"], "The option is --trainer.plugins.init_args.skip. (LOWBIT"),
+        (
+            [f"{SCHEDULER}.warmup_steps=40"],
+            f"got 40. Warm up for fewer steps. A number below 1, such as 0.1, is a share "
+            f"of them. The option is {SCHEDULER}.warmup_steps.",
+        ),
+        ([f"{SCHEDULER}.final_fraction=7"], f"The option is {SCHEDULER}.final_fraction."),
+        (["--data.init_args.batch_size"], "error: --data.init_args.batch_size takes a value, and none follows it."),
         (["--trainer.plugins.init_args.skipp=[lm_head]"], "Did you mean 'skip'?"),
         (["--model.init_args.optimizer.init_args.weight_decai=1"], "Did you mean 'weight_decay'?"),
         (["--trainer.plugins=lightning_lowbit.FP44Precision"], "Did you mean 'FP4Precision'?"),

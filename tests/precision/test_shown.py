@@ -1,0 +1,52 @@
+"""What a plugin looks like, in a notebook and in errors: the call that makes it."""
+
+import copy
+import pickle
+
+import pytest
+from lightning.pytorch import Trainer
+
+import lightning_lowbit
+from lightning_lowbit import FP4Precision, FP8Precision, LinearCasts, LowBitPrecision
+
+CALLS = [
+    "FP4Precision()",
+    "FP4Precision('nvfp4', rounding={'wgrad_x': 'nearest'}, skip=['lm_head'])",
+    "FP8Precision('row', overrides={'up_proj': 'bf16'}, seed=3)",
+    "IntegerPrecision(4, activation_bits=6, group='row', symmetric=False)",
+    "TernaryPrecision(None, scale_factor=1.5)",
+    "LowBitPrecision({'preset': 'nvfp4', 'fprop_x': None}, compute_dtype='fp32', only=['a', 'b'])",
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_plugin_is_shown_as_the_call_that_makes_it(call: str) -> None:
+    plugin = eval(call, {name: getattr(lightning_lowbit, name) for name in lightning_lowbit.__all__})
+    assert repr(plugin) == str(plugin) == call
+    assert repr(copy.deepcopy(plugin)) == repr(pickle.loads(pickle.dumps(plugin))) == call
+
+
+def test_defaults_are_left_out_but_for_what_is_quantised() -> None:
+    """A command line gives all arguments, and by name."""
+    assert (
+        repr(FP4Precision(casts="nvfp4", rounding=None, skip=["a"], shared_amax=[]))
+        == "FP4Precision('nvfp4', skip=['a'])"
+    )
+    assert repr(FP8Precision(history=16, scaling="delayed", margin=1)) == "FP8Precision('delayed', margin=1)"
+
+
+def test_casts_are_named_or_described() -> None:
+    casts = LinearCasts.preset("nvfp4")
+    plugin = LowBitPrecision(casts, overrides={"up": LinearCasts(fprop_w=casts.fprop_w)})
+    described = "<fprop(x=hp, w=e2m1/e4m3:1x16+fp32) dgrad(g=hp, w=hp) wgrad(g=hp, x=hp)>"
+    assert repr(plugin) == f"LowBitPrecision('nvfp4', overrides={{'up': {described}}})"
+
+
+def test_errors_of_lightning_name_it() -> None:
+    with pytest.raises(ValueError, match=r"Received both `precision=16-mixed` and `plugins=FP4Precision\('nvfp4'\)`"):
+        Trainer(accelerator="cpu", precision="16-mixed", plugins=[FP4Precision("nvfp4")])
+
+
+def test_arguments_that_are_used_up_are_not_kept() -> None:
+    plugin = FP4Precision(skip=(name for name in ["lm_head"]))
+    assert pickle.loads(pickle.dumps(plugin)).skip == ["lm_head"], "an iterator cannot be pickled"
