@@ -11,6 +11,7 @@ from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_lowbit.callbacks.graceful_interrupt import TERMINATED
 from lightning_lowbit.cli.checkpoints import resolve
@@ -37,7 +38,9 @@ def run(arguments: Sequence[str]) -> None:
         try:
             _make(LowBitCLI, merge_configs(arguments, Path(folder) / "merged.yaml"))
         except SIGTERMException as stopped:  # to which Lightning gives no status: a scheduler would take it for the end
-            raise SystemExit(TERMINATED if stopped.code is None else stopped.code) from stopped
+            if stopped.code is None and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+                raise SystemExit(TERMINATED) from stopped
+            raise
 
 
 class SaveConfig(SaveConfigCallback):
