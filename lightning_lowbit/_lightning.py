@@ -46,10 +46,10 @@ Trainer = pytorch.Trainer
 AsyncCheckpointIO = pytorch.plugins.AsyncCheckpointIO
 DeepSpeedStrategy = pytorch.strategies.DeepSpeedStrategy
 FSDPPrecision = pytorch.plugins.precision.FSDPPrecision
-LightningEnvironment = fabric.plugins.environments.LightningEnvironment
+LightningEnvironment = fabric.plugins.environments.lightning.LightningEnvironment
 LightningOptimizer = pytorch.core.optimizer.LightningOptimizer
 Precision = pytorch.plugins.precision.Precision
-SLURMEnvironment = fabric.plugins.environments.SLURMEnvironment
+SLURMEnvironment = fabric.plugins.environments.slurm.SLURMEnvironment
 TrainerFn = pytorch.trainer.states.TrainerFn
 
 CSVLogger = pytorch.loggers.CSVLogger

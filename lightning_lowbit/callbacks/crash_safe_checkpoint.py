@@ -28,12 +28,11 @@ from lightning_lowbit.callbacks.files import (
     discard,
     mend,
     name_of,
-    named,
     put_in_place,
     remove,
     replace_link,
 )
-from lightning_lowbit.callbacks.whole_checkpoints import DamagedCheckpointError, first_whole, newest_first
+from lightning_lowbit.callbacks.whole_checkpoints import DamagedCheckpointError, find, first_whole
 
 _T = TypeVar("_T")
 
@@ -173,7 +172,7 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
             return super()._find_last_checkpoints(trainer)
         if trainer.state.fn == "fit" and trainer.is_global_zero:
             mend(Path(folder), self.FILE_EXTENSION)
-        found = newest_first(named(Path(folder), self.FILE_EXTENSION, below=False))
+        found = find(Path(folder), suffix=self.FILE_EXTENSION, below=False)
         last = [path for path in found if re.match(rf"{self.CHECKPOINT_NAME_LAST}(-\d+)?", name_of(path))]
         newest, damaged = first_whole(last)
         if damaged:

@@ -25,7 +25,8 @@ except ImportError:  # Windows
 
 _PARTIAL, _PREVIOUS = ".partial", ".previous"
 _HOST = platform.node().replace(".", "_")
-_LEFT = re.compile(rf"(?P<name>.+?)(\.(?P<host>[^.]+)-\d+)?(?P<kind>{_PARTIAL}|{_PREVIOUS})")
+# Versions before this one wrote no host: of such names only checkpoints are ours.
+_LEFT = re.compile(rf"(?P<name>.+?)((?<=\.ckpt)|\.(?P<host>[^.]+)-\d+)(?P<kind>{_PARTIAL}|{_PREVIOUS})")
 _STALE = 3600  # seconds without a change, after which nothing on another machine writes it any more
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_lowbit._lightning import rank_zero_only
-from lightning_lowbit.callbacks.files import name_of
+from lightning_lowbit.callbacks.files import name_of, named
 
 FOREIGN = "is not a file that torch.save wrote"
 _REST, _INDEX = "meta.pt", ".metadata"  # Lightning's file beside the shards; torch's, which says where each tensor lies
@@ -49,12 +49,24 @@ def first_whole(paths: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
     """The first checkpoint that is whole, or None, and what is wrong with those before it."""
     damaged: dict[Path, str] = {}
     for path in paths:
-        wrong = damage(path)
-        if wrong is None:
-            return path, damaged
-        if os.path.lexists(path):  # or else it was removed meanwhile
-            damaged[path] = wrong
+        for place in (path, path.with_name(name_of(path))):  # another process may have put it back
+            wrong = damage(place)
+            if wrong is None:
+                return place, damaged
+            if os.path.lexists(place):  # or else it was removed meanwhile
+                damaged[place] = wrong
+                break
     return None, damaged
+
+
+def find(*folders: Path, suffix: str, below: bool = True) -> list[Path]:
+    """The checkpoints in some folders, the newest first."""
+    for _ in range(3):  # another process may put one back, or remove one, while this one looks
+        paths = {path for folder in folders for path in named(folder, suffix, below)}
+        found = newest_first(paths)
+        if len(found) == len(paths):
+            break
+    return found
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
@@ -68,7 +80,8 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
     keys = {}
     for path, version in versions.items():
         try:
-            keys[path] = (int(version[-1]) if version else newest, step_of(path), path.lstat().st_mtime)
+            run = int(version[-1]) if version else newest
+            keys[path] = (run, step_of(path), path.lstat().st_mtime, str(path))  # the same order on all ranks
         except FileNotFoundError:
             continue
     return sorted(keys, key=lambda path: keys[path], reverse=True)

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lowbit._lightning import rank_zero_only
-from lightning_lowbit.callbacks.files import mend, named
+from lightning_lowbit.callbacks.files import mend
 from lightning_lowbit.callbacks.whole_checkpoints import (
     FOREIGN,
     DamagedCheckpointError,
     damage,
+    find,
     first_whole,
-    newest_first,
 )
 from lightning_lowbit.cli.configs import as_list
 
@@ -52,7 +52,7 @@ def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
 
 def find_checkpoints(*folders: Path) -> list[Path]:
     """Each ``*.ckpt`` below some folders, the newest first."""
-    return newest_first({path for folder in folders for path in named(folder, _SUFFIX)})
+    return find(*folders, suffix=_SUFFIX)
 
 
 def _find_last(which: str, folders: list[Path]) -> Path:

@@ -21,6 +21,7 @@ from lightning_lowbit._lightning import (
     SaveConfigCallback,
     SIGTERMException,
     Trainer,
+    rank_zero_only,
 )
 from lightning_lowbit.callbacks.files import replace_file
 from lightning_lowbit.callbacks.graceful_interrupt import TERMINATED
@@ -49,7 +50,9 @@ def run(arguments: Sequence[str]) -> None:
         try:
             _make(LowBitCLI, merge_configs(arguments, Path(folder) / "merged.yaml"))
         except SIGTERMException as stopped:  # to which Lightning gives no status: a scheduler would take it for the end
-            raise SystemExit(TERMINATED if stopped.code is None else stopped.code) from stopped
+            if stopped.code is None and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+                raise SystemExit(TERMINATED) from stopped
+            raise
 
 
 class SaveConfig(SaveConfigCallback):

@@ -280,7 +280,7 @@ def names():
 
 
 def test_what_a_crash_left_is_removed_below_and_not_within_checkpoints(tmp_path):
-    other = ("c.ckpt/d.ckpt.partial", "e.partial", "f.ckpt")
+    other = ("c.ckpt/d.ckpt.partial", "e.partial", "f.ckpt", "g.bin.partial")
     leave(f"a.ckpt.{LEFT}.partial", f"f.ckpt.{LEFT}.previous", f"loss/0.3.ckpt.{LEFT}.partial", *other)
     files.mend(tmp_path, ".ckpt")
     assert names() == set(other)

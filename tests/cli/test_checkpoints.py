@@ -58,13 +58,13 @@ def test_a_resume_removes_what_crashes_left_in_folders_of_earlier_runs():
 @pytest.mark.parametrize("damage", DAMAGED_FILES)
 def test_a_damaged_last_one_is_named_with_the_newest_whole_one_which_last_good_takes(damage, capsys):
     spoil, words = DAMAGED_FILES[damage]
-    for name, step in (("step=2.ckpt", 2), ("step=4.ckpt", 4), ("step=6.ckpt", 6), ("last.ckpt", 6)):
+    for name, step in (("step=2.ckpt", 2), ("step=4.ckpt", 4), ("step=6.ckpt", 6), ("last.ckpt", 8)):
         save_file(place(0, name), step)
     spoil(place(0, "last.ckpt"))
     cut(place(0, "step=6.ckpt"))
     with pytest.raises(ValueError) as error:
         last()
-    assert f"{place(0, 'last.ckpt')} is damaged: it {words}" in str(error.value) or damage == "flipped bytes"
+    assert f"{place(0, 'last.ckpt')} is damaged: it {words}" in str(error.value)
     assert str(error.value).endswith(f"{place(0, 'step=4.ckpt')} (step 4): take it with --ckpt_path last-good.")
     assert last("last-good") == place(0, "step=4.ckpt")
     assert f"{place(0, 'last.ckpt')} is damaged: it {words}" in capsys.readouterr().out
@@ -92,7 +92,8 @@ def test_a_path_is_looked_at_too_unless_it_is_in_the_format_of_others():
 def test_what_vanishes_during_the_search_is_left_out(monkeypatch):
     save_file(place(0, "last.ckpt"))
     monkeypatch.setattr(
-        "lightning_lowbit.cli.checkpoints.named", lambda *_: {place(0, "last.ckpt"), place(0, "step=1.ckpt")}
+        "lightning_lowbit.callbacks.whole_checkpoints.named",
+        lambda *_: {place(0, "last.ckpt"), place(0, "step=1.ckpt")},
     )
     assert find_checkpoints(Path("runs")) == [place(0, "last.ckpt")]
 

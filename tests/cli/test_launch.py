@@ -34,24 +34,33 @@ STARTERS = {
 }
 
 
-def fit(starter):
-    """A run from its start to its end, in a folder that is called after who starts it."""
+def begin(starter, *arguments):
+    """A run in a folder that is called after who starts it, with a log beside it."""
     Path(f"{starter}.yaml").write_text(TINY.replace("ROOT", starter))
     clean = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")}
     environment = {**clean, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, *STARTERS[starter], "fit"]
     command += [f"--config={name}" for name in ("quickstart", "multi_node", f"{starter}.yaml")]
-    log = Path(f"{starter}.log")
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
-        try:
-            code = process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            code = f"nothing within {LIMIT} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and those that it started
-    assert code == 0, f"ended with {code}\n{log.read_text()[-3000:]}"
+    with Path(f"{starter}.log").open("w") as file:
+        return subprocess.Popen(
+            [*command, *arguments], stdout=file, stderr=file, env=environment, start_new_session=True
+        )
+
+
+def end(process):
+    """The exit status, once all processes have ended."""
+    try:
+        return process.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        return f"nothing within {LIMIT} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and those that it started
+
+
+def fit(starter):
+    code = end(begin(starter))
+    assert code == 0, f"ended with {code}\n{Path(f'{starter}.log').read_text()[-3000:]}"
 
 
 def test_torchrun_and_lightning_start_the_same_run():
@@ -67,6 +76,22 @@ def test_torchrun_and_lightning_start_the_same_run():
     assert fresh["trainer"]["devices"] == 2
     order = first["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["order"]
     assert order["ranks"] == 2, "both processes trained alone"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", STARTERS)
+def test_sigterm_to_what_has_started_them_saves_and_is_no_success(starter):
+    Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    often = "--trainer.callbacks+={class_path: ModelCheckpoint, init_args: {every_n_train_steps: 2, dirpath: often}}"
+    graceful = "--trainer.callbacks+=lightning_lowbit.GracefulInterrupt"
+    process, limit = begin(starter, "--trainer.max_steps=100000", often, graceful), time.monotonic() + LIMIT
+    while not any(Path("often").glob("*.ckpt")):
+        assert process.poll() is None and time.monotonic() < limit, Path(f"{starter}.log").read_text()[-3000:]
+        time.sleep(0.05)
+    process.terminate()
+    code, told = end(process), Path(f"{starter}.log").read_text()[-3000:]
+    assert code == 143 if starter == "Lightning" else code not in (0, -signal.SIGKILL), f"ended with {code}\n{told}"
+    assert (Path(starter) / "interrupted.ckpt").exists(), told
 
 
 # --- SLURM ------------------------------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@ import copy
 import pickle
 
 import pytest
-from lightning.pytorch import Trainer
 
 import lightning_lowbit
 from lightning_lowbit import FP4Precision, FP8Precision, LinearCasts, LowBitPrecision
+from tests.lightnings import Trainer
 
 CALLS = [
     "FP4Precision()",
