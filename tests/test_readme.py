@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/**/*.md"))]
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -24,8 +26,8 @@ def test_there_are_exactly_two_set_up_commands():
     assert all("-c .ci/constraints.txt" in command for command in commands), "install through the constraints"
 
 
-@pytest.mark.parametrize("page", ["README.md", "recipes/README.md"])
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "recipes/README.md", *PAGES])
 def test_relative_links_exist(page):
-    path = Path(__file__).parent.parent / page
+    path = ROOT / page
     for link in re.findall(r"\]\((?!http|#)([^)]+)\)", path.read_text()):
         assert (path.parent / link.partition("#")[0]).exists(), f"{page} links to {link}, which does not exist"
