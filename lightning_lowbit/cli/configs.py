@@ -54,7 +54,7 @@ def find_config(name: str, option: str = "--config") -> Path:
     known = recipes()
     if name.replace("-", "_") not in known:
         raise FileNotFoundError(
-            f"{option} {name}: there is no such file, and no recipe, overlay or study of this name."
+            f"{option} {name}: no such file, and no recipe, overlay or study of this name."
             f"{nearest(name.replace('-', '_'), known, most=4)} `lowbit ls` lists them."
         )
     return known[name.replace("-", "_")]

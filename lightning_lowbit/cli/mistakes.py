@@ -25,11 +25,6 @@ def explain(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     message = re.sub(r"\s+", " ", _first_cause(lines)).strip() or type(error).__name__
     message = re.sub(r"Parser key.*(No module named '(\w+)').*", missing, message)
-    message = re.sub(
-        r"(Expected a <class '[\w.]*(?:Iterable|Sequence|list)'>. Got value: ([^\s[{]+?))\.?$",
-        r"\1. Write [\2]",
-        message,
-    )
     return " ".join([message, *getattr(error, "__notes__", ())])
 
 
@@ -52,7 +47,7 @@ def suggest(message: str, keys: Collection[str]) -> str:
     close = [
         match for word in (misspelt[1], misspelt[1].split(".")[0]) for match in difflib.get_close_matches(word, keys)
     ]
-    return f"Did you mean {close[0]!r}?" if close else "`lowbit fit --help` lists what is possible."
+    return f"Did you mean {close[0]!r}?" if close else "`lowbit fit --help all` lists what is possible."
 
 
 def without_value(arguments: Sequence[str], message: str) -> str | None:
@@ -66,10 +61,10 @@ def without_value(arguments: Sequence[str], message: str) -> str | None:
 
 def option_of(error: BaseException, config: Mapping[str, Any]) -> str | None:
     """The option that an error is about: its message begins with an argument of the object that raised it."""
-    name = re.match(r"\w*", str(error))
+    name = re.split(r"\W", str(error), maxsplit=1)[0]
     raisers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     for path, owner in _arguments(config):
-        if name is not None and path.rpartition(".")[2] == name[0]:
+        if path.rpartition(".")[2] == name:
             cls = class_at(owner)
             if cls is not None and any(isinstance(each, cls) for each in raisers):
                 return f"--{path}"

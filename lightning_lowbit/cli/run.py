@@ -65,14 +65,11 @@ class SaveConfig(SaveConfigCallback):
         """Writes; above what was asked for stands what a checkpoint holds instead."""
         super().setup(trainer, pl_module, "fit")
         overridden = getattr(trainer.precision_plugin, "overridden", ())
-        if overridden and trainer.is_global_zero:
-            assert trainer.log_dir is not None
-            path = Path(trainer.log_dir) / self.config_filename
-            lines = [
-                "The checkpoint that this run went on from holds other options, and they were in force:",
-                *overridden,
-            ]
-            replace_file(path, "".join(f"# {line}\n" for line in lines) + path.read_text())
+        folder = trainer.log_dir  # all processes ask for it together
+        if overridden and folder is not None and trainer.is_global_zero:
+            path = Path(folder) / self.config_filename
+            head = "The checkpoint that this run went on from holds other options, and they were in force:"
+            replace_file(path, "".join(f"# {line}\n" for line in (head, *overridden)) + path.read_text())
 
 
 class LowBitCLI(LightningCLI):
@@ -155,12 +152,13 @@ class LowBitCLI(LightningCLI):
 @contextmanager
 def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
     """Of a run that does not begin, removes what its loggers have written by then, and the folders made for it."""
-    logged = [Path(folder) for logger in trainer.loggers if (folder := getattr(logger, "log_dir", None)) is not None]
+    loggers = trainer.loggers if trainer.is_global_zero else []  # the others would count versions of their own
+    logged = [Path(folder) for logger in loggers if (folder := getattr(logger, "log_dir", None)) is not None]
     made = [path for folder in logged for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
     except Exception:
-        if trainer.is_global_zero and not any((folder / "config.yaml").exists() for folder in logged):
+        if not any((folder / "config.yaml").exists() for folder in logged):  # which is written when training starts
             for folder in made:
                 for path in (*folder.glob("events.out.tfevents.*"), folder / "hparams.yaml"):
                     path.unlink(missing_ok=True)
