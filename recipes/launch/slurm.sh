@@ -7,8 +7,8 @@
 #
 # Five minutes before the time is up SLURM sends USR1 to this script, which interrupts the tasks. `GracefulInterrupt` then
 # ends the step on all ranks, writes a checkpoint and stops; the job goes back into the queue and resumes from its newest
-# checkpoint. All ranks look for an interrupt every trainer.log_every_n_steps steps: these must fit into the five
-# minutes. A run that fails is not queued again: submit it with `--ckpt_path last`.
+# checkpoint. The rest of a step, a validation that is due and a save must fit into the five minutes. A run that fails is
+# not queued again: submit it with `--ckpt_path last`.
 #
 #SBATCH --job-name=lowbit
 #SBATCH --nodes=4
