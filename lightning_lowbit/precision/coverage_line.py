@@ -15,7 +15,6 @@ reentrant checkpoint computes is one node: there, weights are counted instead.
 import re
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -104,10 +103,13 @@ class CoverageLine:
             is_quantizing: whether a phase leaves all casts in force. If not, or if all casts are those of high
                 precision, nothing is counted: little is meant to be quantized.
         """
-        if self._is_done or loss.grad_fn is None or not (is_quantizing and _has_casts(model)):
+        if self._is_done or loss.grad_fn is None or not is_quantizing:
             return
-        with suppress(Exception):  # what autograd tells of its graph is no promise of torch's, and no training's matter
-            self.coverage = graph_coverage(loss, model, self.coverage)
+        try:
+            self.coverage = graph_coverage(loss, model, self.coverage) if _has_casts(model) else None
+        except Exception:  # what autograd tells of its graph is no promise of torch's, and no matter of the training
+            self.coverage = None
+        self._is_done = self.coverage is None
 
     def say(self, trainer_reference: Callable[[], Any] | None) -> None:
         """Says it, at the end of a step in which something was seen.
@@ -139,6 +141,8 @@ def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = 
         >>> graph_coverage(model(x).sum(), model).share
     """
     found = GraphCoverage() if onto is None else onto
+    if found.unit != "FLOPs":
+        return found
     owners = _Owners(model)
     seen: set[Any] = set()
     stack = [loss.grad_fn]
@@ -219,7 +223,8 @@ class _Owners:
             for parameter in module.parameters(recurse=False):
                 if not isinstance(module, nn.Embedding) or id(parameter) not in self._by_id:  # tied to a product
                     self._by_id[id(parameter)] = name
-                self._by_shape.setdefault(tuple(parameter.shape), name)  # as FSDP2 replaces parameters
+                if not isinstance(module, nn.Embedding) and _why(module) is not None:  # FSDP2 replaces parameters
+                    self._by_shape.setdefault(tuple(parameter.shape), name)
 
     def of_product(self, node: Any) -> tuple[str, nn.Module | None, str | None]:
         """(name, module, why it is not quantized) of a product."""
@@ -274,10 +279,14 @@ def _why(module: nn.Module) -> str | None:
         return f"{kind} (recurrent)"
     if isinstance(module, nn.Linear):
         return f"{kind} (a subclass of nn.Linear, which might compute otherwise)"
-    if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+    if any(_is_matrix(parameter) and parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
         return f"{kind} (a stack of experts, no nn.Linear)"
     package = "" if type(module).__module__ == "__main__" else f" of {type(module).__module__.split('.')[0]}"
     return f"{kind}{package} (no nn.Linear)"
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return parameter.dim() > 1 and parameter.shape[0] > 1  # which embeddings of positions, [1, tokens, features], lack
 
 
 def _of_weights(model: nn.Module) -> GraphCoverage:
@@ -287,7 +296,7 @@ def _of_weights(model: nn.Module) -> GraphCoverage:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
         for parameter in module.parameters(recurse=False):
-            if parameter.dim() > 1 and id(parameter) not in counted:
+            if _is_matrix(parameter) and id(parameter) not in counted:
                 counted.add(id(parameter))
                 found.add(parameter.numel(), clean_name(name), module, _why(module))
     return found

@@ -674,7 +674,7 @@ def test_reported() -> None:
     assert "Rollbacks: 1." in page
     assert f'<td class="number">{BAD + 1}</td>' in page, "charts count the first step as 1"
     fit(Scripted(range(4)), RunReport(), rollback())
-    assert "No loss spiked." in Path("report.html").read_text()
+    assert "No loss spiked." in Path("version_1/report.html").read_text()
 
 
 def test_from_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
