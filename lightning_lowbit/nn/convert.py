@@ -178,11 +178,9 @@ def check_backend(
             f"{planned[name]}. Use backend='auto', leave such layers out with skip, or give them other casts with "
             "overrides."
         )
-    if device is None:
-        return
-    for name, gemms in quantized.items():
-        for gemm in gemms:
-            has_native_gemms(device, planned[name].native_gemms[gemm], backend)  # or else raises
+    if device is not None:
+        for kind in {planned[name].native_gemms[gemm] for name, gemms in quantized.items() for gemm in gemms}:
+            has_native_gemms(device, kind, backend)  # or else raises
 
 
 def set_phase(model: nn.Module, phase: str) -> None:

@@ -36,7 +36,7 @@ class Setup(NamedTuple):
     """How a layer computes: its casts, and what :class:`lightning_lowbit.nn.QuantizedLayer` says of the rest."""
 
     casts: LinearCasts
-    keys: Tensor | None
+    keys: Tensor | None  # of this call: what is given is not filled anew, as the layer's own are
     in_force: Tensor | None
     staged: Tensor | None  # None: amaxes are not recorded
     exact: bool
@@ -88,10 +88,9 @@ class _LinearFunction(torch.autograd.Function):
             x if (needs_x and "fprop_x" in casts.surrogate) or (needs_w and how.gradient_sums is not None) else None,
             w if needs_w and "fprop_w" in casts.surrogate else None,
         )
-        # All are refilled in place for the next micro-batch or step, which may begin before this one's backward pass.
-        refilled = (how.keys, how.in_force, how.blend)
-        keys, in_force, blend_ = (None if tensor is None else tensor.clone() for tensor in refilled)
-        ctx.rest = how._replace(keys=keys, in_force=in_force, blend=blend_), x.dtype
+        # Both are refilled in place for the next micro-batch or step, which may begin before this one's backward pass.
+        in_force, blend_ = (None if tensor is None else tensor.clone() for tensor in (how.in_force, how.blend))
+        ctx.rest = how._replace(in_force=in_force, blend=blend_), x.dtype
         return y
 
     @staticmethod

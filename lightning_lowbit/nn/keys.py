@@ -1,10 +1,12 @@
-"""Keys of the random bits of stochastic rounding, one per layer and operand.
+"""Keys of the random bits of stochastic rounding, one per layer and operand, and for each call of the layer.
 
-    key = hash(seed, optimizer step, micro-batch, rank; layer name, operand)
+    key = hash(seed, optimizer step, micro-batch, rank; layer name, operand; call)
 
 The bits are a pure function of the key and of the index of an element (see :mod:`lightning_lowbit.quant.rounding`), so
 they are the same when activations are recomputed, after a resume and whatever other code draws random numbers. The rank
-among data-parallel processes enters for x and g, which differ between ranks, and not for w, which does not.
+among data-parallel processes enters for x and g, which differ between ranks, and not for w, which does not. So does the
+call, for layers that a micro-batch passes through several times: the first one has the keys that are filled in, and
+each later one its own, so that noise does not add up (:mod:`lightning_lowbit.nn.calls`).
 """
 
 import hashlib
@@ -12,6 +14,7 @@ import hashlib
 import torch
 from torch import nn
 
+from lightning_lowbit.nn.calls import Calls, number_calls
 from lightning_lowbit.nn.casts import OPERANDS
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant.rounding import mix_key
@@ -54,10 +57,11 @@ class LayerKeys:
         salts = [[_salt(name, operand) for operand in OPERANDS] for name in self.layers]
         self._salts = torch.tensor(salts, dtype=torch.int64).view(-1, len(OPERANDS))
         self._is_weight = torch.tensor(_IS_WEIGHT)
+        self._calls = Calls()
         self._place(torch.device("cpu"))
 
     def fill_(self, step: int, micro_batch: int = 0, rank: int = 0, device: torch.device | None = None) -> None:
-        """Sets the keys.
+        """Sets the keys; the next call of each layer is its first one.
 
         Args:
             step: optimizer steps taken so far.
@@ -67,6 +71,7 @@ class LayerKeys:
         """
         if device is not None and with_index(device) != self._keys.device:
             self._place(device)
+        self._calls.begin()
         shared = hash_numbers(self.seed, step, micro_batch)
         own = hash_numbers(self.seed, step, micro_batch, rank)
         self._keys.copy_(mix_key(self._salts ^ torch.where(self._is_weight, shared, own)))
@@ -79,8 +84,9 @@ class LayerKeys:
     def _place(self, device: torch.device) -> None:
         self._salts, self._is_weight = self._salts.to(device), self._is_weight.to(device)
         self._keys = torch.zeros_like(self._salts)
+        self._calls.of_data = self._calls.of_data.to(device)
         for layer, keys in zip(self.layers.values(), self._keys, strict=True):
-            layer.keys = keys
+            number_calls(layer, keys, self._calls)
 
 
 def _salt(name: str, operand: str) -> int:

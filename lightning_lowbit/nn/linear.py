@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_lowbit.nn.calls import Calls, keys_of_call
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import MadeWeight, Setup, linear_function, stage_
 from lightning_lowbit.nn.gemm import native_obstacle
@@ -62,6 +63,7 @@ class QuantizedLayer(nn.Module):
         casts: the casts in force.
         full_casts: the casts outside any phase.
         keys: int64 ``[6]``, the keys of stochastic rounding, in the order of ``OPERANDS``; None until set.
+        calls: numbers the calls within a micro-batch, which have keys of their own; None: all have these.
         amaxes: what outlives a step; None until set.
         exact: float32 GEMMs over exact operands instead of those of the compute dtype.
         backend: ``"auto"`` (native GEMMs where device and casts allow), ``"native"`` or ``"emulated"``.
@@ -79,6 +81,7 @@ class QuantizedLayer(nn.Module):
     casts: LinearCasts = LinearCasts()
     full_casts: LinearCasts = LinearCasts()
     keys: Tensor | None = None
+    calls: Calls | None = None
     amaxes: LayerAmaxes | None = None
     exact: bool = False
     backend: str = "auto"
@@ -199,7 +202,7 @@ class QuantizedLayer(nn.Module):
         if self.amaxes is not None and not self.amaxes.switch[0]:
             staged = None
         native, sums = self.native_gemms(x.device), (self.operand_sums, self.gradient_sums)
-        how = Setup(self.casts, self.keys, in_force, staged, self.exact, native, self.blend, *sums, parts)
+        how = Setup(self.casts, keys_of_call(self), in_force, staged, self.exact, native, self.blend, *sums, parts)
         if (made := self.made_weight) is not None:
             how = how._replace(weight_amax=made.amax, made_dtype=made.dtype, made_factor=made.factor)
         else:

@@ -91,6 +91,7 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
         (in_dtype(x, INT8), torch.ones(40, 1), in_dtype(x, INT8).t(), TWO, torch.ones(40), x.dtype, True),
         (in_dtype(x, INT8), None, in_dtype(x, INT8).t(), None, None, x.dtype, False),
     ],
+    "_keys_in_graph": lambda x: [(torch.arange(6), 0)],
     "_decode_moment": lambda x: [
         (in_dtype(x, E4M3), torch.ones(40, 1), "mean"),
         (in_dtype(x, E5M2), torch.ones(40, 1), "mean_square"),

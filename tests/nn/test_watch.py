@@ -68,7 +68,7 @@ def test_watching_changes_nothing(casts: str, what: Any) -> None:
 
 @pytest.mark.parametrize("what", ["operand_sums", "gradient_sums"])
 def test_only_while_it_is_on(what: Any) -> None:
-    model, _ = net()
+    model, keys = net()
     watch = watch_of(model, what)
     shape = (3, 6, 8) if what == "operand_sums" else (3, 2)
     assert watch.sums.shape == shape
@@ -84,6 +84,7 @@ def test_only_while_it_is_on(what: Any) -> None:
     gradients(model, batch())
     assert torch.equal(watch.sums, once), "what came after it stopped counts"
     watch.resume()
+    keys.fill_(1)
     gradients(model, batch())
     added = len(SUMS) if what == "operand_sums" else 2
     assert torch.equal(watch.sums[..., :added], 2 * once[..., :added]), "two equal passes are twice as much"

@@ -1,0 +1,189 @@
+"""Calls of one layer within a micro-batch: each has random bits of its own, and the same ones when it is recomputed.
+
+    number    0, 1, 2, … in the order of the forward pass
+    keys      of call 0 those that the layer was given; of a later one these XOR a hash of its number, for operands made
+              of data (x and g). A weight is one tensor, rounded alike in all calls, as it is on all ranks.
+
+Two keys that differ by a random constant are as unlike as two random ones.
+
+Activation checkpoints compute a region of the forward pass again in the backward pass, the last region first. A region
+notes the number of each layer's first call in it, and its recomputation counts on from there. Which region a call is in
+is read from Python's stack: the object that stands for the region, and is found again below its recomputation, is the
+``ctx`` of an autograd function (``torch.utils.checkpoint`` with ``use_reentrant=True``, a compiled graph, any other),
+or the frame of a checkpoint without one. Compiled code asks an operator for its keys, so that it needs nothing else.
+
+Where no region is found, a layer that is called once still has its keys. One with several calls raises: it would be
+recomputed with the bits of another call.
+"""
+
+import hashlib
+import sys
+from collections import Counter
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.kernels import opaque
+from lightning_lowbit.nn.casts import OPERANDS, LinearCasts
+from lightning_lowbit.quant import Cast
+
+
+class Calls:
+    """Counts the calls of each layer of a model.
+
+    Attributes:
+        of_data: int64 ``[6]``, -1 for the operands that are made of data and 0 for the others, where the keys are.
+    """
+
+    def __init__(self) -> None:
+        self.of_data = torch.tensor([0 if operand.endswith("_w") else -1 for operand in OPERANDS])
+        self._counts: Counter[int] = Counter()  # by id, so that copies of a layer hold no other layer
+
+    def begin(self) -> None:
+        """The next call of each layer is its first one."""
+        self._counts.clear()
+
+    def number(self, layer: Any, site: int | None = None) -> int:
+        """The number of a call that begins now.
+
+        Args:
+            layer: that is called.
+            site: of the call in its compiled graph, where it is in one.
+
+        Raises:
+            ValueError: the layer has several calls, and is recomputed by something that does not tell which of them.
+        """
+        regions, again = _surroundings(site is not None)
+        if again is None:
+            number = self._counts[id(layer)]
+            self._counts[id(layer)] += 1
+        elif (found := _recomputed(*again, id(layer), site)) is not None:
+            number = found
+        elif self._counts[id(layer)] <= 1:
+            number = 0
+        else:
+            raise ValueError(
+                f"{layer} is called {self._counts[id(layer)]} times in a step, each time with random bits of its own, "
+                "and it cannot be told which of these calls is computed now, within a backward pass. Recompute "
+                "activations with torch.utils.checkpoint.checkpoint, or give the layer casts without stochastic "
+                "rounding: overrides={...}."
+            )
+        for region in regions:
+            _notes(region).setdefault(id(layer), number)
+            if site is not None:
+                _notes(region)[id(layer), site] = number
+        return number
+
+
+def keys_of_call(layer: Any) -> Tensor | None:
+    """The keys of a call that begins now, which nothing fills anew; None for a layer without keys.
+
+    Args:
+        layer: a :class:`lightning_lowbit.nn.QuantizedLayer`.
+    """
+    if layer.keys is None or not _draws(layer.casts):
+        return layer.keys
+    return _keys_in_graph(layer.keys, _site()) if torch.compiler.is_compiling() else _keys_of_call(layer)
+
+
+def number_calls(layer: Any, keys: Tensor, calls: Calls) -> None:
+    """Gives a layer its keys, and has its calls counted."""
+    layer.keys, layer.calls = keys, calls
+    _LAYERS[keys.data_ptr()] = layer
+
+
+def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
+    number = 0 if layer.calls is None else layer.calls.number(layer, site)
+    return layer.keys ^ (layer.calls.of_data & _hash(number)) if number else layer.keys.clone()
+
+
+def _draws(casts: LinearCasts) -> bool:
+    """Whether there are random bits in a pass."""
+    given = [getattr(casts, operand) for operand in OPERANDS]
+    rounds = any(isinstance(cast, Cast) and cast.rounding == "stochastic" for cast in given)
+    return rounds or any(hadamard.signs == "keyed" for hadamard in casts.hadamard.values())
+
+
+@cache
+def _hash(number: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"call {number}".encode(), digest_size=8).digest(), "little", signed=True)
+
+
+# --- compiled graphs --------------------------------------------------------------------------------------------------
+
+_LAYERS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the address of their keys
+_SITES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how many a graph has that is being compiled
+
+
+@opaque(lambda keys, site: torch.empty_like(keys))
+def _keys_in_graph(keys: Tensor, site: int) -> Tensor:
+    layer = _LAYERS.get(keys.data_ptr())
+    if (
+        layer is None or layer.keys.data_ptr() != keys.data_ptr()
+    ):  # a copy, as CUDA graphs make: all calls are the first
+        return keys.clone()
+    return _keys_of_call(layer, site)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _site() -> int:
+    """Tells the calls in one graph apart: the compiler would make one of them, and may recompute them in any order."""
+    graph = torch._guards.TracingContext.get()
+    _SITES[graph] = _SITES.get(graph, -1) + 1
+    return _SITES[graph]
+
+
+# --- regions ----------------------------------------------------------------------------------------------------------
+
+# Names of functions and variables of torch 2.13 are in this part alone. Under other names, regions are not found.
+
+_NOTES = "_lightning_lowbit_calls"
+
+
+def _notes(region: Any) -> dict[Any, int]:
+    """What a region knows: by layer, its first call; by layer and site, a call; by pass and layer, calls recomputed."""
+    notes: dict[Any, int] = vars(region).setdefault(_NOTES, {})
+    return notes
+
+
+def _recomputed(region: Any, run: Any, layer: int, site: int | None) -> int | None:
+    """The number of the call that a pass of recomputation comes to; None if that is not known."""
+    notes = vars(region).get(_NOTES, {}) if region is not None else {}
+    if type(region).__name__ == "CompiledFunctionBackward":
+        return notes.get((layer, site))
+    if layer not in notes:
+        return None
+    before = notes.get((run, layer), 0)
+    notes[run, layer] = before + 1
+    return int(notes[layer] + before)
+
+
+def _surroundings(compiled: bool) -> tuple[list[Any], tuple[Any, Any] | None]:
+    """The regions that a call is in; and if it is a recomputation, the region of that, or None, and which pass it is.
+
+    Regions within a recomputation are new ones, which may be recomputed themselves.
+    """
+    hooks, backward = torch._C._autograd._top_saved_tensors_default_hooks(False), torch._C._current_graph_task_id()
+    regions: list[Any] = []
+    if hooks is None and backward == -1 and torch.is_grad_enabled() and not compiled:
+        return regions, None  # no region: the usual case
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        code, variables = frame.f_code, frame.f_code.co_varnames
+        if code.co_name == "unpack_hook" and "gid" in variables:
+            return regions, (frame.f_locals["frame"], frame.f_locals["gid"])
+        if code.co_name in ("forward", "backward") and variables[:1] == ("ctx",):
+            ctx = frame.f_locals.get("ctx")
+            if isinstance(ctx, torch._C._FunctionBase):
+                if code.co_name == "backward":
+                    return regions, (ctx, backward)
+                regions.append(ctx)
+        elif code.co_name == "checkpoint" and (without_ctx := frame.f_locals.get("gen")) is not None:
+            regions.append(without_ctx.gi_frame.f_locals["new_frame"])
+        elif code.co_name == "_engine_run_backward":  # of what lies further out, nothing is recomputed here
+            break
+        frame = frame.f_back
+    return regions, None if backward == -1 else (None, None)

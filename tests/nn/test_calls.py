@@ -1,0 +1,388 @@
+"""Several calls of one layer in a step: bits of their own, and the same ones when activations are recomputed."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from lightning_lowbit import Cast, Scale, convert
+from lightning_lowbit.nn import OPERANDS, LayerKeys, calls
+from lightning_lowbit.quant import Hadamard
+from lightning_lowbit.quant.rounding import mix_key, uniform
+from tests.nn.layers import spied
+
+SIZE = 16
+STOCHASTIC = Cast("int4", Scale("fp32", SIZE), rounding="stochastic")
+EVERYTHING: dict[str, Any] = dict.fromkeys(OPERANDS, STOCHASTIC)
+
+Region = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+
+
+def plain(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x)
+
+
+def reentrant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return checkpoint(function, x, use_reentrant=True)
+
+
+def non_reentrant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return checkpoint(function, x, use_reentrant=False)
+
+
+class Recurrent(nn.Module):
+    """Four steps in depth through the same two layers, one of them twice, and a layer that is called once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 4)
+        self.outer: Region = plain
+        self.inner: Region = plain
+        self.shape = "each step"
+
+    def step(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.b(torch.relu(self.a(x)))) + self.a(x)
+
+    def two(self, x: Tensor) -> Tensor:
+        return self.inner(self.step, self.inner(self.step, x))
+
+    def four(self, x: Tensor) -> Tensor:
+        return self.two(self.two(x))
+
+    def whole(self, x: Tensor) -> Tensor:
+        return self.head(self.four(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        region = self.outer
+        if self.shape == "each step":
+            return self.head(region(self.step, region(self.step, region(self.step, region(self.step, x)))))
+        if self.shape == "several steps":
+            return self.head(region(self.two, region(self.two, x)))
+        if self.shape == "some steps":
+            return self.head(region(self.step, self.step(region(self.step, self.step(x)))))
+        return region(self.whole, x)
+
+
+SHAPES = ("each step", "several steps", "some steps", "whole")
+
+
+def recurrent(casts: Any = EVERYTHING) -> tuple[Recurrent, LayerKeys]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = convert(Recurrent(), casts)
+    return model, LayerKeys(model, seed=1)
+
+
+def batch() -> Tensor:
+    return torch.randn(8, SIZE, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+
+def gradients(model: nn.Module, keys: LayerKeys, forward: Any = None, backwards: int = 1) -> dict[str, Tensor]:
+    """Of a step, in which there may be several backward passes."""
+    model.zero_grad()
+    keys.fill_(5)
+    x = batch()
+    y = (model if forward is None else forward)(x)
+    loss = y.square().sum()
+    for number in range(backwards):
+        loss.backward(retain_graph=number < backwards - 1)
+    used = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x": x.grad, **used}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what: str, is_reordered: bool = False) -> None:
+    """To the bit, but for sums over calls that are added up in another order."""
+    for (name, a), b in zip(found.items(), expected.values(), strict=True):
+        if is_reordered and name not in "yx":  # other bits would make a difference of about a tenth
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()), msg=f"{what}: {name}")
+        else:
+            assert torch.equal(a, b), f"{what}: {name} differs by {(a - b).abs().max()}"
+
+
+# --- bits of each call ------------------------------------------------------------------------------------------------
+
+
+def test_noise_of_several_calls_averages_out() -> None:
+    """Eight calls on one input: the mean of their gradients has an eighth of the variance of one."""
+    layer = convert(nn.Linear(SIZE, SIZE, bias=False), EVERYTHING)
+    exact, keys = copy.deepcopy(layer.weight.detach()), LayerKeys(layer)
+    x, g = torch.randn(32, SIZE), torch.randn(32, SIZE)
+    variance = {}
+    for count in (1, 8):
+        seen = []
+        for step in range(60):
+            keys.fill_(step)
+            layer.weight.grad = None
+            for _ in range(count):
+                layer(x).backward(g / count)
+            seen.append(layer.weight.grad)
+        variance[count] = torch.stack(seen).var(0).mean().item()
+    assert torch.equal(layer.weight, exact)
+    assert variance[8] / variance[1] == pytest.approx(1 / 8, rel=0.15)
+
+
+def test_the_first_call_has_the_keys_that_were_filled_in() -> None:
+    model, keys = recurrent()
+    keys.fill_(5)
+    layer = model.a
+    given = layer.keys.clone()
+    passes = []
+    for numbered in (True, False):
+        layer.calls = layer.calls if numbered else None
+        x = batch()
+        y = layer(x)
+        y.sum().backward()
+        passes.append((y, x.grad))
+    assert torch.equal(layer.keys, given)
+    assert all(map(torch.equal, *passes)), "a layer whose calls nobody counts computes otherwise"
+
+
+def test_operands_made_of_data_differ_between_calls_and_weights_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, keys = recurrent({**EVERYTHING, "hadamard": {"wgrad": Hadamard(16, "keyed")}})
+    keys.fill_(5)
+    made: list[dict[str, Any]] = []
+    for _ in range(3):
+        with spied(monkeypatch) as seen:
+            model.a(batch()).square().sum().backward()
+        made.append(dict(seen))
+    for operand in OPERANDS:
+        values = [each[operand].values for each in made]
+        same = [torch.equal(values[0], values[1]), torch.equal(values[1], values[2]), torch.equal(values[0], values[2])]
+        assert same == [operand.endswith("_w")] * 3, f"{operand} of three calls: equal is {same}"
+
+
+def test_a_backward_pass_has_the_keys_of_its_call() -> None:
+    """In whatever order; each is that of a layer whose keys are the call's."""
+    model, keys = recurrent()
+    keys.fill_(5)
+    xs = [batch() for _ in range(3)]
+    ys = [model.a(x) for x in xs]
+    for number in (1, 2, 0):
+        ys[number].sum().backward()
+    given = model.a.keys.clone()
+    for number, x in enumerate(xs):
+        model.a.calls, model.a.keys = None, given ^ (keys._calls.of_data & (calls._hash(number) if number else 0))
+        again = batch()
+        model.a(again).sum().backward()
+        assert torch.equal(again.grad, x.grad), f"call {number}"
+
+
+def test_casts_that_round_to_nearest_have_no_calls_to_count() -> None:
+    model, keys = recurrent("int4")
+    gradients(model, keys)
+    assert not keys._calls._counts
+
+
+def test_keys_of_calls_are_as_independent_as_random_ones() -> None:
+    index = torch.arange(2**16, dtype=torch.int32)
+    for key in mix_key(torch.arange(4)):
+        bits = torch.stack([uniform(index, key ^ calls._hash(number) if number else key) for number in range(8)])
+        correlation = torch.corrcoef(torch.cat([bits, bits.roll(1, 1), bits.roll(16, 1)]))
+        others = correlation - torch.eye(len(correlation))
+        assert others.abs().max() < 5 / 256, f"of 2^16 pairs of numbers the correlation is {others.abs().max()}"
+
+
+def test_counts_begin_anew_with_the_keys_of_a_micro_batch() -> None:
+    model, keys = recurrent()
+    first = gradients(model, keys)
+    assert_equal(gradients(model, keys), first, "the same micro-batch again")
+    with torch.no_grad():
+        keys.fill_(5, micro_batch=1)
+        model(batch())
+    assert_equal(gradients(model, keys), first, "after an evaluation")
+
+
+def test_copies_and_pickles_count_for_themselves() -> None:
+    model, keys = recurrent()
+    keys.fill_(5)
+    model.a(batch())
+    for copied in (copy.deepcopy(model.a), pickle.loads(pickle.dumps(model.a))):
+        assert copied.calls is not model.a.calls
+        assert copied(batch()).shape == (8, SIZE)
+    assert keys._calls.number(model.a) == 1, "a call of a copy was counted"
+
+
+# --- recomputation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad=True"
+)  # of a region in a region, computed once
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("inner", [plain, non_reentrant, reentrant])
+@pytest.mark.parametrize("outer", [non_reentrant, reentrant])
+def test_recomputed_calls_have_the_bits_that_they_had(outer: Region, inner: Region, early_stop: bool) -> None:
+    model, keys = recurrent()
+    expected = {backwards: gradients(model, keys, backwards=backwards) for backwards in (1, 2)}
+    model.outer, model.inner = outer, inner
+    reordered = reentrant in (outer, inner)  # each region adds to the gradients by itself
+    for model.shape in SHAPES:
+        for backwards in expected:
+            with set_checkpoint_early_stop(early_stop):
+                found = gradients(model, keys, backwards=backwards)
+            assert_equal(found, expected[backwards], f"{model.shape}, {backwards} backward passes", reordered)
+
+
+def test_regions_of_checkpoints_that_others_wrote() -> None:
+    class Foreign(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, function: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+            ctx.function = function
+            ctx.save_for_backward(x)
+            with torch.no_grad():
+                return function(x)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            (x,) = ctx.saved_tensors
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                torch.autograd.backward(ctx.function(x), g)
+            return None, x.grad
+
+    model, keys = recurrent()
+    expected = gradients(model, keys)
+    model.outer = lambda function, x: Foreign.apply(function, x)
+    for model.shape in SHAPES:
+        assert_equal(gradients(model, keys), expected, model.shape, is_reordered=True)
+
+
+def test_a_step_or_an_evaluation_between_forward_and_backward_pass() -> None:
+    model, keys = recurrent()
+    model.outer = non_reentrant
+    expected = gradients(model, keys)
+
+    def forward(x: Tensor) -> Tensor:
+        y = model(x)
+        keys.fill_(5)  # as a context of the plugin does
+        with torch.no_grad():
+            model.four(x)
+        return y
+
+    assert_equal(gradients(model, keys, forward), expected, "an evaluation came between")
+
+
+def test_a_recomputation_that_cannot_be_told_is_refused() -> None:
+    """Of a layer that is called several times; one that is called once has its bits anyway."""
+    model, keys = recurrent()
+    expected = gradients(model, keys, lambda x: model.head(x))
+    composable_checkpoint(model.head)  # nothing of it is on the stack in the forward pass
+    assert_equal(gradients(model, keys, lambda x: model.head(x)), expected, "a layer that is called once")
+    with pytest.raises(ValueError, match=r"called 2 times in a step.*Recompute activations with torch.utils.checkp"):
+        gradients(model, keys, lambda x: model.head(x) + model.head(2 * x))
+
+
+def test_without_a_region_nobody_looks_at_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, keys = recurrent()
+    monkeypatch.setattr(calls.sys, "_getframe", None)
+    gradients(model, keys)
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiler() -> Iterator[CompileCounterWithBackend]:
+    torch._dynamo.reset()
+    yield CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("inner", [plain, non_reentrant])
+def test_a_compiled_model(compiler: CompileCounterWithBackend, inner: Region) -> None:
+    """The loop is in one graph, and what is recomputed, parts of which it computes in another order."""
+    model, keys = recurrent()
+    expected = gradients(model, keys, model.two)
+    model.inner = inner
+    compiled = torch.compile(model.two, backend=compiler, fullgraph=True)
+    for _ in range(2):
+        assert_equal(gradients(model, keys, compiled), expected, "compiled", is_reordered=True)
+    assert compiler.frame_count == 1
+
+
+@pytest.mark.parametrize("within", [plain, non_reentrant])
+@pytest.mark.parametrize("around", [plain, non_reentrant, reentrant])
+def test_a_compiled_part_that_is_called_several_times(
+    compiler: CompileCounterWithBackend, around: Region, within: Region
+) -> None:
+    """With regions around it, and with regions in its graph."""
+    model, keys = recurrent()
+    expected = gradients(model, keys, model.two)
+    step = torch.compile(lambda x: within(model.step, x), backend=compiler, fullgraph=True)
+    for _ in range(3):
+        found = gradients(model, keys, lambda x: around(step, around(step, x)))
+        assert_equal(found, expected, "compiled", is_reordered=True)
+    assert compiler.frame_count == (2 if around is reentrant else 1), "with and without gradients"
+
+
+def test_compiled_blocks_share_a_graph(compiler: CompileCounterWithBackend) -> None:
+    """No number of a layer is a constant of it."""
+    blocks = nn.ModuleList(convert(nn.Linear(SIZE, SIZE), EVERYTHING) for _ in range(3))
+    keys = LayerKeys(blocks)
+    for block in blocks:
+        block.compile(backend=compiler, fullgraph=True)
+
+    def forward(x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(block(x))
+        return x
+
+    found = gradients(blocks, keys, forward)
+    assert compiler.frame_count == 1
+    for block in blocks:
+        block._compiled_call_impl = None
+    assert_equal(gradients(blocks, keys, forward), found, "not compiled", is_reordered=True)
+
+
+# --- sharded ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _fsdp1(model: Recurrent) -> nn.Module:
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def _fsdp2(model: Recurrent) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in (model.a, model.b, model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+def _tensor_parallel(model: Recurrent) -> nn.Module:
+    styles = {"a": ColwiseParallel(), "b": RowwiseParallel()}
+    return parallelize_module(model, init_device_mesh("cpu", (1,)), styles)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@pytest.mark.parametrize("shard", [_fsdp1, _fsdp2, _tensor_parallel])
+def test_sharded_layers(shard: Callable[[Recurrent], nn.Module]) -> None:
+    model, keys = recurrent()
+    expected = gradients(model, keys)
+    wrapped = shard(model)
+    keys = LayerKeys(wrapped, seed=1)
+    for model.outer in (plain, non_reentrant):
+        x = batch()
+        keys.fill_(5)
+        y = wrapped(x)
+        y.square().sum().backward()
+        assert torch.equal(y.detach(), expected["y"]), f"{shard.__name__}, {model.outer.__name__}"
+        assert torch.equal(x.grad, expected["x"]), f"{shard.__name__}, {model.outer.__name__}"
