@@ -600,7 +600,11 @@ class LowBitPrecision(Shown, FSDPPrecision):
         Raises:
             ValueError: in evaluation, unless ``casts_of_checkpoint`` is False.
         """
-        if not (differences := trained.differences(self.trained)):
+        here = self.trained
+        differences = trained.differences(here)
+        if trained.scaler != here.scaler and not self._is_evaluating:
+            differences.append(f"the loss: scaled by {trained.scaler} in the checkpoint, by {here.scaler} here")
+        if not differences:
             return
         told = f"{what} was trained otherwise than this plugin computes:\n  " + "\n  ".join(differences)
         if not self._is_evaluating:

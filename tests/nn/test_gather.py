@@ -170,6 +170,21 @@ def test_what_is_not_finite_shows(change: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_calls_of_one_layer_share_the_weight_that_was_gathered() -> None:
+    """Rounded stochastically: a weight has the same bits in all calls, and x and g in none."""
+    outcomes = []
+    for gathered in (False, True):
+        torch.manual_seed(0)
+        layer = fully_shard(nn.Linear(24, 24), mesh=init_device_mesh("cpu", (1,)))
+        model = convert(nn.Sequential(layer, nn.SiLU(), layer, nn.SiLU(), layer), CASTS["stochastic"])
+        LayerKeys(model, 1).fill_(3)
+        if gathered:
+            WeightGathers(model, torch.bfloat16).prepare()
+        outcomes.append(passes(model))
+    assert all(map(torch.equal, *outcomes))
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_pass_in_another_dtype_is_refused() -> None:
     model = make("fp8-current")
     WeightGathers(model, torch.bfloat16).prepare()

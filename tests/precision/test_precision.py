@@ -4,8 +4,18 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from lightning_lowbit import Cast, FP4Precision, LinearCasts, LowBitPrecision, QAFSwitch, Scale, convert
+from lightning_lowbit import (
+    Cast,
+    FP4Precision,
+    GradientNoiseMonitor,
+    LinearCasts,
+    LowBitPrecision,
+    QAFSwitch,
+    Scale,
+    convert,
+)
 from lightning_lowbit.nn import PRESETS, QuantLinear, set_phase
 from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant import Hadamard
@@ -18,6 +28,8 @@ from tests.lightnings import (
     ModelCheckpoint,
     Trainer,
 )
+from tests.precision.regression import Regression, flat
+from tests.precision.regression import trainer as regression_trainer
 
 
 def quiet(**kwargs):
@@ -77,6 +89,45 @@ def test_each_micro_batch_has_its_own_random_bits():
     other = Recorder()
     quiet(plugins=[FP4Precision(seed=4)], accumulate_grad_batches=2).fit(other)
     assert not set(keys) & {str(keys) for keys, _, _ in other.seen}, "the seed changes nothing"
+
+
+class Recurrent(Regression):
+    """Three times through one MLP, each a checkpoint that computes activations again if it is to."""
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3):
+            x = x + (checkpoint(self.mlp, x, use_reentrant=False) if self.recompute else self.mlp(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "settings"),
+    [
+        (True, dict),
+        (False, lambda: {"limit_val_batches": 2, "val_check_interval": 1}),
+        (True, lambda: {"callbacks": [GradientNoiseMonitor(1, average=2)]}),
+    ],
+    ids=["recomputed", "evaluated in between", "drawn a second time"],
+)
+def test_what_else_computes_leaves_the_calls_of_a_layer_alone(recompute, settings):
+    outcomes = []
+    for model, how in ((Recurrent(), {}), (Recurrent(recompute), settings())):
+        regression_trainer(FP4Precision(compute_dtype="fp32"), accumulate_grad_batches=2, max_steps=3, **how).fit(model)
+        outcomes.append(flat(model))
+    assert torch.equal(*outcomes)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+def test_a_run_whose_layers_are_called_several_times_is_resumed(tmp_path):
+    how = {"accumulate_grad_batches": 2, "limit_train_batches": 8}
+    whole, interrupted, resumed = Recurrent(), Recurrent(), Recurrent()
+    regression_trainer(FP4Precision(), max_steps=4, **how).fit(whole)
+    trainer = regression_trainer(FP4Precision(), max_steps=2, **how)
+    trainer.fit(interrupted)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    regression_trainer(FP4Precision(), max_steps=4, **how).fit(resumed, ckpt_path=tmp_path / "x.ckpt")
+    assert torch.equal(flat(resumed), flat(whole))
 
 
 @pytest.mark.parametrize(("compute_dtype", "autocast"), [("bf16", True), ("fp32", False)])
