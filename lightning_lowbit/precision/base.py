@@ -608,7 +608,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
             return
         told = f"{what} was trained otherwise than this plugin computes:\n  " + "\n  ".join(differences)
         if not self._is_evaluating:
-            rank_zero_warn(f"{told}\nTraining goes on with the casts of this plugin.")
+            rank_zero_warn(f"{told}\nTraining goes on as this plugin has it.")
         elif self.casts_of_checkpoint:
             raise ValueError(
                 f"{told}\nTo evaluate what was trained, use plugins=[LowBitPrecision.from_checkpoint(path)]; to "

@@ -466,6 +466,7 @@ def test_a_checkpoint_of_bf16_goes_on_in_fp16_and_back() -> None:
     assert flat(model).isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
 def test_a_scale_is_that_of_another_class_within_the_bounds_of_this_one() -> None:
     run(fp16(GradScaler("cpu", **{**MOVING, "init_scale": 2.0**14})), 3, Regression())
     taken, bounded = moving(), moving(cap=2.0**12)

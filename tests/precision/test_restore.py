@@ -204,7 +204,7 @@ def test_training_on_with_other_casts_says_once_what_differs(tmp_path: Path) -> 
         run.fit(Module(), loader(), loader(), ckpt_path=path)
     told = [str(warning.message) for warning in warned if "trained otherwise" in str(warning.message)]
     assert len(told) == 1
-    assert "int2" in told[0] and "int4" in told[0] and "Training goes on with the casts of this plugin" in told[0]
+    assert "int2" in told[0] and "int4" in told[0] and "Training goes on as this plugin has it" in told[0]
     assert run.global_step == 6
 
 
