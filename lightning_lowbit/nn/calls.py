@@ -34,12 +34,12 @@ from lightning_lowbit.quant import Cast
 class Calls:
     """Counts the calls of each layer of a model.
 
-    Attributes:
-        of_data: int64 ``[6]``, -1 for the operands that are made of data and 0 for the others, where the keys are.
+    Args:
+        is_weight: bool ``[6]``, of the operands, where their keys are.
     """
 
-    def __init__(self) -> None:
-        self.of_data = torch.tensor([0 if operand.endswith("_w") else -1 for operand in OPERANDS])
+    def __init__(self, is_weight: Tensor) -> None:
+        self.is_weight = is_weight
         self._counts: Counter[int] = Counter()  # by id, so that copies of a layer hold no other layer
 
     def begin(self) -> None:
@@ -97,7 +97,9 @@ def number_calls(layer: Any, keys: Tensor, calls: Calls) -> None:
 
 def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
     number = 0 if layer.calls is None else layer.calls.number(layer, site)
-    return layer.keys ^ (layer.calls.of_data & _hash(number)) if number else layer.keys.clone()
+    if number == 0:
+        return layer.keys.clone()
+    return torch.where(layer.calls.is_weight, layer.keys, layer.keys ^ _hash(number))
 
 
 def _draws(casts: LinearCasts) -> bool:
@@ -131,7 +133,9 @@ def _keys_in_graph(keys: Tensor, site: int) -> Tensor:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _site() -> int:
     """Tells the calls in one graph apart: the compiler would make one of them, and may recompute them in any order."""
-    graph = torch._guards.TracingContext.get()
+    graph = torch._guards.TracingContext.try_get()
+    if graph is None:  # not compiled, but exported
+        return 0
     _SITES[graph] = _SITES.get(graph, -1) + 1
     return _SITES[graph]
 

@@ -57,7 +57,7 @@ class LayerKeys:
         salts = [[_salt(name, operand) for operand in OPERANDS] for name in self.layers]
         self._salts = torch.tensor(salts, dtype=torch.int64).view(-1, len(OPERANDS))
         self._is_weight = torch.tensor(_IS_WEIGHT)
-        self._calls = Calls()
+        self._calls = Calls(self._is_weight)
         self._place(torch.device("cpu"))
 
     def fill_(self, step: int, micro_batch: int = 0, rank: int = 0, device: torch.device | None = None) -> None:
@@ -84,7 +84,7 @@ class LayerKeys:
     def _place(self, device: torch.device) -> None:
         self._salts, self._is_weight = self._salts.to(device), self._is_weight.to(device)
         self._keys = torch.zeros_like(self._salts)
-        self._calls.of_data = self._calls.of_data.to(device)
+        self._calls.is_weight = self._is_weight
         for layer, keys in zip(self.layers.values(), self._keys, strict=True):
             number_calls(layer, keys, self._calls)
 

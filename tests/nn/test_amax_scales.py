@@ -146,6 +146,7 @@ def test_operands_are_quantized_with_the_amax_in_force(
     for step in range(3):
         tensors = {key: filled(shape, sizes[key][step], step).to(dtype) for key, shape in shapes.items()}
         layer.weight.data.copy_(tensors["w"])
+        layer.calls.begin()
         with spied(monkeypatch) as seen:
             run(layer, tensors["x"], tensors["g"])
         histories.advance_()
@@ -210,6 +211,7 @@ def test_amaxes_are_those_of_the_transformed_tensor(monkeypatch: pytest.MonkeyPa
     for step, amax in enumerate((3.0, 1.0)):
         tensors = {"x": filled((TOKENS, IN), amax) + amax, "g": filled((TOKENS, OUT), amax, 2) + amax}
         tensors["w"] = layer.weight.data.copy_(filled((OUT, IN), amax, 1)).clone()
+        layer.calls.begin()
         with spied(monkeypatch) as seen:
             run(layer, tensors["x"], tensors["g"])
         histories.advance_()
