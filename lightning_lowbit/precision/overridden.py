@@ -73,8 +73,10 @@ def _of_group(group: Mapping[str, Any], optimizer: Optimizer, is_scheduled: bool
     moved = {"momentum", "betas"} if "base_momentum" in group else set[str]()
     if is_scheduled:
         moved.add("lr")
+    # Some optimizers count their steps beside their options.
+    names = optimizer.defaults.keys() & inspect.signature(type(optimizer)).parameters.keys()
     initial = {"initial_lr": _plain(group["initial_lr"])} if is_scheduled and "initial_lr" in group else {}
-    return initial | {name: _plain(group[name]) for name in optimizer.defaults if name in group and name not in moved}
+    return initial | {n: _plain(group[n]) for n in optimizer.defaults if n in names & group.keys() - moved}
 
 
 def _of_scheduler(scheduler: Any) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from lightning_lowbit.nn.casts import PRESETS, LinearCasts
 class Shown:
     """Has a ``repr`` of what the constructor was given, but for defaults: ``FP4Precision('nvfp4', skip=['lm_head'])``.
 
-    Casts are named by their preset; those that have none are described, in angle brackets. Where no argument names
-    them, they follow: ``FP8Precision(): fp8-delayed``.
+    Casts are named by their preset; those that have none are described, in angle brackets.
     """
 
     _arguments: str
@@ -20,16 +19,16 @@ class Shown:
         """Notes the arguments, before the constructor of a subclass makes others of them."""
         made = super().__new__(cls)
         defaults = _defaults(cls)
-        first = next(iter(defaults))  # which says what is quantised
+        first = next(iter(defaults))  # which says what is quantized, and is always shown
+        if not args and defaults[first] is not inspect.Parameter.empty:
+            kwargs = {first: defaults[first]} | kwargs
         named = {name: value for name, value in kwargs.items() if name == first or not _same(value, defaults.get(name))}
         shown = (_show(value) if name == first else f"{name}={_show(value)}" for name, value in named.items())
         made._arguments = ", ".join([*map(_show, args), *shown])
         return made
 
     def __repr__(self) -> str:
-        shown = f"{type(self).__name__}({self._arguments})"
-        casts = str(getattr(self, "casts", ""))
-        return shown if casts in self._arguments or "<" in self._arguments else f"{shown}: {casts}"
+        return f"{type(self).__name__}({self._arguments})"
 
 
 def _defaults(cls: type) -> dict[str, Any]:

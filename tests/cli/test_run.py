@@ -160,7 +160,7 @@ def test_validate_from_a_checkpoint(capsys):
     last = scalars("runs/tiny/version_0", "val_loss")[5]
     capsys.readouterr()
     assert lowbit("--ckpt_path=last", command="validate") == 0
-    said = "lowbit validate: runs/tiny/version_0/checkpoints/last.ckpt, in FP4Precision('nvfp4', skip=['lm_head'])"
+    said = "lowbit validate: runs/tiny/version_0/checkpoints/last.ckpt, in LowBitPrecision(<of a checkpoint: nvfp4 in"
     assert said in capsys.readouterr().out
     (again,) = scalars("runs/tiny/version_1", "val_loss").values()
     assert again == last

@@ -10,7 +10,7 @@ from lightning_lowbit import FP4Precision, FP8Precision, LinearCasts, LowBitPrec
 from tests.lightnings import Trainer
 
 CALLS = [
-    "FP4Precision()",
+    "FP4Precision('mxfp4')",
     "FP4Precision('nvfp4', rounding={'wgrad_x': 'nearest'}, skip=['lm_head'])",
     "FP8Precision('row', overrides={'up_proj': 'bf16'}, seed=3)",
     "IntegerPrecision(4, activation_bits=6, group='row', symmetric=False)",
@@ -32,6 +32,7 @@ def test_defaults_are_left_out_but_for_what_is_quantised() -> None:
         repr(FP4Precision(casts="nvfp4", rounding=None, skip=["a"], shared_amax=[]))
         == "FP4Precision('nvfp4', skip=['a'])"
     )
+    assert repr(FP4Precision()) == "FP4Precision('nvfp4')"
     assert repr(FP8Precision(history=16, scaling="delayed", margin=1)) == "FP8Precision('delayed', margin=1)"
 
 
