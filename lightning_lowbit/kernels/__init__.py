@@ -37,7 +37,7 @@ _INDUCTOR_OPTIONS: dict[str, Any] = {
 
 _ADVICE = (
     "as eager code: the same bits, several times slower. Installing a C++ compiler (g++ or clang) usually mends it; "
-    "where the cache is damaged or its disk full, setting TORCHINDUCTOR_CACHE_DIR to an empty folder with room."
+    "where the cache is damaged or its disk full, set TORCHINDUCTOR_CACHE_DIR to an empty folder with room."
 )
 
 
