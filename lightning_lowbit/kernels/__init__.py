@@ -39,6 +39,12 @@ _INDUCTOR_OPTIONS: dict[str, Any] = {
 }
 
 
+_ADVICE = (
+    "as eager code: the same bits, several times slower. Installing a C++ compiler (g++ or clang) usually mends it; "
+    "where the cache is damaged or its disk full, set TORCHINDUCTOR_CACHE_DIR to an empty folder with room."
+)
+
+
 @contextmanager
 def backend(name: Backend) -> Iterator[None]:
     """Within this context every cast runs on ``name``; ``"auto"`` compiles for operands of at least 2^16 elements.
@@ -154,8 +160,7 @@ def _can_compile(device_type: str) -> bool:
             torch.compile(lambda x: x + 1, options={})(torch.zeros(2, device=device_type))
     except Exception as error:
         warnings.warn(
-            f"torch.compile does not work on {device_type!r} here ({_reason(error)}). Casts run as eager code: the "
-            "same bits, several times slower. Installing a C++ compiler (g++ or clang) usually mends it.",
+            f"torch.compile does not work on {device_type!r} here ({_reason(error)}). Casts run {_ADVICE}",
             stacklevel=2,
         )
         return False
@@ -178,9 +183,7 @@ def _warn_once(device_type: str, error: Exception) -> None:
     if not _has_told:
         _has_told = True
         warnings.warn(
-            f"torch.compile failed on {device_type!r} ({_reason(error)}). What it fails for runs as eager code: the "
-            "same bits, several times slower. Usual causes are a full disk and a damaged cache: set "
-            "TORCHINDUCTOR_CACHE_DIR to an empty folder that has room.",
+            f"torch.compile failed on {device_type!r} ({_reason(error)}). What it fails for runs {_ADVICE}",
             stacklevel=4,
         )
 

@@ -173,8 +173,7 @@ def check_gathers(model: nn.Module, casts: Mapping[str, LinearCasts], dtype: tor
     raise ValueError(
         "quantize_before_gather: no weight can be gathered in few bits. "
         f"{'; '.join(f'{some(names)}: {why}' for why, names in told.items())}. Take casts whose backward pass uses the "
-        "weight of the forward pass, for some layers with overrides: 'nvfp4-nvidia', 'fp8-current', 'fp8-delayed', "
-        "those of quantisation-aware training ('ternary', 'int4'), or any with dgrad_w='fprop'."
+        "weight of the forward pass, some with overrides: 'nvfp4-nvidia', 'fp8-delayed', 'int4', any dgrad_w='fprop'."
     )
 
 

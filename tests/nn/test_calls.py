@@ -3,114 +3,33 @@
 import copy
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from lightning_lowbit import Cast, Scale, convert
+from lightning_lowbit import convert
 from lightning_lowbit.nn import OPERANDS, LayerKeys, calls
 from lightning_lowbit.quant import Hadamard
 from lightning_lowbit.quant.rounding import mix_key, uniform
 from tests.nn.layers import spied
-
-SIZE = 16
-STOCHASTIC = Cast("int4", Scale("fp32", SIZE), rounding="stochastic")
-EVERYTHING: dict[str, Any] = dict.fromkeys(OPERANDS, STOCHASTIC)
-
-Region = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
-
-
-def plain(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return function(x)
-
-
-def reentrant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return checkpoint(function, x, use_reentrant=True)
-
-
-def non_reentrant(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return checkpoint(function, x, use_reentrant=False)
-
-
-class Recurrent(nn.Module):
-    """Four steps in depth through the same two layers, one of them twice, and a layer that is called once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.head = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 4)
-        self.outer: Region = plain
-        self.inner: Region = plain
-        self.shape = "each step"
-
-    def step(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.b(torch.relu(self.a(x)))) + self.a(x)
-
-    def two(self, x: Tensor) -> Tensor:
-        return self.inner(self.step, self.inner(self.step, x))
-
-    def four(self, x: Tensor) -> Tensor:
-        return self.two(self.two(x))
-
-    def whole(self, x: Tensor) -> Tensor:
-        return self.head(self.four(x))
-
-    def forward(self, x: Tensor) -> Tensor:
-        region = self.outer
-        if self.shape == "each step":
-            return self.head(region(self.step, region(self.step, region(self.step, region(self.step, x)))))
-        if self.shape == "several steps":
-            return self.head(region(self.two, region(self.two, x)))
-        if self.shape == "some steps":
-            return self.head(region(self.step, self.step(region(self.step, self.step(x)))))
-        return region(self.whole, x)
-
-
-SHAPES = ("each step", "several steps", "some steps", "whole")
-
-
-def recurrent(casts: Any = EVERYTHING) -> tuple[Recurrent, LayerKeys]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = convert(Recurrent(), casts)
-    return model, LayerKeys(model, seed=1)
-
-
-def batch() -> Tensor:
-    return torch.randn(8, SIZE, generator=torch.Generator().manual_seed(2)).requires_grad_()
-
-
-def gradients(model: nn.Module, keys: LayerKeys, forward: Any = None, backwards: int = 1) -> dict[str, Tensor]:
-    """Of a step, in which there may be several backward passes."""
-    model.zero_grad()
-    keys.fill_(5)
-    x = batch()
-    y = (model if forward is None else forward)(x)
-    loss = y.square().sum()
-    for number in range(backwards):
-        loss.backward(retain_graph=number < backwards - 1)
-    used = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"y": y.detach(), "x": x.grad, **used}
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what: str, is_reordered: bool = False) -> None:
-    """To the bit, but for sums over calls that are added up in another order."""
-    for (name, a), b in zip(found.items(), expected.values(), strict=True):
-        if is_reordered and name not in "yx":  # other bits would make a difference of about a tenth
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(b.abs().max()), msg=f"{what}: {name}")
-        else:
-            assert torch.equal(a, b), f"{what}: {name} differs by {(a - b).abs().max()}"
-
+from tests.nn.recurrent import (
+    EVERYTHING,
+    SHAPES,
+    SIZE,
+    Region,
+    assert_equal,
+    batch,
+    gradients,
+    non_reentrant,
+    plain,
+    recurrent,
+    reentrant,
+)
 
 # --- bits of each call ------------------------------------------------------------------------------------------------
 
@@ -311,102 +230,3 @@ def test_without_a_region_nobody_looks_at_the_stack(monkeypatch: pytest.MonkeyPa
     model, keys = recurrent()
     monkeypatch.setattr(calls.sys, "_getframe", None)
     gradients(model, keys)
-
-
-# --- compiled ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def compiler() -> Iterator[CompileCounterWithBackend]:
-    torch._dynamo.reset()
-    yield CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("inner", [plain, non_reentrant])
-def test_a_compiled_model(compiler: CompileCounterWithBackend, inner: Region) -> None:
-    """The loop is in one graph, and what is recomputed, parts of which it computes in another order."""
-    model, keys = recurrent()
-    expected = gradients(model, keys, model.two)
-    model.inner = inner
-    compiled = torch.compile(model.two, backend=compiler, fullgraph=True)
-    for _ in range(2):
-        assert_equal(gradients(model, keys, compiled), expected, "compiled", is_reordered=True)
-    assert compiler.frame_count == 1
-
-
-@pytest.mark.parametrize("within", [plain, non_reentrant])
-@pytest.mark.parametrize("around", [plain, non_reentrant, reentrant])
-def test_a_compiled_part_that_is_called_several_times(
-    compiler: CompileCounterWithBackend, around: Region, within: Region
-) -> None:
-    """With regions around it, and with regions in its graph."""
-    model, keys = recurrent()
-    expected = gradients(model, keys, model.two)
-    step = torch.compile(lambda x: within(model.step, x), backend=compiler, fullgraph=True)
-    for _ in range(3):
-        found = gradients(model, keys, lambda x: around(step, around(step, x)))
-        assert_equal(found, expected, "compiled", is_reordered=True)
-    assert compiler.frame_count == (2 if around is reentrant else 1), "with and without gradients"
-
-
-def test_compiled_blocks_share_a_graph(compiler: CompileCounterWithBackend) -> None:
-    """No number of a layer is a constant of it."""
-    blocks = nn.ModuleList(convert(nn.Linear(SIZE, SIZE), EVERYTHING) for _ in range(3))
-    keys = LayerKeys(blocks)
-    for block in blocks:
-        block.compile(backend=compiler, fullgraph=True)
-
-    def forward(x: Tensor) -> Tensor:
-        for block in blocks:
-            x = block(block(x))
-        return x
-
-    found = gradients(blocks, keys, forward)
-    assert compiler.frame_count == 1
-    for block in blocks:
-        block._compiled_call_impl = None
-    assert_equal(gradients(blocks, keys, forward), found, "not compiled", is_reordered=True)
-
-
-# --- sharded ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def _fsdp1(model: Recurrent) -> nn.Module:
-    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-
-
-def _fsdp2(model: Recurrent) -> nn.Module:
-    mesh = init_device_mesh("cpu", (1,))
-    for layer in (model.a, model.b, model):
-        fully_shard(layer, mesh=mesh)
-    return model
-
-
-def _tensor_parallel(model: Recurrent) -> nn.Module:
-    styles = {"a": ColwiseParallel(), "b": RowwiseParallel()}
-    return parallelize_module(model, init_device_mesh("cpu", (1,)), styles)
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
-@pytest.mark.parametrize("shard", [_fsdp1, _fsdp2, _tensor_parallel])
-def test_sharded_layers(shard: Callable[[Recurrent], nn.Module]) -> None:
-    model, keys = recurrent()
-    expected = gradients(model, keys)
-    wrapped = shard(model)
-    keys = LayerKeys(wrapped, seed=1)
-    for model.outer in (plain, non_reentrant):
-        x = batch()
-        keys.fill_(5)
-        y = wrapped(x)
-        y.square().sum().backward()
-        assert torch.equal(y.detach(), expected["y"]), f"{shard.__name__}, {model.outer.__name__}"
-        assert torch.equal(x.grad, expected["x"]), f"{shard.__name__}, {model.outer.__name__}"
