@@ -30,10 +30,10 @@ LOWBIT = Path(sys.executable).with_name("lowbit")
 KINDS = ("save", "anywhere", "save", "anywhere", "anywhere", "start")  # in turn
 STEPS_PER_KILL = 8  # at most, so that all kills come before the end
 OPERATIONS = 9  # of the two saves and the removal at one step
-# What differs between any two runs; and a default that torch adds to what it loads.
+# What differs between any two runs, such as the identity of its report; and a default that torch adds to what it loads.
 PATHS = {"dirpath", "best_model_path", "kth_best_model_path", "last_model_path", "best_k_models"}
 TIMES = {"seconds", "tokens/s", "tflops"}
-OTHERS = PATHS | TIMES | {"differentiable"}
+OTHERS = PATHS | TIMES | {"differentiable", "id"}
 CHAINS = 2  # at a time
 
 RECIPE = """
