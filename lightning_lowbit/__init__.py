@@ -32,22 +32,20 @@ if TYPE_CHECKING:
     from lightning_lowbit.nn import LinearCasts, bake, convert, fold, smooth_swiglu
     from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
     from lightning_lowbit.precision import (
+        ConservativeGradScaler,
         FP4Precision,
         FP8Precision,
+        GradientNormGradScaler,
         IntegerPrecision,
         LowBitPrecision,
-        TernaryPrecision,
-        restore,
-    )
-    from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
-    from lightning_lowbit.scalers import (
-        ConservativeGradScaler,
-        GradientNormGradScaler,
         ShardedConservativeGradScaler,
         ShardedGradientNormGradScaler,
         ShardedStaticGradScaler,
         StaticGradScaler,
+        TernaryPrecision,
+        restore,
     )
+    from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
 
 __version__ = "0.1.0"
 
@@ -105,7 +103,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is he
         if name in _submodules():
             return import_module(f"{__name__}.{name}")
         if name in __all__:
-            for part in ("quant", "nn", "optim", "scalers", "precision", "callbacks"):  # from the bottom up
+            for part in ("quant", "nn", "optim", "precision", "callbacks"):  # from the bottom up
                 module = import_module(f"{__name__}.{part}")
                 if hasattr(module, name):
                     globals()[name] = getattr(module, name)

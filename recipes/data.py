@@ -153,7 +153,7 @@ def hold_out(documents: list[bytes], fraction: float) -> tuple[list[bytes], list
 
 
 class TextDataModule(LightningDataModule):
-    """Language modelling on any text; batches are int64 (batch_size, sequence_length + 1).
+    """Language modeling on any text; batches are int64 (batch_size, sequence_length + 1).
 
     Args:
         path: a file; a folder (its ``*.txt``, ``*.md`` and ``*.py`` files, the rows of its ``*.jsonl``, ``*.json``,

@@ -28,9 +28,9 @@ from lightning_lowbit._lightning import (
     OptimizerLRScheduler,
     TrainerFn,
 )
-from lightning_lowbit.optim.sharding import connect, gradient_norm
+from lightning_lowbit.distributed import connect, gradient_norm
 from lightning_lowbit.precision import LowBitPrecision
-from lightning_lowbit.precision.checkpoint import CHECKPOINT_KEY
+from lightning_lowbit.precision.checkpoints.files import CHECKPOINT_KEY
 from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant.cast import choose, nearest
 

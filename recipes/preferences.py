@@ -1,4 +1,4 @@
-"""Direct preference optimisation (DPO): a loss whose gradients are small, and vanish in fp16 unless it is scaled.
+"""Direct preference optimization (DPO): a loss whose gradients are small, and vanish in fp16 unless it is scaled.
 
     L = -log σ(β [(log π(y|x) - log π_ref(y|x)) - (log π(y'|x) - log π_ref(y'|x))])        mean over pairs
 

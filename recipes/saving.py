@@ -8,8 +8,8 @@ from torch import nn
 from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.precision import restore
-from lightning_lowbit.precision.checkpoint import state_of
-from lightning_lowbit.precision.trained import LACKING
+from lightning_lowbit.precision.checkpoints.files import state_of
+from lightning_lowbit.precision.checkpoints.trained import LACKING
 
 
 def restore_casts(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:

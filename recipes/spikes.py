@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_lowbit._lightning import Callback, LightningModule, Trainer
-from lightning_lowbit.optim.sharding import local
+from lightning_lowbit.distributed import local
 from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant.cast import choose, is_number
 from lightning_lowbit.quant.rounding import mix_key

@@ -10,7 +10,7 @@ sequences that share one token at each border, and so each sequence has a number
     batch b    the next `ranks * batch_size` sequences of the order; a rank takes every `ranks`-th of them
 
 So the sequences of a step depend neither on how many ranks share its batch nor on their workers, nothing is seen twice
-before the data ends, and nothing is left out. The price: every rank and every worker tokenises the whole stream, and
+before the data ends, and nothing is left out. The price: every rank and every worker tokenizes the whole stream, and
 keeps what is its own. There are no epochs; what is handed out next depends on what has been handed out alone.
 """
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-BATCH = 64  # documents tokenised at once: enough to share the call, little enough to hold as Python integers
+BATCH = 64  # documents tokenized at once: enough to share the call, little enough to hold as Python integers
 
 
 class Tokenizer(Protocol):

@@ -41,7 +41,7 @@ def expected_table(name: str) -> np.ndarray:
 
 
 def probes(name: str) -> np.ndarray:
-    """All values and midpoints of a format with their float32 neighbours, both signs, far out, subnormal, zero."""
+    """All values and midpoints of a format with their float32 neighbors, both signs, far out, subnormal, zero."""
     grid = reference.magnitudes(name)
     exact = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]).astype(np.float32)
     infinity = np.float32(np.inf)
@@ -138,7 +138,7 @@ def test_every_code_decodes_as_in_ml_dtypes(name: str) -> None:
 
 @pytest.mark.parametrize("name", ML_DTYPES)
 def test_rounding_equals_ml_dtypes(name: str) -> None:
-    """Random numbers over all binades and beyond, every midpoint, and their neighbours; clamped, for ours saturate."""
+    """Random numbers over all binades and beyond, every midpoint, and their neighbors; clamped, for ours saturate."""
     format = ALL_FORMATS[name]
     generator = np.random.default_rng(0)
     span = (format.min_exponent - format.mantissa_bits - 2, format.max_exponent + 2)

@@ -21,9 +21,10 @@ def test_every_package_is_listed():
 
 def test_recipes_are_package_data():
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    for path in (ROOT / "recipes").iterdir():
+    for path in (ROOT / "recipes").rglob("*"):
         if path.suffix in (".yaml", ".md"):
-            assert f"*{path.suffix}" in data["lightning_lowbit.recipes"], f"a wheel would lack {path.name}"
+            pattern = str(path.relative_to(ROOT / "recipes").with_name(f"*{path.suffix}"))
+            assert pattern in data["lightning_lowbit.recipes"], f"a wheel would lack {path.name}"
 
 
 def test_what_type_checkers_see_is_what_is_imported_when_it_is_asked_for():

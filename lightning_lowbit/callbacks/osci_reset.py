@@ -1,13 +1,14 @@
 """Ending the oscillation of latent weights around rounding thresholds (OsciReset of TetraJet-v2).
 
-A latent weight w next to a threshold is rounded to the one level and to the other in turn: its quantised value q jumps
+A latent weight w next to a threshold is rounded to the one level and to the other in turn: its quantized value q jumps
 back and forth while w hardly moves. Over a window of optimizer steps a ratio tells it from one that travels, or rests:
 
     ratio  =  Σ |q_t - q_{t-1}| / Σ |w_t - w_{t-1}|
 
-Where it is large, w is set to q, the centre of its bin, away from the thresholds on either side.
+Where it is large, w is set to q, the center of its bin, away from the thresholds on either side.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
 from lightning_lowbit.callbacks.base import LowBitCallback
-from lightning_lowbit.callbacks.latent_weights import LatentWeight, latent_weights, nearest_cast, whole_layers
+from lightning_lowbit.callbacks.monitors.latent_weights import LatentWeight, latent_weights, nearest_cast, whole_layers
 from lightning_lowbit.metrics import flipped
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.precision.run_settings import compute_dtype
@@ -30,12 +31,12 @@ class _Paths:
     Attributes:
         last: the latent weight after the last step, in its own dtype.
         latent: Σ |w_t - w_{t-1}|, float32.
-        quantised: Σ |q_t - q_{t-1}|, float32.
+        quantized: Σ |q_t - q_{t-1}|, float32.
     """
 
     last: Tensor
     latent: Tensor
-    quantised: Tensor
+    quantized: Tensor
 
     @classmethod
     def begin(cls, matrix: Tensor) -> "_Paths":
@@ -46,22 +47,22 @@ class _Paths:
         """One step, to where the latent weight is now."""
         before, after = weight._replace(values=self.last.to(weight.values.dtype)).quantize(), weight.quantize()
         jump = (after.dequantize() - before.dequantize()).abs_()
-        self.quantised += jump.where(flipped(before, after), 0)  # a change of the scale alone is no jump
+        self.quantized += jump.where(flipped(before, after), 0)  # a change of the scale alone is no jump
         self.latent += (matrix.float() - self.last.float()).abs_()
         self.last.copy_(matrix)
 
     def oscillating(self, threshold: float) -> Tensor:
         """Where the ratio reaches a threshold; nowhere that the latent weight has not moved."""
-        return (self.latent > 0) & (self.quantised >= threshold * self.latent)
+        return (self.latent > 0) & (self.quantized >= threshold * self.latent)
 
 
 class OsciReset(LowBitCallback):
-    """Sets latent weights that oscillate between two levels to the centre of their bin.
+    """Sets latent weights that oscillate between two levels to the center of their bin.
 
     After TetraJet-v2 (arXiv 2510.27527); the ratio is that of TetraJet (arXiv 2502.20853). In windows of ``window``
     optimizer steps it adds up, for each element of every weight that is rounded to nearest, how far the latent weight
-    moves, and how far its quantised value jumps between levels. After the last step of the window, elements that have
-    jumped ``threshold`` times as far as they have moved are set to their quantised value; the optimizer's moments stay.
+    moves, and how far its quantized value jumps between levels. After the last step of the window, elements that have
+    jumped ``threshold`` times as far as they have moved are set to their quantized value; the optimizer's moments stay.
     Unlike in the authors' code, a value that moves with its scale alone does not jump.
 
     ``window``, ``every`` and ``threshold`` are by default those of the authors' public configurations for 70 and 150
@@ -70,11 +71,11 @@ class OsciReset(LowBitCallback):
     default here is to begin at once, since it does not depend on the length of a run: set ``start``.
 
     During a window each weight has two float32 tensors of its size more, and a copy of its last values; in each step it
-    is quantised twice more. Other steps cost nothing. Both float32 tensors are part of a checkpoint that is saved then,
+    is quantized twice more. Other steps cost nothing. Both float32 tensors are part of a checkpoint that is saved then,
     and a resumed run goes on with the window.
 
     Weights that are rotated or smoothed before they are rounded are left out, and from a window those that are not
-    quantised after one of its steps: in a phase, or while λ is 0. The optimizer steps of one batch count as one move.
+    quantized after one of its steps: in a phase, or while λ is 0. The optimizer steps of one batch count as one move.
 
     When a window ends, ``reset/fprop_w/<layer>`` is logged: the share of elements that were set.
 
@@ -131,7 +132,7 @@ class OsciReset(LowBitCallback):
         for name in self._loaded.keys() & self._layers.keys():
             self._paths[name] = paths = _Paths.begin(self._matrix(name))
             paths.latent.copy_(self._loaded[name]["latent"])
-            paths.quantised.copy_(self._loaded[name]["quantised"])
+            paths.quantized.copy_(_quantized(self._loaded[name]))
         self._loaded = {}
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -161,8 +162,8 @@ class OsciReset(LowBitCallback):
                 self._paths[name] = paths
             else:
                 where = paths.oscillating(self.threshold)
-                centres = weight.quantize().dequantize(matrix.dtype)
-                matrix.copy_(centres.where(where, matrix))
+                centers = weight.quantize().dequantize(matrix.dtype)
+                matrix.copy_(centers.where(where, matrix))
                 shares[f"reset/fprop_w/{name}"] = where.mean(dtype=torch.float32)
         if step >= self._end:
             self._end = None
@@ -185,9 +186,14 @@ class OsciReset(LowBitCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """The window that is open. The copies of last values are left out: between steps these are the weights."""
-        paths = {name: {"latent": p.latent, "quantised": p.quantised} for name, p in self._paths.items()}
+        paths = {name: {"latent": p.latent, "quantized": p.quantized} for name, p in self._paths.items()}
         return {"step": self._step, "end": self._end, "paths": self._loaded or paths}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with it when training starts."""
         self._step, self._end, self._loaded = (state_dict[name] for name in ("step", "end", "paths"))
+
+
+def _quantized(path: Mapping[str, Tensor]) -> Tensor:
+    """The quantized path of a layer in a state, which checkpoints before version 0.1 spell as in British English."""
+    return path["quantized"] if "quantized" in path else path["quantised"]

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from lightning_lowbit._lightning import LightningModule, Trainer
+from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.base import LowBitCallback
-from lightning_lowbit.callbacks.console import Table, Text, show
-from lightning_lowbit.callbacks.files import replace_file
-from lightning_lowbit.callbacks.monitor import LooksAway
-from lightning_lowbit.callbacks.report_page import Section
-from lightning_lowbit.callbacks.run_folder import run_folder
+from lightning_lowbit.callbacks.monitors.base import LooksAway
 from lightning_lowbit.nn import OPERANDS, Coverage, GemmCounter, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.run_settings import compute_dtype
+from lightning_lowbit.report.console import Table, Text, show
+from lightning_lowbit.report.html import Section
+from lightning_lowbit.report.run_folder import run_folder
 
-# Steps of progressive quantisation, whatever their phase: operands are on their way, and still dense.
+# Steps of progressive quantization, whatever their phase: operands are on their way, and still dense.
 _BLENDING = "blending"
 
 
@@ -31,9 +31,9 @@ class PrecisionSummary(LowBitCallback, LooksAway):
     """Shows which layers compute in which casts, and how much of the arithmetic that is.
 
     When training starts, a table of layers, parameters and casts. After the first training step, the coverage: FLOPs of
-    GEMMs whose operands are both quantised over the FLOPs of all matrix products, attentions and convolutions, counted
+    GEMMs whose operands are both quantized over the FLOPs of all matrix products, attentions and convolutions, counted
     while they ran, and which modules make up the rest. At the end, the bits of a GEMM operand, block scales included,
-    averaged over FLOPs and over the steps in each phase; steps of progressive quantisation, with λ below 1, count as
+    averaged over FLOPs and over the steps in each phase; steps of progressive quantization, with λ below 1, count as
     high precision.
 
     Printed by the first process, as wide as the terminal or the notebook, and written to the logger's directory. The
@@ -202,7 +202,7 @@ class PrecisionSummary(LowBitCallback, LooksAway):
         measured = self.coverage("fqt")
         head = Text(
             f"Coverage: {measured.share:.1%} of {_flops(measured.flops)} per micro-batch and process have two "
-            f"quantised operands; {measured.average_bits:.2f} bits per GEMM operand."
+            f"quantized operands; {measured.average_bits:.2f} bits per GEMM operand."
         )
         blocks: list[Table | Text] = [head]
         if measured.uncovered:
@@ -270,20 +270,20 @@ def layer_table(model: nn.Module) -> Table:
         for key, names in rows.items()
         for _, kind, size, casts, where in [key]
     ]
-    quantised = sum(count for key, count in parameters.items() if key[3] != "high precision")
+    quantized = sum(count for key, count in parameters.items() if key[3] != "high precision")
     total = sum(parameters.values())
-    share = f"{quantised / total:.1%}" if total else "none"
-    caption = f"{_count(quantised)} of {_count(total)} parameters ({share}) are weights and biases of converted layers."
+    share = f"{quantized / total:.1%}" if total else "none"
+    caption = f"{_count(quantized)} of {_count(total)} parameters ({share}) are weights and biases of converted layers."
     return Table(["layers", "class", "in → out", "parameters", "casts", "GEMMs"], body, caption)
 
 
 def _executed(layer: QuantizedLayer) -> str:
-    """Where the quantised GEMMs of a layer run: natively, emulated, or some so and some so."""
-    casts, quantised = layer.full_casts, layer.full_casts.quantised_gemms
+    """Where the quantized GEMMs of a layer run: natively, emulated, or some so and some so."""
+    casts, quantized = layer.full_casts, layer.full_casts.quantized_gemms
     native = layer.native_gemms(layer.weight.device, casts)
-    if not quantised or not native:
-        return "emulated" if quantised else ""
-    rest = [gemm for gemm in quantised if gemm not in native]
+    if not quantized or not native:
+        return "emulated" if quantized else ""
+    rest = [gemm for gemm in quantized if gemm not in native]
     return f"native {', '.join(native)}; emulated {', '.join(rest)}" if rest else "native"
 
 

@@ -36,10 +36,10 @@ from lightning_lowbit._lightning import (
     Trainer,
     rank_zero_warn,
 )
+from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.base import LowBitCallback
-from lightning_lowbit.callbacks.environment import environment, peak_memory
-from lightning_lowbit.callbacks.files import replace_file
-from lightning_lowbit.callbacks.run_contents import (
+from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.report.contents import (
     ask,
     cast_sections,
     configuration_of,
@@ -50,11 +50,11 @@ from lightning_lowbit.callbacks.run_contents import (
     status_of,
     strict,
 )
-from lightning_lowbit.callbacks.run_folder import go_on, run_folder
-from lightning_lowbit.callbacks.run_history import History
-from lightning_lowbit.callbacks.run_page import render_run
-from lightning_lowbit.callbacks.run_trackers import begin, finish
-from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.report.environment import environment, peak_memory
+from lightning_lowbit.report.history import History
+from lightning_lowbit.report.page import render_run
+from lightning_lowbit.report.run_folder import go_on, run_folder
+from lightning_lowbit.report.trackers import begin, finish
 
 
 class RunReport(LowBitCallback):

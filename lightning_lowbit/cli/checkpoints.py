@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lowbit._lightning import rank_zero_only
-from lightning_lowbit.callbacks.files import mend
-from lightning_lowbit.callbacks.whole_checkpoints import (
+from lightning_lowbit.atomic_files import mend
+from lightning_lowbit.callbacks.recovery.whole_checkpoints import (
     FOREIGN,
     DamagedCheckpointError,
     damage,

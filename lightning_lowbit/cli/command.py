@@ -150,7 +150,7 @@ def _list(arguments: Sequence[str]) -> None:
     argparse.ArgumentParser("lowbit ls", description=_list.__doc__).parse_args(arguments)
     titles = {"": "Recipes", OVERLAY: "Overlays, for a second --config", STUDY: "Studies, for `lowbit compare --study`"}
     for mark, title in titles.items():
-        group = {name: headline(path).removeprefix(mark) for name, path in recipes().items() if kind(path) == mark}
+        group = {name: headline(path) for name, path in recipes().items() if kind(path) == mark}
         width = max(map(len, group), default=0)
         print("\n".join([f"{title}:", *(f"  {name:{width}}  {line}" for name, line in group.items())]))
 

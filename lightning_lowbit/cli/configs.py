@@ -17,26 +17,26 @@ import yaml
 from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.lists import options_with_lists, with_lists
 
-# How the first line begins of what goes on top of a recipe, and of what runs one many times.
-OVERLAY, STUDY = "Overlay: ", "Study: "
+# The folders of configurations that go on top of a recipe, and of those that run one many times.
+OVERLAY, STUDY = "overlays", "studies"
 
 _NEEDS_NO_RECIPE = r"--(model|model\.class_path|print_config|help|[\w.]+\.help)(=|$)"
 
 
 def recipes() -> dict[str, Path]:
     """The configurations that come with the package, by name."""
-    found = Path(str(files("lightning_lowbit.recipes"))).glob("*.yaml")
-    return {path.stem: path for path in sorted(found)}
+    found = Path(str(files("lightning_lowbit.recipes")))
+    return {path.stem: path for path in sorted(found.rglob("*.yaml"), key=lambda path: path.stem)}
 
 
 def headline(path: Path) -> str:
-    """The first line of a configuration, which says what it is."""
+    """The first line of a configuration, which says what it is for."""
     return path.read_text().splitlines()[0].lstrip("# ")
 
 
 def kind(path: Path) -> str:
-    """What a configuration is: ``OVERLAY``, ``STUDY``, or empty for a recipe."""
-    return next((mark for mark in (OVERLAY, STUDY) if headline(path).startswith(mark)), "")
+    """What a configuration of this package is, by its folder: ``OVERLAY``, ``STUDY``, or empty for a recipe."""
+    return path.parent.name if path.parent.name in (OVERLAY, STUDY) else ""
 
 
 def find_config(name: str, option: str = "--config") -> Path:
@@ -173,11 +173,10 @@ def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
     model = config.get("model")
     named = isinstance(model, str) or (isinstance(model, Mapping) and "class_path" in model)
     if not named and not any(re.match(_NEEDS_NO_RECIPE, argument) for argument in rest):
-        overlays = [name for name in names if kind(find_config(name)) == OVERLAY]
         why = "nothing names a model"
-        if overlays:
-            why = f"{' and '.join(overlays)} {'change' if overlays[1:] else 'changes'} one, on top of it"
-        command = " ".join(["lowbit", *rest[:1], *(f"--config {name}" for name in ["quickstart", *overlays])])
+        if names:
+            why = f"{' and '.join(names)} {'change' if names[1:] else 'changes'} one, on top of it"
+        command = " ".join(["lowbit", *rest[:1], *(f"--config {name}" for name in ["quickstart", *names])])
         raise ValueError(f"Give a recipe, e.g. `{command}`: {why}. `lowbit ls` lists recipes.")
     rest = options_with_lists(rest, config)
     if not names:

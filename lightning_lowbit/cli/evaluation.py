@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_lowbit.cli.configs import as_list
 from lightning_lowbit.precision import LowBitPrecision
-from lightning_lowbit.precision.checkpoint import load_checkpoint, state_of
+from lightning_lowbit.precision.checkpoints.files import load_checkpoint, state_of
 
 
 def as_trained(trainer: Mapping[str, Any], path: str | None, weights_only: bool = True) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jsonargparse import ArgumentError, Namespace
 
 import lightning_lowbit.callbacks  # whose classes, and those of optim and scalers, go by their short names
 import lightning_lowbit.optim
-import lightning_lowbit.scalers  # noqa: F401
+import lightning_lowbit.precision.grad_scalers  # noqa: F401
 from lightning_lowbit._lightning import (
     NAME,
     LightningArgumentParser,
@@ -23,8 +23,8 @@ from lightning_lowbit._lightning import (
     Trainer,
     rank_zero_only,
 )
-from lightning_lowbit.callbacks.files import replace_file
-from lightning_lowbit.callbacks.graceful_interrupt import TERMINATED
+from lightning_lowbit.atomic_files import replace_file
+from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
 from lightning_lowbit.cli.checkpoints import resolve
 from lightning_lowbit.cli.configs import as_list, merge_configs
 from lightning_lowbit.cli.evaluation import as_trained

@@ -26,11 +26,11 @@ from lightning_lowbit.quant import Cast, Quantized, quantize
 _ULPS = 2.0**-20
 
 
-# --- a tensor and its quantised self ----------------------------------------------------------------------------------
+# --- a tensor and its quantized self ----------------------------------------------------------------------------------
 
 
 def sqnr(x: Tensor, q: Tensor) -> Tensor:
-    """Signal to quantisation noise ratio: ``10 log10(Σ x² / Σ (x - q)²)``.
+    """Signal to quantization noise ratio: ``10 log10(Σ x² / Σ (x - q)²)``.
 
     Args:
         x: floating point, any shape.
@@ -118,20 +118,20 @@ def levels(format: Format) -> tuple[float, ...]:
     return tuple(sorted({value for value in _values(format) if abs(value) <= format.max}))
 
 
-def code_histogram(quantized: Quantized, normalise: bool = False) -> Tensor:
+def code_histogram(quantized: Quantized, normalize: bool = False) -> Tensor:
     """How often each level is used.
 
     Args:
         quantized: from :func:`lightning_lowbit.quantize`.
-        normalise: to a sum of 1.
+        normalize: to a sum of 1.
 
     Returns:
-        int64 counts (float32 shares if normalised) in the order of the :func:`levels` of the cast's grid: those of its
+        int64 counts (float32 shares if normalized) in the order of the :func:`levels` of the cast's grid: those of its
         element format, or with zero points those on either side of them, ``-15`` to ``15`` for int4. Codes count as
         they are stored, also in a block whose scale underflowed to 0. Elements that decode to NaN are left out.
     """
     counts = _count_codes(quantized, quantized.dequantize())
-    return ratio(counts, counts.sum()) if normalise else counts
+    return ratio(counts, counts.sum()) if normalize else counts
 
 
 def _count_codes(quantized: Quantized, decoded: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class CastStatistics:
     :meth:`floats` waits for it and gives numbers.
 
     Attributes:
-        cast: how the tensor was quantised.
+        cast: how the tensor was quantized.
         elements: how many it has.
         signal: ``Σ x²``.
         noise: ``Σ (x - q)²``.
@@ -242,7 +242,7 @@ class CastStatistics:
         """The error of both tensors together.
 
         Raises:
-            ValueError: they were quantised by different casts.
+            ValueError: they were quantized by different casts.
         """
         if self.cast != other.cast:
             raise ValueError(f"Errors of one cast add up; got those of {self.cast} and {other.cast}.")
@@ -254,7 +254,7 @@ class CastStatistics:
 def cast_statistics(
     x: Tensor, cast: Cast, dim: int = -1, key: Tensor | int | None = None, amax: Tensor | None = None
 ) -> CastStatistics:
-    """Quantises a tensor and says what that did to it.
+    """Quantizes a tensor and says what that did to it.
 
     Args:
         x, cast, dim, key, amax: as in :func:`lightning_lowbit.quantize`.

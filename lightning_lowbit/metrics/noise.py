@@ -1,4 +1,4 @@
-"""How far a gradient stands out from the noise of quantisation.
+"""How far a gradient stands out from the noise of quantization.
 
 Two backward passes over the same data whose random bits differ give g₁ and g₂: the same gradient G, and noise of
 variance σ² in each of d elements, independent of the other's.

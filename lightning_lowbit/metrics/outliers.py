@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels import compiled, opaque
+from lightning_lowbit.compilation import compiled, opaque
 from lightning_lowbit.quant.statistics import wide_dtype
 
 # What is added up: the elements, their powers, and how many are beyond k·rms.
@@ -44,8 +44,8 @@ class ActivationOutliers:
 def activation_outliers(x: Tensor, k: float = 6.0) -> ActivationOutliers:
     """How far the largest elements of an activation stand out.
 
-    Channels that are far larger than all others are what makes activations hard to quantise: with a scale per tensor
-    they leave few levels for the rest (LLM.int8(), arXiv 2208.07339). Kurtosis is their usual measure: what quantises
+    Channels that are far larger than all others are what makes activations hard to quantize: with a scale per tensor
+    they leave few levels for the rest (LLM.int8(), arXiv 2208.07339). Kurtosis is their usual measure: what quantizes
     well has a small one (Quantizable Transformers, arXiv 2306.12929, section 3).
 
     Args:

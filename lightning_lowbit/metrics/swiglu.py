@@ -46,7 +46,7 @@ def swiglu_alignment(gate_weight: Tensor, up_weight: Tensor, x: Tensor | None = 
     A channel is ``(w1ᵀx) Swish(w2ᵀx)``: w1, a row of the up projection, is its linear branch; w2, a row of the gate
     projection, that of Swish. Where w1 = ±w2 both are large at the same tokens, and the channel gives about
     ``±(w2ᵀx)²`` where its gate is open. If the sigmoid in Swish is flat at all tokens, ``σ'(w2ᵀx) → 0``, training with
-    ℓ2 regularisation, however weak, comes to rest at w1 = ±w2 and nowhere else (Scaling FP8 Training to Trillion-Token
+    ℓ2 regularization, however weak, comes to rest at w1 = ±w2 and nowhere else (Scaling FP8 Training to Trillion-Token
     LLMs, arXiv 2409.12517, theorem 1). What that looks like in Llama2 7B (section 4.3 there): ``‖w2‖`` of a few
     channels grows; their cosine, long low, rises steeply between 125 and 210 billion tokens; FP8 training diverges.
     Mostly w1 and w2 pointed the same way, in some channels opposite ways. At about 99 % of the tokens an outlier

@@ -1,10 +1,10 @@
-"""What quantised weights do as they are trained.
+"""What quantized weights do as they are trained.
 
 With w the latent weight, in units of the scale s of its block, and q the level that it is rounded to:
 
     shares        how many elements are -1, 0 and 1               31 % zeros: normally distributed w, s = mean|w|
     flip rate     share of elements whose q changed
-    distance      mean |w - t|, t the nearest rounding threshold  t: halfway between neighbouring levels
+    distance      mean |w - t|, t the nearest rounding threshold  t: halfway between neighboring levels
 
 A latent weight that is small steps away from a threshold flips back and forth while it hardly moves. Everything is
 computed where the tensors lie, and nothing waits for a device.
@@ -58,9 +58,9 @@ def ternary_shares(quantized: Quantized) -> Tensor:
     """
     if not is_ternary(quantized.cast):
         raise ValueError(
-            f"{quantized.cast} has other levels than -1, 0 and 1: take code_histogram(quantized, normalise=True)."
+            f"{quantized.cast} has other levels than -1, 0 and 1: take code_histogram(quantized, normalize=True)."
         )
-    return code_histogram(quantized, normalise=True)
+    return code_histogram(quantized, normalize=True)
 
 
 @torch.no_grad()
@@ -68,7 +68,7 @@ def flipped(before: Quantized, after: Quantized) -> Tensor:
     """Which elements are rounded to another level than before, whatever became of the scales.
 
     Args:
-        before, after: a tensor at two times, quantised by one cast.
+        before, after: a tensor at two times, quantized by one cast.
 
     Returns:
         bool, the shape of the tensor.
@@ -98,7 +98,7 @@ def flip_rate(before: Quantized, after: Quantized) -> Tensor:
 def threshold_distance(x: Tensor, cast: Cast, dim: int = -1, amax: Tensor | None = None) -> Tensor:
     """Mean distance to the nearest rounding threshold, in units of the scale of each element's block.
 
-    A threshold lies halfway between two neighbouring levels of ``cast.grid``: at ±0.5 for ternary elements, of which
+    A threshold lies halfway between two neighboring levels of ``cast.grid``: at ±0.5 for ternary elements, of which
     normally distributed ones with ``γ = mean|W|`` are 0.66 away. Small values mean that small steps make weights flip.
 
     Args:

@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels import opaque
+from lightning_lowbit.compilation import opaque
 from lightning_lowbit.nn.casts import OPERANDS, LinearCasts
 from lightning_lowbit.quant import Cast
 

@@ -4,12 +4,12 @@
     dgrad   dX = dY · W       casts dgrad_g, dgrad_w      contraction: out_features
     wgrad   dW = dYᵀ · X      casts wgrad_g, wgrad_x      contraction: tokens
 
-Each operand is blocked along the contraction axis of its own GEMM, so X and W are quantised once for fprop and again,
-the other way round, for wgrad and dgrad. None stands for the unquantised operand. ``"fprop"`` (dgrad_w and wgrad_x)
-stands for what the forward pass used, dequantised: the gradient of quantisation-aware training.
+Each operand is blocked along the contraction axis of its own GEMM, so X and W are quantized once for fprop and again,
+the other way round, for wgrad and dgrad. None stands for the unquantized operand. ``"fprop"`` (dgrad_w and wgrad_x)
+stands for what the forward pass used, dequantized: the gradient of quantization-aware training.
 
 Four things belong to a GEMM or to the layer rather than to one tensor: a Hadamard transform of both operands, the mean
-that is split off before quantisation, what stands for the derivative of rounding, and the smoothing of x.
+that is split off before quantization, what stands for the derivative of rounding, and the smoothing of x.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,14 +25,14 @@ OPERANDS = ("fprop_x", "fprop_w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
 FORWARD, BACKWARD = OPERANDS[:2], OPERANDS[2:]
 GEMMS = ("fprop", "dgrad", "wgrad")
 
-# Operands that another GEMM may have made already. x is not among them: its quantised self would have to be kept for
+# Operands that another GEMM may have made already. x is not among them: its quantized self would have to be kept for
 # the backward pass, once per layer that reads it.
 SHARED = {"dgrad_w": "fprop_w", "wgrad_g": "dgrad_g"}
 
 # The dimension of each operand that its GEMM contracts.
 CONTRACTION = dict(zip(OPERANDS, (1, 1, 1, 0, 0, 0), strict=True))
 
-# What each phase sets to None. "qaf" is quantisation-aware finetuning (FP4 All the Way, arXiv 2505.19115, section 4):
+# What each phase sets to None. "qaf" is quantization-aware finetuning (FP4 All the Way, arXiv 2505.19115, section 4):
 # forward as trained, backward in high precision.
 PHASES: dict[str, tuple[str, ...]] = {
     "fqt": (),
@@ -71,10 +71,10 @@ class LinearCasts:
 
     Args:
         fprop_x, fprop_w, dgrad_g, wgrad_g: a :class:`Cast` or None.
-        dgrad_w, wgrad_x: a :class:`Cast`, None, or ``"fprop"`` for the operand of the forward pass, dequantised.
-        hadamard: by GEMM, the transform of both operands along the contraction axis before they are quantised: a
+        dgrad_w, wgrad_x: a :class:`Cast`, None, or ``"fprop"`` for the operand of the forward pass, dequantized.
+        hadamard: by GEMM, the transform of both operands along the contraction axis before they are quantized: a
             :class:`Hadamard`, or the size of its groups: ``{"wgrad": 16}``.
-        subtract_mean: GEMMs whose quantised x and g lose their mean over the tokens first. The product with the mean,
+        subtract_mean: GEMMs whose quantized x and g lose their mean over the tokens first. The product with the mean,
             of rank one, is added in high precision (Averis, arXiv 2603.10444):
             ``Y = Q(X - 1μᵀ) · Q(W)ᵀ + 1 (W μ)ᵀ``, likewise ``dX`` with the mean ν of dY, and
             ``dW = Q(dY - 1νᵀ)ᵀ · Q(X - 1μᵀ) + tokens · ν μᵀ``.
@@ -82,7 +82,7 @@ class LinearCasts:
             weights) or ``"trust"``, see :mod:`lightning_lowbit.quant.surrogate`; the gradient passes straight through
             where nothing is given.
         smooth: brings the channels (``"channel"``) or tokens (``"token"``) of x to one size by powers of two, which the
-            weight or the output is divided by; see :mod:`lightning_lowbit.nn.smooth_swiglu`.
+            weight or the output is divided by; see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
 
     Raises:
         ValueError: a field is none of these, or contradicts another one.
@@ -141,25 +141,25 @@ class LinearCasts:
         reused = [operand for operand in BACKWARD if getattr(self, operand) == "fprop"]
         for gemm in self.hadamard:
             if not self._casts_of(gemm):
-                yield f"hadamard rotates {gemm}, which quantises nothing: leave {gemm} out of hadamard."
+                yield f"hadamard rotates {gemm}, which quantizes nothing: leave {gemm} out of hadamard."
             for operand in reused:
                 if gemm == "fprop" or operand.startswith(gemm):
                     yield (
                         f"hadamard rotates {gemm}, but {operand} is the operand of the forward pass as that pass "
-                        f"quantised it: give {operand} a cast of its own, or leave {gemm} out of hadamard."
+                        f"quantized it: give {operand} a cast of its own, or leave {gemm} out of hadamard."
                     )
         for gemm in self.subtract_mean:
             if not self._means_of(gemm):
                 yield f"subtract_mean needs an x or g of {gemm} with a cast: leave {gemm} out of subtract_mean."
             if self.wgrad_x == "fprop" and gemm in ("fprop", "wgrad"):
                 yield (
-                    f"subtract_mean changes x in {gemm}, but wgrad_x is the x that the forward pass quantised: give "
+                    f"subtract_mean changes x in {gemm}, but wgrad_x is the x that the forward pass quantized: give "
                     f"wgrad_x a cast of its own, or leave {gemm} out of subtract_mean."
                 )
         for operand, kind in self.surrogate.items():
             cast = getattr(self, operand)
             if cast is None:
-                yield f"surrogate names {operand}, which is not quantised: leave it out of surrogate."
+                yield f"surrogate names {operand}, which is not quantized: leave it out of surrogate."
             elif cast.scale.statistic == "minmax":
                 yield (
                     f"The surrogate of {operand} counts levels from zero, and with statistic='minmax' those of a block "
@@ -173,10 +173,10 @@ class LinearCasts:
             if "fprop" in self.subtract_mean:
                 yield (
                     f"A surrogate of {operand} and subtract_mean in fprop contradict each other, since the product "
-                    "with the mean, whose gradient it would change too, is not quantised: leave out one of them."
+                    "with the mean, whose gradient it would change too, is not quantized: leave out one of them."
                 )
-        if self.smooth is not None and not self.quantises_x_or_w:
-            yield "smooth scales x and w, which are not quantised: leave out smooth."
+        if self.smooth is not None and not self.quantizes_x_or_w:
+            yield "smooth scales x and w, which are not quantized: leave out smooth."
         for operand in self.delayed:
             if self.smooth == "channel" and operand.endswith("_w"):
                 yield (
@@ -185,7 +185,7 @@ class LinearCasts:
                 )
 
     @property
-    def quantises_x_or_w(self) -> bool:
+    def quantizes_x_or_w(self) -> bool:
         """Whether x or w, which ``smooth`` scales, has a cast in any GEMM."""
         return any(isinstance(getattr(self, operand), Cast) for operand in OPERANDS if not operand.endswith("_g"))
 
@@ -215,8 +215,8 @@ class LinearCasts:
         return bool(self.delayed)
 
     @property
-    def quantised_gemms(self) -> tuple[str, ...]:
-        """The GEMMs whose two operands are both quantised; any other is one in high precision."""
+    def quantized_gemms(self) -> tuple[str, ...]:
+        """The GEMMs whose two operands are both quantized; any other is one in high precision."""
         return tuple(gemm for gemm in GEMMS if all(self.cast_of(operand) for operand in self.operands_of(gemm)))
 
     @property
@@ -334,14 +334,14 @@ class LinearCasts:
         """
         off = PHASES[choose("phase", name, PHASES)]
         bare: LinearCasts = self.replace(**dict.fromkeys(off), hadamard={}, subtract_mean=(), surrogate={}, smooth=None)
-        # What belongs to a GEMM or operand that is no longer quantised goes with it.
+        # What belongs to a GEMM or operand that is no longer quantized goes with it.
         return replace(
             bare,
             hadamard={gemm: value for gemm, value in self.hadamard.items() if bare._casts_of(gemm)},
             subtract_mean=tuple(gemm for gemm in self.subtract_mean if bare._means_of(gemm)),
             surrogate={operand: kind for operand, kind in self.surrogate.items() if operand not in off},
-            # Kept as long as anything it scales is quantised, so that histories go on to hold the same tensors.
-            smooth=self.smooth if bare.quantises_x_or_w else None,
+            # Kept as long as anything it scales is quantized, so that histories go on to hold the same tensors.
+            smooth=self.smooth if bare.quantizes_x_or_w else None,
         )
 
     def __str__(self) -> str:

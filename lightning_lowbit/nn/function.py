@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_lowbit.nn.casts import CONTRACTION, OPERANDS, SHARED, LinearCasts
 from lightning_lowbit.nn.gemm import matmul, mean_times
-from lightning_lowbit.nn.parallel import Parts
+from lightning_lowbit.nn.sharded.parallel import Parts
 from lightning_lowbit.nn.watch import add_gradients_
 from lightning_lowbit.quant import Cast, Operand, blend, quantize_operand, rotate, split_mean, through_rounding
 from lightning_lowbit.quant.part import Part, absmax_of
@@ -17,10 +17,10 @@ from lightning_lowbit.quant.statistics import merge_statistics_, operand_statist
 
 
 class MadeWeight(NamedTuple):
-    """What a weight is that was quantised before it was gathered, see :mod:`lightning_lowbit.nn.gather`.
+    """What a weight is that was quantized before it was gathered, see :mod:`lightning_lowbit.nn.sharded.gather`.
 
     Attributes:
-        made_of: the dtype that it was quantised in.
+        made_of: the dtype that it was quantized in.
         dtype: of the operand, which may be narrower than that of the weight.
         factor: float32, 0-d or ``[out_features, 1]``, what the weight is to be multiplied by; None for 1.
         amax: float32, 0-d, its largest magnitude before; None where that is of no consequence.
@@ -46,7 +46,7 @@ class Setup(NamedTuple):
     gradient_sums: Tensor | None = None
     parts: Parts = Parts()
     weight_amax: Tensor | None = None  # float32, 0-d, what the weight is scaled by; None: by its own
-    # Of a weight that is quantised already, its MadeWeight: tensors must not be nested. None: it is not.
+    # Of a weight that is quantized already, its MadeWeight: tensors must not be nested. None: it is not.
     made_dtype: torch.dtype | None = None
     made_factor: Tensor | None = None
 
@@ -77,7 +77,7 @@ class _LinearFunction(torch.autograd.Function):
         qx, qw, offset = _operands("fprop", _Source(x, amax_x), w_, how, bias)
         y = matmul(qx, qw.t(), offset, x.dtype, fast_accumulation=True)
 
-        # "fprop" keeps what the forward pass used; everything else is quantised anew from the tensor itself.
+        # "fprop" keeps what the forward pass used; everything else is quantized anew from the tensor itself.
         for_wgrad = qx if casts.wgrad_x == "fprop" else Operand(x)
         for_dgrad = qw if casts.dgrad_w == "fprop" or _shared("dgrad_w", how) else Operand(w)
         ctx.save_for_backward(
@@ -121,7 +121,7 @@ class _LinearFunction(torch.autograd.Function):
                     add_gradients_(how.gradient_sums, dw, torch.mm(g.to(dtype).t(), forward_x))
                 dw = _through_rounding("fprop_w", dw, _Source(forward_w, amax_w), how)
             if needs_bias:
-                db = g.sum(0)  # of the unquantised gradient
+                db = g.sum(0)  # of the unquantized gradient
         return dx, dw, db, *[None] * len(how)
 
 
@@ -144,7 +144,7 @@ def linear_function(x: Tensor, w: Tensor, bias: Tensor | None, how: Setup) -> Te
 class _Source(NamedTuple):
     """What an operand is made from: ``values * factor``; ``amax`` is its largest magnitude where that is known.
 
-    ``made``: it is the operand already, quantised for another GEMM.
+    ``made``: it is the operand already, quantized for another GEMM.
     """
 
     values: Any
@@ -198,11 +198,11 @@ def _operand(name: str, source: _Source, how: Setup) -> Operand:
     native = cast.grid.gemm_dtype if name.partition("_")[0] in how.native else None
     dtype = torch.float32 if how.exact else native
     dim, part = CONTRACTION[name], how.part_of(name)
-    quantised = quantize_operand(source.values, cast, dim, key, amax, dtype, part)
+    quantized = quantize_operand(source.values, cast, dim, key, amax, dtype, part)
     if how.operand_sums is not None:
-        seen = operand_statistics(source.values, quantised, cast, dim, amax, part=part)
+        seen = operand_statistics(source.values, quantized, cast, dim, amax, part=part)
         merge_statistics_(how.operand_sums[OPERANDS.index(name)], seen)
-    return quantised if how.blend is None else blend(source.values, quantised, how.blend, how.exact)
+    return quantized if how.blend is None else blend(source.values, quantized, how.blend, how.exact)
 
 
 def _scale_amax(name: str, cast: Cast, source: _Source, how: Setup) -> Tensor | None:
@@ -257,7 +257,7 @@ def _transform(gemm: str, casts: LinearCasts, keys: Tensor | None, device: torch
 
 
 def _through_rounding(name: str, gradient: Tensor, source: _Source, how: Setup) -> Tensor:
-    """The gradient of a tensor from that of its quantised self, in the space in which it was quantised."""
+    """The gradient of a tensor from that of its quantized self, in the space in which it was quantized."""
     casts, how = how.casts, how._replace(staged=None)
     if name not in casts.surrogate:
         return gradient  # straight through

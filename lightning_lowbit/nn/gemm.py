@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowbit.kernels import compiled, counted_as, opaque, within_cast
+from lightning_lowbit.compilation import compiled, counted_as, opaque, within_cast
 from lightning_lowbit.quant import Operand
 
 _FLOAT32 = torch.finfo(torch.float32)

@@ -35,10 +35,10 @@ def with_index(device: torch.device) -> torch.device:
 
 
 class LayerKeys:
-    """The keys of all quantised layers of a model, filled in place before each micro-batch.
+    """The keys of all quantized layers of a model, filled in place before each micro-batch.
 
     Each layer holds a view of its six keys, so that filling launches a handful of tiny operations whatever the number
-    of layers, synchronises nothing, and recompiles nothing.
+    of layers, synchronizes nothing, and recompiles nothing.
 
     Args:
         model: holds converted layers; their names are those in this model.

@@ -1,4 +1,4 @@
-"""Linear layers whose GEMMs are quantised.
+"""Linear layers whose GEMMs are quantized.
 
 ``QuantLinear`` is what an ``nn.Linear`` becomes, in place: :func:`lightning_lowbit.convert` assigns its ``__class__``,
 so that parameters, their names and every reference to the module stay what they were.
@@ -16,7 +16,7 @@ from lightning_lowbit.nn.calls import Calls, keys_of_call
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import MadeWeight, Setup, linear_function, stage_
 from lightning_lowbit.nn.gemm import native_obstacle
-from lightning_lowbit.nn.parallel import Parts, tensor_parallel
+from lightning_lowbit.nn.sharded.parallel import Parts, tensor_parallel
 from lightning_lowbit.quant import largest, smoothing_factor
 from lightning_lowbit.quant.part import largest_of
 
@@ -67,15 +67,15 @@ class QuantizedLayer(nn.Module):
         amaxes: what outlives a step; None until set.
         exact: float32 GEMMs over exact operands instead of those of the compute dtype.
         backend: ``"auto"`` (native GEMMs where device and casts allow), ``"native"`` or ``"emulated"``.
-        blend: float32, 0-d: λ of progressive quantisation, which is on its way; None for all the way. See
+        blend: float32, 0-d: λ of progressive quantization, which is on its way; None for all the way. See
             :func:`set_blend`.
         operand_sums, gradient_sums: where passes leave what they see of operands and of the weight's gradient; None
             while nobody asks. See :mod:`lightning_lowbit.nn.watch`.
         token_amax: float32 ``[tokens, 1]``, what tokens are smoothed by in the next pass; None until set.
         weight_amax: float32, 0-d: what the weight's operands are scaled by instead of its own amax, see
-            :mod:`lightning_lowbit.nn.shared_amax`; None for its own.
-        made_weight: what the weight is while it is gathered, if it was quantised before; see
-            :mod:`lightning_lowbit.nn.gather`.
+            :mod:`lightning_lowbit.nn.conversion.shared_amax`; None for its own.
+        made_weight: what the weight is while it is gathered, if it was quantized before; see
+            :mod:`lightning_lowbit.nn.sharded.gather`.
     """
 
     casts: LinearCasts = LinearCasts()
@@ -114,7 +114,7 @@ class QuantizedLayer(nn.Module):
         Returns:
             ``[..., out_features]`` in the dtype of the computation.
         """
-        if self.casts == _HP:  # nothing to quantise: the layer that this one was
+        if self.casts == _HP:  # nothing to quantize: the layer that this one was
             return super().forward(x)
         return self.quantized_forward(x)
 
@@ -146,7 +146,7 @@ class QuantizedLayer(nn.Module):
             )
         if self.made_weight is not None and self.made_weight.made_of != x.dtype:
             raise ValueError(
-                f"The weight was quantised in {self.made_weight.made_of}, before it was gathered, and this pass is one "
+                f"The weight was quantized in {self.made_weight.made_of}, before it was gathered, and this pass is one "
                 f"in {x.dtype}. Compute all passes of the layer in one dtype, or leave out quantize_before_gather."
             )
         with torch.autocast(device, enabled=False):

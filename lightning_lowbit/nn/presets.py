@@ -14,7 +14,7 @@ def _bf16() -> LinearCasts:
 
 
 def _nvfp4() -> LinearCasts:
-    """Fully quantised training in NVFP4 (FP4 All the Way, arXiv 2505.19115, section 3): blocks of 16 with E4M3 scales
+    """Fully quantized training in NVFP4 (FP4 All the Way, arXiv 2505.19115, section 3): blocks of 16 with E4M3 scales
     and a tensor scale in all six operands; stochastic rounding of both gradients and of wgrad's activations, nearest
     elsewhere.
 
@@ -134,7 +134,7 @@ def _fp8_row() -> LinearCasts:
     return _fp8(block="row")
 
 
-def quantisation_aware(x: Cast | None, w: Cast | None) -> LinearCasts:
+def quantization_aware(x: Cast | None, w: Cast | None) -> LinearCasts:
     """Forward pass in few bits, backward pass through what it used: ``F.linear(fake_quantize(x), fake_quantize(w))``,
     whose gradients pass straight through the rounding."""
     return LinearCasts(fprop_x=x, fprop_w=w, dgrad_w="fprop" if w else None, wgrad_x="fprop" if x else None)
@@ -142,7 +142,7 @@ def quantisation_aware(x: Cast | None, w: Cast | None) -> LinearCasts:
 
 def _groups_of_128(element: str) -> LinearCasts:
     cast = Cast(element, Scale("fp32", 128), rounded=True)
-    return quantisation_aware(cast, cast)
+    return quantization_aware(cast, cast)
 
 
 def _integer(bits: int) -> LinearCasts:
@@ -160,7 +160,7 @@ def _e1m2() -> LinearCasts:
 def _ternary() -> LinearCasts:
     """BitNet b1.58 (arXiv 2402.17764, section 2): int8 activations per token, ternary weights times their mean
     magnitude per tensor."""
-    return quantisation_aware(
+    return quantization_aware(
         Cast("int8", Scale("fp32", "row", epsilon=1e-5)),
         Cast("ternary", Scale("fp32", "tensor", statistic="absmean", epsilon=1e-5)),
     )

@@ -1,7 +1,7 @@
 """What layers see of their operands and gradients while they compute, left in rows of one tensor.
 
-    operand_sums    [6, 8] of a layer: for each operand that is quantised, what its cast did to it
-    gradient_sums   [2] of a layer: Σ (dW - dW')² and Σ dW'², with dW of quantised operands and dW' of the same tensors
+    operand_sums    [6, 8] of a layer: for each operand that is quantized, what its cast did to it
+    gradient_sums   [2] of a layer: Σ (dW - dW')² and Σ dW'², with dW of quantized operands and dW' of the same tensors
                     in high precision, of one backward pass: noise of the operands of this one GEMM, and bias
 
 Rows add up over passes, so over micro-batches; over ranks by one collective. A layer that has no row measures nothing,
@@ -62,8 +62,8 @@ class Watch:
             vars(layer).pop(self._what, None)
 
 
-def add_gradients_(sums: Tensor, quantised: Tensor, exact: Tensor) -> None:
+def add_gradients_(sums: Tensor, quantized: Tensor, exact: Tensor) -> None:
     """Adds Σ (dW - dW')² and Σ dW'² to a row."""
     exact = exact.float()
-    norms = torch.stack([torch.linalg.vector_norm(quantised.float() - exact), torch.linalg.vector_norm(exact)])
+    norms = torch.stack([torch.linalg.vector_norm(quantized.float() - exact), torch.linalg.vector_norm(exact)])
     sums.add_(norms.to(sums.dtype).square())

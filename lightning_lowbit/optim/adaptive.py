@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
+from lightning_lowbit.distributed import local
 from lightning_lowbit.optim import clipping
 from lightning_lowbit.optim.guarded_adam import GuardedAdam
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, Seen
 from lightning_lowbit.optim.guards import Guards
 from lightning_lowbit.optim.options import check_options
-from lightning_lowbit.optim.sharding import local
 
 # Options that wrapped optimizers may have, too; what else is in OPTIONS means this package's.
 _USUAL = {"lr", "betas", "eps", "weight_decay", "maximize"}

@@ -17,13 +17,13 @@ but this one is exact at t = 1 (w is 1), divides by nothing small, and keeps its
 γ and 1 − γᵗ rounded to fp32 are wrong by 1e-3. Where γ changes from step to step, 1 − γᵗ is 1 minus the product of all
 γ so far, which has to be remembered (`growing_weight`).
 
-Nothing here synchronises with an accelerator. Statistics are 1-D tensors [P], one entry for each of P parameters; the
+Nothing here synchronizes with an accelerator. Statistics are 1-D tensors [P], one entry for each of P parameters; the
 scalars of one parameter may be 0-d tensors or Python's numbers.
 
 Source: the Stable-SPAM thesis, chapter 3 (AdaGN: section 1, AdaClip: section 2) and algorithm A.1, whose norm is ‖g‖₂
 and whose clip compares |g|; SpikeClip is equation 2.1 there, and section 3 of SPAM (arXiv 2501.06842). Two traits of
 AdaClip are kept on purpose: M enters the threshold it is compared with, and the clip is proportional, so that a spike
-just above T may end below its unclipped neighbours.
+just above T may end below its unclipped neighbors.
 """
 
 import math

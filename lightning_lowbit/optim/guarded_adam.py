@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lightning_lowbit.distributed import local, offsets_of
 from lightning_lowbit.optim import clipping
 from lightning_lowbit.optim.adam import adam_, fused_adam_
 from lightning_lowbit.optim.clipping import Scalar
@@ -34,7 +35,6 @@ from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, Seen
 from lightning_lowbit.optim.guards import Guards
 from lightning_lowbit.optim.moments import DenseMoments, Draw, FP8Moments, Piece, moments_of
 from lightning_lowbit.optim.options import check_options
-from lightning_lowbit.optim.sharding import local, offsets_of
 
 # Share of the learning rate just after a reset, where a warm-up follows (SPAM's "death rate" is .99).
 _WARMUP_FROM = 0.01

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_lowbit.distributed import Sharding, local, local_gradient, sharding_of
 from lightning_lowbit.optim.guards import GradientStatistics, Guards, measure
 from lightning_lowbit.optim.options import OPTIONS, check_options
-from lightning_lowbit.optim.sharding import Sharding, local, local_gradient, sharding_of
 
 # What holds for a parameter of fewer than two dimensions where guards are for matrices only.
 _UNGUARDED = {"element_clip": None, "norm_clip": None, "reset_interval": None, "warmup_steps": 0, "total_steps": None}

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_lowbit.distributed import all_reduce_
 from lightning_lowbit.optim import clipping
-from lightning_lowbit.optim.sharding import all_reduce_
 
 # Devices whose results the host has at once.
 HOST_DEVICES = {"cpu"}

@@ -2,7 +2,7 @@
 
     DenseMoments    fp32 (float64 for a float64 parameter), one of each per element: 8 bytes
     FP8Moments      E4M3 and E5M2 in blocks of 128 along the last dimension, one fp32 scale each: 2.06 bytes
-    SparseMoments   one of n neighbours, drawn anew at each reset, has moments and moves: 8/n bytes
+    SparseMoments   one of n neighbors, drawn anew at each reset, has moments and moves: 8/n bytes
 
 A format gives the state of a parameter, and for a *piece* of it, some rows, the elements that are worked on
 (``select``, ``restore``) and their moments in full (``load``, ``store``).
@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowbit.compilation import compiled, opaque
+from lightning_lowbit.distributed import local, zeros_spread_as
 from lightning_lowbit.formats import ELEMENT_FORMATS, Format
-from lightning_lowbit.kernels import compiled, opaque
-from lightning_lowbit.optim.sharding import local, zeros_spread_as
 from lightning_lowbit.quant.rounding import mix_key, round_stochastic, uniform
 
 BLOCK = 128
@@ -132,9 +132,9 @@ class FP8Moments(DenseMoments):
 
 @dataclass(frozen=True)
 class SparseMoments(DenseMoments):
-    """Moments of one element in each ``every`` neighbours of a row; only those elements move.
+    """Moments of one element in each ``every`` neighbors of a row; only those elements move.
 
-    A fixed number of neighbours, rather than a free draw, needs no list of what was drawn.
+    A fixed number of neighbors, rather than a free draw, needs no list of what was drawn.
     """
 
     draws: ClassVar[bool] = True
@@ -145,7 +145,7 @@ class SparseMoments(DenseMoments):
         """Zeros for a parameter, spread as it is.
 
         Raises:
-            ValueError: its rows are cut, so that neighbours lie on different ranks.
+            ValueError: its rows are cut, so that neighbors lie on different ranks.
         """
         if local(parameter).shape[-1] != parameter.shape[-1]:
             raise ValueError(
@@ -168,8 +168,8 @@ class SparseMoments(DenseMoments):
         draw = piece.draw._replace(shape=torch.Size((*piece.draw.shape[:-1], drawn[-1])))
         draws = uniform(_element_index(drawn, draw, rows.device), mix_key(draw.epoch))
         first = torch.arange(0, columns, self.every, device=rows.device)
-        neighbours = (columns - first).clamp_(max=self.every)  # fewer at the end
-        return first + (draws * neighbours).long()
+        neighbors = (columns - first).clamp_(max=self.every)  # fewer at the end
+        return first + (draws * neighbors).long()
 
 
 def moments_of(kind: str, density: float, dims: int) -> DenseMoments:

@@ -28,7 +28,7 @@ class SPAM(GuardedAdam):
         spike_threshold: θ; 5000.
         reset_interval: ΔT, steps between resets of the moments; 500. None for no resets.
         warmup_steps: steps of warm-up after each reset; 150.
-        density: share of the elements of a matrix that have moments and move, 1/n: one of n neighbours, drawn anew at
+        density: share of the elements of a matrix that have moments and move, 1/n: one of n neighbors, drawn anew at
             each reset; parameters of fewer than two dimensions move whole. 1 for all.
         maximize: ascend.
 

@@ -1,4 +1,4 @@
-"""One precision plugin for every Trainer: it converts the model, and keeps all state that quantisation needs.
+"""One precision plugin for every Trainer: it converts the model, and keeps all state that quantization needs.
 
     Trainer.fit ── convert_module          the model's linear layers become QuantLinear, in place
                 ── train_step_context      autocast; keys of this micro-batch's random bits; amaxes are staged
@@ -34,24 +34,24 @@ from lightning_lowbit._lightning import (
     rank_zero_warn,
     say_once,
 )
+from lightning_lowbit.distributed import clip_gradient_norm_, connect, largest_magnitudes
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.context import ForwardContext
-from lightning_lowbit.nn.convert import CastsLike, check_backend, convert_layers, plan, plan_by_name
-from lightning_lowbit.nn.shared_amax import SharedAmaxes, check_groups, groups
-from lightning_lowbit.optim.sharding import clip_gradient_norm_, connect, largest_magnitudes
-from lightning_lowbit.precision.checkpoint import CHECKPOINT_KEY, Checkpoint, load_checkpoint, state_of
+from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, convert_layers, plan, plan_by_name
+from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes, check_groups, groups
+from lightning_lowbit.precision.checkpoints.files import CHECKPOINT_KEY, Checkpoint, load_checkpoint, state_of
+from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden, warn_of
+from lightning_lowbit.precision.checkpoints.trained import LACKING, Origin, Trained, check_changes
 from lightning_lowbit.precision.converted_model import ConvertedModel
 from lightning_lowbit.precision.coverage_line import CoverageLine
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
-from lightning_lowbit.precision.overridden import asked_options, overridden, warn_of
 from lightning_lowbit.precision.run_settings import compute_dtype, global_seed, run_of
 from lightning_lowbit.precision.shown import Shown
-from lightning_lowbit.precision.trained import LACKING, Origin, Trained, check_changes
 from lightning_lowbit.quant.cast import choose
 
 if TYPE_CHECKING:
-    from lightning_lowbit.nn.gather import WeightGathers
+    from lightning_lowbit.nn.sharded.gather import WeightGathers
 
 __all__ = ["LowBitPrecision", "compute_dtype"]
 
@@ -81,24 +81,24 @@ class LowBitPrecision(Shown, FSDPPrecision):
         only: patterns of the layers to convert; None for all.
         overrides: other casts for some layers, by pattern.
         compute_dtype: ``"bf16"``, ``"fp16"`` (autocast) or ``"fp32"``: what everything else computes in, and what
-            operands are rounded to before they are quantised. Parameters stay as they are.
-        scaler: of the loss, for ``"fp16"``: any ``torch.amp.GradScaler``, see :mod:`lightning_lowbit.scalers`; None for
-            a :class:`lightning_lowbit.ConservativeGradScaler`. It serves every strategy, sharded ones too. In manual
-            optimisation, gradients are scaled from ``manual_backward`` until ``clip_gradients`` or ``step``, and those
-            that one optimizer accumulates over steps of another need a scale that stays: a ``StaticGradScaler``.
+            operands are rounded to before they are quantized. Parameters stay as they are.
+        scaler: of the loss, for ``"fp16"``: any ``torch.amp.GradScaler``, see
+            :mod:`lightning_lowbit.precision.grad_scalers`; None for a :class:`lightning_lowbit.ConservativeGradScaler`.
+            It serves every strategy, sharded ones too. In manual optimization, gradients are scaled from ``manual_backward`` until
+            ``clip_gradients`` or ``step``, and those that one optimizer accumulates over steps of another need a scale that stays: a ``StaticGradScaler``.
         seed: of the random bits of stochastic rounding; None takes that of ``seed_everything``, or 0.
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
         backend: ``"auto"``: GEMMs of FP8 or integers with scales per tensor or row run natively on hardware that has
             them, all others are emulated; ``"native"`` refuses hardware and casts without native GEMMs; ``"emulated"``
             never uses them.
         smooth_swiglu: ``"channel"`` or ``"token"``: what enters the down projections of SwiGLU MLPs is brought to one
-            size, a help for FP8 with one scale per tensor; see :mod:`lightning_lowbit.nn.smooth_swiglu`.
+            size, a help for FP8 with one scale per tensor; see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
         fresh_histories: delayed scaling and smoothing start anew, whatever a checkpoint holds of them.
         shared_amax: patterns of layers; the weights of those that one of them matches within one module are scaled by
             their largest magnitude together, as engines need that fuse them: ``["(q|k|v)_proj", "gate_proj|up_proj"]``;
-            see :mod:`lightning_lowbit.nn.shared_amax`.
+            see :mod:`lightning_lowbit.nn.conversion.shared_amax`.
         quantize_before_gather: FSDP2 (``ModelParallelStrategy``) gathers weights as codes and scales wherever results
-            are, to the bit, those of gathering them in high precision; see :mod:`lightning_lowbit.nn.gather`.
+            are, to the bit, those of gathering them in high precision; see :mod:`lightning_lowbit.nn.sharded.gather`.
         casts_of_checkpoint: ``validate``, ``test`` and ``predict`` refuse a checkpoint that was trained with other
             casts; False evaluates it with these casts all the same. Training on with other casts is always possible,
             and is said.
@@ -111,7 +111,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     Raises:
         ValueError: an argument is not one of the above; or, when the model is converted, a pattern matches no layer,
-            layers cannot share an amax, or no weight can be quantised before it is gathered; or, when a checkpoint is
+            layers cannot share an amax, or no weight can be quantized before it is gathered; or, when a checkpoint is
             loaded, its state is damaged, or was trained with other casts than those that are to be evaluated.
         MisconfigurationException: the plugin is used outside ``lightning.pytorch.Trainer``, with DeepSpeed, or a scaler
             with ranks that are not there; or, in a step, a scaler with LBFGS.
@@ -200,7 +200,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What everything that is not quantised computes in."""
+        """What everything that is not quantized computes in."""
         return self._compute_dtype
 
     @property
@@ -219,7 +219,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     @property
     def blend(self) -> Tensor:
-        """λ of progressive quantisation, 0-d float32, set by :meth:`set_blend`."""
+        """λ of progressive quantization, 0-d float32, set by :meth:`set_blend`."""
         return self._converted.blend
 
     @property
@@ -272,7 +272,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         planned = self.plan(module)
         check_backend(planned, self.backend, self.exact, self._device)  # raises before anything is changed
         if self.quantize_before_gather:
-            from lightning_lowbit.nn.gather import WeightGathers, check_gathers  # knows FSDP2 from the inside
+            from lightning_lowbit.nn.sharded.gather import WeightGathers, check_gathers  # knows FSDP2 from the inside
 
             check_gathers(module, planned, self._autocast_dtype)
         restored = getattr(getattr(ForwardContext.of(module), "enter", None), "trained", None)
@@ -326,7 +326,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
         Args:
             casts: by pattern of layers, of which the first one that matches a layer holds (see
-                :mod:`lightning_lowbit.nn.convert`), what :meth:`LinearCasts.of` takes, or a phase's name: the casts of
+                :func:`lightning_lowbit.convert`), what :meth:`LinearCasts.of` takes, or a phase's name: the casts of
                 the constructor in this phase, so that ``"fqt"`` gives these back. Layers that no pattern matches keep
                 what they have.
 
@@ -360,7 +360,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         return self._converted.casts_of(pattern)
 
     def set_blend(self, value: float) -> None:
-        """Sets λ, how far operands are quantised: from 0 (high precision) to 1 (all the way).
+        """Sets λ, how far operands are quantized: from 0 (high precision) to 1 (all the way).
 
         Operands that have a cast are ``x + λ (q(x) - x)``. From one λ below 1 to another nothing is compiled anew; at 1
         operands are again what hardware takes.
@@ -560,7 +560,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         if state is None:
             rank_zero_warn(
                 "The checkpoint holds no state of lightning_lowbit (saved without the plugin, or weights only): its "
-                f"weights are loaded, and quantisation starts anew at step {self.step}, in phase {self.phase!r}. If it "
+                f"weights are loaded, and quantization starts anew at step {self.step}, in phase {self.phase!r}. If it "
                 "was trained in another phase, call plugin.set_phase(...)."
                 + (f" The loss scale starts at {self.scaler.get_scale():g}." if self.scaler is not None else "")
             )

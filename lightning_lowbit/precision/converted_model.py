@@ -2,8 +2,8 @@
 
     planned      by layer, the casts it was converted with
     changed      by layer, the casts it was given instead since then
-    phase        which GEMMs of all layers are quantised; it stays in force on top of either
-    λ            how far operands are quantised, one tensor that all layers share
+    phase        which GEMMs of all layers are quantized; it stays in force on top of either
+    λ            how far operands are quantized, one tensor that all layers share
     keys         of this micro-batch's random bits
     histories    the amaxes that outlive a step; those of a layer start anew with its casts
 
@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_lowbit._lightning import MisconfigurationException, rank_zero_warn
+from lightning_lowbit.distributed import all_reduce_world_
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import PHASES, PRESETS, LinearCasts
-from lightning_lowbit.nn.convert import CastsLike, check_blend, select, set_phase
+from lightning_lowbit.nn.conversion.convert import CastsLike, check_blend, select, set_phase
+from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.nn.keys import LayerKeys, clean_name, with_index
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
-from lightning_lowbit.nn.smooth_swiglu import smooth_casts, watch_up_projections
-from lightning_lowbit.optim.sharding import all_reduce_world_
-from lightning_lowbit.precision.trained import primitive
+from lightning_lowbit.precision.checkpoints.trained import primitive
 from lightning_lowbit.quant.cast import choose
 
 
@@ -177,7 +177,7 @@ class ConvertedModel:
         if smooth_swiglu is not None:
             raw = {clean_name(name): name for name, _ in model.named_modules() if clean_name(name) in self._planned}
             casts_of = {name: changes.get(name, layer.full_casts) for name, layer in self._layers.items()}
-            with suppress(ValueError):  # or else no down projection is quantised any more
+            with suppress(ValueError):  # or else no down projection is quantized any more
                 smoothed = smooth_casts(model, {raw[n]: casts_of[n] for n in self._planned}, smooth_swiglu)
                 changes = {name: smoothed[raw[name]] for name in changes}
         return changes

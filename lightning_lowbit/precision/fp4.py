@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.convert import CastsLike
+from lightning_lowbit.nn.conversion.convert import CastsLike
 from lightning_lowbit.precision.base import LowBitPrecision
 
 
 class FP4Precision(LowBitPrecision):
-    """Fully quantised training in FP4: all six operands of the three GEMMs (FP4 All the Way, arXiv 2505.19115).
+    """Fully quantized training in FP4: all six operands of the three GEMMs (FP4 All the Way, arXiv 2505.19115).
 
     Args:
         casts: as in :class:`LowBitPrecision`; NVFP4 by default.

@@ -1,8 +1,8 @@
-"""Integer quantisation-aware training."""
+"""Integer quantization-aware training."""
 
 from typing import Any, Literal
 
-from lightning_lowbit.nn.presets import quantisation_aware
+from lightning_lowbit.nn.presets import quantization_aware
 from lightning_lowbit.precision.base import LowBitPrecision
 from lightning_lowbit.quant import Cast, Scale
 
@@ -10,11 +10,11 @@ Group = int | Literal["row", "tensor"]
 
 
 class IntegerPrecision(LowBitPrecision):
-    """Quantisation-aware training with integers of 2 to 8 bits, from A8W8 down to A2W2.
+    """Quantization-aware training with integers of 2 to 8 bits, from A8W8 down to A2W2.
 
         q(x) = s · clamp(round(x / s), -(2^(bits - 1) - 1), 2^(bits - 1) - 1)      s = max|x| / (2^(bits - 1) - 1)
 
-    Gradients pass straight through the rounding: backward passes use what the forward pass used, and are not quantised
+    Gradients pass straight through the rounding: backward passes use what the forward pass used, and are not quantized
     themselves (Jacob et al., arXiv 1712.05877, section 3). Where groups are rows or tensors, and the hardware has int8
     units, the forward GEMM runs on these.
 
@@ -48,7 +48,7 @@ class IntegerPrecision(LowBitPrecision):
         **kwargs: Any,
     ) -> None:
         if weight_bits is None and activation_bits is None:
-            raise ValueError("Give weight_bits or activation_bits: with neither, nothing would be quantised.")
+            raise ValueError("Give weight_bits or activation_bits: with neither, nothing would be quantized.")
         if not isinstance(symmetric, bool):
             raise ValueError(f"symmetric is true or false; got {symmetric!r}.")
         if weight_bits is None and not symmetric:
@@ -58,7 +58,7 @@ class IntegerPrecision(LowBitPrecision):
         of_x = group if activation_group is None else activation_group
         x = integer_cast("activation_bits", activation_bits, _groups("activation_group", of_x, "absmax"))
         w = integer_cast("weight_bits", weight_bits, _groups("group", group, "absmax" if symmetric else "minmax"))
-        super().__init__(quantisation_aware(x, w), **kwargs)
+        super().__init__(quantization_aware(x, w), **kwargs)
 
 
 def _groups(argument: str, group: Group, statistic: Any) -> Cast:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import LBFGS, SGD, Optimizer
 
 from lightning_lowbit._lightning import MisconfigurationException, Precision, rank_zero_info
-from lightning_lowbit.scalers import ConservativeGradScaler, overflow, scale_of, share_overflow
+from lightning_lowbit.precision.grad_scalers import ConservativeGradScaler, overflow, scale_of, share_overflow
 
 
 def scaler_for(compute_dtype: str, given: GradScaler | None) -> GradScaler | None:

@@ -1,4 +1,4 @@
-"""What a run was given, whatever its precision plugin: a Trainer, a seed, and a dtype for what is not quantised."""
+"""What a run was given, whatever its precision plugin: a Trainer, a seed, and a dtype for what is not quantized."""
 
 import os
 

@@ -1,9 +1,9 @@
-"""Ternary quantisation-aware training."""
+"""Ternary quantization-aware training."""
 
 from typing import Any
 
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.presets import quantisation_aware
+from lightning_lowbit.nn.presets import quantization_aware
 from lightning_lowbit.precision.base import LowBitPrecision
 from lightning_lowbit.precision.integer import integer_cast
 from lightning_lowbit.quant import Cast
@@ -16,7 +16,7 @@ class TernaryPrecision(LowBitPrecision):
         w_q = γ · clamp(round(W / γ), -1, 1)      γ = scale_factor · mean|W|, of each weight matrix
         x_q = round(x · s) / s                    s = (2^(bits - 1) - 1) / max|x|, of each token
 
-    Gradients pass straight through the rounding: backward passes use w_q and x_q, and are not quantised themselves. On
+    Gradients pass straight through the rounding: backward passes use w_q and x_q, and are not quantized themselves. On
     GPUs and CPUs with int8 units the forward GEMM runs on these, exactly. The RMSNorm that BitNet has before each layer
     (SubLN) has parameters, and is the model's: ``network: bitnet-small`` of the recipes has it.
 
@@ -39,4 +39,4 @@ class TernaryPrecision(LowBitPrecision):
         assert isinstance(ternary.fprop_x, Cast)
         assert isinstance(ternary.fprop_w, Cast)
         x = integer_cast("activation_bits", activation_bits, ternary.fprop_x)
-        super().__init__(quantisation_aware(x, ternary.fprop_w.replace(scale={"factor": scale_factor})), **kwargs)
+        super().__init__(quantization_aware(x, ternary.fprop_w.replace(scale={"factor": scale_factor})), **kwargs)

@@ -1,4 +1,4 @@
-"""Quantising one tensor."""
+"""Quantizing one tensor."""
 
 from lightning_lowbit.quant.cast import Cast, Scale
 from lightning_lowbit.quant.hadamard import Hadamard, rotate

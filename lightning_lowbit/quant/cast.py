@@ -1,7 +1,7 @@
-"""How one tensor is quantised: ``Scale`` says how its scales are made, ``Cast`` adds the elements and their rounding.
+"""How one tensor is quantized: ``Scale`` says how its scales are made, ``Cast`` adds the elements and their rounding.
 
 Both are frozen values: they compare, hash, print and validate themselves, and nothing else in the project decides how
-a tensor is quantised.
+a tensor is quantized.
 """
 
 import json
@@ -35,7 +35,7 @@ def from_fields(cls: type[_T], what: str, given: Mapping[str, Any]) -> _T:
 
 
 # Every combination that has no meaning: when it applies, given the scale and the element (None while there is only a
-# scale), and what to say. All other combinations of the fields are honoured.
+# scale), and what to say. All other combinations of the fields are honored.
 REFUSED: "tuple[tuple[Callable[[Scale, str | None], bool], str], ...]" = (
     (
         lambda scale, _: scale.two_level and scale.format == "fp32",
@@ -271,7 +271,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Cast:
-    """How one tensor is quantised.
+    """How one tensor is quantized.
 
     Args:
         element: format of the elements: ``"e2m1"``, ``"e1m2"``, ``"e3m0"``, ``"e2m3"``, ``"e3m2"``, ``"e4m3"``,
@@ -279,7 +279,7 @@ class Cast:
         scale: how the scales are made; a mapping of its fields is accepted too.
         rounding: of the elements. ``"nearest"`` has ties to even; ``"stochastic"`` is unbiased and needs a key.
         rounded: what enters a GEMM, elements times block scales, is rounded to bfloat16 where that is the dtype of the
-            computation, as fake quantisation does; what it holds exactly stays as it is. If not, a GEMM whose operands
+            computation, as fake quantization does; what it holds exactly stays as it is. If not, a GEMM whose operands
             bfloat16 does not hold exactly is one of float32.
 
     Raises:

@@ -2,7 +2,7 @@
 
     A · B  =  (A T) (Tᵀ B)      T = diag(±1) · H / √n, orthogonal, for each group of n along the contraction axis
 
-Both products spread an outlier over its group before the operands are quantised; between them T cancels. It is a
+Both products spread an outlier over its group before the operands are quantized; between them T cancels. It is a
 property of a GEMM, then, not of a tensor. H is Sylvester's matrix, [[H, H], [H, -H]] recursively from [[1]].
 """
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_lowbit.kernels import opaque, within_cast
+from lightning_lowbit.compilation import opaque, within_cast
 from lightning_lowbit.quant.cast import choose
 from lightning_lowbit.quant.rounding import mix_key, uniform
 

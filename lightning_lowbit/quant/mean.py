@@ -1,14 +1,14 @@
 """Splitting off the mean of a matrix over its rows.
 
 Activations and gradients often share one direction over all tokens, and that direction holds most of their outliers
-(Averis, arXiv 2603.10444). Quantised without it, they spend their few levels on what tells tokens apart; the mean
+(Averis, arXiv 2603.10444). Quantized without it, they spend their few levels on what tells tokens apart; the mean
 itself is one row, which high precision affords.
 """
 
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels import opaque
+from lightning_lowbit.compilation import opaque
 
 
 @opaque(lambda x: (torch.empty_like(x), x.new_empty((1, x.shape[1]), dtype=torch.float32)))

@@ -1,4 +1,4 @@
-"""A quantised matrix as bytes: what has to travel of it, and nothing else.
+"""A quantized matrix as bytes: what has to travel of it, and nothing else.
 
 A part of a matrix that is cut along its rows becomes one row of bytes, and the parts of the whole those of a matrix:
 
@@ -26,7 +26,7 @@ from lightning_lowbit.quant.scaling import stored_scales
 def pack(
     x: Tensor, cast: Cast, key: Tensor | None, amax: Tensor | None, mean: Tensor | None, part: Part
 ) -> tuple[Tensor, Tensor]:
-    """Quantises a part of a matrix as :func:`lightning_lowbit.quant.quantize_operand` does along its columns.
+    """Quantizes a part of a matrix as :func:`lightning_lowbit.quant.quantize_operand` does along its columns.
 
     Nothing is communicated: what depends on other parts is given.
 

@@ -1,6 +1,6 @@
 """A matrix of which each process of a group holds one part, cut along rows or columns.
 
-Quantised by itself, a part would get scales and random bits of its own. These are those of the whole instead, so that
+Quantized by itself, a part would get scales and random bits of its own. These are those of the whole instead, so that
 all parts together are, to the bit, what the whole would be:
 
     the amax of the tensor, and statistics of rows and columns that are cut     reduced over the group
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowbit.kernels import opaque
+from lightning_lowbit.compilation import opaque
 from lightning_lowbit.quant.blocks import ALL, Tile
 from lightning_lowbit.quant.rounding import int32
 from lightning_lowbit.quant.scaling import absmax

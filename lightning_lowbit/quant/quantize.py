@@ -1,4 +1,4 @@
-"""One tensor in, one quantised tensor out.
+"""One tensor in, one quantized tensor out.
 
 :func:`quantize` gives codes and scales, what hardware and exporters store. :func:`quantize_operand` gives the same
 numbers as a GEMM wants them: ``codes * scales`` in the GEMM's dtype, and the scale of the tensor as one factor apart.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_lowbit.kernels import compiled, opaque
+from lightning_lowbit.compilation import compiled, opaque
 from lightning_lowbit.quant.blocks import (
     ALL,
     Tile,
@@ -49,7 +49,7 @@ from lightning_lowbit.quant.scaling import (
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantised tensor.
+    """A quantized tensor.
 
     Attributes:
         codes: uint8, the shape of the tensor, one code per element (not packed).
@@ -57,7 +57,7 @@ class Quantized:
             the tensor with the blocked dimension divided by the block, rounded up (1 for ``"row"``); for tiles both of
             the last two dimensions; for ``"tensor"`` all of them 1.
         tensor_scale: float32, 0-d, what every block scale is multiplied by; None with one level.
-        cast: how it was quantised.
+        cast: how it was quantized.
         dim: the blocked dimension, counted from the end (for tiles of no consequence).
         zero_points: uint8, the shape of ``scales``: the code of 0 with ``statistic="minmax"``, else None.
     """
@@ -113,7 +113,7 @@ class Operand(NamedTuple):
 def quantize(
     x: Tensor, cast: Cast, dim: int = -1, key: Tensor | int | None = None, amax: Tensor | None = None
 ) -> Quantized:
-    """Quantises a tensor.
+    """Quantizes a tensor.
 
     Args:
         x: floating point, any shape. Blocks that its size does not fill are padded inside with zeros.
@@ -177,7 +177,7 @@ def quantize_operand(
     dtype: torch.dtype | None = None,
     part: Part | None = None,
 ) -> Operand:
-    """Quantises one operand of a GEMM.
+    """Quantizes one operand of a GEMM.
 
     Args:
         x: matrix ``[rows, columns]`` in the GEMM's dtype.
@@ -199,17 +199,17 @@ def quantize_operand(
     return Operand(values, factor if has_factor(cast) else None)
 
 
-def blend(x: Tensor, quantised: Operand, share: Tensor, exact: bool = False) -> Operand:
-    """``x + λ (q - x)``: an operand on its way from high precision to few bits (progressive quantisation).
+def blend(x: Tensor, quantized: Operand, share: Tensor, exact: bool = False) -> Operand:
+    """``x + λ (q - x)``: an operand on its way from high precision to few bits (progressive quantization).
 
     Args:
         x: matrix ``[rows, columns]``.
-        quantised: q, of the same shape.
+        quantized: q, of the same shape.
         share: λ in [0, 1], 0-d float32. 0 gives ``x`` to the bit where q is finite, and 1 gives q, rounded once.
         exact: values are float32 instead of being rounded to a narrower dtype of ``x``.
     """
     dtype = torch.promote_types(x.dtype, torch.float32) if exact else x.dtype
-    return Operand(_blend(x, quantised.values, quantised.factor, share, dtype))
+    return Operand(_blend(x, quantized.values, quantized.factor, share, dtype))
 
 
 @opaque(lambda x, values, factor, share, dtype: x.new_empty(x.shape, dtype=dtype))

@@ -7,7 +7,7 @@ a float32 sum v + M keeps no digit below ``step``, so
     stochastic(v) = nearest(v + (u - 1/2) * step)          u uniform in (0, 1)
 
 The first is exact, signed and free of bit casts, which compilers turn into vector code. The second moves v by less
-than half a step either way: it ends on the upper neighbour with probability (v - lower) / step, and a v on the grid
+than half a step either way: it ends on the upper neighbor with probability (v - lower) / step, and a v on the grid
 stays where it is. u has 16 random bits and half a unit (u = (r + 1/2) / 2^16), hence no bias towards zero. More bits
 would not survive the addition: float32 holds 127 in steps of 2^-17, and a sum rounded to the middle between two values
 ends on the even one, which may lie beyond the largest.
@@ -89,7 +89,7 @@ def round_up(value: Tensor, format: Format) -> Tensor:
 
 
 def round_stochastic(value: Tensor, format: Format, draws: Tensor) -> Tensor:
-    """One of the two neighbours of each value, unbiased inside the range, saturating outside, NaN kept.
+    """One of the two neighbors of each value, unbiased inside the range, saturating outside, NaN kept.
 
     Args:
         value: float32, any shape.
@@ -141,7 +141,7 @@ def uniform(index: Tensor, key: Tensor) -> Tensor:
 
 
 def mix_key(key: Tensor) -> Tensor:
-    """splitmix64's finaliser: spreads neighbouring int64 keys over all 64 bits. Any shape; wraps as int64 does."""
+    """splitmix64's finalizer: spreads neighboring int64 keys over all 64 bits. Any shape; wraps as int64 does."""
     key = key + _int64(0x9E3779B97F4A7C15)
     key = (key ^ ((key >> 30) & (2**34 - 1))) * _int64(0xBF58476D1CE4E5B9)
     key = (key ^ ((key >> 27) & (2**37 - 1))) * _int64(0x94D049BB133111EB)

@@ -26,8 +26,8 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_lowbit.compilation import compiled
 from lightning_lowbit.formats import Format
-from lightning_lowbit.kernels import compiled
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.rounding import round_nearest, round_up
 

@@ -1,4 +1,4 @@
-"""Smoothing: bringing the channels, or the tokens, of an activation to one size before it is quantised.
+"""Smoothing: bringing the channels, or the tokens, of an activation to one size before it is quantized.
 
 One channel that leaps takes the scale of the whole tensor with it, and all others underflow. Multiplied by powers of
 two s, which are divided out again elsewhere in the GEMM, every channel (or token) has its largest magnitude between 1/2
@@ -8,7 +8,7 @@ and 1, and nothing has been rounded (Smooth-SwiGLU, arXiv 2409.12517, section 4.
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels import opaque
+from lightning_lowbit.compilation import opaque
 from lightning_lowbit.quant.scaling import binary_exponent, block_amax, power_of_two
 
 # Factors stay far from the ends of float32's and bfloat16's range, so that what they multiply does, too. In float16

@@ -12,7 +12,7 @@ mean.
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels import opaque
+from lightning_lowbit.compilation import opaque
 from lightning_lowbit.quant.blocks import block_dims, tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.part import Part, absmax_of
@@ -37,7 +37,7 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 def operand_statistics(
     x: Tensor,
-    quantised: Operand,
+    quantized: Operand,
     cast: Cast,
     dim: int,
     amax: Tensor | None = None,
@@ -48,17 +48,17 @@ def operand_statistics(
 
     Args:
         x, cast, dim, amax: as :func:`lightning_lowbit.quant.quantize_operand` took them.
-        quantised: what it gave.
+        quantized: what it gave.
         most: elements to look at, about: of more, one of n rows, columns or rows of tiles is a sample, always the
             same. A scale that is the mean magnitude, or the range, of the whole matrix needs all of it.
-        part: as it was quantised; these are then the statistics of the part.
+        part: as it was quantized; these are then the statistics of the part.
 
     Returns:
         float64 (float32 on Apple's GPUs) ``[8]``, in the order of ``SUMS`` and ``MAXIMA``, on the device of ``x``. A
         block that holds a NaN or an infinity makes the noise NaN, and the counts meaningless.
     """
     spec = None if part is None else part.spec
-    return _operand_statistics(x, quantised.values, quantised.factor, cast.spec, dim, amax, most, spec)
+    return _operand_statistics(x, quantized.values, quantized.factor, cast.spec, dim, amax, most, spec)
 
 
 def merge_statistics_(into: Tensor, more: Tensor) -> None:

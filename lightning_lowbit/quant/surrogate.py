@@ -1,18 +1,18 @@
 """What stands for the derivative of rounding, which is zero almost everywhere.
 
-The gradient of a quantised tensor passes straight through to the tensor itself (the straight-through estimator), or is
+The gradient of a quantized tensor passes straight through to the tensor itself (the straight-through estimator), or is
 multiplied, element by element, by a factor that depends on where v = x · e lies on the grid:
 
     "trust"   1 where |v| exceeds the largest level by at most half a step, else 0: no gradient through saturated
               values (QuEST, arXiv 2502.05003, section 3.3: trust where the error is at most half a step)
-    "dge"     min(|2 r - 1|^(1/k - 1) / k, 3) with r in [0, 1) the place of |v| between its neighbours: the derivative
+    "dge"     min(|2 r - 1|^(1/k - 1) / k, 3) with r in [0, 1) the place of |v| between its neighbors: the derivative
               of a smooth step, steep in the middle, flat at the levels (arXiv 2501.17116, section 3.1; k = 5)
 """
 
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels import opaque
+from lightning_lowbit.compilation import opaque
 from lightning_lowbit.quant.cast import Cast, choose
 from lightning_lowbit.quant.part import Part
 from lightning_lowbit.quant.quantize import scaled_elements
@@ -25,11 +25,11 @@ _LIMIT = 3.0  # the derivative is infinite half-way between two levels
 
 
 def surrogate_factor(kind: str, x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> Tensor:
-    """What the gradient of the quantised ``x`` is multiplied by.
+    """What the gradient of the quantized ``x`` is multiplied by.
 
     Args:
         kind: ``"trust"`` or ``"dge"``.
-        x, cast, dim, amax: as they were quantised; see :func:`quantize_operand`.
+        x, cast, dim, amax: as they were quantized; see :func:`quantize_operand`.
 
     Returns:
         float32, the shape of ``x``, a matrix. In a block whose scale is 0 all but zeros count as saturated.
@@ -49,7 +49,7 @@ def through_rounding(
     amax: Tensor | None = None,
     part: Part | None = None,
 ) -> Tensor:
-    """The gradient of ``x`` from that of its quantised self: multiplied in float32, rounded once to its dtype."""
+    """The gradient of ``x`` from that of its quantized self: multiplied in float32, rounded once to its dtype."""
     spec = None if part is None else part.spec
     return _through_rounding(gradient, choose("surrogate", kind, SURROGATES), x, cast.spec, dim, amax, spec)
 

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.estimates [--network llama-60m] [--sequences 1] [--length 256] [--rounds 7]
 
 In each round: a forward and a backward pass in float32 of one device, and before it, for the peak, the GEMMs of its
-linear layers by themselves. The estimate has this peak and a utilisation of 1, so that what the ratio shows is what the
+linear layers by themselves. The estimate has this peak and a utilization of 1, so that what the ratio shows is what the
 formulas leave out: norms, activations, softmax, the loss, the embedding. There is no communication on one device.
 """
 
@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_lowbit.cli.devices import Device
-from lightning_lowbit.cli.estimation import Assumptions, Batch, Layout, flops, times
-from lightning_lowbit.cli.shapes import describe as shapes_of
+from lightning_lowbit.cli.estimate.devices import Device
+from lightning_lowbit.cli.estimate.formulas import Assumptions, Batch, Layout, flops, times
+from lightning_lowbit.cli.estimate.shapes import describe as shapes_of
 from lightning_lowbit.recipes.models import CausalLM
 from tests.benchmarks.environment import describe, keep_large_blocks
 

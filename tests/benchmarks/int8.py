@@ -4,7 +4,7 @@
 
 All in one run, in interleaved rounds, without gradients: ``nn.Linear`` under bf16 autocast; the preset ``ternary`` with
 native GEMMs, and emulated; and of these the GEMM alone, of operands that are there. Weights are fp32, and are cast and
-quantised anew in each pass. The native outputs are those of ``exact=True`` to the bit, which is checked before anything
+quantized anew in each pass. The native outputs are those of ``exact=True`` to the bit, which is checked before anything
 is timed. Where a device has no int8 units every row says "not measured".
 """
 

@@ -115,7 +115,7 @@ def _state_bytes(optimizer: Any) -> int:
 def _bytes(tensor: Tensor) -> int:
     if type(tensor) in (Tensor, Parameter):
         return tensor.numel() * tensor.element_size()
-    names, _ = tensor.__tensor_flatten__()  # torchao's quantised states are tensors of tensors
+    names, _ = tensor.__tensor_flatten__()  # torchao's quantized states are tensors of tensors
     return sum(_bytes(getattr(tensor, name)) for name in names)
 
 

@@ -1,10 +1,10 @@
-"""What quantised training costs: a linear layer's forward and backward pass, in any preset, against bf16.
+"""What quantized training costs: a linear layer's forward and backward pass, in any preset, against bf16.
 
     python -m tests.benchmarks.step_overhead [--casts nvfp4 mxfp4] [--tokens 2048 8192] [--rounds 20] [--device cpu]
 
 All in one run, in interleaved rounds: ``nn.Linear`` under bf16 autocast; the same arithmetic through this project's
-autograd function, nothing quantised, as the control; six operands as each preset quantises them. Weights are fp32 and
-are cast and quantised anew in each step. Outputs are checked before anything is timed.
+autograd function, nothing quantized, as the control; six operands as each preset quantizes them. Weights are fp32 and
+are cast and quantized anew in each step. Outputs are checked before anything is timed.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit import convert, kernels
+from lightning_lowbit import compilation, convert
 from lightning_lowbit.nn import PRESETS, AmaxHistories, LayerKeys
 from tests.benchmarks.environment import describe, keep_large_blocks
 
@@ -65,7 +65,7 @@ def check(models: dict[str, nn.Module], x: Tensor, gradient: Tensor) -> None:
         error = relative_error(results[name], plain)
         least, most = 0.001 if name in ("int7", "int8") else 0.01, 1.2 if name in ("int2", "int3", "ternary") else 0.3
         assert least < error < most, f"{name} is off by {error}"
-        with kernels.backend("eager"):
+        with compilation.backend("eager"):
             assert torch.equal(results[name], step(models[name], x, gradient)), f"{name}: compiled and eager differ"
 
 

@@ -1,4 +1,4 @@
-"""Weights that a script moves: what oscillates is set to its centre, when a window ends, and nothing else ever is."""
+"""Weights that a script moves: what oscillates is set to its center, when a window ends, and nothing else ever is."""
 
 import csv
 import math
@@ -25,7 +25,7 @@ MOVES: dict[str, tuple[Callable[[int], float], str]] = {
     "oscillating": (lambda t: 2.49 + 0.02 * (t % 2), "1 / 0.02"),
     "oscillating below 0": (lambda t: -0.49 - 0.02 * (t % 2), "1 / 0.02"),
     "oscillating widely": (lambda t: 4.3 + 0.4 * (t % 2), "1 / 0.4"),
-    "travelling": (lambda t: -6.0 + 0.6 * t, "6 / 6"),
+    "traveling": (lambda t: -6.0 + 0.6 * t, "6 / 6"),
     "crossing once": (lambda t: 3.41 + 0.02 * t, "1 / 0.2"),
     "still": (lambda t: 1.5, "0 / 0"),
     "trembling in its bin": (lambda t: 5.1 + 0.1 * (t % 2), "0 / 1"),
@@ -122,7 +122,7 @@ def logged(run: Trainer) -> dict[int, dict[str, float]]:
 # --- what is reset ----------------------------------------------------------------------------------------------------
 
 
-def test_what_oscillates_is_set_to_its_centre() -> None:
+def test_what_oscillates_is_set_to_its_center() -> None:
     weights = fit(OsciReset(window=10, every=20))
     assert reset_at(weights) == {10: ["oscillating", "oscillating below 0"]}
     after = dict(zip(MOVES, weights[9].flatten().tolist(), strict=True))
@@ -150,7 +150,7 @@ def test_the_ratio_of_two_paths(threshold: float, caught: list[str]) -> None:
 
 
 def test_a_scale_that_changes_is_no_jump() -> None:
-    """The largest element trembles by 5 %, and with it every quantised value, by much more than the weights move."""
+    """The largest element trembles by 5 %, and with it every quantized value, by much more than the weights move."""
     script = WEIGHT.clone()
     script[1::2, 0, 0] = 7.35
     script[:, 0, 1:] = torch.tensor([1.1, -2.1, 4.2, -6.2, 3.2, 0.1, 2.2])
@@ -279,7 +279,7 @@ def test_several_optimizers() -> None:
 
 
 @pytest.mark.parametrize("off", ["phase", "λ"])
-def test_weights_that_are_not_quantised(off: str) -> None:
+def test_weights_that_are_not_quantized(off: str) -> None:
     class Switch(Callback):
         """Off for one step within the first window."""
 
@@ -326,9 +326,9 @@ class Small(BoringModel):
 
 def slow(path: list[Tensor], cast: Cast, threshold: float) -> Iterator[bool]:
     """Whether each element oscillates, by a loop over the steps of a window."""
-    quantised = [quantize(weight.bfloat16(), cast) for weight in path]
-    codes = [q.codes.flatten().tolist() for q in quantised]
-    values = [q.dequantize().flatten().tolist() for q in quantised]
+    quantized = [quantize(weight.bfloat16(), cast) for weight in path]
+    codes = [q.codes.flatten().tolist() for q in quantized]
+    values = [q.dequantize().flatten().tolist() for q in quantized]
     weights = [weight.flatten().tolist() for weight in path]
     for i in range(path[0].numel()):
         steps = range(1, len(path))
@@ -349,8 +349,8 @@ def test_a_real_run(plugin: Any) -> None:
         path = [after.weights[begin - 1] if begin else first, *before.weights[begin:end]]
         expected = torch.tensor(list(slow(path, cast, 8.0))).view_as(first)
         number += expected.sum().item()
-        centres = quantize(path[-1].bfloat16(), cast).dequantize()
-        torch.testing.assert_close(after.weights[end - 1], torch.where(expected, centres, path[-1]), rtol=0, atol=0)
+        centers = quantize(path[-1].bfloat16(), cast).dequantize()
+        torch.testing.assert_close(after.weights[end - 1], torch.where(expected, centers, path[-1]), rtol=0, atol=0)
     assert number > 0, "the run does not test what it should"
     for step in {*range(16)} - {5, 13}:
         assert torch.equal(before.weights[step], after.weights[step]), f"reset in step {step}"

@@ -22,8 +22,8 @@ from lightning_lowbit import (
     QAFSwitch,
     convert,
 )
-from lightning_lowbit.callbacks.console import Table, plain
 from lightning_lowbit.callbacks.precision_summary import layer_table
+from lightning_lowbit.report.console import Table, plain
 from tests.lightnings import BoringModel, Callback, RichProgressBar, TensorBoardLogger, TQDMProgressBar, Trainer
 
 # Of Two, with one sample in a batch: the first layer's input needs no gradient.
@@ -239,7 +239,7 @@ def test_average_over_phases():
 
 
 def test_a_resumed_run_continues_the_average(tmp_path):
-    """The first step after the resume is in another phase, and the coverage said is that of full quantisation."""
+    """The first step after the resume is in another phase, and the coverage said is that of full quantization."""
 
     def run(steps, ckpt_path=None):
         summary = PrecisionSummary(quiet=True)
@@ -281,12 +281,12 @@ def assert_manual(summary, trainer):
     assert summary.report_data(trainer)["optimizer_steps_by_phase"] == {"fqt": 2}
 
 
-def test_manual_optimisation():
+def test_manual_optimization():
     summary = PrecisionSummary(quiet=True)
     assert_manual(summary, trainer_with(summary))
 
 
-def test_manual_optimisation_under_ddp():
+def test_manual_optimization_under_ddp():
     """Its forward runs the whole training step, and the backward pass with it."""
     summary = PrecisionSummary(quiet=True)
     try:

@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision, LinearCasts, PrecisionSummary, PrecisionSwitch, QAFSwitch
-from lightning_lowbit.callbacks import run_history, run_page
-from lightning_lowbit.callbacks.cast_words import in_words
-from lightning_lowbit.callbacks.report_page import Section, Table, Text
-from lightning_lowbit.callbacks.run_history import History
 from lightning_lowbit.callbacks.run_report import RunReport
 from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.nn.presets import PRESETS
-from tests.callbacks.test_report_page import EVIL, check_self_contained
+from lightning_lowbit.report import history as run_history
+from lightning_lowbit.report import page as run_page
+from lightning_lowbit.report.cast_words import in_words
+from lightning_lowbit.report.history import History
+from lightning_lowbit.report.html import Section, Table, Text
 from tests.lightnings import (
     BoringModel,
     Callback,
@@ -36,6 +36,7 @@ from tests.lightnings import (
     TensorBoardLogger,
     Trainer,
 )
+from tests.report.test_html import EVIL, check_self_contained
 
 
 class Known(BoringModel):
@@ -160,7 +161,7 @@ def test_a_value_that_was_not_logged_again_is_no_new_one():
     assert steps(load(), "grad_norm") == [2, 5]
 
 
-def test_manual_optimisation_counts_each_optimizer():
+def test_manual_optimization_counts_each_optimizer():
     class Manual(BoringModel):
         automatic_optimization = False
 
@@ -540,7 +541,7 @@ def test_alerts_come_first():
     assert "Conv1d (a convolution), such as convolution" in little
     assert run["coverage"] < 0.5
     assert others == [f"Alpha is wrong {EVIL}", f"Omega is wrong {EVIL}"]
-    places = [page.index(text) for text in ("Alerts", little, *others, "Optimisation")]
+    places = [page.index(text) for text in ("Alerts", little, *others, "Optimization")]
     assert places == sorted(places)
     trainer(default_root_dir="fine").fit(Known())
     assert "Alerts" not in check_self_contained(Path("fine/report.html").read_text()).text

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import convert
-from lightning_lowbit.nn.gather import WeightGathers
+from lightning_lowbit.nn.sharded.gather import WeightGathers
 from lightning_lowbit.recipes.models import CausalLM
 from lightning_lowbit.recipes.sharding import tensor_parallel_plan
 from tests.launch import take_part

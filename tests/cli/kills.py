@@ -24,7 +24,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from tests.callbacks.crashes import changes_something
+from tests.callbacks.recovery.crashes import changes_something
 
 LOWBIT = Path(sys.executable).with_name("lowbit")
 KINDS = ("save", "anywhere", "save", "anywhere", "anywhere", "start")  # in turn

@@ -12,15 +12,14 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_lowbit import cli
-from lightning_lowbit.callbacks import files
+from lightning_lowbit import atomic_files, cli
 from lightning_lowbit.cli.checkpoints import find_checkpoints, resolve
-from tests.callbacks.test_whole_checkpoints import DAMAGED_FILES, cut, save_directory, save_file
+from tests.callbacks.recovery.test_whole_checkpoints import DAMAGED_FILES, cut, save_directory, save_file
 from tests.cli.test_run import TINY
 from tests.launch import LIMIT
 
 TRAINER = Namespace(callbacks=None, logger=None, default_root_dir="runs")
-LEFT = f"{files._HOST}-1"
+LEFT = f"{atomic_files._HOST}-1"
 
 
 def place(run, name):
@@ -92,7 +91,7 @@ def test_a_path_is_looked_at_too_unless_it_is_in_the_format_of_others():
 def test_what_vanishes_during_the_search_is_left_out(monkeypatch):
     save_file(place(0, "last.ckpt"))
     monkeypatch.setattr(
-        "lightning_lowbit.callbacks.whole_checkpoints.named",
+        "lightning_lowbit.callbacks.recovery.whole_checkpoints.named",
         lambda *_: {place(0, "last.ckpt"), place(0, "step=1.ckpt")},
     )
     assert find_checkpoints(Path("runs")) == [place(0, "last.ckpt")]

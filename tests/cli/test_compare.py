@@ -12,9 +12,9 @@ import yaml
 from matplotlib.figure import Figure
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.compare import _is_running, plan
-from lightning_lowbit.cli.comparison import markdown, write_comparison
-from lightning_lowbit.cli.study import product
+from lightning_lowbit.cli.compare.command import _is_running, plan
+from lightning_lowbit.cli.compare.results import markdown, write_comparison
+from lightning_lowbit.cli.compare.study import product
 from tests.launch import FORKS, start, wait_for
 
 TINY = """
@@ -28,7 +28,7 @@ BASE = ["--config=quickstart", "--config=tiny.yaml"]
 
 @pytest.fixture(autouse=True)
 def _files(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_lowbit.cli.compare.subprocess", FORKS)
+    monkeypatch.setattr("lightning_lowbit.cli.compare.command.subprocess", FORKS)
     Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     Path("tiny.yaml").write_text(TINY)
 

@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_lowbit import SPAM, FP4Precision, FP8Precision, LowBitAdamW, LowBitPrecision, StableSPAM, cli, convert
-from lightning_lowbit.cli.devices import DEVICES, arithmetic
-from lightning_lowbit.cli.estimation import (
+from lightning_lowbit.cli.estimate.devices import DEVICES, arithmetic
+from lightning_lowbit.cli.estimate.formulas import (
     Assumptions,
     Batch,
     Collective,
@@ -29,9 +29,9 @@ from lightning_lowbit.cli.estimation import (
     times,
     weight_copies,
 )
-from lightning_lowbit.cli.shapes import Decoder, Linear, Model, Weight, describe
+from lightning_lowbit.cli.estimate.shapes import Decoder, Linear, Model, Weight, describe
 from lightning_lowbit.nn.casts import GEMMS, PRESETS, LinearCasts
-from lightning_lowbit.nn.coverage import GemmCounter
+from lightning_lowbit.nn.conversion.coverage import GemmCounter
 from lightning_lowbit.recipes.models import CausalLM
 from tests.cli import estimate_ranks
 from tests.launch import launch
@@ -295,7 +295,7 @@ def test_gathering_what_casts_make_of_weights(gather):
     assert found.get("weights to compute with", 0) == copies
 
 
-def test_weights_that_cannot_be_gathered_as_casts_quantise_them():
+def test_weights_that_cannot_be_gathered_as_casts_quantize_them():
     def payload(casts, layout, overrides=None, **config):
         plugin = LowBitPrecision(casts, skip=["lm_head"], overrides=overrides or {})
         return communication(shapes(plugin=plugin, config={**SMALL, **config}), BATCH, layout)[0].payload
@@ -308,7 +308,7 @@ def test_weights_that_cannot_be_gathered_as_casts_quantise_them():
         lambda: payload("nvfp4-nvidia", eight),  # 64 and 176 rows in shards of 8 and 22, and tiles of 16
         lambda: payload("nvfp4-nvidia", Layout(4, "fsdp", 2, "casts")),
     ):
-        with pytest.raises(ValueError, match="No weight can be gathered as its casts quantise it"):
+        with pytest.raises(ValueError, match="No weight can be gathered as its casts quantize it"):
             refused()
     some = payload("nvfp4", casts, {"down_proj": "fp8-current"})
     assert payload("nvfp4", stored) - some == 2 * 2 * 3 * 64 * 176, "24 bits of down projections, in both passes"
@@ -458,7 +458,7 @@ def test_what_a_device_lacks_is_counted_as_what_is_computed_in(capsys):
         (["--strategy=ddpp"], "Did you mean 'ddp'?"),
         (["--gather=fp8", "--strategy=fsdp"], "Unknown --gather 'fp8'."),
         (["--gather=bf16"], "DDP gathers nothing"),
-        (["--gather=casts", "--strategy=fsdp", "--devices=4"], "No weight can be gathered as its casts quantise it"),
+        (["--gather=casts", "--strategy=fsdp", "--devices=4"], "No weight can be gathered as its casts quantize it"),
         (["--devices=0"], "--devices is 1 or more; got 0."),
         (["--devices=6", "--tensor_parallel=4", "--strategy=fsdp"], "6 devices do not divide into groups of 4"),
         (["--devices=2", "--tensor_parallel=2"], "give --strategy fsdp"),

@@ -22,11 +22,11 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lightning_lowbit import Cast, FP4Precision, Scale, cli
-from lightning_lowbit.cli import inspect as command
-from lightning_lowbit.cli.inspection import Candidate, Inspection, _limits
+from lightning_lowbit.cli.inspect import command
+from lightning_lowbit.cli.inspect.table import Candidate, Inspection, _limits
 from lightning_lowbit.metrics import cast_statistics
 from lightning_lowbit.nn.casts import PRESETS, LinearCasts
-from lightning_lowbit.nn.convert import plan
+from lightning_lowbit.nn.conversion.convert import plan
 from lightning_lowbit.quant.hadamard import rotate
 
 NVFP4 = LinearCasts.preset("nvfp4").fprop_w
@@ -405,7 +405,7 @@ def write(kind):
         ("nested index", "it.ckpt/pytorch_model.bin.index.json does not tell the files of weights"),
         ("sparse", "up is sparse (sparse_coo); save weight.to_dense(). Name the other weights with --only, or give"),
         ("meta", "up has a shape and no numbers (it is on the meta device). Name the other weights with --only"),
-        ("F4", "up holds codes of FP4, two in a byte, which are quantised already. Name the other weights with"),
+        ("F4", "up holds codes of FP4, two in a byte, which are quantized already. Name the other weights with"),
         ("missing shard", "No such file or directory: it.ckpt/model-00001-of-00002.safetensors"),
     ],
 )

@@ -8,9 +8,9 @@ import yaml
 from matplotlib.figure import Figure
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.compare import plan, prepare
-from lightning_lowbit.cli.comparison import write_comparison
-from lightning_lowbit.cli.study import read_study
+from lightning_lowbit.cli.compare.command import plan, prepare
+from lightning_lowbit.cli.compare.results import write_comparison
+from lightning_lowbit.cli.compare.study import read_study
 from tests.launch import FORKS
 
 TINY = """
@@ -34,7 +34,7 @@ rows:
 
 @pytest.fixture(autouse=True)
 def _files(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_lowbit.cli.compare.subprocess", FORKS)
+    monkeypatch.setattr("lightning_lowbit.cli.compare.command.subprocess", FORKS)
     Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     Path("tiny.yaml").write_text(TINY)
     Path("mine.yaml").write_text(MINE)

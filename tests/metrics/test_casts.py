@@ -258,7 +258,7 @@ def test_histogram_equals_counting(name):
     assert histogram.dtype == torch.int64
     assert histogram.tolist() == [counts[value] for value in values]
     assert sum(counts.values()) == 16 * 64
-    shares = code_histogram(quantized, normalise=True)
+    shares = code_histogram(quantized, normalize=True)
     torch.testing.assert_close(shares, histogram / 1024)
 
 
@@ -279,7 +279,7 @@ def test_minus_zero_is_zero():
 def test_histogram_of_nothing():
     quantized = quantize(torch.full((1, 16), math.nan), CASTS[0])
     assert code_histogram(quantized).sum() == 0
-    assert code_histogram(quantized, normalise=True).tolist() == [0.0] * 15
+    assert code_histogram(quantized, normalize=True).tolist() == [0.0] * 15
 
 
 # --- parts, devices, what is known of casts ---------------------------------------------------------------------------

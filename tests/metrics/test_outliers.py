@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels import backend
+from lightning_lowbit.compilation import backend
 from lightning_lowbit.metrics import activation_outliers
 from lightning_lowbit.metrics.outliers import activation_sums, kurtosis, outlier_share
 

@@ -24,7 +24,7 @@ def with_values(losses, values):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("steps", [[100], [40, 150, 151, 290], [20], [299]])
 def test_planted_spikes(seed, steps):
-    """Neighbours are one spike; the first value with a full window before it may be one, and so may the last."""
+    """Neighbors are one spike; the first value with a full window before it may be one, and so may the last."""
     losses = noise(seed=seed)
     quiet = count_spikes(losses, threshold=8)
     assert quiet == 0

@@ -168,7 +168,7 @@ def test_distance_equals_a_loop(cast: Cast, dtype: torch.dtype) -> None:
     ("x", "distance"),
     [
         ([0.49, -0.51, 0.5, -0.5], 0.005),  # about to flip
-        ([1.0, 0.0, -1.0, 0.0], 0.5),  # centres
+        ([1.0, 0.0, -1.0, 0.0], 0.5),  # centers
         ([3.0, 0.2, -2.5, -0.1], (2.5 + 0.3 + 2.0 + 0.4) / 4),  # there is no threshold beyond the last level
     ],
 )
@@ -209,7 +209,7 @@ def test_distance_leaves_out_a_scale_that_underflows() -> None:
     tiny = torch.cat([x, torch.full((1, 16), 1e-7)])
     assert quantize(tiny, cast).scales[2].float() == 0, "the sample does not test what it should"
     assert threshold_distance(tiny, cast).item() == pytest.approx(threshold_distance(x, cast).item(), rel=1e-6)
-    assert threshold_distance(torch.zeros(2, 16), cast).item() == 0.25, "zeros are the centre of their bin"
+    assert threshold_distance(torch.zeros(2, 16), cast).item() == 0.25, "zeros are the center of their bin"
 
 
 def test_what_has_no_thresholds() -> None:

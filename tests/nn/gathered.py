@@ -1,6 +1,6 @@
 """One of two processes that train one model under FSDP2: ``python -m tests.nn.gathered 0 FOLDER``.
 
-Each run is made twice, with weights that are quantised before they are gathered and without. What came out lies in
+Each run is made twice, with weights that are quantized before they are gathered and without. What came out lies in
 ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import Cast, LowBitPrecision, Scale, convert
-from lightning_lowbit.kernels import backend
-from lightning_lowbit.nn.gather import WeightGathers
+from lightning_lowbit.compilation import backend
+from lightning_lowbit.nn.sharded.gather import WeightGathers
 from tests.launch import take_part
 from tests.optim.distributed import full
 from tests.precision.regression import trainer
@@ -132,7 +132,7 @@ class Phases(Callback):
 
 
 class Blend(Callback):
-    """Quantises half way in the second step."""
+    """Quantizes half way in the second step."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         trainer.precision_plugin.set_blend((1.0, 0.5, 1.0)[trainer.global_step])
@@ -228,7 +228,7 @@ def compare(name: str) -> dict[str, Any]:
 
 
 def share(casts: str, model: dict[str, Any]) -> float:
-    """Bytes of all-gathers of a training with weights quantised before, over those of one without."""
+    """Bytes of all-gathers of a training with weights quantized before, over those of one without."""
     gathered = []
     for before in (False, True):
         with Bytes() as counted:

@@ -201,7 +201,7 @@ def smoothed(casts: LinearCasts, tensors: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def by_definition(layer: Any, x: Tensor, g: Tensor, remembered: Sequence[float] = ()) -> Definition:
-    """One pass, a step at a time: smooth, split means, rotate, quantise, multiply exactly; then what stands for
+    """One pass, a step at a time: smooth, split means, rotate, quantize, multiply exactly; then what stands for
     rounding, and the smoothing undone.
 
     Args:
@@ -247,9 +247,9 @@ def by_definition(layer: Any, x: Tensor, g: Tensor, remembered: Sequence[float] 
                 tensor = rotate(tensor, transforms[gemm].float(), CONTRACTION[name])
             cast = getattr(casts, name)
             if isinstance(cast, Cast):
-                quantised = quantize(tensor, cast, CONTRACTION[name], keys[name], in_force(cast, remembered))
+                quantized = quantize(tensor, cast, CONTRACTION[name], keys[name], in_force(cast, remembered))
                 rounded = cast.rounded and cast.scale.per_block  # elements times block scales, of one level here
-                tensor = quantised.dequantize(x.dtype if rounded else torch.float32)
+                tensor = quantized.dequantize(x.dtype if rounded else torch.float32)
             operands[name] = tensor.double()
         left, right = (operands[name] for name in names)
         left, right = (left, right.t()) if gemm == "fprop" else (left, right) if gemm == "dgrad" else (left.t(), right)

@@ -1,4 +1,4 @@
-"""What tests of SwiGLUs share: MLPs and models of them, a training step, what a pass quantises, s by definition."""
+"""What tests of SwiGLUs share: MLPs and models of them, a training step, what a pass quantizes, s by definition."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from lightning_lowbit.quant import Operand
 KINDS = ("channel", "token")
 DELAYED = LinearCasts.preset("fp8-delayed")
 CURRENT = LinearCasts.preset("fp8-current")
-# Quantisation-aware training: the backward pass takes what the forward pass used.
+# Quantization-aware training: the backward pass takes what the forward pass used.
 QAT = LinearCasts(fprop_x=CURRENT.fprop_x, fprop_w=CURRENT.fprop_w, dgrad_w="fprop", wgrad_x="fprop")
 
 
@@ -152,7 +152,7 @@ def unchanged(model: nn.Module, before: dict[str, Any]) -> None:
 
 @contextmanager
 def sources(monkeypatch: pytest.MonkeyPatch, lossless: bool = False) -> Iterator[list[tuple[str, Tensor]]]:
-    """Captures what is to be quantised, by operand, in the order of the GEMMs; ``lossless`` then leaves it as it is."""
+    """Captures what is to be quantized, by operand, in the order of the GEMMs; ``lossless`` then leaves it as it is."""
     seen: list[tuple[str, Tensor]] = []
     original: Callable[..., Operand] = function._operand
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_lowbit import LinearCasts, convert
-from lightning_lowbit.kernels import backend
+from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer
 from lightning_lowbit.quant.statistics import MAXIMA, SAMPLE, SUMS, merge_statistics_
 from tests.launch import take_part
@@ -164,7 +164,7 @@ def compiled() -> dict[str, float]:
 
 
 def refused(sizes: tuple[int, int], style: str, casts: Any) -> str:
-    """What a layer says that cannot be parallelised."""
+    """What a layer says that cannot be parallelized."""
     layer: Any = nn.Linear(*sizes)
     parallelize_module(layer, init_device_mesh("cpu", (RANKS,)), STYLES[style]())
     prepare(convert(layer, casts))

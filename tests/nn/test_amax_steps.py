@@ -148,7 +148,7 @@ def test_a_layer_that_does_not_run_keeps_what_it_has(monkeypatch: pytest.MonkeyP
     assert remembered(histories) == {f"{i}/{name}": history for i, history in expected.items() for name in OPERANDS}
 
 
-def test_a_phase_leaves_the_histories_of_what_it_does_not_quantise() -> None:
+def test_a_phase_leaves_the_histories_of_what_it_does_not_quantize() -> None:
     layer, histories = single(every(E4M3))
     for phase in ("fqt", "qaf", "bf16", "hp-forward", "fqt"):
         set_phase(layer, phase)

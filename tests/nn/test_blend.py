@@ -1,4 +1,4 @@
-"""Progressive quantisation: every operand that has a cast is ``x + λ (q(x) - x)``."""
+"""Progressive quantization: every operand that has a cast is ``x + λ (q(x) - x)``."""
 
 import copy
 from typing import Any
@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, linear, set_blend
-from lightning_lowbit.nn.presets import quantisation_aware
+from lightning_lowbit.nn.presets import quantization_aware
 from lightning_lowbit.quant import rotate, surrogate_factor
 from tests.nn.histories import remembered
 from tests.nn.layers import (
@@ -35,12 +35,12 @@ ROWS = Cast("int8", Scale("fp32", "row"))
 SATURATING = Cast("e2m1", Scale("e8m0", 32, "floor"))
 REMEMBERED = (0.5, 2.0)
 
-# Without what is done to a GEMM's operands before they are quantised, which λ = 0 leaves where it is.
+# Without what is done to a GEMM's operands before they are quantized, which λ = 0 leaves where it is.
 PLAIN = {
     **{name: LinearCasts.preset(name) for name in ("ternary", "int8", "int4", "int2", "e1m2", "nvfp4", "mxfp4")},
     **{name: LinearCasts.preset(name) for name in ("fp8-delayed", "fp8-current", "fp8-row")},
-    "W4A16": quantisation_aware(None, Cast("int4", Scale("fp32", 32), rounded=True)),
-    "from min to max": quantisation_aware(ROWS, Cast("int4", Scale("fp32", 32, statistic="minmax"), rounded=True)),
+    "W4A16": quantization_aware(None, Cast("int4", Scale("fp32", 32), rounded=True)),
+    "from min to max": quantization_aware(ROWS, Cast("int4", Scale("fp32", 32, statistic="minmax"), rounded=True)),
     "rows": every(ROWS),
     "rows reused": every(ROWS, dgrad_w="fprop", wgrad_x="fprop"),
     "tensors reused": LinearCasts.preset("fp8-current").replace(dgrad_w="fprop", wgrad_x="fprop"),
@@ -55,7 +55,7 @@ CASTS = {
     "mxfp4-rht": LinearCasts.preset("mxfp4-rht"),
     "rotated": NVFP4.replace(hadamard=dict.fromkeys(GEMMS, 16)),
     "rotated, surrogates": every(SATURATING, hadamard={"fprop": 16}, surrogate={"fprop_x": "trust", "fprop_w": "dge"}),
-    "centred": NVFP4.replace(subtract_mean=list(GEMMS)),
+    "centerd": NVFP4.replace(subtract_mean=list(GEMMS)),
     "smoothed": LinearCasts.preset("fp8-current").replace(smooth="channel"),
 }
 
@@ -116,7 +116,7 @@ def test_at_0_only_what_transforms_do_remains(name: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
-def test_at_1_operands_are_the_quantised_ones(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
+def test_at_1_operands_are_the_quantized_ones(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
     """As a tensor they are dense, in the dtype of the computation; as a number they are as if λ had never been."""
     original, (x, g) = nn.Linear(IN, OUT, dtype=dtype), tensors(dtype)
     with spied(monkeypatch) as expected:
@@ -129,7 +129,7 @@ def test_at_1_operands_are_the_quantised_ones(monkeypatch: pytest.MonkeyPatch, n
         wanted = expected[operand].values.float()
         if expected[operand].factor is not None:
             wanted = wanted * expected[operand].factor
-        assert torch.equal(found[operand].values, wanted.to(dtype)), f"{operand} is not the quantised one"
+        assert torch.equal(found[operand].values, wanted.to(dtype)), f"{operand} is not the quantized one"
     layer = blended(original, CASTS[name], 0.3)
     set_blend(layer, 1)
     identical(run(layer, x, g), results, "λ = 1:")
@@ -142,7 +142,7 @@ def test_at_1_operands_are_the_quantised_ones(monkeypatch: pytest.MonkeyPatch, n
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
 def test_operands_are_on_their_way(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, exact: bool) -> None:
-    """In the space where they are quantised, by the casts and random bits that they have without λ."""
+    """In the space where they are quantized, by the casts and random bits that they have without λ."""
     casts, original, (x, g) = CASTS[name], nn.Linear(IN, OUT, dtype=dtype), tensors(dtype)
     seen = {}
     for blend in (0.0, 0.3, None):
@@ -195,7 +195,7 @@ def test_what_the_forward_pass_used_is_what_the_backward_pass_uses(monkeypatch: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["trust", "dge"])
 def test_surrogates_are_on_their_way(kind: str, dtype: torch.dtype, blend: float) -> None:
-    """The gradient is multiplied by ``1 + λ (f - 1)``: of what is quantised in part, that part alone rounds."""
+    """The gradient is multiplied by ``1 + λ (f - 1)``: of what is quantized in part, that part alone rounds."""
     original, (x, g) = nn.Linear(IN, OUT, dtype=dtype), tensors(dtype)
     casts = every(SATURATING)
     straight = run(blended(original, casts, blend), x, g)

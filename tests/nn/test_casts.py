@@ -37,7 +37,7 @@ SMOOTHED = SIX.replace(smooth="channel", fprop_x=DELAYED, dgrad_w="fprop", hadam
 REUSED = LinearCasts(fprop_w=INT4, dgrad_g=STOCHASTIC, dgrad_w="fprop", wgrad_x="fprop", subtract_mean=["dgrad"])
 AWKWARD = {
     "rotated": ROTATED,
-    "centred": CENTRED,
+    "centerd": CENTRED,
     "surrogates": SURROGATES,
     "mixed": MIXED,
     "reused": REUSED,
@@ -61,7 +61,7 @@ def test_presets(name: str) -> None:
     assert all(str(casts) != str(LinearCasts.preset(other)) for other in PRESETS if other != name)
 
 
-def test_bf16_quantises_nothing() -> None:
+def test_bf16_quantizes_nothing() -> None:
     assert LinearCasts.preset("bf16") == LinearCasts() == LinearCasts(**dict.fromkeys(OPERANDS))
 
 
@@ -248,21 +248,21 @@ EXPECTED_PHASES = {
 def assert_phases(casts: LinearCasts) -> None:
     for phase in PHASES:
         changed = casts.phase(phase)
-        quantised = set()
+        quantized = set()
         for operand in OPERANDS:
             expected = None if operand in EXPECTED_PHASES[phase] else getattr(casts, operand)
             assert getattr(changed, operand) == expected, f"{operand} in phase {phase} of {casts}"
-            quantised |= {operand} if isinstance(expected, Cast) else set()
-        # What belongs to a GEMM or a tensor stays exactly where something is quantised that it concerns.
-        rotated = {gemm: setting for gemm, setting in casts.hadamard.items() if quantised & set(GEMMS[gemm])}
-        centred = tuple(
-            gemm for gemm in casts.subtract_mean if any(name in quantised and name[-1] != "w" for name in GEMMS[gemm])
+            quantized |= {operand} if isinstance(expected, Cast) else set()
+        # What belongs to a GEMM or a tensor stays exactly where something is quantized that it concerns.
+        rotated = {gemm: setting for gemm, setting in casts.hadamard.items() if quantized & set(GEMMS[gemm])}
+        centerd = tuple(
+            gemm for gemm in casts.subtract_mean if any(name in quantized and name[-1] != "w" for name in GEMMS[gemm])
         )
-        surrogate = {operand: kind for operand, kind in casts.surrogate.items() if operand in quantised}
+        surrogate = {operand: kind for operand, kind in casts.surrogate.items() if operand in quantized}
         assert changed.hadamard == rotated, f"{phase} of {casts}"
-        assert changed.subtract_mean == centred, f"{phase} of {casts}"
+        assert changed.subtract_mean == centerd, f"{phase} of {casts}"
         assert changed.surrogate == surrogate, f"{phase} of {casts}"
-        assert changed.smooth == (casts.smooth if {name[-1] for name in quantised} & {"x", "w"} else None), phase
+        assert changed.smooth == (casts.smooth if {name[-1] for name in quantized} & {"x", "w"} else None), phase
         assert changed.phase(phase) == changed, f"{phase} is not idempotent"
         assert changed.phase("fqt") == changed, "fqt changes casts"
     assert casts.phase("fqt") == casts, "fqt does not give the casts back"
@@ -335,7 +335,7 @@ def test_casts_of_operands(name: str) -> None:
         given = getattr(casts, operand)
         expected = {"dgrad_w": casts.fprop_w, "wgrad_x": casts.fprop_x}[operand] if given == "fprop" else given
         assert casts.cast_of(operand) == expected, operand
-    assert casts.quantises_x_or_w == any(isinstance(getattr(casts, n), Cast) for n in OPERANDS if n[-1] in "xw")
+    assert casts.quantizes_x_or_w == any(isinstance(getattr(casts, n), Cast) for n in OPERANDS if n[-1] in "xw")
 
 
 @pytest.mark.parametrize("operand", OPERANDS)
@@ -344,7 +344,7 @@ def test_any_delayed_operand_makes_casts_delayed(operand: str) -> None:
     assert SIX.replace(**{operand: DELAYED}).is_delayed
     assert LinearCasts(**{operand: DELAYED}).is_delayed
     assert not SIX.replace(**{operand: DELAYED}).phase("bf16").is_delayed
-    assert LinearCasts(**{operand: DELAYED}).quantises_x_or_w == (operand[-1] != "g")
+    assert LinearCasts(**{operand: DELAYED}).quantizes_x_or_w == (operand[-1] != "g")
 
 
 # What decides whether hardware takes an operand as it is.
@@ -454,7 +454,7 @@ def test_operands_that_are_one(cast: Any, one: bool) -> None:
             touched = gemm in (first.split("_")[0], second.split("_")[0])
             six = LinearCasts(**{**dict.fromkeys(OPERANDS, E5M2), first: cast, second: cast})
             assert six.replace(hadamard={gemm: 16}).shared(second) == (one and not touched), f"{gemm} rotated"
-            assert six.replace(subtract_mean=[gemm]).shared(second) == (one and not touched), f"{gemm} centred"
+            assert six.replace(subtract_mean=[gemm]).shared(second) == (one and not touched), f"{gemm} centerd"
     assert not LinearCasts(fprop_w=cast, dgrad_w="fprop").shared("dgrad_w"), "what is reused is no cast of its own"
 
 
@@ -464,17 +464,17 @@ def test_operands_that_are_one(cast: Any, one: bool) -> None:
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "hadamard of nothing": (
         {"hadamard": {"wgrad": 16}},
-        "hadamard rotates wgrad, which quantises nothing: leave wgrad out of hadamard",
+        "hadamard rotates wgrad, which quantizes nothing: leave wgrad out of hadamard",
         {"hadamard": {}},
     ),
     "hadamard of what is only reused": (
         {"fprop_x": INT4, "wgrad_x": "fprop", "hadamard": {"wgrad": 16}},
-        "hadamard rotates wgrad, which quantises nothing: leave wgrad out",
+        "hadamard rotates wgrad, which quantizes nothing: leave wgrad out",
         {"hadamard": {}},
     ),
     "hadamard and reuse in its GEMM": (
         {"fprop_w": INT4, "dgrad_g": INT4, "dgrad_w": "fprop", "hadamard": {"dgrad": 16}},
-        "hadamard rotates dgrad, but dgrad_w is the operand of the forward pass as that pass quantised it: give "
+        "hadamard rotates dgrad, but dgrad_w is the operand of the forward pass as that pass quantized it: give "
         "dgrad_w a cast of its own, or leave dgrad out",
         {"dgrad_w": INT4},
     ),
@@ -500,7 +500,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     ),
     "mean of what is reused": (
         {"fprop_x": INT4, "wgrad_x": "fprop", "subtract_mean": ["fprop"]},
-        "subtract_mean changes x in fprop, but wgrad_x is the x that the forward pass quantised: give wgrad_x a cast "
+        "subtract_mean changes x in fprop, but wgrad_x is the x that the forward pass quantized: give wgrad_x a cast "
         "of its own, or leave fprop out",
         {"wgrad_x": INT4},
     ),
@@ -511,7 +511,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     ),
     "surrogate of hp": (
         {"fprop_x": INT4, "surrogate": {"fprop_w": "trust"}},
-        "surrogate names fprop_w, which is not quantised: leave it out of surrogate",
+        "surrogate names fprop_w, which is not quantized: leave it out of surrogate",
         {"surrogate": {}},
     ),
     "surrogate of levels that begin elsewhere": (
@@ -531,19 +531,19 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "A surrogate of fprop_x and subtract_mean in fprop contradict each other, .*: leave out one of them",
         {"subtract_mean": []},
     ),
-    "surrogate of a weight that also meets the mean": (  # which it does unquantised: that part of dW passes as it is
+    "surrogate of a weight that also meets the mean": (  # which it does unquantized: that part of dW passes as it is
         {"fprop_x": INT4, "fprop_w": INT4, "surrogate": {"fprop_w": "trust"}, "subtract_mean": ["fprop"]},
         "A surrogate of fprop_w and subtract_mean in fprop contradict each other, .*: leave out one of them",
         {"surrogate": {}},
     ),
     "smoothing of hp": (
         {"smooth": "channel"},
-        "smooth scales x and w, which are not quantised: leave out smooth",
+        "smooth scales x and w, which are not quantized: leave out smooth",
         {"smooth": None},
     ),
     "smoothing of gradients only": (
         {"dgrad_g": INT4, "dgrad_w": "fprop", "wgrad_g": INT4, "wgrad_x": "fprop", "smooth": "token"},
-        "smooth scales x and w, which are not quantised: leave out smooth",
+        "smooth scales x and w, which are not quantized: leave out smooth",
         {"wgrad_x": INT4},
     ),
     "delayed scaling of a smoothed weight": (
@@ -591,28 +591,28 @@ def test_every_contradiction_is_in_the_table() -> None:
 
 def impossible(casts: dict[str, Any]) -> bool:
     """Whether the fields contradict each other, in other words than the package's."""
-    quantised = {name for name in OPERANDS if isinstance(casts.get(name), Cast)}
+    quantized = {name for name in OPERANDS if isinstance(casts.get(name), Cast)}
     reused = {name for name in OPERANDS if casts.get(name) == "fprop"}
     rotated = {name for gemm in casts["hadamard"] for name in GEMMS[gemm]}
-    centred = {name for gemm in casts["subtract_mean"] for name in GEMMS[gemm] if name[-1] != "w"}
+    centerd = {name for gemm in casts["subtract_mean"] for name in GEMMS[gemm] if name[-1] != "w"}
     return (
-        any(not quantised & set(GEMMS[gemm]) for gemm in casts["hadamard"])
-        or any(not quantised & centred & set(GEMMS[gemm]) for gemm in casts["subtract_mean"])
-        or bool(reused & rotated)  # the tensor of the forward pass, in a space in which it was not quantised
+        any(not quantized & set(GEMMS[gemm]) for gemm in casts["hadamard"])
+        or any(not quantized & centerd & set(GEMMS[gemm]) for gemm in casts["subtract_mean"])
+        or bool(reused & rotated)  # the tensor of the forward pass, in a space in which it was not quantized
         or bool(reused and "fprop" in casts["hadamard"])  # and the other way round
-        or ("wgrad_x" in reused and bool(centred & {"fprop_x", "wgrad_x"}))
-        or any(name not in quantised for name in casts["surrogate"])
+        or ("wgrad_x" in reused and bool(centerd & {"fprop_x", "wgrad_x"}))
+        or any(name not in quantized for name in casts["surrogate"])
         or any(k == "dge" and casts[name].rounding == "stochastic" for name, k in casts["surrogate"].items())
         or ("fprop" in casts["subtract_mean"] and bool(casts["surrogate"]))
-        or (casts["smooth"] is not None and not any(name[-1] != "g" for name in quantised))
+        or (casts["smooth"] is not None and not any(name[-1] != "g" for name in quantized))
         or (
             casts["smooth"] == "channel"
-            and any(name[-1] == "w" and casts[name].scale.source == "delayed" for name in quantised)
+            and any(name[-1] == "w" and casts[name].scale.source == "delayed" for name in quantized)
         )
     )
 
 
-def test_all_combinations_are_honoured_or_refused_and_have_phases() -> None:
+def test_all_combinations_are_honored_or_refused_and_have_phases() -> None:
     forward = itertools.product((None, NEAREST), (None, NEAREST, STOCHASTIC))
     backward = itertools.product((None, NEAREST), (None, NEAREST, "fprop"), (None, NEAREST), (None, NEAREST, "fprop"))
     extras = [{}, *({"hadamard": {gemm: 16}} for gemm in GEMMS), *({"subtract_mean": (gemm,)} for gemm in GEMMS)]

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_lowbit import Cast, LinearCasts, Scale, convert, kernels
+from lightning_lowbit import Cast, LinearCasts, Scale, compilation, convert
 from lightning_lowbit.nn import GemmCounter, LayerKeys, QuantizedLayer, set_phase
 from lightning_lowbit.quant import Hadamard
 
@@ -51,7 +51,7 @@ def layer(rows: int, inputs: int, outputs: int, without: Iterable[str] = ()) -> 
 def assert_counted(
     counter: GemmCounter, layers: Mapping[str, Mapping[str, int]], others: Mapping[str, int], recomputed: int = 0
 ) -> None:
-    """Every FLOP is in a GEMM of a converted layer, both operands quantised, or uncovered under the right name."""
+    """Every FLOP is in a GEMM of a converted layer, both operands quantized, or uncovered under the right name."""
     assert dict(counter.gemms) == {(name, g): flops for name, gemms in layers.items() for g, flops in gemms.items()}
     assert dict(counter.others) == dict(others)
     low_bit, rest = sum(counter.gemms.values()), sum(others.values())
@@ -77,7 +77,7 @@ def low_bit(model: nn.Module, casts: Any = NVFP4, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def quantised(*models: nn.Module) -> Iterator[None]:
+def quantized(*models: nn.Module) -> Iterator[None]:
     """Asserts that converted layers have run, and that their output is not that of the raw weights."""
     layers = {m for model in models for m in model.modules() if isinstance(m, QuantizedLayer)}
     seen: list[tuple[QuantizedLayer, Tensor, Tensor]] = []
@@ -118,7 +118,7 @@ class Operations(TorchDispatchMode):
 
 def count(model: nn.Module, *inputs: Any, runs: str | None = None, **kwargs: Any) -> GemmCounter:
     """Counts a forward and, in training, a backward pass, in which an operation ``runs``."""
-    with quantised(model), Operations() as operations, GemmCounter(model) as counter:
+    with quantized(model), Operations() as operations, GemmCounter(model) as counter:
         output = model(*inputs, **kwargs)
         if model.training:
             backward(output)
@@ -149,7 +149,7 @@ class Applied(nn.Module):
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("keys", [TOKENS, 7])
 def test_multihead_attention(need_weights: bool, keys: int) -> None:
-    """Its projections are functional calls: none is quantised, though out_proj looks like a layer."""
+    """Its projections are functional calls: none is quantized, though out_proj looks like a layer."""
     model = low_bit(
         Applied(
             lambda self, x, m: self.head(self.mha(x, m, m, need_weights=need_weights)[0]),
@@ -199,7 +199,7 @@ def test_encoder_layer_in_evaluation(norm_first: bool) -> None:
 
 
 def test_a_skipped_encoder_layer_in_evaluation() -> None:
-    """It is one fused operation, in which nothing is quantised."""
+    """It is one fused operation, in which nothing is quantized."""
     model = low_bit(nn.Sequential(encoder_layer(), nn.Linear(WIDTH, 8)), skip=["0"]).eval()
     with torch.no_grad():
         counter = count(model, x_of(BATCH, TOKENS, WIDTH), runs="_transformer_encoder_layer_fwd")
@@ -531,7 +531,7 @@ def test_a_teacher_without_gradients_after_a_student(frozen: bool, skip: list[st
 
 
 def test_a_backward_pass_inside_a_forward() -> None:
-    """As in manual optimisation under DDP, whose forward runs the training step: nothing is computed twice."""
+    """As in manual optimization under DDP, whose forward runs the training step: nothing is computed twice."""
     model = low_bit(nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 4)), skip=["0"])
 
     def step(self: Any, x: Tensor) -> Tensor:
@@ -647,7 +647,7 @@ def test_casts_are_compiled_after_the_count() -> None:
     model = low_bit(tower(WIDTH, 8))
     torch._dynamo.reset()
     counters.clear()
-    with kernels.backend("compiled"):
+    with compilation.backend("compiled"):
         with GemmCounter(model):
             backward(model(x))
         assert not counters["frames"]
@@ -709,7 +709,7 @@ def test_an_unknown_phase() -> None:
 
 
 def test_casts_of_the_forward_pass() -> None:
-    """Quantisation-aware training: dW meets the quantised x, but the gradient is in high precision."""
+    """Quantization-aware training: dW meets the quantized x, but the gradient is in high precision."""
     casts = LinearCasts(
         fprop_x=Cast("int8", Scale(block=32)),
         fprop_w=Cast("int4", Scale(block=16)),

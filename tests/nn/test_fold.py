@@ -63,7 +63,7 @@ FOLDED = {name: make for name, make in MODELS.items() if name in ("llama-bias", 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("name", FOLDED)
 def test_fold_keeps_the_function(name: str, autocast: bool) -> None:
-    """To the bit, in float32 and bfloat16: of the converted model, unquantised, and of an unconverted copy."""
+    """To the bit, in float32 and bfloat16: of the converted model, unquantized, and of an unconverted copy."""
     plain = FOLDED[name]()
     with torch.no_grad():
         for mlp in swiglus(plain).values():
@@ -257,7 +257,7 @@ def test_fold_keeps_the_mode_of_each_module() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 100.0])
-def test_after_folding_quantised_evaluation_is_close(scale: float) -> None:
+def test_after_folding_quantized_evaluation_is_close(scale: float) -> None:
     """The up projection's weight is another one now, and its former amax would saturate or flush it."""
     plain = MLP()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Weights that are quantised before FSDP2 gathers them: fewer bytes, and the same results to the bit."""
+"""Weights that are quantized before FSDP2 gathers them: fewer bytes, and the same results to the bit."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_lowbit import Cast, LinearCasts, LowBitPrecision, Scale, convert
 from lightning_lowbit.nn import LayerKeys
-from lightning_lowbit.nn.gather import WeightGathers, obstacle, release_gathers
+from lightning_lowbit.nn.sharded.gather import WeightGathers, obstacle, release_gathers
 from tests.launch import launch
 from tests.nn.gathered import CASTS, RANKS, RUNS, STEPS
 from tests.precision.regression import Regression, trainer
@@ -70,7 +70,7 @@ def test_what_else_is_the_same(ranks: list[dict[str, Any]], what: str) -> None:
         ("strategy", "FSDP2 shards no weight of a converted layer. It needs ModelParallelStrategy"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(ranks: list[dict[str, Any]], case: str, message: str) -> None:
+def test_what_cannot_be_honored_is_refused(ranks: list[dict[str, Any]], case: str, message: str) -> None:
     for results in ranks:
         assert re.search(message, results["refused"][case]), results["refused"][case]
 
@@ -90,7 +90,7 @@ NEAREST = Cast("e2m1", Scale("e4m3", 16, two_level=True))
 @pytest.mark.parametrize(
     "casts, why",
     [
-        ("bf16", "fprop_w is not quantised"),
+        ("bf16", "fprop_w is not quantized"),
         ("nvfp4", "dgrad_w is not"),
         ("fp8-row", "dgrad_w is not"),
         ({"fprop_w": NEAREST}, "dgrad_w is not"),
@@ -188,7 +188,7 @@ def test_calls_of_one_layer_share_the_weight_that_was_gathered() -> None:
 def test_a_pass_in_another_dtype_is_refused() -> None:
     model = make("fp8-current")
     WeightGathers(model, torch.bfloat16).prepare()
-    with pytest.raises(ValueError, match="quantised in torch.bfloat16.*in torch.float32"):
+    with pytest.raises(ValueError, match="quantized in torch.bfloat16.*in torch.float32"):
         passes(model, autocast=False)
 
 

@@ -27,7 +27,7 @@ def operands(m: int = 24, k: int = 80, n: int = 40, *, dtype: torch.dtype, seed:
 
 
 def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Distance of neighbouring numbers of ``dtype`` at the size of x."""
+    """Distance of neighboring numbers of ``dtype`` at the size of x."""
     info = torch.finfo(dtype)
     exponent = torch.frexp(x.double().abs().clamp(min=info.tiny)).exponent - 1
     return torch.ldexp(torch.full_like(x.double(), info.eps), exponent)

@@ -1,4 +1,4 @@
-"""Settings are honoured: every field of Scale, Cast and LinearCasts changes what it names, and nothing else.
+"""Settings are honored: every field of Scale, Cast and LinearCasts changes what it names, and nothing else.
 
 The tables have an entry for each field, and their values are all that a field may be: a field or a value that is added
 to the package fails here until it is turned.
@@ -233,13 +233,13 @@ def test_every_choice_is_tried() -> None:
 @pytest.mark.parametrize("field", [name for name in LINEAR if name not in ("surrogate", "smooth")])
 def test_every_field_changes_what_it_names(monkeypatch: pytest.MonkeyPatch, field: str, base: str) -> None:
     casts = BASES[base]
-    quantised = {name for name in OPERANDS if isinstance(getattr(casts, name), Cast)}
+    quantized = {name for name in OPERANDS if isinstance(getattr(casts, name), Cast)}
     for setting, operands in LINEAR[field]:
         if field in OPERANDS and getattr(casts, field) == setting:
             continue
         if field == "subtract_mean":
-            operands = operands & quantised
-        if field not in OPERANDS and not operands & quantised:
+            operands = operands & quantized
+        if field not in OPERANDS and not operands & quantized:
             continue  # refused: it would change nothing
         assert_turns(monkeypatch, f"{base}: {field}={setting}", casts, casts.replace(**{field: setting}), operands)
 
@@ -249,7 +249,7 @@ def test_every_field_changes_what_it_names(monkeypatch: pytest.MonkeyPatch, fiel
 def test_smoothing_changes_what_it_scales(
     monkeypatch: pytest.MonkeyPatch, kind: str, operands: set[str], base: str
 ) -> None:
-    """And results of GEMMs that quantise what is scaled: all others have the powers of two divided out again."""
+    """And results of GEMMs that quantize what is scaled: all others have the powers of two divided out again."""
     casts = BASES[base]
     if base == "delayed" and kind == "channel":  # refused where the weight is scaled by former steps
         casts = casts.replace(fprop_w=ONE_LEVEL, dgrad_w=TWO_LEVEL)
@@ -257,8 +257,8 @@ def test_smoothing_changes_what_it_scales(
         traced(monkeypatch, casts.replace(smooth=smooth)) for smooth in (None, kind)
     )
     assert moved(old, new) == operands, f"{kind} changed {moved(old, new)}"
-    quantised = {name for name in operands if isinstance(getattr(casts, name), Cast)}
-    results = {RESULTS[gemm] for gemm, pair in GEMMS.items() if quantised & set(pair)}
+    quantized = {name for name in operands if isinstance(getattr(casts, name), Cast)}
+    results = {RESULTS[gemm] for gemm, pair in GEMMS.items() if quantized & set(pair)}
     found = moved(old_results, new_results)
     assert found, f"{kind} changed no result"
     if (kind, base) == ("token", "mostly hp"):

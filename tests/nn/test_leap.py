@@ -62,7 +62,7 @@ def test_a_leap_in_the_middle_of_a_run(sign: int, turned: int, dtype: torch.dtyp
     ``w1 = ±w2 = ±4 u``, four times as long as all other rows. For 20 steps the tokens are clipped normal numbers whose
     component along u lies between 0.25 and 0.5, so that the product ``4p * silu(4p)`` stays below 4, the size of other
     channels. Then some tokens turn towards u, element by element ``sign(u) * [2, 3]``, within the amax of the steps
-    before: no weight changes, and x, which gate and up projection quantise, does not leave its history. The component
+    before: no weight changes, and x, which gate and up projection quantize, does not leave its history. The component
     along u is some 16 now, and the product, quadratic in it, a thousand times what it was. What leaps is what enters
     the down projection, and nothing before it.
     """
@@ -102,7 +102,7 @@ def test_a_leap_in_the_middle_of_a_run(sign: int, turned: int, dtype: torch.dtyp
 def test_the_leap_would_only_move_into_a_weight_with_delayed_scaling() -> None:
     """``W · diag(1/s)`` scaled by former steps is as far off as without smoothing; by itself, it is not.
 
-    The plant is that above, with products and weights as they are, quantised by hand.
+    The plant is that above, with products and weights as they are, quantized by hand.
     """
     planted = plant(1)
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""The quantised layer: bitwise nn.Linear without casts, and each of six operands by its own cast with them."""
+"""The quantized layer: bitwise nn.Linear without casts, and each of six operands by its own cast with them."""
 
 import copy
 from collections.abc import Callable
@@ -79,8 +79,8 @@ def test_without_casts_frozen(frozen: str, autocast: bool) -> None:
     needs_x = frozen not in ("input", "all")
     expected = run(original, x, g, autocast, needs_x)
     identical(run(layer_like(original, "bf16"), x, g, autocast, needs_x), expected, frozen)
-    quantised = run(layer_like(original, "nvfp4"), x, g, autocast, needs_x)
-    assert {n for n, t in quantised.items() if t is None} == {n for n, t in expected.items() if t is None}
+    quantized = run(layer_like(original, "nvfp4"), x, g, autocast, needs_x)
+    assert {n for n, t in quantized.items() if t is None} == {n for n, t in expected.items() if t is None}
 
 
 def test_without_casts_float64_under_autocast() -> None:
@@ -144,11 +144,11 @@ def test_mixed_dtypes_are_refused() -> None:
         layer(torch.randn(2, IN).bfloat16())
 
 
-# --- "fprop": quantisation-aware training -----------------------------------------------------------------------------
+# --- "fprop": quantization-aware training -----------------------------------------------------------------------------
 
 
 class Straight(torch.autograd.Function):
-    """Quantised and dequantised by the package itself; the gradient passes straight through."""
+    """Quantized and dequantized by the package itself; the gradient passes straight through."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cast: Cast) -> Tensor:
@@ -233,7 +233,7 @@ def test_operands_and_gemms(
         error = (tensor.double() - expected.results[result]).abs()
         allowed = allowance(casts, gemm, expected, dtype, exact)
         assert (error <= allowed).all(), f"{result}: off by {error.max():.2e}, {(error / allowed).max():.2f} x allowed"
-    assert torch.equal(found["bias"], g.sum(0)), "db is not the sum of the unquantised g"
+    assert torch.equal(found["bias"], g.sum(0)), "db is not the sum of the unquantized g"
 
 
 def allowance(casts: LinearCasts, gemm: str, expected: Definition, dtype: torch.dtype, exact: bool) -> Tensor:
@@ -255,8 +255,8 @@ def allowance(casts: LinearCasts, gemm: str, expected: Definition, dtype: torch.
 
 
 @pytest.mark.parametrize("name", CASTS)
-def test_phases_quantise_what_they_say(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """What a phase leaves quantised it leaves as it was, smoothed or not; the rest is the tensor itself."""
+def test_phases_quantize_what_they_say(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What a phase leaves quantized it leaves as it was, smoothed or not; the rest is the tensor itself."""
     original, x, g = nn.Linear(40, 24), torch.randn(50, 40), torch.randn(50, 24)
     full: dict[str | None, dict[str, Operand]] = {}
     for smooth in {CASTS[name].smooth, None}:
@@ -278,7 +278,7 @@ def test_phases_quantise_what_they_say(monkeypatch: pytest.MonkeyPatch, name: st
                 same = torch.equal(value(seen[operand]), value(full[casts.smooth][operand]))
                 assert same, f"{operand} changes in {phase}"
             elif operand.split("_")[0] not in casts.hadamard:
-                assert torch.equal(seen[operand].values, raw[operand[-1]]), f"{operand} is quantised in {phase}"
+                assert torch.equal(seen[operand].values, raw[operand[-1]]), f"{operand} is quantized in {phase}"
 
 
 @pytest.mark.parametrize("name", CASTS)
@@ -343,7 +343,7 @@ def test_without_a_history_delayed_scaling_is_current(cast: Cast, dtype: torch.d
 
 @pytest.mark.parametrize("kind", SMOOTHINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_smoothing_leaves_unquantised_gemms_alone(kind: str, dtype: torch.dtype) -> None:
+def test_smoothing_leaves_unquantized_gemms_alone(kind: str, dtype: torch.dtype) -> None:
     """To the bit: powers of two scale products and sums exactly."""
     original = nn.Linear(IN, OUT, bias=False, dtype=dtype)
     x, g = torch.randn(TOKENS, IN).to(dtype), torch.randn(TOKENS, OUT).to(dtype)
@@ -352,7 +352,7 @@ def test_smoothing_leaves_unquantised_gemms_alone(kind: str, dtype: torch.dtype)
         casts = LinearCasts(**{operand: FP8_TENSORS.fprop_w})
         plain, found = (run(layer_like(original, casts.replace(smooth=smooth)), x, g) for smooth in (None, kind))
         others = [result for name, result in RESULTS.items() if name != gemm]
-        identical({name: found[name] for name in others}, {name: plain[name] for name in others}, f"{gemm} quantised,")
+        identical({name: found[name] for name in others}, {name: plain[name] for name in others}, f"{gemm} quantized,")
 
 
 # --- overflow ---------------------------------------------------------------------------------------------------------

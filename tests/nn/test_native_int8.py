@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit import Cast, LinearCasts, Scale, convert, kernels
+from lightning_lowbit import Cast, LinearCasts, Scale, compilation, convert
 from lightning_lowbit.callbacks.precision_summary import layer_table
 from lightning_lowbit.nn import GemmCounter
 from lightning_lowbit.nn.gemm import native_obstacle
-from lightning_lowbit.nn.presets import quantisation_aware
+from lightning_lowbit.nn.presets import quantization_aware
 from tests.nn.layers import GEMMS, RESULTS, every, gradients, identical, layer_like, net, run, spied, value
 
 CPU = torch.device("cpu")
@@ -27,27 +27,27 @@ FP8 = Cast("e4m3", Scale("fp32", "tensor"))
 # Casts, and the GEMMs that are native with them.
 LAYERS: dict[str, tuple[LinearCasts, list[str]]] = {
     "ternary": (TERNARY, ["fprop"]),
-    "rows": (quantisation_aware(TOKENS, TOKENS), ["fprop"]),
-    "tensors": (quantisation_aware(TENSOR, TENSOR), ["fprop"]),
-    "rows times tensors": (quantisation_aware(TOKENS, TENSOR), ["fprop"]),
-    "int8 x int2": (quantisation_aware(TOKENS, TOKENS.replace(element="int2")), ["fprop"]),
-    "powers of two x absmean": (quantisation_aware(POWERS, TENSOR.replace(scale={"statistic": "absmean"})), ["fprop"]),
-    "scales in e8m0": (quantisation_aware(TOKENS, TENSOR.replace(scale={"format": "e8m0"})), ["fprop"]),
+    "rows": (quantization_aware(TOKENS, TOKENS), ["fprop"]),
+    "tensors": (quantization_aware(TENSOR, TENSOR), ["fprop"]),
+    "rows times tensors": (quantization_aware(TOKENS, TENSOR), ["fprop"]),
+    "int8 x int2": (quantization_aware(TOKENS, TOKENS.replace(element="int2")), ["fprop"]),
+    "powers of two x absmean": (quantization_aware(POWERS, TENSOR.replace(scale={"statistic": "absmean"})), ["fprop"]),
+    "scales in e8m0": (quantization_aware(TOKENS, TENSOR.replace(scale={"format": "e8m0"})), ["fprop"]),
     "all six": (every(TOKENS), list(GEMMS)),
     "all six, of tensors": (every(TENSOR), list(GEMMS)),
     "stochastic": (every(TOKENS.replace(rounding="stochastic")), list(GEMMS)),
     "w reused": (every(TENSOR, dgrad_w="fprop"), list(GEMMS)),
     "rows reused": (every(TOKENS, dgrad_w="fprop", wgrad_x="fprop"), ["fprop"]),  # its scales no longer factor out
     "more than a product": (every(TOKENS, smooth="channel", subtract_mean=["dgrad", "wgrad"]), list(GEMMS)),
-    "x in hp": (quantisation_aware(None, TERNARY.fprop_w), []),
-    "w in hp": (quantisation_aware(TOKENS, None), []),
-    "groups": (quantisation_aware(GROUPS, GROUPS), []),
-    "groups of x": (quantisation_aware(GROUPS, TOKENS), []),
-    "groups of w": (quantisation_aware(TOKENS, GROUPS), []),
+    "x in hp": (quantization_aware(None, TERNARY.fprop_w), []),
+    "w in hp": (quantization_aware(TOKENS, None), []),
+    "groups": (quantization_aware(GROUPS, GROUPS), []),
+    "groups of x": (quantization_aware(GROUPS, TOKENS), []),
+    "groups of w": (quantization_aware(TOKENS, GROUPS), []),
     "tiles": (every(Cast("int8", Scale("e8m0", (16, 16)))), []),
-    "a zero point": (quantisation_aware(TOKENS, TOKENS.replace(scale={"statistic": "minmax"})), []),
+    "a zero point": (quantization_aware(TOKENS, TOKENS.replace(scale={"statistic": "minmax"})), []),
     "delayed": (every(Cast("int8", Scale("fp32", "tensor", source="delayed"))), []),
-    "e1m2": (quantisation_aware(TOKENS, TOKENS.replace(element="e1m2")), []),
+    "e1m2": (quantization_aware(TOKENS, TOKENS.replace(element="e1m2")), []),
     "times FP8": (every(TOKENS, fprop_w=FP8, dgrad_w=FP8, wgrad_g=FP8), []),
 }
 
@@ -101,7 +101,7 @@ def pass_through(
     x, g = torch.randn(tokens, inputs).to(dtype), torch.randn(tokens, outputs).to(dtype)
     if largest:
         x, original.weight.data = torch.full_like(x, 0.7), torch.full_like(original.weight, -0.03)
-    with kernels.backend("eager"):  # generating code for the longest takes longer than the test
+    with compilation.backend("eager"):  # generating code for the longest takes longer than the test
         return run(layer_like(original, casts, **how), x, g)
 
 
@@ -120,7 +120,7 @@ def test_ternary_is_the_exact_emulation_to_the_bit(
     emulated = pass_through("ternary", sizes, dtype, bias, largest, backend="emulated")
     assert len(native_calls) == 1, "the native GEMM where it was not wanted"
     if not bias:
-        # Its GEMM is rounded to the dtype before the scales, which moves the result to a neighbour at most.
+        # Its GEMM is rounded to the dtype before the scales, which moves the result to a neighbor at most.
         one_ulp = torch.finfo(dtype).eps * torch.maximum(found["y"].abs(), emulated["y"].abs())
         assert ((found["y"] - emulated["y"]).abs() <= one_ulp).all()
     # What is kept for the backward pass stands for the same numbers.
@@ -154,7 +154,7 @@ def test_sums_that_int32_does_not_hold(inner: int) -> None:
     """Up to which inner size it holds those of 127 · 127; beyond it, there is the emulated GEMM."""
     layer = layer_like(nn.Linear(inner, 1, bias=False), LAYERS["rows"][0])
     layer.weight.data = torch.ones(1, inner)
-    with kernels.backend("eager"):
+    with compilation.backend("eager"):
         y = layer(torch.ones(1, inner))
     assert y.item() == pytest.approx(inner, rel=1e-3)
 
@@ -257,8 +257,8 @@ def test_what_is_not_finite_shows(native_calls: list[Any], name: str, where: str
 def test_backend_native_takes_what_is_native_and_refuses_the_rest(native_calls: list[Any], name: str) -> None:
     casts, gemms = LAYERS[name]
     original, x, g = nn.Linear(64, 48), torch.randn(8, 64), torch.randn(8, 48)
-    quantises = [any(isinstance(getattr(casts, o), Cast) for o in casts.operands_of(gemm)) for gemm in GEMMS]
-    lacking = [gemm for gemm, some in zip(GEMMS, quantises, strict=True) if some and gemm not in gemms]
+    quantizes = [any(isinstance(getattr(casts, o), Cast) for o in casts.operands_of(gemm)) for gemm in GEMMS]
+    lacking = [gemm for gemm, some in zip(GEMMS, quantizes, strict=True) if some and gemm not in gemms]
     if lacking:
         message = rf"{lacking[0]} of the casts has no native GEMM: those take E4M3 .* or integers, with scales per"
         with pytest.raises(ValueError, match=message):
@@ -296,7 +296,7 @@ def test_flops_and_where_they_run(backend: str) -> None:
         run(model, torch.randn(5, 33), torch.randn(5, 7))
     first, second = 2 * 5 * 33 * 24, 2 * 5 * 24 * 7
     assert counter.gemms == {("0", gemm): first for gemm in GEMMS} | {("1", gemm): second for gemm in GEMMS}
-    assert counter.coverage().low_bit == first + second, "the two forward GEMMs are quantised"
+    assert counter.coverage().low_bit == first + second, "the two forward GEMMs are quantized"
     native = {"int8": first / (3 * first + 3 * second)} if backend == "auto" else {}
     assert counter.native_shares(CPU) == native
     assert [row[-1] for row in layer_table(model).rows] == ["native" if backend == "auto" else "emulated", "emulated"]

@@ -1,6 +1,6 @@
-"""Quantisation-aware training: a layer is autograd through ``F.linear(fake_quantize(x), fake_quantize(w), bias)``.
+"""Quantization-aware training: a layer is autograd through ``F.linear(fake_quantize(x), fake_quantize(w), bias)``.
 
-Fake quantisation with its straight-through gradient is written out here, and once more in transformers.
+Fake quantization with its straight-through gradient is written out here, and once more in transformers.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from transformers.integrations.bitnet import AutoBitLinear
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import Cast, LinearCasts, Scale
-from lightning_lowbit.nn.presets import quantisation_aware
+from lightning_lowbit.nn.presets import quantization_aware
 from tests import oracles
 from tests.nn.layers import gradients, identical, layer_like, net, run, spied
 
@@ -61,7 +61,7 @@ def fake_quantize(x: Tensor, cast: Cast, dtype: torch.dtype) -> Tensor:
 
 
 class Straight(torch.autograd.Function):
-    """Fake quantisation of x, rounded to the dtype of the computation; the gradient is that of the result."""
+    """Fake quantization of x, rounded to the dtype of the computation; the gradient is that of the result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cast: Cast | None, compute: torch.dtype) -> Tensor:
@@ -88,7 +88,7 @@ def as_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
 def reference(
     layer: nn.Module, casts: LinearCasts, x: Tensor, g: Tensor, compute: torch.dtype, exact: bool = False
 ) -> dict[str, Tensor]:
-    """Autograd through ``F.linear`` of fake-quantised operands, in the dtype of the computation or in float64."""
+    """Autograd through ``F.linear`` of fake-quantized operands, in the dtype of the computation or in float64."""
     dtype = torch.float64 if exact else compute
     given = {"x": x, "weight": as_matrix(layer, layer.weight), "bias": layer.bias}
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in given.items() if tensor is not None}
@@ -134,14 +134,14 @@ def group(element: str, size: int = 128, **scale: Any) -> Cast:
 
 GROUPS = {
     **{name: LinearCasts.preset(name) for name in (*INTEGERS, "e1m2")},
-    "W4A16": quantisation_aware(None, group("int4")),
-    "W16A8": quantisation_aware(group("int8"), None),
-    "W2A8, other groups": quantisation_aware(group("int8", 64), group("int2", 32)),
+    "W4A16": quantization_aware(None, group("int4")),
+    "W16A8": quantization_aware(group("int8"), None),
+    "W2A8, other groups": quantization_aware(group("int8", 64), group("int2", 32)),
     **{
-        f"{name} from min to max": quantisation_aware(group("int8"), group(name, 32, statistic="minmax"))
+        f"{name} from min to max": quantization_aware(group("int8"), group(name, 32, statistic="minmax"))
         for name in INTEGERS
     },
-    "ternary groups": quantisation_aware(group("int8"), group("ternary", 32, statistic="absmean", epsilon=1e-5)),
+    "ternary groups": quantization_aware(group("int8"), group("ternary", 32, statistic="absmean", epsilon=1e-5)),
 }
 
 
@@ -197,16 +197,16 @@ def whole(element: str, block: Any, **scale: Any) -> Cast:
 TERNARY = LinearCasts.preset("ternary")
 OUTSIDE = {
     "ternary": TERNARY,
-    "ternary, x in hp": quantisation_aware(None, TERNARY.fprop_w),
-    "ternary, larger": quantisation_aware(TERNARY.fprop_x, TERNARY.fprop_w.replace(scale={"factor": 2 / 3**0.5})),
-    "ternary times groups": quantisation_aware(group("int8"), TERNARY.fprop_w),
-    "tokens times groups": quantisation_aware(whole("int8", "row"), group("int4")),
-    **{f"{name} rows": quantisation_aware(whole("int8", "row"), whole(name, "row")) for name in INTEGERS},
+    "ternary, x in hp": quantization_aware(None, TERNARY.fprop_w),
+    "ternary, larger": quantization_aware(TERNARY.fprop_x, TERNARY.fprop_w.replace(scale={"factor": 2 / 3**0.5})),
+    "ternary times groups": quantization_aware(group("int8"), TERNARY.fprop_w),
+    "tokens times groups": quantization_aware(whole("int8", "row"), group("int4")),
+    **{f"{name} rows": quantization_aware(whole("int8", "row"), whole(name, "row")) for name in INTEGERS},
     **{
-        f"{name} tensors": quantisation_aware(whole(name, "tensor"), whole(name, "tensor")) for name in ("int8", "int4")
+        f"{name} tensors": quantization_aware(whole(name, "tensor"), whole(name, "tensor")) for name in ("int8", "int4")
     },
-    "rows from min to max": quantisation_aware(whole("int8", "row"), whole("int4", "row", statistic="minmax")),
-    "tensor from min to max": quantisation_aware(None, whole("int3", "tensor", statistic="minmax")),
+    "rows from min to max": quantization_aware(whole("int8", "row"), whole("int4", "row", statistic="minmax")),
+    "tensor from min to max": quantization_aware(None, whole("int3", "tensor", statistic="minmax")),
 }
 
 
@@ -249,7 +249,7 @@ def test_activation_checkpointing_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_transformers_bitlinear(dtype: torch.dtype, bias: bool) -> None:
-    """The same weights in transformers' online quantisation, which rounds what it dequantises to the dtype."""
+    """The same weights in transformers' online quantization, which rounds what it dequantizes to the dtype."""
     peer = AutoBitLinear(IN, OUT, bias=bias, dtype=dtype, online_quant=True)
     original = nn.Linear(IN, OUT, bias=bias, dtype=dtype)
     original.load_state_dict(peer.state_dict())

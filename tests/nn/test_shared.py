@@ -1,4 +1,4 @@
-"""An operand that another GEMM has made already is not quantised a second time, and nobody can tell by the numbers."""
+"""An operand that another GEMM has made already is not quantized a second time, and nobody can tell by the numbers."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def test_each_operand_is_made_once(monkeypatch: pytest.MonkeyPatch, name: str) -
     run(layer, torch.randn(16, 32), torch.randn(16, 48))
     operands = sum(isinstance(getattr(casts, operand), Cast) for operand in OPERANDS)
     shared = 2 if name in SHARING else 0  # w in dgrad, g in wgrad
-    assert len(made) == operands - shared, f"{len(made)} of {operands} operands were quantised"
+    assert len(made) == operands - shared, f"{len(made)} of {operands} operands were quantized"
 
 
 def test_without_a_gradient_of_x_g_is_made_for_wgrad() -> None:

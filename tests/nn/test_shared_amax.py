@@ -1,4 +1,4 @@
-"""Layers that share an amax quantise their weights as one layer would that holds all of them."""
+"""Layers that share an amax quantize their weights as one layer would that holds all of them."""
 
 import copy
 import re
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_lowbit import LowBitPrecision, convert
+from lightning_lowbit.distributed import largest_magnitudes
 from lightning_lowbit.nn import AmaxHistories, LayerKeys, SharedAmaxes
-from lightning_lowbit.optim.sharding import largest_magnitudes
 from tests.nn.layers import remember, spied, value
 from tests.precision.regression import Regression, trainer
 

@@ -1,4 +1,4 @@
-"""Smooth-SwiGLU's arithmetic: unquantised the same function, quantised the equations; and s, down to its ends."""
+"""Smooth-SwiGLU's arithmetic: unquantized the same function, quantized the equations; and s, down to its ends."""
 
 import copy
 import math
@@ -30,13 +30,13 @@ from tests.nn.swiglus import (
     step,
 )
 
-# --- the unquantised function -----------------------------------------------------------------------------------------
+# --- the unquantized function -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_unquantised_it_is_the_same_function(
+def test_unquantized_it_is_the_same_function(
     monkeypatch: pytest.MonkeyPatch, kind: Any, dtype: torch.dtype, bias: bool
 ) -> None:
     """Output and all gradients, to the bit, channels being of sizes from 1e-6 to 1e6 and one of them 0.
@@ -109,7 +109,7 @@ def passed(mlp: MLP, x: Tensor, dtype: torch.dtype) -> Pass:
 
 
 def down_by_definition(casts: LinearCasts, weight: Tensor, bias: Tensor, went: Pass, kind: str) -> dict[str, Tensor]:
-    """The equations, in float64; s is a constant in them, by which y, and so the g that is quantised, is divided."""
+    """The equations, in float64; s is a constant in them, by which y, and so the g that is quantized, is divided."""
     h, up, g = (tensor.detach().double() for tensor in (went.product, went.up, went.g))
     w = weight.detach().double()
     if kind == "channel":
@@ -227,7 +227,7 @@ def test_s_per_channel_is_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_s_per_token_is_of_the_up_projection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its output as it is, quantised; each token its own, those of every sequence. A token of 0 keeps 1."""
+    """Of its output as it is, quantized; each token its own, those of every sequence. A token of 0 keeps 1."""
     mlp = convert(MLP(), CURRENT, smooth_swiglu="token")
     x = torch.randn(2, 3, 16) * torch.logspace(-3, 3, 6).view(2, 3, 1)
     x[1, 1] = 0

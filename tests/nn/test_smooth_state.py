@@ -12,7 +12,7 @@ from lightning_lowbit.nn import AmaxHistories, swiglus
 from tests.nn.swiglus import CURRENT, DELAYED, KINDS, MLP, Net, down_power, factors, only_down, product_amax, step
 
 
-def test_histories_hold_what_is_quantised() -> None:
+def test_histories_hold_what_is_quantized() -> None:
     """Of s * h, whose largest magnitude is between 1/2 and 1, and of no weight, which has its own scale."""
     mlp = only_down(MLP(), DELAYED)
     histories = AmaxHistories(mlp)

@@ -103,8 +103,8 @@ def test_plan_is_what_convert_does(kind: Any) -> None:
     assert planned["layers.0.down_proj"] == QAT.replace(smooth=kind)
 
 
-def test_unquantised_down_projections_are_left_alone() -> None:
-    """One of two is quantised: that one is smoothed."""
+def test_unquantized_down_projections_are_left_alone() -> None:
+    """One of two is quantized: that one is smoothed."""
     model = convert(Net(), DELAYED, overrides={r"layers\.0\.down_proj": "bf16"}, smooth_swiglu="channel")
     assert model.layers[0].down_proj.casts == LinearCasts()
     assert model.layers[1].down_proj.casts.smooth == "channel"
@@ -122,7 +122,7 @@ def gradients_only() -> LinearCasts:
     [
         (lambda: nn.Sequential(nn.Linear(4, 4)), {}, "found no SwiGLU in Sequential"),
         (lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9)), {}, "found no SwiGLU"),
-        (Net, {"skip": ["down_proj"]}, r"none of the 2, e.g. layers\.0\.down_proj, is quantised"),
+        (Net, {"skip": ["down_proj"]}, r"none of the 2, e.g. layers\.0\.down_proj, is quantized"),
         (Net, {"overrides": {"down_proj": "bf16"}}, "none of the 2"),
         (Net, {"overrides": {"down_proj": gradients_only()}}, "none of the 2"),
         (Net, {"smooth_swiglu": "chanel"}, "Unknown kind of smooth_swiglu 'chanel'. Did you mean 'channel'"),
@@ -146,7 +146,7 @@ def test_refusals(model: Callable[[], nn.Module], arguments: dict[str, Any], mes
     unchanged(converted, before)
 
 
-def test_an_unconverted_model_has_no_quantised_down_projection() -> None:
+def test_an_unconverted_model_has_no_quantized_down_projection() -> None:
     with pytest.raises(ValueError, match="none of the 2"):
         smooth_swiglu(Net())
 
@@ -164,14 +164,14 @@ def test_casts_refuse_delayed_scaling_of_a_weight_that_changes(operand: str) -> 
     ("casts", "keeping"),
     [
         (DELAYED, {"fqt", "qaf", "hp-forward"}),
-        (QAT, {"fqt", "qaf"}),  # without its forward pass it quantises nothing
+        (QAT, {"fqt", "qaf"}),  # without its forward pass it quantizes nothing
         (QAT.replace(dgrad_w=None, wgrad_x=CURRENT.wgrad_x), {"fqt", "qaf", "hp-forward"}),
         (gradients_only().replace(fprop_w=CURRENT.fprop_w), {"fqt", "qaf"}),
     ],
     ids=["all", "QAT", "x of wgrad", "w of fprop"],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_phases_keep_it_as_long_as_x_or_w_is_quantised(casts: LinearCasts, keeping: set[str], kind: Any) -> None:
+def test_phases_keep_it_as_long_as_x_or_w_is_quantized(casts: LinearCasts, keeping: set[str], kind: Any) -> None:
     model = convert(MLP(), casts, smooth_swiglu=kind)
     AmaxHistories(model)
     for phase in ("qaf", "bf16", "hp-forward", "fqt"):

@@ -175,7 +175,7 @@ def rotated_operands(
         ({"layer": "second"}, ()),
         ({"step": 1}, ()),
         ({"micro_batch": 1}, ()),
-        ({"rank": 1}, ("fprop_x", "fprop_w", "dgrad_g", "dgrad_w")),  # all ranks quantise a weight alike
+        ({"rank": 1}, ("fprop_x", "fprop_w", "dgrad_g", "dgrad_w")),  # all ranks quantize a weight alike
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from lightning_lowbit.callbacks.quantized_operands import QuantizedOperands
+from lightning_lowbit.callbacks.monitors.operand_statistics import QuantizedOperands
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
 from lightning_lowbit.nn.casts import SHARED
 from lightning_lowbit.nn.watch import Watch
@@ -34,7 +34,7 @@ def batch(seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("casts", ["nvfp4", "nvfp4-nvidia", "mxfp4-rht", "fp8-delayed", "ternary", "int4"])
 def test_rows_tell_what_casts_did(casts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the operands as they were quantised: rotated, or the other way round; also to those that were taken over."""
+    """To the operands as they were quantized: rotated, or the other way round; also to those that were taken over."""
     model, _ = net(casts)
     watch = watch_of(model)
     assert isinstance(watch, QuantizedOperands)
@@ -130,7 +130,7 @@ def test_a_layer_without_tokens() -> None:
         model.first(torch.zeros(0, 32, requires_grad=True)).sum().backward()
         assert not watch.sums[1:].any()
         if what == "operand_sums":
-            assert watch.sums[0, :, 0].tolist() == [0, 32 * 48, 0, 32 * 48, 0, 0], "the weight was quantised"
+            assert watch.sums[0, :, 0].tolist() == [0, 32 * 48, 0, 32 * 48, 0, 0], "the weight was quantized"
         else:
             assert not watch.sums.any()
 
@@ -170,8 +170,8 @@ def test_gradients_in_both_precisions(casts: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_no_error_without_quantised_operands(autocast: bool) -> None:
-    """In the phase of quantisation-aware finetuning both gradients are one."""
+def test_no_error_without_quantized_operands(autocast: bool) -> None:
+    """In the phase of quantization-aware finetuning both gradients are one."""
     layer = layer_like(nn.Linear(32, 16), "nvfp4")
     layer.casts = layer.full_casts.phase("qaf")
     watch = watch_of(layer, "gradient_sums")

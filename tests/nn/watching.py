@@ -1,4 +1,4 @@
-"""What tests of layers that are watched share: the operands of a run as layers quantised them, and their slow sums."""
+"""What tests of layers that are watched share: the operands of a run as layers quantized them, and their slow sums."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,11 +41,11 @@ Operands = dict[tuple[int, str], list[Made]]
 
 @contextmanager
 def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
-    """All that watched layers quantise within this context, in the order of their rows."""
+    """All that watched layers quantize within this context, in the order of their rows."""
     made: Operands = defaultdict(list)
     at: list[tuple[int, str]] = []
     make: Callable[..., Any] = function._operand
-    quantise: Callable[..., Any] = function.quantize_operand
+    quantize: Callable[..., Any] = function.quantize_operand
 
     def spy(name: str, source: Any, how: Any) -> Any:
         rows = how.operand_sums
@@ -57,7 +57,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
     def note(x: Tensor, cast: Cast, dim: int, key: Tensor | None, amax: Tensor | None, *rest: Any) -> Any:
         for place in at:
             made[place].append(Made(*(a.clone() if isinstance(a, Tensor) else a for a in (x, cast, dim, key, amax))))
-        return quantise(x, cast, dim, key, amax, *rest)
+        return quantize(x, cast, dim, key, amax, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(function, "_operand", spy)

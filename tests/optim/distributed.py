@@ -36,10 +36,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_lowbit.distributed import local, local_gradient, offsets_of, sharding_of, zeros_spread_as
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, connect
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.optim.moments import FP8Moments, Piece
-from lightning_lowbit.optim.sharding import local, local_gradient, offsets_of, sharding_of, zeros_spread_as
 from tests.launch import take_part
 
 RANKS = 4

@@ -369,7 +369,7 @@ def test_gradients_that_come_and_go(entry: Entry) -> None:
         optimizer.step()
         assert_same(snapshot(optimizer, [parameters[index]]), before, "a parameter without gradient was touched")
     if entry.norm_clip == "grad_clip":
-        return  # where one bound holds for all gradients together, a parameter depends on its neighbours
+        return  # where one bound holds for all gradients together, a parameter depends on its neighbors
     alone = entry.parameters()
     other = entry(alone)
     for step in given:
@@ -379,7 +379,7 @@ def test_gradients_that_come_and_go(entry: Entry) -> None:
         other.step()
     assert_same(
         snapshot(other, [alone[index]]), snapshot(optimizer, [parameters[index]]),
-        "the steps of a parameter without gradient, or its neighbours, count for it",
+        "the steps of a parameter without gradient, or its neighbors, count for it",
     )  # fmt: skip
 
 
@@ -566,7 +566,7 @@ def test_options_may_be_a_group_s(entry: Entry) -> None:
     of_group.defaults.clear()  # what is read from there is missed
     train(optimizer, parameters, range(6))
     train(of_group, grouped, range(6))
-    assert_same(snapshot(of_group, grouped), snapshot(optimizer, parameters), "options of a group are not honoured")
+    assert_same(snapshot(of_group, grouped), snapshot(optimizer, parameters), "options of a group are not honored")
 
 
 @every_entry

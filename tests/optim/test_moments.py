@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_lowbit.kernels import backend
+from lightning_lowbit.compilation import backend
 from lightning_lowbit.optim import SPAM, LowBitAdamW, StableSPAM, clipping, guards, moments
 from lightning_lowbit.optim.guarded_adam import GuardedAdam
 from lightning_lowbit.optim.moments import NAMES, Draw, FP8Moments, Piece, SparseMoments
@@ -81,8 +81,8 @@ def test_fp8_is_the_reference(shape: tuple[int, ...]) -> None:
         numbers, scales = elements(piece.state, name), piece.state[f"{name}_scale"].double().numpy()
         wanted = reference.encode(given, reference.draws(shape, 7, 2, moment), name)
         assert np.array_equal(scales, wanted.scales), f"{name}: scales {scales} are not {wanted.scales}"
-        is_neighbour = (numbers == wanted.below) | (numbers == wanted.above)
-        assert is_neighbour.all(), f"{name}: {numbers[~is_neighbour]} are no neighbours of what was rounded"
+        is_neighbor = (numbers == wanted.below) | (numbers == wanted.above)
+        assert is_neighbor.all(), f"{name}: {numbers[~is_neighbor]} are no neighbors of what was rounded"
         assert np.array_equal(numbers, wanted.numbers), f"{name}: the draws went another way than the reference's"
         decoded = loaded[moment].double().numpy()
         np.testing.assert_allclose(decoded, reference.decode(wanted, name), rtol=2**-23, err_msg=name)
@@ -180,7 +180,7 @@ def test_draws_are_of_the_step_the_parameter_and_the_moment() -> None:
             assert abs(z) < 5, f"bits of {case} and {other} agree {z:.1f} sigma from half of the time"
     for left, right in ((thrown[0][:, :-1], thrown[0][:, 1:]), (thrown[0][:-1], thrown[0][1:])):
         z = ((left == right).double().mean() - 0.5).item() * 2 * math.sqrt(left.numel())
-        assert abs(z) < 5, f"bits of neighbouring elements agree {z:.1f} sigma from half of the time"
+        assert abs(z) < 5, f"bits of neighboring elements agree {z:.1f} sigma from half of the time"
 
 
 @pytest.mark.parametrize("shape", [(9, 130), (8, 3, 130)], ids=str)
@@ -229,7 +229,7 @@ def test_compiled_rounding_is_eager_rounding(shape: tuple[int, ...]) -> None:
 
 
 def test_compiled_step() -> None:
-    """Generated code may fuse a product into a sum: a moment that then lies across a draw becomes its neighbour."""
+    """Generated code may fuse a product into a sum: a moment that then lies across a draw becomes its neighbor."""
     runs = []
     for wrap in (lambda step: step, torch.compile):
         parameters = [Parameter(torch.zeros(12, 130)), Parameter(torch.zeros(5))]
@@ -620,12 +620,12 @@ def test_only_what_was_drawn_moves_until_the_next_reset(piece: int, monkeypatch:
 
 @pytest.mark.parametrize(("columns", "every"), [(64, 4), (64, 2), (100, 10), (62, 4), (65, 3)])
 def test_choice_is_uniform(columns: int, every: int) -> None:
-    """Chi-square over positions among neighbours, with those at a ragged end by themselves."""
+    """Chi-square over positions among neighbors, with those at a ragged end by themselves."""
     rows = torch.arange(columns).expand(500, columns).contiguous()
     format, whole = SparseMoments(every=every), Parameter(torch.zeros(500, columns))
     state = format.new_state(whole, torch.float32)
     chosen = torch.cat([format.select(rows, Piece(state, draw(whole.shape, last_reset=r))) for r in range(4)])
-    assert torch.equal(chosen // every, torch.arange(-(-columns // every)).expand_as(chosen)), "not one of neighbours"
+    assert torch.equal(chosen // every, torch.arange(-(-columns // every)).expand_as(chosen)), "not one of neighbors"
     whole_groups = columns // every
     for inside, width in ((chosen[:, :whole_groups], every), (chosen[:, whole_groups:], columns % every)):
         if width < 2:
@@ -635,7 +635,7 @@ def test_choice_is_uniform(columns: int, every: int) -> None:
         statistic = ((counts - mean) ** 2 / mean).sum().item()
         # The normal approximation of Wilson and Hilferty: 4 sigma is one of 30 000.
         z = ((statistic / (width - 1)) ** (1 / 3) - 1 + 2 / 9 / (width - 1)) / math.sqrt(2 / 9 / (width - 1))
-        assert len(counts) == width and z < 4, f"among {width} neighbours, positions were drawn {counts.tolist()} times"
+        assert len(counts) == width and z < 4, f"among {width} neighbors, positions were drawn {counts.tolist()} times"
 
 
 def test_sparse_moments_and_masters_are_refused_together() -> None:

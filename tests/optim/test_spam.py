@@ -113,7 +113,7 @@ def one_step(optimizer: SPAM, parameter: Parameter, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("every", [2, 3, 4, 8])
 @pytest.mark.parametrize("shape", [(6, 16), (5, 7), (2, 3, 9), (4, 1)])
-def test_one_of_n_neighbours_moves(shape: tuple[int, ...], every: int) -> None:
+def test_one_of_n_neighbors_moves(shape: tuple[int, ...], every: int) -> None:
     parameter = Parameter(torch.ones(shape))
     optimizer = SPAM([parameter], lr=0.1, density=1 / every, reset_interval=3, warmup_steps=0)
     drawn = [one_step(optimizer, parameter, seed=step) for step in range(12)]
@@ -160,7 +160,7 @@ def test_elements_are_drawn_evenly_and_for_each_parameter_and_row_anew() -> None
         total += first
     shares = total.reshape(64, 16, 4).mean((0, 1)) / 16
     # 16·64·16 draws of one in four: a standard deviation of 0.0034; four of them.
-    assert (shares - 0.25).abs().max() < 0.0136, f"the four neighbours are drawn with shares {shares}"
+    assert (shares - 0.25).abs().max() < 0.0136, f"the four neighbors are drawn with shares {shares}"
 
 
 def test_elements_that_are_not_drawn_move_by_weight_decay_alone() -> None:

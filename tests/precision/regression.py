@@ -119,7 +119,7 @@ class Ramp(Callback):
 class Witness(Callback):
     """Notes the largest magnitudes that enter each layer in each optimizer step, without any help of the plugin.
 
-    Exact for ``compute_dtype="fp32"``, in which nothing is rounded before it is quantised, and without smoothing of
+    Exact for ``compute_dtype="fp32"``, in which nothing is rounded before it is quantized, and without smoothing of
     tokens.
 
     Attributes:

@@ -27,8 +27,8 @@ from lightning_lowbit import (
     ShardedGradientNormGradScaler,
     ShardedStaticGradScaler,
 )
+from lightning_lowbit.distributed import local
 from lightning_lowbit.optim import connect
-from lightning_lowbit.optim.sharding import local
 from tests.launch import take_part
 from tests.lightnings import Callback, Strategy, Trainer
 from tests.optim import trainers

@@ -256,7 +256,7 @@ def gradient_norms() -> list[Tensor]:
 
 
 def refusals() -> dict[str, str]:
-    """What is said where a strategy cannot honour a setting."""
+    """What is said where a strategy cannot honor a setting."""
     runs: dict[str, tuple[dict[str, Any], Strategy, dict[str, Any]]] = {
         "an amax of flat buffers": (SHARED, fsdp(use_orig_params=False), {}),
         "gather_dtype, DDP": ({}, DDPStrategy(), {"gather_dtype": "bf16"}),

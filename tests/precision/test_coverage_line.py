@@ -181,7 +181,7 @@ def test_shares_are_near_those_of_all_that_was_computed() -> None:
             assert found.share == pytest.approx(counter.coverage().share, abs=0.06), rest
 
 
-def test_manual_optimisation_counts_all_backward_passes_of_a_step(told: pytest.LogCaptureFixture) -> None:
+def test_manual_optimization_counts_all_backward_passes_of_a_step(told: pytest.LogCaptureFixture) -> None:
     class Manual(Model):
         automatic_optimization = False
 

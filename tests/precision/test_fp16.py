@@ -489,7 +489,7 @@ def amaxes(saved: dict[str, Any], scale: float) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_histories_of_gradients_follow_the_scale(algorithm: str) -> None:
-    """To the bit: a power of two moves no digit, of the histories nor of what is quantised with them."""
+    """To the bit: a power of two moves no digit, of the histories nor of what is quantized with them."""
 
     def plugin(scaler: GradScaler) -> LowBitPrecision:
         return FP8Precision(history=4, algorithm=algorithm, compute_dtype="fp16", scaler=scaler)
@@ -569,7 +569,7 @@ def test_steps_without_a_loss(absent: tuple[int, ...], make: Callable[[], GradSc
     assert any(moves[0])
 
 
-def test_manual_optimisation_with_two_optimizers() -> None:
+def test_manual_optimization_with_two_optimizers() -> None:
     model, plugin = GAN(), FP4Precision(compute_dtype="fp16", scaler=moving())
     before = [p.detach().clone() for p in model.parameters()]
     trainer(plugin, max_steps=6, limit_train_batches=3).fit(model)
@@ -581,7 +581,7 @@ def test_manual_optimisation_with_two_optimizers() -> None:
 
 
 class Manual(Overflowing):
-    """Manual optimisation, by two optimizers with the gradients of one backward pass."""
+    """Manual optimization, by two optimizers with the gradients of one backward pass."""
 
     def __init__(self, at: Collection[int] = ()) -> None:
         super().__init__(at)

@@ -227,7 +227,7 @@ def test_without_a_history_each_step_scales_by_itself() -> None:
 
 
 class Manual(Regression):
-    """Manual optimisation of several micro-batches."""
+    """Manual optimization of several micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class Manual(Regression):
 
 
 @pytest.mark.parametrize("smooth", [None, "channel"])
-def test_manual_optimisation(smooth: str | None) -> None:
+def test_manual_optimization(smooth: str | None) -> None:
     witness, plugin = Witness(), FP8Precision(history=3, smooth_swiglu=smooth, compute_dtype="fp32")
     trainer(plugin, callbacks=[witness], max_steps=4, limit_train_batches=4).fit(Manual())
     assert len(witness.steps) == plugin.step == 4
@@ -252,7 +252,7 @@ def test_manual_optimisation(smooth: str | None) -> None:
         assert torch.equal(amax, witness.channels[name]), "the channels are not those of the last step"
 
 
-def test_manual_optimisation_with_two_optimizers() -> None:
+def test_manual_optimization_with_two_optimizers() -> None:
     """Each step of each optimizer is a step of the histories, also the second one of a batch."""
     witness, plugin = Witness(), FP8Precision(history=4, compute_dtype="fp32")
     trainer(plugin, callbacks=[witness], max_steps=6, limit_train_batches=3).fit(GAN())
@@ -280,7 +280,7 @@ def test_smoothing_in_the_second_step_of_a_batch_is_that_of_its_own_channels() -
     assert_histories(found["amax_history"], witness, 2)
 
 
-def test_after_manual_optimisation_nothing_is_recorded() -> None:
+def test_after_manual_optimization_nothing_is_recorded() -> None:
     model, plugin = Manual(), FP8Precision(history=2, smooth_swiglu="channel", compute_dtype="fp32")
     trainer(plugin).fit(model)
     down = model.mlp.down_proj

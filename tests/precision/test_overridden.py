@@ -8,7 +8,7 @@ import torch
 from torch.optim import SGD, AdamW, lr_scheduler
 
 from lightning_lowbit import LowBitPrecision, StableSPAM, WeightDecaySwitch
-from lightning_lowbit.precision.overridden import asked_options, overridden
+from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden
 from tests.lightnings import BoringModel, Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")

@@ -168,7 +168,7 @@ def test_rounding_and_overrides_reach_the_layers():
 
 
 class GAN(LightningModule):
-    """Manual optimisation with two optimizers."""
+    """Manual optimization with two optimizers."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +190,7 @@ class GAN(LightningModule):
         return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.generator, self.critic)]
 
 
-def test_manual_optimisation_with_two_optimizers():
+def test_manual_optimization_with_two_optimizers():
     model, plugin = GAN(), FP4Precision()
     before = [p.detach().clone() for p in model.parameters()]
     quiet(max_steps=6, plugins=[plugin]).fit(model)
@@ -240,7 +240,7 @@ def test_phase_of_a_checkpoint_holds_in_validation_without_any_callback(tmp_path
     assert fresh.layer.casts.fprop_x is None
 
 
-def test_checkpoint_without_the_plugin_starts_quantisation_and_says_so(tmp_path):
+def test_checkpoint_without_the_plugin_starts_quantization_and_says_so(tmp_path):
     trainer = quiet(limit_train_batches=2)  # ends with the epoch
     trainer.fit(BoringModel())
     trainer.save_checkpoint(tmp_path / "x.ckpt")
@@ -285,16 +285,16 @@ def test_batches_keep_their_dtype(dtype):
     assert FP4Precision().convert_input(batch)["x"].dtype == dtype
 
 
-def test_transformer_encoder_is_quantised_in_evaluation_too():
+def test_transformer_encoder_is_quantized_in_evaluation_too():
     """Torch's fused evaluation path reads the raw weights; it must not be taken."""
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2).eval()
     convert(model, "nvfp4")
     x = torch.randn(2, 16, 32)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        quantised = model(x)
+        quantized = model(x)
         set_phase(model, "bf16")
         plain = model(x)
-    assert not torch.equal(quantised, plain), "the casts change nothing in evaluation"
+    assert not torch.equal(quantized, plain), "the casts change nothing in evaluation"
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -417,9 +417,9 @@ def test_no_layer_to_convert():
             super().__init__()
             self.layer = nn.Conv1d(1, 1, 1)
 
-    with pytest.raises(ValueError, match="holds no layer to quantise"):
+    with pytest.raises(ValueError, match="holds no layer to quantize"):
         quiet(plugins=[FP4Precision()]).fit(Convolution())
-    with pytest.raises(ValueError, match="No layer is left to quantise"):
+    with pytest.raises(ValueError, match="No layer is left to quantize"):
         quiet(plugins=[FP4Precision(skip=["layer"])]).fit(BoringModel())
 
 

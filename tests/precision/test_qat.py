@@ -1,4 +1,4 @@
-"""Ternary and integer quantisation-aware training in a real Trainer: arguments, λ, and what checkpoints keep of it."""
+"""Ternary and integer quantization-aware training in a real Trainer: arguments, λ, and what checkpoints keep of it."""
 
 from typing import Any
 

@@ -26,7 +26,7 @@ def test_a_plugin_is_shown_as_the_call_that_makes_it(call: str) -> None:
     assert repr(copy.deepcopy(plugin)) == repr(pickle.loads(pickle.dumps(plugin))) == call
 
 
-def test_defaults_are_left_out_but_for_what_is_quantised() -> None:
+def test_defaults_are_left_out_but_for_what_is_quantized() -> None:
     """A command line gives all arguments, and by name."""
     assert (
         repr(FP4Precision(casts="nvfp4", rounding=None, skip=["a"], shared_amax=[]))

@@ -1,4 +1,4 @@
-"""Under each strategy a model trains as in one process: there and then, each micro-batch is quantised by itself."""
+"""Under each strategy a model trains as in one process: there and then, each micro-batch is quantized by itself."""
 
 import re
 from pathlib import Path
@@ -134,7 +134,7 @@ def test_fsdp1_knows_gradient_norms_without_a_plugin(two: Ranks) -> None:
         ("gather_dtype, tensor parallel", "with a data_parallel_size of 1: leave gather_dtype out"),
     ],
 )
-def test_what_a_strategy_cannot_honour_is_refused(two: Ranks, case: str, message: str) -> None:
+def test_what_a_strategy_cannot_honor_is_refused(two: Ranks, case: str, message: str) -> None:
     for of_rank in two:
         assert re.search(message, of_rank["refused"][case]), of_rank["refused"][case]
 

@@ -68,10 +68,10 @@ def refusal(build: Callable[[], Any]) -> tuple[Any, str | None]:
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_every_combination_is_honoured_or_refused() -> None:
+def test_every_combination_is_honored_or_refused() -> None:
     """All elements, scale formats with their roundings, blocks, levels, 4/6, prescales and tops."""
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
-    honoured, hit = 0, set()
+    honored, hit = 0, set()
     for settings in grid():
         scale, message = refusal(lambda settings=settings: Scale(**settings))
         hit.add(message)
@@ -87,10 +87,10 @@ def test_every_combination_is_honoured_or_refused() -> None:
             assert values.isfinite().all(), f"{cast}: codes without a value"
             assert (values.abs() <= format.max).all(), f"{cast}: values beyond the largest"
             assert found.dequantize().isfinite().all(), f"{cast}: finite elements decode to infinity or NaN"
-            honoured += 1
+            honored += 1
     # By hand: the six ExMy in two roundings with 5 blocks + 4 with two levels * 2 tops; of e2m1 also 4/6 twice on 3
     # blocks * 3 levels; e8m0 in four roundings alike, and its prescale on 5 blocks; fp32 in two on 5.
-    assert honoured == 15 * (12 * (5 + 4 * 2) + 4 * (5 + 4 * 2) + 5 + 2 * 5) + 12 * 2 * 3 * 3
+    assert honored == 15 * (12 * (5 + 4 * 2) + 4 * (5 + 4 * 2) + 5 + 2 * 5) + 12 * 2 * 3 * 3
     # What no top of 1 can do: exceed float32.
     hit.add(refusal(lambda: Cast("e5m2", Scale("e8m0", two_level=True, top=2.0**127)))[1])
     # Of statistics only one depends on the element.
@@ -107,9 +107,9 @@ def possible(format: str, block: Any, two_level: bool, margin: int, source: str,
     return levels and (margin == 0 or format == "fp32") and (whole if source == "delayed" else memory == (16, "max"))
 
 
-def test_every_margin_and_memory_is_honoured_or_refused() -> None:
+def test_every_margin_and_memory_is_honored_or_refused() -> None:
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
-    honoured = 0
+    honored = 0
     for given in margins_and_memories():
         scale, message = refusal(lambda given=given: Scale(**given))
         fields_of = [given[name] for name in ("format", "block", "two_level", "margin", "source")]
@@ -122,16 +122,16 @@ def test_every_margin_and_memory_is_honoured_or_refused() -> None:
             for amax in (None, 0.3, 50.0) if scale.source == "delayed" else (None,):
                 found = quantize(x, cast, amax=None if amax is None else torch.tensor(amax)).dequantize()
                 assert found.isfinite().all(), f"{cast}, amax {amax}"
-            honoured += 1
+            honored += 1
     # By hand: ExMy and e8m0 in 16 with 9 blocks and levels, 5 of which know the tensor's amax; fp32 in 2 with 5 and 1.
     # Each of the latter has 4 memories.
-    assert honoured == 2 * (16 * (9 + 5 * 4) + 2 * 2 * (5 + 1 * 4))
+    assert honored == 2 * (16 * (9 + 5 * 4) + 2 * 2 * (5 + 1 * 4))
 
 
-def test_every_statistic_is_honoured_or_refused() -> None:
+def test_every_statistic_is_honored_or_refused() -> None:
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
     x[3] = 0
-    honoured = 0
+    honored = 0
     for given in statistics():
         scale, message = refusal(lambda given=given: Scale(**given))
         amax, delayed = given["statistic"] == "absmax", given["source"] == "delayed"
@@ -148,11 +148,11 @@ def test_every_statistic_is_honoured_or_refused() -> None:
             found = quantize(x, cast).dequantize()
             assert found.isfinite().all(), f"{cast}: finite elements decode to infinity or NaN"
             assert not found[3].any(), f"{cast}: zeros became numbers"
-            honoured += 1
+            honored += 1
     # By hand: fp32 in 2 roundings with 2 factors and 2 epsilons, of absmax on 5 blocks and delayed on one in 2 margins
     # for 3 elements, of absmean on 5 blocks for 3 elements, of minmax on 5 for one; others in 16 on 5 blocks and
     # delayed on one.
-    assert honoured == 2 * 4 * (3 * 2 * (5 + 1) + 3 * 5 + 5) + 3 * 16 * (5 + 1)
+    assert honored == 2 * 4 * (3 * 2 * (5 + 1) + 3 * 5 + 5) + 3 * 16 * (5 + 1)
 
 
 @pytest.mark.parametrize("message", MESSAGES)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbit import Cast, LinearCasts, Scale, kernels, quantize
+from lightning_lowbit import Cast, LinearCasts, Scale, compilation, quantize
 from lightning_lowbit.quant import Hadamard, Quantized, quantize_operand, rotate
 from tests import oracles
 from tests.quant.tensors import NVFP4, NVFP4_TILES, float_scales, same, sample
@@ -258,7 +258,7 @@ def test_bitnet_layers(name: str) -> None:
 
 
 def test_compiled_nvfp4() -> None:
-    with kernels.backend("compiled"):
+    with compilation.backend("compiled"):
         for name in ("randn_f32", "association_f32", "code_tie_ulp_f32", "underflow_blocks_bf16", "small_bf16"):
             case = oracles.case("nvfp4_1x16", name)
             check_nvfp4(quantize(case["x"], NVFP4), case, f"{name} compiled")
@@ -270,20 +270,20 @@ def test_compiled_nvfp4() -> None:
 
 
 def test_compiled_mx() -> None:
-    with kernels.backend("compiled"):
+    with compilation.backend("compiled"):
         for name in ("randn_bf16", "block_range_bf16", "nonsquare_bf16", "zero_blocks_bf16", "peer_nonfinite_bf16"):
             check_mx("mxfp4", name, "e2m1_rceil")
 
 
 def test_compiled_hadamard() -> None:
-    with kernels.backend("compiled"):
+    with compilation.backend("compiled"):
         for name in ("randn", "outlier_tokens", "zero_tokens", "integers"):
             case, y = rotated(name)
             check_rotated(quantize(y, NVFP4, dim=0), case, f"{name} compiled")
 
 
 def test_compiled_four_over_six() -> None:
-    with kernels.backend("compiled"):
+    with compilation.backend("compiled"):
         for name, mode in (("randn_bf16", "mse256"), ("heavy_bf16", "mse256"), ("zero_underflow_bf16", "mse256")):
             check_four_over_six(name, mode)
         check_four_over_six("mixed2d_f32", "mae448")
@@ -311,7 +311,7 @@ def test_compiled_equals_eager_to_the_last_exponent(cast: Cast, dim: int) -> Non
     for part in (x, x[:, :-2] if dim == 0 else x[:-2]):  # with and without what is not finite
         found = {}
         for backend in ("eager", "compiled"):
-            with kernels.backend(backend):
+            with compilation.backend(backend):
                 found[backend] = quantize(part, cast, dim)
         values = {backend: quantized.elements() for backend, quantized in found.items()}
         same(values["compiled"], values["eager"], f"{cast} compiled, values of codes")  # the sign of a NaN is no matter
@@ -323,7 +323,7 @@ def test_compiled_equals_eager_to_the_last_exponent(cast: Cast, dim: int) -> Non
 def test_compiled_code_sees_an_infinity_that_amax_hides() -> None:
     x = sample(8, 64)
     x[2, 5], x[3, 6] = torch.inf, torch.nan
-    with kernels.backend("compiled"):
+    with compilation.backend("compiled"):
         found = quantize(x, Cast("int8", Scale("fp32", "tensor")), amax=torch.tensor(3.0)).dequantize()
     assert found[2, 5].isnan(), f"inf became {found[2, 5]}"
     assert found[3, 6].isnan(), f"NaN became {found[3, 6]}"

@@ -135,7 +135,7 @@ def test_keyed_signs_are_a_function_of_the_key() -> None:
 
 
 def test_keyed_signs_are_balanced() -> None:
-    """Every sign, every pair and every pattern of four neighbours, over keys as layers have them."""
+    """Every sign, every pair and every pattern of four neighbors, over keys as layers have them."""
     signs = torch.stack([signs_of(matrix(16, int(key))) for key in KEYS])
     assert set(signs.unique().tolist()) == {-1, 1}
     z = signs.sum(0) / len(KEYS) ** 0.5

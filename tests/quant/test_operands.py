@@ -122,7 +122,7 @@ ROUNDED = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("cast", ROUNDED, ids=str)
-def test_rounded_operands_are_the_dequantised_tensor(cast: Cast, dtype: torch.dtype) -> None:
+def test_rounded_operands_are_the_dequantized_tensor(cast: Cast, dtype: torch.dtype) -> None:
     """Rounded once to the dtype of the computation; in float32, which exact mode asks for, the same numbers.
 
     float16 lacks the range: there they are float32.
@@ -170,7 +170,7 @@ def test_without_block_scales_there_is_nothing_to_round(element: str, block: Any
 @pytest.mark.parametrize("block", ["row", "tensor"])
 @pytest.mark.parametrize("element", [name for name, format in ELEMENT_FORMATS.items() if format.gemm_dtype])
 def test_elements_in_the_dtype_of_the_hardware(element: str, block: Any) -> None:
-    """Integers as int8, FP8 as itself: values times factor are the dequantised tensor, and so is what is emulated."""
+    """Integers as int8, FP8 as itself: values times factor are the dequantized tensor, and so is what is emulated."""
     x, key, dtype = sample(9, 40).bfloat16(), torch.tensor(4), ELEMENT_FORMATS[element].gemm_dtype
     for cast, rounding, dim in itertools.product(casts(element, block), ("nearest", "stochastic"), (0, -1)):
         if cast.scale.format != "fp32" or cast.scale.statistic == "minmax":
@@ -205,7 +205,7 @@ BLENDED = [
 ]
 
 
-def quantised(x: Tensor, cast: Cast, dim: int, exact: bool) -> Operand:
+def quantized(x: Tensor, cast: Cast, dim: int, exact: bool) -> Operand:
     return quantize_operand(x, cast, dim, dtype=torch.float32 if exact else None)
 
 
@@ -216,7 +216,7 @@ def test_blend(cast: Cast, dtype: torch.dtype, exact: bool) -> None:
     """x at 0 and q at 1, to the bit; in between x + λ (q - x), computed without loss and rounded once."""
     x, wide = sample(9, 40).clamp(-1e4, 1e4).to(dtype), torch.promote_types(dtype, torch.float32)
     for dim in (0, 1):
-        q = quantised(x, cast, dim, exact)
+        q = quantized(x, cast, dim, exact)
         target = q.values.to(wide) * (1.0 if q.factor is None else q.factor)
         for share in (0.0, 0.1, 0.5, 0.7, 1.0):
             found = blend(x, q, torch.tensor(share), exact)
@@ -247,7 +247,7 @@ def test_a_blend_of_what_is_not_finite_is_not_finite(bad: float, share: float) -
     x[1, 20] = bad
     for cast in BLENDED:
         for exact in (False, True):
-            found = blend(x, quantised(x, cast, -1, exact), torch.tensor(share), exact).values
+            found = blend(x, quantized(x, cast, -1, exact), torch.tensor(share), exact).values
             assert not found[1, 20].isfinite(), f"{cast}, λ {share}: {bad} became {found[1, 20]}"
             if cast.scale.block != "tensor":
                 others = torch.ones(4, dtype=torch.bool)

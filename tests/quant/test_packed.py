@@ -1,4 +1,4 @@
-"""What travels of a quantised matrix makes the operand that the whole would have been, to the bit."""
+"""What travels of a quantized matrix makes the operand that the whole would have been, to the bit."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit import Cast, Scale
+from lightning_lowbit.compilation import backend
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS
-from lightning_lowbit.kernels import backend
 from lightning_lowbit.quant import quantize_operand
 from lightning_lowbit.quant.packed import pack, unpack_
 from lightning_lowbit.quant.part import Part

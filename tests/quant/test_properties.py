@@ -44,7 +44,7 @@ def some_casts(blocks: tuple[Any, ...] = (4, 16, (4, 16), "row", "tensor")) -> l
     return [cast for element in ELEMENT_FORMATS for block in blocks for cast in casts(element, block)]
 
 
-def dequantised(x: Tensor, cast: Cast, dim: int = -1, **given: Any) -> Tensor:
+def dequantized(x: Tensor, cast: Cast, dim: int = -1, **given: Any) -> Tensor:
     return quantize(x, cast, dim, **given).dequantize()
 
 
@@ -75,7 +75,7 @@ def exactly_idempotent() -> list[Cast]:
 def test_values_of_a_cast_are_cast_to_themselves(x: Tensor, cast: Cast, again: str) -> None:
     """To nearest, and stochastically too: a value on the grid stays where it is."""
     once = quantize(x, cast)
-    twice = dequantised(once.dequantize(), replace(cast, rounding=again), key=3)
+    twice = dequantized(once.dequantize(), replace(cast, rounding=again), key=3)
     # An ExMy scale among the subnormals may be off by more than 1/8.
     counts = spread_scales(once) >= (2.0**cast.scale.storage.min_exponent if cast.scale.format in EXMY else 0)
     same(twice[counts], once.dequantize()[counts], f"{cast} twice")
@@ -116,8 +116,8 @@ def test_values_of_these_casts_return_within_an_ulp_or_two(x: Tensor, cast: Cast
 )
 def test_casting_twice_moves_these(cast: Cast, x: list[float]) -> None:
     """The limits of the property above, one example each."""
-    once = dequantised(torch.tensor([x]), cast)
-    assert not torch.equal(dequantised(once, cast), once), f"{cast} is idempotent for {x}: the reason above is wrong"
+    once = dequantized(torch.tensor([x]), cast)
+    assert not torch.equal(dequantized(once, cast), once), f"{cast} is idempotent for {x}: the reason above is wrong"
 
 
 # --- symmetries -------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_powers_of_two_pass_through(x: Tensor, cast: Cast, power: int, dim: int)
 @given(x=matrices(), cast=st.sampled_from(some_casts()), dim=st.integers(0, 1))
 def test_signs_pass_through(x: Tensor, cast: Cast, dim: int) -> None:
     """But to a zero point, whose rounding decides which of the two ends of a block saturates."""
-    found, other = dequantised(x, cast, dim), -dequantised(-x, cast, dim)
+    found, other = dequantized(x, cast, dim), -dequantized(-x, cast, dim)
     if cast.scale.statistic == "minmax":
         step = spread_scales(quantize(x, cast, dim))
         assert ((found - other).abs() <= step * (1 + 1e-5)).all(), f"{cast} of -x along {dim}: more than a step away"
@@ -167,7 +167,7 @@ def test_tiles_are_those_of_the_transpose(x: Tensor, cast: Cast) -> None:
 @PROFILE
 @given(x=matrices(), cast=st.sampled_from(some_casts((4, 16, "row"))))
 def test_blocks_along_columns_are_those_of_the_transpose(x: Tensor, cast: Cast) -> None:
-    same(dequantised(x.t(), cast, 0).t(), dequantised(x, cast, 1), f"{cast} along 0 and 1")
+    same(dequantized(x.t(), cast, 0).t(), dequantized(x, cast, 1), f"{cast} along 0 and 1")
 
 
 @PROFILE
@@ -182,8 +182,8 @@ def test_padding_changes_nothing(x: Tensor, cast: Cast, dim: int, rows: int, mor
     """But the mean of a block: zeros that somebody else has added are elements."""
     assume(cast.scale.statistic != "absmean")
     padded = torch.nn.functional.pad(x, (0, more, 0, rows))
-    found = dequantised(padded, cast, dim)
-    same(found[: len(x), : x.shape[1]], dequantised(x, cast, dim), f"{cast} along {dim}, padded by {rows} x {more}")
+    found = dequantized(padded, cast, dim)
+    same(found[: len(x), : x.shape[1]], dequantized(x, cast, dim), f"{cast} along {dim}, padded by {rows} x {more}")
     assert not found[len(x) :].any(), f"{cast}: zeros became numbers"
     assert not found[:, x.shape[1] :].any(), f"{cast}: zeros became numbers"
 
@@ -193,7 +193,7 @@ def test_padding_changes_nothing(x: Tensor, cast: Cast, dim: int, rows: int, mor
 def test_rows_to_come_do_not_change_random_bits(x: Tensor, cast: Cast, rows: int, key: int) -> None:
     cast = replace(cast, rounding="stochastic")
     longer = torch.cat([x, torch.zeros(rows, x.shape[1])])
-    same(dequantised(longer, cast, key=key)[: len(x)], dequantised(x, cast, key=key), f"{cast}, {rows} more rows")
+    same(dequantized(longer, cast, key=key)[: len(x)], dequantized(x, cast, key=key), f"{cast}, {rows} more rows")
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_rows_to_come_do_not_change_random_bits(x: Tensor, cast: Cast, rows: int
 
 @PROFILE
 @given(x=matrices(), cast=st.sampled_from(some_casts()), key=st.integers(0, 2**40), dim=st.integers(0, 1))
-def test_both_roundings_end_on_a_neighbour(x: Tensor, cast: Cast, key: int, dim: int) -> None:
+def test_both_roundings_end_on_a_neighbor(x: Tensor, cast: Cast, key: int, dim: int) -> None:
     """Elements within reach of the codes end at most one step away; others at the largest code."""
     positive = torch.from_numpy(reference.magnitudes(cast.grid.name)).float()
     steps = torch.cat([-positive.flip(0)[:-1], positive])

@@ -1,4 +1,4 @@
-"""Quantising one tensor: against the slow reference, in every shape, and what is not finite."""
+"""Quantizing one tensor: against the slow reference, in every shape, and what is not finite."""
 
 import itertools
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from tests.references import quantize as reference
 # --- non-finite elements ----------------------------------------------------------------------------------------------
 
 
-def dequantised_both_ways(x: Tensor, cast: Cast, key: Any = None, amax: Any = None, dim: int = -1) -> dict[str, Tensor]:
+def dequantized_both_ways(x: Tensor, cast: Cast, key: Any = None, amax: Any = None, dim: int = -1) -> dict[str, Tensor]:
     operand = quantize_operand(x, cast, dim, key, amax)
     values = operand.values.float() * (1.0 if operand.factor is None else operand.factor)
     return {"quantize": quantize(x, cast, dim, key, amax).dequantize(), "quantize_operand": values}
@@ -47,7 +47,7 @@ def test_non_finite_never_becomes_finite(element: str, block: Any) -> None:
     for cast, rounding in itertools.product(casts(element, block), ("nearest", "stochastic")):
         mode = replace(cast, rounding=rounding)
         for amax in (None, torch.tensor(3.0)) if cast.scale.needs_amax else (None,):  # an amax that does not tell
-            for name, values in dequantised_both_ways(x, mode, torch.tensor(3), amax).items():
+            for name, values in dequantized_both_ways(x, mode, torch.tensor(3), amax).items():
                 bad, message = values[:3, 20], f"{name}, {mode}, amax {amax}"
                 assert bad.isnan().all(), f"{message}: inf, -inf, nan became {bad.tolist()}"
                 assert values[~damaged].isfinite().all(), f"{message}: the damage leaves its block"
@@ -61,7 +61,7 @@ def test_an_amax_that_is_not_finite(element: str, amax: float) -> None:
     for cast in casts(element, "tensor"):
         if not cast.scale.needs_amax:
             continue
-        for name, values in dequantised_both_ways(x, cast, amax=torch.tensor(amax)).items():
+        for name, values in dequantized_both_ways(x, cast, amax=torch.tensor(amax)).items():
             assert values.isnan().all(), f"{name}, {cast}, amax {amax}: some elements became numbers"
     cast = Cast(element, Scale(two_level=True))
     assert quantize(x, cast, amax=torch.tensor(amax)).tensor_scale == 1, f"{cast}, amax {amax}"
@@ -121,7 +121,7 @@ def test_stochastic_equals_reference(cast: Cast, dim: int) -> None:
 
 
 def test_stochastic_index_is_that_of_the_whole_tensor() -> None:
-    """Rows quantise alike whether more rows follow or not; padding does not shift the index of whole blocks."""
+    """Rows quantize alike whether more rows follow or not; padding does not shift the index of whole blocks."""
     x, cast = sample(8, 64), Cast(scale=Scale(two_level=True), rounding="stochastic")
     amax = x.abs().max()
     whole = quantize(x, cast, key=5, amax=amax).codes
@@ -218,7 +218,7 @@ def test_floating_point_dtypes(dtype: torch.dtype) -> None:
         same_bytes(quantize(x, cast), quantize(x.float(), cast), f"{cast} of {dtype}")
 
 
-def test_quantised_tensors_do_not_require_gradients() -> None:
+def test_quantized_tensors_do_not_require_gradients() -> None:
     found = quantize(sample(4, 32).requires_grad_(), NVFP4)
     assert found.tensor_scale is not None
     for name, tensor in {

@@ -1,11 +1,11 @@
-"""Stochastic rounding: unbiased between neighbours, and random bits that are a pure function of key and index."""
+"""Stochastic rounding: unbiased between neighbors, and random bits that are a pure function of key and index."""
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit import Cast, Scale, convert, kernels, quantize
+from lightning_lowbit import Cast, Scale, compilation, convert, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.quant.rounding import mix_key, round_stochastic, uniform
@@ -24,7 +24,7 @@ def draws_for(number: int, count: int) -> Tensor:
 
 
 def probes(name: str) -> Tensor:
-    """Grid, midpoints and their neighbours, values far out, subnormals and zeros."""
+    """Grid, midpoints and their neighbors, values far out, subnormals and zeros."""
     grid = reference.magnitudes(name)
     exact = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]).astype(np.float32)
     x = np.concatenate([exact, np.nextafter(exact, np.float32(9e9)), np.nextafter(exact, np.float32(-9e9))])
@@ -32,14 +32,14 @@ def probes(name: str) -> Tensor:
     return torch.from_numpy(np.concatenate([x, -x]))
 
 
-# --- between neighbours -----------------------------------------------------------------------------------------------
+# --- between neighbors -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ELEMENT_FORMATS)
-def test_only_neighbours(name: str) -> None:
+def test_only_neighbors(name: str) -> None:
     """Whatever the random number, the smallest and the largest that occur included."""
     x = probes(name)
-    lower, upper = (torch.from_numpy(bound.astype(np.float32)) for bound in reference.neighbours(x.numpy(), name))
+    lower, upper = (torch.from_numpy(bound.astype(np.float32)) for bound in reference.neighbors(x.numpy(), name))
     for u in (SMALLEST, 0.1, 0.5, 0.9, LARGEST):
         found = round_stochastic(x, ELEMENT_FORMATS[name], torch.tensor(u).expand_as(x))
         wrong = (found != lower) & (found != upper)
@@ -50,8 +50,8 @@ def test_only_neighbours(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ELEMENT_FORMATS)
-def test_both_neighbours(name: str) -> None:
-    """In the middle between neighbours half of the random numbers lead up."""
+def test_both_neighbors(name: str) -> None:
+    """In the middle between neighbors half of the random numbers lead up."""
     grid = reference.magnitudes(name)
     x = torch.from_numpy(((grid[1:] + grid[:-1]) / 2).astype(np.float32))
     below = round_stochastic(x, ELEMENT_FORMATS[name], torch.full_like(x, 0.49))
@@ -74,7 +74,7 @@ def test_mean_and_variance(name: str) -> None:
     value = torch.cat([value, value / 64])  # the lower binades, too
     random = torch.stack([draws_for(i, draws) for i in range(len(value))])
     found = round_stochastic(value[:, None].expand(-1, draws), ELEMENT_FORMATS[name], random).double()
-    lower, upper = (torch.from_numpy(bound) for bound in reference.neighbours(value.numpy(), name))
+    lower, upper = (torch.from_numpy(bound) for bound in reference.neighbors(value.numpy(), name))
     variance = (value - lower) * (upper - value)
     error = found - value.double()[:, None]
     z = error.mean(1) / (variance / draws).sqrt().clamp(min=1e-9)
@@ -92,13 +92,13 @@ def test_mean_and_variance(name: str) -> None:
 def many_draws(cast: Cast, key: int, count: int = 2**16) -> tuple[Tensor, Tensor]:
     """16 numbers of one block, and their relative errors in ``count`` castings: float64 ``[16]``, ``[count, 16]``."""
     x = torch.randn(16, generator=torch.Generator().manual_seed(key)).expand(count, -1)
-    with kernels.backend("eager"):
+    with compilation.backend("eager"):
         found = quantize(x, cast, key=int(mix_key(torch.tensor(key)))).dequantize()
     return x[0].double(), found.double() / x.double() - 1
 
 
 def z_of(errors: Tensor) -> Tensor:
-    """Standardised means of the columns that vary; the others must be exact up to float32."""
+    """Standardized means of the columns that vary; the others must be exact up to float32."""
     varies = errors.std(0) > 1e-5
     assert (errors[:, ~varies].abs() < 1e-6).all(), "an element that is always rounded alike is off"
     return errors[:, varies].mean(0) / errors[:, varies].std(0) * len(errors) ** 0.5
@@ -143,7 +143,7 @@ def test_the_largest_element_of_fp4_blocks(scale: Scale, unbiased: bool) -> None
 
 
 def test_rounding_errors_of_keys_and_positions_are_uncorrelated() -> None:
-    """Two steps, layers or operands have two keys; neighbours in a row, a block and a column have two positions."""
+    """Two steps, layers or operands have two keys; neighbors in a row, a block and a column have two positions."""
     cast, keys = Cast("e2m1", Scale("fp32", "tensor"), "stochastic"), mix_key(torch.arange(24)).tolist()
     x, amax = torch.full((128, 128), 0.3), torch.tensor(6.0)
     errors = torch.stack([quantize(x, cast, key=key, amax=amax).dequantize().flatten() for key in keys]).double()
@@ -187,7 +187,7 @@ def layer_keys(steps: int = 4, layers: int = 3) -> Tensor:
 
 
 def chi_square_z(samples: Tensor, bins: int = 256) -> float:
-    """Standardised chi-square statistic of samples in (0, 1)."""
+    """Standardized chi-square statistic of samples in (0, 1)."""
     counts = torch.bincount((samples.flatten() * bins).long(), minlength=bins).double()
     expected = samples.numel() / bins
     return float(((counts - expected).square().sum() / expected - (bins - 1)) / (2 * (bins - 1)) ** 0.5)
@@ -219,7 +219,7 @@ def test_no_correlation_between_steps_layers_and_operands() -> None:
 
 @pytest.mark.parametrize("lag", [1, 2, 16])
 def test_no_correlation_at_lags(lag: int) -> None:
-    """Neighbours in a block, and in the next block; also between a stream and another one, shifted."""
+    """Neighbors in a block, and in the next block; also between a stream and another one, shifted."""
     count = 2**14
     samples = torch.stack([bits_of(key, count) for key in layer_keys(steps=2).flatten().tolist()]).double() - 0.5
     shifted = samples.roll(-lag, dims=1)
@@ -254,9 +254,9 @@ def test_integer_and_tensor_keys_agree() -> None:
 @pytest.mark.parametrize("cast", [Cast(rounding="stochastic"), Cast("int8", Scale("e5m2", 32), "stochastic")])
 def test_compiled_code_draws_the_same_bits(cast: Cast) -> None:
     x = torch.randn(48, 96)
-    with kernels.backend("eager"):
+    with compilation.backend("eager"):
         eager = quantize(x, cast, key=7)
-    with kernels.backend("compiled"):
+    with compilation.backend("compiled"):
         compiled = quantize(x, cast, key=7)
     assert torch.equal(eager.codes, compiled.codes), f"{cast}: compiled codes differ"
     assert torch.equal(eager.scales.view(torch.uint8), compiled.scales.view(torch.uint8)), f"{cast}: scales differ"

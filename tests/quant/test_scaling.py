@@ -309,7 +309,7 @@ def test_amax_from_outside() -> None:
 
 @pytest.mark.parametrize("element", ["e2m1", "int8", "ternary", "e5m2"])
 @pytest.mark.parametrize("top", [2.0**100, 2.0**127])
-def test_a_large_top_is_honoured_or_refused(element: str, top: float) -> None:
+def test_a_large_top_is_honored_or_refused(element: str, top: float) -> None:
     """Powers of two move scales and leave codes alone; what is too large for float32 is refused, and by us."""
     x = sample(2, 32)
     x = x / x.abs().max() * 2.0**30  # so that S is in range

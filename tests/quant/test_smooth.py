@@ -70,7 +70,7 @@ def test_smoothed_magnitudes_lie_between_a_half_and_one() -> None:
 @pytest.mark.parametrize("amax", [0.0, -0.0, torch.inf, torch.nan])
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_what_has_no_size_is_left_alone(amax: float, dtype: torch.dtype) -> None:
-    """And does not change its neighbours."""
+    """And does not change its neighbors."""
     found = smoothing_factor(torch.tensor([4.0, amax, 0.25]), dtype)
     assert found.tolist() == [0.25, 1.0, 4.0]
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_lowbit import Cast, Scale, kernels, quantize
+from lightning_lowbit import Cast, Scale, compilation, quantize
 from lightning_lowbit.quant import quantize_operand
 from tests.quant.tensors import check_against_reference, check_stochastic, float_scales, same, same_bytes, sample
 from tests.quant.test_properties import PROFILE, matrices
@@ -101,7 +101,7 @@ def test_a_factor_multiplies_scales(statistic: Any) -> None:
 def test_zeros_among_ternary_weights(factor: float, percent: float) -> None:
     """Of a normal sample those within half of factor * mean; the mean of |x| is sqrt(2 / pi) standard deviations."""
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(3)) * 0.02
-    with kernels.backend("eager"):
+    with compilation.backend("eager"):
         found = quantize(x, absmean("ternary", "tensor", factor=factor, epsilon=1e-5)).elements()
     share, expected = (found == 0).double().mean().item(), math.erf(factor / math.sqrt(4 * math.pi))
     assert round(100 * expected * 2) / 2 == percent
@@ -181,7 +181,7 @@ def test_stochastic_equals_reference(cast: Cast) -> None:
     ids=str,
 )
 def test_compiled_equals_reference(cast: Cast, dim: int) -> None:
-    with kernels.backend("compiled"):
+    with compilation.backend("compiled"):
         if cast.rounding == "stochastic":
             check_stochastic(ragged(torch.float32), cast, dim)
         else:
@@ -191,7 +191,7 @@ def test_compiled_equals_reference(cast: Cast, dim: int) -> None:
 def test_compiled_operands_equal_reference() -> None:
     """In bfloat16, rounded to it: what a layer computes with."""
     x, cast = ragged(torch.bfloat16), replace(minmax("int4"), rounded=True)
-    with kernels.backend("compiled"):
+    with compilation.backend("compiled"):
         found = quantize_operand(x, cast, -1).values
     same(found, reference.quantize(x, cast, field="dequantized").bfloat16(), f"{cast} compiled")
 
@@ -265,7 +265,7 @@ def test_stochastic_rounding_between_ends_is_unbiased() -> None:
     x = torch.cat([torch.linspace(-1, 2, 31), torch.zeros(1)])  # -1, 0 and 2 are levels of int2
     count = 2**14
     cast = replace(minmax("int2", "row"), rounding="stochastic")
-    with kernels.backend("eager"):
+    with compilation.backend("eager"):
         found = quantize(x.expand(count, -1), cast, key=12345678901).dequantize().double()
     spread = ((x - x.floor()) * (x.ceil() - x)).double().sqrt()
     z = (found.mean(0) - x.double()) / (spread / count**0.5).clamp(min=1e-6)

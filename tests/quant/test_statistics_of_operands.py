@@ -42,8 +42,8 @@ OTHERS = [
 def of_operand(
     x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> dict[str, float]:
-    quantised = quantize_operand(x, cast, dim, KEY, amax, dtype)
-    sums = operand_statistics(x, quantised, cast, dim, amax, **kwargs)
+    quantized = quantize_operand(x, cast, dim, KEY, amax, dtype)
+    sums = operand_statistics(x, quantized, cast, dim, amax, **kwargs)
     assert (sums.shape, sums.dtype) == ((len(SUMS) + len(MAXIMA),), torch.float64)
     return dict(zip((*SUMS, *MAXIMA), sums.tolist(), strict=True))
 
@@ -175,7 +175,7 @@ def test_a_sample_is_of_whole_blocks(cast: Cast, dim: int) -> None:
     if cast.scale.block == "tensor" and not cast.scale.needs_amax:
         assert found["elements"] == x.numel(), "a mean of some"
         return
-    quantised = quantize_operand(x, cast, dim, KEY)
+    quantized = quantize_operand(x, cast, dim, KEY)
     if isinstance(cast.scale.block, tuple):
         rows = torch.arange(96).view(-1, cast.scale.block[0])
         rows = rows[picked(len(rows), 3)].flatten()
@@ -183,8 +183,8 @@ def test_a_sample_is_of_whole_blocks(cast: Cast, dim: int) -> None:
         rows = torch.tensor(picked(96, 3))
     across = 0 if dim == 1 or isinstance(cast.scale.block, tuple) else 1
     assert found["elements"] == len(rows) * 96
-    part, values = x.index_select(across, rows), quantised.values.index_select(across, rows)
-    factor = quantised.factor
+    part, values = x.index_select(across, rows), quantized.values.index_select(across, rows)
+    factor = quantized.factor
     if factor is not None and factor.dim():
         factor = factor.index_select(across, rows)
     taken = operand_statistics(part, Operand(values, factor), cast, dim, amax)

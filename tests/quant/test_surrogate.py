@@ -131,7 +131,7 @@ def test_a_gradient_through_rounding(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SURROGATES)
 def test_rounding_is_the_derivative_of_nothing_else(kind: str) -> None:
-    """amax is that of the quantiser: factors agree with what quantize_operand saturates."""
+    """amax is that of the quantizer: factors agree with what quantize_operand saturates."""
     x = torch.tensor([[8.0, 5.0, -7.5, 0.2]])
     cast, amax = Cast("e2m1", Scale("fp32", "tensor")), torch.tensor(6.0)
     values = quantize_operand(x, cast, -1, amax=amax).values

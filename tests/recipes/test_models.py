@@ -77,9 +77,9 @@ def test_sizes_of_the_papers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("network", "unnormalised"), [("bitnet-small", set()), ("llama-small", {"self_attn.o_proj", "mlp.down_proj"})]
+    ("network", "unnormalized"), [("bitnet-small", set()), ("llama-small", {"self_attn.o_proj", "mlp.down_proj"})]
 )
-def test_bitnet_normalises_the_input_of_every_layer(network: str, unnormalised: set[str]) -> None:
+def test_bitnet_normalizes_the_input_of_every_layer(network: str, unnormalized: set[str]) -> None:
     """SubLN; LLaMA, which lacks it, shows that the measurement can fail."""
     model, worst = CausalLM(network, {"num_hidden_layers": 2}), {}
 
@@ -96,7 +96,7 @@ def test_bitnet_normalises_the_input_of_every_layer(network: str, unnormalised: 
         model(batches(1, length=64)[0])
     assert len(worst) == 2 * 7
     far = {name: error for name, error in worst.items() if error > 0.05}
-    assert {name.partition(".")[2] for name in far} == unnormalised, f"RMS of layers' inputs, distance from 1: {far}"
+    assert {name.partition(".")[2] for name in far} == unnormalized, f"RMS of layers' inputs, distance from 1: {far}"
 
 
 def test_any_causal_language_model_of_transformers(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_unbiased_errors_of_that_size_have_a_floor_that_falls_with_the_step(curv
 
 
 def descend_in(cast: Cast, step: float, amax: Tensor | None) -> Tensor:
-    """Where 300 steps with λ = 1 and quantised gradients lead from a point of loss 1."""
+    """Where 300 steps with λ = 1 and quantized gradients lead from a point of loss 1."""
     generator = torch.Generator().manual_seed(0)
     point = torch.randn(DIMENSIONS, generator=generator)
     point *= math.sqrt(2) / point.norm()

@@ -19,16 +19,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_lowbit import Adaptive, PrecisionSummary, cli
-from lightning_lowbit.callbacks import report_charts
 from lightning_lowbit.cli import run
-from lightning_lowbit.cli.compare import plan
+from lightning_lowbit.cli.compare.command import plan
+from lightning_lowbit.cli.compare.study import read_study
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, kind, merge_all, recipes
-from lightning_lowbit.cli.study import read_study
 from lightning_lowbit.nn import LinearCasts
 from lightning_lowbit.nn.casts import GEMMS, OPERANDS, PRESETS
 from lightning_lowbit.optim.stable_spam import PRESETS as GAMMAS
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.recipes.spikes import GradientSpikes
+from lightning_lowbit.report import charts as report_charts
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import StableSPAM
-from lightning_lowbit.cli.study import read_study
+from lightning_lowbit.cli.compare.study import read_study
 from lightning_lowbit.recipes.spikes import CorruptBatches, GradientSpikes
 
 SIZES = (3, 4), (5,), (3, 4)
@@ -125,7 +125,7 @@ def test_the_elements_differ_from_step_to_step():
 
 
 def test_steps_are_those_of_the_seed_alone():
-    # Neighbours, both sides of 2^31, and the largest one that `seed_everything` takes.
+    # Neighbors, both sides of 2^31, and the largest one that `seed_everything` takes.
     seeds = (0, 1, 2, 3, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1)
     draws = {seed: spiked(GradientSpikes(0.5, seed=seed), 64) for seed in seeds}
     assert len(set(draws.values())) == len(seeds), "two seeds have the same spikes"
@@ -195,7 +195,7 @@ def test_an_accumulated_gradient_is_multiplied_once():
 
 
 def test_each_of_several_optimizers_has_its_steps():
-    """Manual optimisation: the one has the first two parameters, the other the last."""
+    """Manual optimization: the one has the first two parameters, the other the last."""
     optimizers = (
         lambda module: sgd([module.weights[0], module.weights[1]]),
         lambda module: sgd([module.weights[2]]),

@@ -33,7 +33,7 @@ def draws(shape: tuple[int, ...], step: int, number: int, moment: int) -> np.nda
 class Encoded:
     """What is kept of some values […, columns]: numbers on the grid, and scales […, blocks] as float64.
 
-    ``below`` and ``above``: the neighbours between which each number was chosen.
+    ``below`` and ``above``: the neighbors between which each number was chosen.
     """
 
     numbers: np.ndarray
@@ -104,7 +104,7 @@ class FP8AdamW:
 
 
 def drawn_columns(shape: tuple[int, ...], every: int, last_reset: int, number: int) -> list[list[int]]:
-    """For each row of a parameter the columns that have moments: one in each ``every`` neighbours.
+    """For each row of a parameter the columns that have moments: one in each ``every`` neighbors.
 
     ``last_reset``: steps that were taken before it, 0 at the start.
     """

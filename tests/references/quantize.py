@@ -1,4 +1,4 @@
-"""Quantisation as it is defined: grids by enumeration, blocks by loops, random bits by integers.
+"""Quantization as it is defined: grids by enumeration, blocks by loops, random bits by integers.
 
 Nothing here comes from the package: the grids follow from the names of the formats.
 """
@@ -65,7 +65,7 @@ def nearest(x: np.ndarray, name: str) -> np.ndarray:
     """Nearest value, ties to the even code, saturating (infinities too), NaN kept. Midpoints are exact in float64."""
     grid = magnitudes(name)
     middles = (grid[1:] + grid[:-1]) / 2
-    with np.errstate(invalid="ignore"):  # signalling NaNs
+    with np.errstate(invalid="ignore"):  # signaling NaNs
         x = np.asarray(x, np.float64)
     magnitude = np.abs(x)
     place = np.searchsorted(middles, magnitude, side="left")  # how many midpoints are smaller
@@ -81,7 +81,7 @@ def up(x: np.ndarray, name: str) -> np.ndarray:
     return np.where(np.isnan(x), np.nan, grid[place])
 
 
-def neighbours(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+def neighbors(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
     """The largest value that is not above ``x``, and the smallest not below: the same where ``x`` is on the grid."""
     positive = magnitudes(name)
     grid = np.concatenate([-positive[:0:-1], positive])
@@ -243,18 +243,18 @@ class Result:
         least = largest = magnitudes(self.cast.element)[-1]
         if self.cast.scale.statistic == "minmax":
             least, largest = self.spread_zeros, levels(self.cast.element) - self.spread_zeros
-        with np.errstate(invalid="ignore"):  # signalling NaNs
+        with np.errstate(invalid="ignore"):  # signaling NaNs
             return np.clip(self.scaled.astype(np.float64), -least, largest)
 
     @property
     def lower(self) -> np.ndarray:
         """The largest value that is not above each element, float64."""
-        return neighbours(self.clipped, self.grid)[0]
+        return neighbors(self.clipped, self.grid)[0]
 
     @property
     def upper(self) -> np.ndarray:
         """The smallest value that is not below each element, float64."""
-        return neighbours(self.clipped, self.grid)[1]
+        return neighbors(self.clipped, self.grid)[1]
 
     @property
     def grid(self) -> str:
@@ -266,7 +266,7 @@ class Result:
 def quantize_matrix(
     x: np.ndarray, cast: Any, tile: tuple[int, int], *, amax: float | None = None, key: int | None = None
 ) -> Result:
-    """Quantises ``x`` (float32 ``[R, C]``) tile by tile; stochastically if there is a key."""
+    """Quantizes ``x`` (float32 ``[R, C]``) tile by tile; stochastically if there is a key."""
     scale, one, top = cast.scale, np.float32(1), magnitudes(cast.element)[-1]
     (rows, columns), (k1, k2) = x.shape, tile
     padded_columns = -(-columns // k2) * k2
@@ -345,5 +345,5 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def fake_quantize(x: Tensor, cast: Any, dim: int = -1) -> Tensor:
-    """Quantised and dequantised; the gradient passes straight through."""
+    """Quantized and dequantized; the gradient passes straight through."""
     return _FakeQuantize.apply(x, cast, dim)

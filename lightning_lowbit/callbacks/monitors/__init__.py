@@ -1,0 +1,1 @@
+"""Callbacks that measure and log."""

@@ -1,0 +1,315 @@
+"""Does the gradient still stand out from the noise of quantization? Where it does not, quantization stops to pay.
+
+    on_train_batch_start    of a step to be measured: its training step is noted as it runs
+    on_after_backward       it runs again with other random bits: two draws of one gradient, sums, one collective; or
+                            what layers left of its backward pass
+    on_train_batch_end      the ratio, averaged over the last measurements; logged, or as soon as the logger takes it
+    on_train_batch_start    of the next batch: its number, for a warning and for PrecisionSwitch(below=...)
+
+See :mod:`lightning_lowbit.metrics.noise` for what the ratio is made of.
+"""
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
+from lightning_lowbit.callbacks.monitors.base import Monitor
+from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
+from lightning_lowbit.callbacks.monitors.noise_sources import Draws, Layers, Source
+from lightning_lowbit.distributed import connect
+from lightning_lowbit.metrics.noise import gradient_to_noise
+from lightning_lowbit.nn import LinearCasts, QuantizedLayer
+from lightning_lowbit.nn.conversion.convert import select
+from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.quant.cast import choose, is_number
+from lightning_lowbit.report.html import Chart, Section, Text
+
+METRIC = "gradient_noise/ratio"
+
+_SOURCES: dict[str, type[Source]] = {"draws": Draws, "layers": Layers}
+
+_ADVICE = (
+    "it is {ratio:.3g} times as large as the noise that quantization adds to it, below {threshold:.3g}: more and more "
+    "of each step is noise. {switch}Larger batches and fewer operands that are rounded stochastically lower the noise."
+)
+_SWITCH = "To go on in higher precision from here, give PrecisionSwitch('qaf', below={}). "
+
+
+class GradientNoiseMonitor(Monitor):
+    """Measures how far the gradient stands out from the noise of quantization: ``‖∇L‖ / (σ √d)``.
+
+    d counts the weights of all quantized layers, and σ² is the variance that stochastic rounding (and random rotations)
+    give to an element of their gradient. At √3 training is most sensitive to noise; below, it gets little further in
+    this precision, and the paper goes over to quantization-aware finetuning (FP4 All the Way, arXiv 2505.19115,
+    section 4): ``PrecisionSwitch("qaf", below=...)`` does so by what this callback measures.
+
+    Logged is ``gradient_noise/ratio``, and ``gradient_noise/ratio/<layer>`` of chosen layers. A measurement in a step
+    that the logger does not take is logged in the next one that it takes. Without any noise the ratio is infinite, and
+    logged so; where no layer is quantized, or none that is trained, nothing is measured. A warning is said once for
+    each run, and listed by :class:`RunReport`: where the ratio is below ``threshold``.
+
+    **Two draws**: a measurement runs the training step, forward and backward, once more, with other random bits of
+    quantization and the same random numbers otherwise, so with the same dropout. Rounding to nearest errs alike in both
+    passes: that is a bias, and no noise. With accumulation it is about the last micro-batch alone (the gradient of the
+    whole step has less noise), whose step runs twice more. So it does where hooks may have changed the gradients of
+    training: post-accumulate hooks, or ``on_after_backward`` of the module or of a callback. A measurement takes memory
+    for another gradient of the quantized layers, under FSDP of all, and, since activations are there again, no more
+    than training does. The run is not changed: gradients, random states, buffers, metrics, attributes of modules and
+    what is logged are put back. What a training step does elsewhere, such as to files or to objects that no module
+    holds, it does twice. A callback that looks at passes through the model sees these, too, unless it derives from
+    :class:`lightning_lowbit.callbacks.monitors.base.LooksAway`, whose method ``look_away`` is a context for them.
+
+    Gradients are whole under every strategy: one device, DDP, FSDP (1, with the original parameters, and 2) and tensor
+    parallelism. On several ranks the sum over them rounds, too: noise of some 1e-7.
+
+    **Layers**, the cheap kind: in the backward pass of training each layer computes the gradient of its weight twice,
+    of quantized operands and of the same tensors in high precision; their difference is the noise. It costs that one
+    GEMM, and compiled layers a second graph. It sees no noise of other layers, which their gradients carry along, and
+    takes bias for noise. It is about the last micro-batch on each rank by itself, where the mean over ranks has less
+    noise. Any strategy will do, and any training step.
+
+    Either way the gradient is that of a batch, not of all data: what differs between the tokens of a batch counts as
+    gradient. Where that is most of it, the ratio no longer falls as the loss does, but stays at what the gradient of a
+    token is over its noise.
+
+    Args:
+        every_n_steps: how often, in optimizer steps as the logger counts them; not how often the logger does.
+        kind: ``"draws"`` or ``"layers"``, see above.
+        average: over how many of the last measurements the squares are averaged, all of the same casts. One measurement
+            is precise, since d is large; from batch to batch gradients differ.
+        threshold: below which to warn.
+        layers: patterns of layers to log as well, see :func:`lightning_lowbit.convert`.
+
+    Raises:
+        ValueError: an argument is out of range; or, when training starts, a pattern matches no quantized layer.
+        MisconfigurationException: when training starts: the Trainer has no plugin of lightning_lowbit, optimization is
+            manual; or, for two draws, the training step takes an iterator, or a strategy keeps gradients to itself
+            (DeepSpeed, FSDP1 without the original parameters). In a measurement of two draws: activation checkpointing
+            is the reentrant kind.
+
+    Example:
+        >>> Trainer(
+        ...     plugins=[FP4Precision()],
+        ...     callbacks=[GradientNoiseMonitor(), PrecisionSwitch("qaf", below={})],
+        ... )
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 500,
+        kind: str = "draws",
+        average: int = 5,
+        threshold: float = math.sqrt(3),
+        layers: list[str] | None = None,
+    ) -> None:
+        if type(every_n_steps) is not int or every_n_steps < 1:
+            raise ValueError(f"every_n_steps is a number of optimizer steps, 1 or more; got {every_n_steps!r}.")
+        if type(average) is not int or average < 1:
+            raise ValueError(f"average is a number of measurements, 1 or more; got {average!r}.")
+        if not is_number(threshold) or not 0 < threshold < math.inf:
+            raise ValueError(f"threshold is a ratio of gradient to noise, above 0; got {threshold!r}.")
+        self.every_n_steps, self.kind = every_n_steps, choose("kind of GradientNoiseMonitor", kind, _SOURCES)
+        self.average, self.threshold, self.layers = average, threshold, layers
+        self._chosen: set[str] = set()
+        self._switches = False  # something waits for what is measured, to go over to higher precision
+        self._source: Source = _SOURCES[kind]()
+        super().__init__()
+
+    def _start_afresh(self) -> None:
+        super()._start_afresh()
+        # Of the last measurements: names (of no layer for all together), and noise and signal of each, [names, 2].
+        self._window: deque[tuple[tuple[str, ...], Tensor]] = deque(maxlen=self.average)
+        self._casts = ""  # in which they were taken
+        self._measurements: list[tuple[int, float]] = []
+        self._to_log = False  # the last measurement is still to be logged
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._is_due = False  # in the micro-batch under way
+
+    # --- when ---
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finds the layers."""
+        super().on_train_start(trainer, pl_module)
+        _check(trainer, pl_module)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self._switches = any(getattr(callback, "below", None) is not None for callback in callbacks)
+        self._source.check(trainer, pl_module)
+        assert trainer.model is not None
+        connect(trainer.model)
+        self._chosen = set()
+        if self.layers is not None:
+            self._chosen = select(list(converted_layers(pl_module)), self.layers, "layers", "quantized layer")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Reads what was measured, and gets ready to measure."""
+        if self._unread:
+            self._read()
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._cancel()
+        if _step(trainer) % self.every_n_steps == 0 and not trainer.fit_loop._should_accumulate():
+            self._is_due = True
+            self._source.prepare(trainer, pl_module)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measures."""
+        if not self._is_due:
+            return
+        self._is_due = False  # an optimizer may run several backward passes in a step
+        layers = converted_layers(pl_module)
+        sums = self._source.take({name: layer for name, layer in layers.items() if layer.casts != LinearCasts()})
+        if sums:
+            if (casts := _casts_in_force(trainer, layers)) != self._casts:  # noise of others tells nothing about these
+                self._casts = casts
+                self._window.clear()
+            names = [name for name in sums if name in self._chosen]
+            whole = torch.stack([*sums.values()]).sum(0)
+            self._window.append((("", *names), torch.stack([whole, *(sums[name] for name in names)])))
+            self._to_log = True
+            self._keep(_step(trainer), self._ratios()[""][None])
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Logs, if the logger takes it."""
+        self._cancel()
+        if self._to_log and self._is_logged(trainer) and not trainer.fit_loop._should_accumulate():
+            self._to_log = False
+            ratios = self._ratios()
+            self._log(pl_module, {f"{METRIC}/{name}" if name else METRIC: ratio for name, ratio in ratios.items()})
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Lets go of the training step."""
+        self._cancel()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reads the last number."""
+        self._cancel()
+        super().on_train_end(trainer, pl_module)
+
+    # --- what ---
+
+    def _cancel(self) -> None:
+        self._is_due = False
+        self._source.cancel()
+
+    def _ratios(self) -> dict[str, Tensor]:
+        """By layer, averaged over the last measurements, of those that were in the very last one: float32, 0-d."""
+        names, latest = self._window[-1]
+        unknown = torch.full_like(latest[0], math.nan)
+        rows = [dict(zip(of_one, sums.to(latest).unbind(), strict=True)) for of_one, sums in self._window]
+        sums = torch.stack([torch.stack([row.get(name, unknown) for name in names]) for row in rows])
+        return dict(zip(names, gradient_to_noise(sums).float().unbind(), strict=True))
+
+    def _judge(self, what: int, numbers: Sequence[float]) -> int:
+        (ratio,) = numbers
+        if not math.isnan(ratio):  # as where no measurement was finite
+            self._measurements.append((what, ratio))
+        if ratio < self.threshold:
+            advice = _ADVICE.format(ratio=ratio, threshold=self.threshold, switch="" if self._switches else _SWITCH)
+            self._alerts.note("the gradient", "noise", self.threshold / ratio if ratio else math.inf, advice)
+        return what
+
+    # --- for PrecisionSwitch ---
+
+    def offers(self) -> list[str]:
+        """The metrics that :meth:`measurements` knows."""
+        return [METRIC]
+
+    def measurements(self, monitor: str = METRIC) -> list[tuple[int, float]]:
+        """What was measured so far, as far as the host knows: all up to the step before the last one.
+
+        Args:
+            monitor: the metric's name.
+
+        Returns:
+            Optimizer steps, counted from 1, and ratios averaged as they are logged, oldest first; the same on all
+            ranks. Measurements that were not finite are left out; without noise the ratio is infinite.
+
+        Raises:
+            KeyError: there is no such metric.
+        """
+        if monitor not in self.offers():
+            raise KeyError(f"it measures {METRIC!r}, not {monitor!r}")
+        return list(self._measurements)
+
+    # --- what is left of it ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums of the last measurements, the ratios, and what was said."""
+        self._read()
+        return {
+            "kind": self.kind,
+            "casts": self._casts,
+            "window": [{"names": list(names), "sums": sums.tolist()} for names, sums in self._window],
+            "measurements": list(self._measurements),
+            "to_log": self._to_log,
+            "alerts": self._alerts.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with it; of sums, with as many of the last ones as this one averages, and none of another kind."""
+        rows = [(tuple(row["names"]), torch.tensor(row["sums"], dtype=torch.float64)) for row in state_dict["window"]]
+        is_same = state_dict["kind"] == self.kind
+        self._window, self._casts = deque(rows if is_same else [], maxlen=self.average), state_dict["casts"]
+        self._measurements = [(step, ratio) for step, ratio in state_dict["measurements"]]
+        self._to_log = is_same and state_dict["to_log"]
+        self._alerts.load_state_dict(state_dict["alerts"])
+
+    def report_data(self, trainer: Trainer) -> dict[str, Any]:
+        """All ratios, and the warning."""
+        self._read()
+        rows = [{"step": step, "ratio": ratio} for step, ratio in self._measurements]
+        return {"gradient_noise": {"threshold": self.threshold, "ratios": rows, "alerts": self._alerts.texts()}}
+
+    def report_sections(self, trainer: Trainer) -> list[Section]:
+        """The same as a chart."""
+        self._read()
+        blocks: list[Chart | Text] = [Text(f"Not measured: every {self.every_n_steps} steps, in quantized layers.")]
+        if self._measurements:
+            steps, ratios = (list(column) for column in zip(*self._measurements, strict=True))
+            finite = [ratio for ratio in ratios if ratio < math.inf]
+            text = self._source.without_noise
+            blocks = []
+            if finite:
+                text = (
+                    f"The gradient was {min(finite):.3g} to {max(finite):.3g} times as large as its noise from "
+                    f"quantization; at {self.threshold:.3g} training is most sensitive to it."
+                )
+                lines = {"ratio": (steps, ratios), "threshold": (steps, [self.threshold] * len(steps))}
+                blocks = [Chart("Gradient against noise", lines, "ratio", log=True)]
+            blocks.append(Text(text))
+        return [Section("Gradient noise", blocks)]
+
+
+def _step(trainer: Trainer) -> int:
+    """The optimizer step under way, as the logger counts them, from 1."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+
+
+def _casts_in_force(trainer: Trainer, layers: Mapping[str, QuantizedLayer]) -> str:
+    """A digest of the phase, whether λ is on its way, and the casts of all layers."""
+    plugin = trainer.precision_plugin
+    assert isinstance(plugin, LowBitPrecision)
+    texts = {casts: str(casts) for casts in {layer.casts for layer in layers.values()}}  # of many layers, few casts
+    text = str([plugin.phase, plugin.is_blending, *((name, texts[layer.casts]) for name, layer in layers.items())])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check(trainer: Trainer, pl_module: LightningModule) -> None:
+    if not isinstance(trainer.precision_plugin, LowBitPrecision):
+        raise MisconfigurationException(
+            "GradientNoiseMonitor measures the noise of a LowBitPrecision plugin, but the Trainer has "
+            f"{type(trainer.precision_plugin).__name__}. Use e.g. Trainer(plugins=[FP4Precision()])."
+        )
+    if not pl_module.automatic_optimization:
+        raise MisconfigurationException(
+            "GradientNoiseMonitor measures the last backward pass before a step of the optimizer. In manual "
+            "optimization only the module knows which that is, and a training step that ran again would step the "
+            "optimizers, too: train with automatic optimization, or leave out the callback."
+        )

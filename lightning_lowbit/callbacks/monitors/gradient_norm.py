@@ -1,0 +1,319 @@
+"""Norms of gradients: their curves, their spikes, and warnings where they are not what they should be.
+
+    on_before_optimizer_step    norm of each parameter's gradient, of its part on this rank, before clipping
+    on_train_batch_end          the same after clipping; then one collective, norms, and is this a spike? Logged
+    on_train_batch_start        of the batch after one that was logged: the numbers, for warnings
+
+Squares of whole parameters add up to those of layers and of all, so that one collective serves every norm:
+
+    ‖g‖ = √Σ_p Σ_ranks Σ g²
+"""
+
+import math
+import re
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_lowbit._lightning import (
+    DeepSpeedStrategy,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    is_overridden,
+)
+from lightning_lowbit.callbacks.monitors.base import Monitor
+from lightning_lowbit.distributed import all_reduce_, connect, local_norms, sharding_of
+from lightning_lowbit.nn.conversion.convert import select
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
+from lightning_lowbit.precision.grad_scalers import overflow
+from lightning_lowbit.precision.loss_scaling import scaler_of
+from lightning_lowbit.quant.cast import is_number
+from lightning_lowbit.report.html import Section, Table, Text
+
+# What is known of the norms so far, in one float32 tensor: of the running mean the weighted sum and the sum of weights,
+# how many norms are in it, how many spikes came in a row just now, and how many there were.
+_RUNNING = ("sum", "weight", "averaged", "in_a_row", "spikes")
+_ENOUGH = 10  # norms in the mean before any is a spike, since first gradients say little; spikes in a row: a new level
+_NAMED = 3  # layers that a warning names
+_MOST_SPIKES = 100  # that are listed, the last ones
+
+_ADVICE = {
+    "not finite": (
+        "it is {norm}{where}, and so are the weights after a step with it. Look at the data of this step and at the "
+        "learning rate; optimizers of lightning_lowbit skip such a step."
+    ),
+    "limit": (
+        "it is {norm:.4g} before clipping, above {limit}. Lower the learning rate or lengthen its warm-up{or_clip}; if "
+        "such norms are usual for the model, raise the limit."
+    ),
+    "spike": (
+        "it is {norm:.4g} before clipping, where its running mean is {mean:.4g}. Look at the data of this step.{clip} "
+        "More are counted in grad_norm/spikes."
+    ),
+}
+# What is advised where nothing clips.
+_OR_CLIP = ", or clip (gradient_clip_val, StableSPAM)"
+_CLIP = " Clipping (gradient_clip_val, StableSPAM) bounds what a spike does."
+_CLIPS = ("element_clip", "norm_clip")  # options of optimizers of this package
+
+_TIMES = re.compile(r"(\d+(\.\d*)?)x")
+_MOST_NORMS = 1000  # of which the median is taken; beyond, every other one is forgotten
+
+
+class GradientNormMonitor(Monitor):
+    """Logs norms of gradients, and warns where one spikes, is too large, or is no number.
+
+    Norms are whole under every strategy: one device, DDP, FSDP (1, with the original parameters, and 2) and tensor
+    parallelism. As often as the logger takes them, of all gradients together:
+
+    - ``grad_norm/unclipped``: as backward passes left them.
+    - ``grad_norm/clipped``: where ``gradient_clip_val`` or a ``configure_gradient_clipping`` asks for clipping.
+    - ``grad_norm/used``: after the rules of an optimizer of this package, such as AdaClip and AdaGN; 0 in a step that
+      is skipped because a gradient is not finite.
+    - ``grad_norm/spikes``: how many there were since training began.
+
+    Norms of a layer have names such as ``grad_norm/unclipped/layers.3.mlp.up_proj``.
+
+    A norm is a spike where it exceeds ``spike_factor`` times the running mean of those before it, at least 10. It does
+    not enter the mean; but after 10 in a row, which are a new level, the mean begins anew.
+
+    Warnings are said once for each run, again where it is four times as bad, and listed by :class:`RunReport` with the
+    last 100 spikes: of a spike, of a norm above ``limit``, and of one that is not finite, unless a loss scaler sees to
+    that.
+
+    Gradients are those of all micro-batches together, divided by the scale of the loss, also where a fused optimizer
+    does so within its step (Lightning's ``MixedPrecision``). Norms are computed in float32; above 1.8e19 they are
+    infinite. In manual optimization all optimizers that stepped in a batch count together, each with its last step;
+    what was clipped by hand is so in ``grad_norm/unclipped``, and nothing is logged as clipped. That is read at the end
+    of the batch, after whatever the module's own hooks do: one that sets gradients to None after the step shows 0.
+
+    Nothing waits for the device, but for one copy of a few numbers in the batch after one that was logged. All norms
+    of a step are summed over ranks by one collective for each process group.
+
+    Args:
+        layers: patterns of layers, see :func:`lightning_lowbit.convert`; any module with parameters of its own
+            is one, and a pattern that matches a block stands for all layers in it.
+        every_n_steps: looks for spikes also in each n-th step, as the logger counts them; None: in logged ones alone.
+        spike_factor: how many times the running mean is a spike, above 1. Norms of healthy batches scatter by some
+            ten per cent, and drift over many steps; five times is beyond both.
+        decay: of the running mean, in [0, 1): it reaches back some 1 / (1 - decay) norms.
+        limit: what norm to warn of. A text such as ``"10x"``: what is so many times the median of the run so far, of 10
+            norms at least, and no spike: a level to which it rose. A number: what is above it. None: none.
+
+    Raises:
+        ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
+        MisconfigurationException: when training starts: DeepSpeed keeps the gradients to itself.
+
+    Example:
+        >>> Trainer(callbacks=[GradientNormMonitor(layers=["lm_head"], every_n_steps=1)])
+    """
+
+    def __init__(
+        self,
+        layers: list[str] | None = None,
+        every_n_steps: int | None = None,
+        spike_factor: float = 5.0,
+        decay: float = 0.99,
+        limit: float | str | None = "10x",
+    ) -> None:
+        if every_n_steps is not None and (type(every_n_steps) is not int or every_n_steps < 1):
+            raise ValueError(f"every_n_steps is a number of steps, 1 or more, or None; got {every_n_steps!r}.")
+        if not is_number(spike_factor) or not 1 < spike_factor < math.inf:
+            raise ValueError(f"spike_factor is how many times the mean is a spike, above 1; got {spike_factor!r}.")
+        if not is_number(decay) or not 0 <= decay < 1:
+            raise ValueError(f"decay is what remains of a mean with each norm, from 0 to below 1; got {decay!r}.")
+        times = _TIMES.fullmatch(limit) if isinstance(limit, str) else None
+        is_norm = is_number(limit) and 0 < limit < math.inf  # type: ignore[operator]
+        if limit is not None and not is_norm and (times is None or not float(times[1]) > 1):
+            raise ValueError(
+                "limit is a norm above 0, a text such as '10x' for times the median of norms so far, above 1, or None "
+                f"for no limit; got {limit!r}."
+            )
+        self.layers, self.every_n_steps = layers, every_n_steps
+        self.spike_factor, self.decay, self.limit = spike_factor, decay, limit
+        self._chosen: set[str] = set()
+        self._times = None if times is None else float(times[1])
+        self._has_scaler = self._is_clipped = False
+        super().__init__()
+
+    def _start_afresh(self) -> None:
+        super()._start_afresh()
+        self._running = torch.zeros(len(_RUNNING), dtype=torch.float32)
+        self._spikes: deque[tuple[int, float, float]] = deque(maxlen=_MOST_SPIKES)  # step, norm, mean before it
+        self._norms: list[float] = []
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._steps: dict[Optimizer, tuple[list[Tensor], Tensor]] = {}  # in this batch: parameters, norms unclipped [P]
+
+    # --- when ---
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finds the layers."""
+        super().on_train_start(trainer, pl_module)
+        self._chosen = set()
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise MisconfigurationException(
+                "GradientNormMonitor reads gradients of parameters, which DeepSpeed keeps to itself: leave it out, or "
+                "train with DDP, FSDPStrategy or ModelParallelStrategy."
+            )
+        assert trainer.model is not None
+        connect(trainer.model)
+        self._has_scaler = scaler_of(trainer.precision_plugin) is not None
+        self._is_clipped = bool(trainer.gradient_clip_val) or any(
+            group.get(name) for optimizer in trainer.optimizers for group in optimizer.param_groups for name in _CLIPS
+        )
+        if self.layers is not None:
+            self._chosen = select(list(_layers(pl_module)), self.layers, "layers", "layer with parameters")
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Measures what is on this rank, before clipping."""
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+        is_due = self.every_n_steps is not None and step % self.every_n_steps == 0
+        if is_due or self._is_logged(trainer):
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            norms, scaler = local_norms(parameters, trainer.strategy.root_device), scaler_of(trainer.precision_plugin)
+            if scaler is not None and overflow(scaler, optimizer) is None:  # a fused optimizer will unscale in its step
+                scale = scaler._get_scale_async()
+                norms = norms if scale is None else norms / scale.to(norms)
+            self._steps[optimizer] = parameters, norms
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Measures after clipping, and logs."""
+        steps, self._steps = self._steps, {}
+        parameters = [parameter for of_one, _ in steps.values() for parameter in of_one]
+        if not parameters:
+            return
+        stages, parts = ["unclipped"], [torch.cat([norms for _, norms in steps.values()])]
+        if _clips(trainer, pl_module):
+            stages.append("clipped")
+            parts.append(local_norms(parameters, trainer.strategy.root_device))
+        groups = [sharding_of(parameter).groups for parameter in parameters]
+        squares = torch.stack(all_reduce_(torch.stack(parts, 1).square().unbind(), groups, dist.ReduceOp.SUM))
+        if any(isinstance(optimizer, GuardedOptimizer) for optimizer in steps):
+            stages.append("used")
+            squares = torch.cat([squares, _used([*steps], parameters, squares)[:, None]], 1)
+        norms = {"": squares.sum(0).sqrt()}  # by layer: [stages]
+        indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+        for name, of_layer in _layers(pl_module).items() if self._chosen else ():  # as they are now: layers may thaw
+            members = [indices[id(parameter)] for parameter in of_layer if id(parameter) in indices]
+            if name in self._chosen and members:
+                norms[f"/{name}"] = torch.stack([squares[index] for index in members]).sum(0).sqrt()
+        mean, is_spike = self._average(norms[""][0])
+        numbers = torch.stack([mean, is_spike.to(mean), *(of_all_stages[0] for of_all_stages in norms.values())])
+        self._keep((trainer.global_step, list(norms)[1:]), numbers)
+        if self._is_logged(trainer):
+            metrics = {"grad_norm/spikes": self._running[_RUNNING.index("spikes")]}
+            for layer, of_all_stages in norms.items():
+                metrics |= {f"grad_norm/{stage}{layer}": of_all_stages[index] for index, stage in enumerate(stages)}
+            self._log(pl_module, metrics)
+
+    # --- what ---
+
+    def _average(self, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes a norm into the running mean; gives the mean before it (NaN if there is none), and is it a spike."""
+        total, weight, averaged, in_a_row, spikes = self._running.to(norm.device).unbind()
+        mean = total / weight
+        is_spike = norm.isfinite() & (averaged >= _ENOUGH) & (norm > self.spike_factor * mean)
+        enters = norm.isfinite() & ~is_spike
+        share = enters.to(norm) * (1 - self.decay)
+        sums = [total.lerp(torch.where(enters, norm, 0.0), share), weight.lerp(torch.ones_like(weight), share)]
+        in_a_row = torch.where(enters, 0, in_a_row + is_spike)
+        remembered = torch.where(in_a_row < _ENOUGH, torch.stack([*sums, averaged + enters, in_a_row]), 0)
+        self._running = torch.cat([remembered, (spikes + is_spike)[None]])
+        return mean, is_spike
+
+    def _judge(self, what: tuple[int, list[str]], numbers: Sequence[float]) -> int:
+        (step, layers), (mean, is_spike, norm, *of_layers) = what, numbers
+        if is_spike:
+            self._spikes.append((step, norm, mean))
+        bad = [name[1:] for name, value in zip(layers, of_layers, strict=True) if not math.isfinite(value)]
+        more = f" and {len(bad) - _NAMED} more layers" if len(bad) > _NAMED else ""
+        where = f" (in {', '.join(bad[:_NAMED])}{more})" if bad else ""
+        limit, told = self._limit(bool(is_spike))
+        or_clip, clip = ("", "") if self._is_clipped else (_OR_CLIP, _CLIP)
+        for kind, severity, holds in (
+            ("not finite", 1.0, not math.isfinite(norm) and not self._has_scaler),
+            ("limit", norm / limit, limit < norm < math.inf),
+            ("spike", norm / mean if mean else math.inf, is_spike),
+        ):
+            if holds:
+                facts = {"norm": norm, "mean": mean, "limit": told, "where": where, "or_clip": or_clip, "clip": clip}
+                self._alerts.note("Gradient norm", kind, severity, _ADVICE[kind].format(**facts))
+        if math.isfinite(norm):
+            self._norms.append(norm)
+            if len(self._norms) > _MOST_NORMS:
+                self._norms = self._norms[::2]
+        return step
+
+    def _limit(self, is_spike: bool) -> tuple[float, str]:
+        """The norm above which to warn, and what that is in words."""
+        if self._times is None:
+            return (math.inf, "") if self.limit is None else (float(self.limit), f"the limit of {self.limit:g}")
+        if is_spike or len(self._norms) < _ENOUGH:  # of a spike another warning tells
+            return math.inf, ""
+        median = statistics.median(self._norms)
+        return self._times * median or math.inf, f"{self._times:g} times the median of {median:.4g} so far (limit)"
+
+    # --- what is left of it ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running mean, the spikes, and what was said."""
+        self._read()
+        running = dict(zip(_RUNNING, self._running.tolist(), strict=True))
+        kept = {"running": running, "spikes": list(self._spikes), "norms": list(self._norms)}
+        return kept | {"alerts": self._alerts.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with it."""
+        self._running = torch.tensor([state_dict["running"][name] for name in _RUNNING], dtype=torch.float32)
+        self._spikes = deque(state_dict["spikes"], maxlen=_MOST_SPIKES)
+        self._norms = list(state_dict.get("norms", ()))  # which older checkpoints lack
+        self._alerts.load_state_dict(state_dict["alerts"])
+
+    def report_data(self, trainer: Trainer) -> dict[str, Any]:
+        """The last spikes, and all warnings."""
+        self._read()
+        spikes = [dict(zip(("step", "norm", "mean"), spike, strict=True)) for spike in self._spikes]
+        return {"gradient_norm": {"spikes": spikes, "alerts": self._alerts.texts()}}
+
+    def report_sections(self, trainer: Trainer) -> list[Section]:
+        """The same as a table; the curves are among the metrics."""
+        self._read()
+        blocks: list[Table | Text] = [Text(f"No gradient norm exceeded {self.spike_factor:g} times its running mean.")]
+        if self._spikes:
+            caption = f"Norms above {self.spike_factor:g} times their running mean; the last {_MOST_SPIKES}, if more."
+            blocks = [Table(["step", "norm", "running mean"], list(self._spikes), caption)]
+        return [Section("Gradient norm", blocks)]
+
+
+def _layers(pl_module: LightningModule) -> dict[str, list[Tensor]]:
+    """Parameters of the modules that have any of their own, by names without wrappers."""
+    found = {clean_name(name): [*module.parameters(recurse=False)] for name, module in pl_module.named_modules()}
+    return {name: parameters for name, parameters in found.items() if name and parameters}
+
+
+def _used(optimizers: list[Optimizer], parameters: list[Tensor], squares: Tensor) -> Tensor:
+    """Σg² as the optimizers' own rules left it, or as they got it where they have none: [P]; 0 in a skipped step."""
+    guarded = [optimizer for optimizer in optimizers if isinstance(optimizer, GuardedOptimizer)]
+    seen = {parameter: row for optimizer in guarded for parameter, row in optimizer.gradient_statistics().items()}
+    unknown = torch.full_like(squares[0, 0], math.nan)
+    after = torch.stack([seen[p].norm_after.to(unknown) if p in seen else unknown for p in parameters])
+    after = torch.where(after.isnan(), squares[:, -1], after.square())
+    return torch.where(squares[:, 0].sum().isfinite(), after, 0.0)
+
+
+def _clips(trainer: Trainer, pl_module: LightningModule) -> bool:
+    """Whether Lightning, or the module by its hook, may clip."""
+    asks = trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", pl_module)
+    return pl_module.automatic_optimization and bool(asks)

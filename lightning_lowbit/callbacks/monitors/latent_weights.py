@@ -1,0 +1,112 @@
+"""The weights that callbacks watch: of layers whose forward pass rounds them to nearest, as that pass takes them.
+
+What the optimizer moves is the *latent* weight. The forward pass rounds it to the dtype of the computation, then
+quantizes it; a callback that quantizes it likewise sees the same codes, between steps, when nothing else computes.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from lightning_lowbit._lightning import Callback, LightningModule, MisconfigurationException, Trainer
+from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.quant import Cast, Quantized, quantize
+from lightning_lowbit.quant.scaling import absmax
+from lightning_lowbit.quant.statistics import sample
+
+_FPROP_W = OPERANDS.index("fprop_w")
+
+
+class LatentWeight(NamedTuple):
+    """A weight as a forward pass takes it.
+
+    Attributes:
+        values: ``[out_features, in_features]``, the latent weight in the dtype of the computation.
+        cast: how it is quantized, to nearest.
+        amax: 0-d, what it is scaled by; None for its own.
+    """
+
+    values: Tensor
+    cast: Cast
+    amax: Tensor | None = None
+
+    def quantize(self) -> Quantized:
+        """What becomes of it."""
+        return quantize(self.values, self.cast, amax=self.amax)
+
+    def sample(self) -> "LatentWeight":
+        """Some rows of a large one, always the same, whose scales are those of the whole."""
+        amax = absmax(self.values) if self.amax is None and self.cast.scale.needs_amax else self.amax
+        return LatentWeight(sample(self.values, self.values.shape, self.cast, -1), self.cast, amax)
+
+
+def converted_layers(pl_module: LightningModule) -> dict[str, QuantizedLayer]:
+    """The converted layers of a model, by their names without wrappers."""
+    return {clean_name(name): m for name, m in pl_module.named_modules() if isinstance(m, QuantizedLayer)}
+
+
+def has_flat_weights(trainer: Trainer) -> bool:
+    """Whether FSDP1 keeps weights as stretches of flat buffers, of which none is a matrix."""
+    assert trainer.model is not None
+    return any(isinstance(module, FullyShardedDataParallel) for module in trainer.model.modules())
+
+
+def whole_layers(callback: Callback, trainer: Trainer, pl_module: LightningModule) -> dict[str, QuantizedLayer]:
+    """The converted layers of a model, by their names without wrappers.
+
+    Raises:
+        MisconfigurationException: their weights are sharded.
+    """
+    layers = converted_layers(pl_module)
+    if layers and (has_flat_weights(trainer) or any(isinstance(layer.weight, DTensor) for layer in layers.values())):
+        raise MisconfigurationException(
+            f"{type(callback).__name__} needs whole weights in each process, and {type(trainer.strategy).__name__} "
+            "shards them: leave it out, or train with one device or DDP."
+        )
+    return layers
+
+
+def nearest_cast(casts: LinearCasts) -> Cast | None:
+    """The cast of a weight that itself is rounded to nearest.
+
+    None where it is not quantized, or stochastically, and where it is rotated or smoothed first: the elements that are
+    rounded then are not those of the weight.
+    """
+    cast = casts.cast_of("fprop_w")
+    if cast is None or cast.rounding != "nearest" or "fprop" in casts.hadamard or casts.smooth == "channel":
+        return None
+    return cast
+
+
+def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> Iterator[tuple[str, LatentWeight]]:
+    """The weights that the casts in force round to nearest, by name, one after the other; none while λ is 0.
+
+    While λ is on its way this waits for the device, which alone knows it: once, since all layers share it. Weights that
+    are DTensors are gathered, each when it is asked for: all ranks ask alike.
+
+    Args:
+        layers: by name.
+        dtype: of the computation, which weights are rounded to before they are quantized.
+    """
+    blends = {id(layer.blend): layer.blend for layer in layers.values() if layer.blend is not None}
+    off = {key for key, blend in blends.items() if not blend}
+    for name, layer in layers.items():
+        cast = nearest_cast(layer.casts)
+        if cast is not None and id(layer.blend) not in off:
+            values = layer.weight_matrix().detach().to(dtype)
+            if isinstance(values, DTensor):
+                values = values.full_tensor()
+            yield name, LatentWeight(values, cast, _amax_in_force(layer, cast, values))
+
+
+def _amax_in_force(layer: QuantizedLayer, cast: Cast, values: Tensor) -> Tensor | None:
+    shared = layer.shared_amax(values.dtype)
+    if cast.scale.source == "current" or layer.amaxes is None:
+        return shared
+    remembered = layer.amaxes.in_force[_FPROP_W]
+    return torch.where(remembered > 0, remembered, absmax(values) if shared is None else shared)

@@ -1,0 +1,217 @@
+"""What the loss scale of fp16 does: its curve, the steps it cost, and warnings where it does not settle.
+
+on_before_optimizer_step    were gradients finite, as they were unscaled?
+on_train_batch_end          did the scale fall? Everything is logged, as tensors on the device
+on_train_batch_start        of the batch after one that was logged: the numbers, for warnings
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
+from lightning_lowbit.callbacks.monitors.base import Monitor, is_of_device
+from lightning_lowbit.precision.grad_scalers import overflow
+from lightning_lowbit.precision.loss_scaling import scaler_of
+from lightning_lowbit.report.html import Section, Text
+
+# What is counted, in one float32 tensor, which counts up to 2^24 steps. "falls" is whether they ever were too many,
+# which few steps between two logged ones may decide.
+_COUNTS = ("step", "scale", "skipped_steps", "overflows", "falls", "at_floor", "at_cap")
+_LOGGED = ("scale", "growth_tracker", "overflows", "skipped_steps")
+
+_ADVICE = {
+    "falls": (
+        "{falls} overflows came within {within} optimizer steps, where one now and then is usual; it is now {scale:g}. "
+        "Look for what grows: a learning rate too high or a warm-up too short, data or activations with outliers. "
+        "Clipping comes too late for that. Where the device has bf16, compute_dtype='bf16' needs no scale."
+    ),
+    "static": (
+        "{falls} overflows came within {within} optimizer steps at {scale:g}, where it stays: lower it, or let it "
+        "adapt, with a ConservativeGradScaler."
+    ),
+    "at_floor": (
+        "it has been at its floor of {floor:g} for {within} optimizer steps: gradients leave the range of fp16 by "
+        "themselves. The model needs the range of float32: train it with compute_dtype='bf16' or 'fp32'; or lower the "
+        "floor."
+    ),
+    "at_cap": (
+        "it has been at its cap of {cap:g} for {within} optimizer steps, and nothing overflows. If gradients are that "
+        "small, raise the cap; if they are 0, look for what does not depend on the parameters."
+    ),
+}
+
+
+class LossScaleMonitor(Monitor):
+    """Logs the scale of the loss, and warns where it does not settle.
+
+    It watches any ``GradScaler``: that of a :class:`LowBitPrecision`, or of Lightning's ``MixedPrecision``. Four
+    curves, as often as the logger takes them:
+
+    - ``loss_scale/scale``;
+    - ``loss_scale/growth_tracker``: steps without an overflow, towards growth; below 0 while it cools down;
+    - ``loss_scale/overflows``: steps with a gradient that was not finite, since the last point of the curve;
+    - ``loss_scale/skipped_steps``: the same since training began: so far is the optimizer behind ``global_step`` and
+      learning-rate schedules, which count them.
+
+    Warnings are said once for each run, and listed by :class:`RunReport`: where overflows let the scale fall ``falls``
+    times within ``within`` optimizer steps, or would if it were not at its floor; and where it stays at its floor (1
+    for torch's own scaler, which has none) or cap for as many. Falls before the first step that is taken do not count:
+    the first scale was too large, and finds its place.
+
+    Nothing waits for the device, but for one copy of a few numbers in the batch after one that was logged.
+
+    Args:
+        falls: how many of them are too many, at least 1.
+        within: of how many optimizer steps, at least ``falls``.
+
+    Raises:
+        ValueError: an argument is out of range.
+        MisconfigurationException: when training starts: there is no scaler.
+
+    Example:
+        >>> Trainer(plugins=[FP8Precision(compute_dtype="fp16")], callbacks=[LossScaleMonitor()])
+    """
+
+    def __init__(self, falls: int = 5, within: int = 100) -> None:
+        if type(falls) is not int or falls < 1:
+            raise ValueError(f"falls is how often the scale falls before a warning, 1 or more; got {falls!r}.")
+        if type(within) is not int or within < falls:
+            raise ValueError(f"within is a number of optimizer steps, falls={falls} or more; got {within!r}.")
+        self.falls, self.within = falls, within
+        super().__init__()
+
+    def _start_afresh(self) -> None:
+        super()._start_afresh()
+        self._counts = torch.zeros(len(_COUNTS))
+        self._fell = torch.full((self.falls,), -math.inf)  # in which steps, the oldest first
+
+    def _forget(self) -> None:
+        super()._forget()
+        # A step: the scale, the tracker, and whether it is skipped.
+        self._under_way: tuple[Tensor, Tensor, Tensor | None] | None = None
+
+    # --- when ---
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks for the scaler."""
+        super().on_train_start(trainer, pl_module)
+        _scaler(trainer)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Counts the step before it in the same batch, and notes whether this one will be skipped."""
+        scaler = _scaler(trainer)
+        self._count(scaler)
+        scale = scaler._get_scale_async()
+        if scale is not None and scaler._growth_tracker is not None:
+            self._under_way = scale.clone(), scaler._growth_tracker.clone(), overflow(scaler, optimizer)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Counts the last step of the batch, and logs."""
+        scaler = _scaler(trainer)
+        if self._under_way is None:  # no optimizer step
+            return
+        self._count(scaler)
+        if self._is_logged(trainer):
+            self._keep_counts(trainer)
+            values = dict(zip(_COUNTS, self._counts.unbind(), strict=True))
+            assert scaler._growth_tracker is not None
+            values["growth_tracker"] = scaler._growth_tracker.float()
+            self._log(pl_module, {f"loss_scale/{name}": values[name] for name in _LOGGED})
+            self._counts = self._counts.clone()  # the logger may look at what it was given later
+            self._counts[_COUNTS.index("overflows")] = 0
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reads the numbers of the last step."""
+        self._keep_counts(trainer)
+        super().on_train_end(trainer, pl_module)
+
+    # --- what ---
+
+    @torch.no_grad()
+    def _count(self, scaler: GradScaler) -> None:
+        scale = scaler._get_scale_async()
+        if self._under_way is None or scale is None:
+            return
+        (before, tracker, found), self._under_way = self._under_way, None
+        self._counts, self._fell = self._counts.to(scale.device), self._fell.to(scale.device)
+        fell = scale < before
+        if found is None:  # torch's fused optimizers under Lightning's MixedPrecision: unscaled within their step
+            grew = (tracker + 1 == scaler.get_growth_interval()) & ~fell  # or would, were it not at its cap
+            found = (scaler._growth_tracker != tracker + 1) & ~grew
+        floor, cap = _bounds(scaler)
+        step, _, skipped, overflows, falls, at_floor, at_cap = self._counts.unbind()
+        # At its floor it cannot fall; and before a step was taken, it is on its way to where it belongs.
+        stopped = (fell & (step > skipped)) | (found & (scale <= floor))
+        self._fell = torch.where(stopped, torch.cat([self._fell[1:], step[None] + 1]), self._fell)
+        falls = falls.maximum(self._fell[-1] - self._fell[0] < self.within)
+        at_floor = torch.where(scale <= floor, at_floor + 1, 0)
+        at_cap = torch.where(scale >= cap, at_cap + 1, 0)
+        self._counts = torch.stack([step + 1, scale, skipped + found, overflows + found, falls, at_floor, at_cap])
+
+    def _keep_counts(self, trainer: Trainer) -> None:
+        self._keep((trainer.global_step, *_bounds(_scaler(trainer))), self._counts)
+
+    def _judge(self, what: tuple[int, float, float], numbers: Sequence[float]) -> int:
+        (step, floor, cap), counts = what, dict(zip(_COUNTS, numbers, strict=True))
+        is_moving = floor < cap
+        facts = {"falls": self.falls, "within": self.within, "scale": counts["scale"], "floor": floor, "cap": cap}
+        for kind, holds in (
+            ("falls", is_moving and counts["falls"] > 0),
+            ("static", not is_moving and counts["falls"] > 0),
+            ("at_floor", is_moving and counts["at_floor"] >= self.within),
+            ("at_cap", is_moving and counts["at_cap"] >= self.within),
+        ):
+            if holds:
+                self._alerts.note("Loss scale", kind, 1.0, _ADVICE[kind].format(**facts))
+        return step
+
+    # --- what is left of it ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, and what was said."""
+        counts, fell = self._counts.tolist(), self._fell.tolist()
+        return {"counts": dict(zip(_COUNTS, counts, strict=True)), "fell": fell, "alerts": self._alerts.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with it; of falls, with as many of the last ones as this one looks at."""
+        self._counts = torch.tensor([state_dict["counts"][name] for name in _COUNTS])
+        fell = [-math.inf] * self.falls + state_dict["fell"]
+        self._fell = torch.tensor(fell[-self.falls :])
+        self._alerts.load_state_dict(state_dict["alerts"])
+
+    def report_sections(self, trainer: Trainer) -> list[Section]:
+        """How many steps were skipped; the curves are among the metrics."""
+        self._read()
+        try:
+            counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
+        except RuntimeError as error:
+            if not is_of_device(error):
+                raise
+            return [Section("Loss scale", [Text("Lost in an error of the device.")])]
+        if not counts["step"]:
+            return [Section("Loss scale", [Text("No optimizer step was taken.")])]
+        text = f"{counts['skipped_steps']:.0f} of {counts['step']:.0f} optimizer steps were skipped, since a gradient "
+        text += f"was not finite. The loss scale ended at {counts['scale']:g}."
+        return [Section("Loss scale", [Text(text)])]
+
+
+def _scaler(trainer: Trainer) -> GradScaler:
+    scaler = scaler_of(trainer.precision_plugin)
+    if scaler is None:
+        raise MisconfigurationException(
+            f"LossScaleMonitor watches the scale of the loss, and {type(trainer.precision_plugin).__name__} with "
+            f"precision {trainer.precision_plugin.precision!r} has none, since only fp16 needs one: train with "
+            "compute_dtype='fp16' (or Lightning's precision='16-mixed'), or leave out the callback."
+        )
+    return scaler
+
+
+def _bounds(scaler: GradScaler) -> tuple[float, float]:
+    """Of torch's own scaler, which has none: 1, below which something is wrong, and infinity."""
+    return getattr(scaler, "floor", 1.0), getattr(scaler, "cap", math.inf)

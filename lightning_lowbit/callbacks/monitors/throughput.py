@@ -1,0 +1,140 @@
+"""How fast a run is, and what share of the hardware's peak that is."""
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lightning_lowbit._lightning import LightningModule, Trainer, extract_batch_size
+from lightning_lowbit.callbacks.base import LowBitCallback
+from lightning_lowbit.callbacks.precision_summary import PrecisionSummary
+from lightning_lowbit.nn import GemmCounter
+from lightning_lowbit.precision.run_settings import compute_dtype
+
+# Dense peaks in FLOP/s (of integers in operations) by what a GEMM is executed in, from NVIDIA's data sheets (which
+# mostly print twice as much, "with sparsity"). The first name that is part of the device's name holds.
+PEAKS: dict[str, dict[str, float]] = {
+    "GB200": {"bfloat16": 2.5e15, "float8": 5.0e15, "int8": 5.0e15, "float4": 10.0e15},
+    "B200": {"bfloat16": 2.25e15, "float8": 4.5e15, "int8": 4.5e15, "float4": 9.0e15},
+    "H200 NVL": {"bfloat16": 835.5e12, "float8": 1671e12, "int8": 1671e12},
+    "H200": {"bfloat16": 989.4e12, "float8": 1978.9e12, "int8": 1978.9e12},
+    "H100 NVL": {"bfloat16": 835.5e12, "float8": 1671e12, "int8": 1671e12},
+    "H100 PCIe": {"bfloat16": 756e12, "float8": 1513e12, "int8": 1513e12},
+    "H100": {"bfloat16": 989.4e12, "float8": 1978.9e12, "int8": 1978.9e12},
+    "A100": {"bfloat16": 312e12, "int8": 624e12},
+    "L40S": {"bfloat16": 362e12, "float8": 733e12, "int8": 733e12},
+}
+
+# By what a GEMM is executed in, where the peak has another name: fp16 runs as fast as bf16 on all of them.
+_PEAK_OF = {"fp8": "float8", "float16": "bfloat16"}
+
+
+class Throughput(LowBitCallback):
+    """Logs ``<unit>/s`` over all processes and, where FLOPs and peak are known, ``tflops`` and ``mfu`` per device.
+
+    Model FLOPs utilization is the time that the model's FLOPs would take at the device's dense peak over the time they
+    took. The peak is that of what GEMMs are executed in: an emulated FP4 GEMM runs in bf16, and counts as one, since a
+    share of a peak that the hardware was not asked for says nothing; native FP8 and int8 GEMMs, which
+    :class:`PrecisionSummary` tells apart, count at the peaks of these. Recomputed activations do not count, but for the
+    one of five products that the gradient of fused attention computes again.
+
+    FLOPs of a batch are those that :class:`PrecisionSummary` measures where it is among the callbacks, or the module's
+    ``flops_per_batch`` where it has one. Validation, and the first batch of a run, which compiles and allocates, are
+    left out of the time. Written as often as the logger takes it, without waiting for the device: the host cannot run
+    ahead by more than a few steps, so that over a logging interval its clock is the device's.
+
+    Args:
+        unit: what is counted.
+        count: how many of them a batch has; None takes the size of the first dimension.
+        peak_flops: FLOP/s of one device by ``"bfloat16"``, ``"float8"``, ``"int8"``, ``"float32"``, …; None looks the
+            device up.
+
+    Example:
+        >>> Trainer(callbacks=[PrecisionSummary(), Throughput("tokens", count=lambda batch: batch.numel())])
+    """
+
+    def __init__(
+        self,
+        unit: str = "samples",
+        count: Callable[[Any], int] | None = None,
+        peak_flops: Mapping[str, float] | None = None,
+    ) -> None:
+        self.unit = unit
+        self.count = extract_batch_size if count is None else count
+        self.peak_flops = peak_flops
+        self._peaks: Mapping[str, float] = {}
+        self._replicas = 1
+        self._begun = False
+        self._restart()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks up what the rates are relative to."""
+        sharding = trainer.distributed_sampler_kwargs  # ranks that share a batch count as one
+        self._replicas = sharding["num_replicas"] if sharding else 1
+        self._peaks = _peaks(trainer.strategy.root_device) if self.peak_flops is None else self.peak_flops
+        self._begun = False
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restarts the clock: validation is not training time."""
+        self._restart()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts, and logs when it is time."""
+        if not self._begun:
+            self._begun = True
+            self._restart()
+            return
+        self._items += self.count(batch)
+        self._batches += 1
+        if not trainer._logger_connector.should_update_logs or trainer.fit_loop._should_accumulate():
+            return
+        seconds = time.perf_counter() - self._since
+        metrics = {f"{self.unit}/s": self._replicas * self._items / seconds}
+        flops = _flops_per_batch(trainer, pl_module)
+        if flops is not None:
+            rate = flops * self._batches / seconds
+            metrics["tflops"] = rate / 1e12
+            if peak := _peak(trainer, self._peaks):
+                metrics["mfu"] = rate / peak
+        for name, value in metrics.items():
+            # A tensor on the host: a float would be copied to the device, which waits for it.
+            pl_module.log(name, torch.tensor(value), prog_bar=name != "tflops", batch_size=1)
+        self._restart()
+
+    def _restart(self) -> None:
+        self._items = self._batches = 0
+        self._since = time.perf_counter()
+
+
+def _peaks(device: torch.device) -> Mapping[str, float]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peaks for chip, peaks in PEAKS.items() if re.search(rf"{chip}(?!\d)", name)), {})
+
+
+def _peak(trainer: Trainer, peaks: Mapping[str, float]) -> float | None:
+    """FLOP/s if all of the model's FLOPs ran at the peak of what they are executed in; None if one is not known."""
+    counter, device = _counter(trainer), trainer.strategy.root_device
+    native = counter.native_shares(device) if counter is not None else {}
+    rest = {str(compute_dtype(trainer.precision_plugin)).removeprefix("torch."): 1 - sum(native.values())}
+    shares = {_PEAK_OF.get(kind, kind): share for kind, share in (native | rest).items() if share}
+    if not all(peaks.get(name) for name in shares):
+        return None
+    return 1 / sum(share / peaks[name] for name, share in shares.items())
+
+
+def _counter(trainer: Trainer) -> GemmCounter | None:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    counters = [callback.counter for callback in callbacks if isinstance(callback, PrecisionSummary)]
+    return next((counter for counter in counters if counter is not None), None)
+
+
+def _flops_per_batch(trainer: Trainer, pl_module: LightningModule) -> int | None:
+    if hasattr(pl_module, "flops_per_batch"):
+        own: Any = pl_module.flops_per_batch
+        return own
+    counter = _counter(trainer)
+    return None if counter is None else counter.model_flops

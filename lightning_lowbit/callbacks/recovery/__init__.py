@@ -1,0 +1,1 @@
+"""Callbacks that bring a run through spikes, signals and crashes."""

@@ -1,0 +1,157 @@
+"""Copies of what a training changes, in memory that the next copy fills again, and put back in place.
+
+Parameters, the tensors of an optimizer's state and its dictionaries stay the objects they are; their contents change.
+So whatever refers to them goes on: DDP's buckets, FSDP's shards (of a DTensor the local part is copied, of FSDP1's
+original parameters what of the flat buffer lies on this rank), compiled steps.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from lightning_lowbit.distributed import local
+
+# What schedules and switches set in the groups of an optimizer, at steps of their own. Whatever else is there it keeps
+# itself, such as Prodigy's estimate of the learning rate or the counters of schedule-free ones.
+_SCHEDULED = {"params", "lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "initial_weight_decay"}
+_SCHEDULED |= {"betas", "momentum", "base_momentum", "max_momentum"}
+
+
+class Trained(NamedTuple):
+    """What a snapshot is of.
+
+    Attributes:
+        weights: parameters and buffers, copied as they are, always in this order.
+        optimizers: their states, and what they keep in their groups; not learning rates and what else is scheduled.
+        others: have a ``state_dict`` that is the same on all ranks, and a ``load_state_dict``.
+    """
+
+    weights: Sequence[Tensor]
+    optimizers: Sequence[torch.optim.Optimizer]
+    others: Sequence[Any]
+
+
+class Snapshot:
+    """One copy, taken again and again.
+
+    Args:
+        device: where it is kept: ``"same"`` as what is copied, or another one.
+
+    Attributes:
+        step: the optimizer steps that were taken before it; None: there is none.
+    """
+
+    def __init__(self, device: str = "same") -> None:
+        self.step: int | None = None
+        self._device = device
+        self._kept: list[Any] = [None, None, None, None]
+
+    @torch.no_grad()
+    def take(self, step: int, trained: Trained) -> None:
+        """Copies it."""
+        kept = [
+            list(trained.weights),
+            [optimizer.state for optimizer in trained.optimizers],
+            [_options(group) for optimizer in trained.optimizers for group in optimizer.param_groups],
+            [other.state_dict() for other in trained.others],
+        ]
+        self._kept, self.step = self._keep(kept, self._kept), step
+
+    @torch.no_grad()
+    def put_back(self, trained: Trained) -> None:
+        """Makes it what it was; a state that an optimizer did not have then, it loses again."""
+        weights, states, options, others = self._kept
+        for weight, copied in zip(trained.weights, weights, strict=True):
+            local(weight).copy_(copied.part)
+        for optimizer, state in zip(trained.optimizers, states, strict=True):
+            _put_back(state, optimizer.state)
+        groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
+        for group, kept in zip(groups, options, strict=False):  # another group may have been added since
+            group.update({name: _put_back(value, group.get(name)) for name, value in kept.items()})
+        for other, kept in zip(trained.others, others, strict=True):
+            other.load_state_dict(_put_back(kept, None))
+
+    def _keep(self, value: Any, slot: Any) -> Any:
+        """A copy, where tensors are alike in what was kept before."""
+        if isinstance(value, Tensor):
+            return self._keep_tensor(value, slot)
+        if isinstance(value, Mapping):
+            slots = slot if isinstance(slot, Mapping) else {}
+            return {key: self._keep(item, slots.get(key)) for key, item in value.items()}
+        if isinstance(value, list):
+            olds = slot if isinstance(slot, list) and len(slot) == len(value) else [None] * len(value)
+            return [self._keep(item, old) for item, old in zip(value, olds, strict=True)]
+        return deepcopy(value)
+
+    def _keep_tensor(self, tensor: Tensor, slot: Any) -> "_Copy":
+        part = local(tensor).detach()
+        if isinstance(slot, _Copy) and _alike(slot.part, part):
+            copied = slot.part.copy_(part)
+        else:
+            copied = part.to(part.device if self._device == "same" else self._device, copy=True)
+        if not isinstance(tensor, DTensor):
+            return _Copy(copied, part.device)
+        spread = {"shape": tensor.shape, "stride": tensor.stride()}
+        return _Copy(
+            copied, part.device, {"device_mesh": tensor.device_mesh, "placements": tensor.placements, **spread}
+        )
+
+
+def forget_gathered(model: nn.Module) -> None:
+    """Makes FSDP gather weights anew, whose parts have been changed: after a forward pass without a backward pass it
+    keeps those of the root.
+
+    Args:
+        model: as its strategy has wrapped it.
+    """
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    for part in FullyShardedDataParallel.fsdp_modules(model):
+        handle = part._handle
+        if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+            handle.reshard(True)
+
+
+class _Copy(NamedTuple):
+    """The part of a tensor on this rank, where that was, and how it is spread."""
+
+    part: Tensor
+    device: torch.device
+    spread: Mapping[str, Any] | None = None
+
+    def new(self) -> Tensor:
+        part = self.part.to(self.device, copy=True)
+        return part if self.spread is None else DTensor.from_local(part, run_check=False, **self.spread)
+
+
+def _put_back(kept: Any, value: Any) -> Any:
+    """What was kept, in a value itself where that can hold it."""
+    if isinstance(kept, _Copy):
+        if not isinstance(value, Tensor) or not _alike(local(value), kept.part):
+            return kept.new()
+        local(value).copy_(kept.part)
+        return value
+    if isinstance(kept, dict):
+        target = value if isinstance(value, dict) else {}
+        for key in list(target.keys() - kept.keys()):
+            del target[key]
+        target.update({key: _put_back(item, target.get(key)) for key, item in kept.items()})
+        return target
+    if isinstance(kept, list):
+        values = value if isinstance(value, list) and len(value) == len(kept) else [None] * len(kept)
+        return [_put_back(item, old) for item, old in zip(kept, values, strict=True)]
+    return deepcopy(kept)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in _SCHEDULED}

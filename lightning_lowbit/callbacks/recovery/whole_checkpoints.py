@@ -1,0 +1,202 @@
+"""Which checkpoints are whole, and which of them is the newest.
+
+torch writes a CRC-32 with every tensor, in files and in the shards of directories alike, and does not look at it when
+it loads: damaged tensors load silently. Here it is held against the content, once, when a run goes on; writing costs
+nothing more. The newest checkpoint is that of the highest step, which it says itself: times of files change when a
+folder is copied.
+"""
+
+import io
+import os
+import pickletools
+import re
+import zipfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+from lightning_lowbit._lightning import rank_zero_only
+from lightning_lowbit.atomic_files import name_of, named
+
+FOREIGN = "is not a file that torch.save wrote"
+_REST, _INDEX = "meta.pt", ".metadata"  # Lightning's file beside the shards; torch's, which says where each tensor lies
+_ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a"  # first bytes of what torch.save writes, and wrote before 1.6
+_THREADS, _CHUNK = 4, 2**20  # checksums are computed without Python's lock
+_HEAD = 2**16  # bytes, in which the step lies: Lightning writes it before everything that is large
+
+
+class DamagedCheckpointError(ValueError):
+    """The newest checkpoint is damaged: which one, in what way, and which whole one can be taken instead.
+
+    Args:
+        damaged: what is wrong with each, the newest first.
+        instead: the newest whole one, if there is any.
+        option: what takes it.
+    """
+
+    def __init__(self, damaged: dict[Path, str], instead: Path | None, option: str) -> None:
+        path, wrong = next(iter(damaged.items()))
+        remedy = (
+            "No other checkpoint there is whole: begin afresh, without ckpt_path."
+            if instead is None
+            else f"The newest whole checkpoint is {instead} (step {step_of(instead)}): take it with {option}."
+        )
+        super().__init__(f"The checkpoint {path} is damaged: it {wrong}. {remedy}")
+
+
+def first_whole(paths: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
+    """The first checkpoint that is whole, or None, and what is wrong with those before it."""
+    damaged: dict[Path, str] = {}
+    for path in paths:
+        for place in (path, path.with_name(name_of(path))):  # another process may have put it back
+            wrong = damage(place)
+            if wrong is None:
+                return place, damaged
+            if os.path.lexists(place):  # or else it was removed meanwhile
+                damaged[place] = wrong
+                break
+    return None, damaged
+
+
+def find(*folders: Path, suffix: str, below: bool = True) -> list[Path]:
+    """The checkpoints in some folders, the newest first."""
+    for _ in range(3):  # another process may put one back, or remove one, while this one looks
+        paths = {path for folder in folders for path in named(folder, suffix, below)}
+        found = newest_first(paths)
+        if len(found) == len(paths):
+            break
+    return found
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Checkpoints by the number of their run (``version_3``), then by step, then by time.
+
+    A run that began later and got less far is the newer one. A checkpoint that does not say its step counts as the last
+    of its run. What vanishes meanwhile is left out.
+    """
+    versions = {path: re.findall(r"version_(\d+)", str(path.parent)) for path in paths}
+    newest = max((int(found[-1]) for found in versions.values() if found), default=0)
+    keys = {}
+    for path, version in versions.items():
+        try:
+            run = int(version[-1]) if version else newest
+            keys[path] = (run, step_of(path), path.lstat().st_mtime, str(path))  # the same order on all ranks
+        except FileNotFoundError:
+            continue
+    return sorted(keys, key=lambda path: keys[path], reverse=True)
+
+
+def step_of(path: Path) -> float:
+    """How many optimizer steps a checkpoint has seen, by its first bytes or else its name; infinite if neither says."""
+    try:
+        with (path / _REST if path.is_dir() else path).open("rb") as file:
+            head = file.read(_HEAD)
+    except OSError:
+        head = b""
+    if head[:4] == _ZIP:  # a header of 30 bytes, a name, padding, and the pickle
+        head = head[30 + sum(int.from_bytes(head[at : at + 2], "little") for at in (26, 28)) :]
+    step = _integer(head, "global_step")
+    if step is None:
+        in_name = re.search(r"step=(\d+)", name_of(path))
+        step = int(in_name[1]) if in_name else None
+    return float("inf") if step is None else step
+
+
+def _integer(pickled: bytes, key: str) -> int | None:
+    """The first value of a key in some pickles, or the beginning of one, which are read and not run."""
+    stream, after = io.BytesIO(pickled), False
+    try:
+        while True:  # until the bytes end, which is an error
+            for operation, argument, _ in pickletools.genops(stream):
+                if after and isinstance(argument, int) and operation.name.startswith(("BININT", "LONG1")):
+                    return argument
+                after = argument == key or (after and operation.name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"))
+    except Exception:  # whatever bytes these are
+        return None
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint ("is cut off"), or None if nothing is.
+
+    The tensors in a directory are read on the first rank alone, from which strategies take the path for all. Of a
+    directory in the format of others nothing is known, and so nothing is wrong.
+    """
+    if not path.exists():
+        return f"is a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
+    if path.is_dir():
+        return _damage_of_directory(path)
+    with path.open("rb") as file:
+        return _damage_of_file(file)
+
+
+def _damage_of_directory(path: Path) -> str | None:
+    names = {entry.name for entry in path.iterdir()}
+    missing = {_REST, _INDEX} - names
+    if names and len(missing) == 2 and not any(name.endswith(".distcp") for name in names):
+        return None
+    if missing:
+        return f"lacks {' and '.join(sorted(missing))}"
+    with (path / _REST).open("rb") as file:
+        wrong = _damage_of_file(file)
+    return f"has a {_REST} that {wrong}" if wrong else _damage_of_shards(path)
+
+
+def _damage_of_shards(path: Path) -> str | None:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        places: list[Any] = list(FileSystemReader(path).read_metadata().storage_data.values())
+        ends = {place.relative_path: 0 for place in places}
+        for place in places:
+            ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
+    except Exception:  # whatever a damaged pickle raises
+        return f"has a {_INDEX} that cannot be read"
+    for name, end in ends.items():
+        if not (path / name).exists():
+            return f"lacks {name}"
+        if (path / name).stat().st_size < end:
+            return f"is cut off in {name}"
+    if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+        return None
+
+    def wrong(place: Any) -> bool:
+        with (path / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            return _damage_of_file(io.BytesIO(file.read(place.length)), threads=1) is not None
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for place, found in zip(places, pool.map(wrong, places), strict=True):
+            if found:
+                return f"does not match its checksums in {place.relative_path}"
+    return None
+
+
+def _damage_of_file(file: IO[bytes], threads: int = _THREADS) -> str | None:
+    head = file.read(4)
+    if not head:
+        return "is empty"
+    if head != _ZIP:
+        return None if head == _LEGACY else FOREIGN
+    try:
+        archive = zipfile.ZipFile(file)
+    except Exception:  # whatever damaged headers lead to; here and below
+        return "is cut off"
+    entries = archive.infolist()
+    if not any(entry.CRC for entry in entries):  # torch.serialization.set_crc32_options(False)
+        return None
+
+    def wrong(entry: zipfile.ZipInfo) -> bool:
+        try:
+            with archive.open(entry) as content:
+                while content.read(_CHUNK):  # which compares the checksum at the end
+                    pass
+        except Exception:
+            return True
+        return False
+
+    with ThreadPoolExecutor(threads) as pool:
+        for entry, found in zip(entries, pool.map(wrong, entries), strict=True):
+            if found:
+                return f"does not match its checksum in {entry.filename}"
+    return None

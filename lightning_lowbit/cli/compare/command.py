@@ -1,0 +1,294 @@
+"""``lowbit compare``: the rows of a study with their seeds, as one table.
+
+Each run is a process of its own in a folder of its own, ``<output>/<row>/seed_<n>``, with its whole configuration in
+``recipe.yaml`` there. What is finished is not run again; what was interrupted goes on from its last checkpoint. Studies
+may share a folder: a row that they have in common runs once. Table and pictures are made anew after each run, from the
+``run.json`` that :class:`RunReport` leaves.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import yaml
+
+from lightning_lowbit.atomic_files import replace_file
+from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
+from lightning_lowbit.cli.checkpoints import find_checkpoints
+from lightning_lowbit.cli.compare.results import write_comparison
+from lightning_lowbit.cli.compare.study import Row, Study, distinct, product, read_study
+from lightning_lowbit.cli.configs import as_list, merge
+from lightning_lowbit.cli.mistakes import explain
+from lightning_lowbit.cli.run import check
+from lightning_lowbit.quant.cast import nearest
+
+_REPORT = "lightning_lowbit.RunReport"
+_OWN = ("--seed_everything", "--trainer.default_root_dir", "--ckpt_path")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: a row of the table with one seed."""
+
+    row: str
+    seed: int
+    folder: Path
+    recipe: str = field(repr=False)  # YAML
+    arguments: tuple[str, ...] = ()
+
+    def result(self) -> dict[str, Any] | None:
+        """What ``run.json`` says, or None while the run has not finished."""
+        return next((result for result in self._finished() if result["begin"] < result["steps"]), None)
+
+    def was_at_its_end(self) -> bool:
+        """Whether its last checkpoint is that of the last step: a resume trains nothing, and validates nothing."""
+        return any(result["begin"] >= result["steps"] for result in self._finished())
+
+    def _finished(self) -> list[dict[str, Any]]:
+        results = [json.loads(path.read_text()) for path in self.folder.rglob("run.json")]
+        return [result for result in results if result["status"] == "finished"]
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Runs what is not done yet, writes table and pictures; returns 1 if a run failed."""
+    given, rest = _parser().parse_known_args(arguments)
+    if given.jobs < 1:
+        raise ValueError(f"--jobs is the number of runs at a time, 1 or more; got {given.jobs}.")
+    study = _study(given, rest)
+    output = Path(given.output or ("runs/studies" if study.name else "runs/compare")).expanduser()
+    runs = plan(study.rows, output, rest)
+    rows = list(dict.fromkeys(run.row for run in runs))
+    baseline = given.baseline or study.baseline or rows[0]
+    if baseline not in rows:
+        raise ValueError(f"--baseline: there is no row {baseline!r}.{nearest(baseline, rows)} Rows: {', '.join(rows)}.")
+    todo = [run for run in runs if run.result() is None]
+    print(f"{len(runs)} runs in {output}, {len(runs) - len(todo)} of them finished.")
+    if given.dry_run:
+        print("\n".join(f"  {run.row}, seed {run.seed}" for run in todo))
+        return 0
+    for run in {run.row: run for run in runs}.values():
+        with tempfile.TemporaryDirectory() as folder:
+            recipe = Path(folder) / "recipe.yaml"
+            recipe.write_text(run.recipe)
+            try:
+                check(["fit", "--config", str(recipe), *rest])
+            except ValueError as error:
+                raise ValueError(f"Row {run.row!r}: {explain(error)}") from error
+    prepare(runs)
+
+    def results() -> dict[str, dict[int, dict[str, Any]]]:
+        finished = {run: result for run in runs if (result := run.result()) is not None}
+        return {row: {run.seed: result for run, result in finished.items() if run.row == row} for row in rows}
+
+    def write() -> str:
+        return write_comparison(results(), baseline, output, study.name)
+
+    failed = [run for run, status in execute(todo, given.jobs, write) if status != 0]
+    print(write())
+    for run in failed:
+        print(f"failed: {run.row}, seed {run.seed}; see {run.folder / 'log.txt'}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _study(given: argparse.Namespace, rest: Sequence[str]) -> Study:
+    if given.study is None:
+        if not given.config:
+            raise ValueError("--config names the recipe to run, or --study a study; see `lowbit ls`. Give one of them.")
+        if given.lr and any("optimizer" in argument and ".lr" in argument for argument in rest):
+            raise ValueError("--lr and an argument that sets the optimizer's lr contradict each other: leave one out.")
+        return Study(product(given.config, given.vary, given.lr, [0] if given.seeds is None else given.seeds))
+    if others := [f"--{name}" for name in ("config", "vary", "lr") if getattr(given, name)]:
+        raise ValueError(
+            f"A study has its own recipe and rows: leave out {' and '.join(others)}, or change a copy (`lowbit cp`)."
+        )
+    return read_study(given.study, given.seeds)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lowbit compare",
+        description="Runs a recipe with each combination of overlays, learning rates and seeds, or the rows of a "
+        "study, and tabulates them. Other arguments are those of `lowbit fit`, and go to every run.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--study", metavar="STUDY", help="a study of `lowbit ls`, or its file, instead of --config, --vary and --lr")
+    add("--config", "-c", action="append", help="a recipe, or one and overlays for all rows (repeat)")
+    add(
+        "--vary",
+        action="append",
+        default=[],
+        type=_items(str),
+        metavar="A,B",
+        help="overlays, one of which each row takes; 'A+B' are two together, 'none' is none; of several --vary all "
+        "combinations (repeat)",
+    )
+    add("--lr", type=_items(str), default=[], metavar="1e-3,3e-4", help="learning rates; the recipe's by default")
+    add("--seeds", type=_items(int), metavar="0,1,2", help="seeds; by default those of the study, or 0")
+    add("--baseline", help="the row that gaps are relative to; by default that of the study, or the first")
+    add("--output", help="folder of the runs; runs/compare by default, runs/studies with --study")
+    add("--jobs", type=int, default=1, help="runs at a time")
+    add("--dry_run", action="store_true", help="only says what would run")
+    return parser
+
+
+def _items(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
+    def parse(text: str) -> list[_T]:
+        return [kind(item) for item in text.split(",") if item]
+
+    return parse
+
+
+def plan(rows: Sequence[Row], output: Path, arguments: Sequence[str]) -> list[Run]:
+    """All runs, row by row; writes nothing.
+
+    Raises:
+        ValueError: two rows, or two seeds of a row, are the same, or an argument would overrule what tells runs apart.
+    """
+    for argument in arguments:
+        if argument.partition("=")[0] in _OWN:
+            raise ValueError(
+                f"{argument} differs between the runs of a study: use --seeds and --output, or leave it out."
+            )
+    distinct("row", [row.name for row in rows])
+    runs = []
+    for row in rows:
+        distinct("seed", list(map(str, row.seeds)))
+        for seed in row.seeds:
+            folder = output / row.name / f"seed_{seed}"
+            recipe = yaml.safe_dump(_with(row.config, seed, folder), sort_keys=False)
+            runs.append(Run(row.name, seed, folder, recipe, tuple(arguments)))
+    if not runs:
+        raise ValueError("The study has no run: --seeds and each --vary need at least one name, such as --seeds 0,1,2.")
+    return runs
+
+
+def _with(config: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
+    changes: dict[str, Any] = {"seed_everything": seed, "trainer": {"default_root_dir": str(folder)}}
+    callbacks = as_list(config["trainer"].get("callbacks") or [])
+    names = [callback.get("class_path", "") if isinstance(callback, dict) else callback for callback in callbacks]
+    if not any(name.rpartition(".")[2] == "RunReport" for name in names):
+        changes["trainer"]["callbacks"] = [{"class_path": _REPORT}]  # it leaves run.json
+    if config.get("ckpt_path"):
+        raise ValueError("The recipe sets ckpt_path, from which all runs would go on: leave it out.")
+    if config["trainer"].get("logger"):  # every run logs into its own folder
+        changes["trainer"]["logger"] = True
+    merged: dict[str, Any] = merge(config, changes)
+    return merged
+
+
+def prepare(runs: Sequence[Run]) -> None:
+    """Writes each run's ``recipe.yaml``, where it is not there already.
+
+    Raises:
+        ValueError: a folder holds a run of another configuration; nothing is written then.
+    """
+    changed = {}
+    for run in runs:
+        content = f"# lowbit fit --config recipe.yaml {shlex.join(run.arguments)}\n{run.recipe}"
+        path = run.folder / "recipe.yaml"
+        present = path.read_text() if path.exists() else None
+        if present == content:
+            continue
+        begun = any(run.folder.rglob("run.json")) or find_checkpoints(run.folder) or _is_running(run)
+        if present is not None and begun:
+            raise ValueError(
+                f"{run.folder} holds a run of another configuration (see recipe.yaml there): the table would mix them. "
+                "Give another --output, or remove that folder."
+            )
+        changed[path] = content
+    for path, content in changed.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
+
+
+def _is_running(run: Run) -> bool:
+    path = run.folder / "lock"
+    if not path.exists():
+        return False
+    with path.open() as lock:
+        return not _try_lock(lock)
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) -> list[tuple[Run, int]]:
+    """Runs the processes, so many at a time; returns their exit statuses.
+
+    Ctrl-C and SIGTERM let each finish its step and save; this process waits for them, and ends as they do.
+    """
+    children: list[subprocess.Popen[bytes]] = []
+    stopping, starting = threading.Event(), threading.Lock()
+
+    def one(run: Run) -> tuple[Run, int]:
+        # The process inherits the lock: when this command is killed and started again, it waits for those left over.
+        with (run.folder / "lock").open("w") as lock, (run.folder / "log.txt").open("ab") as log:
+            while not _try_lock(lock):
+                if stopping.wait(0.2):
+                    break
+            while not stopping.is_set() and run.result() is None:
+                goes_on = bool(find_checkpoints(run.folder)) and not run.was_at_its_end()
+                resume = ["--ckpt_path", "last"] if goes_on else []
+                recipe = str(run.folder / "recipe.yaml")
+                command = [sys.executable, "-m", "lightning_lowbit.cli", "fit", "--config", recipe, *resume]
+                with starting:  # all that have begun are children when they are to stop
+                    if stopping.is_set():
+                        break
+                    print(f"  {run.row}, seed {run.seed} {'goes on' if goes_on else 'begins'}", flush=True)
+                    child = subprocess.Popen(
+                        [*command, *run.arguments],
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=[lock.fileno()],
+                        start_new_session=True,  # Ctrl-C reaches this process alone, which hands it on once
+                    )
+                    children.append(child)
+                child.wait()
+                if not (goes_on and run.was_at_its_end()):  # killed in its last validation: it begins afresh
+                    break
+        return run, 0 if run.result() is not None else 1
+
+    def terminate(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the children have ended
+        raise SystemExit(TERMINATED)
+
+    statuses = []
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                for done in as_completed([pool.submit(one, run) for run in runs]):
+                    statuses.append(done.result())
+                    after_each()
+            except (KeyboardInterrupt, SystemExit) as interruption:
+                with starting:
+                    stopping.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                for child in children:
+                    if child.poll() is None:
+                        terminated = isinstance(interruption, SystemExit)
+                        os.kill(child.pid, signal.SIGTERM if terminated else signal.SIGINT)
+                raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return statuses

@@ -1,0 +1,285 @@
+"""The table and the pictures of a study, from what its runs left."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf, isfinite, nan
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+
+from lightning_lowbit.metrics import count_spikes
+
+Results = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by row and seed, what run.json holds
+
+LOSS, RATIO = "val_loss", "gradient_noise/ratio"
+
+
+def write_comparison(results: Results, baseline: str, output: Path, name: str | None = None) -> str:
+    """Writes ``table.md``, ``loss.png`` and ``gap.png`` into a folder; returns the table.
+
+    Rows that end in a learning rate, as ``adamw@1e-3`` or ``adamw,lr=0.001``, are also drawn as curves, the loss over
+    the rate, in ``rates.png``: where one of them has three rates or more.
+
+    Where runs measured how far the gradient stands out from quantization noise, that ratio is drawn in ``noise.png``,
+    above the gap to the baseline: after figure 5 of FP4 All the Way (arXiv 2505.19115).
+
+    Those of a study with a name are ``<name>.md``, ``<name>_loss.png``, ``<name>_gap.png`` and so on.
+    """
+    table = markdown(results, baseline)
+    (output / f"{name or 'table'}.md").write_text(table + "\n")
+    prefix = f"{name}_" if name else ""
+    if any(results.values()):
+        _picture_losses(results, output / f"{prefix}loss.png")
+        _picture_gaps(results, baseline, output / f"{prefix}gap.png")
+    curves = _curves(results)
+    if any(len(curve) >= 3 for curve in curves.values()):
+        _picture_rates(curves, output / f"{prefix}rates.png")
+    if any(_history(run, RATIO) for runs in results.values() for run in runs.values()):
+        _picture_noise(results, baseline, output / f"{prefix}noise.png")
+    return table
+
+
+def markdown(results: Results, baseline: str) -> str:
+    """A row for each combination; ``±`` is the standard deviation over seeds, gaps are paired by seed."""
+    header = ["run", "seeds", "loss", "perplexity", f"gap to {baseline}", "spikes", "tokens/s", "peak memory", "bits"]
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    for row, runs in results.items():
+        memory = _values(runs.values(), lambda run: run["peak_memory_bytes"] / 2**30)
+        lines.append(
+            [
+                row,
+                str(len(runs)),
+                _spread(_values(runs.values(), _loss)),
+                _spread(_values(runs.values(), lambda run: _metric(run, "val_perplexity")), 3),
+                "baseline" if row == baseline else _spread(_gaps(runs, results[baseline]), 4, signed=True),
+                _spread(_values(runs.values(), _spikes), 1),
+                _spread(_values(runs.values(), _speed), 0),
+                f"{max(memory):.2f} GiB" if memory else "",
+                _spread(_values(runs.values(), lambda run: run.get("summary", {}).get("average_bits")), 2),
+            ]
+        )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _values(runs: Any, get: Callable[[Mapping[str, Any]], float | None]) -> list[float]:
+    return [value for run in runs if (value := get(run)) is not None]
+
+
+def _metric(run: Mapping[str, Any], name: str) -> float | None:
+    """None where it was not logged; run.json has null where it is not finite."""
+    value = run["metrics"].get(name)
+    return nan if value is None and name in run["metrics"] else value
+
+
+def _loss(run: Mapping[str, Any]) -> float | None:
+    return _metric(run, LOSS)
+
+
+def _history(run: Mapping[str, Any], name: str) -> list[tuple[float, float]]:
+    return [(step, nan if value is None else value) for step, value in run["history"].get(name, [])]
+
+
+def _spikes(run: Mapping[str, Any]) -> float:
+    return count_spikes([value for _, value in _history(run, "loss")])
+
+
+def _speed(run: Mapping[str, Any]) -> float | None:
+    rates = [value for _, value in _history(run, "tokens/s")]
+    return median(rates) if rates else None
+
+
+def _gaps(runs: Mapping[int, Mapping[str, Any]], baseline: Mapping[int, Mapping[str, Any]]) -> list[float]:
+    pairs = [(_loss(run), _loss(baseline[seed])) for seed, run in runs.items() if seed in baseline]
+    return [loss - other for loss, other in pairs if loss is not None and other is not None]
+
+
+def _curves(results: Results) -> dict[str, dict[float, list[float]]]:
+    """By the name that rows have before their learning rate, and by that rate, ascending: the losses of the seeds."""
+    curves: dict[str, dict[float, list[float]]] = {}
+    for row, runs in results.items():
+        match = re.fullmatch(r"(.+)(?:@|,lr=)((?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", row, re.IGNORECASE)
+        losses = _values(runs.values(), _loss)
+        if match and losses and 0 < float(match[2]) < inf:
+            curves.setdefault(match[1], {}).setdefault(float(match[2]), []).extend(losses)
+    return {name: dict(sorted(curve.items())) for name, curve in curves.items()}
+
+
+def _spread(values: Sequence[float], digits: int = 4, signed: bool = False) -> str:
+    if not values:
+        return ""
+    sign = "+" if signed else ""
+    center = f"{mean(values):{sign},.{digits}f}"
+    if len(values) == 1 or not all(map(isfinite, values)):
+        return center
+    return f"{center} ± {stdev(values):,.{digits}f}"
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+# What lies further out is cut off, or one row that diverges would flatten all others: a loss that is so many times the
+# highest one of the row that stays lowest, and a gap that is so many times the median gap.
+_HIGHEST_LOSS, _WIDEST_GAP = 1.5, 10.0
+
+
+def _style(number: int) -> dict[str, Any]:
+    return {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10 % 4]}
+
+
+def _cut_losses(axes: Any, ranges: Sequence[tuple[float, float]]) -> str:
+    """Cuts off what is too high, given the lowest and highest loss of each line; what the label says of it."""
+    if not ranges:
+        return ""
+    bottom, top = (min(ends) for ends in zip(*ranges, strict=True))
+    top += (_HIGHEST_LOSS - 1) * abs(top)
+    if max(high for _, high in ranges) <= top:
+        return ""
+    axes.set_ylim(bottom - 0.05 * (top - bottom), top)
+    return f"\nwhat is above {top:.3g} is cut off"
+
+
+def _picture_losses(results: Results, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    ranges = []
+    for number, (row, runs) in enumerate(results.items()):
+        by_step: dict[float, list[float]] = {}
+        for run in runs.values():
+            for step, value in _history(run, LOSS):
+                by_step.setdefault(step, []).append(value)
+        steps = sorted(by_step)
+        if not steps:
+            continue
+        # Where one seed is not finite, so is the mean: the line ends there.
+        points = [by_step[step] if all(map(isfinite, by_step[step])) else [nan] for step in steps]
+        means, low, high = ([f(values) for values in points] for f in (mean, min, max))
+        label = row if isfinite(means[-1]) else f"{row} (diverged)"
+        axes.plot(steps, means, label=label, **_style(number))
+        axes.fill_between(steps, low, high, color=_style(number)["color"], alpha=0.2, linewidth=0)
+        if finite := [value for values in points for value in values if isfinite(value)]:
+            ranges.append((min(finite), max(finite)))
+    label = "validation loss (mean and range over seeds)"
+    label += _cut_losses(axes, ranges)
+    if axes.lines:
+        figure.legend(loc="outside right upper", frameon=False)
+    axes.set(xlabel="optimizer step", ylabel=label)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def _picture_gaps(results: Results, baseline: str, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    gaps = {row: _gaps(runs, results[baseline]) for row, runs in results.items() if row != baseline}
+    gaps = {row: values for row, values in gaps.items() if values}
+    figure = Figure(figsize=(9, 1.2 + 0.4 * len(gaps)), layout="constrained")
+    axes = figure.add_subplot()
+    names = []
+    for position, (row, values) in enumerate(gaps.items()):
+        finite = list(filter(isfinite, values))
+        diverged = len(finite) < len(values)
+        if not diverged:
+            color = _style(list(results).index(row))["color"]  # as in the other picture
+            axes.barh(position, mean(values), height=0.6, alpha=0.4, color=color)
+        axes.plot(finite, [position] * len(finite), "o", color="black", markersize=4)
+        names.append(f"{row}   {'diverged' if diverged else f'{mean(values):+.3g}'}")
+    label = f"final validation loss minus that of {baseline}, same seed (dots: seeds)"
+    sizes = [abs(value) for values in gaps.values() for value in values if isfinite(value)]
+    if sizes and max(sizes) > (limit := _WIDEST_GAP * median(sizes)) > 0:
+        low, high = axes.get_xlim()
+        axes.set_xlim(max(low, -limit), min(high, limit))
+        label += f"\nwhat is beyond {limit:.3g} is cut off"
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set(xlabel=label)
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def _picture_rates(curves: Mapping[str, Mapping[float, Sequence[float]]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    rates = sorted({rate for curve in curves.values() for rate in curve})
+    ranges = []
+    top = 0.98  # of the height, for the crosses of the first curve that has some
+    for number, (name, curve) in enumerate(curves.items()):
+        style = _style(number)
+        # As over steps: where one seed is not finite, the line has a gap.
+        means = [mean(losses) if all(map(isfinite, losses)) else nan for losses in curve.values()]
+        axes.plot(list(curve), means, label=name, **style)
+        dots = [(rate, loss) for rate, losses in curve.items() for loss in losses if isfinite(loss)]
+        if dots:
+            axes.plot(*zip(*dots, strict=True), "o", color=style["color"], markersize=4, alpha=0.6)
+            ranges.append((min(loss for _, loss in dots), max(loss for _, loss in dots)))
+        diverged = [rate for rate, value in zip(curve, means, strict=True) if not isfinite(value)]
+        if diverged:
+            crosses = [top] * len(diverged)
+            axes.plot(diverged, crosses, "x", color=style["color"], transform=axes.get_xaxis_transform())
+            top -= 0.04
+            for last in [rate for rate in curve if rate < diverged[0]][-1:]:
+                axes.axvline(last, color=style["color"], linestyle=":", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.minorticks_off()
+    label = "final validation loss (mean over seeds; dots: seeds)" + _cut_losses(axes, ranges)
+    axes.set(xlabel="learning rate (×: a seed diverged; dotted: the last rate before)", ylabel=label)
+    figure.legend(loc="outside right upper", frameon=False)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def _picture_noise(results: Results, baseline: str, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    above, below = figure.subplots(2, sharex=True)
+    thresholds = set()
+    for number, (row, runs) in enumerate(results.items()):
+        style = _style(number)
+        ratios = {seed: _history(run, RATIO) for seed, run in runs.items()}
+        gaps = {
+            seed: _gap_history(run, results[baseline][seed]) for seed, run in runs.items() if seed in results[baseline]
+        }
+        for axes, curves in ((above, ratios), (below, gaps if row != baseline else {})):
+            points = [_at_each_step(curves.values(), f) for f in (mean, min, max)]
+            if points[0]:
+                axes.plot(list(points[0]), list(points[0].values()), label=row if axes is below else None, **style)
+                ends = (list(ends.values()) for ends in points[1:])
+                axes.fill_between(list(points[0]), *ends, color=style["color"], alpha=0.15, linewidth=0)
+        for run in runs.values():
+            thresholds.add(run.get("summary", {}).get("gradient_noise", {}).get("threshold"))
+            for begin, *_ in run.get("phases", [])[1:]:
+                for axes in (above, below):
+                    axes.axvline(begin, color=style["color"], linestyle=":", linewidth=1)
+    for threshold in thresholds - {None}:
+        above.axhline(threshold, color="black", linewidth=0.8)
+        above.annotate(f"{threshold:.3g}", (1, threshold), xycoords=("axes fraction", "data"), va="center")
+    below.axhline(0, color="black", linewidth=0.8)
+    above.set_yscale("log")
+    above.set(ylabel="gradient over quantization noise")
+    below.set(xlabel="optimizer step (dotted: a change of phase)", ylabel=f"validation loss minus that of {baseline}")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _gap_history(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[tuple[float, float]]:
+    other = dict(_history(baseline, LOSS))
+    return [(step, value - other[step]) for step, value in _history(run, LOSS) if step in other]
+
+
+def _at_each_step(
+    curves: Iterable[Sequence[tuple[float, float]]], function: Callable[[Sequence[float]], float]
+) -> dict[float, float]:
+    """What a function makes of the finite values at each step."""
+    by_step: dict[float, list[float]] = {}
+    for curve in curves:
+        for step, value in curve:
+            if isfinite(value):
+                by_step.setdefault(step, []).append(value)
+    return {step: function(by_step[step]) for step in sorted(by_step)}

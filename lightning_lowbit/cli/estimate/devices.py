@@ -1,0 +1,60 @@
+"""What devices can compute, keep and send, in the words of their vendor."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_lowbit.nn.casts import LinearCasts
+
+
+@dataclass(frozen=True)
+class Device:
+    """What its vendor says of a device.
+
+    Attributes:
+        memory: bytes.
+        peaks: dense FLOP/s by arithmetic: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"fp8"`` (scales of tensors or rows),
+            ``"mxfp8"`` (of blocks), ``"fp4"``.
+        link: bytes/s that it sends to devices of its node.
+        network: bytes/s that it sends to other nodes.
+    """
+
+    memory: float
+    peaks: Mapping[str, float]
+    link: float
+    network: float
+
+
+def _device(memory: float, link: float, network: float, **peaks: float) -> Device:
+    """GB, GB/s in one direction, TFLOP/s."""
+    return Device(memory * 1e9, {kind: peak * 1e12 for kind, peak in peaks.items()}, link * 1e9, network * 1e9)
+
+
+# NVIDIA's data sheets of the SXM modules, without sparsity (which doubles what they print); half of the NVLink figure,
+# which adds up both directions. Network: a card of 200 (DGX A100) or 400 Gbit/s (later ones) for each GPU.
+DEVICES = {
+    "a100": _device(80, 300, 25, fp32=19.5, bf16=312, int8=624),
+    "h100": _device(80, 450, 50, fp32=67, bf16=989, int8=1979, fp8=1979),
+    "h200": _device(141, 450, 50, fp32=67, bf16=989, int8=1979, fp8=1979),
+    "b200": _device(180, 900, 50, fp32=80, bf16=2250, int8=4500, fp8=4500, mxfp8=4500, fp4=9000),
+}
+
+# Elements and scales (format, block) of block-scaled tensor cores: NVFP4 and MXFP4, MXFP8 and MXFP6.
+_BLOCK_SCALED = {
+    "fp4": ({"e2m1"}, {("e4m3", 16), ("e8m0", 32)}),
+    "mxfp8": ({"e4m3", "e5m2", "e3m2", "e2m3"}, {("e8m0", 32)}),
+}
+
+
+def arithmetic(casts: LinearCasts, gemm: str, high: str = "bf16") -> str:
+    """What units a GEMM can use: a key of :attr:`Device.peaks`, or ``high`` where hardware has none for its casts."""
+    if gemm not in casts.quantized_gemms:
+        return high
+    if gemm in casts.native_gemms:
+        return casts.native_gemms[gemm]
+    given = [cast for operand in casts.operands_of(gemm) if (cast := casts.cast_of(operand)) is not None]
+    for kind, (elements, scales) in _BLOCK_SCALED.items():
+        blocks = [cast.scale.block[-1] if isinstance(cast.scale.block, tuple) else cast.scale.block for cast in given]
+        found = {(cast.scale.format, block) for cast, block in zip(given, blocks, strict=True)}
+        if {cast.element for cast in given} <= elements and len(found) == 1 and found <= scales:
+            return kind
+    return high

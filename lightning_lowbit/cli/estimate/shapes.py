@@ -1,0 +1,269 @@
+"""What a model is made of, found without memory for its numbers: weights, linear layers, blocks and optimizer state."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_lowbit.cli.estimate.devices import arithmetic
+from lightning_lowbit.compilation import backend
+from lightning_lowbit.nn.casts import GEMMS, LinearCasts
+from lightning_lowbit.nn.linear import QuantizedLayer, is_linear, quantized_class
+from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.quant import Cast
+
+# Shapes and bytes of an element of what an optimizer keeps for a parameter.
+State = tuple[tuple[tuple[int, ...], int], ...]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter.
+
+    Attributes:
+        shape: of it.
+        itemsize: bytes of an element.
+        trained: whether it has a gradient.
+        state: shapes and bytes of an element of what the optimizer keeps for it.
+        block: the decoder block that it belongs to; None outside of them.
+        matrix: whether it is the weight of a linear layer.
+        packed: what its shards can be quantized by before they are gathered; None where they travel as they are.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int = 4
+    trained: bool = True
+    state: State = ()
+    block: str | None = None
+    matrix: bool = False
+    packed: Cast | None = None
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer: its name, features, the arithmetic of each GEMM, and whether it is in a decoder block."""
+
+    name: str
+    out_features: int
+    in_features: int
+    arithmetic: Mapping[str, str]
+    in_block: bool = False
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The shape of a decoder: numbers of blocks and heads, and widths in features."""
+
+    blocks: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    gated: bool = True
+
+    @property
+    def readers(self) -> int:
+        """Linear layers of a block that read the residual stream: of q, k, v, and of the MLP."""
+        return 3 + (2 if self.gated else 1)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained.
+
+    Attributes:
+        weights: all parameters.
+        layers: the linear ones.
+        decoder: its shape; None for what is no decoder, whose activations are counted from its linear layers' inputs.
+        compute: bytes of the dtype that is computed in.
+        checkpointing: whether blocks compute their activations again.
+    """
+
+    weights: Sequence[Weight]
+    layers: Sequence[Linear]
+    decoder: Decoder | None
+    compute: int = 2
+    checkpointing: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """How many."""
+        return sum(prod(weight.shape) for weight in self.weights)
+
+    @property
+    def high(self) -> str:
+        """The arithmetic of what is not quantized."""
+        return _high(self.compute)
+
+
+def _high(compute: int) -> str:
+    return "bf16" if compute == 2 else "fp32"
+
+
+def describe(
+    module: Any, plugin: LowBitPrecision | None = None, precision: str = "32-true", trainer: Any = None
+) -> tuple[Model, list[str]]:
+    """The model of a ``LightningModule`` on the meta device, and what has to be said of it.
+
+    Args:
+        module: whose ``configure_optimizers`` makes an optimizer, which takes a step here.
+        plugin: whose casts its layers get, and which says what is computed in.
+        precision: the Trainer's, where there is no plugin.
+        trainer: its arguments.
+
+    Raises:
+        ValueError: the model has no linear layer, or its optimizer takes no step without numbers.
+    """
+    if plugin is None and precision in ("bf16-true", "16-true"):
+        module.to(torch.bfloat16)
+    compute = (plugin.compute_dtype.itemsize if plugin else 2) if plugin or "16" in precision else 4
+    if not any(map(is_linear, module.modules())):
+        module.configure_model()  # which may be where layers are made
+    layers = {name: layer for name, layer in module.named_modules() if is_linear(layer)}
+    if not layers:
+        raise ValueError(f"{type(module).__name__} has no linear layer, and formulas know nothing else to count.")
+    planned = plugin.plan(module) if plugin else {}
+    notes = []
+    network, decoder = _find_decoder(module)
+    if decoder is None:
+        notes.append(
+            "The model is not one decoder of transformers: of activations only inputs of linear layers are counted, "
+            "each of which is taken to see every token of a batch once."
+        )
+    elif network.config.model_type != "llama":
+        notes.append(f"Activations are those of LLaMA's block, and the model is of type {network.config.model_type}.")
+    block_of = _blocks(module, decoder)
+    linears = []
+    for name, layer in layers.items():
+        casts = planned.get(name, LinearCasts())
+        rows, columns = _matrix(layer).shape
+        kinds = {gemm: arithmetic(casts, gemm, _high(compute)) for gemm in GEMMS}
+        linears.append(Linear(name, rows, columns, kinds, block_of(name) is not None))
+    states = optimizer_state(module, trainer)
+    matrices = {id(layer.weight): _packed(layer, planned.get(name, LinearCasts())) for name, layer in layers.items()}
+    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    weights = []
+    for name, parameter in module.named_parameters():
+        weights.append(
+            Weight(
+                tuple(parameter.shape),
+                parameter.itemsize,
+                parameter.requires_grad,
+                states.get(name, ()),
+                block_of(name),
+                id(parameter) in matrices,
+                matrices.get(id(parameter)) if uses[id(parameter)] == 1 else None,
+            )
+        )
+    checkpointing = any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
+    return Model(weights, linears, decoder, compute, checkpointing), notes
+
+
+def _matrix(layer: Any) -> Tensor:
+    """The weight of a linear layer, [out_features, in_features]."""
+    return quantized_class(type(layer)).weight_matrix(layer)  # type: ignore[union-attr, arg-type]
+
+
+def _packed(layer: Any, casts: LinearCasts) -> Cast | None:
+    """What FSDP2 can gather the weight of a layer in, if it is the layer's alone."""
+    from lightning_lowbit.nn.sharded.gather import obstacle  # knows FSDP2 from the inside
+
+    of_rows = quantized_class(type(layer)).weight_matrix is QuantizedLayer.weight_matrix  # type: ignore[union-attr, arg-type]
+    return casts.cast_of("fprop_w") if of_rows and obstacle(casts) is None else None
+
+
+def _find_decoder(module: nn.Module) -> tuple[Any, Decoder | None]:
+    """The outermost network of ``transformers`` in a module, and its shape; None where there is none, or several."""
+    found: list[Any] = []
+    inside: set[nn.Module] = set()
+    for part in module.modules():
+        if part not in inside and getattr(getattr(part, "config", None), "num_hidden_layers", None):
+            found.append(part)
+            inside.update(part.modules())
+    if len(found) != 1:
+        return None, None
+    config = found[0].config
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    intermediate = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
+    ups = [layer for layer in found[0].modules() if is_linear(layer) and len(_matrix(layer)) == intermediate]
+    return found[0], Decoder(
+        blocks=config.num_hidden_layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        vocabulary=config.vocab_size,
+        gated=len(ups) >= 2 * config.num_hidden_layers,
+    )
+
+
+def _blocks(module: nn.Module, decoder: Decoder | None) -> Callable[[str], str | None]:
+    """Finds the decoder block that a name belongs to."""
+    lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
+    lists = [name for name in lists if decoder and len(module.get_submodule(name)) == decoder.blocks]  # type: ignore[arg-type]
+
+    def block_of(name: str) -> str | None:
+        for each in lists:
+            if name.startswith(f"{each}."):
+                return f"{each}.{name.removeprefix(f'{each}.').partition('.')[0]}"
+        return None
+
+    return block_of
+
+
+def optimizer_state(module: Any, trainer: Any = None) -> dict[str, State]:
+    """Shapes and bytes of an element of what the optimizers keep for each parameter, by name.
+
+    They take one step on the meta device, where tensors have shapes and no numbers.
+
+    Raises:
+        ValueError: an optimizer needs numbers for that.
+    """
+    steps = getattr(trainer, "max_steps", None)
+    module.trainer = SimpleNamespace(estimated_stepping_batches=steps if steps and steps > 0 else 1, max_steps=steps)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    states: dict[str, State] = {}
+    with torch.device("meta"), backend("eager"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of schedules that are made before a step
+        for optimizer in _optimizers(module.configure_optimizers()):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            try:
+                optimizer.step()
+            except (RuntimeError, NotImplementedError) as error:
+                raise ValueError(
+                    f"{type(optimizer).__name__} reads numbers in its step, so that what it keeps cannot be counted "
+                    f"here ({str(error).splitlines()[0]}). Estimate with torch.optim.AdamW in its place."
+                ) from error
+            for parameter in parameters:
+                states[names[id(parameter)]] = tuple(_tensors(optimizer.state.get(parameter, {})))
+                parameter.grad = None
+    return states
+
+
+def _optimizers(found: Any) -> Iterator[Optimizer]:
+    """Those in what ``configure_optimizers`` returns."""
+    if isinstance(found, Optimizer):
+        yield found
+    elif isinstance(found, Mapping):
+        yield from _optimizers(found.get("optimizer"))
+    elif isinstance(found, list | tuple):
+        for each in found:
+            yield from _optimizers(each)
+
+
+def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[tuple[int, ...], int]]:
+    for value in state.values():
+        if isinstance(value, Tensor):
+            yield tuple(value.shape), value.itemsize

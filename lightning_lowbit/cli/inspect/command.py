@@ -1,0 +1,253 @@
+"""``lowbit inspect``: what casts would make of the weights of a checkpoint, before anything is trained in them.
+
+Every matrix of the checkpoint is quantized as a converted layer quantizes its weight in the forward pass: rounded to
+bfloat16, rotated where a preset has a Hadamard transform in fprop, in blocks along in_features. Checkpoints of low-bit
+training hold plain weights, so these serve as well.
+"""
+
+import argparse
+import json
+import operator
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor
+
+from lightning_lowbit._lightning import Tqdm
+from lightning_lowbit.cli.inspect.table import Candidate, Inspection
+from lightning_lowbit.metrics import CastStatistics, cast_statistics
+from lightning_lowbit.nn.casts import PRESETS, LinearCasts
+from lightning_lowbit.nn.conversion.convert import select
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.quant import Cast
+from lightning_lowbit.quant.cast import from_fields
+from lightning_lowbit.quant.hadamard import rotate
+from lightning_lowbit.quant.scaling import absmax
+
+_SLICE = 2**18  # elements that are quantized at a time, so that what is computed on the way stays in the cache
+
+_KINDS = "a Lightning .ckpt, a state_dict from torch.save, a .safetensors file, or a folder of transformers' weights"
+
+
+def inspect(arguments: Sequence[str]) -> None:
+    """Prints a row for each weight and cast and one for all weights, and draws them."""
+    given = _parser().parse_args(arguments)
+    path = Path(given.checkpoint).expanduser()
+    output = Path(given.output or f"{path.resolve().stem}_casts.png").expanduser()
+    if output.suffix != ".png":
+        raise ValueError(f"--output is the name of a picture, such as casts.png; got {given.output!r}.")
+    candidates = parse_casts(",".join(given.casts))
+    weights = matrices(path)
+    transposed = select(list(weights), given.transposed, "--transposed", "weight")
+    chosen = select(list(weights), given.only, "--only", "weight") if given.only else set(weights)
+    names = [name for name in weights if name in chosen]
+    _check_numbers({name: weights[name] for name in names})
+    _check_layout(path, {name: weights[name] for name in names if name not in transposed})
+    errors = {}
+    for name in Tqdm(names, leave=False, disable=None):  # a bar on a terminal only
+        weight = weights[name].t() if name in transposed else weights[name]
+        errors[name] = [measure(weight, candidate) for candidate in candidates]
+    inspection = Inspection(candidates, {name: tuple(weights[name].shape) for name in names}, errors)
+    print(inspection.table())
+    inspection.draw(f"Weights of {path.resolve().name}, quantized", output)
+    print(f"Picture: {output}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lowbit inspect",
+        description="Quantizes the weights of a checkpoint with some casts, and shows what that does to each of them. "
+        "Every matrix is taken for a weight [out_features, in_features], those of embeddings included.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("checkpoint", help=_KINDS)
+    add(
+        "--casts",
+        required=True,
+        action="append",
+        metavar="A,B",
+        help="presets, of which the cast of weights in the forward pass (fprop_w) is taken, or fields of a cast in "
+        "YAML: 'nvfp4, {element: int4, scale: {format: fp32, block: 128}}' (repeat)",
+    )
+    add(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="weights to look at: a regular expression that matches a name or whole parts of it between dots, as skip "
+        "and only of the precision plugin do (repeat)",
+    )
+    add(
+        "--transposed",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="weights that are stored as [in_features, out_features]: those of "
+        "transformers' Conv1D, 'c_attn|c_proj|c_fc' in GPT-2 (repeat)",
+    )
+    add("--output", metavar="FILE.png", help="the picture; <checkpoint>_casts.png in the current folder by default")
+    return parser
+
+
+def parse_casts(text: str) -> list[Candidate]:
+    """What ``--casts`` names: presets and mappings of fields of a cast, separated by commas.
+
+    Raises:
+        ValueError: it is no list of these, there is no such preset, or a preset leaves weights in high precision.
+    """
+    try:
+        items = yaml.safe_load(f"[{text}]")
+    except yaml.YAMLError:
+        items = None
+    if not items:
+        raise ValueError(
+            f"--casts takes presets and fields of casts, such as 'nvfp4, {{element: int4}}'; got {text!r}."
+        )
+    candidates = {}
+    for item in items:
+        if isinstance(item, Mapping) and "preset" not in item:
+            cast = from_fields(Cast, "Cast", item)
+            candidates[str(cast)] = Candidate(str(cast), cast)
+            continue
+        casts = LinearCasts.of(item)
+        if casts.fprop_w is None:
+            others = [name for name, preset in PRESETS.items() if preset().fprop_w is not None]
+            raise ValueError(
+                f"--casts: {item} leaves weights in high precision (its fprop_w is None), so there is nothing to see. "
+                f"Choose from: {', '.join(others)}."
+            )
+        label = item if isinstance(item, str) else str(casts.fprop_w)
+        candidates[label] = Candidate(label, casts.fprop_w, casts.hadamard.get("fprop"))
+    return list(candidates.values())
+
+
+def measure(weight: Tensor, candidate: Candidate) -> CastStatistics:
+    """The error of one weight, ``[out_features, in_features]``, taken a few rows at a time."""
+    cast, block = candidate.cast, candidate.cast.scale.block
+    height = block[0] if isinstance(block, tuple) else 1
+    rows = max(_SLICE // weight.shape[1] // height, 1) * height
+    if block == "tensor" and not cast.scale.needs_amax:  # but a mean or a range of the whole weight
+        rows = len(weight)
+    slices = [operand(part, candidate) for part in torch.split(weight, rows)]
+    amax = torch.stack([absmax(part) for part in slices]).amax() if cast.scale.needs_amax else None
+    errors = (cast_statistics(part, cast, key=number, amax=amax) for number, part in enumerate(slices))
+    return reduce(operator.add, errors)
+
+
+def operand(weight: Tensor, candidate: Candidate) -> Tensor:
+    """Rows of a weight as they are quantized: bfloat16 ``[rows, in_features]``, padded to whole groups if rotated."""
+    weight = weight.bfloat16()
+    if candidate.hadamard is None:
+        return weight
+    any_key = torch.zeros(1, dtype=torch.int64)  # for random signs
+    return rotate(weight, candidate.hadamard.matrix(any_key, weight.device), 1)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def matrices(path: Path) -> dict[str, Tensor]:
+    """The floating point matrices of a checkpoint. A module's ``weight`` goes by the name of the module.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder.
+        ValueError: it is no checkpoint, or holds no matrix.
+    """
+    files = _files(path)
+    found = {
+        clean_name(name).removesuffix(".weight"): value
+        for file in files
+        for name, value in _read(file).items()
+        if value.dim() == 2 and value.is_floating_point() and value.numel()
+    }
+    if not found:
+        raise ValueError(f"{path} holds no matrix of floating point numbers, so there is no weight to quantize.")
+    if files[0].suffix == ".safetensors":  # which knows no order but that of letters, with layers.10 before layers.2
+        found = {name: found[name] for name in sorted(found, key=_numbers_last)}
+    return found
+
+
+def _check_numbers(weights: Mapping[str, Tensor]) -> None:
+    """Raises where a weight has no numbers that could be quantized."""
+    for name, weight in weights.items():
+        reason = None
+        if weight.is_meta:
+            reason = "has a shape and no numbers (it is on the meta device)"
+        elif weight.layout != torch.strided:
+            reason = f"is sparse ({str(weight.layout).removeprefix('torch.')}); save weight.to_dense()"
+        elif weight.dtype == torch.float4_e2m1fn_x2:
+            reason = "holds codes of FP4, two in a byte, which are quantized already"
+        if reason is not None:
+            raise ValueError(f"{name} {reason}. Name the other weights with --only, or give another checkpoint.")
+
+
+def _check_layout(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Raises where a bias tells that a weight is stored the other way round."""
+    for file in _files(path):
+        for key, bias in _read(file).items():
+            name = clean_name(key).removesuffix(".bias")
+            if not key.endswith(".bias") or name not in weights or bias.dim() != 1:
+                continue
+            if weights[name].shape[0] != len(bias) == weights[name].shape[1]:
+                raise ValueError(
+                    f"{name} has {len(bias)} biases and the shape {tuple(weights[name].shape)}: it is stored as "
+                    "[in_features, out_features], like transformers' Conv1D. Name all such weights, in GPT-2 "
+                    "--transposed 'c_attn|c_proj|c_fc'."
+                )
+
+
+def _numbers_last(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise FileNotFoundError(f"There is no checkpoint {path}. Give {_KINDS}.")
+    if not path.is_dir():
+        return [path]
+    if (path / ".metadata").exists():
+        raise ValueError(
+            f"{path} is a sharded checkpoint. `python -m lightning.pytorch.utilities.consolidate_checkpoint {path}` "
+            "makes one file of it: give that."
+        )
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (path / name).exists():
+            return [path / name]
+        if (index := path / f"{name}.index.json").exists():
+            try:
+                return [path / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                raise ValueError(f"{index} does not tell the files of weights: save or download it anew.") from None
+    raise ValueError(f"The folder {path} holds neither model.safetensors nor pytorch_model.bin. Give {_KINDS}.")
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """The tensors of the state in a file, by name, mapped into memory: those that nobody looks at are not read."""
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(file)
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except ImportError:
+        raise ValueError(f"Reading {file} takes the package safetensors: pip install safetensors.") from None
+    except OSError:  # no such shard, or not allowed to read it: says so itself
+        raise
+    except Exception as error:  # what parsers stumble over in files of another kind is anything
+        if refused := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+            raise ValueError(
+                f"{file} holds an object of {refused[1]}, and to load objects may run any code. Save the weights "
+                "alone, torch.save(model.state_dict(), 'weights.pt'), and give that file."
+            ) from None
+        raise ValueError(
+            f"{file} is not a checkpoint that can be read ({type(error).__name__}). Give {_KINDS}."
+        ) from error
+    state = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else {}
+    items = state.items() if isinstance(state, Mapping) else ()
+    return {name: value for name, value in items if isinstance(name, str) and isinstance(value, Tensor)}

@@ -1,0 +1,1 @@
+"""What is done with a whole model: conversion, baking, coverage, shared scales."""

@@ -1,0 +1,323 @@
+"""How much of a model's matrix arithmetic is low-bit: counted while it runs, not read off the list of layers.
+
+A :class:`GemmCounter` counts the FLOPs of every matrix product, attention and convolution that is computed within it,
+and under which module. A forward operation belongs to the innermost module whose ``forward`` is running; a backward one
+to the module of its forward operation, which the number of its autograd node tells. From the counts and the layers'
+casts follows, for any phase,
+
+    coverage      = FLOPs of GEMMs whose two operands are both quantized / all FLOPs
+    average bits  = mean over all FLOPs of the bits of the two operands, block scales included
+
+and the rest, by module, is what is not covered: attention, fused projections (``nn.MultiheadAttention``), convolutions,
+functional calls, skipped layers.
+"""
+
+import re
+import warnings
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
+
+from lightning_lowbit.compilation import backend, counted_shape, is_within_cast
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.linear import QuantizedLayer
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What part of the counted FLOPs is low-bit.
+
+    Attributes:
+        flops: of all matrix products, attentions and convolutions; a multiplication and an addition are two.
+        low_bit: of these, FLOPs of GEMMs whose two operands are both quantized.
+        average_bits: per element of a GEMM operand, block scales included, weighted by FLOPs.
+        uncovered: the other FLOPs by module, largest first; ``""`` is what runs in no module's ``forward``. A converted
+            layer of which some GEMMs are in high precision names these: ``"mlp.down_proj (dgrad)"``.
+        uncounted: operations that look like matrix products but have no FLOP formula.
+    """
+
+    flops: int
+    low_bit: int
+    average_bits: float
+    uncovered: dict[str, int]
+    uncounted: tuple[str, ...]
+
+    @property
+    def share(self) -> float:
+        """Low-bit FLOPs over all; 0 where nothing was counted."""
+        return self.low_bit / self.flops if self.flops else 0.0
+
+
+class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts FLOPs by module and GEMM in a ``with`` block; each process counts its own.
+
+    The formulas are those of ``torch.utils.flop_counter``, and some that it lacks. Its ``FlopCounterMode`` itself would
+    change results: it decomposes operations that have kernels of their own, such as the gradient of SiLU, which then
+    round in other places.
+
+    Args:
+        model: the modules to tell apart by name; converted or not.
+
+    Attributes:
+        gemms: FLOPs by (module name, ``"fprop"``, ``"dgrad"`` or ``"wgrad"``) of the converted layers.
+        others: FLOPs by module name of everything else.
+        recomputed: FLOPs of both that were spent on activations a second time.
+        paused: counts nothing while true; becomes false when a module runs.
+
+    Example:
+        >>> with GemmCounter(model) as counter:
+        ...     model(x).sum().backward()
+        >>> counter.coverage().share
+    """
+
+    supports_higher_order_operators = True  # flex_attention has a formula
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {module: clean_name(name) for name, module in model.named_modules()}
+        self._layers = {self._names[m]: m for m in model.modules() if isinstance(m, QuantizedLayer)}
+        self._running: list[tuple[str, bool]] = []  # and whether it was entered in a backward pass
+        self._module_of_node: dict[int, str] = {}
+        self._uncounted: set[str] = set()
+        self.gemms: Counter[tuple[str, str]] = Counter()
+        self.others: Counter[str] = Counter()
+        self.recomputed = 0
+        self.paused = False
+
+    def __enter__(self) -> "GemmCounter":
+        self._entered = ExitStack()
+        # Not hooks of the modules: with those, nn.TransformerEncoderLayer would compute in another way.
+        for hook in (
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ):
+            self._entered.callback(hook.remove)
+        # In compiled code nothing tells which module computes. To say so is better than to let torch find that a mode
+        # is active: it would run the same functions as eager code ever after.
+        self._entered.enter_context(torch.compiler.set_stance("force_eager"))
+        self._entered.enter_context(backend("eager"))
+        # torch says that hooks are called once more for a compiled module, which does no harm here.
+        self._entered.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._entered.close()
+
+    def _enter_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.paused = False
+        # A module that is not part of the model (a metric, a loss) counts as the module that calls it.
+        name = self._names.get(module, self._innermost())
+        self._running.append((name, torch._C._current_autograd_node() is not None))
+
+    def _innermost(self) -> str:
+        return self._running[-1][0] if self._running else ""
+
+    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._running.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operation = getattr(func, "_overloadpacket", func)
+        if isinstance(func, OpOverload) and _is_composite(func):  # comes whole where gradients are switched off
+            super().__enter__()  # type: ignore[no-untyped-call]  # the mode alone: the hooks are there
+            try:
+                return func.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        out = func(*args, **kwargs)
+        if self.paused or is_within_cast():  # a rotation or a mean, which casts compute beside the GEMMs
+            return out
+        formula = _FORMULAS.get(operation)
+        if formula is not None and not _is_nested(out, *args):  # which has no shape
+            shape = counted_shape()
+            self._count(2 * prod(shape) if shape else formula(*args, **kwargs, out_val=out))
+        elif formula is not None or _LOOKS_LIKE_GEMM.search(str(operation)):
+            self._uncounted.add(str(operation))
+        return out
+
+    def _count(self, flops: int) -> None:
+        node = torch._C._current_autograd_node()
+        in_module = bool(self._running) and self._running[-1][1]  # where a backward pass computes activations again
+        if node is None or in_module or _is_recomputing(node):
+            self.recomputed += 0 if node is None else flops
+            name, gemms = self._innermost() if node is None or in_module else "", ["fprop"]
+            # The node of this operation was numbered just before the operation ran. Without gradients it has none, and
+            # the number is that of an earlier operation, whose it stays.
+            self._module_of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, name)
+        else:
+            name = self._module_of_node.get(node._sequence_nr(), "")
+            gemms = _needed(node)
+        if name in self._layers and gemms:
+            for gemm in gemms:  # dgrad and wgrad have the same shapes in another order, and as many FLOPs
+                self.gemms[name, gemm] += flops // len(gemms)
+        else:
+            self.others[name] += flops
+
+    @property
+    def model_flops(self) -> int:
+        """FLOPs that the model needs: all that were counted, but for recomputed activations."""
+        return sum(self.gemms.values()) + sum(self.others.values()) - self.recomputed
+
+    def native_shares(self, device: torch.device) -> dict[str, float]:
+        """Shares of all FLOPs in GEMMs that a device computes in ``"fp8"`` or ``"int8"``, with the casts in force."""
+        native: Counter[str] = Counter()
+        for (name, gemm), flops in self.gemms.items():
+            layer = self._layers[name]
+            if gemm in layer.native_gemms(device):
+                native[layer.casts.native_gemms[gemm]] += flops
+        return {kind: flops / max(self.model_flops + self.recomputed, 1) for kind, flops in native.items()}
+
+    def coverage(self, phase: str | None = None, hp_bits: int = 16) -> Coverage:
+        """What part of the counted FLOPs is low-bit.
+
+        Args:
+            phase: with the layers' casts in this phase; None for the casts in force.
+            hp_bits: bits of an operand in high precision.
+
+        Raises:
+            ValueError: there is no such phase.
+        """
+        low_bit, bits, uncovered = 0, 0.0, Counter(self.others)
+        whole = Counter[str]()  # of the converted layers whose GEMMs are all in high precision
+        for (name, gemm), flops in self.gemms.items():
+            layer = self._layers[name]
+            casts = layer.casts if phase is None else layer.full_casts.phase(phase)
+            pair = [casts.cast_of(operand) for operand in casts.operands_of(gemm)]
+            bits += flops * sum(hp_bits if cast is None else cast.bits for cast in pair) / 2
+            if gemm in casts.quantized_gemms:
+                low_bit += flops
+            elif casts == LinearCasts():
+                whole[name] += flops
+            else:
+                uncovered[f"{name} ({gemm})"] += flops
+        uncovered += whole
+        bits += hp_bits * sum(self.others.values())
+        total = self.model_flops + self.recomputed
+        return Coverage(
+            flops=total,
+            low_bit=low_bit,
+            average_bits=bits / total if total else float(hp_bits),
+            uncovered=dict(uncovered.most_common()),
+            uncounted=tuple(sorted(self._uncounted)),
+        )
+
+
+@cache
+def _is_composite(operation: OpOverload) -> bool:
+    """Whether an operation is but other operations: it has no kernel of its own."""
+    name: str = operation.name()  # type: ignore[no-untyped-call]
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    own = ("CPU", "CUDA", "CompositeExplicitAutograd")
+    return has(name, "CompositeImplicitAutograd") and not any(has(name, key) for key in own)
+
+
+def _is_nested(*values: Any) -> bool:
+    return any(isinstance(value, Tensor) and value.is_nested and value.layout == torch.strided for value in values)
+
+
+def _is_recomputing(node: Any) -> bool:
+    """Whether torch.utils.checkpoint computes activations again, outside any module."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    again = hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook")
+    return again or node.name() == "CheckpointFunctionBackward"
+
+
+def _needed(node: Any) -> list[str]:
+    """Which of the two GEMMs of a linear layer's backward node are computed."""
+    edges = [edge for edge, _ in node.next_functions]
+    x, w = edges[-2:] if node.name().startswith(("Addmm", "Mm")) else (*edges, None, None)[:2]
+    return [gemm for gemm, edge in (("dgrad", x), ("wgrad", w)) if edge is not None]
+
+
+# --- formulas that torch's table lacks, by shapes ---------------------------------------------------------------------
+
+
+# Interpolation such as aten.upsample_bilinear2d has the name of one, and is none.
+_LOOKS_LIKE_GEMM = re.compile(r"^(?!.*upsample).*(mm(_|$)|\bmv|bmm|matmul|attention|conv(?!ert)|rnn|lstm|gru|linear)")
+
+
+def _attention(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return sdpa_flop_count(q, k, v)  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(g: Any, q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return sdpa_backward_flop_count(g, q, k, v)  # type: ignore[no-untyped-call]
+
+
+def _multihead(q: Any, k: Any, v: Any, embed_dim: int, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    # [batch, tokens, embed_dim]: projections of q, k, v and of the output, then Q · Kᵀ and P · V
+    tokens = 2 * prod(q[:-1]) + prod(k[:-1]) + prod(v[:-1])
+    return 2 * tokens * embed_dim**2 + 4 * prod(q[:-1]) * k[-2] * embed_dim
+
+
+def _encoder_layer(x: Any, embed_dim: int, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    hidden = args[12][0]  # of ffn_weight_1, [hidden, embed_dim]
+    return _multihead(x, x, x, embed_dim) + 4 * prod(x[:-1]) * embed_dim * hidden
+
+
+def _grouped(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    # Groups lie along one dimension of a 2-D operand: the FLOPs are those of the rows that there are.
+    if len(a) == 2 and len(b) == 2:  # [m, tokens] · [tokens, n] for each group of tokens
+        return 2 * a[0] * a[1] * b[1]
+    return 2 * prod(a) * b[-1] if len(a) == 2 or len(b) == 3 else 2 * prod(a[:-1]) * prod(b)
+
+
+def _vector(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * prod(a)
+
+
+def _vector_added(c: Any, a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * prod(a)
+
+
+def _rnn(x: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    # Weights come as a list or as four; those with two dimensions are matrices that meet every token.
+    weights = args[0] if isinstance(args[0], list) else args[:4]
+    return 2 * prod(x[:-1]) * sum(prod(shape) for shape in weights if len(shape) == 2)
+
+
+def _rnn_backward(x: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * _rnn(x, *args)
+
+
+def _convolution_backward(g: Any, x: Any, w: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    # torch's own formula takes the weight's gradient of a grouped convolution for that of a full one.
+    transposed, output_mask = args[4], args[7]
+    return 2 * g[0] * prod((x if transposed else g)[2:]) * prod(w) * sum(output_mask[:2])
+
+
+def _int_matmul(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * prod(a) * b[-1]
+
+
+_aten: Any = torch.ops.aten
+_LACKING = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten._native_multi_head_attention: _multihead,
+    _aten._transformer_encoder_layer_fwd: _encoder_layer,
+    _aten._grouped_mm: _grouped,
+    _aten._int_mm: _int_matmul,
+    _aten.convolution_backward: _convolution_backward,
+    _aten.mkldnn_rnn_layer: _rnn,
+    _aten.mkldnn_rnn_layer_backward: _rnn_backward,
+    _aten._cudnn_rnn: _rnn,
+    _aten._cudnn_rnn_backward: _rnn_backward,
+    _aten.mv: _vector,
+    _aten.addmv: _vector_added,
+}
+_FORMULAS: dict[Any, Any] = {**flop_registry, **{packet: shape_wrapper(f) for packet, f in _LACKING.items()}}  # type: ignore[no-untyped-call]

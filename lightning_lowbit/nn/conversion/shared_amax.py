@@ -1,0 +1,131 @@
+"""Layers whose weights are scaled by one amax.
+
+Inference engines run projections of one input (q, k and v; gate and up) as one GEMM, whose weight has one scale per
+tensor. Where each was trained with a scale of its own, they take the largest and leave the blocks' scales as they are
+(vLLM, of NVFP4), or quantize anew: either way the weights are others than in training. Here the largest magnitude of
+the group is what all its weights are scaled by, of whole weights, however they are spread over processes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.conversion.convert import select, some
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.quant import Cast
+from lightning_lowbit.quant.scaling import absmax
+
+
+class SharedAmaxes:
+    """The amaxes of groups of layers, measured anew whenever it is asked for.
+
+    Args:
+        model: holds converted layers.
+        patterns: of layers, see :func:`groups`.
+
+    Raises:
+        ValueError: as :func:`check_groups`.
+
+    Example:
+        >>> shared = SharedAmaxes(convert(model, "nvfp4"), ["(q|k|v)_proj", "gate_proj|up_proj"])
+        >>> for batch in batches:
+        ...     shared.measure()
+        ...     model(batch).backward()
+    """
+
+    def __init__(self, model: nn.Module, patterns: Iterable[str]) -> None:
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+        names = check_groups({name: layer.full_casts for name, layer in layers.items()}, patterns)
+        self._groups = [[layers[name] for name in group] for group in names]
+
+    @torch.inference_mode(False)  # evaluation may come first, and passes of training save them
+    @torch.no_grad()  # which the line above ends
+    def measure(self, of_weights: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None) -> None:
+        """Before a forward pass: the amaxes of the weights as they are.
+
+        Args:
+            of_weights: the largest magnitude of each of some weights, float32, 0-d; where processes hold parts of them,
+                :func:`lightning_lowbit.distributed.largest_magnitudes`.
+        """
+        weights = [layer.weight for group in self._groups for layer in group]
+        each = [absmax(weight) for weight in weights] if of_weights is None else of_weights(weights)
+        of_groups = torch.split(torch.stack([*each]), [len(group) for group in self._groups])
+        for group, amaxes in zip(self._groups, of_groups, strict=True):
+            shared = amaxes.amax()  # a new tensor: a backward pass may still be to come that reads the one of before
+            for layer in group:
+                layer.weight_amax = shared
+
+    def release(self) -> None:
+        """Has each layer scale its weight by its own amax again."""
+        for group in self._groups:
+            for layer in group:
+                vars(layer).pop("weight_amax", None)
+
+
+def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[list[str]]:
+    """The layers that share an amax, by name: those that a pattern matches within one module.
+
+    Args:
+        casts: of each layer, outside any phase.
+        patterns: see :mod:`lightning_lowbit.nn.conversion.convert`. Layers in high precision are left out.
+
+    Returns:
+        Groups of two or more; none where all layers are in high precision.
+
+    Raises:
+        ValueError: a pattern matches no layer, or none beside another one; a layer is in two groups; or an amax of the
+            weight is not what the forward pass scales the weights of a group by, all by the same cast.
+    """
+    select([*casts], patterns, "shared_amax")  # all of them, or else raises
+    found: list[list[str]] = []
+    for pattern in patterns:
+        matched = select([*casts], [pattern], "shared_amax")
+        by_module: dict[str, list[str]] = {}
+        for name in (name for name in casts if name in matched):
+            by_module.setdefault(clean_name(name).rpartition(".")[0], []).append(name)
+        together = [names for names in by_module.values() if len(names) > 1]
+        if not together:
+            raise ValueError(
+                f"shared_amax: each layer that {pattern!r} matches is the only one of its module, e.g. "
+                f"{next(iter(by_module.values()))[0]}. Layers of one module share an amax that one pattern matches: "
+                "'(q|k|v)_proj', 'gate_proj|up_proj'."
+            )
+        found += [names for names in together if any(casts[name].fprop_w is not None for name in names)]
+    misfits = [(names, why) for names in found if (why := _misfit({name: casts[name] for name in names})) is not None]
+    if misfits:
+        (names, why), others = misfits[0], [name for names, _ in misfits[1:] for name in names]
+        also = f" Nor can {some(others)}." if others else ""
+        raise ValueError(
+            f"shared_amax: {', '.join(names)} cannot share an amax: {why}.{also} Leave out what matches them, or give "
+            "them casts that have one, with overrides; layers in high precision, by skip, take no part."
+        )
+    members = [name for names in found for name in names]
+    if twice := sorted({name for name in members if members.count(name) > 1}):
+        raise ValueError(f"shared_amax: {', '.join(twice)} would be in several groups. Let one pattern match it.")
+    return found
+
+
+def check_groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[list[str]]:
+    """As :func:`groups`; raises a ``ValueError`` where there is none, too."""
+    if not (found := groups(casts, patterns)):
+        raise ValueError("shared_amax: all layers that the patterns match are in high precision. Leave it out.")
+    return found
+
+
+def _misfit(casts: Mapping[str, LinearCasts]) -> str | None:
+    """Why layers cannot share an amax; None if they can."""
+    of_weights = {name: of_layer.fprop_w for name, of_layer in casts.items()}
+    if len({*of_weights.values()}) > 1:
+        return f"their weights have other casts ({'; '.join(f'{name}: {cast}' for name, cast in of_weights.items())})"
+    of_layer = next(iter(casts.values()))
+    cast = of_layer.fprop_w
+    if not isinstance(cast, Cast) or not cast.scale.needs_amax:
+        return f"{cast} has no scale that the largest magnitude of the tensor decides, as nvfp4 and fp8 per tensor have"
+    if any("fprop" in each.hadamard for each in casts.values()):
+        return "hadamard rotates the weights of fprop, which then have other amaxes"
+    if any(each.smooth == "channel" for each in casts.values()):
+        return "smooth='channel' scales the weights by what each batch has"
+    return None

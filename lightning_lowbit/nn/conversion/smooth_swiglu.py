@@ -1,0 +1,252 @@
+"""Smooth-SwiGLU: the down projection of an MLP sees channels, or tokens, of one size (arXiv 2409.12517, section 4.4).
+
+A SwiGLU multiplies two projections of its input, and once their weights align, late in training, single channels of
+the product leap by orders of magnitude (theorem 1 there). With one FP8 scale per tensor such a leap saturates, or
+drives all else below the smallest number. Powers of two s, made anew from each batch and detached, keep it out:
+
+    h = up(x) ⊙ act(gate(x))
+    channel    s = 1 / max over tokens |h|           Y = Q(s ⊙ h) · Q(W · diag(1/s))ᵀ + b
+    token      s = 1 / max over channels |up(x)|     Y = Q(s · h) · Q(W)ᵀ / s + b         (what the authors' code does)
+
+s being powers of two, the unquantized function is unchanged to the bit. ``W · diag(1/s)`` changes with every batch, so
+its scale is always its own: with delayed scaling the leap would only move from h into the weight. Evaluation uses the s
+per channel of the last training step, and :func:`fold` works them into the weights.
+
+This is a help for FP8 with one scale per tensor. Small blocks, such as NVFP4's, keep a leap to themselves already. Per
+token s knows the up projection alone: where the gate leaps with it, as aligned weights make it do, half of the leap is
+left, and only channels help.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_lowbit.nn.casts import OPERANDS, SMOOTHINGS, LinearCasts
+from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
+from lightning_lowbit.quant import Cast, largest, smoothing_factor
+from lightning_lowbit.quant.cast import choose
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+class SwiGLU(Protocol):
+    """What makes a module a gated MLP: ``down_proj(up_proj(x) * act(gate_proj(x)))``, whatever ``act`` is.
+
+    The MLPs of LLaMA, Mistral, Qwen and Gemma in ``transformers`` have these attributes; a module of your own with
+    other names is one by three properties, such as ``down_proj = property(lambda self: self.w2)``.
+
+    Attributes:
+        gate_proj, up_proj, down_proj: ``nn.Linear`` or ``Conv1D``.
+    """
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+
+def swiglus(model: nn.Module) -> dict[str, Any]:
+    """The modules of a model that are a :class:`SwiGLU`, by name."""
+    parts = ("gate_proj", "up_proj", "down_proj")
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if all(is_linear(getattr(module, part, None)) for part in parts)
+    }
+
+
+def smooth_casts(model: nn.Module, planned: Mapping[str, LinearCasts], kind: str) -> dict[str, LinearCasts]:
+    """Casts of layers by name, with those of the down projections smoothed.
+
+    Raises:
+        ValueError: no such kind; there is no SwiGLU; or no down projection is quantized.
+    """
+    choose("kind of smooth_swiglu", kind, SMOOTHINGS)
+    found = swiglus(model)
+    if not found:
+        raise ValueError(
+            f"smooth_swiglu found no SwiGLU in {type(model).__name__}: a module with linear layers gate_proj, up_proj "
+            "and down_proj. Give your own MLPs properties of these names, or leave out smooth_swiglu."
+        )
+    downs = {id(module.down_proj) for module in found.values()}
+    names = [name for name, module in model.named_modules() if id(module) in downs]
+    smoothed = {name: casts for name in names if (casts := _smoothed(planned.get(name), kind)) is not None}
+    if not smoothed:
+        raise ValueError(
+            f"smooth_swiglu helps to quantize down projections, and none of the {len(names)}, e.g. {names[0]}, is "
+            "quantized: quantize them, or leave out smooth_swiglu."
+        )
+    return {**planned, **smoothed}
+
+
+def _smoothed(casts: LinearCasts | None, kind: str) -> LinearCasts | None:
+    if casts is None or not casts.quantizes_x_or_w:
+        return None
+    changes: dict[str, Any] = _own_weight_scales(casts) if kind == "channel" else {}
+    return casts.replace(smooth=kind, **changes)
+
+
+def _own_weight_scales(casts: LinearCasts) -> dict[str, Cast]:
+    """The casts of the weight that are scaled by former steps, scaled by the weight itself."""
+    return {
+        operand: cast.replace(scale={"source": "current", "history": 16, "algorithm": "max"})
+        for operand, cast in casts.delayed.items()
+        if operand.endswith("_w")
+    }
+
+
+def smooth_swiglu(model: _Model, kind: Literal["channel", "token"] = "channel") -> _Model:
+    """Smooths the input of the quantized down projections of all SwiGLU MLPs of a converted model, in place.
+
+    Args:
+        model: converted; ``convert(..., smooth_swiglu=kind)`` does both.
+        kind: ``"channel"``, which :func:`fold` can work into the weights, or ``"token"``, which
+            ``torch.compile(fullgraph=True)`` refuses inside an activation checkpoint.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ValueError: there is no SwiGLU (see :class:`SwiGLU`), or no down projection is quantized.
+    """
+    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+    casts = smooth_casts(model, {name: layer.full_casts for name, layer in layers.items()}, kind)
+    for name, layer in layers.items():
+        if layer.full_casts != casts[name]:
+            layer.set_casts(casts[name])
+    watch_up_projections(model)
+    return model
+
+
+def watch_up_projections(model: nn.Module) -> None:
+    """Lets the up projections tell the amax of each token to down projections that are smoothed by it; others not."""
+    for module in swiglus(model).values():
+        up, down = module.up_proj, module.down_proj
+        for key in [key for key, hook in up._forward_hooks.items() if isinstance(hook, _TellTokens)]:
+            del up._forward_hooks[key]
+        if isinstance(down, QuantizedLayer) and down.full_casts.smooth == "token":
+            up.register_forward_hook(_TellTokens(down))
+
+
+class _TellTokens:
+    """A forward hook of the up projection."""
+
+    def __init__(self, down: QuantizedLayer) -> None:
+        self.down = down
+
+    def __call__(self, up: nn.Module, inputs: Any, output: Tensor) -> None:
+        if self.down.casts.smooth == "token":
+            output = output.detach()
+            local = output.to_local() if isinstance(output, DTensor) else output  # the down projection knows the others
+            self.down.token_amax = largest(local, -1).reshape(-1, 1)
+
+
+@torch.no_grad()
+def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Model:
+    """Works the smoothing per channel into the weights, in place: up projections times s, down projections times 1/s.
+
+    What comes out computes the same function to the bit (the factors are powers of two), without smoothing: a plain
+    model, for an engine that quantizes with one scale per tensor.
+
+    Args:
+        model: trained with smoothing; or any model of the same layers, with ``channel_amax``.
+        channel_amax: by down projection, as named in ``model``, float32 ``[channels]``: a checkpoint's
+            ``["lightning_lowbit"]["channel_amax"]``. None takes those of the last training step, which layers hold.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ValueError: there is nothing to fold; tokens are smoothed, whose factors no weight can hold; no training step
+            has been taken; the amaxes are those of other layers; or an MLP is not linear in its up projection's
+            output. Nothing has been changed then.
+    """
+    found = {id(module.down_proj): module for module in swiglus(model).values()}
+    mlps: dict[str, Any] = {name: found[id(down)] for name, down in model.named_modules() if id(down) in found}
+    if channel_amax is None:
+        channel_amax = {name: amax for name, mlp in mlps.items() if (amax := _last_amax(name, mlp)) is not None}
+    if not channel_amax:
+        raise ValueError(
+            "There is nothing to fold: no MLP of the model has smoothed channels. A model that is not converted needs "
+            "the channel_amax of its checkpoint."
+        )
+    factors = {}
+    for name, amax in channel_amax.items():
+        if name not in mlps:
+            there = ", ".join(mlps) or "none"
+            raise ValueError(f"channel_amax is of {name!r}, no down projection of this model; they are: {there}.")
+        down = _matrix(mlps[name].down_proj)
+        if amax.shape != down.shape[1:]:
+            raise ValueError(f"{name} has {down.shape[1]} channels; its channel_amax is of shape {tuple(amax.shape)}.")
+        factors[name] = smoothing_factor(amax.to(down.device, torch.float32))
+        _check_linear(name, mlps[name], factors[name])
+    for name, s in factors.items():
+        up, down = mlps[name].up_proj, mlps[name].down_proj
+        _matrix(up).mul_(s[:, None])
+        if up.bias is not None:
+            up.bias.mul_(s)
+        if isinstance(up, QuantizedLayer) and up.amaxes is not None:
+            # What is in force is of the former weight, and of the gradient of the former output, which 1/s multiplies.
+            up.amaxes.in_force[[i for i, operand in enumerate(OPERANDS) if not operand.endswith("_x")]] = 0
+        _matrix(down).mul_(s.reciprocal())
+        if isinstance(down, QuantizedLayer):
+            down.casts, down.full_casts = (casts.replace(smooth=None) for casts in (down.casts, down.full_casts))
+    return model
+
+
+def _matrix(layer: Any) -> Tensor:
+    """The weight of a linear layer, ``[out_features, in_features]``: a view."""
+    weight: Tensor = layer.weight
+    return weight if isinstance(layer, nn.Linear) else weight.t()
+
+
+def _last_amax(name: str, mlp: Any) -> Tensor | None:
+    """The amaxes of the last training step that a smoothed down projection holds."""
+    down = mlp.down_proj
+    smooth = down.full_casts.smooth if isinstance(down, QuantizedLayer) else None
+    if smooth is None:
+        return None
+    if smooth == "token":
+        raise ValueError(f"{name} smooths tokens, each by a factor of its own, which no weight can hold.")
+    if down.amaxes is None or not down.amaxes.channels.any():
+        raise ValueError(
+            f"{name} has not been trained with smoothing: fold after a training step, or give the channel_amax of a "
+            "checkpoint."
+        )
+    return down.amaxes.channels
+
+
+def _check_linear(name: str, mlp: Any, s: Tensor) -> None:
+    """Raises if what enters the down projection is not s times as large when the up projection's output is."""
+    layers = [module for module in mlp.modules() if isinstance(module, QuantizedLayer)]
+    casts, modes = [layer.casts for layer in layers], [(module, module.training) for module in mlp.modules()]
+    seen: list[Tensor] = []
+    weight = _matrix(mlp.up_proj)
+    x = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([[1.0], [4.0], [16.0], [64.0]])  # what clamps shows at large numbers only
+    x = x.to(weight.device, weight.dtype)
+    hooks = [mlp.down_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))]
+    try:
+        mlp.eval()  # without dropout
+        for layer in layers:
+            layer.casts = LinearCasts()
+        with torch.autocast(x.device.type, enabled=False):
+            mlp(x)
+            hooks.append(mlp.up_proj.register_forward_hook(lambda _, __, output: output * s.to(output.dtype)))
+            mlp(x)
+    except TypeError as error:
+        raise ValueError(f"{name}: its MLP must take x alone to be folded: {error}.") from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer, own in zip(layers, casts, strict=True):
+            layer.casts = own
+        for module, training in modes:  # some may be frozen
+            module.training = training
+    if not torch.allclose(seen[1], seen[0] * s.to(x.dtype), rtol=1e-2):
+        raise ValueError(
+            f"{name}: what enters it is not linear in the up projection's output (a norm between them?), so that its "
+            "smoothing cannot be folded into the weights."
+        )

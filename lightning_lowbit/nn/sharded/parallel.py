@@ -1,0 +1,98 @@
+"""A layer whose weight is spread over processes: tensor parallelism.
+
+Its weight is a DTensor, and each process multiplies what it holds. Of the three matrices of a layer these are parts:
+
+    weight cut along            x            w            g, and Y        Y of each process         dX of each process
+    out_features (column)       whole        rows         columns         its columns               a term of the sum
+    in_features (row)           columns      columns      whole           a term of the sum         its columns
+
+Parts are quantized as what they are parts of (:mod:`lightning_lowbit.quant.part`): tensor parallelism changes which
+process computes something, and not what.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from lightning_lowbit.quant.part import Part
+
+
+class Parts(NamedTuple):
+    """Of the matrices ``x`` [tokens, in], ``w`` [out, in] and ``g`` [tokens, out] of a layer those that are parts."""
+
+    x: Part | None = None
+    w: Part | None = None
+    g: Part | None = None
+
+
+# Compiled code calls it, and does not contain it: from a second number of tokens on, what Inductor of torch 2.13 makes
+# of it leaves the sum over processes out of the gradient of x.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def tensor_parallel(
+    multiply: Callable[[Tensor, Tensor, Tensor | None, Parts], Tensor], x: Tensor, weight: DTensor, bias: Any
+) -> DTensor:
+    """The output of a layer whose weight is a DTensor.
+
+    Args:
+        multiply: x · Wᵀ + b of what this process holds.
+        x: ``[..., in_features]``, a DTensor over the same mesh; it is spread anew where it is not spread as the weight
+            asks for.
+        weight: ``[out_features, in_features]``, cut along one of them over one dimension of its mesh, or whole.
+        bias: ``[out_features]``, a DTensor, or None.
+
+    Returns:
+        ``[..., out_features]``: cut along the features where the weight is cut along them; a sum that is still to be
+        made where it is cut along ``in_features``.
+
+    Raises:
+        ValueError: x is no DTensor, or the weight is spread in another way.
+    """
+    mesh = weight.device_mesh
+    if not isinstance(x, DTensor):
+        raise ValueError(
+            f"The weight of a layer is spread over {mesh}, and its input is a plain tensor. If fully_shard has spread "
+            "it, call the module that was given to fully_shard, whose forward pass gathers weights, and not a part of "
+            "it. If it is to be tensor-parallel, use ColwiseParallel or RowwiseParallel, which make DTensors of inputs."
+        )
+    cut = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    along = {dim: p.dim for dim, p in enumerate(weight.placements) if type(p) is Shard}
+    if len(cut) > 1 or cut != [*along]:
+        raise ValueError(
+            f"A quantized layer computes with a weight that is cut along one dimension of its mesh; got "
+            f"{weight.placements} over {mesh}. Shard it with fully_shard, which gathers it before it is used, or with "
+            "ColwiseParallel or RowwiseParallel."
+        )
+    mesh_dim, rows_or_columns = next(iter(along.items()), (None, None))
+    is_cut_by_columns, last = rows_or_columns == 1, x.dim() - 1
+
+    def placed(placement: Placement) -> list[Placement]:
+        return [placement if dim == mesh_dim else Replicate() for dim in range(mesh.ndim)]
+
+    own = x.redistribute(mesh, placed(Shard(last) if is_cut_by_columns else Replicate()))
+    own_bias = None if bias is None or is_cut_by_columns else bias.to_local(grad_placements=bias.placements)
+    y = multiply(
+        own.to_local(grad_placements=placed(Shard(last) if is_cut_by_columns else Partial())),
+        weight.to_local(grad_placements=weight.placements),
+        own_bias,
+        Parts() if mesh_dim is None else _parts(weight, mesh_dim),
+    )
+    shape = torch.Size((*x.shape[:-1], len(weight)))
+    placements = placed(Partial() if is_cut_by_columns else Shard(last))
+    stride = torch.empty(shape, device="meta").stride()
+    spread = DTensor.from_local(y, mesh, placements, run_check=False, shape=shape, stride=stride)
+    # Of terms of a sum, one has the bias: DTensors know which.
+    return spread if bias is None or not is_cut_by_columns else spread + bias.to(y.dtype)
+
+
+def _parts(weight: DTensor, mesh_dim: int) -> Parts:
+    mesh, placement = weight.device_mesh, weight.placements[mesh_dim]
+    assert isinstance(placement, Shard)
+    dim, size = placement.dim, weight.shape[placement.dim]
+    step = -(-size // mesh.size(mesh_dim))  # as torch.chunk cuts
+    start = min(mesh.get_local_rank(mesh_dim) * step, size)
+    of_weight = Part(mesh.get_group(mesh_dim).group_name, dim, start, step, size)
+    of_tokens = of_weight._replace(dim=1)
+    return Parts(w=of_weight, g=of_tokens) if dim == 0 else Parts(x=of_tokens, w=of_weight)

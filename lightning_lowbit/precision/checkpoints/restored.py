@@ -1,0 +1,92 @@
+"""A plain model that computes as it was trained, without a Trainer."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_lowbit.nn.context import ForwardContext
+from lightning_lowbit.precision.base import LowBitPrecision
+from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint, load_weights
+from lightning_lowbit.precision.checkpoints.trained import Trained
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def restore(
+    model: _Model, checkpoint: Checkpoint, *, prefix: str = "", weights: bool = True, weights_only: bool = True
+) -> _Model:
+    """Makes a plain model compute as it was trained, in place: weights, casts, phase, λ, amaxes and autocast.
+
+    It is for evaluation, and is put into it. Each forward pass, of the model or of a part of it, computes in the dtype
+    of the training. What is computed outside of any ``forward`` is left alone: use ``torch.autocast`` there.
+
+    Args:
+        model: built as for training; not spread over processes.
+        checkpoint: a path, also of a folder of shards, or what ``torch.load`` has made of one.
+        prefix: the model's name in the module that was trained, if it is a part of that, e.g. ``"model"``.
+        weights: False leaves the weights as they are; they are loaded already.
+        weights_only: as in ``torch.load``: False loads any object, for a file of somebody you trust.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: it does not say how it was trained, or is that of another model, or damaged.
+
+    Example:
+        >>> model = restore(MyModule(), "last.ckpt")
+        >>> logits = model(tokens)
+    """
+    loaded = load_checkpoint(checkpoint, weights_only)
+    plugin = LowBitPrecision.from_checkpoint(loaded)
+    if plugin.backend == "native":  # in training an error where hardware lacks them; results are the same
+        plugin.backend = "auto"
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            "restore takes a model that is not spread over processes. Use a Trainer with "
+            "plugins=[LowBitPrecision.from_checkpoint(path)] for one that is."
+        )
+    root = _within(model, prefix)
+    planned = plugin.plan(root)
+    if weights:
+        load_weights(root, loaded if "state_dict" in loaded else checkpoint, weights_only)
+    plugin.attach(root, planned)
+    ForwardContext(_AsTrained(plugin, plugin.trained)).attach(model)
+    return model.eval()
+
+
+class _AsTrained:
+    """Makes the context of a forward pass: that of the plugin that trained the model.
+
+    Attributes:
+        trained: how it was trained.
+    """
+
+    def __init__(self, plugin: LowBitPrecision, trained: Trained) -> None:
+        self.plugin, self.trained = plugin, trained
+
+    @contextmanager
+    def __call__(self, module: nn.Module) -> Generator[None, None, None]:
+        if module.training and torch.is_grad_enabled():
+            raise ValueError(
+                "A restored model evaluates: its random bits and amaxes do not go on. Call model.eval(); or train it "
+                "with Trainer(plugins=[LowBitPrecision.from_checkpoint(path)]) and fit(model, ckpt_path=path); or in "
+                "high precision, after convert(model, 'bf16')."
+            )
+        self.plugin.move_to(next(module.parameters()).device)
+        with self.plugin.forward_context():
+            yield
+
+
+def _within(model: nn.Module, prefix: str) -> nn.Module:
+    """A module in which a model has a name; the model itself without one."""
+    for name in reversed(prefix.split(".") if prefix else []):
+        holder = nn.Module()
+        holder.add_module(name, model)
+        model = holder
+    return model

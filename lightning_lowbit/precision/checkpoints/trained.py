@@ -1,0 +1,210 @@
+"""How a model was trained, as its checkpoint says it.
+
+    checkpoint["lightning_lowbit"]
+        step, micro_batch, seed, phase, blend, …      where the run is: see LowBitPrecision
+        trained
+            version          of this record
+            layers           by layer, the name of its casts in force (outside any phase)
+            started          likewise, of the layers that the run gave other casts since
+            casts            by name, the fields of these casts
+            compute_dtype, smooth_swiglu, shared_amax, exact, backend, scaler
+
+All of it is tensors and primitives, so that it loads with ``weights_only=True``. Layers are known by their names
+without wrappers. Two runs compute the same function if their layers, dtype and shared amaxes are the same.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, NamedTuple
+
+from lightning_lowbit.nn.casts import PRESETS, SMOOTHINGS, LinearCasts
+from lightning_lowbit.nn.conversion.shared_amax import groups
+from lightning_lowbit.precision.checkpoints.files import entry, state_of
+from lightning_lowbit.quant.cast import choose
+
+VERSION = 1  # of the record
+
+_HP = LinearCasts()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What decides, beside the weights, what a trained model computes.
+
+    Attributes:
+        layers: by name, the casts of each converted layer, outside any phase.
+        started: likewise, of layers that had other casts when the run started.
+        compute_dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+        smooth_swiglu: ``"channel"``, ``"token"`` or None.
+        shared_amax: patterns of layers that share an amax.
+        exact, backend: how GEMMs are computed.
+        scaler: the class of the loss scaler; None without one.
+    """
+
+    layers: Mapping[str, LinearCasts]
+    compute_dtype: str
+    smooth_swiglu: str | None = None
+    shared_amax: tuple[str, ...] = ()
+    exact: bool = False
+    backend: str = "auto"
+    scaler: str | None = None
+    started: Mapping[str, LinearCasts] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """How many layers have which casts."""
+        counted = Counter(map(str, self.layers.values())).most_common()
+        return ", ".join(f"{casts} in {count} layer{'s' * (count > 1)}" for casts, count in counted)
+
+    @property
+    def planned(self) -> dict[str, LinearCasts]:
+        """The casts with which the run started, by layer."""
+        return {**self.layers, **self.started}
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint holds of it: primitives; casts that layers share are written once."""
+        names: dict[LinearCasts, str] = {}
+        for casts in (*self.layers.values(), *self.started.values()):
+            if casts not in names:
+                name = str(casts)
+                names[casts] = name if name not in names.values() else f"{name} ({len(names)})"
+        rest = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("layers", "started")}
+        return {
+            "version": VERSION,
+            "layers": {layer: names[casts] for layer, casts in self.layers.items()},
+            "started": {layer: names[casts] for layer, casts in self.started.items()},
+            "casts": {name: primitive(casts) for casts, name in names.items()},
+            **rest,
+            "shared_amax": [*self.shared_amax],
+        }
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any]) -> "Trained":
+        """What :meth:`record` wrote.
+
+        Raises:
+            ValueError: an entry is missing, or is not what it should be; or a later version wrote it.
+        """
+        version = entry(record, "version", int, "trained.")
+        if version > VERSION:
+            raise ValueError(
+                f"The checkpoint's record of how it was trained has version {version}, and this version of "
+                f"lightning_lowbit reads up to {VERSION}. Install the version that wrote it, or a later one."
+            )
+        named = entry(record, "casts", Mapping, "trained.")
+        casts = {name: LinearCasts.of(given) for name, given in named.items()}
+
+        def by_layer(key: str) -> dict[str, LinearCasts]:
+            layers = entry(record, key, Mapping, "trained.")
+            what = f"casts in the checkpoint's trained.{key}, of"
+            return {layer: casts[choose(f"{what} {layer},", name, casts)] for layer, name in layers.items()}
+
+        dtype = choose("compute_dtype in the checkpoint", record.get("compute_dtype"), ("bf16", "fp16", "fp32"))
+        smooth = entry(record, "smooth_swiglu", str | None, "trained.")
+        if smooth is not None:
+            choose("smooth_swiglu in the checkpoint", smooth, SMOOTHINGS)
+        patterns = entry(record, "shared_amax", list, "trained.")
+        return cls(
+            by_layer("layers"),
+            dtype,
+            smooth,
+            tuple(entry({"shared_amax": p}, "shared_amax", str, "trained.") for p in patterns),
+            entry(record, "exact", bool, "trained."),
+            entry(record, "backend", str, "trained."),
+            entry(record, "scaler", str | None, "trained."),
+            by_layer("started"),
+        )
+
+    def differences(self, other: "Trained") -> list[str]:
+        """What makes another model compute something else, in one line each; ``self`` is the checkpoint's."""
+        there, here = ({n: c for n, c in each.layers.items() if c != _HP} for each in (self, other))
+        found: dict[tuple[LinearCasts, LinearCasts], list[str]] = {}
+        for name in {**there, **here}:
+            pair = there.get(name, _HP), here.get(name, _HP)
+            if pair[0] != pair[1]:
+                found.setdefault(pair, []).append(name)
+        lines = [f"{some(names)}: {_difference(*pair)}" for pair, names in found.items()]
+        if self.compute_dtype != other.compute_dtype:
+            lines.append(f"all else: computed in {self.compute_dtype} in the checkpoint, in {other.compute_dtype} here")
+        sharing = [{frozenset(group) for group in groups(t.layers, t.shared_amax)} for t in (self, other)]
+        for group in sharing[0] ^ sharing[1]:
+            where = ("in the checkpoint", "here")[group in sharing[1]]
+            lines.append(f"{some(sorted(group))}: share an amax {where} only")
+        return lines
+
+
+def _difference(there: LinearCasts, here: LinearCasts) -> str:
+    """What differs between two casts: their names, or else the fields that do."""
+    if _HP in (there, here) or {str(there), str(here)} <= PRESETS.keys():
+        return f"{there} in the checkpoint, {here} here"
+    found: dict[tuple[str, str], list[str]] = {}
+    for f in fields(LinearCasts):
+        pair = getattr(there, f.name), getattr(here, f.name)
+        if pair[0] != pair[1]:
+            shown = tuple("hp" if value is None else str(value) for value in pair)
+            found.setdefault((shown[0], shown[1]), []).append(f.name)
+    return "; ".join(f"{', '.join(names)} {a} in the checkpoint, {b} here" for (a, b), names in found.items())
+
+
+class Origin(NamedTuple):
+    """The checkpoint that a plugin was made from: its state, and how it was trained."""
+
+    state: Mapping[str, Any]
+    trained: Trained
+
+    @classmethod
+    def read(cls, checkpoint: Mapping[str, Any]) -> "Origin":
+        """That of a checkpoint.
+
+        Raises:
+            ValueError: it does not say how it was trained, or its state is damaged.
+        """
+        state = state_of(checkpoint)
+        if state is None or state.get("trained") is None:
+            nothing = "no state of lightning_lowbit (saved without the plugin, or weights only)"
+            what = nothing if state is None else LACKING
+            raise ValueError(
+                f"The checkpoint holds {what}, so that it does not tell the casts. Make the plugin as it was made for "
+                "training, e.g. FP4Precision('nvfp4', skip=['lm_head']), or call convert(model, casts)."
+            )
+        # A copy: tensors may lie in the checkpoint's file, which may be written again.
+        return cls(copy.deepcopy(state), Trained.read(state["trained"]))
+
+    def arguments(self) -> dict[str, Any]:
+        """What a plugin is made with; the casts of single layers come on top."""
+        common = Counter(self.trained.planned.values()).most_common(1)
+        return {
+            "casts": common[0][0] if common else _HP,
+            "seed": self.state["seed"],
+            **{name: getattr(self.trained, name) for name in _ARGUMENTS},
+        }
+
+
+LACKING = "the state of a version of lightning_lowbit that did not record the casts"
+_ARGUMENTS = ("compute_dtype", "smooth_swiglu", "shared_amax", "exact", "backend")
+
+# The arguments of a plugin from a checkpoint that do not change what its model computes.
+CHANGEABLE = ("backend", "casts_of_checkpoint", "exact", "fresh_histories", "quantize_before_gather", "scaler", "seed")
+
+
+def check_changes(changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns arguments if a plugin from a checkpoint may take them, else raises a ``ValueError``."""
+    for name in changes:
+        choose("argument of from_checkpoint (what else decides what is computed is the checkpoint's)", name, CHANGEABLE)
+    return changes
+
+
+def primitive(value: Any) -> Any:
+    """Casts as the mapping that :meth:`LinearCasts.of` takes, of what any checkpoint may hold."""
+    if is_dataclass(value):
+        return {f.name: primitive(getattr(value, f.name)) for f in fields(value) if f.init}
+    if isinstance(value, Mapping):
+        return {key: primitive(item) for key, item in value.items()}
+    return [primitive(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def some(names: Iterable[str], most: int = 3) -> str:
+    """The first few names, and how many more there are."""
+    every = [*names]
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")

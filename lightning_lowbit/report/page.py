@@ -1,0 +1,147 @@
+"""The page of a run: which metric is drawn where, from what ``run.json`` holds."""
+
+import math
+import re
+import statistics
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_lowbit.report.html import Block, Chart, Section, Table, Text, number, render
+
+MOST_CHARTS = 60
+_LOSS = "loss(?!_scale)"
+_NORMS = [f"grad_norm/{stage}" for stage in ("unclipped", "clipped", "used")]  # of a GradientNormMonitor
+
+
+def render_run(
+    run: Mapping[str, Any], contributed: Iterable[Section], exception: BaseException | None, configuration: str
+) -> str:
+    """The page of what ``run.json`` holds, with the sections of other callbacks."""
+    sections = [*_metric_sections(run), *contributed]
+    if run["alerts"]:
+        sections.insert(0, Section("Alerts", [Text(text) for text in run["alerts"]], is_alarming=True))
+    if run["status"] == "failed":
+        trace = "".join(traceback.format_exception(exception)).strip()
+        sections.insert(0, Section("What went wrong", [Text(trace, preformatted=True)]))
+    sections += [
+        Section("Environment", [Table((), list(run["environment"].items()))]),
+        Section("Configuration", [Text(configuration, preformatted=True)]),
+    ]
+    lead = run["error"].splitlines()[0] if run["status"] == "failed" else f"Started {run['environment']['started']}"
+    return render(run["name"], sections, status=run["status"], lead=lead, facts=_facts(run))
+
+
+def _find(names: Iterable[str], pattern: str) -> str | None:
+    """The metric that a name's pattern means: the shortest, before those of parts or layers."""
+    return min((name for name in names if re.search(pattern, name.lower())), key=len, default=None)
+
+
+def _training(run: Mapping[str, Any]) -> list[str]:
+    return [name for name in run["history"] if name not in run["validation_metrics"]]
+
+
+def _facts(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    most = f"of {number(run['max_steps'])}" if run["max_steps"] else ""
+    facts = [("Optimizer steps", number(run["steps"]), most), ("Duration", _duration(run["seconds"]), "")]
+    wanted = [("Validation loss", run["validation_metrics"], _LOSS), ("Training loss", _training(run), _LOSS)]
+    wanted.append(("Validation perplexity", run["validation_metrics"], "perplexity|ppl"))
+    for label, names, pattern in wanted:
+        if name := _find(names, pattern):
+            facts.append((label, number(run["metrics"][name]), _when(run, name)))
+    if name := _find(_training(run), "/s$"):
+        values = [value for _, value in run["history"][name] if math.isfinite(value)]
+        facts.append(("Throughput", number(statistics.median(values)) if values else "none", f"{name}, median"))
+    if run["peak_memory_bytes"]:
+        facts.append(("Peak memory", f"{run['peak_memory_bytes'] / 2**30:.2f} GiB", "of the first process"))
+    return [*facts, ("Precision", run["precision"]["plugin"], run["precision"]["casts"])]
+
+
+def _when(run: Mapping[str, Any], name: str) -> str:
+    """When a metric had its last value, and the best one where that is known to be one."""
+    last, best = run["history"][name][-1], run["best"].get(name)
+    text = f"at step {number(last[0])}"
+    if best is None:
+        return text
+    steps = [step for step, value in run["history"][name] if value == best]  # thinning may have lost it
+    where = f" at step {number(steps[0])}" if steps else ""
+    return f"{text}, the best" if last[1] == best else f"{text}; best {number(best)}{where}"
+
+
+def _metric_sections(run: Mapping[str, Any]) -> list[Section]:
+    training = _training(run)
+    rates = [name for name in training if name.startswith("lr-") and not name.endswith(("-momentum", "-weight_decay"))]
+    losses = [_find(training, _LOSS), _find(run["validation_metrics"], _LOSS)]
+    norm, throughput = _find(training, "grad.*norm"), _find(training, "/s$")
+    norms = [name for name in ("grad_norm", *_NORMS) if name in training] or ([norm] if norm else [])
+
+    kinds = zip(("training", "validation"), losses, strict=True)
+    missing = [f"No {kind} loss was logged." for kind, name in kinds if not name]
+    sections = [Section("Loss", [*([_chart(run, "", losses)] if any(losses) else []), *map(Text, missing)])]
+    drawn = [_chart(run, "grad_norm" if len(norms) > 1 else norms[0], norms)] if norms else []
+    title = "learning rate" if len(rates) > 1 else "".join(rates)
+    drawn += [_chart(run, title, rates, log=False)] if rates else []
+    drawn += [_throughput_chart(run, throughput)] if throughput else []
+    missing = [] if norm else ["No gradient norm was logged."]
+    missing += [] if throughput else ["No throughput was logged (a metric whose name ends in /s)."]
+    sections.append(Section("Optimization", [*drawn, *map(Text, missing)]))
+    seen = {*losses, *rates, *norms, throughput}
+    return [*sections, *_other_sections(run, [name for name in run["history"] if name not in seen])]
+
+
+def _other_sections(run: Mapping[str, Any], names: Sequence[str]) -> list[Section]:
+    """All others: those of layers (quantity/operand/layer) in one chart for all layers; a constant needs no chart."""
+    history = run["history"]
+    constant = [name for name in names if name.count("/") < 2 and len({y for _, y in history[name]}) == 1]
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda name: name.split("/")[0]):  # else in the order in which they were logged
+        if name not in constant:
+            groups.setdefault("/".join(name.split("/")[:2]), []).append(name)
+    others: list[Block] = []
+    layers: dict[str, list[Block]] = {}  # by quantity
+    for title, members in list(groups.items())[:MOST_CHARTS]:
+        blocks = layers.setdefault(title.split("/")[0], []) if members[-1].count("/") > 1 else others
+        blocks.append(_chart(run, title, members))
+    if constant:
+        rows = [[name, history[name][0][1], _constant_at([step for step, _ in history[name]])] for name in constant]
+        others.append(Table(["metric without a chart", "value", "at steps"], rows))
+    if left := list(groups)[MOST_CHARTS:]:
+        others.append(Text(f"{len(left)} more are in run.json: {', '.join(left)}."))
+    few = [block for blocks in layers.values() if len(blocks) < 3 for block in blocks]
+    found = {"Other metrics": others, "Metrics of layers": few}
+    found |= {f"{quantity} of layers": blocks for quantity, blocks in layers.items() if len(blocks) >= 3}
+    return [Section(title, blocks) for title, blocks in found.items() if blocks]
+
+
+def _chart(run: Mapping[str, Any], title: str, names: Iterable[str | None], log: bool | None = None) -> Chart:
+    found = {name: run["history"][name] for name in names if name}
+    series = {name.removeprefix(f"{title}/"): tuple(zip(*points, strict=True)) for name, points in found.items()}
+    values = [y for _, ys in series.values() for y in ys if math.isfinite(y)]
+    if log is None:  # where a linear axis would show nothing but the largest values
+        log = bool(values) and min(values) > 0 and max(values) > 20 * min(values)
+    return Chart(title, series, log=log, spans=run["phases"])  # type: ignore[arg-type]
+
+
+def _constant_at(steps: Sequence[int]) -> str:
+    return number(steps[0]) if len(steps) == 1 else f"{number(steps[0])}–{number(steps[-1])}, all the same"
+
+
+def _throughput_chart(run: Mapping[str, Any], name: str) -> Chart:
+    """Without the first points, as far as compilation makes them less than half of what is usual: they are said."""
+    points = run["history"][name]
+    usual = statistics.median([y for _, y in points if math.isfinite(y)] or [0.0])
+    slow = next((i for i, (_, y) in enumerate(points) if not y < usual / 2), 0)
+    chart = _chart({**run, "history": {name: points[slow:]}}, name, [name], log=False)
+    if not slow:
+        return chart
+    told = ", ".join(f"{number(y)} at step {number(step)}" for step, y in points[: min(slow, 3)])
+    return replace(chart, note=f"Not drawn, since a run begins with compiling: {told}{', …' if slow > 3 else ''}.")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,157 @@
+"""Warnings of many layers are one, what lasts is not repeated, and nothing is advised that is on."""
+
+import math
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import FP4Precision, GradientNormMonitor, QuantizationMonitor, convert
+from lightning_lowbit.callbacks.monitors.alerts import Alerts
+from lightning_lowbit.callbacks.monitors.outlier_alerts import of_channel, of_mlp
+from lightning_lowbit.callbacks.monitors.quantization_alerts import of_operand
+from lightning_lowbit.nn import LinearCasts
+from tests.lightnings import LightningModule, Trainer
+
+
+class Owner:
+    """What warns."""
+
+
+def said(work: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        work()
+    return [str(one.message) for one in caught if "Owner: " in str(one.message) or "Monitor: " in str(one.message)]
+
+
+def step(alerts: Alerts, number: int, severities: dict[str, float], kind: str = "underflow") -> list[str]:
+    def work() -> None:
+        for subject, severity in severities.items():
+            alerts.note(subject, kind, severity, f"{severity:g} is too much.")
+        alerts.say(number)
+
+    return said(work)
+
+
+def test_layers_share_a_warning_that_names_the_worst() -> None:
+    alerts = Alerts(Owner())
+    texts = step(alerts, 3, {"a": 2.0, "b": 5.0, "c": 3.0})
+    assert texts == ["Owner: 3 layers, the worst b, step 3: 5 is too much."]
+    assert step(alerts, 3, {"b": 1.0}, "zeros") == ["Owner: b, step 3: 1 is too much."], "another kind"
+    assert [alerts.kinds(name) for name in "abc"] == [["underflow"], ["underflow", "zeros"], ["underflow"]]
+    assert alerts.texts() == [
+        "3 layers, the worst b, step 3: 5 is too much.",
+        "b, step 3: 1 is too much.",
+    ]
+
+
+def test_what_lasts_is_said_again_where_it_is_much_worse() -> None:
+    alerts = Alerts(Owner())
+    assert len(step(alerts, 1, {"a": 1.0, "b": 1.0})) == 1
+    for number in range(2, 50):
+        assert step(alerts, number, {"a": 3.9, "c": 1.0, "d": 1.0}) == []
+    worse = "It is much worse than at step 1."
+    assert step(alerts, 50, {"a": 4.0}) == [f"Owner: a, step 50: 4 is too much. {worse}"]
+    many = dict.fromkeys("abcdefgh", 1.0)
+    assert step(alerts, 51, many) == [
+        "Owner: 8 layers, the worst a, step 51: 1 is too much. It is much worse than at step 50."
+    ]
+    assert len(step(alerts, 52, {"a": math.inf})) == 1
+    assert step(alerts, 53, {"a": math.inf}) == []
+
+
+def test_state_goes_on_also_that_of_older_checkpoints() -> None:
+    alerts = Alerts(Owner())
+    step(alerts, 1, {"a": 1.0, "b": 2.0})
+    other = Alerts(Owner())
+    other.load_state_dict(alerts.state_dict())
+    assert other.texts() == alerts.texts()
+    assert step(other, 2, {"a": 3.0}) == []
+    assert len(step(other, 3, {"a": 8.0})) == 1
+    older = Alerts(Owner())
+    older.load_state_dict({"a": {"underflow": "a, step 1: much"}, "b": {"underflow": "b, step 2: much"}})
+    assert older.texts() == ["a, step 1: much", "b, step 2: much"]
+    assert older.kinds("b") == ["underflow"]
+    assert step(older, 3, {"a": 100.0}) == []
+    assert len(step(older, 4, dict.fromkeys("abcdefgh", 1.0))) == 1
+
+
+class Classifier(LightningModule):
+    """A ViT, whose gradients are those of one token of 17."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import ViTConfig, ViTForImageClassification
+
+        sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
+        self.model = ViTForImageClassification(ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=4))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss: Tensor = self.model(batch, labels=torch.arange(len(batch))).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.randn(16, 3, 32, 32), batch_size=4)
+
+
+def test_a_vit_is_warned_of_once_and_not_advised_what_is_on() -> None:
+    run = Trainer(
+        max_steps=4,
+        accelerator="cpu",
+        log_every_n_steps=1,
+        plugins=[FP4Precision("nvfp4")],
+        callbacks=[QuantizationMonitor(), GradientNormMonitor()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    texts = said(lambda: run.fit(Classifier()))
+    (text,) = texts
+    assert " layers, the worst model.vit." in text
+    assert "of the elements of wgrad_g that are not 0 became 0" in text
+    assert "stochastic" not in text, "nvfp4 rounds it so"
+
+
+@pytest.mark.parametrize(
+    ("preset", "operand", "on", "off"),
+    [
+        ("nvfp4", "wgrad_g", ["stochastic", "maller blocks"], ["Hadamard", "more range"]),
+        ("nvfp4", "fprop_x", ["maller blocks"], ["stochastic", "Hadamard"]),
+        ("nvfp4-nvidia", "wgrad_g", ["stochastic", "Hadamard"], ["more range"]),
+        ("mxfp4", "fprop_x", ["e8m0"], ["maller blocks", "stochastic"]),
+        ("fp8-current", "fprop_x", ["e8m0"], ["maller blocks", "Hadamard"]),
+    ],
+)
+def test_of_an_operand_nothing_is_advised_that_is_on(preset: str, operand: str, on: list[str], off: list[str]) -> None:
+    found = {"sqnr": 3.0, "underflow": 0.8}
+    (fault,) = of_operand(operand, LinearCasts.preset(preset), found, underflow_limit=0.5)
+    assert not [remedy for remedy in on if remedy in fault.message], fault.message
+    assert all(remedy in fault.message for remedy in off), fault.message
+
+
+def test_of_an_outlier_nothing_is_advised_that_is_on() -> None:
+    def layer(casts: object) -> torch.nn.Module:
+        model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+        return convert(model, casts)[0] if casts else model[0]  # type: ignore[arg-type]
+
+    def advice(casts: object) -> str:
+        return of_channel(layer(casts), 5, 60.0, 6.0, takeoff=10.0).message.partition("learning rate.")[2]
+
+    smooth = LinearCasts.preset("fp8-current").replace(smooth="channel")
+    assert advice(None) == "", "a layer in high precision has no levels to lose"
+    assert "small blocks or smooth_swiglu" in advice("fp8-current")
+    assert "small blocks" not in advice("nvfp4")
+    assert "smooth_swiglu" in advice("nvfp4")
+    assert "smooth_swiglu" not in advice(smooth)
+    mlp = torch.nn.Module()
+    for casts, is_on in (("fp8-current", False), (smooth, True)):
+        mlp.down_proj = layer(casts)
+        assert ("smooth_swiglu" in of_mlp(mlp, [(3.0, 0.95)], 1, 0.9).message) != is_on

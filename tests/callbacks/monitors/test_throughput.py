@@ -1,0 +1,260 @@
+"""Rates by a clock that the test turns: each training and validation step takes as long as it says."""
+
+import csv
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, TernaryPrecision, Throughput
+from lightning_lowbit.callbacks.monitors import throughput
+from lightning_lowbit.callbacks.monitors.throughput import PEAKS
+from tests.lightnings import BoringModel, CSVLogger, RandomDataset, Trainer
+
+SECONDS = [1000.0, 2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0]  # of each batch; the first compiles and allocates
+BATCH, WIDTH = 4, 32
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = SimpleNamespace(time=50.0)
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: now.time))
+    return now
+
+
+class Model(BoringModel):
+    def __init__(self, clock, recompute=False):
+        super().__init__()
+        self.clock, self.batches, self.recompute = clock, 0, recompute
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=False) if self.recompute else self.layer(x)
+
+    def training_step(self, batch, batch_idx):
+        self.clock.time += SECONDS[self.batches]
+        self.batches += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.clock.time += 100
+        return super().validation_step(batch, batch_idx)
+
+    def train_dataloader(self):
+        return DataLoader(RandomDataset(WIDTH, 8 * BATCH), batch_size=BATCH)
+
+    val_dataloader = train_dataloader
+
+
+def fit(model, *callbacks, **kwargs):
+    """Runs, and returns what was logged, row by row."""
+    defaults = {"max_steps": 6, "log_every_n_steps": 2, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+    logger = CSVLogger("logs")
+    Trainer(
+        accelerator="cpu",
+        logger=logger,
+        callbacks=list(callbacks),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{**defaults, **kwargs},
+    ).fit(model)
+    with open(logger.experiment.metrics_file_path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def column(rows, name):
+    return [float(row[name]) for row in rows if row.get(name)]
+
+
+def approx(values):
+    return pytest.approx(values, rel=1e-5)  # logged in float32
+
+
+def test_samples_per_second(clock):
+    """Over the batches since the last time it was logged; the first batch of all is left out."""
+    rows = fit(Model(clock), Throughput())
+    assert column(rows, "samples/s") == approx([BATCH / 2, 2 * BATCH / (3 + 5), 2 * BATCH / (7 + 11)])
+    assert "tflops" not in rows[0]
+    assert "mfu" not in rows[0]
+
+
+def test_another_unit(clock):
+    rows = fit(Model(clock), Throughput("tokens", count=lambda batch: batch.numel()))
+    assert column(rows, "tokens/s") == approx([BATCH * WIDTH / s for s in (2, 8 / 2, 18 / 2)])
+    assert "samples/s" not in rows[0]
+
+
+def test_validation_is_no_training_time(clock):
+    rows = fit(Model(clock), Throughput(), limit_val_batches=2, val_check_interval=3, num_sanity_val_steps=1)
+    # validation after three batches: the clock restarts, and the fourth is alone
+    assert column(rows, "samples/s") == approx([BATCH / 2, BATCH / 5, 2 * BATCH / (7 + 11)])
+
+
+def test_accumulated_gradients(clock):
+    """Logged where the optimizer steps, over all micro-batches."""
+    rows = fit(Model(clock), Throughput(), accumulate_grad_batches=2, max_steps=3, log_every_n_steps=1)
+    assert column(rows, "samples/s") == approx([BATCH / 2, 2 * BATCH / (3 + 5), 2 * BATCH / (7 + 11)])
+
+
+def test_over_epochs(clock):
+    """The time goes on, and the first batch is left out once."""
+    rows = fit(Model(clock), Throughput(), limit_train_batches=3)
+    assert column(rows, "samples/s") == approx([BATCH / 2, 2 * BATCH / (3 + 5), 2 * BATCH / (7 + 11)])
+
+
+def test_a_second_run_begins_anew(clock):
+    callback = Throughput()
+    fit(Model(clock), callback)
+    clock.time += 1e6
+    rows = fit(Model(clock), callback, max_steps=2)
+    assert column(rows, "samples/s") == approx([BATCH / 2])
+
+
+def test_two_processes(clock, monkeypatch):
+    """Samples are those of all processes, FLOPs those of one device."""
+    monkeypatch.setattr(Trainer, "distributed_sampler_kwargs", property(lambda _: {"num_replicas": 2, "rank": 0}))
+    model = Model(clock)
+    model.flops_per_batch = 1000
+    rows = fit(model, Throughput(peak_flops={"float32": 5000.0}))
+    assert column(rows, "samples/s") == approx([2 * BATCH / s for s in (2, 8 / 2, 18 / 2)])
+    assert column(rows, "mfu") == approx([1000 / s / 5000 for s in (2, 8 / 2, 18 / 2)])
+
+
+# --- FLOPs and peaks --------------------------------------------------------------------------------------------------
+
+# Of BoringModel's only layer, 32 -> 2: no gradient of its input is needed.
+FORWARD = 2 * BATCH * WIDTH * 2
+FLOPS = 2 * FORWARD
+BY_DTYPE = {"bfloat16": 4e4, "float32": 1e4, "float4": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "peak"),
+    [
+        ({"plugins": lambda: [FP4Precision()]}, 4e4),  # emulated in bf16
+        ({"plugins": lambda: [FP4Precision(compute_dtype="fp32")]}, 1e4),
+        ({"precision": lambda: "bf16-mixed"}, 4e4),
+        ({"precision": lambda: "32-true"}, 1e4),
+    ],
+)
+def test_measured_flops(clock, settings, peak):
+    """Those of the first step, over the peak of what GEMMs are executed in."""
+    settings = {name: make() for name, make in settings.items()}
+    rows = fit(Model(clock), PrecisionSummary(quiet=True), Throughput(peak_flops=BY_DTYPE), **settings)
+    assert column(rows, "tflops") == approx([FLOPS / s / 1e12 for s in (2, 8 / 2, 18 / 2)])
+    assert column(rows, "mfu") == approx([FLOPS / s / peak for s in (2, 8 / 2, 18 / 2)])
+
+
+@pytest.mark.parametrize("peaks", [{"float8": 8e4, "float32": 1e4}, {"float32": 1e4}])
+def test_native_gemms_have_the_peak_of_fp8(clock, monkeypatch, peaks):
+    """Of two layers of one size the first is native; no gradient of its input is needed."""
+    first_of_two_is_native(clock, monkeypatch, FP8Precision("current", **SECOND_IN_HP), peaks, "float8", 2)
+
+
+@pytest.mark.parametrize("peaks", [{"int8": 8e4, "float8": 1.0, "float32": 1e4}, {"float8": 8e4, "float32": 1e4}])
+def test_native_gemms_have_the_peak_of_int8(clock, monkeypatch, peaks):
+    """Of a ternary layer the forward pass alone is native."""
+    first_of_two_is_native(clock, monkeypatch, TernaryPrecision(**SECOND_IN_HP), peaks, "int8", 1)
+
+
+SECOND_IN_HP: dict[str, Any] = {"overrides": {r"layer\.1": "bf16"}, "compute_dtype": "fp32"}
+
+
+def first_of_two_is_native(clock, monkeypatch, plugin, peaks, kind, native):
+
+    class TwoLayers(Model):
+        def __init__(self, clock):
+            super().__init__(clock)
+            self.layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+        def train_dataloader(self):
+            return DataLoader(RandomDataset(WIDTH, 8 * 16), batch_size=16)  # of which nothing is padded
+
+    monkeypatch.setattr("lightning_lowbit.nn.linear.native_obstacle", lambda device, kind: None)
+    rows = fit(TwoLayers(clock), PrecisionSummary(quiet=True), Throughput(peak_flops=peaks), plugins=[plugin])
+    gemm = 2 * 16 * WIDTH * WIDTH
+    if kind not in peaks:
+        assert "mfu" not in rows[0]
+        return
+    shortest = native * gemm / 8e4 + (5 - native) * gemm / 1e4  # seconds
+    assert column(rows, "mfu") == approx([shortest / s for s in (2, 8 / 2, 18 / 2)])
+
+
+def test_the_modules_own_number_goes_first(clock):
+    model = Model(clock)
+    model.flops_per_batch = 600
+    rows = fit(model, PrecisionSummary(quiet=True), Throughput(peak_flops=BY_DTYPE))
+    assert column(rows, "mfu") == approx([600 / s / 1e4 for s in (2, 8 / 2, 18 / 2)])
+
+
+def test_accumulated_gradients_have_the_same_utilization(clock):
+    """FLOPs are those of a micro-batch, and so are the batches."""
+    callbacks = PrecisionSummary(quiet=True), Throughput(peak_flops=BY_DTYPE)
+    rows = fit(Model(clock), *callbacks, accumulate_grad_batches=2, max_steps=3, log_every_n_steps=1)
+    assert column(rows, "mfu") == approx([FLOPS / s / 1e4 for s in (2, 8 / 2, 18 / 2)])
+
+
+def test_recomputed_activations_do_not_count(clock):
+    class Recomputed(Model):
+        def __init__(self, clock):
+            super().__init__(clock, recompute=True)
+            self.layer = nn.Sequential(nn.Linear(WIDTH, 2), nn.Tanh())
+
+    summary = PrecisionSummary(quiet=True)
+    rows = fit(Recomputed(clock), summary, Throughput(peak_flops=BY_DTYPE))
+    assert summary.counter.recomputed == FORWARD
+    assert summary.coverage().flops == FLOPS + FORWARD
+    assert column(rows, "mfu") == approx([FLOPS / s / 1e4 for s in (2, 8 / 2, 18 / 2)])
+
+
+@pytest.mark.parametrize("peaks", [None, {}, {"bfloat16": 1.0}], ids=["of a CPU", "none", "of another type"])
+def test_no_utilization_without_a_peak(clock, peaks):
+    rows = fit(Model(clock), PrecisionSummary(quiet=True), Throughput(peak_flops=peaks))
+    assert column(rows, "tflops") == approx([FLOPS / s / 1e12 for s in (2, 8 / 2, 18 / 2)])
+    assert "mfu" not in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA GH200 480GB", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L40", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("Tesla T4", None),
+        ("AMD Instinct MI300X", None),
+    ],
+)
+def test_peaks_by_the_name_of_the_device(monkeypatch, name, chip):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert throughput._peaks(torch.device("cuda", 0)) == (PEAKS[chip] if chip else {})
+
+
+def test_peaks_are_dense_and_grow_as_bits_shrink():
+    for chip, peaks in PEAKS.items():
+        assert list(peaks.values()) == sorted(peaks.values()), chip
+        for wide, narrow in (("bfloat16", "float8"), ("float8", "float4")):
+            if narrow in peaks:
+                assert peaks[narrow] / peaks[wide] == pytest.approx(2, rel=0.02), f"{chip}: {narrow}"
+
+
+def test_no_device_name_is_asked_for_on_other_devices(monkeypatch):
+    def fail(device):
+        raise AssertionError("asked for a device that is not there")
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", fail)
+    assert throughput._peaks(torch.device("cpu")) == {}

@@ -1,0 +1,52 @@
+"""One of two ranks; the second gets SIGTERM in its third step:
+``python -m tests.callbacks.recovery.stopped RANK FOLDER``.
+
+The steps it has begun are in ``FOLDER/RANK.txt``.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_lowbit import GracefulInterrupt
+from tests.lightnings import BoringModel, Callback, Trainer
+
+
+class Terminate(Callback):
+    def __init__(self, steps: Path) -> None:
+        self.steps = steps
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.steps.write_text(str(trainer.global_step + 1))
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main(rank: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    # How torchrun tells them; they meet in a file.
+    os.environ.update(TORCHELASTIC_RUN_ID="1", RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(GROUP_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=2)
+    Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=8,
+        limit_val_batches=0,
+        callbacks=[Terminate(Path(folder, f"{rank}.txt")), GracefulInterrupt()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(BoringModel())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

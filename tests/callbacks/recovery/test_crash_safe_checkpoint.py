@@ -1,0 +1,313 @@
+"""Crashes at each moment of a save, what is refused, and what else writes checkpoints."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_lowbit import CrashSafeCheckpoint, atomic_files
+from lightning_lowbit.callbacks.recovery.crash_safe_checkpoint import save_checkpoint
+from tests.callbacks.recovery.crashes import KILLED, SAVED
+from tests.launch import start, wait
+from tests.lightnings import (
+    AsyncCheckpointIO,
+    BoringModel,
+    Callback,
+    MisconfigurationException,
+    ModelCheckpoint,
+    TorchCheckpointIO,
+    Trainer,
+)
+
+OURS = ("a file", "a directory", "a linked directory", "a linked directory, resumed")
+PLAIN = ("Lightning's file", "Lightning's directory")
+
+
+@pytest.fixture(scope="module")
+def crashes(tmp_path_factory):
+    """Of each case, what each moment has led to."""
+    folder = tmp_path_factory.mktemp("crashes")
+    together = (
+        ("a linked directory", "a file", *PLAIN),
+        ("a directory", "a linked directory, resumed"),
+    )  # of about the same length
+    logs = [folder / f"{number}.log" for number in range(len(together))]
+    codes = wait(
+        [
+            start(log, "tests.callbacks.recovery.crashes", str(folder), *cases)
+            for log, cases in zip(logs, together, strict=True)
+        ]
+    )
+    told = "\n".join(log.read_text()[-3000:] for log in logs)
+    assert codes == [0, 0], told
+    return {case: json.loads((folder / f"{case}.json").read_text()) for cases in together for case in cases}
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(crashes, case):
+    moments = crashes[case]
+    assert len(moments) >= 5, "nothing was killed"
+    for number, moment in enumerate(moments):
+        place = f"moment {number}, before {moment['before']}, with {moment['names']}"
+        assert moment["code"] == 0, f"no run goes on: {place}"
+        assert moment["step"] in (SAVED, KILLED), f"it began at {moment['step']}: {place}"
+        same = next(other for other in moments if other["step"] == moment["step"])
+        assert moment["start"] == same["start"], f"other weights than of step {moment['step']}: {place}"
+        assert moment["end"] == moments[0]["end"], f"another end than without the crash: {place}"
+        assert all(name.endswith(".ckpt") for name in moment["left"]), f"it left {moment['left']}: {place}"
+    steps = [moment["step"] for moment in moments]
+    assert steps[0] == SAVED and steps == sorted(steps), "a later crash lost more"
+    names = {name for moment in moments for name in moment["names"]}
+    assert any(name.endswith(".partial") for name in names), "no crash was in the midst of a save"
+
+
+def test_steps_have_weights_of_their_own(crashes):
+    """Or else the above would not notice a mixture."""
+    starts = {moment["step"]: moment["start"] for moment in crashes["a directory"]}
+    assert starts[SAVED] != starts[KILLED]
+
+
+def test_lightning_loses_a_file_that_comes_from_another_file_system(crashes):
+    broken = [moment for moment in crashes["Lightning's file"] if moment["code"] != 0]
+    assert [moment["before"].split()[0] for moment in broken] == ["half"]
+
+
+def test_lightning_mixes_the_shards_of_two_steps(crashes):
+    moments = crashes["Lightning's directory"]
+    whole = {moment["step"]: moment["start"] for moment in crashes["a directory"]}
+    assert any(moment["code"] != 0 for moment in moments), "what is left of one cannot be loaded"
+    mixed = [moment for moment in moments if moment["code"] == 0 and moment["start"] != whole[moment["step"]]]
+    assert mixed and all(moment["step"] == SAVED and moment["start"] == whole[KILLED] for moment in mixed)
+
+
+# --- in one process ---
+
+
+def fit(*callbacks, ckpt_path=None, max_steps=2, **kwargs):
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=max_steps,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"limit_val_batches": 0, **kwargs},
+    )
+    trainer.fit(BoringModel(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_remote_folders_are_refused():
+    with pytest.raises(MisconfigurationException, match="memory://there.*ModelCheckpoint"):
+        fit(CrashSafeCheckpoint("memory://there"))
+
+
+def test_writing_in_the_background_is_refused():
+    with pytest.raises(MisconfigurationException, match="AsyncCheckpointIO"):
+        fit(CrashSafeCheckpoint("here"), plugins=[AsyncCheckpointIO()])
+
+
+def test_a_remote_checkpoint_is_written_as_it_is():
+    trainer = fit(enable_checkpointing=False)
+    save_checkpoint(trainer, "memory://there/interrupted.ckpt")
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    assert [name.rsplit("/", 1)[-1] for name in MemoryFileSystem.store if "there" in name] == ["interrupted.ckpt"]
+
+
+def test_a_checkpoint_that_is_written_in_the_background_has_its_name_at_once():
+    trainer = fit(enable_checkpointing=False, plugins=[AsyncCheckpointIO()])
+    save_checkpoint(trainer, "interrupted.ckpt")
+    trainer.strategy.checkpoint_io.teardown()  # waits for it
+    assert os.listdir() == ["interrupted.ckpt"]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("kinds", [(ModelCheckpoint, CrashSafeCheckpoint), (CrashSafeCheckpoint, ModelCheckpoint)])
+def test_takes_the_state_of_lightnings_and_the_other_way_round(kinds):
+    first, second = (kind("here", every_n_train_steps=1, save_last=True, save_top_k=1) for kind in kinds)
+    fit(first)
+    fit(second, ckpt_path="here/last.ckpt", max_steps=3)
+    assert sorted(path.name for path in Path("here").iterdir()) == ["epoch=0-step=3.ckpt", "last.ckpt"]
+
+
+def test_leftovers_of_others_stay():
+    Path("here").mkdir()
+    for name in (f"a.ckpt.{atomic_files._HOST}-1.partial", "b.txt.partial", "c.partial"):
+        Path("here", name).write_text("")
+    callback = CrashSafeCheckpoint("here", save_top_k=0)
+    fit(callback)
+    assert sorted(path.name for path in Path("here").iterdir()) == ["b.txt.partial", "c.partial"]
+
+
+def test_loggers_are_told_of_whole_checkpoints():
+    from tests.lightnings import CSVLogger
+
+    told = []
+
+    class Logger(CSVLogger):
+        def after_save_checkpoint(self, checkpoint_callback):
+            told.append(Path(checkpoint_callback.best_model_path).exists())
+
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        limit_val_batches=0,
+        callbacks=[CrashSafeCheckpoint("here", every_n_train_steps=1)],
+        logger=Logger("."),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+    assert told == [True, True]
+
+
+@pytest.mark.parametrize("old", ["nothing", "file", "directory", "link"])
+@pytest.mark.parametrize("new", ["file", "directory", "link"])
+def test_anything_takes_the_place_of_anything(old, new):
+    def make(path, kind, content):
+        if kind == "file":
+            path.write_text(content)
+        elif kind == "directory":
+            path.mkdir()
+            (path / "shard").write_text(content)
+        elif kind == "link":
+            Path(f"target {content}").mkdir()
+            path.symlink_to(f"target {content}")
+
+    path = Path("last.ckpt").absolute()
+    make(path, old, "old")
+    with atomic_files.being_written(path) as partial:
+        make(partial, new, "new")
+        atomic_files.put_in_place(partial, path)
+    is_kind = {"file": path.is_file(), "directory": path.is_dir() and not path.is_symlink(), "link": path.is_symlink()}
+    assert [kind for kind, found in is_kind.items() if found] == [new]
+    assert {name for name in os.listdir() if name.startswith("last")} == {"last.ckpt"}
+
+
+def test_interrupted_checkpoints_are_loadable_torch_files():
+    trainer = fit(enable_checkpointing=False)
+    for _ in range(2):
+        save_checkpoint(trainer, "interrupted.ckpt")
+    assert torch.load("interrupted.ckpt", weights_only=True)["global_step"] == 2
+    assert os.listdir() == ["interrupted.ckpt"]
+
+
+@pytest.mark.parametrize("is_first, error", [(True, OSError), (False, RuntimeError)])
+def test_what_the_first_rank_cannot_do_ends_all(is_first, error, monkeypatch):
+    def fail(path):
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr("lightning_lowbit.callbacks.recovery.crash_safe_checkpoint.being_written", fail)
+    told = None, "OSError('read-only file system')"  # as another process has it from the first one
+    strategy = SimpleNamespace(broadcast=lambda own: own if is_first else told, checkpoint_io=None)
+    trainer = SimpleNamespace(strategy=strategy, is_global_zero=is_first)
+    with pytest.raises(error, match="read-only file system"):
+        save_checkpoint(trainer, "last.ckpt")
+
+
+class OwnIO(TorchCheckpointIO):
+    """Writes half of the second checkpoint to a full disk, and notes what it is to remove."""
+
+    def __init__(self, full):
+        self.full, self.saves, self.removed = full, 0, []
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.saves += 1
+        if self.full and self.saves == 2:
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+    def remove_checkpoint(self, path):
+        self.removed.append(Path(path).name.split(".ckpt")[0])
+        super().remove_checkpoint(path)
+
+
+def test_a_full_disk_leaves_nothing_that_is_not_whole(tmp_path):
+    with pytest.raises(OSError, match="No space left"):
+        fit(CrashSafeCheckpoint(tmp_path, every_n_train_steps=1, filename="{step}"), plugins=[OwnIO(full=True)])
+    assert names() == {"step=1.ckpt"}
+
+
+def test_a_plugin_that_writes_checkpoints_removes_them_too(tmp_path):
+    io = OwnIO(full=False)
+    fit(CrashSafeCheckpoint(tmp_path, every_n_train_steps=1, filename="{step}"), plugins=[io])
+    assert io.removed == ["step=1"] and names() == {"step=2.ckpt"}
+
+
+class Validated(Callback):
+    """Notes where it is validated, and dies there at a step."""
+
+    def __init__(self, dies=None):
+        self.dies, self.steps = dies, []
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        self.steps.append(trainer.global_step)
+        if trainer.global_step == self.dies:
+            raise RuntimeError("killed")
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_run_that_dies_in_a_validation_repeats_it():
+    def run(validated, **kwargs):
+        every = {"limit_val_batches": 1, "val_check_interval": 2, "num_sanity_val_steps": 0, "max_steps": 6}
+        fit(CrashSafeCheckpoint("here", every_n_train_steps=1, save_last=True), validated, **every, **kwargs)
+        return validated.steps
+
+    with pytest.raises(RuntimeError, match="killed"):
+        run(Validated(dies=4))
+    assert torch.load("here/last.ckpt", weights_only=True)["global_step"] == 3
+    assert run(Validated(), ckpt_path="last") == [4, 6]
+    assert torch.load("here/last.ckpt", weights_only=True)["global_step"] == 6
+
+
+LEFT = f"{atomic_files._HOST}-1"
+
+
+def leave(*names):
+    for name in names:
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).touch()
+
+
+def names():
+    return {str(path) for path in Path().rglob("*") if path.is_file()}
+
+
+def test_what_a_crash_left_is_removed_below_and_not_within_checkpoints(tmp_path):
+    other = ("c.ckpt/d.ckpt.partial", "e.partial", "f.ckpt", "g.bin.partial")
+    leave(f"a.ckpt.{LEFT}.partial", f"f.ckpt.{LEFT}.previous", f"loss/0.3.ckpt.{LEFT}.partial", *other)
+    atomic_files.mend(tmp_path, ".ckpt")
+    assert names() == set(other)
+
+
+def test_what_had_the_name_before_is_found_and_put_back(tmp_path):
+    leave(f"a.ckpt.{LEFT}.previous", f"b.ckpt.{LEFT}.previous", "b.ckpt")
+    assert {path.name for path in atomic_files.named(tmp_path, ".ckpt")} == {f"a.ckpt.{LEFT}.previous", "b.ckpt"}
+    atomic_files.mend(tmp_path, ".ckpt")
+    assert names() == {"a.ckpt", "b.ckpt"}
+
+
+def test_what_a_living_process_writes_stays(tmp_path):
+    left, elsewhere = f"a.ckpt.{LEFT}.partial", "a.ckpt.elsewhere-1.partial"
+    leave(left, elsewhere)
+    with atomic_files.being_written(tmp_path / "b.ckpt") as partial:
+        partial.touch()
+        atomic_files.mend(tmp_path, ".ckpt")  # of another process, whose lock is another one
+        assert names() == {partial.name, elsewhere}, "the lock does not hold"
+
+
+def test_what_another_machine_has_left_goes_after_an_hour(tmp_path, monkeypatch):
+    leave("a.ckpt.elsewhere-1.partial", "b.ckpt.partial")
+    atomic_files.mend(tmp_path, ".ckpt")
+    assert len(names()) == 2, "it may be writing"
+    monkeypatch.setattr(atomic_files.time, "time", lambda now=atomic_files.time.time: now() + 3601)
+    atomic_files.mend(tmp_path, ".ckpt")
+    assert not names()

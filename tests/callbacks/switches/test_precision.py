@@ -1,0 +1,188 @@
+"""Switching phases: when, in which order, under compilation, and what is refused."""
+
+import csv
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
+from lightning_lowbit.nn import PRESETS
+from tests.lightnings import BoringModel, Callback, CSVLogger, MisconfigurationException, Trainer
+
+
+class Phases(Callback):
+    """The phase, and the casts of all layers, of each micro-batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        casts = {str(module.casts) for module in pl_module.modules() if hasattr(module, "casts")}
+        self.seen.append((trainer.global_step, trainer.precision_plugin.phase, len(casts)))
+
+
+class Two(BoringModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
+
+
+def fit(*switches, model=None, plugin=None, **kwargs):
+    phases = Phases()
+    defaults = {
+        "max_steps": 6,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "limit_val_batches": 0,
+    }
+    trainer = Trainer(
+        accelerator="cpu",
+        plugins=[plugin or FP4Precision()],
+        callbacks=[*switches, phases],
+        **{**defaults, **kwargs},
+    )
+    trainer.fit(model or Two())
+    return phases.seen
+
+
+@pytest.mark.parametrize("switch", [lambda: QAFSwitch(at=2 / 3), lambda: QAFSwitch(step=4)])
+def test_switches_all_layers_at_an_accumulation_boundary(switch):
+    seen = fit(switch(), accumulate_grad_batches=3)
+    expected = [(step, "fqt" if step < 4 else "qaf", 1) for step in range(6) for _ in range(3)]
+    assert seen == expected
+
+
+def test_fraction_of_epochs():
+    seen = fit(QAFSwitch(at=0.5), max_steps=-1, max_epochs=2, limit_train_batches=4)
+    assert [phase for _, phase, _ in seen] == ["fqt"] * 4 + ["qaf"] * 4
+
+
+def test_several_switches_in_any_order():
+    seen = fit(PrecisionSwitch("bf16", step=4), QAFSwitch(step=1), PrecisionSwitch("hp-forward", step=2))
+    assert [phase for _, phase, _ in seen] == ["fqt", "qaf", "hp-forward", "hp-forward", "bf16", "bf16"]
+
+
+def test_a_later_change_by_hand_stands():
+    class ByHand(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 4:
+                trainer.precision_plugin.set_phase("bf16")
+
+    seen = fit(QAFSwitch(step=2), ByHand())
+    assert [phase for _, phase, _ in seen] == ["fqt", "fqt", "qaf", "qaf", "bf16", "bf16"]
+
+
+@pytest.mark.parametrize("order", [["qaf", "bf16"], ["bf16", "qaf"]])
+def test_of_two_at_one_step_the_last_in_the_list_holds(order):
+    seen = fit(*(PrecisionSwitch(to, step=2) for to in order))
+    assert [phase for _, phase, _ in seen] == ["fqt"] * 2 + [order[-1]] * 4
+
+
+def test_a_longer_run_from_a_checkpoint_in_the_phase_says_so(tmp_path):
+    def run(steps, switch, ckpt_path=None):
+        trainer = Trainer(
+            accelerator="cpu",
+            max_steps=steps,
+            limit_train_batches=4,
+            plugins=[FP4Precision()],
+            callbacks=[switch],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+        )
+        trainer.fit(Two(), ckpt_path=ckpt_path)
+        return trainer
+
+    run(4, QAFSwitch(at=0.5)).save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.warns(UserWarning, match="in phase 'qaf' already.*due at step 6"):
+        trainer = run(8, QAFSwitch(at=0.75), tmp_path / "x.ckpt")
+    assert trainer.precision_plugin.phase == "qaf"
+
+
+def test_fraction_of_manual_optimization():
+    class Manual(Two):
+        automatic_optimization = False
+
+    with pytest.raises(MisconfigurationException, match="set max_steps, or give step"):
+        fit(QAFSwitch(at=0.5), model=Manual(), max_steps=-1, max_epochs=1)
+
+
+@pytest.mark.parametrize(("at", "phases"), [(0.0, {"qaf"}), (1.0, {"fqt"})])
+def test_ends_of_the_run(at, phases):
+    assert {phase for _, phase, _ in fit(QAFSwitch(at=at))} == phases
+
+
+def test_overrides_survive_a_switch_and_a_switch_back():
+    plugin, model = FP4Precision(overrides={"layer.2": {"fprop_w": {"element": "e1m2"}}}), Two()
+    fit(QAFSwitch(step=2), PrecisionSwitch("fqt", step=4), plugin=plugin, model=model)
+    assert model.layer[0].casts == PRESETS["nvfp4"]()
+    assert model.layer[2].casts.fprop_w.element == "e1m2"
+    assert model.layer[2].casts.fprop_x is None
+
+
+def test_the_phase_is_logged():
+    logger = CSVLogger("logs")
+    fit(QAFSwitch(step=3), logger=logger, log_every_n_steps=1)
+    with open(logger.experiment.metrics_file_path, newline="") as file:
+        logged = [(int(row["step"]), float(row["phase"])) for row in csv.DictReader(file) if row["phase"]]
+    assert logged == [(3, 1.0)]
+
+
+def test_at_most_one_recompilation():
+    from torch._dynamo.utils import counters
+
+    class Compiled(Two):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Sequential(*(nn.Linear(32, 32) for _ in range(10)), nn.Linear(32, 2))
+            self.compiled = None
+
+        def forward(self, x):
+            self.compiled = self.compiled or torch.compile(self.layer, backend="aot_eager")
+            return self.compiled(x)
+
+    counters.clear()
+    torch._dynamo.reset()
+    seen = fit(QAFSwitch(step=2), PrecisionSwitch("fqt", step=4), model=Compiled(), max_steps=6)
+    assert [phase for _, phase, _ in seen] == ["fqt", "fqt", "qaf", "qaf", "fqt", "fqt"]
+    assert counters["stats"]["unique_graphs"] == 2, "one graph a phase, and none for switching back"
+    assert not counters["graph_break"], dict(counters["graph_break"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"to": "qat", "at": 0.5}, r"Unknown phase 'qat'. Did you mean 'qaf'\?"),
+        ({"to": "qaf"}, "Give either at"),
+        ({"to": "qaf", "at": 0.5, "step": 5}, "Give either at"),
+        ({"to": "qaf", "at": 1.5}, "between 0 and 1; got 1.5"),
+        ({"to": "qaf", "step": -1}, "0 or more; got -1"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PrecisionSwitch(**arguments)
+
+
+def test_needs_the_plugin():
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        callbacks=[QAFSwitch(at=0.5)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(MisconfigurationException, match="QAFSwitch switches the phase of a LowBitPrecision plugin"):
+        trainer.fit(BoringModel())
+
+
+def test_fraction_of_an_endless_run():
+    with pytest.raises(MisconfigurationException, match="set max_steps or max_epochs, or give step"):
+        fit(QAFSwitch(at=0.5), max_steps=-1, max_epochs=-1)

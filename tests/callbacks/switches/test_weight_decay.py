@@ -1,0 +1,251 @@
+"""Weight decay that changes in mid-training: of which groups, when, after a resume, and what it does to weights."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbit import FP4Precision, PrecisionSwitch, StableSPAM, WeightDecaySwitch
+from tests.lightnings import Callback, LightningModule, MisconfigurationException
+from tests.precision.regression import Regression, flat, trainer
+
+Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+class Decayed(Regression):
+    """Its first layer has one weight decay, its MLP another, and its head none."""
+
+    def __init__(self, optimizer: Optimizer = torch.optim.AdamW) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        decays = {self.first: 0.5, self.mlp: 0.25, self.head: 0.0}
+        return self.optimizer([{"params": list(p.parameters()), "weight_decay": decay} for p, decay in decays.items()])
+
+
+class Manual(Decayed):
+    """Two optimizers, of which the second has one group; each step of the run is one of both."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
+        groups = [{"params": self.first.parameters(), "weight_decay": 0.5}, {"params": self.mlp.parameters()}]
+        return [torch.optim.AdamW(groups, weight_decay=0), torch.optim.SGD(self.head.parameters(), weight_decay=0.25)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Witness(Callback):
+    """The weight decays of all groups in each micro-batch, by optimizer step."""
+
+    def __init__(self, keep: bool) -> None:
+        self.decays: dict[int, list[float]] = {}
+        self.keep = keep
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        decays = [group["weight_decay"] for group in groups]
+        assert self.decays.setdefault(trainer.global_step, decays) == decays, "it changes within a step"
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self.keep and not trainer.fit_loop._should_accumulate():
+            trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
+
+
+def fit(
+    *callbacks: Callback,
+    model: LightningModule | None = None,
+    ckpt_path: str | None = None,
+    keep: bool = False,
+    **kwargs: Any,
+) -> list[list[float]]:
+    """Six steps; the weight decays of each."""
+    witness = Witness(keep)
+    defaults = {"max_steps": 6, "limit_train_batches": 64}
+    trainer(None, callbacks=[*callbacks, witness], **{**defaults, **kwargs}).fit(
+        model or Decayed(), ckpt_path=ckpt_path
+    )
+    return list(witness.decays.values())
+
+
+BEFORE, AFTER = [0.5, 0.25, 0], [0, 0, 0]
+
+
+@pytest.mark.parametrize("switch", [lambda: WeightDecaySwitch(at=0.5), lambda: WeightDecaySwitch(step=3)])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_from_a_step_on(switch: Callable[[], WeightDecaySwitch], accumulate: int) -> None:
+    assert fit(switch(), accumulate_grad_batches=accumulate) == [BEFORE] * 3 + [AFTER] * 3
+
+
+@pytest.mark.parametrize(("at", "expected"), [(0.0, [AFTER] * 6), (1.0, [BEFORE] * 6)])
+def test_ends_of_the_run(at: float, expected: list[list[float]]) -> None:
+    assert fit(WeightDecaySwitch(at=at)) == expected
+
+
+def test_to_another_value_where_there_is_any() -> None:
+    assert fit(WeightDecaySwitch(0.125, step=2)) == [BEFORE] * 2 + [[0.125, 0.125, 0]] * 4
+
+
+def test_back_from_zero() -> None:
+    found = fit(WeightDecaySwitch(step=1), WeightDecaySwitch(0.125, step=3))
+    assert found == [BEFORE] + [AFTER] * 2 + [[0.125, 0.125, 0]] * 3
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_back_from_zero_after_a_resume() -> None:
+    switches = [WeightDecaySwitch(step=1), WeightDecaySwitch(0.125, step=3)]
+    fit(*switches, keep=True)
+    assert fit(*switches, ckpt_path="2.ckpt") == [AFTER] + [[0.125, 0.125, 0]] * 3
+
+
+def test_no_weight_decay_to_change() -> None:
+    model = Decayed(lambda groups: torch.optim.SGD([{**group, "weight_decay": 0} for group in groups], lr=0.1))
+    with pytest.raises(MisconfigurationException, match="here it is 0 for all. Give the optimizer a weight decay"):
+        fit(WeightDecaySwitch(step=1), model=model)
+
+
+def test_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    fit(WeightDecaySwitch(step=2))
+    assert "Step 2: weight decay 0.25, 0.5 -> 0.0." in caplog.text
+
+
+def test_several_optimizers() -> None:
+    """``global_step`` counts the steps of both, and manual optimization has a number of them only where it is given."""
+    assert fit(WeightDecaySwitch(at=0.5), model=Manual(), max_steps=8) == [[0.5, 0, 0.25]] * 2 + [AFTER] * 2
+    message = r"WeightDecaySwitch\(at=0.5\) is a fraction .* set max_steps, or give step instead of at"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(WeightDecaySwitch(at=0.5), model=Manual(), max_steps=-1, max_epochs=1)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_last_one_due_holds_whatever_their_order(reverse: bool) -> None:
+    switches = [WeightDecaySwitch(1.0, step=1), WeightDecaySwitch(2.0, step=3), WeightDecaySwitch(step=4)]
+    found = fit(*(reversed(switches) if reverse else switches))
+    assert found == [BEFORE, [1, 1, 0], [1, 1, 0], [2, 2, 0], AFTER, AFTER]
+
+
+@pytest.mark.filterwarnings("ignore:Training ended at")
+def test_goes_with_a_switch_of_something_else() -> None:
+    plugin, witness = FP4Precision(), Witness(keep=False)
+    switches = [WeightDecaySwitch(step=3), PrecisionSwitch("qaf", step=4), PrecisionSwitch("hp-forward", step=3)]
+    trainer(plugin, callbacks=[*switches, witness], max_steps=6, limit_train_batches=6).fit(Decayed())
+    assert list(witness.decays.values()) == [BEFORE] * 3 + [AFTER] * 3
+    assert plugin.phase == "qaf"
+    switches = [PrecisionSwitch("fqt", step=1, steps=4), WeightDecaySwitch(step=2)]
+    trainer(plugin, callbacks=switches, max_steps=4, limit_train_batches=4).fit(Decayed())
+    assert plugin.blend == 0.5, "a switch of the weight decay ends that of the precision"
+
+
+def test_a_later_change_by_hand_stands() -> None:
+    class ByHand(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 4:
+                trainer.optimizers[0].param_groups[0]["weight_decay"] = 3.0
+
+    assert fit(WeightDecaySwitch(step=2), ByHand()) == [BEFORE] * 2 + [AFTER] * 2 + [[3, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, StableSPAM])
+def test_weights_decay_no_more(make: Any) -> None:
+    """With zero gradients nothing else moves them."""
+
+    class Still(Decayed):
+        def __init__(self) -> None:
+            super().__init__(lambda groups: make(groups, lr=0.5))
+            self.sizes: list[list[float]] = []
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            weights = self.first.weight, self.mlp.up_proj.weight, self.head.weight
+            self.sizes.append([weight.norm().item() for weight in weights])
+            return 0 * sum(p.sum() for p in self.parameters())
+
+    model = Still()
+    fit(WeightDecaySwitch(step=2), model=model, max_steps=5)
+    first, up, head = zip(*model.sizes, strict=True)
+    expected = [[1, 0.75, 0.5625, 0.5625, 0.5625], [1, 0.875, 0.765625, 0.765625, 0.765625], [1.0] * 5]
+    for sizes, factors in zip((first, up, head), expected, strict=True):
+        assert [size / sizes[0] for size in sizes] == pytest.approx(factors)
+
+
+# The loader begins again, and nothing depends on it: a batch follows from its place in the run.
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_resumed_run_repeats_the_uninterrupted_one() -> None:
+    def run(**kwargs: Any) -> tuple[list[list[float]], Tensor]:
+        model = Decayed()
+        return fit(WeightDecaySwitch(0.125, step=2), WeightDecaySwitch(step=4), model=model, **kwargs), flat(model)
+
+    decays, weights = run(keep=True)
+    for step in range(1, 6):
+        resumed, resumed_weights = run(ckpt_path=f"{step}.ckpt")
+        assert resumed == decays[step:], f"resumed after step {step}"
+        assert torch.equal(resumed_weights, weights), f"resumed after step {step}: other weights"
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_run_that_resumes_after_the_step_switches() -> None:
+    """Of several, as the last one that is due does."""
+    fit(keep=True, max_steps=4)
+    switches = [WeightDecaySwitch(2.0, step=3), WeightDecaySwitch(1.0, step=2)]
+    assert fit(*switches, ckpt_path="4.ckpt") == [[2, 2, 0]] * 2
+
+
+def test_an_optimizer_without_weight_decay() -> None:
+    message = "WeightDecaySwitch sets the weight decay of optimizers, and LBFGS has none .* such as AdamW"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(WeightDecaySwitch(step=9), model=Decayed(lambda groups: torch.optim.LBFGS(groups[0]["params"])))
+
+
+def test_one_of_two_optimizers_without_weight_decay() -> None:
+    class Without(Manual):
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [super().configure_optimizers()[0], torch.optim.LBFGS(self.head.parameters())]
+
+    with pytest.raises(MisconfigurationException, match="LBFGS has none"):
+        fit(WeightDecaySwitch(step=9), model=Without())
+
+
+def test_groups_without_weight_decay_are_left_alone() -> None:
+    class Groups(torch.optim.SGD):
+        def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+            super().__init__(groups, lr=0.1)
+            del self.param_groups[1]["weight_decay"]
+
+        def step(self, closure: Any = None) -> Any:
+            return closure()
+
+    model = Decayed(Groups)
+    made = trainer(None, callbacks=[WeightDecaySwitch(step=1)], max_steps=2)
+    made.fit(model)
+    assert [group.get("weight_decay") for group in made.optimizers[0].param_groups] == [0, None, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"to": -0.1, "at": 0.5}, "to is a weight decay, 0 or more; got -0.1"),
+        ({"to": math.nan, "at": 0.5}, "got nan"),
+        ({"to": math.inf, "at": 0.5}, "got inf"),
+        ({}, r"Give either at \(a fraction of all steps\) or step \(a number\); got at=None, step=None"),
+        ({"at": 0.5, "step": 5}, "Give either at"),
+        ({"at": 1.5}, "between 0 and 1; got 1.5"),
+        ({"step": -1}, "0 or more; got -1"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WeightDecaySwitch(**arguments)
+
+
+def test_a_fraction_of_an_endless_run() -> None:
+    with pytest.raises(
+        MisconfigurationException, match="WeightDecaySwitch.* set max_steps or max_epochs, or give step"
+    ):
+        fit(WeightDecaySwitch(at=0.5), max_steps=-1, max_epochs=-1)

@@ -1,0 +1,204 @@
+"""The choice between eager and generated code."""
+
+import errno
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import codecache
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.exc import CppCompileError
+
+from lightning_lowbit import Cast, Scale, compilation, quantize
+
+
+def test_unknown_backend():
+    with pytest.raises(ValueError, match="Unknown backend 'triton': choose 'auto', 'eager' or 'compiled'"):
+        compilation.backend("triton").__enter__()
+
+
+def test_without_a_compiler_casts_run_as_eager_code_and_say_so(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no C++ compiler")
+
+    x, cast = torch.randn(32, 64), Cast(scale=Scale(two_level=True))
+    expected = quantize(x, cast).codes
+    monkeypatch.setattr(torch, "compile", broken)
+    compilation._can_compile.cache_clear()
+    try:
+        with (
+            compilation.backend("compiled"),
+            pytest.warns(UserWarning, match=r"no C\+\+ compiler.*Installing a C\+\+ compiler"),
+        ):
+            found = quantize(x, cast).codes
+        with compilation.backend("compiled"):
+            quantize(x, cast)  # said once
+    finally:
+        compilation._can_compile.cache_clear()
+    assert torch.equal(found, expected)
+
+
+def test_the_first_compilation_is_announced_once_on_stderr(capfd):
+    """As a user's program has it: without logging set up, by which pytest would catch it."""
+    program = """if True:
+        import logging, torch
+        from lightning_lowbit import Cast, compilation, quantize
+        with compilation.backend("eager"):
+            quantize(torch.randn(32, 64), Cast())
+        print("before", flush=True)
+        torch.compile = lambda function, **_: function  # it takes half a minute
+        with compilation.backend("compiled"):
+            for shape in ((32, 64), (32, 64), (8, 16)):
+                quantize(torch.randn(shape), Cast())
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
+    said = capfd.readouterr()
+    assert said.out == "before\n"
+    assert said.err == "lightning_lowbit compiles its casts for 'cpu': the first steps take some seconds longer.\n"
+
+
+def test_where_logging_is_set_up_it_decides_on_the_announcement(caplog, capfd, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    compilation._can_compile.cache_clear()
+    compilation._generate.cache_clear()
+    try:
+        with compilation.backend("compiled"), caplog.at_level("INFO", logger="lightning_lowbit"):
+            quantize(torch.randn(32, 64), Cast())
+    finally:
+        compilation._can_compile.cache_clear()
+        compilation._generate.cache_clear()
+    assert [record.name for record in caplog.records] == ["lightning_lowbit"]
+    assert capfd.readouterr().err == ""
+
+
+@compilation.compiled
+def double(x):
+    return x * 2 + 0.5
+
+
+@compilation.compiled
+def triple(x):
+    return x * 3 + 0.5
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Inductor's, in an empty folder or a copy of one; what this process has loaded of another one is forgotten."""
+
+    def at(name, of=None):
+        if of is not None:
+            shutil.copytree(tmp_path / of, tmp_path / name)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / name))
+        torch.compiler.reset()
+        CppPythonBindingsCodeCache.cache_clear()
+        compilation._generate.cache_clear()
+        return tmp_path / name
+
+    compilation._can_compile("cpu")
+    monkeypatch.setattr(compilation, "_has_told", False)
+    with compilation.backend("compiled"):
+        yield at
+    at("none")
+
+
+def test_a_damaged_cache_is_told_once_and_costs_no_bit(cache):
+    x = torch.randn(3, 5)
+    cache("whole")
+    double(x), triple(x)
+    libraries = [*cache("damaged", of="whole").rglob("*.main.so")]
+    for library in libraries:
+        library.write_bytes(b"")
+    assert len(libraries) == 2, "nothing was compiled"
+    reason = r"failed on 'cpu' \(ImportError: .*\.so: file too short\).*same bits"
+    with pytest.warns(UserWarning, match=reason) as told:
+        found = double(x), triple(x)
+    assert len(told) == 1
+    assert torch.equal(found[0], x * 2 + 0.5)
+    assert torch.equal(found[1], x * 3 + 0.5)
+    assert torch.equal(double(x), found[0]), "and without a warning"
+
+
+def test_a_disk_that_fills_up_in_mid_run(cache, monkeypatch):
+    """What was compiled goes on; what is not yet, such as a cast of the next phase, runs as eager code."""
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    x = torch.randn(3, 5)
+    cache("filling")
+    double(x)
+    monkeypatch.setattr(codecache, "write", full)
+    assert torch.equal(double(x), x * 2 + 0.5)
+    with pytest.warns(UserWarning, match=r"failed on 'cpu' \(OSError: .*No space left on device\)"):
+        found = triple(x)
+    assert torch.equal(found, x * 3 + 0.5)
+
+
+def test_errors_of_a_function_itself_are_its_own(cache):
+    @compilation.compiled
+    def picky(x):
+        if x.shape[1] != 3:
+            raise ValueError("three columns, please")
+        return x + 1
+
+    with pytest.raises(ValueError, match="three columns, please"):
+        picky(torch.ones(2, 4))
+    assert torch.equal(picky(torch.ones(2, 3)), torch.full((2, 3), 2.0))
+
+
+def test_the_reason_is_the_cause():
+    """Of what a wrapper of torch says, the first line has none."""
+    wrapped = BackendCompilerFailed(lambda: None, RuntimeError("No working C++ compiler"), None)
+    output = CppCompileError(["g++"], "a.cpp:1:2: fatal error: disk full\nstopped.")
+    for error, reason in (
+        (RuntimeError(), "RuntimeError"),
+        (wrapped, "RuntimeError: No working C++ compiler"),
+        (output, "a.cpp:1:2: fatal error: disk full"),
+    ):
+        assert compilation._reason(error) == reason
+
+
+def test_within_a_cast_nests_and_ends():
+    assert not compilation.is_within_cast()
+    with compilation.within_cast():
+        with compilation.within_cast():
+            assert compilation.is_within_cast()
+        assert compilation.is_within_cast(), "the inner context ended the outer one"
+        with pytest.raises(KeyError), compilation.within_cast():
+            raise KeyError
+        with ThreadPoolExecutor(1) as other:
+            assert not other.submit(compilation.is_within_cast).result(), (
+                "another thread is not within the cast of this one"
+            )
+    assert not compilation.is_within_cast()
+
+
+def test_a_backend_ends_with_its_context():
+    with pytest.raises(KeyError), compilation.backend("compiled"):
+        raise KeyError
+    assert compilation._backend == "auto"
+
+
+def test_auto_compiles_large_operands_only(monkeypatch):
+    """Small ones are not worth the seconds that code takes to generate."""
+    sizes = []
+
+    def generate(function, static, layout):
+        def record(*tensors):
+            sizes.append(tensors[0].numel())
+            return function(*tensors, **dict(static))
+
+        return record
+
+    monkeypatch.setattr(compilation, "_generate", generate)
+    monkeypatch.setattr(compilation, "_can_compile", lambda device: True)
+    for rows in (1, 4095, 4096, 8192):
+        quantize(torch.randn(rows, 16), Cast())
+    assert sizes == [2**16] * 2 + [2**17] * 2, "scales and codes of the two large operands"
+    with compilation.backend("eager"):
+        quantize(torch.randn(8192, 16), Cast())
+    assert len(sizes) == 4, "the eager backend generated code"
