@@ -1,6 +1,6 @@
 """Imports point downwards, and optional packages are imported where they are used.
 
-L0 checks, formats, compilation, atomic_files    L2 quant, distributed    L3 nn, optim, metrics    L4 _lightning
+L0 checks, formats, compilation, atomic_files    L1 quant    L2 distributed    L3 nn, optim, metrics    L4 _lightning
 L5 precision, callbacks, report    L6 cli    L7 recipes
 
 Lightning is imported by `_lightning` alone, and `_lightning` by L5 and above.
@@ -18,12 +18,12 @@ LEVELS = {
     "checks": 0,
     "formats": 0,
     "compilation": 0,
-    "quant": 2,
+    "atomic_files": 0,
+    "quant": 1,
+    "distributed": 2,
     "nn": 3,
     "optim": 3,
     "metrics": 3,
-    "distributed": 2,
-    "atomic_files": 0,
     "_lightning": 4,
     "precision": 5,
     "callbacks": 5,

@@ -173,10 +173,11 @@ def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
     model = config.get("model")
     named = isinstance(model, str) or (isinstance(model, Mapping) and "class_path" in model)
     if not named and not any(re.match(_NEEDS_NO_RECIPE, argument) for argument in rest):
+        overlays = [name for name in names if kind(find_config(name)) == OVERLAY]
         why = "nothing names a model"
-        if names:
-            why = f"{' and '.join(names)} {'change' if names[1:] else 'changes'} one, on top of it"
-        command = " ".join(["lowbit", *rest[:1], *(f"--config {name}" for name in ["quickstart", *names])])
+        if overlays:
+            why = f"{' and '.join(overlays)} {'change' if overlays[1:] else 'changes'} one, on top of it"
+        command = " ".join(["lowbit", *rest[:1], *(f"--config {name}" for name in ["quickstart", *overlays])])
         raise ValueError(f"Give a recipe, e.g. `{command}`: {why}. `lowbit ls` lists recipes.")
     rest = options_with_lists(rest, config)
     if not names:

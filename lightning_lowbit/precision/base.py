@@ -84,8 +84,9 @@ class LowBitPrecision(Shown, FSDPPrecision):
             operands are rounded to before they are quantized. Parameters stay as they are.
         scaler: of the loss, for ``"fp16"``: any ``torch.amp.GradScaler``, see
             :mod:`lightning_lowbit.precision.grad_scalers`; None for a :class:`lightning_lowbit.ConservativeGradScaler`.
-            It serves every strategy, sharded ones too. In manual optimization, gradients are scaled from ``manual_backward`` until
-            ``clip_gradients`` or ``step``, and those that one optimizer accumulates over steps of another need a scale that stays: a ``StaticGradScaler``.
+            It serves every strategy, sharded ones too. In manual optimization, gradients are scaled from
+            ``manual_backward`` until ``clip_gradients`` or ``step``, and those that one optimizer accumulates over
+            steps of another need a scale that stays: a ``StaticGradScaler``.
         seed: of the random bits of stochastic rounding; None takes that of ``seed_everything``, or 0.
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
         backend: ``"auto"``: GEMMs of FP8 or integers with scales per tensor or row run natively on hardware that has
