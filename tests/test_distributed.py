@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from lightning_lowbit.distributed import Sharding, local_gradient, offsets_of, sharding_of, zeros_spread_as
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, connect
-from lightning_lowbit.optim.guards import GradientStatistics
+from lightning_lowbit.optim.batch import GradientStatistics
 from tests.launch import launch
 from tests.optim import distributed
 from tests.optim.distributed import BAD, CASES, COUNTED, HALF, MISSING, PLACED, RANKS, SAVED, SPREADS, Run

@@ -57,15 +57,8 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield from zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
 
 
-def absolute_maximum(tensor: Tensor) -> Tensor:
-    """max|x| over all elements, 0 for an empty tensor; NaN and Inf come through.
-
-    Args:
-        tensor: any shape, any real floating dtype.
-
-    Returns:
-        0-d, the tensor's dtype.
-    """
+def amax(tensor: Tensor) -> Tensor:
+    """max|x| of a tensor of any real floating dtype: 0-d, that dtype; 0 if it is empty; NaN and Inf come through."""
     if tensor.numel() == 0:
         return tensor.new_zeros(())
     low, high = torch.aminmax(tensor)  # one pass; the infinity norm takes several times as long on a CPU
@@ -121,6 +114,12 @@ def growing_weight(new: Scalar, total: Tensor) -> tuple[Tensor, Tensor]:
     return new / total, total
 
 
+def along_cosine(start: float, end: float, steps: Tensor, of: int, dtype: torch.dtype) -> Tensor:
+    """From ``start`` to ``end`` along half a cosine over so many steps, then ``end``; the shape of ``steps``."""
+    progress = (steps.to(dtype) / of).clamp(max=1.0)
+    return end + (start - end) * (1 + torch.cos(math.pi * progress)) / 2
+
+
 def clip_ratio(maximum: Tensor, threshold: Tensor) -> Tensor:
     """What AdaClip multiplies the elements above the threshold with: T/M, at most 1; 1 where M = 0.
 
@@ -164,21 +163,6 @@ def ada_clip(gradient: Tensor, above: Tensor, ratio: Scalar) -> Tensor:
     return kept.addcmul_(above, ratio) if isinstance(ratio, Tensor) else kept.add_(above, alpha=ratio)
 
 
-def ada_clip_(gradient: Tensor, threshold: Tensor, ratio: Tensor) -> Tensor:
-    """AdaClip in place.
-
-    Args:
-        gradient: any shape, any real floating dtype.
-        threshold: T, 0-d, the dtype of the statistics.
-        ratio: `clip_ratio` of M and T, 0-d.
-
-    Returns:
-        ``gradient``.
-    """
-    wide = gradient.to(threshold.dtype)
-    return gradient.copy_(ada_clip(wide, spikes(wide, threshold), ratio))
-
-
 def spike_clip(gradient: Tensor, mean_square: Tensor, factor: Scalar) -> Tensor:
     """SpikeClip into a new tensor: g limited to ±√(factor·v), where v > 0.
 
@@ -207,16 +191,3 @@ def norm_ratio(norm: Tensor, norm_mean: Tensor, norm_mean_square: Tensor, eps: f
         [P].
     """
     return torch.where(norm > 0, norm_mean / (norm_mean_square.sqrt() + eps) / norm, 0.0)
-
-
-def ada_gn_(gradient: Tensor, ratio: Tensor) -> Tensor:
-    """AdaGN in place: g ← g·ratio, after which ‖g‖₂ = m/(√v + ε).
-
-    Args:
-        gradient: any shape, any real floating dtype, whole or a piece of it; changed in place.
-        ratio: `norm_ratio`, 0-d.
-
-    Returns:
-        ``gradient``.
-    """
-    return gradient.mul_(ratio)

@@ -91,6 +91,10 @@ class DenseMoments:
         """Mean and mean square of the selected elements, to be changed in place."""
         return piece.state["mean"], piece.state["mean_square"]
 
+    def mean_square(self, piece: Piece) -> Tensor | None:
+        """Mean square of the selected elements; None if it is not kept (yet)."""
+        return piece.state.get("mean_square")
+
     def store(self, piece: Piece, mean: Tensor, mean_square: Tensor) -> None:
         """Keeps what has become of them."""
 
@@ -115,8 +119,12 @@ class FP8Moments(DenseMoments):
 
     def load(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """Mean and mean square in fp32."""
-        mean, mean_square = (_decode_moment(piece.state[name], piece.state[f"{name}_scale"], name) for name in NAMES)
-        return mean, mean_square
+        state = piece.state
+        return _decode_moment(state["mean"], state["mean_scale"], "mean"), self.mean_square(piece)
+
+    def mean_square(self, piece: Piece) -> Tensor:
+        """Mean square in fp32."""
+        return _decode_moment(piece.state["mean_square"], piece.state["mean_square_scale"], "mean_square")
 
     def store(self, piece: Piece, mean: Tensor, mean_square: Tensor) -> None:
         """Rounds both."""
