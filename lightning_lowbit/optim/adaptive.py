@@ -2,9 +2,8 @@
 
     optimizer = Adaptive(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
-In a step the wrapped optimizer finds guarded copies of the gradients in ``p.grad``; afterwards they are gone again.
-Groups and state are the wrapped optimizer's own, with a few entries more, so that schedulers, checkpoints and
-strategies see one optimizer.
+During a step ``p.grad`` is a clipped copy of the gradient. Groups and state are the wrapped optimizer's own, with a few
+more entries, so that schedulers, checkpoints and strategies see one optimizer.
 
 Source: the Stable-SPAM thesis, section 4.2 and table 4.5 (Lion and Adam-mini with AdaGN and AdaClip).
 """
@@ -27,7 +26,7 @@ from lightning_lowbit.optim.guards import Clipped, Measured
 from lightning_lowbit.optim.moments import DenseMoments
 from lightning_lowbit.optim.options import check_options
 
-# Options that wrapped optimizers may have, too; what else is in OPTIONS means this package's.
+# Options that wrapped optimizers may have, too; the others in OPTIONS are this package's alone.
 _USUAL = {"lr", "betas", "eps", "weight_decay", "maximize"}
 
 # Rules of `GuardedAdam` that a wrapped optimizer has none of; what it keeps as exp_avg_sq is not corrected for bias.
@@ -35,18 +34,18 @@ _NO_MOMENTS = {"reset_interval": None, "total_steps": None, "master_weights": No
 
 
 class Adaptive(GuardedOptimizer):
-    """Guards the gradients that another optimizer sees.
+    """Clips the gradients that another optimizer sees.
 
     A step with a NaN or Inf in a gradient is skipped whole; without ``norm_clip`` also one with an element beyond 8e12,
-    since optimizers may add up squares. Those that can be told so on the device (torch's fused Adam, AdamW and Adagrad)
-    are; for any other one the host waits for that one answer, as it does under a `GradScaler`.
+    since optimizers may add up squares. torch's fused Adam, AdamW and Adagrad are told on the device; for any other
+    optimizer the host waits for that one answer, as it does under a `GradScaler`.
 
     State of a parameter: what the wrapped optimizer keeps, and ``steps`` (int64, 0-d), ``threshold``, ``norm_mean``,
     ``norm_mean_weight``, ``norm_mean_square`` (0-d, fp32; float64 for float64 parameters).
 
     Args:
-        optimizer: any `torch.optim.Optimizer` that steps without a closure; from then on use it through the wrapper. Or
-            parameters, for which ``base`` makes it.
+        optimizer: any `torch.optim.Optimizer` that steps without a closure, to be used through the wrapper from then
+            on. Or parameters, for which ``base`` makes it.
         base: makes the optimizer from the parameters; in YAML a ``class_path`` with ``init_args``.
         element_clip: ``"ada_clip"``; ``"spike_clip"``, SPAM's rule, for optimizers that keep ``exp_avg_sq``; or None.
         norm_clip: ``"ada_gn"``; ``"grad_clip"``, a bound on the norm of all gradients together; or None.
@@ -59,13 +58,16 @@ class Adaptive(GuardedOptimizer):
         matrices_only: gradients of parameters of fewer than two dimensions are left as they are.
 
     Raises:
-        ValueError: an option out of range; ``optimizer`` is none, or one that guards gradients itself, or is given
+        ValueError: an option out of range; ``optimizer`` is none, or one that clips gradients itself, or is given
             together with a ``base``; or, in `step`, what `StableSPAM` raises.
+
+    Example:
+        >>> Adaptive(torch.optim.AdamW(model.parameters(), lr=1e-3), norm_clip=None)
     """
 
     optimizer: torch.optim.Optimizer
     options: dict[str, Any]
-    _set_aside: dict[Tensor, dict[str, Tensor]]  # scalars of the guards while the wrapped optimizer has no state
+    _set_aside: dict[Tensor, dict[str, Tensor]]  # scalars of the rules while the wrapped optimizer has no state
 
     def __init__(
         self,
@@ -126,12 +128,12 @@ class Adaptive(GuardedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the wrapped optimizer, with the options of the guards."""
+        """Those of the wrapped optimizer, with the options of the rules."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the wrapped optimizer, with the scalars of the guards."""
+        """That of the wrapped optimizer, with the scalars of the rules."""
         return self.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

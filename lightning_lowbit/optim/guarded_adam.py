@@ -20,7 +20,7 @@ from lightning_lowbit.optim.options import check_options
 
 
 class _Dtypes(NamedTuple):
-    """What an option's value needs of parameters, and advice."""
+    """Dtypes of parameters that an option's value needs, and advice."""
 
     value: str
     of: set[torch.dtype]
@@ -34,15 +34,15 @@ _DTYPES = {
 }
 
 
-# All that a state may hold besides scalars.
+# All that a state may hold apart from scalars.
 _KEPT = {*FP8Moments.names, "master"}
 
 
 class GuardedAdam(GuardedOptimizer):
     """Adam with all options of this package, for parameters of any real floating dtype, whole or sharded.
 
-    Every option is one of the parameter group and read at each step. Clip gradients nowhere else
-    (``Trainer(gradient_clip_val=None)``): the guards want to see them as they are.
+    Every option belongs to the parameter group and is read at each step. Do not clip gradients elsewhere
+    (``Trainer(gradient_clip_val=None)``): the rules need to see them unclipped.
 
     State of a parameter, all on its device; statistics are fp32 (float64 for float64 parameters): ``steps`` t and
     ``steps_since_reset`` k (int64, 0-d); ``threshold``, ``norm_mean``, ``norm_mean_square`` (0-d);
@@ -110,7 +110,7 @@ class GuardedAdam(GuardedOptimizer):
 
     @torch.no_grad()
     def reset_moments(self) -> None:
-        """Starts Adam's moments anew, as MoRet does, of all parameters; statistics and master weights stay."""
+        """Resets Adam's moments of all parameters, as MoRet does; statistics and master weights stay."""
         for state in self.state.values():
             for name in ("steps_since_reset", "mean_weight"):  # the rest of a moment has no weight in the next one
                 if name in state:

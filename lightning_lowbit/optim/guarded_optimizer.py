@@ -15,10 +15,10 @@ from lightning_lowbit.optim.guards import Clipped, Measured, clip, is_host, meas
 from lightning_lowbit.optim.moments import DenseMoments
 from lightning_lowbit.optim.options import OPTIONS, check_options
 
-# What holds for a parameter of fewer than two dimensions where guards are for matrices only.
+# Options of parameters of fewer than two dimensions under matrices_only.
 _UNGUARDED = {"element_clip": None, "norm_clip": None, "reset_interval": None, "warmup_steps": 0, "total_steps": None}
 
-# What a group is asked for in each step by name: a misspelt one, set in mid-training, would be no rule at all.
+# Options that are names, checked in each step: a misspelled one, set in mid-training, would silently be no rule.
 _RULES = ("element_clip", "norm_clip", "moments", "master_weights")
 
 # Parameters of a batch, and what `GradientStatistics` has of them, [P] each.
@@ -73,7 +73,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
                         f"The saved state has {name}={saved.get(name)!r}, this {type(self).__name__} "
                         f"{name}={group.get(name)!r}: build it with the saved value, or start without the state."
                     )
-        final: dict[str, Any] = {}  # as the user's own pre-hooks leave it: this hook is the last to be registered
+        final: dict[str, Any] = {}  # after the user's pre-hooks: this one is registered last
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
         try:
             super().load_state_dict(state_dict)
@@ -89,12 +89,12 @@ class GuardedOptimizer(torch.optim.Optimizer):
                     self.state[parameter][name] = value.to(parameter.device, dtype, copy=True)
 
     def _is_own(self, name: str) -> bool:
-        """Whether this class, and no wrapped optimizer, keeps a state of that name."""
+        """Whether this class keeps a state of that name, rather than a wrapped optimizer."""
         return True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step, or none if any gradient of any group holds a NaN, an Inf, or what is too large (`guards`).
+        """Take one step, or none if a gradient of any group holds a NaN, an Inf, or too large an element (`guards`).
 
         ``closure`` evaluates the model; it runs first, with gradients enabled, and its loss is returned.
         """
@@ -123,7 +123,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
         }
 
     def gradient_statistics(self) -> dict[Tensor, GradientStatistics]:
-        """What the last step saw of each parameter's gradient: tensors, which nobody has to wait for; no collective."""
+        """Statistics of the last step by parameter, as tensors on its device: no host sync, no collective."""
         result: dict[Tensor, GradientStatistics] = {}
         for parameters, columns in self._statistics:
             nothing = torch.full_like(columns[0], torch.nan)  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def reset_moments(self) -> None:
-        """Starts the optimizer's averages of gradients anew, between steps; the statistics of the guards go on."""
+        """Resets the optimizer's averages of gradients, between steps; the statistics of the rules stay."""
 
     @abstractmethod
     def _rules(self, group: Mapping[str, Any]) -> dict[str, Any]:
