@@ -1,17 +1,16 @@
-"""Parameters that are spread over processes: what of them is here, and who holds the rest.
+"""Sharded parameters: the shard on this rank, and the process groups that hold the rest.
 
-An optimizer that looks at whole matrices (their largest gradient, their norm) needs both. Three ways to spread a
-parameter are known, everything else is whole:
+An optimizer that looks at whole matrices (their largest gradient, their norm) needs both. Parameters are sharded in
+three ways, and otherwise whole:
 
-    DTensor      FSDP2 and tensor parallelism: the tensor knows its mesh; the elements are spread along each mesh
-                 dimension on which it is not replicated
-    FSDP1        with the original parameters, each of which is the part of a flat buffer that lies on this rank: 1-D,
-                 perhaps empty, without a gradient where it is empty. Only the wrapped module knows the process group,
-                 so it has to be shown once (`connect`); LowBitPrecision does so
-    DeepSpeed    ZeRO hands an optimizer flat buffers in which no matrix can be told from another: refused
+    DTensor      FSDP2 and tensor parallelism: the tensor knows its mesh, and is sharded along each mesh dimension on
+                 which it is not replicated
+    FSDP1        with the original parameters, each a stretch of a flat buffer: 1-D, perhaps empty, without a gradient
+                 where it is empty. Only the wrapped module knows the process group, so it has to be shown once
+                 (`connect`); LowBitPrecision does so
+    DeepSpeed    ZeRO's flat buffers, in which no matrix can be told from another: refused
 
-What is measured on the parts becomes that of the wholes by one collective per process group, whatever the number of
-parameters (`all_reduce_`).
+Numbers of shards become those of whole parameters in one collective per process group (`all_reduce_`).
 """
 
 from collections.abc import Callable, Sequence
@@ -29,12 +28,12 @@ from lightning_lowbit.quant.scaling import absmax
 
 
 class Sharding(NamedTuple):
-    """How a parameter is spread.
+    """How a parameter is sharded.
 
     Attributes:
         shape: of the whole parameter.
-        groups: the process groups over which its elements are spread, none for a whole one.
-        is_flat: the local part is a stretch of the flattened parameter (FSDP1).
+        groups: the process groups over which it is sharded, none for a whole one.
+        is_flat: the shard is a stretch of the flattened parameter (FSDP1).
     """
 
     shape: torch.Size
@@ -42,13 +41,13 @@ class Sharding(NamedTuple):
     is_flat: bool = False
 
 
-_FLATTENED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of FSDP1: how they are spread
+_FLATTENED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of FSDP1: their `Sharding`
 
 
 def connect(module: nn.Module) -> None:
-    """Tells the optimizers of this package how FSDP1 has spread the parameters of a module.
+    """Tells the optimizers of this package how FSDP1 has sharded the parameters of a module.
 
-    `LowBitPrecision` calls it. Without that plugin, call it once after wrapping. Modules without FSDP1 have no need.
+    `LowBitPrecision` calls it. Without that plugin, call it once after wrapping. Without FSDP1 it does nothing.
 
     Args:
         module: the root that `FullyShardedDataParallel` wrapped.
@@ -64,15 +63,11 @@ def connect(module: nn.Module) -> None:
 
 
 def sharding_of(parameter: Tensor) -> Sharding:
-    """How a parameter is spread.
-
-    Raises:
-        ValueError: FSDP1 has spread it in a way that is not known.
-    """
+    """How a parameter is sharded; a ValueError if only FSDP1's wrapped module knows."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        spread = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
-        groups: Any = tuple(mesh.get_group(dim) for dim in spread if mesh.size(dim) > 1)
+        sharded = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
+        groups: Any = tuple(mesh.get_group(dim) for dim in sharded if mesh.size(dim) > 1)
         return Sharding(parameter.shape, groups)
     if getattr(parameter, "_is_flat_param", False):
         raise ValueError(
@@ -92,7 +87,7 @@ def sharding_of(parameter: Tensor) -> Sharding:
 
 
 def offsets_of(parameter: Tensor) -> tuple[int, ...]:
-    """Where, in each dimension, the local part of a parameter begins in the whole; zeros for a whole one."""
+    """Where the shard begins in the whole parameter, in each dimension."""
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.dim()
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -100,19 +95,16 @@ def offsets_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part that lies on this rank; changing it changes the tensor."""
+    """The shard on this rank, a view."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradient(parameter: Tensor, gradient: Tensor | None = None) -> Tensor | None:
-    """The part of a parameter's gradient that belongs to the part of the parameter on this rank.
+    """The gradient of the shard on this rank, a plain tensor; None where there is none.
 
     Args:
-        parameter: whose gradient it is.
-        gradient: another one than ``parameter.grad``, spread in any way over the same mesh.
-
-    Returns:
-        A plain tensor; None where there is no gradient.
+        parameter: any.
+        gradient: in place of ``parameter.grad``; placed in any way on the same mesh.
     """
     gradient = parameter.grad if gradient is None else gradient
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -123,35 +115,21 @@ def local_gradient(parameter: Tensor, gradient: Tensor | None = None) -> Tensor 
 
 
 def local_norms(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Norms of gradients, of their parts on this rank; squares of them add up over ranks (`all_reduce_`).
-
-    Args:
-        parameters: P of them.
-        device: of the result.
-
-    Returns:
-        L2 norms, float32 ``[P]``, 0 where there is no gradient.
-    """
-    parts = [local_gradient(parameter) for parameter in parameters]
-    dense = [part.coalesce().values() if part.is_sparse else part for part in parts if part is not None]
+    """L2 norms of the gradients of shards, float32 ``[P]``, 0 without a gradient; their squares add up over ranks."""
+    shards = [local_gradient(parameter) for parameter in parameters]
+    dense = [shard.coalesce().values() if shard.is_sparse else shard for shard in shards if shard is not None]
     # torch takes norms in a wider dtype than the tensor's, not in a narrower one.
-    narrow = [part.float() if part.dtype == torch.float64 else part for part in dense]
+    narrow = [shard.float() if shard.dtype == torch.float64 else shard for shard in dense]
     norms = iter(torch._foreach_norm(narrow, 2, torch.float32) if narrow else ())
     none = torch.zeros((), dtype=torch.float32, device=device)
-    return torch.stack([none, *(none if part is None else next(norms).to(none) for part in parts)])[1:]
+    return torch.stack([none, *(none if shard is None else next(norms).to(none) for shard in shards)])[1:]
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
-    """L2 norm of all gradients together, of the whole parameters, however each of them is spread.
+    """L2 norm of all gradients of whole parameters together: float32, 0-d, the same on all ranks; 0 without gradients.
 
     Args:
-        parameters: of a model, the same on all ranks: they meet in one collective per process group.
-
-    Returns:
-        float32, 0-d, the same on all ranks; 0 where there is no gradient.
-
-    Raises:
-        ValueError: as :func:`sharding_of`.
+        parameters: of a model, the same on all ranks: one collective per process group.
     """
     device = next((local(parameter).device for parameter in parameters), torch.device("cpu"))
     squares = local_norms(parameters, device).square().unbind()
@@ -162,12 +140,9 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_gradient_norm_(parameters: Sequence[Tensor], limit: float) -> Tensor:
-    """Scales all gradients, in place, so that their norm together is at most ``limit``.
+    """Scales all gradients, in place, to a norm of at most ``limit`` together; returns the norm before.
 
-    As ``torch.nn.utils.clip_grad_norm_``, which takes parameters of one mesh alone.
-
-    Returns:
-        The norm before it, as :func:`gradient_norm`.
+    ``torch.nn.utils.clip_grad_norm_`` does so for parameters of one mesh only.
     """
     norm = gradient_norm(parameters)
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -178,46 +153,40 @@ def clip_gradient_norm_(parameters: Sequence[Tensor], limit: float) -> Tensor:
 
 
 @torch.no_grad()
-def largest_magnitudes(parameters: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The largest magnitude of each whole parameter, however it is spread.
+def parameter_amaxes(parameters: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """max|p| of each whole parameter: float32, 0-d; infinite if it holds a NaN, which collectives may lose.
 
     Args:
-        parameters: the same on all ranks: they meet in one collective per process group.
-        device: of the processes, also where parts of parameters are offloaded to the CPU.
-
-    Returns:
-        float32, 0-d, on the device; infinite where it holds a NaN, which collectives may lose.
-
-    Raises:
-        ValueError: as :func:`sharding_of`.
+        parameters: the same on all ranks: one collective per process group.
+        device: of the processes and the result, also where shards are offloaded to the CPU.
     """
     own = [absmax(local(parameter)).to(device).nan_to_num(nan=torch.inf, posinf=torch.inf) for parameter in parameters]
     return all_reduce_(own, [sharding_of(parameter).groups for parameter in parameters], dist.ReduceOp.MAX)
 
 
-def zeros_spread_as(parameter: Tensor, last: Callable[[int], int], dtype: torch.dtype) -> Tensor:
-    """Zeros for what is kept along with a parameter, row by row, in rows of another length.
+def zeros_sharded_as(parameter: Tensor, last: Callable[[int], int], dtype: torch.dtype) -> Tensor:
+    """Zeros in rows of another length than a parameter's, sharded as it is.
 
     Args:
         parameter: of one dimension or more.
-        last: length of a row of n elements; where rows are cut, it is asked for each part.
+        last: the length for a row of n elements; where rows are cut, for each part of a row.
         dtype: of the zeros.
 
     Raises:
-        ValueError: the parts of all ranks do not make up a tensor that is spread as the parameter is.
+        ValueError: the shards of all ranks do not make up a tensor that is sharded as the parameter is.
     """
-    part = local(parameter)
-    shape = (*part.shape[:-1], last(part.shape[-1]))
-    zeros = torch.zeros(shape, dtype=dtype, device=part.device)
+    shard = local(parameter)
+    shape = (*shard.shape[:-1], last(shard.shape[-1]))
+    zeros = torch.zeros(shape, dtype=dtype, device=shard.device)
     if not isinstance(parameter, DTensor):
         return zeros
     mesh, placements = parameter.device_mesh, parameter.placements
     lengths = [last(length) for length in _cut_rows(parameter, parameter.shape[-1])]
-    # As seen from any rank: one that went on would wait for the others.
+    # Decided alike on all ranks: one that continued alone would wait for the others.
     if lengths != _cut_rows(parameter, sum(lengths)):
         raise ValueError(
-            f"A parameter of {tuple(parameter.shape)}, spread as {placements} over {mesh.size()} ranks, leaves "
-            f"{tuple(part.shape)} here, for which rows of another length cannot be kept: use moments='fp32' for it."
+            f"A parameter of {tuple(parameter.shape)}, sharded as {placements} over {mesh.size()} ranks, leaves "
+            f"{tuple(shard.shape)} here, for which rows of another length cannot be kept: use moments='fp32' for it."
         )
     whole = torch.Size((*parameter.shape[:-1], sum(lengths)))
     stride = torch.empty(whole, device="meta").stride()
@@ -225,21 +194,18 @@ def zeros_spread_as(parameter: Tensor, last: Callable[[int], int], dtype: torch.
 
 
 def _cut_rows(parameter: DTensor, length: int) -> list[int]:
-    """The parts of a row of some length, cut as the rows of a parameter are."""
+    """Lengths of the parts of a row, cut as the rows of a parameter are."""
     parts = [length]
     for dim, placement in enumerate(parameter.placements):
         if placement.is_shard(parameter.dim() - 1):
-            parts = [cut for part in parts for cut in _chunks(part, parameter.device_mesh.size(dim))]
+            ranks = parameter.device_mesh.size(dim)
+            sizes = [(part, -(-part // ranks)) for part in parts]
+            parts = [max(0, min(size, part - size * rank)) for part, size in sizes for rank in range(ranks)]
     return parts
 
 
-def _chunks(length: int, parts: int) -> list[int]:
-    size = -(-length // parts)
-    return [max(0, min(size, length - size * index)) for index in range(parts)]
-
-
 def all_reduce_world_(value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    """Reduces a tensor over all processes, in place, where there are several."""
+    """Reduces a tensor over all processes, in place, if there are several."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(value, op)
 
@@ -247,15 +213,12 @@ def all_reduce_world_(value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp
 def all_reduce_(
     values: Sequence[Tensor], groups: Sequence[tuple[dist.ProcessGroup, ...]], op: dist.ReduceOp.RedOpType
 ) -> list[Tensor]:
-    """Reduces each tensor over its process groups, all tensors of a group in one collective.
+    """The tensors, each reduced over its process groups (if any), all tensors of a group in one collective.
 
     Args:
         values: floating, any shapes, the same on all ranks of a group.
-        groups: of each tensor; one without any is left alone.
-        op: how.
-
-    Returns:
-        The reduced tensors.
+        groups: of each tensor.
+        op: the reduction.
     """
     reduced = list(values)
     for group in dict.fromkeys(group for of_one in groups for group in of_one):

@@ -1,10 +1,15 @@
-"""What may have been meant."""
+"""Argument checks say what was needed and what came; near names are offered."""
+
+import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from lightning_lowbit.checks import choose, near, nearest
+from lightning_lowbit.checks import choose, flag, fraction, from_fields, integer, near, nearest, number, positive, some
 from lightning_lowbit.cli.configs import recipes
 from lightning_lowbit.nn import PRESETS
+from lightning_lowbit.quant import Scale
 
 
 @pytest.mark.parametrize(
@@ -33,3 +38,44 @@ def test_nothing_is_near() -> None:
 def test_several_are_named_once_each() -> None:
     assert near("llama", recipes(), most=3) == ["llama_130m", "llama_1b", "llama_350m"]
     assert nearest("fp", ["fp8", "nvfp4", "fp16"], most=2) == " Did you mean 'fp8' or 'fp16'?"
+
+
+@pytest.mark.parametrize(
+    ("check", "needed", "valid", "wrong"),
+    [
+        (lambda n, v: integer(n, v, 2), "a whole number, 2 or more", [2, 10**40], [1, 2.0, True, "2", None]),
+        (lambda n, v: integer(n, v, 0, "a number of steps"), "a number of steps, 0 or more", [0], [-1]),
+        (lambda n, v: integer(n, v, 2, at_most=8), "a whole number, 2 or more and at most 8", [2, 8], [1, 9]),
+        (lambda n, v: integer(n, v, 1, or_none=True), "a whole number, 1 or more, or None", [None, 1], [0]),
+        (lambda n, v: number(n, v, "a finite number"), "a finite number", [-1, 10**400], [math.inf, math.nan, True]),
+        (lambda n, v: number(n, v, finite=False), "a number", [math.inf], [math.nan]),
+        (lambda n, v: number(n, v, at_least=0, at_most=1), "a number, 0 or more and at most 1", [0, 1], [-0.1, 1.1]),
+        (lambda n, v: number(n, v, at_least=0, below=1), "a number, 0 or more and below 1", [0, 0.9], [1]),
+        (lambda n, v: number(n, v, above=0, below=1), "a number, above 0 and below 1", [0.1], [0, 1]),
+        (lambda n, v: number(n, v, "a ratio", above=1), "a ratio, above 1", [1.1], [1, math.inf]),
+        (positive, "a number, above 0", [5e-324, 3], [0, -1, math.inf, math.nan]),
+        (fraction, "a fraction, above 0 and at most 1", [0.1, 1], [0, 2, math.nan]),
+        (flag, "true or false", [True, False], [0, 1, "true", None]),
+    ],
+)
+def test_a_check_returns_what_it_accepts_and_says_what_it_needs(
+    check: Callable[[str, Any], Any], needed: str, valid: list[Any], wrong: list[Any]
+) -> None:
+    for value in valid:
+        assert check("x", value) is value
+    for value in wrong:
+        with pytest.raises(ValueError) as error:
+            check("x", value)
+        assert str(error.value) == f"x is {needed}; got {value!r}."
+
+
+def test_a_few_names_stand_for_all() -> None:
+    assert some("abc") == "a, b, c"
+    assert some("abcde") == "a, b, c and 2 more"
+    assert some([]) == ""
+
+
+def test_a_dataclass_from_fields() -> None:
+    assert from_fields(Scale, "Scale", {"block": 16}) == Scale(block=16)
+    with pytest.raises(ValueError, match="Unknown field of Scale 'blok'. Did you mean 'block'"):
+        from_fields(Scale, "Scale", {"blok": 16})

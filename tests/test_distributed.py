@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_lowbit.distributed import Sharding, local_gradient, offsets_of, sharding_of, zeros_spread_as
+from lightning_lowbit.distributed import Sharding, local_gradient, offsets_of, sharding_of, zeros_sharded_as
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, connect
-from lightning_lowbit.optim.guards import GradientStatistics
+from lightning_lowbit.optim.batch import GradientStatistics
 from tests.launch import launch
 from tests.optim import distributed
 from tests.optim.distributed import BAD, CASES, COUNTED, HALF, MISSING, PLACED, RANKS, SAVED, SPREADS, Run
@@ -172,7 +172,7 @@ def test_whole_parameters_are_in_one_place() -> None:
     assert sharding_of(model.weight) == Sharding(torch.Size((2, 3)))
     assert offsets_of(model.weight) == (0, 0)
     assert local_gradient(model.weight) is None
-    kept = zeros_spread_as(model.weight, lambda length: 2 * length, torch.float16)
+    kept = zeros_sharded_as(model.weight, lambda length: 2 * length, torch.float16)
     assert kept.shape == (2, 6) and kept.dtype == torch.float16
 
 

@@ -4,36 +4,37 @@
     dgrad   dX = dY · W       casts dgrad_g, dgrad_w      contraction: out_features
     wgrad   dW = dYᵀ · X      casts wgrad_g, wgrad_x      contraction: tokens
 
-Each operand is blocked along the contraction axis of its own GEMM, so X and W are quantized once for fprop and again,
-the other way round, for wgrad and dgrad. None stands for the unquantized operand. ``"fprop"`` (dgrad_w and wgrad_x)
-stands for what the forward pass used, dequantized: the gradient of quantization-aware training.
+Each operand is blocked along the contraction axis of its own GEMM, so X and W are quantized once for fprop and again
+along the other axis for wgrad and dgrad. None is the unquantized operand. ``"fprop"`` (dgrad_w and wgrad_x) is the
+dequantized operand of the forward pass: the gradient of quantization-aware training.
 
-Four things belong to a GEMM or to the layer rather than to one tensor: a Hadamard transform of both operands, the mean
-that is split off before quantization, what stands for the derivative of rounding, and the smoothing of x.
+Four settings belong to a GEMM or to the layer rather than to one tensor: a Hadamard transform of both operands, the
+mean that is split off before quantization, the surrogate of the derivative of rounding, and the smoothing of x.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-import torch
-
-from lightning_lowbit.quant import SURROGATES, Cast, Hadamard
-from lightning_lowbit.quant.cast import choose, from_fields
+from lightning_lowbit.checks import choose, from_fields
+from lightning_lowbit.nn.casts_from_yaml import Settings, change_every, on_top, read_hadamard, read_surrogate
+from lightning_lowbit.nn.native import native_kind
+from lightning_lowbit.quant import Cast, Hadamard
 
 OPERANDS = ("fprop_x", "fprop_w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
 FORWARD, BACKWARD = OPERANDS[:2], OPERANDS[2:]
 GEMMS = ("fprop", "dgrad", "wgrad")
 
-# Operands that another GEMM may have made already. x is not among them: its quantized self would have to be kept for
-# the backward pass, once per layer that reads it.
+# Operands that may equal one of another GEMM. x is not among them: quantized, it would have to be kept for the backward
+# pass, once per layer that reads it.
 SHARED = {"dgrad_w": "fprop_w", "wgrad_g": "dgrad_g"}
 
 # The dimension of each operand that its GEMM contracts.
 CONTRACTION = dict(zip(OPERANDS, (1, 1, 1, 0, 0, 0), strict=True))
 
-# What each phase sets to None. "qaf" is quantization-aware finetuning (FP4 All the Way, arXiv 2505.19115, section 4):
-# forward as trained, backward in high precision.
+# Operands that each phase sets to None. "qaf" is quantization-aware finetuning (FP4 All the Way, arXiv 2505.19115,
+# section 4): forward as trained, backward in high precision.
 PHASES: dict[str, tuple[str, ...]] = {
     "fqt": (),
     "qaf": BACKWARD,
@@ -41,7 +42,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "bf16": OPERANDS,
 }
 
-# What brings to one size the channels or the tokens of a layer's input.
+# Whether the channels or the tokens of a layer's input are scaled to one size.
 SMOOTHINGS = ("channel", "token")
 
 # Named casts, see presets.py.
@@ -50,19 +51,12 @@ PRESETS: "dict[str, Callable[[], LinearCasts]]" = {}
 OperandCast = Cast | Literal["fprop"] | None
 
 
-class Settings(dict[str, Any]):
-    """A mapping that does not change and hashes as its items do, to be a field of a frozen dataclass."""
+def _renamed(old: str, new: str) -> Any:
+    def get(casts: "LinearCasts") -> Any:
+        warnings.warn(f"LinearCasts.{old} is now {new}.", DeprecationWarning, stacklevel=2)
+        return getattr(casts, new)
 
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Settings, (dict(self),)  # pickle and deepcopy would fill an empty one
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("The settings of LinearCasts do not change: make others with LinearCasts.replace(...).")
-
-    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse
+    return property(get)
 
 
 @dataclass(frozen=True)
@@ -78,14 +72,18 @@ class LinearCasts:
             of rank one, is added in high precision (Averis, arXiv 2603.10444):
             ``Y = Q(X - 1μᵀ) · Q(W)ᵀ + 1 (W μ)ᵀ``, likewise ``dX`` with the mean ν of dY, and
             ``dW = Q(dY - 1νᵀ)ᵀ · Q(X - 1μᵀ) + tokens · ν μᵀ``.
-        surrogate: for ``fprop_x`` and ``fprop_w``, what stands for the derivative of rounding: ``"dge"`` (meant for
-            weights) or ``"trust"``, see :mod:`lightning_lowbit.quant.surrogate`; the gradient passes straight through
-            where nothing is given.
-        smooth: brings the channels (``"channel"``) or tokens (``"token"``) of x to one size by powers of two, which the
-            weight or the output is divided by; see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
+        surrogate: for ``fprop_x`` and ``fprop_w``, the surrogate of the derivative of rounding: ``"dge"`` (meant for
+            weights) or ``"trust"``, see :mod:`lightning_lowbit.quant.surrogate`; without one the gradient passes
+            straight through.
+        smooth: scales the channels (``"channel"``) or tokens (``"token"``) of x to one size by powers of two, and
+            divides the weight or the output by them; see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
 
     Raises:
         ValueError: a field is none of these, or contradicts another one.
+
+    Example:
+        >>> LinearCasts.preset("nvfp4").replace(wgrad_x=None).quantized_gemms
+        ('fprop', 'dgrad')
     """
 
     fprop_x: Cast | None = None
@@ -113,8 +111,8 @@ class LinearCasts:
                     f"LinearCasts.{operand} is a Cast, a mapping of its fields, or None for high precision{also}; "
                     f"got {value!r}."
                 )
-        object.__setattr__(self, "hadamard", self._checked("hadamard", GEMMS, _hadamard, {"wgrad": 16}))
-        object.__setattr__(self, "surrogate", self._checked("surrogate", FORWARD, _surrogate, {"fprop_w": "dge"}))
+        object.__setattr__(self, "hadamard", self._checked("hadamard", GEMMS, read_hadamard, {"wgrad": 16}))
+        object.__setattr__(self, "surrogate", self._checked("surrogate", FORWARD, read_surrogate, {"fprop_w": "dge"}))
         if isinstance(self.subtract_mean, str | Mapping) or not isinstance(self.subtract_mean, Iterable):
             raise ValueError(
                 f"LinearCasts.subtract_mean is a list of GEMMs such as ['fprop', 'dgrad']; got {self.subtract_mean!r}."
@@ -137,7 +135,7 @@ class LinearCasts:
         return Settings((key, read(given[key])) for key in keys if key in given)
 
     def _contradictions(self) -> Iterable[str]:
-        """What is wrong between the fields, and what to do: every combination that is refused."""
+        """Every combination of fields that is refused: what is wrong, and what to do."""
         reused = [operand for operand in BACKWARD if getattr(self, operand) == "fprop"]
         for gemm in self.hadamard:
             if not self._casts_of(gemm):
@@ -190,12 +188,12 @@ class LinearCasts:
         return any(isinstance(getattr(self, operand), Cast) for operand in OPERANDS if not operand.endswith("_g"))
 
     def cast_of(self, operand: str) -> Cast | None:
-        """The cast that an operand has gone through, ``"fprop"`` resolved; None for high precision."""
+        """The cast of an operand, ``"fprop"`` resolved; None for high precision."""
         cast = getattr(self, operand)
         return getattr(self, f"fprop_{operand[-1]}") if cast == "fprop" else cast
 
     def shared(self, operand: str) -> bool:
-        """Whether an operand is the one in ``SHARED``, to the bit: of the same tensor, by a cast that has no axis."""
+        """Whether an operand equals the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis."""
         other, cast = SHARED[operand], getattr(self, operand)
         alike = isinstance(cast, Cast) and cast == getattr(self, other) and cast.rounding == "nearest"
         if not alike or not (cast.scale.block == "tensor" or isinstance(cast.scale.block, tuple)):
@@ -205,47 +203,28 @@ class LinearCasts:
 
     @property
     def delayed(self) -> dict[str, Cast]:
-        """The casts of the operands that are scaled by what :class:`lightning_lowbit.nn.AmaxHistories` remembers."""
+        """The casts with delayed scaling, by operand (:class:`lightning_lowbit.nn.AmaxHistories`)."""
         casts = {operand: getattr(self, operand) for operand in OPERANDS}
         return {name: c for name, c in casts.items() if isinstance(c, Cast) and c.scale.source == "delayed"}
 
     @property
     def is_delayed(self) -> bool:
-        """Whether any operand is."""
+        """Whether any operand has delayed scaling."""
         return bool(self.delayed)
 
     @property
     def quantized_gemms(self) -> tuple[str, ...]:
-        """The GEMMs whose two operands are both quantized; any other is one in high precision."""
+        """The GEMMs whose two operands are both quantized; the others are in high precision."""
         return tuple(gemm for gemm in GEMMS if all(self.cast_of(operand) for operand in self.operands_of(gemm)))
 
     @property
     def native_gemms(self) -> dict[str, str]:
-        """The GEMMs that hardware may compute on the elements as they are, and in what: ``"fp8"`` or ``"int8"``.
-
-        Scales are per tensor or row. In FP8 not both operands are in E5M2; with scales per row the second one is in
-        E4M3: CUTLASS, which torch mostly takes then, has no other kernel. Integers and ternary weights are int8.
-        """
-        kinds = {gemm: self._native_kind(gemm) for gemm in GEMMS}
+        """The GEMMs that hardware may compute on quantized elements, in ``"fp8"`` or ``"int8"`` (:mod:`.native`)."""
+        kinds = {gemm: native_kind(self, gemm) for gemm in GEMMS}
         return {gemm: kind for gemm, kind in kinds.items() if kind is not None}
 
-    def _native_kind(self, gemm: str) -> str | None:
-        casts = [self.cast_of(operand) for operand in self.operands_of(gemm)]
-        given = [cast for cast in casts if cast is not None and not cast.scale.per_block]
-        if len(given) < 2:
-            return None
-        for operand, cast in zip(self.operands_of(gemm), given, strict=True):
-            # What the forward pass used has its dtype; scales per row lie along the other axis now.
-            if getattr(self, operand) == "fprop" and (cast.scale.block == "row" or not self._native_kind("fprop")):
-                return None
-        if all(cast.grid.gemm_dtype == torch.int8 for cast in given):
-            # Integers have no NaN: an element that is none must show in the scale, which is then its own tensor's.
-            return "int8" if all(cast.scale.source == "current" for cast in given) else None
-        left, right = (cast.element for cast in given)
-        if not {left, right} <= {"e4m3", "e5m2"}:
-            return None
-        rows = any(cast.scale.block == "row" for cast in given)
-        return "fp8" if right == "e4m3" or (left == "e4m3" and not rows) else None
+    quantised_gemms = _renamed("quantised_gemms", "quantized_gemms")
+    quantises_x_or_w = _renamed("quantises_x_or_w", "quantizes_x_or_w")
 
     @staticmethod
     def operands_of(gemm: str) -> tuple[str, ...]:
@@ -257,28 +236,24 @@ class LinearCasts:
         return [value for value in values if isinstance(value, Cast)]
 
     def _means_of(self, gemm: str) -> list[str]:
-        """The operands of a GEMM that have tokens and a cast."""
+        """The operands x and g of a GEMM that have a cast."""
         tokens = [operand for operand in self.operands_of(gemm) if not operand.endswith("_w")]
         return [operand for operand in tokens if isinstance(getattr(self, operand), Cast)]
 
     @classmethod
     def preset(cls, name: str) -> "LinearCasts":
-        """The casts of a name in ``PRESETS``.
-
-        Raises:
-            ValueError: there is no such preset.
-        """
+        """The casts of a name in ``PRESETS``; a ValueError if there is no such preset."""
         return PRESETS[choose("preset", name, PRESETS)]()
 
     @classmethod
     def of(cls, value: "LinearCasts | str | Mapping[str, Any]") -> "LinearCasts":
-        """Casts from what Python code or YAML gives: casts, the name of a preset, or fields.
+        """Casts from Python code or YAML: casts, the name of a preset, or a mapping of fields.
 
-        A mapping may have the key ``preset`` to start from, and ``every``: fields of :class:`Cast` to change in all its
-        casts. What it gives for one operand then changes the named fields only, those of the scale too:
-        ``{"preset": "nvfp4", "every": {"scale": {"block": 32}}, "wgrad_x": {"rounding": "nearest"}}``. Without a
-        preset, operands that it does not name are in high precision. What ``hadamard`` and ``surrogate`` give likewise
-        changes those of the preset, and null takes one away: ``{"preset": "ufp4", "hadamard": {"dgrad": None}}``.
+        A mapping may begin with a ``preset``, and change fields of all its casts by ``every``. The mapping of an
+        operand changes the fields that it names, those of the scale too:
+        ``{"preset": "nvfp4", "every": {"scale": {"block": 32}}, "wgrad_x": {"rounding": "nearest"}}``. So do
+        ``hadamard`` and ``surrogate``, where null removes one: ``{"preset": "ufp4", "hadamard": {"dgrad": None}}``.
+        Without a preset, operands that are not named are in high precision.
 
         Raises:
             ValueError: an unknown preset or field, or a field with a wrong value.
@@ -293,26 +268,18 @@ class LinearCasts:
         base = cls.preset(given.pop("preset")) if "preset" in given else cls()
         start = {f.name: getattr(base, f.name) for f in fields(cls)}
         if "every" in given:
-            start.update(_every(start, given.pop("every")))
-        given = {name: _on_top(start.get(name), value) for name, value in given.items()}
+            start.update(change_every(start, given.pop("every")))
+        given = {name: on_top(start.get(name), value) for name, value in given.items()}
         return from_fields(cls, "LinearCasts", {**start, **given})
 
     def replace(self, **changes: Any) -> "LinearCasts":
-        """A copy with other fields, such as other casts for some operands.
-
-        Raises:
-            ValueError: an unknown field, or one with a wrong value.
-        """
+        """A copy with other fields; a ValueError for an unknown field, or a wrong value."""
         for name in changes:
             choose("field of LinearCasts", name, [f.name for f in fields(self)])
         return replace(self, **changes)
 
     def with_rounding(self, rounding: Mapping[str, str]) -> "LinearCasts":
-        """A copy in which the named operands round as given, e.g. ``{"wgrad_x": "nearest"}``.
-
-        Raises:
-            ValueError: no such operand or rounding, or an operand that has no cast to round with.
-        """
+        """A copy in which operands round as given, e.g. ``{"wgrad_x": "nearest"}``; a ValueError if one cannot."""
         if not isinstance(rounding, Mapping):
             raise ValueError(f"rounding maps operands to roundings, e.g. {{'wgrad_x': 'nearest'}}; got {rounding!r}.")
         changed: dict[str, OperandCast] = {}
@@ -327,20 +294,16 @@ class LinearCasts:
         return self.replace(**changed)
 
     def phase(self, name: str) -> "LinearCasts":
-        """These casts in a phase of training: ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``.
-
-        Raises:
-            ValueError: there is no such phase.
-        """
+        """These casts in a phase of training: ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``."""
         off = PHASES[choose("phase", name, PHASES)]
         bare: LinearCasts = self.replace(**dict.fromkeys(off), hadamard={}, subtract_mean=(), surrogate={}, smooth=None)
-        # What belongs to a GEMM or operand that is no longer quantized goes with it.
+        # Settings of a GEMM or operand that is no longer quantized are dropped.
         return replace(
             bare,
             hadamard={gemm: value for gemm, value in self.hadamard.items() if bare._casts_of(gemm)},
             subtract_mean=tuple(gemm for gemm in self.subtract_mean if bare._means_of(gemm)),
             surrogate={operand: kind for operand, kind in self.surrogate.items() if operand not in off},
-            # Kept as long as anything it scales is quantized, so that histories go on to hold the same tensors.
+            # Kept while any operand that it scales is quantized, so that histories keep their tensors.
             smooth=self.smooth if bare.quantizes_x_or_w else None,
         )
 
@@ -360,36 +323,3 @@ class LinearCasts:
 def _show(operand: str, casts: LinearCasts) -> str:
     value = getattr(casts, operand)
     return "hp" if value is None else f"{value}{' ' + casts.surrogate[operand] if operand in casts.surrogate else ''}"
-
-
-def _on_top(before: Any, value: Any) -> Any:
-    """What becomes of a field: a mapping changes a cast, or settings, of which None takes one away."""
-    if not isinstance(value, Mapping):
-        return value
-    if isinstance(before, Cast):
-        return before.replace(**{str(name): change for name, change in value.items()})  # keys of YAML may be numbers
-    if isinstance(before, Hadamard):
-        return from_fields(Hadamard, "Hadamard", {**vars(before), **value})
-    if isinstance(before, Settings):
-        changed = {**before, **{key: _on_top(before.get(key), change) for key, change in value.items()}}
-        return {key: change for key, change in changed.items() if change is not None}
-    return value
-
-
-def _every(start: Mapping[str, Any], changes: Any) -> dict[str, Cast]:
-    if not isinstance(changes, Mapping):
-        raise ValueError(f"casts.every is a mapping of fields of Cast; got {changes!r}.")
-    changed = {name: _on_top(value, changes) for name, value in start.items() if isinstance(value, Cast)}
-    if not changed:
-        raise ValueError("casts.every changes the casts of a preset, and there are none: name a preset that has some.")
-    return changed
-
-
-def _hadamard(value: Any) -> Hadamard:
-    if isinstance(value, Mapping):
-        return from_fields(Hadamard, "Hadamard", value)
-    return value if isinstance(value, Hadamard) else Hadamard(value)
-
-
-def _surrogate(value: Any) -> str:
-    return choose("surrogate", value, SURROGATES)

@@ -2,46 +2,50 @@
 
     optimizer = Adaptive(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
-In a step the wrapped optimizer finds guarded copies of the gradients in ``p.grad``; afterwards they are gone again.
-Groups and state are the wrapped optimizer's own, with a few entries more, so that schedulers, checkpoints and
-strategies see one optimizer.
+During a step ``p.grad`` is a clipped copy of the gradient. Groups and state are the wrapped optimizer's own, with a few
+more entries, so that schedulers, checkpoints and strategies see one optimizer.
 
 Source: the Stable-SPAM thesis, section 4.2 and table 4.5 (Lion and Adam-mini with AdaGN and AdaClip).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
-from lightning_lowbit.distributed import local
+from lightning_lowbit.distributed import Sharding, local
 from lightning_lowbit.optim import clipping
+from lightning_lowbit.optim.batch import Batch, gradient_pieces, remember
 from lightning_lowbit.optim.guarded_adam import GuardedAdam
-from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, Seen
-from lightning_lowbit.optim.guards import Guards
+from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, statistics_dtype
+from lightning_lowbit.optim.guards import Clipped, Measured
+from lightning_lowbit.optim.moments import DenseMoments
 from lightning_lowbit.optim.options import check_options
 
-# Options that wrapped optimizers may have, too; what else is in OPTIONS means this package's.
+# Options that wrapped optimizers may have, too; the others in OPTIONS are this package's alone.
 _USUAL = {"lr", "betas", "eps", "weight_decay", "maximize"}
+
+# Rules of `GuardedAdam` that a wrapped optimizer has none of; what it keeps as exp_avg_sq is not corrected for bias.
+_NO_MOMENTS = {"reset_interval": None, "total_steps": None, "master_weights": None, "spike_decay": 0.0}
 
 
 class Adaptive(GuardedOptimizer):
-    """Guards the gradients that another optimizer sees.
+    """Clips the gradients that another optimizer sees.
 
     A step with a NaN or Inf in a gradient is skipped whole; without ``norm_clip`` also one with an element beyond 8e12,
-    since optimizers may add up squares. Those that can be told so on the device (torch's fused Adam, AdamW and Adagrad)
-    are; for any other one the host waits for that one answer, as it does under a `GradScaler`.
+    since optimizers may add up squares. torch's fused Adam, AdamW and Adagrad are told on the device; for any other
+    optimizer the host waits for that one answer, as it does under a `GradScaler`.
 
     State of a parameter: what the wrapped optimizer keeps, and ``steps`` (int64, 0-d), ``threshold``, ``norm_mean``,
     ``norm_mean_weight``, ``norm_mean_square`` (0-d, fp32; float64 for float64 parameters).
 
     Args:
-        optimizer: any `torch.optim.Optimizer` that steps without a closure; from then on use it through the wrapper. Or
-            parameters, for which ``base`` makes it.
+        optimizer: any `torch.optim.Optimizer` that steps without a closure, to be used through the wrapper from then
+            on. Or parameters, for which ``base`` makes it.
         base: makes the optimizer from the parameters; in YAML a ``class_path`` with ``init_args``.
         element_clip: ``"ada_clip"``; ``"spike_clip"``, SPAM's rule, for optimizers that keep ``exp_avg_sq``; or None.
         norm_clip: ``"ada_gn"``; ``"grad_clip"``, a bound on the norm of all gradients together; or None.
@@ -54,13 +58,16 @@ class Adaptive(GuardedOptimizer):
         matrices_only: gradients of parameters of fewer than two dimensions are left as they are.
 
     Raises:
-        ValueError: an option out of range; ``optimizer`` is none, or one that guards gradients itself, or is given
+        ValueError: an option out of range; ``optimizer`` is none, or one that clips gradients itself, or is given
             together with a ``base``; or, in `step`, what `StableSPAM` raises.
+
+    Example:
+        >>> Adaptive(torch.optim.AdamW(model.parameters(), lr=1e-3), norm_clip=None)
     """
 
     optimizer: torch.optim.Optimizer
     options: dict[str, Any]
-    _set_aside: dict[Tensor, dict[str, Tensor]]  # scalars of the guards while the wrapped optimizer has no state
+    _set_aside: dict[Tensor, dict[str, Tensor]]  # scalars of the rules while the wrapped optimizer has no state
 
     def __init__(
         self,
@@ -121,12 +128,12 @@ class Adaptive(GuardedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the wrapped optimizer, with the options of the guards."""
+        """Those of the wrapped optimizer, with the options of the rules."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the wrapped optimizer, with the scalars of the guards."""
+        """That of the wrapped optimizer, with the scalars of the rules."""
         return self.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -140,7 +147,7 @@ class Adaptive(GuardedOptimizer):
     def reset_moments(self) -> None:
         """Empties the state of the wrapped optimizer, which builds it again in the next step."""
         for parameter, kept in self.state.items():
-            if own := {name: kept[name] for name in Guards.SCALARS if name in kept}:
+            if own := {name: kept[name] for name in self.SCALARS if name in kept}:
                 self._set_aside[parameter] = own
         self.state.clear()
 
@@ -149,27 +156,29 @@ class Adaptive(GuardedOptimizer):
         super()._check_names({name: value for name, value in param_group.items() if name not in _USUAL})
 
     def _is_own(self, name: str) -> bool:
-        return name in Guards.SCALARS
+        return name in self.SCALARS
 
-    def _new_batch(self, *args: Any) -> Guards:
-        return _AdaptiveBatch(*args)
+    def _rules(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the gradients alone. Adafactor, for one, adds up the squares of rows and columns."""
+        return {**_NO_MOMENTS, **{name: group[name] for name in self.options}, "squares_summed": 2**40}
 
-    def _add(self, batch: Guards, seen: Seen, group: Mapping[str, Any]) -> None:
-        assert isinstance(batch, _AdaptiveBatch)
-        kept = self.state[seen.parameter]
-        own = {name: kept[name] for name in Guards.SCALARS if name in kept}
-        known = own or self._set_aside.get(seen.parameter) or Guards.new_scalars(seen.part.device, batch.dtype)
-        batch.add(seen.parameter, seen.part, seen.gradient, known)
+    def _kept(
+        self, parameter: Tensor, group: Mapping[str, Any], sharding: Sharding
+    ) -> tuple[dict[str, Tensor], DenseMoments, dict[str, Tensor]]:
+        kept = self.state[parameter]
+        own = {name: kept[name] for name in self.SCALARS if name in kept}
         if group["element_clip"] == "spike_clip" and own and "exp_avg_sq" not in kept:
             raise ValueError(
                 f"SpikeClip compares gradients with the second moment, and {type(self.optimizer).__name__} keeps no "
                 "'exp_avg_sq': use element_clip='ada_clip'."
             )
-        batch.second_moments.append(local(kept["exp_avg_sq"]) if "exp_avg_sq" in kept else None)
+        known = own or self._set_aside.get(parameter)
+        state = known or self.new_scalars(local(parameter).device, statistics_dtype(parameter))
+        return state, DenseMoments(), {"mean_square": local(kept["exp_avg_sq"])} if "exp_avg_sq" in kept else {}
 
-    def _apply(self, batches: Sequence[Guards], factors: Sequence[Tensor]) -> None:
-        taken = torch.stack([batch.finite.to(batches[0].device) for batch in batches]).all()
-        with _guarded(batches, factors):
+    def _apply(self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]) -> None:
+        taken = torch.stack([seen.finite.to(batches[0].device) for seen in measured]).all()
+        with _guarded(batches, clipped):
             # Not SGD: the momentum with which its fused form leaves a skipped first step is whatever was in memory.
             if getattr(self.optimizer, "_step_supports_amp_scaling", False) and not isinstance(self.optimizer, SGD):
                 self.optimizer.grad_scale, self.optimizer.found_inf = None, (~taken).float()  # type: ignore[attr-defined]
@@ -179,68 +188,40 @@ class Adaptive(GuardedOptimizer):
                 self.optimizer.step()
             else:
                 return
-        for batch in batches:
-            batch.finish()
-            for parameter, state in zip(batch.parameters, batch.states, strict=True):
+        for batch, of_batch in zip(batches, clipped, strict=True):
+            remember(batch, of_batch.step)
+            for member in batch.members:
                 # Only now, and not before the first gradient: most optimizers begin with an empty state. Under FSDP1 a
-                # part that is empty never has one, and the statistics are kept nevertheless.
-                if parameter.grad is not None or not parameter.numel():
-                    self.state[parameter].update(state)
-                    self._set_aside.pop(parameter, None)
-
-
-class _AdaptiveBatch(Guards):
-    """Guards, and what SpikeClip compares with."""
-
-    SUMMED: ClassVar[int] = 2**40  # Adafactor, for one, adds up those of rows and columns
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.second_moments: list[Tensor | None] = []
-
-    def measured_pieces(self, index: int, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Pieces of a gradient, each with v of SpikeClip or None."""
-        v = self.second_moments[index]
-        if v is None or self.options["element_clip"] != "spike_clip":
-            return super().measured_pieces(index, gradient)
-        return ((piece, second.to(self.dtype)) for piece, second in clipping.pieces(gradient, v))
-
-    def may_clip(self, parameter: int, piece: int) -> bool:
-        """Not before there is a second moment."""
-        waits = self.options["element_clip"] == "spike_clip" and self.second_moments[parameter] is None
-        return not waits and super().may_clip(parameter, piece)
-
-    def forget_gradients(self) -> None:
-        """Lets go of the second moments, too."""
-        super().forget_gradients()
-        self.second_moments = []
-
-    def guarded(self, index: int, factor: Any) -> Tensor:
-        """A copy of a gradient as the wrapped optimizer shall see it."""
-        gradient = self.gradients[index]
-        # Laid out as the parameter is: torch's fused optimizers walk through both as they lie in memory.
-        copy = torch.empty_like(local(self.parameters[index]), dtype=gradient.dtype)
-        written = clipping.pieces(copy)
-        for number, (piece, v) in enumerate(self.measured_pieces(index, gradient)):
-            next(written)[0].copy_(self.adapted(piece, index, number, factor, v))
-        return copy
+                # shard that is empty never has one, and the statistics are kept nevertheless.
+                if member.parameter.grad is not None or not member.parameter.numel():
+                    self.state[member.parameter].update(member.state)
+                    self._set_aside.pop(member.parameter, None)
 
 
 @contextmanager
-def _guarded(batches: Sequence[Guards], factors: Sequence[Tensor]) -> Iterator[None]:
-    """Within this context ``p.grad`` is the guarded copy."""
+def _guarded(batches: Sequence[Batch], clipped: Sequence[Clipped]) -> Iterator[None]:
+    """Within this context ``p.grad`` is the clipped copy."""
     before: list[tuple[Tensor, Tensor | None]] = []
     try:
-        for batch, factor in zip(batches, factors, strict=True):
-            assert isinstance(batch, _AdaptiveBatch)
-            for index, (parameter, scalar) in enumerate(zip(batch.parameters, batch.scalars(factor), strict=True)):
+        for batch, of_batch in zip(batches, clipped, strict=True):
+            for index, factor in enumerate(batch.scalars(of_batch.factor)):
+                parameter = batch.members[index].parameter
                 if parameter.grad is not None:
                     before.append((parameter, parameter.grad))
-                    parameter.grad = _like(parameter, batch.guarded(index, scalar))
+                    parameter.grad = _like(parameter, _clipped_copy(batch, index, of_batch, factor))
         yield
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
+
+
+def _clipped_copy(batch: Batch, index: int, clipped: Clipped, factor: Any) -> Tensor:
+    # Laid out as the parameter is: torch's fused optimizers walk through both as they lie in memory.
+    copy = torch.empty_like(batch.members[index].shard, dtype=batch.gradients[index].dtype)
+    written = clipping.pieces(copy)
+    for number, (piece, v) in enumerate(gradient_pieces(batch, index, clipped.step)):
+        next(written)[0].copy_(clipped.elements.scaled(piece, index, number, v, factor))
+    return copy
 
 
 def _like(parameter: Tensor, part: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""AdaClip and AdaGN, SpikeClip and GradClip: tame a gradient that is far above the usual.
+"""The rules that clip spikes: AdaClip, SpikeClip, AdaGN, GradClip.
 
 Low-bit training fails by spikes: a few elements, or a whole matrix, suddenly get a gradient far above the usual. Two
-rules learn what is usual for each parameter tensor, from its own past; two older ones are there to be compared with.
+rules learn what is usual for each parameter tensor from its own past; two older ones serve comparison.
 
     AdaClip     T follows M = max|g|;  elements above T are scaled by T/M            (element-wise spikes)
     AdaGN       m, v follow n = ‖g‖₂ and n²;  g is rescaled to the norm m/(√v + ε)   (whole-tensor spikes)
@@ -15,10 +15,10 @@ state itself. The two forms are equal,
 
 but this one is exact at t = 1 (w is 1), divides by nothing small, and keeps its accuracy in fp32 at γ = .99999, where
 γ and 1 − γᵗ rounded to fp32 are wrong by 1e-3. Where γ changes from step to step, 1 − γᵗ is 1 minus the product of all
-γ so far, which has to be remembered (`growing_weight`).
+γ so far, which the state keeps (`growing_weight`).
 
-Nothing here synchronizes with an accelerator. Statistics are 1-D tensors [P], one entry for each of P parameters; the
-scalars of one parameter may be 0-d tensors or Python's numbers.
+Nothing here synchronizes with an accelerator. Statistics are tensors [P], one entry per parameter; the scalars of one
+parameter may be 0-d tensors or Python's numbers.
 
 Source: the Stable-SPAM thesis, chapter 3 (AdaGN: section 1, AdaClip: section 2) and algorithm A.1, whose norm is ‖g‖₂
 and whose clip compares |g|; SpikeClip is equation 2.1 there, and section 3 of SPAM (arXiv 2501.06842). Two traits of
@@ -57,15 +57,8 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield from zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
 
 
-def absolute_maximum(tensor: Tensor) -> Tensor:
-    """max|x| over all elements, 0 for an empty tensor; NaN and Inf come through.
-
-    Args:
-        tensor: any shape, any real floating dtype.
-
-    Returns:
-        0-d, the tensor's dtype.
-    """
+def amax(tensor: Tensor) -> Tensor:
+    """max|x| of a tensor of any real floating dtype: 0-d, that dtype; 0 if it is empty; NaN and Inf come through."""
     if tensor.numel() == 0:
         return tensor.new_zeros(())
     low, high = torch.aminmax(tensor)  # one pass; the infinity norm takes several times as long on a CPU
@@ -92,14 +85,7 @@ def norm_of(norms: Tensor) -> Tensor:
 def averaging_weight(decay: float, steps_before: Tensor, dtype: torch.dtype) -> Tensor:
     """Weight of the newest value in a bias-corrected moving average, (1 − γ)/(1 − γᵗ) with t = steps_before + 1.
 
-    Args:
-        decay: γ in [0, 1).
-        steps_before: int64, any shape; number of values averaged so far. At 0 the weight is exactly 1, so that
-            nothing older survives: this is also how moments are reset.
-        dtype: floating dtype of the result.
-
-    Returns:
-        Shape of ``steps_before``, in (0, 1].
+    With no step before, the weight is exactly 1 and nothing older survives, which is also how moments are reset.
     """
     log_decay = math.log(decay) if decay > 0 else -1e30  # γ = 0: expm1 gives 0 or -1, times γ = 0
     return 1 / (1 - decay / (1 - decay) * torch.expm1(steps_before.to(dtype) * log_decay))
@@ -108,75 +94,39 @@ def averaging_weight(decay: float, steps_before: Tensor, dtype: torch.dtype) -> 
 def growing_weight(new: Scalar, total: Tensor) -> tuple[Tensor, Tensor]:
     """Weight of the newest value in a bias-corrected moving average whose γ may change, (1 − γₜ)/(1 − γ₁·γ₂·…·γₜ).
 
-    In fp32 its error is about 6e-8/(1 − γ): enough for γ up to .99, such as γ1 and β1.
-
     Args:
         new: 1 − γₜ, in (0, 1]; a number, or the shape of ``total``.
         total: 1 − γ₁·…·γₜ₋₁ of the steps before, 0 at the first and after a reset; any shape.
 
     Returns:
-        The weight, in (0, 1], and the new total.
+        The weight, in (0, 1], and the new total. In fp32 their error is about 6e-8/(1 − γ).
     """
     total = torch.lerp(total, torch.ones_like(total), new)
     return new / total, total
 
 
+def along_cosine(start: float, end: float, steps: Tensor, of: int, dtype: torch.dtype) -> Tensor:
+    """From ``start`` to ``end`` along half a cosine over so many steps, then ``end``; the shape of ``steps``."""
+    progress = (steps.to(dtype) / of).clamp(max=1.0)
+    return end + (start - end) * (1 + torch.cos(math.pi * progress)) / 2
+
+
 def clip_ratio(maximum: Tensor, threshold: Tensor) -> Tensor:
-    """What AdaClip multiplies the elements above the threshold with: T/M, at most 1; 1 where M = 0.
-
-    Args:
-        maximum: M [P].
-        threshold: T [P], bias-corrected.
-
-    Returns:
-        [P], in [0, 1].
-    """
+    """What AdaClip multiplies the elements above the threshold with: T/M [P], at most 1; 1 where M = 0."""
     return torch.where(maximum > threshold, threshold / maximum, 1.0)
 
 
 def spikes(gradient: Tensor, threshold: Scalar) -> Tensor:
-    """What AdaClip shrinks: g where |g| > T, elsewhere 0.
-
-    Args:
-        gradient: any shape, the dtype of the statistics; left alone.
-        threshold: T; M of this step has already entered it.
-
-    Returns:
-        Shape and dtype of ``gradient``.
-    """
+    """What AdaClip shrinks: g where |g| > T, elsewhere 0. M of this step has already entered T."""
     if isinstance(threshold, Tensor):
         return torch.where(gradient.abs() > threshold, gradient, 0.0)
     return F.hardshrink(gradient, threshold)
 
 
 def ada_clip(gradient: Tensor, above: Tensor, ratio: Scalar) -> Tensor:
-    """AdaClip into a new tensor: g where |g| ≤ T, otherwise g·ratio.
-
-    Args:
-        gradient: any shape, the dtype of the statistics; left alone.
-        above: its `spikes`.
-        ratio: `clip_ratio` of M and T.
-
-    Returns:
-        Shape and dtype of ``gradient``.
-    """
+    """AdaClip into a new tensor: g where |g| ≤ T, otherwise g·ratio. ``above``: the `spikes` of g."""
     kept = gradient - above
     return kept.addcmul_(above, ratio) if isinstance(ratio, Tensor) else kept.add_(above, alpha=ratio)
-
-
-def ada_clip_(gradient: Tensor, threshold: Tensor, ratio: Tensor) -> Tensor:
-    """AdaClip in place.
-
-    Args:
-        gradient: any shape, any real floating dtype.
-        threshold: T, 0-d, the dtype of the statistics.
-        ratio: `clip_ratio` of M and T, 0-d.
-
-    Returns:
-        ``gradient``.
-    """
-    wide = gradient.to(threshold.dtype)
-    return gradient.copy_(ada_clip(wide, spikes(wide, threshold), ratio))
 
 
 def spike_clip(gradient: Tensor, mean_square: Tensor, factor: Scalar) -> Tensor:
@@ -186,9 +136,6 @@ def spike_clip(gradient: Tensor, mean_square: Tensor, factor: Scalar) -> Tensor:
         gradient: any shape, the dtype of the statistics; left alone.
         mean_square: v, of the same shape.
         factor: θ, or Inf to clip nothing. With a bias-corrected v, θ·(1 − β2ᵏ).
-
-    Returns:
-        Shape and dtype of ``gradient``.
     """
     limit = torch.where(mean_square > 0, mean_square * factor, math.inf).sqrt_()
     return torch.minimum(torch.maximum(gradient, -limit), limit)
@@ -198,25 +145,9 @@ def norm_ratio(norm: Tensor, norm_mean: Tensor, norm_mean_square: Tensor, eps: f
     """What AdaGN multiplies a gradient with: m/(√v + ε) / n; 0 where n = 0, so that a zero gradient stays zero.
 
     Args:
-        norm: n [P], the norms of the whole gradients after the clip (the same unit as the gradient to be scaled).
+        norm: n [P] of the whole gradients after the clip (the same unit as the gradient to be scaled).
         norm_mean: m [P], bias-corrected average of n.
         norm_mean_square: v [P], bias-corrected average of n².
         eps: ε.
-
-    Returns:
-        [P].
     """
     return torch.where(norm > 0, norm_mean / (norm_mean_square.sqrt() + eps) / norm, 0.0)
-
-
-def ada_gn_(gradient: Tensor, ratio: Tensor) -> Tensor:
-    """AdaGN in place: g ← g·ratio, after which ‖g‖₂ = m/(√v + ε).
-
-    Args:
-        gradient: any shape, any real floating dtype, whole or a piece of it; changed in place.
-        ratio: `norm_ratio`, 0-d.
-
-    Returns:
-        ``gradient``.
-    """
-    return gradient.mul_(ratio)

@@ -1,44 +1,41 @@
-"""What all optimizers here share: a closure, two passes that measure, and then what is done with the gradients."""
+"""What all optimizers here share: measure, clip (`guards`), and then a third stage, the optimizer's own."""
 
 from abc import abstractmethod
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.distributed import Sharding, local, local_gradient, sharding_of
-from lightning_lowbit.optim.guards import GradientStatistics, Guards, measure
+from lightning_lowbit.optim.batch import SCALARS, Batch, GradientStatistics, Member
+from lightning_lowbit.optim.guards import Clipped, Measured, clip, is_host, measure
+from lightning_lowbit.optim.moments import DenseMoments
 from lightning_lowbit.optim.options import OPTIONS, check_options
 
-# What holds for a parameter of fewer than two dimensions where guards are for matrices only.
+# Options of parameters of fewer than two dimensions under matrices_only.
 _UNGUARDED = {"element_clip": None, "norm_clip": None, "reset_interval": None, "warmup_steps": 0, "total_steps": None}
 
-# What a group is asked for in each step by name: a misspelt one, set in mid-training, would be no rule at all.
+# Options that are names, checked in each step: a misspelled one, set in mid-training, would silently be no rule.
 _RULES = ("element_clip", "norm_clip", "moments", "master_weights")
 
-
-class Seen(NamedTuple):
-    """A parameter that may have a gradient, its number in the optimizer, and part and gradient on this rank."""
-
-    number: int
-    parameter: Tensor
-    part: Tensor
-    gradient: Tensor | None
-    sharding: Sharding
+# Parameters of a batch, and what `GradientStatistics` has of them, [P] each.
+_Statistics = tuple[list[Tensor], list[Tensor | None]]
 
 
 class GuardedOptimizer(torch.optim.Optimizer):
-    """An optimizer whose gradients pass guards.
+    """An optimizer whose gradients are clipped by rules.
 
-    A subclass says what a batch of parameters is (`_new_batch`, `_add`) and what is done with measured gradients
-    (`_apply`).
+    A subclass says which rules (`_rules`), what it keeps of a parameter (`_kept`), and what it does with clipped
+    gradients (`_apply`).
     """
 
-    _statistics: list[Guards]
+    #: Names of the scalars that are remembered of a parameter.
+    SCALARS: ClassVar[tuple[str, ...]] = SCALARS
+
+    _statistics: list[_Statistics]
     _given: frozenset[int] = frozenset()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -76,7 +73,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
                         f"The saved state has {name}={saved.get(name)!r}, this {type(self).__name__} "
                         f"{name}={group.get(name)!r}: build it with the saved value, or start without the state."
                     )
-        final: dict[str, Any] = {}  # as the user's own pre-hooks leave it: this hook is the last to be registered
+        final: dict[str, Any] = {}  # after the user's pre-hooks: this one is registered last
         handle = self.register_load_state_dict_pre_hook(lambda _, loaded: final.update(loaded))
         try:
             super().load_state_dict(state_dict)
@@ -92,12 +89,12 @@ class GuardedOptimizer(torch.optim.Optimizer):
                     self.state[parameter][name] = value.to(parameter.device, dtype, copy=True)
 
     def _is_own(self, name: str) -> bool:
-        """Whether this class, and no wrapped optimizer, keeps a state of that name."""
+        """Whether this class keeps a state of that name, rather than a wrapped optimizer."""
         return True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step, or none if any gradient of any group holds a NaN, an Inf, or what is too large (`guards`).
+        """Take one step, or none if a gradient of any group holds a NaN, an Inf, or too large an element (`guards`).
 
         ``closure`` evaluates the model; it runs first, with gradients enabled, and its loss is returned.
         """
@@ -107,43 +104,60 @@ class GuardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
 
         batches = self._batches()
+        measured: list[Measured] = []
+        clipped: list[Clipped] = []
         if batches:
-            self._apply(batches, measure(batches))
-        for batch in batches:
-            batch.forget_gradients()
-        self._statistics[:] = batches  # in place: what a compiled step assigns to an optimizer's attributes is lost
+            measured = measure(batches)
+            clipped = clip(batches, measured)
+            self._apply(batches, measured, clipped)
+        # In place: what a compiled step assigns to an optimizer's attributes is lost.
+        self._statistics[:] = map(_statistics, batches, measured, clipped)
         return loss
 
-    def gradient_statistics(self) -> dict[Tensor, GradientStatistics]:
-        """What the last step saw of each parameter's gradient: tensors, which nobody has to wait for; no collective."""
-        return {parameter: row for batch in self._statistics for parameter, row in batch.statistics().items()}
+    @classmethod
+    def new_scalars(cls, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Zeros: int64 counts of steps, the rest statistics."""
+        return {
+            name: torch.zeros((), dtype=torch.int64 if name.startswith("steps") else dtype, device=device)
+            for name in cls.SCALARS
+        }
 
-    def _batches(self) -> list[Guards]:
-        batches: list[Guards] = []
-        first = 0
+    def gradient_statistics(self) -> dict[Tensor, GradientStatistics]:
+        """Statistics of the last step by parameter, as tensors on its device: no host sync, no collective."""
+        result: dict[Tensor, GradientStatistics] = {}
+        for parameters, columns in self._statistics:
+            nothing = torch.full_like(columns[0], torch.nan)  # type: ignore[arg-type]
+            rows = zip(*(nothing if column is None else column for column in columns), strict=True)
+            result.update((p, GradientStatistics(*row)) for p, row in zip(parameters, rows, strict=True))
+        return result
+
+    def _batches(self) -> list[Batch]:
+        batches: list[Batch] = []
+        number = -1
         for group in self.param_groups:
             check_options(type(self).__name__, {name: group[name] for name in _RULES if name in group})
-            alike: dict[Any, Guards] = {}
-            for seen in self._see(group, first):
-                is_guarded = len(seen.sharding.shape) > 1 or not group["matrices_only"]
-                dtype = statistics_dtype(seen.parameter)
-                key = (seen.part.device, dtype, seen.sharding.groups, is_guarded)
+            rules = self._rules(group)
+            alike: dict[Any, Batch] = {}
+            for parameter in group["params"]:
+                number += 1
+                self._check_parameter(parameter)
+                sharding, gradient = sharding_of(parameter), local_gradient(parameter)
+                if gradient is not None:
+                    self._check_gradient(gradient)
+                elif not (sharding.groups and parameter.requires_grad):  # else another rank may have one
+                    continue
+                shard, dtype = local(parameter), statistics_dtype(parameter)
+                is_guarded = len(sharding.shape) > 1 or not group["matrices_only"]
+                key = (shard.device, dtype, sharding.groups, is_guarded)
                 if key not in alike:
-                    options = group if is_guarded else ChainMap(_UNGUARDED, group)
-                    alike[key] = self._new_batch(options, seen.part.device, dtype, seen.sharding.groups)
-                self._add(alike[key], seen, group)
-            first += len(group["params"])
+                    options = rules if is_guarded else {**rules, **_UNGUARDED}
+                    alike[key] = Batch(
+                        options, shard.device, dtype, sharding.groups, self.SCALARS, is_host(shard.device)
+                    )
+                state, moments, kept = self._kept(parameter, group, sharding)
+                alike[key].add(Member(parameter, number, shard, gradient, state, moments, kept))
             batches.extend(alike.values())
         return batches
-
-    def _see(self, group: Mapping[str, Any], first: int) -> Iterator[Seen]:
-        for number, parameter in enumerate(group["params"], start=first):
-            self._check_parameter(parameter)
-            sharding, gradient = sharding_of(parameter), local_gradient(parameter)
-            if gradient is not None:
-                self._check_gradient(gradient)
-            if gradient is not None or (sharding.groups and parameter.requires_grad):  # another rank may have one
-                yield Seen(number, parameter, local(parameter), gradient, sharding)
 
     def _check_parameter(self, parameter: Tensor) -> None:
         if id(parameter) in self._given or isinstance(parameter, DTensor):
@@ -166,19 +180,27 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def reset_moments(self) -> None:
-        """Starts the optimizer's averages of gradients anew, between steps; the statistics of the guards go on."""
+        """Resets the optimizer's averages of gradients, between steps; the statistics of the rules stay."""
 
     @abstractmethod
-    def _new_batch(self, options: Mapping[str, Any], device: torch.device, dtype: torch.dtype, groups: Any) -> Guards:
-        """An empty batch of parameters with these in common."""
+    def _rules(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a group by which its gradients are measured, clipped and applied."""
 
     @abstractmethod
-    def _add(self, batch: Guards, seen: Seen, group: Mapping[str, Any]) -> None:
-        """Adds a parameter to a batch."""
+    def _kept(
+        self, parameter: Tensor, group: Mapping[str, Any], sharding: Sharding
+    ) -> tuple[dict[str, Tensor], DenseMoments, dict[str, Tensor]]:
+        """The last three fields of a `Member`."""
 
     @abstractmethod
-    def _apply(self, batches: Sequence[Guards], factors: Sequence[Tensor]) -> None:
-        """Steps. ``factors``: for each batch what its clipped gradients are multiplied with, [P]."""
+    def _apply(self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]) -> None:
+        """The third stage."""
+
+
+def _statistics(batch: Batch, measured: Measured, clipped: Clipped) -> _Statistics:
+    step = clipped.step
+    columns = [measured.amax, step.scalars["threshold"], clipped.changed, clipped.norm, clipped.norm_after]
+    return [member.parameter for member in batch.members], [*columns, step.steps_since_reset()]
 
 
 def statistics_dtype(parameter: Tensor) -> torch.dtype:

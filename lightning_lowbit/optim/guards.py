@@ -1,22 +1,24 @@
-"""The guards between a gradient and the optimizer that uses it: one clip per element, one for the norm.
+"""The first two stages of a step: gradients are measured, then clipped by the rules of their group.
 
-The gradients of a step are measured in two passes, so that whole tensors are known before any element is changed:
+    measure     max|g| of each parameter                              one MAX over the ranks that hold shards of it
+    clip        elements: AdaClip or SpikeClip
+                Σg² after that, and how many elements changed         one SUM, only if a rule needs norms
+                norms: AdaGN or GradClip
 
-    maxima      max|g| of each parameter                              one MAX over the ranks that hold parts of it
-    squares     Σg² after the clip of the elements, and how many      one SUM
-                elements it changed
+Every number is known of the whole tensor before any element changes. The third stage is the optimizer's own.
 
-A NaN or Inf anywhere shows in the maxima, and the step is then not *taken*: every weight of an average and every count
-is multiplied by 0, without asking the device. As large as Inf is an element whose square does not fit (9e18 in fp32),
-unless a rule for norms brings it down. A parameter that no rank has a gradient of has the maximum −1, and is not taken.
+A NaN or Inf anywhere shows in max|g|, and the step is then not *taken*: every weight of an average and every count is
+multiplied by 0, without asking the device. An element whose square does not fit (9e18 in fp32) counts as Inf, unless a
+rule for norms brings it down. A parameter without a gradient on any rank has max|g| = −1, and does not take the step.
 
-What a device computes, its host cannot know without waiting for it; on a CPU there is nothing to wait for. There, the
-scalars of a parameter become Python's numbers, and pieces of a gradient without a spike are not searched for one.
+The host need not wait for a CPU's results. There, the scalars of a parameter are Python's numbers, and pieces of a
+gradient without a spike are not searched for one.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,8 @@ from torch import Tensor
 
 from lightning_lowbit.distributed import all_reduce_
 from lightning_lowbit.optim import clipping
+from lightning_lowbit.optim.batch import Batch, Step, gradient_pieces
+from lightning_lowbit.optim.clipping import Scalar
 
 # Devices whose results the host has at once.
 HOST_DEVICES = {"cpu"}
@@ -35,313 +39,250 @@ _SMALL, _LARGE = 1e-12, 1e12
 SPIKE_CLIP_AFTER = 20
 
 
-class GradientStatistics(NamedTuple):
-    """What the last step saw of one parameter's gradient, whole even if the parameter is sharded; 0-d, on its device.
+def is_host(device: torch.device) -> bool:
+    """Whether the host may read a device's results without waiting."""
+    return device.type in HOST_DEVICES and not torch.compiler.is_compiling()
+
+
+class Measured(NamedTuple):
+    """What the first pass finds.
 
     Attributes:
-        maximum: max|g|, before anything was done; Inf if the step was skipped for it, −1 if no rank has one.
-        threshold: T of AdaClip, with this maximum in it; 0 without that rule.
-        clipped: elements changed by AdaClip or SpikeClip.
-        norm: ‖g‖₂ after that; NaN under no rule, when nobody measures it.
-        norm_after: ‖g‖₂ as the optimizer saw it, after AdaGN or GradClip; NaN likewise.
-        steps_since_reset: gradients in the moments, this one included.
+        amax: max|g| of the whole gradients, [P]: Inf where the step has to be skipped for it, −1 without a gradient.
+        weight_amax: max|p| of the whole parameters, [P], where master weights need a scale.
+        finite: whether all gradients of all parameters are, 0-d bool.
+        piece_amaxes, piece_squares: max|g| and, if they were asked for, Σg² of each piece of each shard.
     """
 
-    maximum: Tensor
-    threshold: Tensor
-    clipped: Tensor
-    norm: Tensor
-    norm_after: Tensor
-    steps_since_reset: Tensor
+    amax: Tensor
+    weight_amax: Tensor | None
+    finite: Tensor
+    piece_amaxes: list[Tensor]
+    piece_squares: list[list[Tensor | None]]
 
 
-class Guards:
-    """P parameters with the same options, device, dtype of the statistics and process groups, in one step.
+class ElementClip(NamedTuple):
+    """The rule for elements, in one step; numbers are one per parameter."""
 
-    Args:
-        options: of the parameter group.
-        device: of the parameters.
-        dtype: of the statistics.
-        groups: process groups over which each parameter is spread.
+    rule: str | None
+    dtype: torch.dtype
+    limits: Sequence[Scalar] = ()  # T of AdaClip, what SpikeClip multiplies v with
+    ratios: Sequence[Scalar] = ()  # T/M of AdaClip
+    touched: Sequence[Sequence[bool]] | None = None  # AdaClip on the host: which pieces have elements above T
 
-    Attributes:
-        on_host: whether the host may read results without waiting.
-    """
+    def may_change(self, index: int, number: int) -> bool:
+        """Whether elements of a piece of a parameter may change, as far as the host knows."""
+        return self.rule is not None if self.touched is None else self.touched[index][number]
 
-    #: What is remembered of a parameter: t, T, and of AdaGN m, the total weight in it, and v.
-    SCALARS: ClassVar[tuple[str, ...]] = ("steps", "threshold", "norm_mean", "norm_mean_weight", "norm_mean_square")
-    SUMMED: ClassVar[int] = 1  # how many squares of gradients the optimizer behind the guards adds up
-
-    steps: Tensor  # of these, one for each parameter: [P]
-    threshold: Tensor
-    norm_mean: Tensor
-    norm_mean_weight: Tensor
-    norm_mean_square: Tensor
-
-    def __init__(
-        self,
-        options: Mapping[str, Any],
-        device: torch.device,
-        dtype: torch.dtype,
-        groups: tuple[dist.ProcessGroup, ...] = (),
-    ) -> None:
-        self.options, self.device, self.dtype, self.groups = options, device, dtype, groups
-        self.on_host = device.type in HOST_DEVICES and not torch.compiler.is_compiling()
-        self._zero = torch.zeros((), dtype=dtype, device=device)
-        self.parameters: list[Tensor] = []
-        self.gradients: list[Tensor] = []
-        self.states: list[dict[str, Tensor]] = []
-        self._has_gradient: list[bool] = []
-        self._piece_maxima: list[Tensor] = []
-        self._piece_squares: list[list[Tensor | None]] = []
-
-    @classmethod
-    def new_scalars(cls, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Zeros: int64 counts of steps, the rest statistics."""
-        return {
-            name: torch.zeros((), dtype=torch.int64 if name.startswith("steps") else dtype, device=device)
-            for name in cls.SCALARS
-        }
-
-    def add(self, parameter: Tensor, part: Tensor, gradient: Tensor | None, state: dict[str, Tensor]) -> None:
-        """Adds a parameter.
+    def __call__(self, piece: Tensor, index: int, number: int, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Clips a piece of a gradient.
 
         Args:
-            parameter: as the optimizer was given it.
-            part: of it, on this rank.
-            gradient: of that part; None where there is none on this rank, which only sharded parameters have.
-            state: whose scalars, `SCALARS`, are read and written.
-        """
-        self.parameters.append(parameter)
-        self._has_gradient.append(gradient is not None)
-        self.gradients.append(part.new_zeros(()).expand(part.shape) if gradient is None else gradient)
-        self.states.append(state)
-
-    def scalars(self, values: Tensor) -> Sequence[Any]:
-        """One scalar for each parameter: a number on the host, a 0-d tensor elsewhere."""
-        return values.tolist() if self.on_host else values.unbind()
-
-    @property
-    def clips_elements(self) -> bool:
-        """Whether any element may be changed before the norm is taken."""
-        return self.options["element_clip"] is not None
-
-    @property
-    def measures_norms(self) -> bool:
-        """Whether a second pass over the gradients is needed."""
-        return self.clips_elements or self.options["norm_clip"] is not None
-
-    @property
-    def norm_eps(self) -> float:
-        """ε of AdaGN."""
-        return float(self.options["norm_eps"])
-
-    @property
-    def largest_usable(self) -> float:
-        """The largest element that a gradient may have."""
-        rule, limit = self.options["norm_clip"], clipping.largest_root(self.dtype, self.SUMMED)
-        is_brought_down = rule == "ada_gn" or (rule == "grad_clip" and self.options["max_norm"] <= limit)
-        return torch.finfo(self.dtype).max if is_brought_down else limit
-
-    # --- the first pass ---
-
-    def maxima(self) -> Tensor:
-        """max|g| of the parts [1, P]: Inf where the step has to be skipped for it, −1 where there is no gradient."""
-        self._piece_maxima, self._piece_squares = [], []
-        # While a piece is in the cache. Most are not clipped, and this is then all that the second pass needs.
-        sums = self.on_host and self.measures_norms and self.options["element_clip"] != "spike_clip"
-        for gradient in self.gradients:
-            maxima: list[Tensor] = []
-            squares: list[Tensor | None] = []
-            for (piece,) in clipping.pieces(gradient):
-                maxima.append(clipping.absolute_maximum(piece).to(self.dtype))
-                squares.append(clipping.sum_of_squares(piece.to(self.dtype)) if sums else None)
-            self._piece_maxima.append(torch.stack(maxima or [self._zero]))
-            self._piece_squares.append(squares)
-        parts = zip(self._piece_maxima, self._has_gradient, strict=True)
-        largest = torch.stack([maxima.amax() if has_gradient else self._zero - 1 for maxima, has_gradient in parts])
-        return torch.where(largest <= self.largest_usable, largest, torch.inf).unsqueeze(0)  # NaN is not <=
-
-    def read(self, maxima: Tensor, finite: Tensor) -> None:
-        """Takes the maxima of the whole gradients [1, P], and whether all of all parameters are finite (0-d bool)."""
-        self.maximum, self.finite = maxima[0], finite
-        self.taken = finite & (self.maximum >= 0)
-        self.weight = self.taken.to(self.dtype)
-        maximum = torch.where(self.taken, self.maximum, 0.0)
-        vars(self).update({name: torch.stack([state[name] for state in self.states]) for name in self.SCALARS})
-        self.clipped = torch.zeros_like(maximum)
-        self.begin()
-        if self.options["element_clip"] == "spike_clip":
-            waits = self.gradients_averaged < SPIKE_CLIP_AFTER
-            factors = torch.where(waits, torch.inf, self.options["spike_threshold"] * self.second_moment_weight())
-            self._spike_factors = self.scalars(factors)
-        if self.options["element_clip"] == "ada_clip":
-            self.threshold.lerp_(maximum, self._averaging(self.options["gamma3"], self.steps))
-            self.ratio = clipping.clip_ratio(maximum, self.threshold)
-            self._thresholds, self._ratios = self.scalars(self.threshold), self.scalars(self.ratio)
-            if self.on_host:
-                self._touched = [
-                    (piece > threshold).tolist()
-                    for piece, threshold in zip(self._piece_maxima, self.threshold, strict=True)
-                ]
-            maximum = torch.minimum(maximum, self.threshold)
-        # Squares are summed in units of the largest element after the clip where they would not fit otherwise.
-        fits = (maximum > _SMALL) & (maximum < _LARGE)
-        self.unit = torch.where(fits, 1.0, maximum.clamp(min=torch.finfo(self.dtype).tiny))
-
-    def begin(self) -> None:
-        """What a step begins with, once it is known which parameters it takes."""
-
-    @property
-    def gradients_averaged(self) -> Tensor:
-        """How many are in the second moment that SpikeClip compares with, [P]."""
-        return self.steps
-
-    def second_moment_weight(self) -> Tensor:
-        """What that moment has to be multiplied with to be the paper's v, whose bias is not corrected, [P]."""
-        return torch.ones_like(self.weight)
-
-    def _averaging(self, decay: float, steps_before: Tensor) -> Tensor:
-        return self.weight * clipping.averaging_weight(decay, steps_before, self.dtype)
-
-    # --- the second pass ---
-
-    def may_clip(self, parameter: int, piece: int) -> bool:
-        """Whether elements of a piece may be changed, as far as the host knows."""
-        if self.options["element_clip"] == "ada_clip" and self.on_host:
-            return bool(self._touched[parameter][piece])
-        return self.clips_elements
-
-    def clip(
-        self, gradient: Tensor, parameter: int, piece: int, mean_square: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """A piece of a gradient after the clip of its elements, in the dtype of the statistics.
-
-        Args:
-            gradient: the piece.
-            parameter, piece: which one it is.
-            mean_square: v of SpikeClip, of the piece's elements.
+            piece: of the gradient of parameter ``index``, the piece ``number``.
+            index, number: which one it is.
+            v: second moment of SpikeClip of the same elements.
 
         Returns:
-            A new tensor, and one that is 0 where nothing was changed; or the gradient itself, and None.
+            A new tensor, and one that is 0 where nothing changed; or the piece, and None.
         """
-        wide = gradient.to(self.dtype)
-        if not self.may_clip(parameter, piece):
-            return wide, None
-        if self.options["element_clip"] == "ada_clip":
-            above = clipping.spikes(wide, self._thresholds[parameter])
-            return clipping.ada_clip(wide, above, self._ratios[parameter]), above
-        assert mean_square is not None
-        clipped = clipping.spike_clip(wide, mean_square, self._spike_factors[parameter])
-        return clipped, clipped - wide
+        wide = piece.to(self.dtype)
+        if self.rule == "spike_clip" and v is not None:
+            clipped = clipping.spike_clip(wide, v.to(self.dtype), self.limits[index])
+            return clipped, clipped - wide
+        if self.rule == "ada_clip" and self.may_change(index, number):
+            above = clipping.spikes(wide, self.limits[index])
+            return clipping.ada_clip(wide, above, self.ratios[index]), above
+        return wide, None
 
-    def adapted(
-        self, gradient: Tensor, parameter: int, piece: int, factor: Any, mean_square: Tensor | None = None
-    ) -> Tensor:
-        """A piece of a gradient as it leaves the guards, a new tensor; arguments as for `clip`."""
-        clipped, changed = self.clip(gradient, parameter, piece, mean_square)
+    def scaled(self, piece: Tensor, index: int, number: int, v: Tensor | None, factor: Scalar) -> Tensor:
+        """A piece of a gradient, clipped and then multiplied, a new tensor; arguments as above."""
+        clipped, changed = self(piece, index, number, v)
         return clipped * factor if changed is None else clipped.mul_(factor)
 
-    def squares(self) -> Tensor:
-        """Σg² of the parts after the clip, in units of `unit`², and how many elements were changed: [2, P]."""
-        columns = []
-        for index, (gradient, unit) in enumerate(zip(self.gradients, self.scalars(self.unit), strict=True)):
-            squares, counts = [self._zero], [self._zero]
-            for number, (piece, mean_square) in enumerate(self.measured_pieces(index, gradient)):
-                known = self._piece_squares[index][number]
-                if known is not None and unit == 1 and not self.may_clip(index, number):
-                    squares.append(known)
-                    continue
-                clipped, changed = self.clip(piece, index, number, mean_square)
-                squares.append(clipping.sum_of_squares(clipped if self.on_host and unit == 1 else clipped / unit))
-                if changed is not None:
-                    counts.append(torch.count_nonzero(changed))
-            columns.append(torch.stack([torch.stack(squares).sum(), torch.stack(counts).sum().to(self.dtype)]))
-        return torch.stack(columns, dim=1)
 
-    def measured_pieces(self, index: int, gradient: Tensor) -> Any:
-        """Pieces of a gradient, each with v of SpikeClip or None."""
-        return ((piece, None) for (piece,) in clipping.pieces(gradient))
+class Clipped(NamedTuple):
+    """What the rules make of gradients: g ← factor · elements(g).
 
-    def read_squares(self, sums: Tensor) -> None:
-        """Takes what `squares` gives, of the whole gradients."""
-        squares, self.clipped = torch.where(self.taken, sums, 0.0)
-        self.norm_in_units = squares.sqrt()
-        self.norm = (self.norm_in_units * self.unit).clamp_(max=torch.finfo(self.dtype).max)
-
-    # --- what becomes of the norms ---
-
-    def factors(self, total_norm: Tensor | None) -> Tensor:
-        """What gradients are multiplied with after the clip [P]; the averages of norms take these norms in.
-
-        Args:
-            total_norm: of all gradients under GradClip, 0-d.
-        """
-        options = self.options
-        if options["norm_clip"] == "ada_gn":
-            decay = options["gamma1"] * self.decay_factor()
-            weight, total = clipping.growing_weight(1 - decay, self.norm_mean_weight)
-            self.norm_mean_weight = torch.where(self.taken, total, self.norm_mean_weight)
-            norm = self.norm.clamp(max=clipping.largest_root(self.dtype))  # one above counts as that: n² has to fit
-            self.norm_mean.lerp_(norm, self.weight * weight)
-            self.norm_mean_square.lerp_(norm.square(), self._averaging(options["gamma2"], self.steps))
-            ratio = clipping.norm_ratio(self.norm_in_units, self.norm_mean, self.norm_mean_square, self.norm_eps)
-            factor = (ratio / self.unit).clamp_(max=torch.finfo(self.dtype).max)
-        elif options["norm_clip"] == "grad_clip":
-            assert total_norm is not None
-            factor = (options["max_norm"] / (total_norm + 1e-6)).clamp(max=1.0).expand_as(self.maximum)
-        else:
-            factor = torch.ones_like(self.maximum)
-        if self.measures_norms:
-            self.norm_after = self.norm * factor
-        return factor
-
-    def decay_factor(self) -> Tensor | float:
-        """What γ1 and β1 are multiplied with in this step: [P], or 1."""
-        return 1.0
-
-    def finish(self) -> None:
-        """Counts the step and writes the scalars back."""
-        self.steps += self.taken
-        for name in self.SCALARS:
-            torch._foreach_copy_([state[name] for state in self.states], list(getattr(self, name).unbind()))
-
-    def statistics(self) -> dict[Tensor, GradientStatistics]:
-        """What this step saw, by parameter."""
-        nothing = torch.full_like(self.maximum, torch.nan)
-        since = getattr(self, "steps_since_reset", self.steps)
-        norms = (getattr(self, "norm", nothing), getattr(self, "norm_after", nothing))
-        columns = (self.maximum, self.threshold, self.clipped, *norms, since)
-        rows = zip(*(column.unbind() for column in columns), strict=True)
-        return {p: GradientStatistics(*row) for p, row in zip(self.parameters, rows, strict=True)}
-
-    def forget_gradients(self) -> None:
-        """Lets go of the gradients: what is left are statistics."""
-        self.gradients, self.states, self._piece_maxima, self._piece_squares = [], [], [], []
-
-
-def measure(batches: Sequence[Guards]) -> list[Tensor]:
-    """Both passes over the gradients of a step.
-
-    Two collectives for each process group, however many parameters and batches there are; the second only if a norm
-    is needed.
-
-    Returns:
-        For each batch what its gradients are multiplied with after the clip, [P].
+    Attributes:
+        step: which parameters take the step, and their averages.
+        elements: the rule for elements.
+        factor: what follows from the rule for norms, [P].
+        changed: elements that the first rule changed, [P].
+        norm, norm_after: norms before and after the second rule, [P]; None where no rule needs them.
     """
+
+    step: Step
+    elements: ElementClip
+    factor: Tensor
+    changed: Tensor
+    norm: Tensor | None
+    norm_after: Tensor | None
+
+
+# --- the first pass ---
+
+
+def measure(batches: Sequence[Batch]) -> list[Measured]:
+    """max|g| of each parameter; one collective per process group, however many parameters and batches there are."""
     groups = [batch.groups for batch in batches]
-    local_maxima = [batch.maxima() for batch in batches]
+    own, piece_amaxes, piece_squares = zip(*map(_measure_shards, batches), strict=True)
     # Rides through every group, so that a rank skips the step for a gradient of which it has no part.
-    largest = torch.cat([rows[0].to(local_maxima[0].device) for rows in local_maxima]).amax()
+    largest = torch.cat([rows[0].to(own[0].device) for rows in own]).amax()
     every_group = tuple(dict.fromkeys(chain.from_iterable(groups)))
-    *maxima, largest = all_reduce_([*local_maxima, largest], [*groups, every_group], dist.ReduceOp.MAX)
+    *whole, largest = all_reduce_([*own, largest], [*groups, every_group], dist.ReduceOp.MAX)
     finite = largest.isfinite()
-    for batch, rows in zip(batches, maxima, strict=True):
-        batch.read(rows, finite.to(batch.device))
-    normed = [batch for batch in batches if batch.measures_norms]
-    squares = all_reduce_([batch.squares() for batch in normed], [batch.groups for batch in normed], dist.ReduceOp.SUM)
-    for batch, sums in zip(normed, squares, strict=True):
-        batch.read_squares(sums)
-    clipped = [batch.norm for batch in normed if batch.options["norm_clip"] == "grad_clip"]
-    total = clipping.norm_of(torch.cat([norms.to(clipped[0].device) for norms in clipped])) if clipped else None
-    return [batch.factors(None if total is None else total.to(batch.device)) for batch in batches]
+    return [
+        Measured(rows[0], rows[1] if len(rows) > 1 else None, finite.to(batch.device), *of_pieces)
+        for batch, rows, *of_pieces in zip(batches, whole, piece_amaxes, piece_squares, strict=True)
+    ]
+
+
+def _measure_shards(batch: Batch) -> tuple[Tensor, list[Tensor], list[list[Tensor | None]]]:
+    """The rows max|g| and, where masters need a scale, max|p|; then what pieces have."""
+    piece_amaxes: list[Tensor] = []
+    piece_squares: list[list[Tensor | None]] = []
+    # While a piece is in the cache. Most are not clipped, and this is then all that the second pass needs.
+    sums = batch.on_host and batch.measures_norms and batch.options["element_clip"] != "spike_clip"
+    for gradient in batch.gradients:
+        amaxes: list[Tensor] = []
+        squares: list[Tensor | None] = []
+        for (piece,) in clipping.pieces(gradient):
+            amaxes.append(clipping.amax(piece).to(batch.dtype))
+            squares.append(clipping.sum_of_squares(piece.to(batch.dtype)) if sums else None)
+        piece_amaxes.append(torch.stack(amaxes or [batch.zero]))
+        piece_squares.append(squares)
+    shards = zip(piece_amaxes, batch.members, strict=True)
+    amax = torch.stack([batch.zero - 1 if member.gradient is None else own.amax() for own, member in shards])
+    rows = torch.where(amax <= _largest_usable(batch), amax, torch.inf).unsqueeze(0)  # NaN is not <=
+    if batch.options["master_weights"] is not None:
+        weights = [clipping.amax(member.shard).to(batch.dtype) for member in batch.members]
+        rows = torch.cat([rows, torch.stack(weights).unsqueeze(0)])
+    return rows, piece_amaxes, piece_squares
+
+
+def _largest_usable(batch: Batch) -> float:
+    """The largest element that a gradient may have: one whose square fits, unless it is brought down before."""
+    options = batch.options
+    rule, limit = options["norm_clip"], clipping.largest_root(batch.dtype, options["squares_summed"])
+    is_brought_down = rule == "ada_gn" or (rule == "grad_clip" and options["max_norm"] <= limit)
+    return torch.finfo(batch.dtype).max if is_brought_down else limit
+
+
+# --- the rules, and the second pass ---
+
+
+def clip(batches: Sequence[Batch], measured: Sequence[Measured]) -> list[Clipped]:
+    """Applies the rules; one collective per process group, if any needs norms."""
+    begun = [_begin(batch, seen) for batch, seen in zip(batches, measured, strict=True)]
+    normed = [index for index, batch in enumerate(batches) if batch.measures_norms]
+    own = [_squares(batches[index], measured[index], *begun[index]) for index in normed]
+    sums = all_reduce_(own, [batches[index].groups for index in normed], dist.ReduceOp.SUM)
+    norms = {index: _norms(begun[index], whole) for index, whole in zip(normed, sums, strict=True)}
+    bounded = [norms[index].whole for index in normed if batches[index].options["norm_clip"] == "grad_clip"]
+    total = clipping.norm_of(torch.cat([norm.to(bounded[0].device) for norm in bounded])) if bounded else None
+    result = []
+    for index, (batch, (step, elements, _)) in enumerate(zip(batches, begun, strict=True)):
+        norm = norms.get(index)
+        if norm is None:
+            ones, zeros = torch.ones_like(step.weight), torch.zeros_like(step.weight)
+            result.append(Clipped(step, elements, ones, zeros, None, None))
+        else:
+            factor = _factor(batch, step, norm, total)
+            result.append(Clipped(step, elements, factor, norm.changed, norm.whole, norm.whole * factor))
+    return result
+
+
+class _Begun(NamedTuple):
+    """What the maxima decide; ``unit``: in which norms are taken, [P], so that their squares fit."""
+
+    step: Step
+    elements: ElementClip
+    unit: Tensor
+
+
+def _begin(batch: Batch, measured: Measured) -> _Begun:
+    options, dtype = batch.options, batch.dtype
+    taken = measured.finite & (measured.amax >= 0)
+    scalars = {name: torch.stack([member.state[name] for member in batch.members]) for name in batch.names}
+    if options["reset_interval"] is not None:  # MoRet
+        reset = taken & ((scalars["steps"] + 1) % options["reset_interval"] == 0)
+        scalars["steps_since_reset"] = torch.where(reset, 0, scalars["steps_since_reset"])
+        scalars["mean_weight"] = torch.where(reset, 0.0, scalars["mean_weight"])
+    step, amax = Step(taken, taken.to(dtype), scalars), torch.where(taken, measured.amax, 0.0)
+    elements = ElementClip(None, dtype)
+    if options["element_clip"] == "spike_clip":
+        k, beta2 = step.steps_since_reset(), options["spike_decay"]  # v has the bias that the paper's has
+        v_weight = -torch.expm1(k.to(dtype) * math.log(beta2)) if beta2 else torch.ones_like(step.weight)
+        limits = torch.where(k < SPIKE_CLIP_AFTER, torch.inf, options["spike_threshold"] * v_weight)
+        elements = ElementClip("spike_clip", dtype, batch.scalars(limits))
+    elif options["element_clip"] == "ada_clip":
+        threshold = scalars["threshold"].lerp_(amax, step.averaging(options["gamma3"], scalars["steps"]))
+        limits_ratios = batch.scalars(threshold), batch.scalars(clipping.clip_ratio(amax, threshold))
+        touched = None
+        if batch.on_host:
+            pieces = zip(measured.piece_amaxes, threshold, strict=True)
+            touched = [(piece > limit).tolist() for piece, limit in pieces]
+        elements = ElementClip("ada_clip", dtype, *limits_ratios, touched)
+        amax = torch.minimum(amax, threshold)
+    # Squares are summed in units of the largest element after the clip where they would not fit otherwise.
+    fits = (amax > _SMALL) & (amax < _LARGE)
+    return _Begun(step, elements, torch.where(fits, 1.0, amax.clamp(min=torch.finfo(dtype).tiny)))
+
+
+def _squares(batch: Batch, measured: Measured, step: Step, elements: ElementClip, units: Tensor) -> Tensor:
+    """Σg² of the shards after the rule for elements, in units², and how many elements it changed: [2, P]."""
+    columns = []
+    for index, unit in enumerate(batch.scalars(units)):
+        squares, counts = [batch.zero], [batch.zero]
+        for number, (piece, v) in enumerate(gradient_pieces(batch, index, step)):
+            known = measured.piece_squares[index][number] if measured.piece_squares[index] else None
+            if known is not None and unit == 1 and not elements.may_change(index, number):
+                squares.append(known)
+                continue
+            clipped, changed = elements(piece, index, number, v)
+            squares.append(clipping.sum_of_squares(clipped if batch.on_host and unit == 1 else clipped / unit))
+            if changed is not None:
+                counts.append(torch.count_nonzero(changed))
+        columns.append(torch.stack([torch.stack(squares).sum(), torch.stack(counts).sum().to(batch.dtype)]))
+    return torch.stack(columns, dim=1)
+
+
+class _Norms(NamedTuple):
+    """Norms of whole gradients after the rule for elements, also in units, and elements that it changed; [P]."""
+
+    whole: Tensor
+    in_units: Tensor
+    unit: Tensor
+    changed: Tensor
+
+
+def _norms(begun: _Begun, sums: Tensor) -> _Norms:
+    squares, changed = torch.where(begun.step.taken, sums, 0.0)
+    norm = squares.sqrt()
+    return _Norms((norm * begun.unit).clamp_(max=torch.finfo(sums.dtype).max), norm, begun.unit, changed)
+
+
+def _factor(batch: Batch, step: Step, norm: _Norms, total: Tensor | None) -> Tensor:
+    """AdaGN or GradClip: what gradients are multiplied with, [P]. ``total``: the norm of all under GradClip, 0-d."""
+    options, scalars = batch.options, step.scalars
+    if options["norm_clip"] == "ada_gn":
+        decay = options["gamma1"] * decay_factor(batch, step)
+        weight, weights = clipping.growing_weight(1 - decay, scalars["norm_mean_weight"])
+        scalars["norm_mean_weight"] = torch.where(step.taken, weights, scalars["norm_mean_weight"])
+        usual = norm.whole.clamp(max=clipping.largest_root(batch.dtype))  # one above counts as that: n² has to fit
+        mean = scalars["norm_mean"].lerp_(usual, step.weight * weight)
+        mean_square = scalars["norm_mean_square"]
+        mean_square.lerp_(usual.square(), step.averaging(options["gamma2"], scalars["steps"]))
+        ratio = clipping.norm_ratio(norm.in_units, mean, mean_square, options["norm_eps"])
+        return (ratio / norm.unit).clamp_(max=torch.finfo(batch.dtype).max)
+    if options["norm_clip"] == "grad_clip":
+        assert total is not None
+        bound = options["max_norm"] / (total.to(batch.device) + 1e-6)
+        return bound.clamp(max=1.0).expand_as(step.weight)
+    return torch.ones_like(step.weight)
+
+
+def decay_factor(batch: Batch, step: Step) -> Scalar:
+    """What γ1 and β1 are multiplied with: a cosine from 1 to a half over `total_steps`, then the half; [P], or 1."""
+    total = batch.options["total_steps"]
+    return 1.0 if total is None else clipping.along_cosine(1.0, 0.5, step.scalars["steps"] + 1, total, batch.dtype)

@@ -1,19 +1,19 @@
-"""How Adam's two moments are kept: in full, in FP8, or for some of the elements only.
+"""Formats of Adam's two moments: in full, in FP8, or for some of the elements only.
 
     DenseMoments    fp32 (float64 for a float64 parameter), one of each per element: 8 bytes
     FP8Moments      E4M3 and E5M2 in blocks of 128 along the last dimension, one fp32 scale each: 2.06 bytes
     SparseMoments   one of n neighbors, drawn anew at each reset, has moments and moves: 8/n bytes
 
-A format gives the state of a parameter, and for a *piece* of it, some rows, the elements that are worked on
-(``select``, ``restore``) and their moments in full (``load``, ``store``).
+A format makes the state of a parameter. Of a *piece* (some rows) it gives the elements that are updated (``select``,
+``restore``) and their moments in full (``load``, ``store``).
 
-In FP8 both moments are rounded stochastically. Rounded to nearest, the second one stands still: at β2 = .999 it moves
-by a thousandth, and a step of E5M2 is a quarter. Below 2.7e-10 of the largest in a block a mean square becomes 0 or
-that number by chance, so 0 is read as that number: the update of an element is its mean over the *root* of its mean
-square, and a root of 0 would send it far away.
+FP8 moments are rounded stochastically. Rounded to nearest, the second one would stand still: at β2 = .999 it moves by
+a thousandth, and a step of E5M2 is a quarter. Below 2.7e-10 of the largest in a block a mean square becomes 0 or that
+number by chance. 0 is read as that number: an update is the mean over the *root* of the mean square, and a root of 0
+would send the element far away.
 
 Random bits are a pure function of (step, parameter, moment, index of the element in the whole parameter): a resumed run
-equals an uninterrupted one, and a parameter that is sharded along rows one that is not.
+equals an uninterrupted one, and a parameter sharded along rows equals a whole one.
 
 Source: Scaling FP8 Training to Trillion-Token LLMs (arXiv 2409.12517, section 5) for the two formats, COAT (arXiv
 2410.19313) for blocks of 128, FP8-LM (arXiv 2310.18313) for master weights in fp16; SPAM (arXiv 2501.06842) for sparse
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowbit.compilation import compiled, opaque
-from lightning_lowbit.distributed import local, zeros_spread_as
+from lightning_lowbit.distributed import local, zeros_sharded_as
 from lightning_lowbit.formats import ELEMENT_FORMATS, Format
 from lightning_lowbit.quant.rounding import mix_key, round_stochastic, uniform
 
@@ -38,7 +38,7 @@ NAMES = ("mean", "mean_square")
 
 
 class Draw(NamedTuple):
-    """What random bits of some rows of a parameter are a function of.
+    """All that random bits of some rows of a parameter depend on.
 
     Attributes:
         offsets: index of the first element in the whole parameter, in each dimension.
@@ -55,12 +55,12 @@ class Draw(NamedTuple):
     taken: Tensor
 
     def at(self, row: int) -> "Draw":
-        """Of what begins some rows further on."""
+        """The same, some rows further on."""
         return self._replace(offsets=(self.offsets[0] + row, *self.offsets[1:]))
 
 
 class Piece(NamedTuple):
-    """What is kept for some rows of a parameter: views, by name; and their random bits, where the format draws some."""
+    """State of some rows of a parameter, as views by name; and their random bits, if the format draws any."""
 
     state: Mapping[str, Tensor]
     draw: Draw | None = None
@@ -75,7 +75,7 @@ class DenseMoments:
     is_sparse: ClassVar[bool] = False  # whether some elements have no moments
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Zeros for a parameter, spread as it is."""
+        """Zeros for a parameter, sharded as it is."""
         return {name: torch.zeros_like(parameter, dtype=dtype) for name in NAMES}
 
     def select(self, rows: Tensor, piece: Piece) -> Tensor:
@@ -91,8 +91,12 @@ class DenseMoments:
         """Mean and mean square of the selected elements, to be changed in place."""
         return piece.state["mean"], piece.state["mean_square"]
 
+    def mean_square(self, piece: Piece) -> Tensor | None:
+        """Mean square of the selected elements; None if it is not kept (yet)."""
+        return piece.state.get("mean_square")
+
     def store(self, piece: Piece, mean: Tensor, mean_square: Tensor) -> None:
-        """Keeps what has become of them."""
+        """Writes them back."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +110,21 @@ class FP8Moments(DenseMoments):
     draws: ClassVar[bool] = True
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Zeros for a parameter, spread as it is."""
+        """Zeros for a parameter, sharded as it is."""
         state = {}
         for name in NAMES:
             state[name] = torch.zeros_like(parameter, dtype=torch.uint8, memory_format=torch.contiguous_format)
-            state[f"{name}_scale"] = zeros_spread_as(parameter, lambda length: -(-length // BLOCK), torch.float32)
+            state[f"{name}_scale"] = zeros_sharded_as(parameter, lambda length: -(-length // BLOCK), torch.float32)
         return state
 
     def load(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """Mean and mean square in fp32."""
-        mean, mean_square = (_decode_moment(piece.state[name], piece.state[f"{name}_scale"], name) for name in NAMES)
-        return mean, mean_square
+        state = piece.state
+        return _decode_moment(state["mean"], state["mean_scale"], "mean"), self.mean_square(piece)
+
+    def mean_square(self, piece: Piece) -> Tensor:
+        """Mean square in fp32."""
+        return _decode_moment(piece.state["mean_square"], piece.state["mean_square_scale"], "mean_square")
 
     def store(self, piece: Piece, mean: Tensor, mean_square: Tensor) -> None:
         """Rounds both."""
@@ -142,17 +150,13 @@ class SparseMoments(DenseMoments):
     every: int = 1
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Zeros for a parameter, spread as it is.
-
-        Raises:
-            ValueError: its rows are cut, so that neighbors lie on different ranks.
-        """
+        """Zeros for a parameter, sharded as it is; a ValueError where neighbors lie on different ranks."""
         if local(parameter).shape[-1] != parameter.shape[-1]:
             raise ValueError(
                 f"Sparse moments need whole rows, and a parameter of {tuple(parameter.shape)} is cut along the last "
                 "dimension: put it in a group with density=1."
             )
-        return {name: zeros_spread_as(parameter, lambda length: -(-length // self.every), dtype) for name in NAMES}
+        return {name: zeros_sharded_as(parameter, lambda length: -(-length // self.every), dtype) for name in NAMES}
 
     def select(self, rows: Tensor, piece: Piece) -> Tensor:
         """The drawn elements."""
@@ -178,7 +182,7 @@ def moments_of(kind: str, density: float, dims: int) -> DenseMoments:
     Args:
         kind: ``"fp32"`` or ``"fp8"``.
         density: share of the elements that have moments, 1/n.
-        dims: of the whole parameter. What has fewer than two is small, and kept in full.
+        dims: of the whole parameter; with fewer than two it is small, and its moments are kept in full.
     """
     if dims < 2:
         return DenseMoments()

@@ -34,7 +34,7 @@ from lightning_lowbit._lightning import (
     rank_zero_warn,
     say_once,
 )
-from lightning_lowbit.distributed import clip_gradient_norm_, connect, largest_magnitudes
+from lightning_lowbit.distributed import clip_gradient_norm_, connect, parameter_amaxes
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.context import ForwardContext
@@ -404,7 +404,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
     def _share_amaxes(self) -> None:
         if self._shared is not None:
-            self._shared.measure(partial(largest_magnitudes, device=self._device))
+            self._shared.measure(partial(parameter_amaxes, device=self._device))
 
     @contextmanager
     def another_draw(self, number: int = 0) -> Generator[None, None, None]:

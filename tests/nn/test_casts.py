@@ -347,6 +347,13 @@ def test_any_delayed_operand_makes_casts_delayed(operand: str) -> None:
     assert LinearCasts(**{operand: DELAYED}).quantizes_x_or_w == (operand[-1] != "g")
 
 
+def test_former_spellings_warn() -> None:
+    with pytest.warns(DeprecationWarning, match="quantised_gemms is now quantized_gemms"):
+        assert SIX.quantised_gemms == SIX.quantized_gemms
+    with pytest.warns(DeprecationWarning, match="quantises_x_or_w is now quantizes_x_or_w"):
+        assert SIX.quantises_x_or_w
+
+
 # What decides whether hardware takes an operand as it is.
 E4M3, E5M2 = (Cast(element, Scale("fp32", "tensor")) for element in ("e4m3", "e5m2"))
 FORMS = {

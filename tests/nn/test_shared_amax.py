@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_lowbit import LowBitPrecision, convert
-from lightning_lowbit.distributed import largest_magnitudes
+from lightning_lowbit.distributed import parameter_amaxes
 from lightning_lowbit.nn import AmaxHistories, LayerKeys, SharedAmaxes
 from tests.nn.layers import remember, spied, value
 from tests.precision.regression import Regression, trainer
@@ -108,7 +108,7 @@ def test_new_weights_have_a_new_amax_and_backward_passes_the_one_of_before() -> 
         y = parts(x)
         if disturbed:
             parts.k_proj.weight.data.mul_(2)
-            shared.measure(partial(largest_magnitudes, device=torch.device("cpu")))
+            shared.measure(partial(parameter_amaxes, device=torch.device("cpu")))
             assert parts.q_proj.weight_amax == parts.k_proj.weight.abs().max()
             parts.k_proj.weight.data.div_(2)
         y.sum().backward()

@@ -36,7 +36,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbit.distributed import local, local_gradient, offsets_of, sharding_of, zeros_spread_as
+from lightning_lowbit.distributed import local, local_gradient, offsets_of, sharding_of, zeros_sharded_as
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, connect
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.optim.moments import FP8Moments, Piece
@@ -373,7 +373,7 @@ def places(meshes: Meshes) -> dict[str, Any]:
         parameters["rows twice"] = fsdp2_of_tensor_parallel(model, meshes[2, 2]).up.weight
     results = {}
     for name, p in parameters.items():
-        kept, sharding = zeros_spread_as(p, lambda length: -(-length // 128), torch.float32), sharding_of(p)
+        kept, sharding = zeros_sharded_as(p, lambda length: -(-length // 128), torch.float32), sharding_of(p)
         local(kept).copy_(last_of_blocks(local(p)))
         results[name] = {
             "shape": tuple(sharding.shape),
@@ -529,7 +529,7 @@ def refusals(meshes: Meshes) -> dict[str, str]:
     if meshes.has((3,)):
         p = place(meshes[3,], torch.zeros(2, 260), [Shard(1)])
         told["rows of lengths that no one else has"] = message(
-            partial(zeros_spread_as, p, lambda length: length if length > 86 else 0, torch.float32)
+            partial(zeros_sharded_as, p, lambda length: length if length > 86 else 0, torch.float32)
         )
     return told
 

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, adam, clipping, guards
+from lightning_lowbit.optim.batch import SCALARS
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.optim.options import OPTIONS
 from tests.optim.parameters import (
@@ -328,7 +329,7 @@ def test_adaptive_takes_up_the_state_of_what_it_wraps() -> None:
 # --- gradients ---
 
 
-STATISTICS = {*guards.Guards.SCALARS[1:], "mean", "mean_square", "mean_weight"}
+STATISTICS = {*SCALARS[1:], "mean", "mean_square", "mean_weight"}
 
 
 @entries_and_dtypes(torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, Adaptive, StableSPAM, clipping, guards
-from lightning_lowbit.optim.guards import SPIKE_CLIP_AFTER, GradientStatistics
+from lightning_lowbit.optim.batch import GradientStatistics
+from lightning_lowbit.optim.guards import SPIKE_CLIP_AFTER
 from tests.optim.parameters import NoHostSync, assert_same, make_parameters, set_gradients, snapshot, train
 from tests.references.adaptive import norm_of
 from tests.references.stable_spam import Reference, step_all

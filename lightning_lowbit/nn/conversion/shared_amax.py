@@ -48,7 +48,7 @@ class SharedAmaxes:
 
         Args:
             of_weights: the largest magnitude of each of some weights, float32, 0-d; where processes hold parts of them,
-                :func:`lightning_lowbit.distributed.largest_magnitudes`.
+                :func:`lightning_lowbit.distributed.parameter_amaxes`.
         """
         weights = [layer.weight for group in self._groups for layer in group]
         each = [absmax(weight) for weight in weights] if of_weights is None else of_weights(weights)

@@ -1,0 +1,150 @@
+"""The parameters of a step in batches, and their gradients in pieces."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbit.distributed import offsets_of
+from lightning_lowbit.optim import clipping
+from lightning_lowbit.optim.moments import DenseMoments, Draw, Piece
+
+#: What the rules remember of a parameter, 0-d each: t, T, and AdaGN's m, the total weight in it, and v.
+SCALARS = ("steps", "threshold", "norm_mean", "norm_mean_weight", "norm_mean_square")
+
+
+class GradientStatistics(NamedTuple):
+    """What the last step saw of one parameter's gradient, whole even if the parameter is sharded; 0-d, on its device.
+
+    Attributes:
+        maximum: max|g|, before anything was done; Inf if the step was skipped for it, −1 if no rank has one.
+        threshold: T of AdaClip, with this maximum in it; 0 without that rule.
+        clipped: elements changed by AdaClip or SpikeClip.
+        norm: ‖g‖₂ after that; NaN if no rule needs it.
+        norm_after: ‖g‖₂ as the optimizer saw it, after AdaGN or GradClip; NaN likewise.
+        steps_since_reset: gradients in the moments, this one included.
+    """
+
+    maximum: Tensor
+    threshold: Tensor
+    clipped: Tensor
+    norm: Tensor
+    norm_after: Tensor
+    steps_since_reset: Tensor
+
+
+class Member(NamedTuple):
+    """A parameter in a step.
+
+    Attributes:
+        parameter: as the optimizer was given it.
+        number: of the parameter in the optimizer.
+        shard: the part of the parameter on this rank.
+        gradient: of the shard; None where this rank has none, which only sharded parameters have.
+        state: holds the scalars, which the step reads and writes.
+        moments: how the moments in ``kept`` are stored.
+        kept: tensors with a row for each row of the shard.
+    """
+
+    parameter: Tensor
+    number: int
+    shard: Tensor
+    gradient: Tensor | None
+    state: dict[str, Tensor]
+    moments: DenseMoments
+    kept: Mapping[str, Tensor]
+
+
+class Batch:
+    """P parameters with the same options, device, dtype of the statistics and process groups.
+
+    Args:
+        options: of the parameter group.
+        device: of the parameters.
+        dtype: of the statistics.
+        groups: process groups over which each parameter is sharded.
+        names: of the scalars that are remembered of each parameter.
+        on_host: whether the host may read results without waiting.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        device: torch.device,
+        dtype: torch.dtype,
+        groups: tuple[dist.ProcessGroup, ...],
+        names: Sequence[str],
+        on_host: bool,
+    ) -> None:
+        self.options, self.device, self.dtype, self.groups, self.names = options, device, dtype, groups, names
+        self.on_host = on_host
+        self.clips_elements = options["element_clip"] is not None
+        self.measures_norms = self.clips_elements or options["norm_clip"] is not None
+        self.zero = torch.zeros((), dtype=dtype, device=device)
+        self.members: list[Member] = []
+        self.gradients: list[Tensor] = []  # zeros where this rank has none
+
+    def add(self, member: Member) -> None:
+        """Adds a parameter."""
+        gradient, shard = member.gradient, member.shard
+        self.gradients.append(shard.new_zeros(()).expand(shard.shape) if gradient is None else gradient)
+        self.members.append(member)
+
+    def scalars(self, values: Tensor) -> Sequence[Any]:
+        """One scalar for each parameter: a number on the host, a 0-d tensor elsewhere."""
+        return values.tolist() if self.on_host else values.unbind()
+
+
+class Step(NamedTuple):
+    """Which parameters take a step, and what is remembered of them.
+
+    Attributes:
+        taken: which take it, bool [P].
+        weight: the same in the dtype of the statistics.
+        scalars: what is remembered, [P] each, with this step in it but for counts of steps.
+    """
+
+    taken: Tensor
+    weight: Tensor
+    scalars: dict[str, Tensor]
+
+    def steps_since_reset(self) -> Tensor:
+        """Gradients in the moments, [P]."""
+        return self.scalars.get("steps_since_reset", self.scalars["steps"])
+
+    def averaging(self, decay: float, steps_before: Tensor) -> Tensor:
+        """Weight of this step in an average, [P]; 0 where it is not taken."""
+        return self.weight * clipping.averaging_weight(decay, steps_before, self.weight.dtype)
+
+
+def pieces_of(batch: Batch, index: int, step: Step, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Pieces of tensors of a shard's shape, each with what is kept for these rows."""
+    member, draw, row = batch.members[index], None, 0
+    if member.moments.draws:
+        steps, own = step.scalars["steps"][index], member.number << 40  # what is drawn for a parameter is its own
+        key, epoch = steps + own, steps - step.scalars["steps_since_reset"][index] + own
+        draw = Draw(offsets_of(member.parameter), member.parameter.shape, key, epoch, step.taken[index])
+    for piece in clipping.pieces(*tensors, *member.kept.values()):
+        kept = dict(zip(member.kept, piece[len(tensors) :], strict=True))
+        yield (*piece[: len(tensors)], Piece(kept, draw and draw.at(row)))
+        row += len(piece[0])
+
+
+def gradient_pieces(batch: Batch, index: int, step: Step) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Pieces of a gradient, each with v of SpikeClip or None."""
+    gradient, moments = batch.gradients[index], batch.members[index].moments
+    if batch.options["element_clip"] != "spike_clip":
+        return ((piece, None) for (piece,) in clipping.pieces(gradient))
+    return (
+        (moments.select(rows, piece), moments.mean_square(piece))
+        for rows, piece in pieces_of(batch, index, step, gradient)
+    )
+
+
+def remember(batch: Batch, step: Step) -> None:
+    """Counts the step, and writes the scalars back."""
+    step.scalars["steps"] += step.taken
+    for name, values in step.scalars.items():
+        torch._foreach_copy_([member.state[name] for member in batch.members], list(values.unbind()))
