@@ -3,7 +3,7 @@
 L0 checks, formats, compilation, atomic_files    L1 quant    L2 distributed    L3 nn, optim, metrics    L4 _lightning
 L5 precision, callbacks, report    L6 cli    L7 recipes
 
-Lightning is imported by `_lightning` alone, and `_lightning` by L5 and above. Lightning's private parts are its alone, too.
+Lightning is imported by `_lightning` alone, which alone touches its private parts, and `_lightning` by L5 and above.
 """
 
 import ast
