@@ -10,7 +10,7 @@ A detector joins a baseline, which knows what is normal, with a warm-up. The rul
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median, pstdev
 from typing import Protocol
 
@@ -55,6 +55,12 @@ class Window:
     def limit(self) -> float:
         """The value above which a spike begins."""
         return self._rule(self.values)
+
+    def load(self, values: Iterable[float], count: int) -> None:
+        """Replaces what was learned; of values, the window keeps the last ones."""
+        self.values.clear()
+        self.values.extend(values)
+        self.count = count
 
 
 class RunningMean:

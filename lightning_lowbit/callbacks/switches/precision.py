@@ -31,7 +31,7 @@ from lightning_lowbit.callbacks.switches.step_triggers import steps_of
 from lightning_lowbit.nn.casts import PHASES
 from lightning_lowbit.nn.conversion.convert import CastsLike
 from lightning_lowbit.precision import LowBitPrecision
-from lightning_lowbit.precision.converted_model import named_casts
+from lightning_lowbit.precision.changed_casts import named_casts
 from lightning_lowbit.quant.cast import choose, is_number
 from lightning_lowbit.report.html import Section, Table
 
