@@ -152,6 +152,34 @@ def clip_gradient_norm_(parameters: Sequence[Tensor], limit: float) -> Tensor:
     return norm
 
 
+def is_flat(parameter: Tensor) -> bool:
+    """Whether a parameter is a flat buffer of FSDP1 (``use_orig_params=False``)."""
+    return bool(getattr(parameter, "_is_flat_param", False))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP or tensor parallelism has spread parameters of a model."""
+    is_wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    return is_wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def clip_gradients_(parameters: Sequence[Tensor], limit: float, root: nn.Module | None, is_sharded: bool) -> None:
+    """Scales all gradients, in place, so that their norm together is at most ``limit``, under any strategy.
+
+    Args:
+        parameters: whose gradients.
+        limit: of the norm.
+        root: the wrapped model; of flat buffers, only FSDP1's root can compute the norm.
+        is_sharded: see :func:`is_sharded`.
+    """
+    if isinstance(root, FullyShardedDataParallel) and any(map(is_flat, parameters)):
+        root.clip_grad_norm_(limit)
+    elif is_sharded:
+        clip_gradient_norm_(parameters, limit)
+    else:
+        torch.nn.utils.clip_grad_norm_(parameters, limit)
+
+
 @torch.no_grad()
 def parameter_amaxes(parameters: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """max|p| of each whole parameter: float32, 0-d; infinite if it holds a NaN, which collectives may lose.

@@ -4,75 +4,54 @@
                 ── train_step_context      autocast; keys of this micro-batch's random bits; amaxes are staged
                 ── optimizer_step          counts the step; amaxes enter their histories
 
-Layers, their casts and what outlives a step of them belong to its :class:`ConvertedModel`, the scale of the loss to its
-:class:`LossScaling`. The state (step, micro-batch, phase, changed casts, λ, amaxes) is saved under one key whatever the
-plugin's class, as tensors and primitives, the same on all ranks. The model's ``state_dict`` is untouched: its weights
-load into the unconverted model.
+The plugin is made of parts: the converted layers (``layers.py``), their state in a checkpoint (``state.py``), and what
+the Trainer calls, here. The scale of the loss has a class of its own (``loss_scaling.py``).
 """
 
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._lightning import (
     FSDPPrecision,
     LightningModule,
     LightningOptimizer,
     MisconfigurationException,
-    TrainerFn,
     both_are_imported,
     goes_with,
-    rank_zero_info,
-    rank_zero_warn,
     say_once,
 )
-from lightning_lowbit.distributed import clip_gradient_norm_, connect, parameter_amaxes
-from lightning_lowbit.nn.amax import AmaxHistories
+from lightning_lowbit.checks import choose
+from lightning_lowbit.distributed import clip_gradients_, connect, is_flat, is_sharded
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.context import ForwardContext
-from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, convert_layers, plan, plan_by_name
-from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes, check_groups, groups
-from lightning_lowbit.precision.checkpoints.files import CHECKPOINT_KEY, Checkpoint, load_checkpoint, state_of
-from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden, warn_of
-from lightning_lowbit.precision.checkpoints.trained import LACKING, Origin, Trained, check_changes
-from lightning_lowbit.precision.converted_model import ConvertedModel
+from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, plan, plan_by_name
+from lightning_lowbit.nn.conversion.shared_amax import check_groups
+from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
+from lightning_lowbit.precision.checkpoints.overridden import asked_options
+from lightning_lowbit.precision.checkpoints.trained import Origin, check_changes
 from lightning_lowbit.precision.coverage_line import CoverageLine
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
-from lightning_lowbit.precision.run_settings import compute_dtype, global_seed, run_of
+from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES, compute_dtype, data_rank, global_seed, run_of
 from lightning_lowbit.precision.shown import Shown
-from lightning_lowbit.quant.cast import choose
+from lightning_lowbit.precision.state import SavedLayers
 
 if TYPE_CHECKING:
     from lightning_lowbit.nn.sharded.gather import WeightGathers
 
 __all__ = ["LowBitPrecision", "compute_dtype"]
 
-_COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], torch.dtype]] = {
-    "bf16": ("bf16-mixed", torch.bfloat16),
-    "fp16": ("16-mixed", torch.float16),
-    "fp32": ("32-true", torch.float32),
-}
-
 
 def _as_list(patterns: Iterable[str]) -> Iterable[str]:
     return patterns if isinstance(patterns, str) else list(patterns)  # a string is refused when it is used
 
 
-def _data_rank(trainer: Any) -> int:
-    """Of this process among those that see other data: processes that share tensors see the same."""
-    sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return int(sampler.get("rank", trainer.global_rank))
-
-
-class LowBitPrecision(Shown, FSDPPrecision):
+class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
     """Trains the linear layers of any ``LightningModule`` with the given casts.
 
     Args:
@@ -81,41 +60,26 @@ class LowBitPrecision(Shown, FSDPPrecision):
         only: patterns of the layers to convert; None for all.
         overrides: other casts for some layers, by pattern.
         compute_dtype: ``"bf16"``, ``"fp16"`` (autocast) or ``"fp32"``: what everything else computes in, and what
-            operands are rounded to before they are quantized. Parameters stay as they are.
-        scaler: of the loss, for ``"fp16"``: any ``torch.amp.GradScaler``, see
-            :mod:`lightning_lowbit.precision.grad_scalers`; None for a :class:`lightning_lowbit.ConservativeGradScaler`.
-            It serves every strategy, sharded ones too. In manual optimization, gradients are scaled from
-            ``manual_backward`` until ``clip_gradients`` or ``step``, and those that one optimizer accumulates over
-            steps of another need a scale that stays: a ``StaticGradScaler``.
+            operands are rounded to before they are quantized. Parameters keep their dtype.
+        scaler: of the loss, for ``"fp16"``: any ``torch.amp.GradScaler``, under any strategy; None for a
+            :class:`ConservativeGradScaler`. See ``docs/guides/loss_scaling.md``.
         seed: of the random bits of stochastic rounding; None takes that of ``seed_everything``, or 0.
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
-        backend: ``"auto"``: GEMMs of FP8 or integers with scales per tensor or row run natively on hardware that has
-            them, all others are emulated; ``"native"`` refuses hardware and casts without native GEMMs; ``"emulated"``
-            never uses them.
-        smooth_swiglu: ``"channel"`` or ``"token"``: what enters the down projections of SwiGLU MLPs is brought to one
-            size, a help for FP8 with one scale per tensor; see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
-        fresh_histories: delayed scaling and smoothing start anew, whatever a checkpoint holds of them.
-        shared_amax: patterns of layers; the weights of those that one of them matches within one module are scaled by
-            their largest magnitude together, as engines need that fuse them: ``["(q|k|v)_proj", "gate_proj|up_proj"]``;
-            see :mod:`lightning_lowbit.nn.conversion.shared_amax`.
-        quantize_before_gather: FSDP2 (``ModelParallelStrategy``) gathers weights as codes and scales wherever results
-            are, to the bit, those of gathering them in high precision; see :mod:`lightning_lowbit.nn.sharded.gather`.
-        casts_of_checkpoint: ``validate``, ``test`` and ``predict`` refuse a checkpoint that was trained with other
-            casts; False evaluates it with these casts all the same. Training on with other casts is always possible,
-            and is said.
-
-    Attributes:
-        step: optimizer steps taken.
-        micro_batch: training steps taken since the last optimizer step.
-        overridden: what the checkpoint holds in the place of options that this run asks for, a line for each.
-        scaler: of the loss, or None.
+        backend: ``"auto"`` runs GEMMs of FP8 or integers natively where the hardware can (scales per tensor or row),
+            and emulates all others; ``"native"`` refuses what would be emulated; ``"emulated"`` emulates all.
+        smooth_swiglu: ``"channel"`` or ``"token"``, see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
+        fresh_histories: delayed scaling and smoothing start again, whatever a checkpoint holds of them.
+        shared_amax: patterns of layers whose weights share an amax within a module, such as
+            ``["(q|k|v)_proj", "gate_proj|up_proj"]``; see :mod:`lightning_lowbit.nn.conversion.shared_amax`.
+        quantize_before_gather: FSDP2 gathers weights as codes and scales, see
+            :mod:`lightning_lowbit.nn.sharded.gather`.
+        casts_of_checkpoint: False lets ``validate``, ``test`` and ``predict`` evaluate a checkpoint that was trained
+            with other casts, which is an error otherwise.
 
     Raises:
-        ValueError: an argument is not one of the above; or, when the model is converted, a pattern matches no layer,
-            layers cannot share an amax, or no weight can be quantized before it is gathered; or, when a checkpoint is
-            loaded, its state is damaged, or was trained with other casts than those that are to be evaluated.
-        MisconfigurationException: the plugin is used outside ``lightning.pytorch.Trainer``, with DeepSpeed, or a scaler
-            with ranks that are not there; or, in a step, a scaler with LBFGS.
+        ValueError: an argument is not one of the above; or, in conversion, patterns do not fit the model; or a loaded
+            checkpoint is damaged, or was trained with other casts than those to be evaluated.
+        MisconfigurationException: the plugin is used outside a Trainer, with DeepSpeed, or with an unsuitable scaler.
 
     Example:
         >>> Trainer(plugins=[LowBitPrecision("nvfp4", skip=["lm_head"])])
@@ -139,8 +103,9 @@ class LowBitPrecision(Shown, FSDPPrecision):
         quantize_before_gather: bool = False,
         casts_of_checkpoint: bool = True,
     ) -> None:
-        precision, self._compute_dtype = _COMPUTE_DTYPES[choose("compute_dtype", compute_dtype, _COMPUTE_DTYPES)]
-        super().__init__("bf16-mixed")  # with "16-mixed" it makes a scaler of its own, which asks for CUDA
+        precision, self._compute_dtype = COMPUTE_DTYPES[choose("compute_dtype", compute_dtype, COMPUTE_DTYPES)]
+        SavedLayers.__init__(self)
+        FSDPPrecision.__init__(self, "bf16-mixed")  # with "16-mixed" it makes a scaler of its own, which needs CUDA
         self.precision = precision
         self.scaler: GradScaler | None = scaler_for(compute_dtype, scaler)  # type: ignore[assignment]  # of any class
         self._scaling = None if self.scaler is None else LossScaling(self.scaler)
@@ -155,19 +120,11 @@ class LowBitPrecision(Shown, FSDPPrecision):
         if smooth_swiglu is not None:
             choose("kind of smooth_swiglu", smooth_swiglu, SMOOTHINGS)
         check_backend({"": self.casts, **self.overrides}, backend, exact)
-        self.step = 0
-        self.micro_batch = 0
-        self._is_sharded = False
-        self._root: nn.Module | None = None
-        self._trainer: weakref.ref[Any] | None = None
-        self._device = torch.device("cpu")
-        self._rank = 0
-        self._converted = ConvertedModel()
         self.coverage_line = CoverageLine()
-        self._shared: SharedAmaxes | None = None
+        self._root: nn.Module | None = None
+        self._is_sharded = False
+        self._rank = 0
         self._gathers: WeightGathers | None = None
-        self._origin: Origin | None = None
-        self._asked, self.overridden = asked_options([], []), list[str]()
         if both_are_imported():
             say_once(f"{goes_with(self)}.")
 
@@ -196,7 +153,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
         return plugin
 
     def __str__(self) -> str:
-        # What the Trainer of the other Lightning quotes where it refuses the plugin.
+        # The Trainer of the other Lightning quotes this where it refuses the plugin.
         return f"{self!r} ({goes_with(self)})" if both_are_imported() else repr(self)
 
     @property
@@ -209,40 +166,14 @@ class LowBitPrecision(Shown, FSDPPrecision):
         return None if self._compute_dtype == torch.float32 else self._compute_dtype
 
     @property
-    def phase(self) -> str:
-        """The phase in force, set by :meth:`set_phase`."""
-        return self._converted.phase
-
-    @property
-    def phases_set(self) -> int:
-        """How often :meth:`set_phase` was called, also with the phase in force; in this process, not in the run."""
-        return self._converted.phases_set
-
-    @property
-    def blend(self) -> Tensor:
-        """λ of progressive quantization, 0-d float32, set by :meth:`set_blend`."""
-        return self._converted.blend
-
-    @property
-    def is_blending(self) -> bool:
-        """Whether λ is below 1."""
-        return self._converted.is_blending
-
-    @property
-    def histories(self) -> AmaxHistories | None:
-        """The amaxes that outlive a step; None before the model is converted."""
-        return self._converted.histories
-
-    @property
     def skipped_steps(self) -> Tensor:
-        """Optimizer steps that were left out in fp16, since a gradient was not finite; 0-d int64, on the device.
+        """Steps of fp16 that were skipped because a gradient was not finite; 0-d int64, on the device.
 
-        ``step``, Lightning's ``global_step`` and with them learning-rate schedules count them nonetheless, so that a
-        run has the length it was given; how many there were is said at its end.
+        ``step``, ``global_step`` and learning-rate schedules count them, so that a run has the length it was given.
         """
         return torch.tensor(0, device="cpu") if self._scaling is None else self._scaling.skipped_steps
 
-    # --- conversion and phases ---
+    # --- conversion ---
 
     def plan(self, model: nn.Module) -> dict[str, LinearCasts]:
         """The casts that each layer of a model would get, by name, without changing it. Raises as conversion does."""
@@ -257,19 +188,18 @@ class LowBitPrecision(Shown, FSDPPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Converts the model in place."""
         trainer, module = run_of(self, module)
-        strategy = trainer.strategy
-        if self._trainer is not None and self._trainer() is not trainer:  # another run
-            self.step, self.micro_batch = 0, 0
-            self._converted.start_afresh()
-            self.coverage_line.restart()
-            self.set_blend(1.0)
-        if self._scaling is not None and (self._trainer is None or self._trainer() is not trainer):
-            self._scaling.restart()  # also the first time: another plugin may have used the same scaler
+        if self._run is not trainer:
+            if self._trainer is not None:  # another run
+                self.step, self.micro_batch = 0, 0
+                self.coverage_line.restart()
+                self._start_afresh()
+            if self._scaling is not None:
+                self._scaling.restart()  # also the first time: another plugin may have used the same scaler
         self._trainer = weakref.ref(trainer)
-        self._converted.expect(module)
+        self._expect(module)
         if self._scaling is not None:
-            self._scaling.check(module, type(strategy).__name__)
-        self._device, self._rank = strategy.root_device, _data_rank(trainer)
+            self._scaling.check(module, type(trainer.strategy).__name__)
+        self._device, self._rank = trainer.strategy.root_device, data_rank(trainer)
         planned = self.plan(module)
         check_backend(planned, self.backend, self.exact, self._device)  # raises before anything is changed
         if self.quantize_before_gather:
@@ -277,7 +207,8 @@ class LowBitPrecision(Shown, FSDPPrecision):
 
             check_gathers(module, planned, self._autocast_dtype)
         restored = getattr(getattr(ForwardContext.of(module), "enter", None), "trained", None)
-        self._convert(module, planned)
+        self._convert(module, planned, self.seed)
+        self._root = module
         if self.quantize_before_gather:
             self._gathers = WeightGathers(module, self._autocast_dtype, planned)
         if self._origin is not None and self._is_evaluating:
@@ -285,91 +216,6 @@ class LowBitPrecision(Shown, FSDPPrecision):
         if restored is not None:
             self._compare(restored, "The model, restored from a checkpoint,")
         return module
-
-    def attach(self, model: nn.Module, planned: Mapping[str, LinearCasts]) -> None:
-        """Converts a model that no Trainer runs, for a plugin :meth:`from_checkpoint`; see :func:`restore`."""
-        assert self._origin is not None
-        self._converted.expect(model)
-        self._convert(model, planned)
-        self._load(self._origin.state)
-
-    def move_to(self, device: torch.device) -> None:
-        """Says where a model computes that no Trainer runs."""
-        self._device = device
-
-    def _convert(self, model: nn.Module, planned: Mapping[str, LinearCasts]) -> None:
-        """Converts layers, and takes what belongs to them."""
-        convert_layers(model, planned, self.exact, self.backend)
-        self._root = model
-        self._converted.take(model, planned, self.seed)
-        self.set_blend(float(self.blend))
-        self._shared = SharedAmaxes(model, self.shared_amax) if self.shared_amax else None
-
-    @property
-    def _is_evaluating(self) -> bool:
-        """Whether the Trainer validates, tests or predicts; validation within ``fit`` does not count."""
-        trainer = None if self._trainer is None else self._trainer()
-        return trainer is not None and trainer.state.fn is not None and trainer.state.fn != TrainerFn.FITTING
-
-    def set_phase(self, phase: str) -> None:
-        """Puts all layers into a phase: ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``.
-
-        Raises:
-            ValueError: there is no such phase.
-        """
-        self._converted.set_phase(phase)
-
-    def set_casts(self, casts: Mapping[str, CastsLike]) -> None:
-        """Gives layers other casts; the phase stays in force on top of them.
-
-        Casts that were changed are part of a checkpoint. A run with another Trainer begins with the constructor's.
-        Delayed scaling and smoothing start anew for these layers, and go on for all others.
-
-        Args:
-            casts: by pattern of layers, of which the first one that matches a layer holds (see
-                :func:`lightning_lowbit.convert`), what :meth:`LinearCasts.of` takes, or a phase's name: the casts of
-                the constructor in this phase, so that ``"fqt"`` gives these back. Layers that no pattern matches keep
-                what they have.
-
-        Raises:
-            ValueError: a pattern matches no converted layer, there is no such preset or phase, the backend has no
-                native form of such casts, or layers could no longer share an amax; nothing has been changed then.
-            MisconfigurationException: there is no model yet; give ``overrides`` to the constructor.
-
-        Example:
-            >>> trainer.precision_plugin.set_casts({"lm_head": "bf16", "down_proj": "nvfp4-4over6"})
-        """
-        self._converted.set_casts(self.resolve_casts(casts))
-
-    def resolve_casts(self, casts: Mapping[str, CastsLike]) -> dict[str, LinearCasts]:
-        """The casts that :meth:`set_casts` would give to each layer that a pattern matches, without changing anything.
-
-        Arguments and errors are the same.
-        """
-        changes = self._converted.resolve_casts(casts, self.smooth_swiglu)
-        check_backend(changes, self.backend, self.exact, self._device)
-        if self.shared_amax:
-            groups({**self.casts_of(".*"), **changes}, self.shared_amax)  # or else raises
-        return changes
-
-    def casts_of(self, pattern: str) -> dict[str, LinearCasts]:
-        """The casts, outside any phase, of the converted layers that a pattern matches, by name.
-
-        Raises:
-            ValueError: it matches none.
-        """
-        return self._converted.casts_of(pattern)
-
-    def set_blend(self, value: float) -> None:
-        """Sets λ, how far operands are quantized: from 0 (high precision) to 1 (all the way).
-
-        Operands that have a cast are ``x + λ (q(x) - x)``. From one λ below 1 to another nothing is compiled anew; at 1
-        operands are again what hardware takes.
-
-        Raises:
-            ValueError: a number outside [0, 1].
-        """
-        self._converted.set_blend(value)
 
     # --- one step ---
 
@@ -380,7 +226,7 @@ class LowBitPrecision(Shown, FSDPPrecision):
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         """Autocast to the compute dtype."""
-        self._converted.prepare(self.step, self.micro_batch, self._rank, self._device)
+        self._prepare(self.step, self.micro_batch, self._rank)
         if self._gathers is not None:
             self._gathers.prepare()
         self._share_amaxes()
@@ -394,34 +240,30 @@ class LowBitPrecision(Shown, FSDPPrecision):
     def train_step_context(self) -> Generator[None, None, None]:
         """The forward context, with random bits of this micro-batch's own (the backward pass still uses them)."""
         with self.forward_context():
-            self._converted.record(True)
+            self._record(True)
             yield
         if not self._is_automatic:  # its backward passes and steps were in here
-            self._converted.record(False)
+            self._record(False)
             self._update_scale()
-            self.coverage_line.say(self._trainer)
+            self.coverage_line.say(self._run)
         self.micro_batch += 1
-
-    def _share_amaxes(self) -> None:
-        if self._shared is not None:
-            self._shared.measure(partial(parameter_amaxes, device=self._device))
 
     @contextmanager
     def another_draw(self, number: int = 0) -> Generator[None, None, None]:
         """A context for a forward and a backward pass over the micro-batch before, with other random bits.
 
-        Only stochastic rounding draws anew: scales are those of the training step, and what the passes see of amaxes is
-        forgotten. Random numbers of torch are no matter of this plugin.
+        Only stochastic rounding draws again: scales are those of the training step, and the passes leave no amaxes.
+        torch's random numbers are left alone.
 
         Args:
             number: of the draw, 0 or more; each has bits of its own.
         """
-        draw = self._converted.another_draw(number, self.step, self._rank, self._device)
+        draw = self._other_keys(self.step, number, self._rank)
         with self.forward_context(), draw:
             yield
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """Scales the loss of fp16; by hand, a backward pass after steps begins anew."""
+        """Scales the loss of fp16; in manual optimization, the first backward pass after steps updates the scale."""
         self._update_scale()
         self.coverage_line.see(tensor, module, self.phase == "fqt")
         return super().pre_backward(tensor, module)
@@ -429,43 +271,37 @@ class LowBitPrecision(Shown, FSDPPrecision):
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         """Ends what belongs to a micro-batch: the backward pass may compute activations again, hooks may evaluate."""
         if self._is_automatic:
-            self._converted.record(False)
-            self.coverage_line.say(self._trainer)
+            self._record(False)
+            self.coverage_line.say(self._run)
         return super().post_backward(tensor, module)
 
     @property
     def _is_automatic(self) -> bool:
-        """Whether Lightning runs backward passes and steps, after ``training_step``; if not, that runs them itself."""
-        model = self._converted.model
+        """Whether Lightning runs backward passes and steps after ``training_step``, which otherwise does so itself."""
+        model = self._converted_model
         return not isinstance(model, LightningModule) or model.automatic_optimization
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Steps, and counts the step; what it staged enters the histories, by one collective for all layers."""
+        """Steps, and counts the step; staged amaxes enter the histories, by one collective for all layers."""
         if self._scaling is None:
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
         else:
-            result = self._step_scaled(self._scaling, optimizer, model, closure, **kwargs)
+            closure()
+            self._unscale_(optimizer)
+            self._after_closure(model, optimizer)
+            result = self._scaling.step(optimizer, **kwargs)
+            if self._is_automatic:
+                self._update_scale()
         self.step += 1
         self.micro_batch = 0
-        self._converted.advance_()
+        self._advance_histories()
         if self._gathers is not None:
             self._gathers.forget()
         self._share_amaxes()
         if self._is_automatic:  # also where there was no backward pass
-            self._converted.record(False)
-        return result
-
-    def _step_scaled(
-        self, scaling: LossScaling, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
-        closure()
-        self._unscale_(optimizer)
-        self._after_closure(model, optimizer)
-        result = scaling.step(optimizer, **kwargs)
-        if self._is_automatic:
-            self._update_scale()
+            self._record(False)
         return result
 
     def _unscale_(self, optimizer: Any) -> None:
@@ -477,17 +313,14 @@ class LowBitPrecision(Shown, FSDPPrecision):
         if growth is not None and self.histories:
             self.histories.scale_gradients_(growth)
 
-    # --- gradient clipping, on every strategy ---
+    # --- gradient clipping, under every strategy ---
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Keeps the wrapped model: under FSDP1 only its root can compute a gradient norm, or knows what is where."""
-        self._root = model
-        self._is_sharded = any(isinstance(part, FullyShardedDataParallel) for part in model.modules()) or any(
-            isinstance(parameter, DTensor) for parameter in model.parameters()
-        )
+        """Keeps the wrapped model: only the root of FSDP1 can compute a norm of flat gradients."""
+        self._root, self._is_sharded = model, is_sharded(model)
         connect(model)
         self._asked, self.overridden = asked_options(optimizers, lr_schedulers), []
-        if self.shared_amax and any(getattr(parameter, "_is_flat_param", False) for parameter in model.parameters()):
+        if self.shared_amax and any(is_flat(parameter) for parameter in model.parameters()):
             raise MisconfigurationException(
                 "shared_amax needs to tell weights from each other between steps, and FSDP1 keeps flat buffers alone. "
                 "Train with FSDPStrategy(use_orig_params=True), its default, or with ModelParallelStrategy (FSDP2)."
@@ -495,142 +328,21 @@ class LowBitPrecision(Shown, FSDPPrecision):
         return super().connect(model, optimizers, lr_schedulers)
 
     def clip_gradients(self, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
-        """Clips the gradients, unscaled; by hand, before the step, they are not yet."""
+        """Clips the gradients, after unscaling them (in manual optimization, clipping comes before the step)."""
         if clip_val > 0:
             self._unscale_(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
         super().clip_gradients(optimizer, clip_val, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         """Clips the gradients to a total norm."""
-        parameters = [*self.main_params(optimizer)]
-        is_flat = any(getattr(parameter, "_is_flat_param", False) for parameter in parameters)
-        if is_flat and isinstance(self._root, FullyShardedDataParallel):  # without the original parameters
-            self._root.clip_grad_norm_(clip_val)
-        elif self._is_sharded:
-            clip_gradient_norm_(parameters, clip_val)
-        else:
-            torch.nn.utils.clip_grad_norm_(parameters, clip_val)
-
-    # --- state ---
-
-    @property
-    def _accumulated(self) -> int:
-        """Micro-batches of an optimizer step on one device, as Lightning counts them."""
-        trainer = None if self._trainer is None else self._trainer()
-        return 1 if trainer is None else int(trainer.accumulate_grad_batches)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: Lightning would file it under the name of the class, see :meth:`on_save_checkpoint`."""
-        return {}
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the state under a key that does not depend on the plugin's class."""
-        state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
-        state["blend"] = self.blend.cpu().clone()
-        if self.histories:  # of gradients, too, which Lightning divides by it
-            state["accumulated"] = self._accumulated
-        if self._scaling is not None:
-            state |= self._scaling.state_dict()
-        checkpoint[CHECKPOINT_KEY] = state | self._converted.state_dict() | {"trained": self.trained.record()}
-
-    @property
-    def trained(self) -> Trained:
-        """What decides, beside the weights, what the model computes."""
-        return Trained(
-            self._converted.casts,
-            next(name for name, (_, dtype) in _COMPUTE_DTYPES.items() if dtype == self._compute_dtype),
-            self.smooth_swiglu,
-            (*self.shared_amax,),
-            self.exact,
-            self.backend,
-            None if self.scaler is None else type(self.scaler).__name__,
-            self._converted.started,
-        )
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes the state of a checkpoint; one that was saved without this plugin, or weights only, has none.
-
-        Raises:
-            ValueError: its state is damaged; it was trained with other casts than are to be evaluated; or its amax
-                histories are those of other layers, or of another length.
-        """
-        trainer = None if self._trainer is None else self._trainer()
-        self.overridden = overridden(self._asked, checkpoint, () if trainer is None else trainer.optimizers)
-        warn_of(self.overridden)
-        state = state_of(checkpoint)
-        if state is None:
-            rank_zero_warn(
-                "The checkpoint holds no state of lightning_lowbit (saved without the plugin, or weights only): its "
-                f"weights are loaded, and quantization starts anew at step {self.step}, in phase {self.phase!r}. If it "
-                "was trained in another phase, call plugin.set_phase(...)."
-                + (f" The loss scale starts at {self.scaler.get_scale():g}." if self.scaler is not None else "")
-            )
-            return
-        if state["seed"] != self.seed:
-            rank_zero_warn(
-                f"The checkpoint's random bits are those of seed {state['seed']}, this run's of seed {self.seed}: it "
-                f"will not repeat the uninterrupted run. Give seed={state['seed']} for that."
-            )
-        if self._scaling is not None:
-            self._scaling.load_state_dict(state)
-        self._load(state)
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        """Takes a state that has been checked, but for the loss scaler's."""
-        self._converted.load_casts(state)
-        if state.get("trained") is None:
-            rank_zero_warn(
-                f"The checkpoint holds {LACKING}: they are taken to be those of this plugin, {self.casts}. If it was "
-                "trained with others, give the plugin those. A checkpoint saved from now on tells them."
-            )
-        else:
-            self._compare(Trained.read(state["trained"]), "The checkpoint")
-        if not self.fresh_histories:
-            # Amaxes of output gradients are those under the checkpoint's scale of the loss; none is a scale of 1.
-            # Lightning divides the loss by the number of micro-batches, of which more devices take fewer.
-            before = state.get("scaler", {}).get("scale", 1.0) / state.get("accumulated", self._accumulated)
-            after = (1.0 if self.scaler is None else self.scaler.get_scale()) / self._accumulated
-            self._converted.load_histories(state, after / before if before > 0 else 1.0)
-        self.step, self.micro_batch = state["step"], state["micro_batch"]
-        self.set_phase(state["phase"])
-        self.set_blend(float(state.get("blend", 1.0)))
-
-    def _compare(self, trained: Trained, what: str) -> None:
-        """Says what this plugin computes otherwise than it was trained; in evaluation that is an error.
-
-        Raises:
-            ValueError: in evaluation, unless ``casts_of_checkpoint`` is False.
-        """
-        here = self.trained
-        differences = trained.differences(here)
-        if trained.scaler != here.scaler and not self._is_evaluating:
-            differences.append(f"the loss: scaled by {trained.scaler} in the checkpoint, by {here.scaler} here")
-        if not differences:
-            return
-        told = f"{what} was trained otherwise than this plugin computes:\n  " + "\n  ".join(differences)
-        if not self._is_evaluating:
-            rank_zero_warn(f"{told}\nTraining goes on as this plugin has it.")
-        elif self.casts_of_checkpoint:
-            raise ValueError(
-                f"{told}\nTo evaluate what was trained, use plugins=[LowBitPrecision.from_checkpoint(path)]; to "
-                "evaluate it with the casts of this plugin, give this plugin casts_of_checkpoint=False."
-            )
-        else:
-            rank_zero_info(f"{told}\nIt is evaluated with the casts of this plugin, as casts_of_checkpoint=False says.")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the Trainer: who pickles that has it already."""
-        return {**vars(self), "_trainer": None}
+        clip_gradients_(list(self.main_params(optimizer)), clip_val, self._root, self._is_sharded)
 
     def teardown(self) -> None:
-        """Says how many steps of a training were skipped; weights are gathered as they are again."""
+        """Logs how many steps of a training were skipped; weights are gathered as they are again."""
         super().teardown()
-        if self._shared is not None:  # nobody measures them any more
-            self._shared.release()
-            self._shared = None
+        self._release_shared()
         if self._gathers is not None:  # passes without the plugin may have another dtype
             self._gathers.release()
             self._gathers = None
-        trainer = None if self._trainer is None else self._trainer()
-        if self._scaling is not None and trainer is not None and trainer.state.fn == "fit":
+        if self._scaling is not None and self._run is not None and self._run.state.fn == "fit":
             self._scaling.report(self.step)

@@ -14,7 +14,6 @@ reentrant checkpoint computes is one node: there, weights are counted instead.
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -111,13 +110,8 @@ class CoverageLine:
             self.coverage = None
         self._is_done = self.coverage is None
 
-    def say(self, trainer_reference: Callable[[], Any] | None) -> None:
-        """Says it, at the end of a step in which something was seen.
-
-        Args:
-            trainer_reference: gives the Trainer, or None if it is no more.
-        """
-        trainer = None if trainer_reference is None else trainer_reference()
+    def say(self, trainer: Any) -> None:
+        """Says it, at the end of a step in which something was seen; ``trainer`` may be None, if it is gone."""
         if self._is_done or self.coverage is None or trainer is None:
             return
         self._is_done = True

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from lightning_lowbit.checks import choose, flag
 from lightning_lowbit.precision.base import LowBitPrecision
-from lightning_lowbit.quant.cast import choose
 
 # What each scaling starts from.
 _PRESETS = {"delayed": "fp8-delayed", "current": "fp8-current", "row": "fp8-row", "mx": "mxfp8"}
@@ -46,9 +46,7 @@ class FP8Precision(LowBitPrecision):
         **kwargs: Any,
     ) -> None:
         scale: dict[str, Any] = {"history": history, "algorithm": algorithm, "margin": margin}
-        if not isinstance(power_of_two, bool):
-            raise ValueError(f"power_of_two is true or false; got {power_of_two!r}.")
-        if power_of_two and scaling != "mx":
+        if flag("power_of_two", power_of_two) and scaling != "mx":
             scale["rounding"] = "power_of_two"
         casts: dict[str, Any] = {"preset": _PRESETS[choose("scaling", scaling, _PRESETS)], "every": {"scale": scale}}
         if gradient_format is not None:

@@ -1,40 +1,15 @@
-"""Loss scaling: whether a run needs it, and scalers that adapt within bounds.
+"""Scalers of the loss for fp16, which adapt within bounds; ``docs/guides/loss_scaling.md`` says when to use which.
 
-**Which precision needs one.** fp16 does. Its smallest number above 0 is 2^-24 (6.0e-8), below 2^-14 (6.1e-5) it loses
-digits, and above 65504 it is infinite; gradients of activations are often smaller than that. Multiplying the loss by a
-scale multiplies every gradient, the optimizer gets them divided again, and only what lies between is shifted into the
-range of fp16. bf16 has the exponents of float32, and needs none. Nor do casts with a scale per tensor, row or block:
-their scales follow the tensor, so that a power of two on the loss comes out again to the bit. Through a growth factor
-of 2 a scale stays a power of two; 1.5, the cautious one, adds a rounding of the gradients in fp16, and another one in
-block-scaled casts, where mantissas move against the grid.
-
-**The size of a loss does not tell.** DPO begins at ln 2 with gradients that may be a thousandth of those of a language
-model at the same loss; what counts is what the scaler finds. Nor does a large scale allow a large learning rate: the
-optimizer never sees it.
-
-**The order** is unscale, then clip, then step. A bound on gradients is meant for gradients, not for what a scale, which
-changes while training, makes of them; callbacks that watch them want the same; and where one is infinite, that has to
-be found before clipping turns it into a NaN everywhere. A step that finds one is skipped, and the scale falls.
-
-    loss · scale  ->  backward  ->  sum over ranks  ->  gradients / scale, is one not finite?  ->  hooks, clipping
-                  ->  optimizer step, unless one was  ->  update of the scale
-
-**Sharded gradients** (FSDP) are summed over ranks while they are scaled, and an infinity then lies in one part, on one
-rank: all ranks have to learn of it, or some step and some do not. `LowBitPrecision` sees to that for every class of
-scaler. Elsewhere FSDP1 needs the class whose name begins with ``Sharded``; under FSDP2 torch's unscaling does it, and
-under DDP all ranks have the same gradients anyway.
-
-torch grows the scale by 2 every 2000 steps for ever, and lets it fall without end. The classes here bound it:
+torch grows the scale by 2 every 2000 steps without end, and lets it fall to 0. The classes here bound it:
 
     a step without infinities    tracker ← tracker + 1; at growth_interval: scale ← scale · growth_factor, tracker ← 0
     a step with one              tracker ← -cooldown; the hysteresis-th since the scale grew, and each after that:
                                  scale ← scale · backoff_factor
     always                       scale ← clamp(scale, floor, cap)
 
-In this only `update` (and the state) differs from torch's, and all of it happens on the device.
+Only `update` and the state differ from torch's, and all of it happens on the device.
 """
 
-import math
 from types import MappingProxyType
 from typing import Any
 
@@ -45,14 +20,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
+from lightning_lowbit.checks import choose, integer, number, positive
 from lightning_lowbit.distributed import all_reduce_, local, local_norms, sharding_of
-from lightning_lowbit.quant.cast import choose, is_number
 
 _SMALLEST, _LARGEST = 2.0**-149, torch.finfo(torch.float32).max  # what a scale, which is float32, can be
 
-#: Where the scale starts and how it moves. ``"tiny-loss"``: losses such as DPO's, whose gradients are small (start at
-#: 2^18). ``"quantized-fine-tuning"``: runs of hundreds of steps, in which an interval of 2000 would never end, and in
-#: which single steps with an outlier should not cost the scale. The numbers of the last are this package's choice.
+#: Where the scale starts and how it moves. ``"tiny-loss"``: losses such as DPO's, whose gradients are small.
+#: ``"quantized-fine-tuning"``: runs of hundreds of steps, in which an interval of 2000 would never end, and single
+#: steps with an outlier should not lower the scale. The numbers of the last are this package's choice.
 PRESETS = MappingProxyType(
     {
         "default": {"init_scale": 2.0**16, "growth_interval": 2000, "hysteresis": 1},
@@ -84,7 +59,7 @@ def overflow(scaler: GradScaler, optimizer: Optimizer | None = None) -> Tensor |
 
 
 def scale_of(scaler: GradScaler) -> Tensor:
-    """The scale, float32, 0-d, on the device; that of a scaler which has scaled something."""
+    """The scale of a scaler that has scaled something, float32, 0-d, on the device."""
     scale = scaler._get_scale_async()
     assert scale is not None
     return scale
@@ -103,22 +78,22 @@ def loss_factor(norm: Tensor, threshold: float) -> Tensor:
 class ConservativeGradScaler(GradScaler):
     """torch's ``GradScaler`` with a floor, a cap, a cool-down and hysteresis, for training in fp16.
 
-    With ``growth_factor=2, floor=0, cap=inf, cooldown=0`` it is torch's, to the bit. Settings are those given here,
-    also after a checkpoint was loaded, which brings the scale and the counters.
+    With ``growth_factor=2, floor=0, cap=inf, cooldown=0`` it is torch's, to the bit. A checkpoint brings the scale and
+    the counters; the settings stay those given here.
 
     Args:
-        preset: ``"default"``, ``"tiny-loss"`` or ``"quantized-fine-tuning"``: what the arguments are that are None.
-        init_scale: the first scale; 2^16, 2^18 and 2^17.
-        growth_factor: what the scale is multiplied with as it grows, above 1. torch: 2.
-        backoff_factor: and as it falls, between 0 and 1.
+        preset: ``"default"``, ``"tiny-loss"`` or ``"quantized-fine-tuning"``: the values of arguments that are None.
+        init_scale: the first scale; of the presets: 2^16, 2^18 and 2^17.
+        growth_factor: what the scale is multiplied by when it grows, above 1. torch: 2.
+        backoff_factor: what it is multiplied by when it falls, between 0 and 1.
         growth_interval: steps without an overflow before the scale grows; 2000, 2000 and 200.
-        floor: the scale never falls below; 0 for none, as in torch, where a scale may fall to 0 and stay there.
-        cap: nor rises above; infinity for none.
+        floor: the smallest scale; 0 for none, as in torch, where a scale may fall to 0 and stay there.
+        cap: the largest scale; infinity for none.
         cooldown: steps after an overflow that do not count towards growth; None for as many as ``growth_interval``.
-        hysteresis: how many overflows since the scale grew it takes until it falls; each further one lets it fall
-            again. 1, 1 and 2; torch: 1.
+        hysteresis: the number of overflows since the scale grew before it falls; each further one lets it fall again.
+            1, 1 and 2; torch: 1.
         device: where it trains, a type such as ``"cuda"``; None for an accelerator where there is one, or the CPU.
-        **kwargs: those of torch's class: ``enabled``; and ``process_group`` of sharded ones.
+        **kwargs: ``enabled``, as in torch's class; for sharded ones ``process_group``.
 
     Raises:
         ValueError: an argument is not one of these.
@@ -146,11 +121,11 @@ class ConservativeGradScaler(GradScaler):
         given = {"init_scale": init_scale, "growth_interval": growth_interval, "hysteresis": hysteresis}
         chosen: dict[str, Any] = dict(PRESETS[choose("preset", preset, PRESETS)])
         chosen |= {name: value for name, value in given.items() if value is not None}
-        for name, least in (("growth_interval", 1), ("hysteresis", 1)):
-            _check_count(name, chosen[name], least)
-        if cooldown is not None:
-            _check_count("cooldown", cooldown, 0)
-        _check_factors(growth_factor, backoff_factor)
+        integer("growth_interval", chosen["growth_interval"], 1)
+        integer("hysteresis", chosen["hysteresis"], 1)
+        integer("cooldown", cooldown, 0, or_none=True)
+        number("growth_factor", growth_factor, "what the scale grows by", above=1)
+        number("backoff_factor", backoff_factor, "what remains of a scale that falls", above=0, below=1)
         _check_bounds(chosen["init_scale"], floor, cap)
         super().__init__(
             _device_type(device),
@@ -166,7 +141,7 @@ class ConservativeGradScaler(GradScaler):
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Updates the scale, after the optimizer's step; one that is given by hand has the same bounds."""
+        """Updates the scale, after the optimizer's step; a given one has the same bounds."""
         if not self.is_enabled():
             return
         found = overflow(self)  # which torch's update forgets
@@ -211,7 +186,7 @@ class ConservativeGradScaler(GradScaler):
 
 
 class StaticGradScaler(ConservativeGradScaler):
-    """A loss scale that stays what it is; a step with a gradient that is not finite is skipped nonetheless.
+    """A constant loss scale; a step with a gradient that is not finite is skipped nonetheless.
 
     Args:
         scale: above 0; a power of two changes no digit of a gradient.
@@ -223,24 +198,18 @@ class StaticGradScaler(ConservativeGradScaler):
     """
 
     def __init__(self, scale: float = 2.0**16, *, device: str | None = None, enabled: bool = True) -> None:
-        if not is_number(scale) or not _SMALLEST <= scale <= _LARGEST:
-            raise ValueError(f"scale is what the loss is multiplied with, a finite number above 0; got {scale!r}.")
+        number("scale", scale, "what the loss is multiplied by", at_least=_SMALLEST, at_most=_LARGEST)
         super().__init__(init_scale=scale, floor=scale, cap=scale, device=device, enabled=enabled)
 
 
 class GradientNormGradScaler(ConservativeGradScaler):
-    """A conservative scaler that also lets small gradients count for more: the loss is multiplied by α.
+    """A conservative scaler that gives small gradients more weight: the loss is multiplied by α, from 1 to 2.
 
         α = clamp(1 + (1 - ‖g‖ / threshold), 1, 2)
 
     ‖g‖ is the norm of all gradients of an optimizer, unscaled, whole also where they are sharded. Unlike the loss
-    scale, α is not divided out again. Gradients are linear in the loss, so it multiplies them, once their norm is
-    known: there is nothing to remember, and nothing that lags a step behind.
-
-    Low-bit training literature has the rule without the bounds, where it turns negative, and training climbs, beyond
-    twice the threshold. Know what to expect of it: **Adam ignores a constant factor** on the loss, as does every
-    optimizer that divides by the size of its gradients (Stable-SPAM) or takes their signs (Lion). What is left is that
-    α changes: steps with small gradients gain weight in Adam's averages.
+    scale, α is not divided out again. Gradients are linear in the loss, so α multiplies them once their norm is known.
+    Adam ignores a constant factor; see ``docs/guides/loss_scaling.md`` for what to expect.
 
     Args:
         threshold: the norm from which on the loss is left as it is, above 0; the rule's source: 1e-2.
@@ -251,8 +220,7 @@ class GradientNormGradScaler(ConservativeGradScaler):
     """
 
     def __init__(self, threshold: float = 1e-2, **kwargs: Any) -> None:
-        if not is_number(threshold) or not 0 < threshold < math.inf:
-            raise ValueError(f"threshold is a norm of gradients, a finite number above 0; got {threshold!r}.")
+        positive("threshold", threshold, "a norm of gradients")
         super().__init__(**kwargs)
         self.threshold = threshold
 
@@ -269,14 +237,14 @@ class GradientNormGradScaler(ConservativeGradScaler):
                     gradient.mul_(factor.to(gradient.device, non_blocking=True))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Steps; optimizers that would unscale by themselves (torch's fused ones) get gradients that are."""
+        """Steps; optimizers that would unscale by themselves (torch's fused ones) get unscaled gradients."""
         if self.is_enabled() and overflow(self, optimizer) is None:
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
 
 class _Sharded(ShardedGradScaler):
-    """torch's, whose gradients fused optimizers can take, too."""
+    """torch's class, whose flags fused optimizers can take, too."""
 
     def unscale_(self, optimizer: Optimizer) -> None:
         super().unscale_(optimizer)
@@ -303,16 +271,16 @@ class ShardedGradientNormGradScaler(GradientNormGradScaler, _Sharded):
 
 
 def share_overflow(scaler: GradScaler, optimizer: Optimizer, device: torch.device, over_ranks: bool) -> None:
-    """Makes what a scaler found in an optimizer's gradients what all ranks found, whatever the class of the scaler.
+    """Tells all ranks whether a gradient was not finite on one of them, whatever the class of the scaler.
 
     Args:
         scaler: has just unscaled the gradients.
-        optimizer: of which.
-        device: where a rank says so that holds no gradient.
+        optimizer: of these gradients.
+        device: where a rank that holds no gradient keeps its flag.
         over_ranks: whether each rank holds other gradients; all ranks must then take part.
     """
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    if not found:  # torch's class takes that for a mistake
+    if not found:  # which torch's class takes for a mistake
         found[device] = torch.zeros((), device=device)
     _drop_dimensions(scaler, optimizer)
     if over_ranks and not isinstance(scaler, ShardedGradScaler):
@@ -325,13 +293,13 @@ def share_overflow(scaler: GradScaler, optimizer: Optimizer, device: torch.devic
 
 
 def _drop_dimensions(scaler: GradScaler, optimizer: Optimizer) -> None:
-    """Makes what was found 0-d: torch's sharded class has vectors of one element, and fused optimizers take scalars."""
+    """Makes flags 0-d: torch's sharded class has vectors of one element, and fused optimizers take scalars."""
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     found.update({device: flag.reshape(()) for device, flag in found.items()})
 
 
 def _norm(parameters: list[Tensor], device: torch.device) -> Tensor:
-    """Norm of all gradients together, float32, 0-d, the same on all ranks of a group over which they are spread."""
+    """The norm of all gradients together, float32, 0-d, the same on all ranks of the groups that share them."""
     squares = local_norms(parameters, device).square()
     groups = [sharding_of(parameter).groups for parameter in parameters]
     return torch.stack([squares.new_zeros(()), *all_reduce_(squares.unbind(), groups, dist.ReduceOp.SUM)]).sum().sqrt()
@@ -347,28 +315,12 @@ def _device_type(given: str | None) -> str:
         raise ValueError(f"device is where it trains, such as 'cuda' or 'cpu'; got {given!r}.") from None
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name} is a whole number, {least} or more; got {value!r}.")
-
-
-def _check_factors(growth_factor: Any, backoff_factor: Any) -> None:
-    if not is_number(growth_factor) or not 1 < growth_factor < math.inf:
-        raise ValueError(f"growth_factor is what the scale grows by, a number above 1; got {growth_factor!r}.")
-    if not is_number(backoff_factor) or not 0 < backoff_factor < 1:
-        raise ValueError(
-            f"backoff_factor is what remains of a scale that falls, between 0 and 1; got {backoff_factor!r}."
-        )
-
-
 def _check_bounds(init_scale: Any, floor: Any, cap: Any) -> None:
-    for name, value in (("floor", floor), ("cap", cap)):
-        if not is_number(value) or not value >= 0:
-            raise ValueError(f"{name} is a bound of the scale, 0 or more; got {value!r}.")
+    number("floor", floor, "the lower bound of the scale", at_least=0, finite=False)
+    number("cap", cap, "the upper bound of the scale", at_least=0, finite=False)
     if floor > cap:
         raise ValueError(f"floor is the lower bound of the scale and cap the upper one; got floor={floor}, cap={cap}.")
-    if not is_number(init_scale) or not _SMALLEST <= init_scale <= _LARGEST:
-        raise ValueError(f"init_scale is where the scale begins, a finite number above 0; got {init_scale!r}.")
+    number("init_scale", init_scale, "where the scale begins", at_least=_SMALLEST, at_most=_LARGEST)
     if not floor <= init_scale <= cap:
         raise ValueError(
             f"The scale begins between floor={floor} and cap={cap}; got init_scale={init_scale}. Change it, or them."

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+from lightning_lowbit.checks import flag
 from lightning_lowbit.nn.presets import quantization_aware
 from lightning_lowbit.precision.base import LowBitPrecision
 from lightning_lowbit.quant import Cast, Scale
@@ -20,18 +21,17 @@ class IntegerPrecision(LowBitPrecision):
 
     Args:
         weight_bits: 2 to 8; None leaves weights in high precision.
-        activation_bits: likewise, of the activations.
+        activation_bits: the same for activations.
         group: elements of a weight that share a scale: a number along in_features, ``"row"`` (an output channel) or
-            ``"tensor"``. A row that is shorter than a group is one group, with the codes and the scale of ``"row"``.
-            What groups stand for, code times scale, is rounded to the compute dtype before the GEMM; scales per row or
-            tensor multiply its result.
-        activation_group: likewise of activations, where ``"row"`` is a token; None for ``group``.
+            ``"tensor"``. A row that is shorter than a group is one group. With a number, code times scale is rounded to
+            the compute dtype before the GEMM; scales per row or tensor multiply its result.
+        activation_group: the same for activations, where ``"row"`` is a token; None for ``group``.
         symmetric: False gives each group of a weight a zero point, so that all 2^bits levels lie between its least
             and its largest element; activations stay symmetric.
         **kwargs: those of :class:`LowBitPrecision`.
 
     Raises:
-        ValueError: bits out of range, or none for both; a group that is none; an argument without effect.
+        ValueError: bits out of range, or None for both; an unknown group; an argument without effect.
 
     Example:
         >>> Trainer(plugins=[IntegerPrecision(4, activation_bits=8, group=128, activation_group="row")])
@@ -49,9 +49,7 @@ class IntegerPrecision(LowBitPrecision):
     ) -> None:
         if weight_bits is None and activation_bits is None:
             raise ValueError("Give weight_bits or activation_bits: with neither, nothing would be quantized.")
-        if not isinstance(symmetric, bool):
-            raise ValueError(f"symmetric is true or false; got {symmetric!r}.")
-        if weight_bits is None and not symmetric:
+        if not flag("symmetric", symmetric) and weight_bits is None:
             raise ValueError("symmetric=False gives weights zero points, and weight_bits=None leaves them alone.")
         if activation_bits is None and activation_group is not None:
             raise ValueError(f"{activation_group=}, and activation_bits=None leaves activations alone.")
@@ -62,7 +60,7 @@ class IntegerPrecision(LowBitPrecision):
 
 
 def _groups(argument: str, group: Group, statistic: Any) -> Cast:
-    """The cast of a tensor whose groups have fp32 scales; that of groups within a row is rounded with them."""
+    """The cast of a tensor with fp32 scales; with groups within a row, code times scale is rounded."""
     if group not in ("row", "tensor") and (type(group) is not int or group < 1):
         raise ValueError(f"{argument} is a number of elements such as 128, 'row' or 'tensor'; got {group!r}.")
     return Cast("int8", Scale("fp32", group, statistic=statistic), rounded=isinstance(group, int))

@@ -1,6 +1,7 @@
 """What a run was given, whatever its precision plugin: a Trainer, a seed, and a dtype for what is not quantized."""
 
 import os
+from typing import Literal
 
 import torch
 from torch import nn
@@ -13,6 +14,13 @@ from lightning_lowbit._lightning import (
     Precision,
     Trainer,
 )
+
+#: By the name that plugins take: Lightning's name of the precision, and the dtype.
+COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], torch.dtype]] = {
+    "bf16": ("bf16-mixed", torch.bfloat16),
+    "fp16": ("16-mixed", torch.float16),
+    "fp32": ("32-true", torch.float32),
+}
 
 
 def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModule]:
@@ -37,6 +45,12 @@ def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModu
     return trainer, module
 
 
+def data_rank(trainer: Trainer) -> int:
+    """The data-parallel rank of this process: processes that share tensors see the same data."""
+    sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return int(sampler.get("rank", trainer.global_rank))
+
+
 def global_seed() -> int:
     """The seed given to ``lightning.seed_everything``, which leaves it in the environment; 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
@@ -44,7 +58,7 @@ def global_seed() -> int:
 
 def compute_dtype(plugin: Precision) -> torch.dtype:
     """What a precision plugin, this package's or Lightning's own, leaves high-precision matrix products to."""
-    dtype = getattr(plugin, "compute_dtype", None)  # this package's say so
+    dtype = getattr(plugin, "compute_dtype", None)  # of this package's plugins
     if isinstance(dtype, torch.dtype):
         return dtype
     names = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}

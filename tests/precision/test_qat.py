@@ -304,7 +304,7 @@ def test_training_goes_on_where_evaluation_has_moved_the_share() -> None:
     """Evaluation runs under ``torch.inference_mode``, whose tensors cannot be refilled outside."""
     model, plugin = Regression(), TernaryPrecision()
     made = trainer(plugin, callbacks=[Ramp(0.25, 0.5)], limit_val_batches=1)
-    plugin._converted.blend = plugin.blend.as_subclass(ElsewhereTensor)
+    plugin.blend = plugin.blend.as_subclass(ElsewhereTensor)
     made.validate(model, verbose=False)
     assert type(plugin.blend) is Tensor, "it was not moved"
     made.fit(model)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit._lightning import LightningModule, Logger, Trainer
+from lightning_lowbit._lightning import LightningModule, Logger, Trainer, forget_logged, is_logging_step, logger_step
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.monitors.alerts import Alerts
 
@@ -78,9 +78,7 @@ class Monitor(LowBitCallback):
         """Reads what was measured, if it was logged."""
         if self._logged or len(self._unread) >= _MOST_UNREAD:
             self._read()
-        assert trainer._results is not None
-        for name in self._logged:
-            trainer._results.pop(f"on_train_batch_end.{name}", None)
+        forget_logged(trainer, self._logged)
         self._logged = []
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -97,7 +95,7 @@ class Monitor(LowBitCallback):
     @staticmethod
     def _is_logged(trainer: Trainer) -> bool:
         """Whether the logger takes what the optimizer step under way logs; the same for all its micro-batches."""
-        return trainer._logger_connector.should_update_logs
+        return is_logging_step(trainer)
 
     def _log(self, pl_module: LightningModule, metrics: Mapping[str, Tensor]) -> None:
         """Logs 0-d tensors, in ``on_train_batch_end``."""
@@ -107,7 +105,7 @@ class Monitor(LowBitCallback):
     @staticmethod
     def _logger_step(trainer: Trainer) -> int:
         """The step at which the logger takes what is logged in this batch: optimizer steps before this one."""
-        return trainer.fit_loop.epoch_loop._batches_that_stepped
+        return logger_step(trainer)
 
     def _write(self, numbers: Mapping[str, float], step: int) -> None:
         """Gives numbers to the loggers themselves, once they are read.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_mid_step, logger_step
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
 from lightning_lowbit.callbacks.monitors.noise_sources import Draws, Layers, Source
@@ -154,7 +154,7 @@ class GradientNoiseMonitor(Monitor):
             self._read()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._cancel()
-        if _step(trainer) % self.every_n_steps == 0 and not trainer.fit_loop._should_accumulate():
+        if _step(trainer) % self.every_n_steps == 0 and not is_mid_step(trainer):
             self._is_due = True
             self._source.prepare(trainer, pl_module)
 
@@ -178,7 +178,7 @@ class GradientNoiseMonitor(Monitor):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Logs, if the logger takes it."""
         self._cancel()
-        if self._to_log and self._is_logged(trainer) and not trainer.fit_loop._should_accumulate():
+        if self._to_log and self._is_logged(trainer) and not is_mid_step(trainer):
             self._to_log = False
             ratios = self._ratios()
             self._log(pl_module, {f"{METRIC}/{name}" if name else METRIC: ratio for name, ratio in ratios.items()})
@@ -289,7 +289,7 @@ class GradientNoiseMonitor(Monitor):
 
 def _step(trainer: Trainer) -> int:
     """The optimizer step under way, as the logger counts them, from 1."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+    return logger_step(trainer) + 1
 
 
 def _casts_in_force(trainer: Trainer, layers: Mapping[str, QuantizedLayer]) -> str:

@@ -27,6 +27,7 @@ from lightning_lowbit._lightning import (
     MisconfigurationException,
     Trainer,
     is_overridden,
+    logger_step,
 )
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.distributed import all_reduce_, connect, local_norms, sharding_of
@@ -177,7 +178,7 @@ class GradientNormMonitor(Monitor):
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Measures what is on this rank, before clipping."""
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+        step = logger_step(trainer) + 1
         is_due = self.every_n_steps is not None and step % self.every_n_steps == 0
         if is_due or self._is_logged(trainer):
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_mid_step
 from lightning_lowbit.callbacks.monitors.base import LooksAway, Monitor
 from lightning_lowbit.callbacks.monitors.latent_weights import has_flat_weights
 from lightning_lowbit.callbacks.monitors.outlier_alerts import of_channel, of_input, of_mlp
@@ -170,7 +170,7 @@ class OutlierMonitor(Monitor, LooksAway):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Switches hooks off; measures and logs at the end of the step."""
         was_on, self._switch[0] = self._switch[0], False
-        if was_on and not trainer.fit_loop._should_accumulate():
+        if was_on and not is_mid_step(trainer):
             self._measure(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_mid_step
 from lightning_lowbit.callbacks.monitors.base import LooksAway, Monitor
 from lightning_lowbit.callbacks.monitors.latent_weights import (
     LatentWeight,
@@ -211,7 +211,7 @@ class QuantizationMonitor(Monitor, LooksAway):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Measures and logs, after the last step of the batch."""
-        if self._is_watching and not trainer.fit_loop._should_accumulate():
+        if self._is_watching and not is_mid_step(trainer):
             self._let_go()
             self._measure(trainer, pl_module)
         self._before = {}

@@ -9,8 +9,8 @@ is a :class:`lightning_lowbit.callbacks.monitors.base.LooksAway`.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from copy import copy
 from functools import wraps
 from typing import Any, TypeVar
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_lowbit._lightning import (
-    DummyLogger,
     LightningModule,
     Trainer,
-    _collect_rng_states,
-    _ResultCollection,
-    _set_rng_states,
     apply_to_collection,
+    random_states,
+    set_random_states,
+    training_step_through,
+    without_logging,
 )
 from lightning_lowbit.callbacks.monitors.base import LooksAway
 from lightning_lowbit.precision import LowBitPrecision
@@ -101,7 +101,7 @@ class RepeatableStep:
         with ExitStack() as stack:
             stack.callback(_set_random_states, _random_states(device), device)
             stack.callback(_ModuleState(module, self._parameters).restore)
-            stack.enter_context(_unlogged(trainer))
+            stack.enter_context(without_logging(trainer))
             self._before.restore()  # with Lightning's note that a training step is running, which logging asks for
             _set_random_states(self._random, device)
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -111,8 +111,7 @@ class RepeatableStep:
             stack.enter_context(torch.enable_grad())
             args, kwargs = _copied(self._arguments)  # a step may change its batch
             if isinstance(trainer.model, FullyShardedDataParallel):  # whose forward pass gathers the weights
-                redirect = trainer.strategy._forward_redirection
-                output = redirect(trainer.model, module, "training_step", *args, **kwargs)
+                output = training_step_through(trainer, module, *args, **kwargs)
             else:  # past DDP, which would wait for all gradients
                 output = module.training_step(*args, **kwargs)
             loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -194,29 +193,15 @@ def _elements_of(container: Any) -> Callable[[], Any]:
     return put_back
 
 
-@contextmanager
-def _unlogged(trainer: Trainer) -> Generator[None, None, None]:
-    """What is logged within this context, by the module or to a logger, goes nowhere."""
-    loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
-    results, loggers, hook = loop._results, trainer.loggers, connector._current_fx
-    loop._results = _ResultCollection(training=True)
-    loop._results.batch, loop._results.batch_size = results.batch, results.batch_size
-    trainer.loggers = [DummyLogger() for _ in loggers]
-    try:
-        yield
-    finally:
-        loop._results, trainer.loggers, connector._current_fx = results, loggers, hook
-
-
 def _random_states(device: torch.device) -> dict[str, Any]:
-    states = _collect_rng_states()
+    states = random_states()
     if device.type not in ("cpu", "cuda"):
         states["device"] = torch.get_device_module(device).get_rng_state()
     return states
 
 
 def _set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    _set_rng_states({name: state for name, state in states.items() if name != "device"})
+    set_random_states({name: state for name, state in states.items() if name != "device"})
     if "device" in states:
         torch.get_device_module(device).set_rng_state(states["device"])
 

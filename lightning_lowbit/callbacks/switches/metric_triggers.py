@@ -1,9 +1,9 @@
 """Triggers that follow a metric.
 
-    plateau    of a validation's: it has not improved for a while
-    below      of one that a callback measures in training: it has been small for a while
+    plateau    a validation metric has not improved for a while
+    below      a metric that a callback measures in training has been small for a while
 
-Neither is known when training starts, so that what it has seen is part of a checkpoint.
+Neither is known when training starts, so that what a trigger has seen is part of a checkpoint.
 """
 
 import math
@@ -11,23 +11,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
-from lightning_lowbit.callbacks.switches.trigger import Trigger
-from lightning_lowbit.quant.cast import choose, from_fields, is_number
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_mid_step
+from lightning_lowbit.callbacks.switches.step_triggers import Trigger
+from lightning_lowbit.checks import choose, from_fields, integer, number
 
 
 @dataclass(frozen=True)
 class Plateau:
     """Several validations in a row in which a metric did not improve; those of sanity checks do not count.
 
-    How many there were is part of a checkpoint. (One from between a step and the validation after it loses this
-    validation: Lightning leaves it out in the resumed run.)
+    Their number is part of a checkpoint. (A run resumed from between a step and its validation lacks this validation:
+    Lightning leaves it out.)
 
     Args:
-        monitor: the metric's name in ``trainer.callback_metrics``. Log it with ``sync_dist=True``: of processes with
+        monitor: the metric's name in ``trainer.callback_metrics``. Log it with ``sync_dist=True``: if ranks have
             different values, one that sees a plateau is enough.
-        patience: how many validations, at least 1.
-        min_delta: an improvement is larger than this; at least 0.
+        patience: the number of validations, at least 1.
+        min_delta: what an improvement exceeds, at least 0.
         mode: ``"min"``: smaller is better; or ``"max"``.
 
     Raises:
@@ -41,13 +41,11 @@ class Plateau:
 
     def __post_init__(self) -> None:
         choose("mode of a plateau", self.mode, ("min", "max"))
-        if type(self.patience) is not int or self.patience < 1:
-            raise ValueError(f"patience is a number of validations, 1 or more; got {self.patience!r}.")
-        if not is_number(self.min_delta) or not 0 <= self.min_delta < math.inf:
-            raise ValueError(f"min_delta is what an improvement exceeds, 0 or more; got {self.min_delta!r}.")
+        integer("patience", self.patience, 1, "a number of validations")
+        number("min_delta", self.min_delta, "what an improvement exceeds", at_least=0)
 
     def read(self, trainer: Trainer) -> float:
-        """The metric after a validation."""
+        """The value of the metric after a validation."""
         metrics = trainer.callback_metrics
         if self.monitor not in metrics:
             raise MisconfigurationException(
@@ -57,7 +55,7 @@ class Plateau:
         return float(metrics[self.monitor])
 
     def improves(self, value: float, best: float | None) -> bool:
-        """Whether a value is better than the best before it (None: there is none); one that is not finite never is."""
+        """Whether a value is better than the best one before, if there is any; one that is not finite never is."""
         if not math.isfinite(value) or best is None:
             return math.isfinite(value)
         return (best - value if self.mode == "min" else value - best) > self.min_delta
@@ -73,7 +71,7 @@ class AtPlateau(Trigger):
             raise ValueError(f"plateau is a Plateau or a mapping such as {{'monitor': 'val_loss'}}; got {plateau!r}.")
 
     def start_afresh(self) -> None:
-        """Forgets what was seen."""
+        """Forgets another run."""
         super().start_afresh()
         self._best: float | None = None
         self._stalled = 0  # validations without an improvement
@@ -87,7 +85,7 @@ class AtPlateau(Trigger):
             )
 
     def after_validation(self, trainer: Trainer) -> None:
-        """Looks for a plateau; after one it is due at the next optimizer step that begins."""
+        """Looks for a plateau; it is due at the next optimizer step that begins."""
         if self.due < math.inf:
             return
         value = self.plateau.read(trainer)
@@ -96,40 +94,38 @@ class AtPlateau(Trigger):
         else:
             self._stalled += 1
         if trainer.strategy.reduce_boolean_decision(self._stalled >= self.plateau.patience, all=False):
-            self.due = trainer.global_step + trainer.fit_loop._should_accumulate()
+            self.due = trainer.global_step + is_mid_step(trainer)
 
     def why(self) -> str:
-        """What was not improved on."""
+        """The metric, its best value, and for how long it was not improved."""
         best = "none" if self._best is None else f"{self._best:.6g}"
         return f"plateau of {self.plateau.monitor}, best {best}, {self._stalled} validations without an improvement"
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        """What has been seen so far."""
+        """What it has seen so far."""
         return {"due": self.due, "best": self._best, "stalled": self._stalled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with it."""
+        """Takes what :meth:`state_dict` returned."""
         self.due, self._best, self._stalled = (state[name] for name in ("due", "best", "stalled"))
 
 
 @dataclass(frozen=True)
 class Below:
-    """Several measurements in a row of a metric that are below a threshold; NaN never is.
+    """Several consecutive measurements of a metric below a threshold; NaN is never below.
 
-    By default, how far the gradient stands out from the noise of quantization: below √3 noise takes over (FP4 All the
-    Way, arXiv 2505.19115, section 4).
+    The default is the ratio of the gradient to the noise of quantization: below √3 noise takes over (FP4 All the Way,
+    arXiv 2505.19115, section 4).
 
     Measurements come from a callback of the Trainer, such as ``GradientNoiseMonitor``, by its method
     ``measurements(monitor) -> Sequence[tuple[int, float]]``: optimizer steps, counted from 1, and values that the host
-    knows, oldest first, and a ``KeyError`` for a metric that it does not have. Steps are the same on all ranks; of
-    different values, one that is below is enough. The host knows the value of the i-th step once
-    ``on_train_batch_start`` of the next one is over. It is looked at before the step after that, the (i + 2)-th, once
-    ``global_step`` is i + 1: one step later than might be, and so at the same step in whatever order callbacks are, and
-    in a resumed run.
+    knows, oldest first; a ``KeyError`` for another metric. Steps are the same on all ranks; if values differ, one that
+    is below is enough. The measurement of step i is known after ``on_train_batch_start`` of step i + 1, and is used
+    before step i + 2, so that neither the order of callbacks nor a resume changes when.
 
     Args:
         monitor: the metric's name.
-        threshold: what the metric is below; finite.
+        threshold: a finite number.
         measurements: how many in a row, at least 1.
 
     Raises:
@@ -143,10 +139,8 @@ class Below:
     def __post_init__(self) -> None:
         if not isinstance(self.monitor, str) or not self.monitor:
             raise ValueError(f"monitor is the name of a metric that a callback measures; got {self.monitor!r}.")
-        if not is_number(self.threshold) or not math.isfinite(self.threshold):
-            raise ValueError(f"threshold is what the metric is below, a finite number; got {self.threshold!r}.")
-        if type(self.measurements) is not int or self.measurements < 1:
-            raise ValueError(f"measurements is how many in a row, 1 or more; got {self.measurements!r}.")
+        number("threshold", self.threshold, "what the metric is below, a finite number")
+        integer("measurements", self.measurements, 1, "how many in a row")
 
 
 class AtBelow(Trigger):
@@ -159,12 +153,12 @@ class AtBelow(Trigger):
             raise ValueError(f"below is a Below or a mapping such as {{'measurements': 3}}; got {below!r}.")
 
     def start_afresh(self) -> None:
-        """Forgets what was seen."""
+        """Forgets another run."""
         super().start_afresh()
         self._in_a_row = 0
-        self._value = math.nan  # the last one that was looked at
-        self._seen = -1  # the step of it
-        self._waiting: list[tuple[int, float]] = []  # measured, by a checkpoint, and not looked at yet
+        self._value = math.nan  # the last one that was used
+        self._seen = -1  # its step
+        self._waiting: list[tuple[int, float]] = []  # measurements of a checkpoint that were not used yet
         self._source: Any = None
 
     def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -188,7 +182,7 @@ class AtBelow(Trigger):
         )
 
     def _news(self) -> list[tuple[int, float]]:
-        """Measurements that were not looked at, oldest first."""
+        """Measurements that were not used yet, oldest first."""
         found = {step: value for step, value in self._waiting if step > self._seen}
         measured: Sequence[tuple[int, float]] = (
             [] if self._source is None else self._source.measurements(self.below.monitor)
@@ -200,7 +194,7 @@ class AtBelow(Trigger):
         return sorted(found.items())
 
     def look(self, trainer: Trainer) -> None:
-        """Counts those that are below."""
+        """Counts measurements below the threshold."""
         if self.due < math.inf:
             return
         for step, value in self._news():
@@ -219,12 +213,12 @@ class AtBelow(Trigger):
         return f"{below.monitor} {self._value:.6g} below {below.threshold:.6g}, {below.measurements} in a row"
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        """What has been looked at, and what is still to be: a measuring callback may not keep it."""
+        """What was used, and what is still to be: a measuring callback may not keep it."""
         state = {"due": self.due, "in_a_row": self._in_a_row, "value": self._value, "seen": self._seen}
         return {**state, "waiting": self._news() if self.due == math.inf else []}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with it."""
+        """Takes what :meth:`state_dict` returned."""
         self.due, self._in_a_row, self._value, self._seen = (
             state[name] for name in ("due", "in_a_row", "value", "seen")
         )

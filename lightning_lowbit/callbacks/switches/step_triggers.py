@@ -1,22 +1,67 @@
-"""When something is due: a number of optimizer steps, known from the start on or found out on the way.
+"""Triggers: when something is due, as a number of optimizer steps.
 
-at=0.5, step=500    known when training starts, so that a resumed run needs no state
-tokens              known once so many tokens were trained on
-plateau, below      known once a metric has done something, see :mod:`.metric_triggers`
+    at=0.5, step=500    known when training starts, so that a resumed run needs no state
+    tokens              known once so many tokens were trained on
+    plateau, below      known once a metric has done something, see :mod:`.metric_triggers`
+
+A trigger answers alike on all ranks, and is asked before the first micro-batch of an optimizer step.
 """
 
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, rank_zero_warn
-from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow, AtPlateau
-from lightning_lowbit.callbacks.switches.trigger import Trigger
-from lightning_lowbit.quant.cast import is_number
+from lightning_lowbit.checks import integer, number
+
+
+class Trigger:
+    """What all triggers have in common.
+
+    Attributes:
+        due: the optimizer steps before it; infinity while that is not known.
+        is_known: whether it is known when training starts.
+    """
+
+    is_known: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.start_afresh()
+
+    def start_afresh(self) -> None:
+        """Forgets another run."""
+        self.due: float = math.inf
+
+    def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Training starts or goes on; may be called several times.
+
+        Raises:
+            MisconfigurationException: the run lacks what the trigger needs.
+        """
+
+    def look(self, trainer: Trainer) -> None:
+        """Finds out whether it is due, before the first micro-batch of an optimizer step."""
+
+    def see(self, trainer: Trainer, batch: Any) -> None:
+        """Sees each micro-batch before it is trained on, after :meth:`look`."""
+
+    def after_validation(self, trainer: Trainer) -> None:
+        """Sees the metrics of a validation within training."""
+
+    def why(self) -> str:
+        """What made it due, in words."""
+        raise NotImplementedError
+
+    def state_dict(self, trainer: Trainer) -> dict[str, Any]:
+        """What it has seen, in primitives, the same on all ranks; called on all of them. Empty if it needs nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what :meth:`state_dict` returned."""
 
 
 class AtStep(Trigger):
@@ -26,12 +71,10 @@ class AtStep(Trigger):
 
     def __init__(self, step: int) -> None:
         super().__init__()
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step is a number of optimizer steps, 0 or more; got {step!r}.")
-        self._step = step
+        self._step = integer("step", step, 0, "a number of optimizer steps")
 
     def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """It is due then."""
+        """Sets the step."""
         self.due = self._step
 
     def why(self) -> str:
@@ -46,12 +89,10 @@ class AtFraction(Trigger):
 
     def __init__(self, at: float) -> None:
         super().__init__()
-        if not is_number(at) or not 0 <= at <= 1:
-            raise ValueError(f"at is a fraction of all optimizer steps, between 0 and 1; got {at!r}.")
-        self._at = at
+        self._at = number("at", at, "a fraction of all optimizer steps", at_least=0, at_most=1)
 
     def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resolves it."""
+        """Resolves the fraction."""
         self.due = steps_of("at", self._at, "step", owner, trainer, pl_module)
 
     def why(self) -> str:
@@ -62,22 +103,21 @@ class AtFraction(Trigger):
 class AtTokens(Trigger):
     """A number of tokens, over all data-parallel ranks.
 
-    Each rank counts its own, on the host. At steps that all agree on they add up, by one collective: R tokens before
-    the end, where there were p per step so far, the next such step is R / 2p further on. That is some log2 times in a
+    Each rank counts its own on the host. At some steps, the same on all ranks, one collective sums them: if R tokens
+    are missing, at p tokens per step so far, the next sum is taken R / 2p steps later. That is some log2 times in a
     run, and exact as long as steps do not get more than twice as large as they were on average.
     """
 
     def __init__(self, tokens: int, count: Callable[[Any], int] | None = None) -> None:
         super().__init__()
-        if type(tokens) is not int or tokens < 0:
-            raise ValueError(f"tokens is how many are trained on first, 0 or more; got {tokens!r}.")
-        self._tokens, self._count = tokens, count_tokens if count is None else count
+        self._tokens = integer("tokens", tokens, 0, "how many are trained on first")
+        self._count = count_tokens if count is None else count
 
     def start_afresh(self) -> None:
-        """Forgets how many there were."""
+        """Forgets the tokens of another run."""
         super().start_afresh()
         self._began: int | None = None  # the step from which on they are counted
-        self._agreed = 0  # of all ranks, at the last check
+        self._agreed = 0  # tokens of all ranks, at the last check
         self._own = 0  # of this rank, since then
         self._check = 0  # the step before which they are added up next
 
@@ -92,7 +132,7 @@ class AtTokens(Trigger):
                 )
 
     def look(self, trainer: Trainer) -> None:
-        """Adds up at some steps."""
+        """Sums over ranks at some steps."""
         step = trainer.global_step
         if self.due < math.inf or (step < self._check and trainer.world_size > 1):
             return
@@ -105,16 +145,16 @@ class AtTokens(Trigger):
         self._check = step + max(1, missing * steps // (2 * self._agreed) if self._agreed else 1)
 
     def see(self, trainer: Trainer, batch: Any) -> None:
-        """Counts those of a micro-batch, which is about to be trained on."""
+        """Counts the tokens of a micro-batch."""
         if self.due < math.inf:
             return
-        number = self._count(batch)
-        if isinstance(number, Tensor) or not hasattr(number, "__index__"):
+        tokens = self._count(batch)
+        if isinstance(tokens, Tensor) or not hasattr(tokens, "__index__"):
             raise MisconfigurationException(
-                f"count gives the number of tokens of a batch, an int, for which nobody waits; got {number!r}. Take it "
+                f"count gives the number of tokens of a batch, an int that needs no device; got {tokens!r}. Take it "
                 "from shapes, such as batch.numel()."
             )
-        self._own += operator.index(number)
+        self._own += operator.index(tokens)
 
     def _total(self, trainer: Trainer) -> int:
         if trainer.world_size == 1:
@@ -125,56 +165,18 @@ class AtTokens(Trigger):
         return self._agreed + int(trainer.strategy.reduce(own, reduce_op="sum")) // alike
 
     def why(self) -> str:
-        """How many there were."""
+        """The argument, and how many there were."""
         return f"tokens={self._tokens}, after {self._agreed}"
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        """With the tokens of all ranks: a collective."""
+        """The tokens of all ranks, by a collective."""
         total = self._agreed if self.due < math.inf else self._total(trainer)
         return {"due": self.due, "began": self._began, "tokens": total, "check": self._check}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with it."""
+        """Takes what :meth:`state_dict` returned."""
         self.due, self._began, self._agreed, self._check = (state[n] for n in ("due", "began", "tokens", "check"))
         self._own = 0
-
-
-#: What each argument says, for messages.
-ARGUMENTS = {
-    "at": "at (a fraction of all steps)",
-    "step": "step (a number)",
-    "tokens": "tokens (how many to train on first)",
-    "plateau": "plateau (of a validation metric)",
-    "below": "below (a threshold of a measured metric)",
-}
-
-
-def trigger_of(count: Callable[[Any], int] | None = None, **arguments: Any) -> Trigger:
-    """The trigger that one of some arguments stands for, of which the others are None.
-
-    Raises:
-        ValueError: not exactly one is given, or one out of range.
-    """
-    given = {name: value for name, value in arguments.items() if value is not None}
-    if len(given) != 1:
-        *first, last = (ARGUMENTS[name] for name in arguments)
-        raise ValueError(
-            f"Give either {', '.join(first)} or {last}; got "
-            f"{', '.join(f'{name}={value!r}' for name, value in (given or arguments).items())}."
-        )
-    if count is not None and "tokens" not in given:
-        raise ValueError("count counts the tokens of a batch, which nobody asks for: give tokens, or leave out count.")
-    if count is not None and not callable(count):
-        raise ValueError(f"count takes a batch and gives the number of its tokens; got {count!r}.")
-    ((name, value),) = given.items()
-    kinds: dict[str, Callable[[Any], Trigger]] = {
-        "at": AtFraction,
-        "step": AtStep,
-        "tokens": lambda tokens: AtTokens(tokens, count),
-        "plateau": AtPlateau,
-        "below": AtBelow,
-    }
-    return kinds[name](value)
 
 
 def count_tokens(batch: Any) -> int:
@@ -196,10 +198,10 @@ def count_tokens(batch: Any) -> int:
 def steps_of(
     argument: str, share: float, instead: str, owner: str, trainer: Trainer, pl_module: LightningModule
 ) -> int:
-    """A fraction of all optimizer steps as a number of them.
+    """A fraction of all optimizer steps, in steps.
 
     Raises:
-        MisconfigurationException: how many the run has is not known.
+        MisconfigurationException: the number of steps of the run is not known.
     """
     if not pl_module.automatic_optimization and trainer.max_steps == -1:
         raise MisconfigurationException(

@@ -1,21 +1,20 @@
 """Changing the weight decay in mid-training."""
 
-import math
 from typing import Any
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, rank_zero_info
 from lightning_lowbit.callbacks.switches.base import Switch
-from lightning_lowbit.quant.cast import is_number
+from lightning_lowbit.checks import number
 
-# What a group began with, also after a switch to 0 and a resume: as torch's schedulers keep "initial_lr".
+# The weight decay that a group began with, also after a switch to 0 and a resume; torch's schedulers have "initial_lr".
 _INITIAL = "initial_weight_decay"
 
 
 class WeightDecaySwitch(Switch):
-    """Sets the weight decay of all optimizers from a step on; parameters that have none before keep having none.
+    """Sets the weight decay of all optimizers from a step on; parameters without one stay without.
 
-    Ternary weights flip as long as the weights behind them are small, which weight decay sees to, and settle once it is
-    gone: "The Era of 1-bit LLMs: Training Tips, Code and FAQ" (in the repository microsoft/unilm) goes from 0.1 to 0
+    Ternary weights flip as long as the latent weights are small, which weight decay keeps them, and settle without it:
+    "The Era of 1-bit LLMs: Training Tips, Code and FAQ" (in the repository microsoft/unilm) goes from 0.1 to 0
     half-way, where the learning rate drops, too.
 
     The switch happens before the first micro-batch of that optimizer step. Of several switches, the last one that is
@@ -39,10 +38,8 @@ class WeightDecaySwitch(Switch):
     changes = "weight decay"
 
     def __init__(self, to: float = 0.0, *, at: float | None = None, step: int | None = None) -> None:
-        if not is_number(to) or not 0 <= to < math.inf:
-            raise ValueError(f"to is a weight decay, 0 or more; got {to!r}.")
+        self.to = number("to", to, "a weight decay", at_least=0)
         super().__init__(at=at, step=step)
-        self.to = to
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Resolves the fraction."""

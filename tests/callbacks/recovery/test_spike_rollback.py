@@ -375,9 +375,9 @@ def test_nothing_is_read_within_a_step_and_nothing_of_the_last_one() -> None:
 
     class Watched(SpikeRollback):
         def on_train_batch_start(self, run: Trainer, *args: Any) -> None:
-            before = [one.step for one in self._pending]
+            before = [one.step for one in self._losses.pending]
             super().on_train_batch_start(run, *args)
-            after = [one.step for one in self._pending]
+            after = [one.step for one in self._losses.pending]
             judged.extend((run.global_step, step) for step in before if step not in after)
 
         def on_train_batch_end(self, *args: Any) -> None:
@@ -762,3 +762,19 @@ def test_all_ranks_go_back_though_one_saw_the_bad_batch(
         assert one["steps"] == [[9, 7, 4]], f"rank {rank}"
         assert_same(one["weights"], one["clean"], f"rank {rank}: not the run without these batches")
     assert found[0]["good"] == found[1]["good"], "ranks have judged other losses"
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_state_of_an_earlier_version_loads(is_ours: bool) -> None:
+    state = {
+        "good": [3.0, 1.0, 2.0],
+        "seen": 9,
+        "pending": [(11, 2.5), (12, None)],
+        "rollbacks": [{"step": 8, "spike": 6, "loss": 9.0, "mean": 2.0, "to": 4}],
+        "until": 14,
+        "phase_before": "fqt",
+        "is_phase_ours": is_ours,
+    }
+    callback = rollback(phase="bf16", history=2)
+    callback.load_state_dict(state)
+    assert callback.state_dict() == {**state, "good": [1.0, 2.0]}

@@ -160,7 +160,7 @@ def test_at_most_one_recompilation():
         ({"to": "qat", "at": 0.5}, r"Unknown phase 'qat'. Did you mean 'qaf'\?"),
         ({"to": "qaf"}, "Give either at"),
         ({"to": "qaf", "at": 0.5, "step": 5}, "Give either at"),
-        ({"to": "qaf", "at": 1.5}, "between 0 and 1; got 1.5"),
+        ({"to": "qaf", "at": 1.5}, "0 or more and at most 1; got 1.5"),
         ({"to": "qaf", "step": -1}, "0 or more; got -1"),
     ],
 )

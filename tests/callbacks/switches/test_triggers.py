@@ -293,7 +293,7 @@ def test_of_two_that_are_due_at_once_the_last_in_the_list_holds() -> None:
         ({"step": 3, "below": {}}, "got step=3, below={}"),
         ({"tokens": -1}, "tokens is how many are trained on first, 0 or more; got -1"),
         ({"tokens": 1e9}, "got 1000000000.0"),
-        ({"step": 5, "count": count_tokens}, "count counts the tokens of a batch, which nobody asks for"),
+        ({"step": 5, "count": count_tokens}, "count counts the tokens of a batch, for tokens alone"),
         ({"tokens": 5, "count": 3}, "count takes a batch and gives the number of its tokens; got 3"),
         ({"below": "noise"}, "below is a Below or a mapping .*; got 'noise'"),
         ({"below": {"measurement": 3}}, "Unknown field of below 'measurement'. Did you mean 'measurements'"),

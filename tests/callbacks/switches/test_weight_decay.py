@@ -235,7 +235,7 @@ def test_groups_without_weight_decay_are_left_alone() -> None:
         ({"to": math.inf, "at": 0.5}, "got inf"),
         ({}, r"Give either at \(a fraction of all steps\) or step \(a number\); got at=None, step=None"),
         ({"at": 0.5, "step": 5}, "Give either at"),
-        ({"at": 1.5}, "between 0 and 1; got 1.5"),
+        ({"at": 1.5}, "0 or more and at most 1; got 1.5"),
         ({"step": -1}, "0 or more; got -1"),
     ],
 )

@@ -1,0 +1,85 @@
+"""Training losses by optimizer step, which reach the host without that anything waits for the device."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit._lightning import Trainer
+from lightning_lowbit.distributed import local
+
+
+class StepLoss(NamedTuple):
+    """The loss of an optimizer step, on its way to the host.
+
+    Attributes:
+        step: the optimizer steps before it.
+        values: the sum over micro-batches and ranks, and the number of these, float32, ``[2]``.
+        arrived: when the copy is done; None on the CPU.
+    """
+
+    step: int
+    values: Tensor
+    arrived: torch.Event | None = None
+
+    def read(self) -> float | None:
+        """The mean; None where no training step returned a loss."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        total, count = self.values.tolist()
+        return total / count if count else None
+
+
+class StepLosses:
+    """Sums losses of micro-batches, and keeps those of optimizer steps until they are read.
+
+    Attributes:
+        pending: the steps whose loss was not read yet, in order.
+    """
+
+    def __init__(self) -> None:
+        self.pending: deque[StepLoss] = deque()
+        self._micro_batches: list[Tensor] = []
+
+    def begin_step(self) -> None:
+        """Forgets micro-batches of a step that broke off."""
+        self._micro_batches = []
+
+    def add(self, outputs: Any) -> None:
+        """Adds the loss of a micro-batch, of what Lightning makes of the output of ``training_step``."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):  # otherwise training_step returned None
+            self._micro_batches.append(local(loss).detach().float().reshape(()))
+
+    def end_step(self, trainer: Trainer) -> None:
+        """Sums the losses over micro-batches and ranks, and starts the copy to the host."""
+        # Lightning has divided each by the number of micro-batches that a step has, of which the last one of an epoch
+        # may have fewer. A rank that has none takes part all the same.
+        none = torch.zeros((), device=trainer.strategy.root_device)
+        total = sum(self._micro_batches, none) * trainer.accumulate_grad_batches
+        values = torch.stack([total, none + len(self._micro_batches)])
+        self._micro_batches = []
+        values, arrived = trainer.strategy.reduce(values, reduce_op="sum"), None
+        if values.device.type != "cpu":
+            arrived = torch.Event(values.device)
+            values = values.to("cpu", non_blocking=True)
+            arrived.record()
+        self.pending.append(StepLoss(trainer.global_step - 1, values, arrived))
+
+    def read(self, leave: int = 0) -> Iterator[tuple[int, float]]:
+        """Removes the oldest losses, but for the last few: (step, loss) where there was one."""
+        while len(self.pending) > leave:
+            oldest = self.pending.popleft()
+            if (loss := oldest.read()) is not None:
+                yield oldest.step, loss
+
+    def state(self) -> list[tuple[int, float | None]]:
+        """The pending losses, in primitives."""
+        return [(one.step, one.read()) for one in self.pending]
+
+    def load(self, state: Iterable[tuple[int, float | None]]) -> None:
+        """Takes what :meth:`state` returned."""
+        values = [(step, [0.0, 0.0] if loss is None else [loss, 1.0]) for step, loss in state]
+        self.pending = deque(StepLoss(step, torch.tensor(pair, device="cpu")) for step, pair in values)

@@ -1,0 +1,220 @@
+"""The state of a precision plugin in a checkpoint: how it is saved, compared with a run, and loaded.
+
+It lies under one key whatever the class of the plugin, as tensors and primitives, the same on all ranks. The model's
+``state_dict`` is untouched: its weights load into the unconverted model.
+"""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from lightning_lowbit._lightning import TrainerFn, rank_zero_info, rank_zero_warn
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.precision.checkpoints.files import CHECKPOINT_KEY, state_of
+from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden, warn_of
+from lightning_lowbit.precision.checkpoints.trained import LACKING, Origin, Trained, primitive
+from lightning_lowbit.precision.layers import ConvertedLayers
+from lightning_lowbit.precision.loss_scaling import LossScaling
+from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES
+
+_DTYPE_NAMES = {dtype: name for name, (_, dtype) in COMPUTE_DTYPES.items()}
+
+
+class SavedLayers(ConvertedLayers):
+    """The part of :class:`LowBitPrecision` that outlives a process: converted layers, counters and the loss scale.
+
+    Attributes:
+        step: optimizer steps taken.
+        micro_batch: training steps taken since the last optimizer step.
+        overridden: the options of this run that the checkpoint overrides, a line each.
+    """
+
+    # Arguments of the plugin, and what it makes of them.
+    casts: Any
+    seed: int
+    scaler: GradScaler | None
+    fresh_histories: bool
+    casts_of_checkpoint: bool
+    _compute_dtype: torch.dtype
+    _scaling: LossScaling | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+        self.micro_batch = 0
+        self._asked, self.overridden = asked_options([], []), list[str]()
+        self._origin: Origin | None = None
+        self._trainer: weakref.ref[Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the Trainer: whoever pickles the plugin has it already."""
+        return {**super().__getstate__(), "_trainer": None}
+
+    @property
+    def _run(self) -> Any:
+        """The Trainer; None if there is none, or none any more."""
+        return None if self._trainer is None else self._trainer()
+
+    @property
+    def _is_evaluating(self) -> bool:
+        """Whether the Trainer validates, tests or predicts; validation within ``fit`` does not count."""
+        return self._run is not None and self._run.state.fn not in (None, TrainerFn.FITTING)
+
+    @property
+    def _accumulated(self) -> int:
+        """Micro-batches of an optimizer step on one device, as Lightning counts them."""
+        return 1 if self._run is None else int(self._run.accumulate_grad_batches)
+
+    @property
+    def trained(self) -> Trained:
+        """What decides, besides the weights, what the model computes."""
+        return Trained(
+            self._casts,
+            _DTYPE_NAMES[self._compute_dtype],
+            self.smooth_swiglu,
+            (*self.shared_amax,),
+            self.exact,
+            self.backend,
+            None if self.scaler is None else type(self.scaler).__name__,
+            {name: self._planned[name] for name in self._changed if name in self._planned},
+        )
+
+    def attach(self, model: nn.Module, planned: Mapping[str, LinearCasts]) -> None:
+        """Converts a model that no Trainer runs, for a plugin :meth:`from_checkpoint`; see :func:`restore`."""
+        assert self._origin is not None
+        self._expect(model)
+        self._convert(model, planned, self.seed)
+        self._load(self._origin.state)
+
+    def move_to(self, device: torch.device) -> None:
+        """Sets the device on which a model computes that no Trainer runs."""
+        self._device = device
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: Lightning would file it under the name of the class, see :meth:`on_save_checkpoint`."""
+        return {}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the state under a key that does not depend on the plugin's class."""
+        state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
+        state["blend"] = self.blend.cpu().clone()
+        if self.histories:  # amaxes of gradients, too, which Lightning divides by it
+            state["accumulated"] = self._accumulated
+        if self._scaling is not None:
+            state |= self._scaling.state_dict()
+        checkpoint[CHECKPOINT_KEY] = state | self._layer_state() | {"trained": self.trained.record()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes the state of a checkpoint; one that was saved without this plugin, or weights only, has none.
+
+        Raises:
+            ValueError: its state is damaged; it was trained with other casts than are to be evaluated; or its amax
+                histories are those of other layers, or of another length.
+        """
+        self.overridden = overridden(self._asked, checkpoint, () if self._run is None else self._run.optimizers)
+        warn_of(self.overridden)
+        state = state_of(checkpoint)
+        if state is None:
+            rank_zero_warn(
+                "The checkpoint holds no state of lightning_lowbit (saved without the plugin, or weights only): its "
+                f"weights are loaded, and quantization starts anew at step {self.step}, in phase {self.phase!r}. If it "
+                "was trained in another phase, call plugin.set_phase(...)."
+                + (f" The loss scale starts at {self.scaler.get_scale():g}." if self.scaler is not None else "")
+            )
+            return
+        if state["seed"] != self.seed:
+            rank_zero_warn(
+                f"The checkpoint's random bits are those of seed {state['seed']}, this run's of seed {self.seed}: it "
+                f"will not repeat the uninterrupted run. Give seed={state['seed']} for that."
+            )
+        if self._scaling is not None:
+            self._scaling.load_state_dict(state)
+        self._load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Takes a state that has been checked, except for the loss scale."""
+        self._load_casts(state)
+        if state.get("trained") is None:
+            rank_zero_warn(
+                f"The checkpoint holds {LACKING}: they are taken to be those of this plugin, {self.casts}. If it was "
+                "trained with others, give the plugin those. A checkpoint saved from now on tells them."
+            )
+        else:
+            self._compare(Trained.read(state["trained"]), "The checkpoint")
+        if not self.fresh_histories:
+            # Amaxes of output gradients were measured under the checkpoint's scale of the loss, 1 if it has none.
+            # Lightning divides the loss by the number of micro-batches, of which more devices take fewer.
+            before = state.get("scaler", {}).get("scale", 1.0) / state.get("accumulated", self._accumulated)
+            after = (1.0 if self.scaler is None else self.scaler.get_scale()) / self._accumulated
+            self._load_histories(state, after / before if before > 0 else 1.0)
+        self.step, self.micro_batch = state["step"], state["micro_batch"]
+        self.set_phase(state["phase"])
+        self.set_blend(float(state.get("blend", 1.0)))
+
+    def _layer_state(self) -> dict[str, Any]:
+        """Changed casts and histories, if there are any; tensors and primitives, the same on all ranks."""
+        state: dict[str, Any] = {}
+        if self._changed:
+            state["casts"] = {name: primitive(casts) for name, casts in self._changed.items()}
+        return state | self.histories.state_dict() if self.histories else state
+
+    def _load_casts(self, state: Mapping[str, Any]) -> None:
+        """Takes the changed casts of :meth:`_layer_state`."""
+        self._changed = {name: LinearCasts.of(casts) for name, casts in state.get("casts", {}).items()}
+        if self._keys is None:
+            return
+        if missing := [name for name in self._changed if name not in self._planned]:
+            rank_zero_warn(
+                f"The checkpoint holds casts of layers that this run does not convert: {', '.join(missing)}; they stay "
+                "in high precision."
+            )
+            self._changed = {name: casts for name, casts in self._changed.items() if name in self._planned}
+        self._renew_casts({n: self._changed.get(n, planned) for n, planned in self._planned.items()}, keep=False)
+
+    def _load_histories(self, state: Mapping[str, Any], growth: float) -> None:
+        """Takes the histories of :meth:`_layer_state`; after :meth:`_load_casts`, to which they belong.
+
+        Args:
+            state: it may hold more.
+            growth: this run's scale of the loss over that of the run that saved the state.
+
+        Raises:
+            ValueError: its amax histories are those of other layers, or of another length.
+        """
+        if not self.histories:
+            return
+        if "amax_history" not in state:
+            rank_zero_warn(
+                "The checkpoint holds no amax histories (it was trained without delayed scaling and smoothing): they "
+                "start empty, and the first step scales by its own amaxes."
+            )
+            return
+        self.histories.load_state_dict(state)
+        self.histories.scale_gradients_(torch.tensor(growth, device="cpu"))
+
+    def _compare(self, trained: Trained, what: str) -> None:
+        """Reports what this plugin computes otherwise than it was trained; in evaluation that is an error.
+
+        Raises:
+            ValueError: in evaluation, unless ``casts_of_checkpoint`` is False.
+        """
+        here = self.trained
+        differences = trained.differences(here)
+        if trained.scaler != here.scaler and not self._is_evaluating:
+            differences.append(f"the loss: scaled by {trained.scaler} in the checkpoint, by {here.scaler} here")
+        if not differences:
+            return
+        told = f"{what} was trained otherwise than this plugin computes:\n  " + "\n  ".join(differences)
+        if not self._is_evaluating:
+            rank_zero_warn(f"{told}\nTraining goes on as this plugin has it.")
+        elif self.casts_of_checkpoint:
+            raise ValueError(
+                f"{told}\nTo evaluate what was trained, use plugins=[LowBitPrecision.from_checkpoint(path)]; to "
+                "evaluate it with the casts of this plugin, give this plugin casts_of_checkpoint=False."
+            )
+        else:
+            rank_zero_info(f"{told}\nIt is evaluated with the casts of this plugin, as casts_of_checkpoint=False says.")

@@ -1,0 +1,93 @@
+"""Spike detection against its rules, written out."""
+
+import math
+from random import Random
+from statistics import fmean, pstdev
+
+import pytest
+import torch
+
+from lightning_lowbit.metrics.spikes import (
+    SPIKE_STATE,
+    RunningMean,
+    SpikeDetector,
+    Window,
+    detect_spike,
+    mean_limit,
+    median_limit,
+)
+
+
+def losses(seed: int, count: int = 300) -> list[float]:
+    random = Random(seed)
+    values = [random.gauss(5, 0.1) for _ in range(count)]
+    for step in random.sample(range(100, count), 12):
+        values[step] = random.choice([5.5, 5.9, 12.0, math.nan, math.inf])
+    return values
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_mean_and_deviation(seed: int) -> None:
+    detector, good = SpikeDetector(Window(50, mean_limit(6.0)), warmup=70), []
+    found = 0
+    for loss in losses(seed):
+        mean = fmean(good[-50:]) if good else 0.0
+        limit = mean + 6.0 * max(pstdev(good[-50:], mean), 0.01 * abs(mean)) if len(good) >= 70 else math.inf
+        assert detector.limit == limit
+        is_spike = not math.isfinite(loss) or loss > limit
+        assert detector.judge(loss) == is_spike
+        good += [] if is_spike else [loss]
+        found += is_spike
+    assert found >= 5
+
+
+def test_constant_losses_may_move_by_rounding_errors() -> None:
+    for rule, least in ((mean_limit(6.0), 0.06), (median_limit(6.0), 6 / 512)):
+        detector = SpikeDetector(Window(20, rule), warmup=20)
+        assert not any(detector.judge(2.0) for _ in range(20))
+        assert not detector.judge(2.0 * (1 + least)) and detector.judge(2.0 * (1 + 3 * least))
+
+
+def test_a_high_level_becomes_normal_only_if_spikes_are_learned() -> None:
+    values = [1.0] * 20 + [5.0] * 100
+    learns = SpikeDetector(Window(20, median_limit(6.0)), warmup=20, learns_spikes=True)
+    assert sum(learns.judge(value) for value in values) == 10, "half a window"
+    ignores = SpikeDetector(Window(20, median_limit(6.0)), warmup=20)
+    assert sum(ignores.judge(value) for value in values) == 100
+
+
+def test_running_mean() -> None:
+    detector = SpikeDetector(RunningMean(factor=10.0, memory=50), warmup=10, learns_spikes=True)
+    random, count, mean = Random(0), 0, 0.0
+    for step in range(200):
+        value = random.uniform(1, 2) * (20 if step in (5, 30, 150) else 1)
+        expected = count >= 10 and value > 10 * mean
+        assert detector.judge(value) == expected == (step in (30, 150))
+        count = min(count + 1, 50)
+        mean += (value - mean) / count
+    assert (detector.baseline.count, detector.limit) == (50, 10 * mean)
+
+
+def test_no_multiple_of_zero_is_a_spike() -> None:
+    detector = SpikeDetector(RunningMean(factor=10.0, memory=50), warmup=10)
+    assert not any(detector.judge(0.0) for _ in range(20)) and not detector.judge(1.0)
+    endless = SpikeDetector(RunningMean(factor=math.inf, memory=50), warmup=1)
+    assert not any(endless.judge(value) for value in (0.0, 1.0, 1e30))
+
+
+def test_on_device() -> None:
+    state, random = torch.zeros(len(SPIKE_STATE), dtype=torch.float32), Random(0)
+    norms = [random.uniform(1, 2) for _ in range(15)] + [50.0, math.nan, 1.5]
+    found = []
+    for norm in norms:
+        state, _, is_spike = detect_spike(state, torch.tensor(norm), factor=5.0, decay=0.9, warmup=10)
+        found.append(bool(is_spike))
+    assert found == [False] * 15 + [True, False, False]
+    assert dict(zip(SPIKE_STATE, state.tolist(), strict=True))["averaged"] == 16
+
+
+def test_on_device_many_spikes_are_a_new_level() -> None:
+    state = torch.zeros(len(SPIKE_STATE), dtype=torch.float32)
+    for norm in [1.0] * 12 + [100.0] * 40:
+        state, mean, _ = detect_spike(state, torch.tensor(norm), factor=5.0, decay=0.9, warmup=10)
+    assert state[-1] == 10 and mean == 100
