@@ -1,7 +1,11 @@
 """Argument checks, one line where they are used, and what might have been meant."""
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 
 def is_number(value: object) -> bool:
@@ -35,3 +39,10 @@ def choose(what: str, given: object, possible: Collection[str]) -> str:
         return given
     hint = nearest(given, possible)
     raise ValueError(f"Unknown {what} {given!r}.{hint} Choose one of: {', '.join(map(repr, possible))}.")
+
+
+def from_fields(cls: type[_T], what: str, given: Mapping[str, Any]) -> _T:
+    """Builds a dataclass from a mapping, as YAML gives it; an unknown field is an error that names the nearest one."""
+    for name in given:
+        choose(f"field of {what}", name, [f.name for f in fields(cls) if f.init])  # type: ignore[arg-type]
+    return cls(**given)

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_lowbit.checks import choose, from_fields
 from lightning_lowbit.quant import SURROGATES, Cast, Hadamard
-from lightning_lowbit.quant.cast import choose, from_fields
 
 OPERANDS = ("fprop_x", "fprop_w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
 FORWARD, BACKWARD = OPERANDS[:2], OPERANDS[2:]

@@ -34,6 +34,7 @@ from lightning_lowbit._lightning import (
     rank_zero_warn,
     say_once,
 )
+from lightning_lowbit.checks import choose
 from lightning_lowbit.distributed import clip_gradient_norm_, connect, largest_magnitudes
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
@@ -48,7 +49,6 @@ from lightning_lowbit.precision.coverage_line import CoverageLine
 from lightning_lowbit.precision.loss_scaling import LossScaling, scaler_for
 from lightning_lowbit.precision.run_settings import compute_dtype, global_seed, run_of
 from lightning_lowbit.precision.shown import Shown
-from lightning_lowbit.quant.cast import choose
 
 if TYPE_CHECKING:
     from lightning_lowbit.nn.sharded.gather import WeightGathers

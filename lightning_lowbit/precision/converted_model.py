@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_lowbit._lightning import MisconfigurationException, rank_zero_warn
+from lightning_lowbit.checks import choose
 from lightning_lowbit.distributed import all_reduce_world_
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import PHASES, PRESETS, LinearCasts
@@ -29,7 +30,6 @@ from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_
 from lightning_lowbit.nn.keys import LayerKeys, clean_name, with_index
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
 from lightning_lowbit.precision.checkpoints.trained import primitive
-from lightning_lowbit.quant.cast import choose
 
 
 def named_casts(value: CastsLike) -> LinearCasts | str:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from lightning_lowbit.checks import choose
 from lightning_lowbit.precision.base import LowBitPrecision
-from lightning_lowbit.quant.cast import choose
 
 # What each scaling starts from.
 _PRESETS = {"delayed": "fp8-delayed", "current": "fp8-current", "row": "fp8-row", "mx": "mxfp8"}

@@ -45,8 +45,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 
+from lightning_lowbit.checks import choose, is_number
 from lightning_lowbit.distributed import all_reduce_, local, local_norms, sharding_of
-from lightning_lowbit.quant.cast import choose, is_number
 
 _SMALLEST, _LARGEST = 2.0**-149, torch.finfo(torch.float32).max  # what a scale, which is float32, can be
 

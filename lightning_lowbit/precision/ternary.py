@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from lightning_lowbit.checks import is_number
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.presets import quantization_aware
 from lightning_lowbit.precision.base import LowBitPrecision
 from lightning_lowbit.precision.integer import integer_cast
 from lightning_lowbit.quant import Cast
-from lightning_lowbit.quant.cast import is_number
 
 
 class TernaryPrecision(LowBitPrecision):

@@ -12,8 +12,9 @@ multiplied, element by element, by a factor that depends on where v = x · e lie
 import torch
 from torch import Tensor
 
+from lightning_lowbit.checks import choose
 from lightning_lowbit.compilation import opaque
-from lightning_lowbit.quant.cast import Cast, choose
+from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.part import Part
 from lightning_lowbit.quant.quantize import scaled_elements
 from lightning_lowbit.quant.rounding import grid_step

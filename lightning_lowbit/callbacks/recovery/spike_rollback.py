@@ -29,11 +29,11 @@ from lightning_lowbit._lightning import (
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.learning_rates import LowerRates
 from lightning_lowbit.callbacks.recovery.snapshots import Snapshot, Trained, forget_gathered
+from lightning_lowbit.checks import choose, is_number
 from lightning_lowbit.distributed import local
 from lightning_lowbit.nn.casts import PHASES
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.loss_scaling import scaler_of
-from lightning_lowbit.quant.cast import choose, is_number
 from lightning_lowbit.report.html import Section, Table, Text
 
 # A deviation counts as this share of the mean at least: a loss that hardly moves would spike at every rounding error.

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
 from lightning_lowbit.callbacks.switches.trigger import Trigger
-from lightning_lowbit.quant.cast import choose, from_fields, is_number
+from lightning_lowbit.checks import choose, from_fields, is_number
 
 
 @dataclass(frozen=True)

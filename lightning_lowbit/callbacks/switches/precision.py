@@ -27,11 +27,11 @@ from lightning_lowbit.callbacks.learning_rates import Rewarm
 from lightning_lowbit.callbacks.switches.base import Switch
 from lightning_lowbit.callbacks.switches.metric_triggers import Below, Plateau
 from lightning_lowbit.callbacks.switches.step_triggers import steps_of
+from lightning_lowbit.checks import choose, is_number
 from lightning_lowbit.nn.casts import PHASES
 from lightning_lowbit.nn.conversion.convert import CastsLike
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.converted_model import named_casts
-from lightning_lowbit.quant.cast import choose, is_number
 from lightning_lowbit.report.html import Section, Table
 
 # λ as a function of u in [0, 1], how much of the switch is over. Each rises from exactly 0 to exactly 1.

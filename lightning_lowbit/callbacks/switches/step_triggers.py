@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, rank_zero_warn
 from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow, AtPlateau
 from lightning_lowbit.callbacks.switches.trigger import Trigger
-from lightning_lowbit.quant.cast import is_number
+from lightning_lowbit.checks import is_number
 
 
 class AtStep(Trigger):

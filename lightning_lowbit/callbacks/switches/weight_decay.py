@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, rank_zero_info
 from lightning_lowbit.callbacks.switches.base import Switch
-from lightning_lowbit.quant.cast import is_number
+from lightning_lowbit.checks import is_number
 
 # What a group began with, also after a switch to 0 and a resume: as torch's schedulers keep "initial_lr".
 _INITIAL = "initial_weight_decay"

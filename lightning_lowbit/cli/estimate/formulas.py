@@ -60,10 +60,10 @@ from math import prod
 
 import torch
 
+from lightning_lowbit.checks import choose
 from lightning_lowbit.cli.estimate.devices import Device
 from lightning_lowbit.cli.estimate.shapes import Decoder, Model, Weight
 from lightning_lowbit.nn.casts import GEMMS
-from lightning_lowbit.quant.cast import choose
 from lightning_lowbit.quant.part import ends_within
 from lightning_lowbit.quant.quantize import operand_dtype
 

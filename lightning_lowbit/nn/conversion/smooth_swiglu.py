@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_lowbit.checks import choose
 from lightning_lowbit.nn.casts import OPERANDS, SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
 from lightning_lowbit.quant import Cast, largest, smoothing_factor
-from lightning_lowbit.quant.cast import choose
 
 _Model = TypeVar("_Model", bound=nn.Module)
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
+from lightning_lowbit.checks import choose
 from lightning_lowbit.nn.casts import PHASES
-from lightning_lowbit.quant.cast import choose
 
 CHECKPOINT_KEY = "lightning_lowbit"
 
