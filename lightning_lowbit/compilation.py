@@ -88,7 +88,7 @@ def is_within_cast() -> bool:
 
 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorates ``function(blocks, *tensors, **static) -> Tensor`` so that it may run compiled.
+    """Decorates ``function(blocks, *tensors_or_none, **static) -> Tensor`` so that it may run compiled.
 
     ``blocks`` is the blocked view of an operand, in which odd dimensions are the sides of a block. Their sizes become
     constants of the generated code; those of even dimensions stay dynamic, so that one compilation serves all layers.
@@ -96,14 +96,12 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     @wraps(function)
-    def dispatch(blocks: Tensor, *tensors: Tensor, **static: Any) -> Tensor:
+    def dispatch(blocks: Tensor, *tensors: Tensor | None, **static: Any) -> Tensor:
         # Inside a user's torch.compile the plain code becomes part of the user's graph.
         wanted = _backend == "compiled" or (_backend == "auto" and blocks.numel() >= _AUTO_ELEMENTS)
         if not wanted or torch.compiler.is_compiling() or not _can_compile(blocks.device.type):
             return function(blocks, *tensors, **static)
-        for tensor in (blocks, *tensors):
-            _mark_dynamic(tensor)
-        layout = tuple((tensor.dtype, *(size == 1 for size in tensor.shape)) for tensor in (blocks, *tensors))
+        layout = tuple(None if tensor is None else _mark_dynamic(tensor) for tensor in (blocks, *tensors))
         return _generate(function, tuple(sorted(static.items())), layout)(blocks, *tensors)
 
     return dispatch
@@ -111,7 +109,7 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @cache
 def _generate(
-    function: Callable[..., Tensor], static: tuple[tuple[str, Any], ...], layout: tuple[tuple[Any, ...], ...]
+    function: Callable[..., Tensor], static: tuple[tuple[str, Any], ...], layout: tuple[tuple[Any, ...] | None, ...]
 ) -> Callable[..., Tensor]:
     """The compiled function for these constants, and for tensors of this layout (which only tells graphs apart).
 
@@ -119,35 +117,36 @@ def _generate(
     """
     constants = dict(static)
 
-    def specialized(*tensors: Tensor) -> Tensor:
+    def specialized(*tensors: Tensor | None) -> Tensor:
         return function(*tensors, **constants)
 
     # Dynamo counts recompilations per code object, and after eight runs eager code in silence: each graph has its own.
     specialized.__code__ = specialized.__code__.replace()
     chosen = torch.compile(specialized, options=_INDUCTOR_OPTIONS)
 
-    def run(*tensors: Tensor) -> Tensor:
+    def run(blocks: Tensor, *tensors: Tensor | None) -> Tensor:
         nonlocal chosen
         try:
-            return chosen(*tensors)
+            return chosen(blocks, *tensors)
         except torch.OutOfMemoryError:  # of which plain code needs more
             raise
         except Exception as error:
             if chosen is specialized:
                 raise
-            result = specialized(*tensors)  # or else it raises, too, and nothing is wrong with the compiler
+            result = specialized(blocks, *tensors)  # or else it raises, too, and nothing is wrong with the compiler
             chosen = specialized
-            _warn_once(tensors[0].device.type, error)
+            _warn_once(blocks.device.type, error)
             return result
 
     return run
 
 
-def _mark_dynamic(tensor: Tensor) -> None:
-    # A size of one cannot be dynamic: it broadcasts.
+def _mark_dynamic(tensor: Tensor) -> tuple[Any, ...]:
+    """Marks the dimensions that stay dynamic, and returns the tensor's layout: its dtype and which sizes are 1."""
     for dimension in range(0, tensor.dim(), 2):
-        if tensor.shape[dimension] > 1:
+        if tensor.shape[dimension] > 1:  # a size of one cannot be dynamic: it broadcasts
             torch._dynamo.mark_dynamic(tensor, dimension)
+    return (tensor.dtype, *(size == 1 for size in tensor.shape))
 
 
 @cache

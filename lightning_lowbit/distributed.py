@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_lowbit.quant.scaling import absmax
+from lightning_lowbit.quant.shard import amax_of
 
 
 class Sharding(NamedTuple):
@@ -188,7 +188,7 @@ def parameter_amaxes(parameters: Sequence[Tensor], device: torch.device) -> list
         parameters: the same on all ranks: one collective per process group.
         device: of the processes and the result, also where shards are offloaded to the CPU.
     """
-    own = [absmax(local(parameter)).to(device).nan_to_num(nan=torch.inf, posinf=torch.inf) for parameter in parameters]
+    own = [amax_of(local(parameter)).to(device).nan_to_num(nan=torch.inf, posinf=torch.inf) for parameter in parameters]
     return all_reduce_(own, [sharding_of(parameter).groups for parameter in parameters], dist.ReduceOp.MAX)
 
 

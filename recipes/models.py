@@ -28,11 +28,11 @@ from lightning_lowbit._lightning import (
     OptimizerLRScheduler,
     TrainerFn,
 )
+from lightning_lowbit.checks import choose, nearest
 from lightning_lowbit.distributed import connect, gradient_norm
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.checkpoints.files import CHECKPOINT_KEY
 from lightning_lowbit.precision.run_settings import global_seed
-from lightning_lowbit.quant.cast import choose, nearest
 
 from .saving import SavePretrained, restore_casts
 from .schedules import WarmupSchedule

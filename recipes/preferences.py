@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
-from lightning_lowbit.quant.cast import is_number
+from lightning_lowbit.checks import is_number
 
 from .models import CausalLM
 

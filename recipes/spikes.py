@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_lowbit._lightning import Callback, LightningModule, Trainer
+from lightning_lowbit.checks import choose, is_number
 from lightning_lowbit.distributed import local
 from lightning_lowbit.precision.run_settings import global_seed
-from lightning_lowbit.quant.cast import choose, is_number
 from lightning_lowbit.quant.rounding import mix_key
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, logger_step
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.monitors.latent_weights import LatentWeight, latent_weights, nearest_cast, whole_layers
+from lightning_lowbit.checks import is_number
 from lightning_lowbit.metrics import flipped
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.precision.run_settings import compute_dtype
-from lightning_lowbit.quant.cast import is_number
 
 
 @dataclass

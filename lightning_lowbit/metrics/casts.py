@@ -14,13 +14,13 @@ Everything is computed where the tensor lies, from sums in float64, and nothing 
 
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from math import inf
 
 import torch
 from torch import Tensor
 
 from lightning_lowbit.formats import Format, table
 from lightning_lowbit.quant import Cast, Quantized, quantize
+from lightning_lowbit.quant.statistics import sqnr_db
 
 # A largest magnitude is a product of scales, each rounded to float32: elements that it misses by so little fit.
 _ULPS = 2.0**-20
@@ -44,7 +44,7 @@ def sqnr(x: Tensor, q: Tensor) -> Tensor:
         ValueError: the shapes differ.
     """
     signal, noise, *_ = _sums(x, q)
-    return _decibels(signal, noise)
+    return sqnr_db(signal, noise)
 
 
 def mse(x: Tensor, q: Tensor, relative: bool = False) -> Tensor:
@@ -96,10 +96,6 @@ def _sums(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.float32 if x.device.type == "mps" else torch.float64  # which Apple's GPUs lack
     x, error = x.to(wide), q.to(wide) - x.to(wide)
     return x.square().sum(), error.square().sum(), x.abs().sum(), (error * x.sign()).sum()
-
-
-def _decibels(signal: Tensor, noise: Tensor) -> Tensor:
-    return torch.where(noise == 0, inf, 10 * torch.log10(signal / noise))
 
 
 def ratio(part: Tensor, whole: Tensor) -> Tensor:
@@ -200,7 +196,7 @@ class CastStatistics:
     @property
     def sqnr(self) -> Tensor:
         """dB; see :func:`sqnr`."""
-        return _decibels(self.signal, self.noise)
+        return sqnr_db(self.signal, self.noise)
 
     @property
     def mse(self) -> Tensor:

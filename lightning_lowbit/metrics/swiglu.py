@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.metrics.casts import ratio
-from lightning_lowbit.quant import largest
+from lightning_lowbit.quant import amax_along
 
 # Rows of weights, and tokens, that are float32 at one time: at 4096 columns 16 MiB each, and enough to fill a GPU.
 _ROWS = 1024
@@ -95,7 +95,7 @@ def swiglu_alignment(gate_weight: Tensor, up_weight: Tensor, x: Tensor | None = 
 
 def _direction(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows over their largest magnitudes, and these: squares of what is left neither overflow nor all underflow."""
-    size = largest(rows, 1)
+    size = amax_along(rows, 1)
     return rows / torch.where(size == 0, 1.0, size), size.squeeze(1)
 
 

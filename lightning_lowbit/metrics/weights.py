@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_lowbit.metrics.casts import code_histogram, levels
 from lightning_lowbit.quant import Cast, Quantized, quantize
-from lightning_lowbit.quant.quantize import scaled_elements
+from lightning_lowbit.quant.operand import scaled_elements
 
 _TERNARY = (-1.0, 0.0, 1.0)
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from lightning_lowbit.nn.casts import OPERANDS
 from lightning_lowbit.nn.keys import clean_name, with_index
-from lightning_lowbit.nn.linear import LayerAmaxes, QuantizedLayer
+from lightning_lowbit.nn.layer_amaxes import LayerAmaxes
+from lightning_lowbit.nn.linear import QuantizedLayer
 
 _GRADIENTS = [OPERANDS.index(name) for name in ("dgrad_g", "wgrad_g")]
 

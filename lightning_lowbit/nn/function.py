@@ -9,227 +9,239 @@ from torch.autograd.function import once_differentiable
 
 from lightning_lowbit.nn.casts import CONTRACTION, OPERANDS, SHARED, LinearCasts
 from lightning_lowbit.nn.gemm import matmul, mean_times
-from lightning_lowbit.nn.sharded.parallel import Parts
+from lightning_lowbit.nn.layer_amaxes import amax_in_force, stage_
+from lightning_lowbit.nn.sharded.parallel import Shards
 from lightning_lowbit.nn.watch import add_gradients_
 from lightning_lowbit.quant import Cast, Operand, blend, quantize_operand, rotate, split_mean, through_rounding
-from lightning_lowbit.quant.part import Part, absmax_of
+from lightning_lowbit.quant.shard import Shard, amax_of
 from lightning_lowbit.quant.statistics import merge_statistics_, operand_statistics
 
 
-class MadeWeight(NamedTuple):
+class PrequantizedWeight(NamedTuple):
     """What a weight is that was quantized before it was gathered, see :mod:`lightning_lowbit.nn.sharded.gather`.
 
     Attributes:
-        made_of: the dtype that it was quantized in.
-        dtype: of the operand, which may be narrower than that of the weight.
-        factor: float32, 0-d or ``[out_features, 1]``, what the weight is to be multiplied by; None for 1.
-        amax: float32, 0-d, its largest magnitude before; None where that is of no consequence.
+        source_dtype: the dtype of the weight that was quantized.
+        dtype: of the operand, which may be narrower than that of the gathered tensor.
+        factor: float32, 0-d or ``[out_features, 1]``, what the gathered values are to be multiplied by; None for 1.
+        amax: float32, 0-d, of the weight that was quantized; None for casts that do not need it.
     """
 
-    made_of: torch.dtype
+    source_dtype: torch.dtype
     dtype: torch.dtype
     factor: Tensor | None
     amax: Tensor | None
 
 
-class Setup(NamedTuple):
-    """How a layer computes: its casts, and what :class:`lightning_lowbit.nn.QuantizedLayer` says of the rest."""
+class Settings(NamedTuple):
+    """How one pass of a layer is computed.
+
+    Attributes:
+        casts: of the six operands.
+        keys: int64 ``[6]``, of this call: a copy, since the layer's own are refilled before the backward pass may come.
+        in_force: float32 ``[6]``, amaxes for delayed scaling.
+        staged: float32 ``[6]``, raised to the amaxes of this pass; None to record nothing.
+        exact: whether to compute float32 GEMMs over exact operands.
+        native: the GEMMs that the device computes natively.
+        blend: float32, 0-d: λ of annealing; None for fully quantized operands.
+        operand_sums, gradient_sums: rows of :class:`lightning_lowbit.nn.watch.Watch`; None outside of measurements.
+        shards: which of x, w and g are shards of global matrices.
+        weight_amax: float32, 0-d, what the weight is scaled by; None for its own amax.
+        prequantized: of a weight that was quantized before it was gathered; None for any other.
+    """
 
     casts: LinearCasts
-    keys: Tensor | None  # of this call: what is given is not filled anew, as the layer's own are
+    keys: Tensor | None
     in_force: Tensor | None
-    staged: Tensor | None  # None: amaxes are not recorded
+    staged: Tensor | None
     exact: bool
     native: tuple[str, ...]
-    blend: Tensor | None  # None: all the way
-    operand_sums: Tensor | None = None  # None: nobody asks, see `lightning_lowbit.nn.watch`
-    gradient_sums: Tensor | None = None
-    parts: Parts = Parts()
-    weight_amax: Tensor | None = None  # float32, 0-d, what the weight is scaled by; None: by its own
-    # Of a weight that is quantized already, its MadeWeight: tensors must not be nested. None: it is not.
-    made_dtype: torch.dtype | None = None
-    made_factor: Tensor | None = None
+    blend: Tensor | None
+    operand_sums: Tensor | None
+    gradient_sums: Tensor | None
+    shards: Shards
+    weight_amax: Tensor | None
+    prequantized: PrequantizedWeight | None
 
-    def part_of(self, operand: str) -> Part | None:
-        """Which part of a larger matrix an operand is, as its GEMM takes it."""
-        part: Part | None = getattr(self.parts, operand[-1])
+    def shard_of(self, operand: str) -> Shard | None:
+        """The shard that an operand is, in the form that its GEMM takes; None if it is whole."""
+        shard: Shard | None = getattr(self.shards, operand[-1])
         gemm = operand.partition("_")[0]
-        if part is not None and gemm in self.casts.hadamard and part.dim == CONTRACTION[operand]:
-            return part.padded(self.casts.hadamard[gemm].size)
-        return part
+        if shard is not None and gemm in self.casts.hadamard and shard.dim == CONTRACTION[operand]:
+            return shard.padded(self.casts.hadamard[gemm].size)
+        return shard
+
+    def dtype_of(self, operand: str, cast: Cast) -> torch.dtype | None:
+        """The dtype in which the GEMM takes an operand; None for the one that holds it, see `quantize_operand`."""
+        native = cast.grid.gemm_dtype if operand.partition("_")[0] in self.native else None
+        return torch.float32 if self.exact else native
+
+    def reuses(self, operand: str) -> bool:
+        """Whether an operand is one that another GEMM has quantized, in the form that this one takes."""
+        gemms = (operand.partition("_")[0], SHARED[operand].partition("_")[0])
+        return self.casts.shared(operand) and len({gemm in self.native for gemm in gemms}) == 1
 
 
-class _LinearFunction(torch.autograd.Function):
-    """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast."""
+class _Source(NamedTuple):
+    """What an operand is made from: ``values * factor``.
+
+    Attributes:
+        values: ``[rows, columns]``; may be None for a tensor that is not needed.
+        amax: of the values, where it is known.
+        factor: as in :class:`lightning_lowbit.quant.Operand`.
+        is_operand: whether it is quantized already.
+    """
+
+    values: Any
+    amax: Tensor | None = None
+    factor: Tensor | None = None
+    is_operand: bool = False
+
+
+class LinearFunction(torch.autograd.Function):
+    """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast.
+
+    Takes ``x`` [tokens, in_features], ``w`` [out_features, in_features] and ``bias`` [out_features] or None, all in the
+    dtype of the computation, and :class:`Settings`; returns ``y`` [tokens, out_features].
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, *setup: Any) -> Tensor:
-        how = Setup(*setup)
-        casts, (needs_x, needs_w) = how.casts, ctx.needs_input_grad[:2]
-        amax_x = _amax(x, how, "fprop_x", *["wgrad_x"] * needs_w)
-        is_made = how.made_dtype is not None
-        amax_w = how.weight_amax
-        if amax_w is None and not is_made:
-            amax_w = _amax(w, how, "fprop_w", *["dgrad_w"] * needs_x)
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
+        casts, (needs_x, needs_w) = settings.casts, ctx.needs_input_grad[:2]
+        source_x = _Source(x, _amax(x, settings, "fprop_x", *["wgrad_x"] * needs_w))
+        if settings.prequantized is not None:
+            source_w = _prequantized(w, settings.prequantized, settings)
+        elif settings.weight_amax is not None:
+            source_w = _Source(w, settings.weight_amax)
+        else:
+            source_w = _Source(w, _amax(w, settings, "fprop_w", *["dgrad_w"] * needs_x))
 
         # Y = X · Wᵀ + b            [tokens, in] · [in, out]
-        w_ = _made(w, how) if is_made else _Source(w, amax_w)
-        qx, qw, offset = _operands("fprop", _Source(x, amax_x), w_, how, bias)
+        qx, qw, offset = _operands("fprop", source_x, source_w, settings, bias)
         y = matmul(qx, qw.t(), offset, x.dtype, fast_accumulation=True)
 
         # "fprop" keeps what the forward pass used; everything else is quantized anew from the tensor itself.
         for_wgrad = qx if casts.wgrad_x == "fprop" else Operand(x)
-        for_dgrad = qw if casts.dgrad_w == "fprop" or _shared("dgrad_w", how) else Operand(w)
+        for_dgrad = qw if casts.dgrad_w == "fprop" or settings.reuses("dgrad_w") else Operand(w)
+        reads_x = (needs_x and "fprop_x" in casts.surrogate) or (needs_w and settings.gradient_sums is not None)
         ctx.save_for_backward(
             *(for_wgrad if needs_w else (None, None)),
-            amax_x,
+            source_x.amax,
             *(for_dgrad if needs_x else (None, None)),
-            amax_w,
-            x if (needs_x and "fprop_x" in casts.surrogate) or (needs_w and how.gradient_sums is not None) else None,
+            settings.weight_amax if source_w.amax is None else source_w.amax,
+            x if reads_x else None,
             w if needs_w and "fprop_w" in casts.surrogate else None,
         )
         # Both are refilled in place for the next micro-batch or step, which may begin before this one's backward pass.
-        in_force, blend_ = (None if tensor is None else tensor.clone() for tensor in (how.in_force, how.blend))
-        ctx.rest = how._replace(in_force=in_force, blend=blend_), x.dtype
+        in_force, blend_ = (None if one is None else one.clone() for one in (settings.in_force, settings.blend))
+        ctx.settings, ctx.dtype = settings._replace(in_force=in_force, blend=blend_), x.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w = ctx.saved_tensors
-        how, dtype = ctx.rest
+        settings: Settings = ctx.settings
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-        reused = torch.float32 if how.exact else dtype
+        reused = torch.float32 if settings.exact else ctx.dtype
         dx = dw = db = None
         with torch.autocast(g.device.type, enabled=False):
-            g_ = _Source(g, _amax(g, how, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
+            source_g = _Source(g, _amax(g, settings, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
             if needs_x:
                 # dX = dY · W           [tokens, out] · [out, in]
                 w, w_factor = _reusable(Operand(w, w_factor), reused)
-                w_ = _Source(w, amax_w, w_factor, made=_shared("dgrad_w", how))
-                qg, qw, of_mean = _operands("dgrad", g_, w_, how)
-                dx = matmul(qg, qw, of_mean, dtype)
-                dx = _through_rounding("fprop_x", dx, _Source(forward_x, amax_x), how)
-                if _shared("wgrad_g", how):
-                    g_ = _Source(qg.values, None, qg.factor, made=True)
+                source_w = _Source(w, amax_w, w_factor, is_operand=settings.reuses("dgrad_w"))
+                qg, qw, of_mean = _operands("dgrad", source_g, source_w, settings)
+                dx = matmul(qg, qw, of_mean, ctx.dtype)
+                dx = _through_rounding("fprop_x", dx, _Source(forward_x, amax_x), settings)
+                if settings.reuses("wgrad_g"):
+                    source_g = _Source(qg.values, None, qg.factor, is_operand=True)
             if needs_w:
                 # dW = dYᵀ · X          [out, tokens] · [tokens, in]
                 x, x_factor = _reusable(Operand(x, x_factor), reused)
-                qg, qx, of_mean = _operands("wgrad", g_, _Source(x, amax_x, x_factor), how)
-                dw = matmul(qg.t(), qx, of_mean, dtype)
-                if how.gradient_sums is not None:
-                    add_gradients_(how.gradient_sums, dw, torch.mm(g.to(dtype).t(), forward_x))
-                dw = _through_rounding("fprop_w", dw, _Source(forward_w, amax_w), how)
+                qg, qx, of_mean = _operands("wgrad", source_g, _Source(x, amax_x, x_factor), settings)
+                dw = matmul(qg.t(), qx, of_mean, ctx.dtype)
+                if settings.gradient_sums is not None:
+                    add_gradients_(settings.gradient_sums, dw, torch.mm(g.to(ctx.dtype).t(), forward_x))
+                dw = _through_rounding("fprop_w", dw, _Source(forward_w, amax_w), settings)
             if needs_bias:
                 db = g.sum(0)  # of the unquantized gradient
-        return dx, dw, db, *[None] * len(how)
+        return dx, dw, db, None
 
 
-def linear_function(x: Tensor, w: Tensor, bias: Tensor | None, how: Setup) -> Tensor:
-    """``x · wᵀ + bias``.
-
-    Args:
-        x: ``[tokens, in_features]``, in the dtype of the computation.
-        w: ``[out_features, in_features]``, likewise.
-        bias: ``[out_features]``, likewise, or None.
-        how: the casts of the six operands, and what they need.
-
-    Returns:
-        ``[tokens, out_features]``.
-    """
-    y: Tensor = _LinearFunction.apply(x, w, bias, *how)  # type: ignore[no-untyped-call]
-    return y
-
-
-class _Source(NamedTuple):
-    """What an operand is made from: ``values * factor``; ``amax`` is its largest magnitude where that is known.
-
-    ``made``: it is the operand already, quantized for another GEMM.
-    """
-
-    values: Any
-    amax: Tensor | None = None
-    factor: Tensor | None = None
-    made: bool = False
-
-
-def _made(w: Tensor, how: Setup) -> _Source:
-    """The weight as an operand, where it is one already."""
-    cast = how.casts.fprop_w
+def _prequantized(w: Tensor, prequantized: PrequantizedWeight, settings: Settings) -> _Source:
+    """A weight that is an operand already."""
+    cast = settings.casts.fprop_w
     assert isinstance(cast, Cast)
     if cast.scale.source == "delayed":
-        _scale_amax("fprop_w", cast, _Source(w, how.weight_amax), how)  # which stages it
-    native = cast.grid.gemm_dtype if "fprop" in how.native else None
-    return _Source(w.to(torch.float32 if how.exact else native or how.made_dtype), None, how.made_factor, made=True)
+        _scale_amax("fprop_w", cast, _Source(w, prequantized.amax), settings)  # which stages it
+    dtype = settings.dtype_of("fprop_w", cast) or prequantized.dtype
+    return _Source(w.to(dtype), None, prequantized.factor, is_operand=True)
 
 
 def _operands(
-    gemm: str, left: _Source, right: _Source, how: Setup, bias: Tensor | None = None
+    gemm: str, left: _Source, right: _Source, settings: Settings, bias: Tensor | None = None
 ) -> tuple[Operand, Operand, Tensor | None]:
-    """Both operands of a GEMM as it takes them, and what is added to it: bias and product with a mean."""
-    casts, names = how.casts, how.casts.operands_of(gemm)
-    offset = bias
+    """Both operands of a GEMM as it takes them, and what is added to the product: bias and the product of the means."""
+    casts, names = settings.casts, settings.casts.operands_of(gemm)
     if gemm in casts.subtract_mean:
-        left, right, offset = _split_means(names, left, right, casts, bias)
+        left, right, bias = _split_means(names, left, right, casts, bias)
     if gemm in casts.hadamard:
-        transform = _transform(gemm, casts, how.keys, left.values.device)
-        left, right = (
-            _rotated(name, source, transform, how) for name, source in zip(names, (left, right), strict=True)
-        )
-    return _operand(names[0], left, how), _operand(names[1], right, how), offset
+        transform = _transform(gemm, settings, left.values.device)
+        left, right = (_rotated(*pair, transform, settings) for pair in zip(names, (left, right), strict=True))
+    return _operand(names[0], left, settings), _operand(names[1], right, settings), bias
 
 
-def _rotated(name: str, source: _Source, transform: Tensor, how: Setup) -> _Source:
-    """An operand whose groups along the contraction axis are rotated; a group is rotated by one process."""
-    part = getattr(how.parts, name[-1])
-    if part is not None and part.dim == CONTRACTION[name]:
-        part.check(source.values.shape, len(transform), "groups of a Hadamard transform, of")
+def _rotated(name: str, source: _Source, transform: Tensor, settings: Settings) -> _Source:
+    """An operand whose groups along the contraction axis are rotated; one process must hold a whole group."""
+    shard = getattr(settings.shards, name[-1])
+    if shard is not None and shard.dim == CONTRACTION[name]:
+        shard.check(source.values.shape, len(transform), "groups of a Hadamard transform, of")
     return _Source(rotate(source.values, transform, CONTRACTION[name]))
 
 
-def _operand(name: str, source: _Source, how: Setup) -> Operand:
-    cast = getattr(how.casts, name)
-    if source.made or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": as it was left, with its factor
-        if source.made and how.operand_sums is not None:
-            how.operand_sums[OPERANDS.index(name)].copy_(how.operand_sums[OPERANDS.index(SHARED[name])])
+def _operand(name: str, source: _Source, settings: Settings) -> Operand:
+    cast, i, sums = getattr(settings.casts, name), OPERANDS.index(name), settings.operand_sums
+    if source.is_operand or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": as it was left
+        if source.is_operand and sums is not None:
+            sums[i].copy_(sums[OPERANDS.index(SHARED[name])])
         return Operand(source.values, source.factor)
-    key = None if how.keys is None else how.keys[OPERANDS.index(name)]
-    amax = _scale_amax(name, cast, source, how)
-    native = cast.grid.gemm_dtype if name.partition("_")[0] in how.native else None
-    dtype = torch.float32 if how.exact else native
-    dim, part = CONTRACTION[name], how.part_of(name)
-    quantized = quantize_operand(source.values, cast, dim, key, amax, dtype, part)
-    if how.operand_sums is not None:
-        seen = operand_statistics(source.values, quantized, cast, dim, amax, part=part)
-        merge_statistics_(how.operand_sums[OPERANDS.index(name)], seen)
-    return quantized if how.blend is None else blend(source.values, quantized, how.blend, how.exact)
+    key = None if settings.keys is None else settings.keys[i]
+    amax, dtype = _scale_amax(name, cast, source, settings), settings.dtype_of(name, cast)
+    dim, shard = CONTRACTION[name], settings.shard_of(name)
+    quantized = quantize_operand(source.values, cast, dim, key, amax, dtype, shard)
+    if sums is not None:
+        merge_statistics_(sums[i], operand_statistics(source.values, quantized, cast, dim, amax, shard=shard))
+    return quantized if settings.blend is None else blend(source.values, quantized, settings.blend, settings.exact)
 
 
-def _scale_amax(name: str, cast: Cast, source: _Source, how: Setup) -> Tensor | None:
-    """The amax that a tensor is scaled by: its own, or with delayed scaling that in force, if there is one."""
+def _amax(tensor: Tensor, settings: Settings, *operands: str) -> Tensor | None:
+    """The amax of a tensor, measured once for all its operands; None if none of them is scaled by it.
+
+    An operand that is rotated, or whose mean is split off, is scaled by the amax of the result.
+    """
+    casts = settings.casts
+    for operand in operands:
+        cast, gemm = getattr(casts, operand), operand.partition("_")[0]
+        is_altered = gemm in casts.hadamard or gemm in casts.subtract_mean
+        if isinstance(cast, Cast) and cast.scale.needs_amax and not is_altered:
+            return amax_of(tensor, getattr(settings.shards, operand[-1]))
+    return None
+
+
+def _scale_amax(name: str, cast: Cast, source: _Source, settings: Settings) -> Tensor | None:
+    """The amax that a tensor is scaled by: its own, or with delayed scaling the one in force."""
     if not cast.scale.needs_amax:
         return None
     if cast.scale.source == "current":
         return source.amax
-    own = absmax_of(source.values, how.part_of(name)) if source.amax is None else source.amax
-    i = OPERANDS.index(name)
-    assert how.in_force is not None
-    if how.staged is not None:  # a slot keeps the largest of the step; an operand that is shared has two
-        others = [other for other, made in SHARED.items() if made == name and _shared(other, how)]
-        for slot in (i, *map(OPERANDS.index, others)):
-            stage_(how.staged[slot], own)
-    return torch.where(how.in_force[i] > 0, how.in_force[i], own)
-
-
-def stage_(staged: Tensor, amax: Tensor) -> None:
-    """Raises what is staged of a step to an amax, in place; what is not finite is dropped."""
-    staged.copy_(torch.maximum(staged, amax.nan_to_num(nan=0.0, posinf=0.0)))
-
-
-def _shared(operand: str, how: Setup) -> bool:
-    """Whether an operand is one that another GEMM has made, in the form that this one takes."""
-    gemms = (operand.partition("_")[0], SHARED[operand].partition("_")[0])
-    return how.casts.shared(operand) and len({gemm in how.native for gemm in gemms}) == 1
+    own = amax_of(source.values, settings.shard_of(name)) if source.amax is None else source.amax
+    if settings.staged is not None:  # an operand that another GEMM reuses is staged for both
+        reusing = [other for other, quantized in SHARED.items() if quantized == name and settings.reuses(other)]
+        for operand in (name, *reusing):
+            stage_(settings.staged[OPERANDS.index(operand)], own)
+    assert settings.in_force is not None
+    return amax_in_force(settings.in_force, name, own)
 
 
 def _split_means(
@@ -250,44 +262,29 @@ def _split_means(
     return _Source(rest) if left_split else left, _Source(other_rest) if right_split else right, product
 
 
-def _transform(gemm: str, casts: LinearCasts, keys: Tensor | None, device: torch.device) -> Tensor:
-    """The rotation of a GEMM. Its signs come from the key of the second operand: that of a weight is all ranks' own."""
-    name = casts.operands_of(gemm)[1]
-    return casts.hadamard[gemm].matrix(None if keys is None else keys[OPERANDS.index(name)], device)
+def _transform(gemm: str, settings: Settings, device: torch.device) -> Tensor:
+    """The rotation of a GEMM, with signs from the key of its second operand: on all ranks the same for a weight."""
+    i = OPERANDS.index(settings.casts.operands_of(gemm)[1])
+    return settings.casts.hadamard[gemm].matrix(None if settings.keys is None else settings.keys[i], device)
 
 
-def _through_rounding(name: str, gradient: Tensor, source: _Source, how: Setup) -> Tensor:
+def _through_rounding(name: str, gradient: Tensor, source: _Source, settings: Settings) -> Tensor:
     """The gradient of a tensor from that of its quantized self, in the space in which it was quantized."""
-    casts, how = how.casts, how._replace(staged=None)
+    casts, settings = settings.casts, settings._replace(staged=None)
     if name not in casts.surrogate:
         return gradient  # straight through
-    cast, kind = getattr(casts, name), casts.surrogate[name]
-    if "fprop" not in casts.hadamard:
-        amax, part = _scale_amax(name, cast, source, how), how.part_of(name)
-        through = through_rounding(gradient, kind, source.values, cast, 1, amax, part)
-    else:
-        transform = _transform("fprop", casts, how.keys, gradient.device)
-        turned = _Source(rotate(source.values, transform, 1))
-        amax, part = _scale_amax(name, cast, turned, how), how.part_of(name)
-        rotated = through_rounding(rotate(gradient, transform, 1), kind, turned.values, cast, 1, amax, part)
-        through = rotate(rotated, transform.t(), 1)[:, : gradient.shape[1]]
-    if how.blend is None:
+    cast, quantized = getattr(casts, name), gradient
+    if is_rotated := "fprop" in casts.hadamard:
+        transform = _transform("fprop", settings, gradient.device)
+        source, quantized = _Source(rotate(source.values, transform, 1)), rotate(gradient, transform, 1)
+    amax, shard = _scale_amax(name, cast, source, settings), settings.shard_of(name)
+    through = through_rounding(quantized, casts.surrogate[name], source.values, cast, 1, amax, shard)
+    if is_rotated:
+        through = rotate(through, transform.t(), 1)[:, : gradient.shape[1]]
+    if settings.blend is None:
         return through
     wide = torch.promote_types(gradient.dtype, torch.float32)  # in bfloat16 a λ of 0.999 is 1
-    return torch.lerp(gradient.to(wide), through.to(wide), how.blend.to(wide)).to(gradient.dtype)
-
-
-def _amax(tensor: Tensor, how: Setup, *operands: str) -> Tensor | None:
-    """Largest magnitude of a tensor, once for its operands, where one that is made of the tensor as it is needs it."""
-    casts = how.casts
-
-    def needed(operand: str) -> bool:
-        cast, gemm = getattr(casts, operand), operand.partition("_")[0]
-        altered = gemm in casts.hadamard or gemm in casts.subtract_mean
-        return isinstance(cast, Cast) and cast.scale.needs_amax and not altered
-
-    needing = [operand for operand in operands if needed(operand)]
-    return absmax_of(tensor, getattr(how.parts, needing[0][-1])) if needing else None
+    return torch.lerp(gradient.to(wide), through.to(wide), settings.blend.to(wide)).to(gradient.dtype)
 
 
 def _reusable(operand: Operand, dtype: torch.dtype) -> Operand:

@@ -5,7 +5,7 @@ so that parameters, their names and every reference to the module stay what they
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.calls import Calls, keys_of_call
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.function import MadeWeight, Setup, linear_function, stage_
+from lightning_lowbit.nn.function import LinearFunction, PrequantizedWeight, Settings
 from lightning_lowbit.nn.gemm import native_obstacle
-from lightning_lowbit.nn.sharded.parallel import Parts, tensor_parallel
-from lightning_lowbit.quant import largest, smoothing_factor
-from lightning_lowbit.quant.part import largest_of
+from lightning_lowbit.nn.layer_amaxes import LayerAmaxes, amax_in_force, stage_
+from lightning_lowbit.nn.sharded.parallel import Shards, tensor_parallel
+from lightning_lowbit.quant import amax_along, smoothing_factor
+from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
-_HP = LinearCasts()
+_HP, _WHOLE = LinearCasts(), Shards()
 
 # Where GEMMs run: natively where device and casts allow, always natively, or never.
 BACKENDS = ("auto", "native", "emulated")
@@ -38,24 +39,6 @@ def has_native_gemms(device: torch.device, kind: str, backend: str = "auto") -> 
     return obstacle is None
 
 
-class LayerAmaxes(NamedTuple):
-    """A layer's views of what :class:`lightning_lowbit.nn.AmaxHistories` remembers; all float32, 0 where there is none.
-
-    Attributes:
-        in_force: ``[6]``, what operands with delayed scaling are scaled by.
-        staged: ``[6]``, the largest of the step under way.
-        channels: ``[in_features]``, amaxes of the channels of x in the last step, where they are smoothed; else empty.
-        staged_channels: likewise, of the step under way.
-        switch: whether passes are stages of a step, a list of one for all layers.
-    """
-
-    in_force: Tensor
-    staged: Tensor
-    channels: Tensor
-    staged_channels: Tensor
-    switch: list[bool]
-
-
 class QuantizedLayer(nn.Module):
     """What converted layers have in common.
 
@@ -63,18 +46,17 @@ class QuantizedLayer(nn.Module):
         casts: the casts in force.
         full_casts: the casts outside any phase.
         keys: int64 ``[6]``, the keys of stochastic rounding, in the order of ``OPERANDS``; None until set.
-        calls: numbers the calls within a micro-batch, which have keys of their own; None: all have these.
-        amaxes: what outlives a step; None until set.
+        calls: numbers the calls within a micro-batch, which have keys of their own; None: all calls have ``keys``.
+        amaxes: those kept between steps; None until set.
         exact: float32 GEMMs over exact operands instead of those of the compute dtype.
         backend: ``"auto"`` (native GEMMs where device and casts allow), ``"native"`` or ``"emulated"``.
-        blend: float32, 0-d: λ of progressive quantization, which is on its way; None for all the way. See
-            :func:`set_blend`.
-        operand_sums, gradient_sums: where passes leave what they see of operands and of the weight's gradient; None
-            while nobody asks. See :mod:`lightning_lowbit.nn.watch`.
+        blend: float32, 0-d: λ of annealing, see :func:`set_blend`; None for fully quantized operands.
+        operand_sums, gradient_sums: rows for statistics of operands and of the weight's gradient, see
+            :mod:`lightning_lowbit.nn.watch`; None outside of measurements.
         token_amax: float32 ``[tokens, 1]``, what tokens are smoothed by in the next pass; None until set.
-        weight_amax: float32, 0-d: what the weight's operands are scaled by instead of its own amax, see
-            :mod:`lightning_lowbit.nn.conversion.shared_amax`; None for its own.
-        made_weight: what the weight is while it is gathered, if it was quantized before; see
+        weight_amax: float32, 0-d: what the weight is scaled by, see
+            :mod:`lightning_lowbit.nn.conversion.shared_amax`; None for its own amax.
+        prequantized_weight: what the weight is while it is gathered, if it was quantized before; see
             :mod:`lightning_lowbit.nn.sharded.gather`.
     """
 
@@ -90,13 +72,13 @@ class QuantizedLayer(nn.Module):
     operand_sums: Tensor | None = None
     gradient_sums: Tensor | None = None
     weight_amax: Tensor | None = None
-    made_weight: MadeWeight | None = None
+    prequantized_weight: PrequantizedWeight | None = None
 
     weight: Any  # as nn.Linear and Conv1D declare it
     bias: Any
 
     def set_casts(self, casts: LinearCasts) -> None:
-        """Sets the casts, outside any phase. Amaxes of other ones are dropped: they may be of other operands."""
+        """Sets the casts, outside any phase. If they change, amaxes are dropped: they may be of other operands."""
         if casts != self.full_casts:
             self.amaxes = None
         self.full_casts = self.casts = casts
@@ -105,121 +87,137 @@ class QuantizedLayer(nn.Module):
         """The weight as ``[out_features, in_features]``."""
         return self.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # as nn.Linear names it, which callers may do too
         """``x · Wᵀ + b``.
 
         Args:
-            x: ``[..., in_features]``; cast to the autocast dtype where autocast is on, and so are weight and bias.
+            input: x, ``[..., in_features]``; cast to the autocast dtype where autocast is on, as are weight and bias.
 
         Returns:
             ``[..., out_features]`` in the dtype of the computation.
         """
-        if self.casts == _HP:  # nothing to quantize: the layer that this one was
-            return super().forward(x)
-        return self.quantized_forward(x)
-
-    def quantized_forward(self, x: Tensor) -> Tensor:
-        """:meth:`forward` through the six casts, whatever they are; with six of None still ``nn.Linear`` to the bit."""
+        if self.casts == _HP:  # nothing to quantize: the layer that this one was converted from
+            return super().forward(input)
         weight = self.weight_matrix()
         if isinstance(weight, DTensor):
-            return tensor_parallel(self.local_forward, x, weight, self.bias)
-        return self.local_forward(x, weight, self.bias, Parts())
+            return tensor_parallel(self.quantized_forward, input, weight, self.bias)
+        return self.quantized_forward(input, weight, self.bias)
 
-    def local_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: Parts) -> Tensor:
-        """:meth:`quantized_forward` of what this process holds.
+    def quantized_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards = _WHOLE) -> Tensor:
+        """:meth:`forward` through the casts, whatever they are; with six of None still ``nn.Linear`` to the bit.
 
         Args:
             x: ``[..., in_features]``.
             weight: ``[out_features, in_features]``.
             bias: ``[out_features]`` or None.
-            parts: what the three matrices are parts of.
+            shards: which of the three matrices of the layer are shards on this process.
         """
-        device = x.device.type
+        device, shape, prequantized, amaxes = x.device.type, x.shape, self.prequantized_weight, self.amaxes
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # which autocast leaves alone
             dtype = torch.get_autocast_dtype(device)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-            weight = weight.to(dtype) if self.made_weight is None else weight
+            weight = weight.to(dtype) if prequantized is None else weight
         elif x.dtype != weight.dtype:
             raise ValueError(
                 f"Input and weight must have one dtype; got {x.dtype} and {weight.dtype}. Cast one of them, or use "
                 "torch.autocast."
             )
-        if self.made_weight is not None and self.made_weight.made_of != x.dtype:
+        if prequantized is not None and prequantized.source_dtype != x.dtype:
             raise ValueError(
-                f"The weight was quantized in {self.made_weight.made_of}, before it was gathered, and this pass is one "
-                f"in {x.dtype}. Compute all passes of the layer in one dtype, or leave out quantize_before_gather."
+                f"The weight was quantized in {prequantized.source_dtype}, before it was gathered, and this pass is "
+                f"one in {x.dtype}. Compute all passes of the layer in one dtype, or leave out quantize_before_gather."
+            )
+        if amaxes is None and self.casts.is_delayed:
+            raise ValueError(
+                "Delayed scaling needs histories: they are set by the precision plugin, or by "
+                "lightning_lowbit.nn.AmaxHistories where there is no Trainer."
             )
         with torch.autocast(device, enabled=False):
-            matrix = x.flatten(0, -2) if x.dim() > 1 else x[None]  # also where there is nothing
-            if matrix.shape[1] != weight.shape[1]:  # a rotation would pad both to whole groups
-                raise ValueError(f"The layer takes {weight.shape[1]} features; got {tuple(x.shape)}.")
-            y = self._smoothed(matrix, weight, bias, parts)
-        # As nn.Linear does: what a module returns should not be a view, of which FSDP2 warns.
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+            x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # also where there is nothing
+            if x.shape[1] != weight.shape[1]:  # a rotation would pad both to whole groups
+                raise ValueError(f"The layer takes {weight.shape[1]} features; got {tuple(shape)}.")
+            x, weight, rescale = self._smoothed(x, weight, shards)
+            settings = Settings(
+                casts=self.casts,
+                keys=keys_of_call(self),
+                in_force=None if amaxes is None else amaxes.in_force,
+                staged=None if amaxes is None or not amaxes.switch[0] else amaxes.staged,
+                exact=self.exact,
+                native=self.native_gemms(x.device),
+                blend=self.blend,
+                operand_sums=self.operand_sums,
+                gradient_sums=self.gradient_sums,
+                shards=shards,
+                weight_amax=self.shared_amax(weight.dtype) if prequantized is None else prequantized.amax,
+                prequantized=prequantized,
+            )
+            y: Tensor = LinearFunction.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
+            if rescale is not None:
+                y = y * rescale if bias is None else y * rescale + bias
+        # As nn.Linear does: a module should not return a view, of which FSDP2 warns.
+        return torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[-1]))
 
-    def _smoothed(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: Parts) -> Tensor:
-        # Y = (X · diag(s)) · (W · diag(1/s))ᵀ + b      per channel
-        # Y = diag(1/s) · (diag(s) · X) · Wᵀ + b        per token
+    def _smoothed(self, x: Tensor, weight: Tensor, shards: Shards) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x and w with the smoothing factor s in them, and what the product is multiplied by; None for 1.
+
+        Y = (X · diag(s)) · (W · diag(1/s))ᵀ + b      per channel
+        Y = diag(1/s) · (diag(s) · X) · Wᵀ + b        per token
+        """
         if self.casts.smooth == "channel":
-            s = smoothing_factor(self._channel_amax(x, parts), x.dtype)
-            return self._multiply(x * s, weight * s.reciprocal(), bias, parts)
+            s = smoothing_factor(self._channel_amax(x, shards), x.dtype)
+            return x * s, weight * s.reciprocal(), None
         if self.casts.smooth == "token":
-            s = smoothing_factor(self._token_amax(x, parts), x.dtype)
-            y = self._multiply(x * s, weight, None, parts) * s.reciprocal()
-            return y if bias is None else y + bias
-        return self._multiply(x, weight, bias, parts)
+            s = smoothing_factor(self._token_amax(x, shards), x.dtype)
+            return x * s, weight, s.reciprocal()
+        return x, weight, None
 
-    def _channel_amax(self, x: Tensor, parts: Parts) -> Tensor:
+    def _channel_amax(self, x: Tensor, shards: Shards) -> Tensor:
         """float32 ``[in_features]``: of this batch in training, of the last training step after it."""
-        own = largest(x.detach(), 0)[0]
+        own = amax_along(x.detach(), 0)[0]
         if self.amaxes is None:
             return own
-        _, _, channels, staged, (recording,) = self.amaxes
-        if parts.x is not None:  # channels are cut: these are those of here
-            channels, staged = (of_all.narrow(0, parts.x.start, len(own)) for of_all in (channels, staged))
-        if recording:
+        channels, staged = self.amaxes.channels, self.amaxes.staged_channels
+        if shards.x is not None:  # x is sharded along its features: take this process's channels
+            channels, staged = (of_all.narrow(0, shards.x.start, len(own)) for of_all in (channels, staged))
+        if self.amaxes.switch[0]:
             stage_(staged, own)
             return own
         return torch.where(channels > 0, channels, own)
 
-    def _token_amax(self, x: Tensor, parts: Parts) -> Tensor:
-        """float32 ``[tokens, 1]``: of the up projection's output, which that left here."""
+    def _token_amax(self, x: Tensor, shards: Shards) -> Tensor:
+        """float32 ``[tokens, 1]``: of the up projection's output, which its hook left in ``token_amax``."""
         amax, self.token_amax = self.token_amax, None
         if amax is None or amax.numel() != len(x):
             raise ValueError(
                 "smooth='token' scales by the output of an MLP's up projection, and none has come before this pass: "
                 "set it up with lightning_lowbit.smooth_swiglu(model, 'token'), or smooth channels."
             )
-        return largest_of(amax.view(-1, 1), parts.x)
-
-    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: Parts) -> Tensor:
-        in_force, staged = (None, None) if self.amaxes is None else self.amaxes[:2]
-        if in_force is None and self.casts.is_delayed:
-            raise ValueError(
-                "Delayed scaling needs histories: they are set by the precision plugin, or by "
-                "lightning_lowbit.nn.AmaxHistories where there is no Trainer."
-            )
-        if self.amaxes is not None and not self.amaxes.switch[0]:
-            staged = None
-        native, sums = self.native_gemms(x.device), (self.operand_sums, self.gradient_sums)
-        how = Setup(self.casts, keys_of_call(self), in_force, staged, self.exact, native, self.blend, *sums, parts)
-        if (made := self.made_weight) is not None:
-            how = how._replace(weight_amax=made.amax, made_dtype=made.dtype, made_factor=made.factor)
-        else:
-            how = how._replace(weight_amax=self.shared_amax(weight.dtype))
-        return linear_function(x, weight, bias, how)
+        return max_over_shards(amax.view(-1, 1), shards.x)
 
     def shared_amax(self, dtype: torch.dtype) -> Tensor | None:
         """``weight_amax`` of weights that are rounded to a dtype first, which keeps their order; None for their own."""
         return None if self.weight_amax is None else self.weight_amax.to(dtype).float()
 
-    def native_gemms(self, device: torch.device, casts: LinearCasts | None = None) -> tuple[str, ...]:
-        """The GEMMs that a device computes natively, with casts, or those in force; all others are emulated.
+    def scaled_by(self, weight: Tensor) -> Tensor | None:
+        """The amax that the forward pass scales its weight by, outside of a step; None for the weight's own.
 
-        None are while operands are on their way, see :func:`set_blend`; with casts given it is said for all the way.
+        Args:
+            weight: in the dtype of the computation.
+        """
+        amax, cast = self.shared_amax(weight.dtype), self.casts.cast_of("fprop_w")
+        if self.amaxes is None or cast is None or cast.scale.source == "current":
+            return amax
+        return amax_in_force(self.amaxes.in_force, "fprop_w", amax_of(weight) if amax is None else amax)
+
+    def native_gemms(self, device: torch.device, casts: LinearCasts | None = None) -> tuple[str, ...]:
+        """The GEMMs that a device computes natively; all others are emulated.
+
+        Args:
+            device: where the layer computes.
+            casts: to ask about; None for those in force, of which none are native during annealing.
 
         Raises:
-            ValueError: ``backend="native"`` on a device that has none of their kind.
+            ValueError: ``backend="native"`` on a device that has no native GEMM of their kind.
         """
         if self.backend == "emulated" or self.exact or (casts is None and self.blend is not None):
             return ()
@@ -234,10 +232,6 @@ class QuantizedLayer(nn.Module):
 
 class QuantLinear(QuantizedLayer, nn.Linear):
     """A converted ``nn.Linear``. With six casts of None it computes what ``nn.Linear`` does, to the bit."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """As ``nn.Linear`` names its input, which callers may do too."""
-        return super().forward(input)
 
 
 @cache
@@ -261,7 +255,11 @@ def quantized_class(cls: Any) -> type[QuantizedLayer] | None:
         return QuantLinear
     if (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D"):
         # A linear layer whose weight is stored as [in_features, out_features] (GPT-2).
-        members = {"weight_matrix": lambda self: self.weight.t(), "__repr__": nn.Module.__repr__}
+        members = {
+            "weight_matrix": lambda self: self.weight.t(),
+            "forward": lambda self, x: QuantizedLayer.forward(self, x),  # as Conv1D names its input
+            "__repr__": nn.Module.__repr__,
+        }
         return type("QuantConv1D", (QuantizedLayer, cls), members)
     return None
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_lowbit.quant.cast import is_number
+from lightning_lowbit.checks import is_number
 
 
 class Option(NamedTuple):

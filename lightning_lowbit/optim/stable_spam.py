@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lightning_lowbit.checks import choose
 from lightning_lowbit.optim.guarded_adam import GuardedAdam
-from lightning_lowbit.quant.cast import choose
 
 #: γ1, γ2 of table A.2 (training in 4 bits) and table A.3 (BF16).
 PRESETS = MappingProxyType(

@@ -23,7 +23,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_lowbit._lightning import rank_zero_info
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.function import _LinearFunction
+from lightning_lowbit.nn.function import LinearFunction
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
 
@@ -163,7 +163,7 @@ def _shape(edge: tuple[Any, int]) -> tuple[int, ...] | None:
 
 
 def _is_converted(node: Any) -> bool:
-    return isinstance(node, _LinearFunction._backward_cls)
+    return isinstance(node, LinearFunction._backward_cls)
 
 
 def _is_opaque(node: Any) -> bool:

@@ -1,10 +1,14 @@
 """Quantizing one tensor."""
 
+import warnings
+from typing import Any
+
 from lightning_lowbit.quant.cast import Cast, Scale
 from lightning_lowbit.quant.hadamard import Hadamard, rotate
 from lightning_lowbit.quant.mean import split_mean
-from lightning_lowbit.quant.quantize import Operand, Quantized, blend, quantize, quantize_operand
-from lightning_lowbit.quant.smooth import largest, smoothing_factor
+from lightning_lowbit.quant.operand import Operand, blend, quantize_operand
+from lightning_lowbit.quant.quantized import Quantized, quantize
+from lightning_lowbit.quant.smooth import amax_along, smoothing_factor
 from lightning_lowbit.quant.surrogate import SURROGATES, surrogate_factor, through_rounding
 
 __all__ = [
@@ -14,8 +18,8 @@ __all__ = [
     "Operand",
     "Quantized",
     "Scale",
+    "amax_along",
     "blend",
-    "largest",
     "quantize",
     "quantize_operand",
     "rotate",
@@ -24,3 +28,10 @@ __all__ = [
     "surrogate_factor",
     "through_rounding",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "largest":
+        warnings.warn("lightning_lowbit.quant.largest is now amax_along", DeprecationWarning, stacklevel=2)
+        return amax_along
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

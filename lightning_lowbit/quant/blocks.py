@@ -57,16 +57,16 @@ def block_dims(blocks: Tensor, tile: Tile) -> tuple[int, ...]:
     return (2,) if tile == (1, ALL) else (0,)
 
 
-def elements_per_block(matrix: Tensor, blocks: Tensor, tile: Tile, whole: torch.Size) -> Tensor:
+def elements_per_block(matrix: Tensor, blocks: Tensor, tile: Tile, shape: torch.Size) -> Tensor:
     """How many elements a block has, padding left out; 1 where it has none.
 
     Args:
         matrix, blocks, tile: as :func:`to_blocks` takes and gives them.
-        whole: the shape of the matrix, or of what it is a part of, whose rows or columns are one block.
+        shape: of the matrix, or of the global one if it is a shard; its rows or columns may be one block.
     """
     dims = block_dims(blocks, tile)
     if ALL in tile:  # filled on the device: a number would be copied there, which waits for it
-        count = math.prod(size for size, side in zip(whole, tile, strict=True) if side == ALL)
+        count = math.prod(size for size, side in zip(shape, tile, strict=True) if side == ALL)
         return torch.full((), max(count, 1), device=blocks.device)
     if blocks.numel() == matrix.numel():
         return torch.full((), max(math.prod(blocks.shape[i] for i in dims), 1), device=blocks.device)
@@ -103,13 +103,13 @@ def from_matrix(matrix: Tensor, shape: torch.Size, dim: int) -> Tensor:
     return matrix.reshape(*leading, matrix.shape[-1]).movedim(-1, dim)
 
 
-def element_index(blocks: Tensor, place: Tensor | None = None) -> Tensor:
+def element_index(blocks: Tensor, offset: Tensor | None = None) -> Tensor:
     """Row-major index of every element, int32: that of the matrix, padded to whole blocks.
 
     Args:
         blocks: a blocked view.
-        place: int32 ``[3]`` where the matrix is part of another one: its columns, the columns of the other one, and
-            the index there of its first element. The indices are those in the other one.
+        offset: int32 ``[3]`` where the matrix is a shard: its columns, the columns of the global matrix, and the index
+            there of its first element. The indices are then those in the global matrix.
     """
     index: Tensor | int = 0
     stride = 1
@@ -119,7 +119,7 @@ def element_index(blocks: Tensor, place: Tensor | None = None) -> Tensor:
         index = index + torch.arange(shape[dimension], dtype=torch.int32, device=blocks.device).view(shape) * stride
         stride = stride * shape[dimension]
     assert isinstance(index, Tensor)
-    if place is None:
+    if offset is None:
         return index
-    columns, all_columns, first = place.unbind()
+    columns, all_columns, first = offset.unbind()
     return index + torch.div(index, columns, rounding_mode="floor") * (all_columns - columns) + first

@@ -9,15 +9,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from lightning_lowbit.checks import choose as choose
-from lightning_lowbit.checks import is_number as is_number
-from lightning_lowbit.checks import nearest as nearest
+from lightning_lowbit.checks import choose, from_fields, is_number
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format, integer
 
 Block = int | tuple[int, int] | Literal["row", "tensor"]
-_T = TypeVar("_T")
 
 # How a block's scale is rounded to its format; the first of each is the default.
 _EXMY = ("nearest", "up")
@@ -25,13 +22,6 @@ SCALE_ROUNDINGS = dict.fromkeys(SCALE_FORMATS, _EXMY) | {
     "e8m0": ("rceil", "floor", "ceil", "even"),
     "fp32": ("nearest", "power_of_two"),
 }
-
-
-def from_fields(cls: type[_T], what: str, given: Mapping[str, Any]) -> _T:
-    """Builds a dataclass from a mapping as YAML gives it; an unknown field is an error that names the nearest one."""
-    for name in given:
-        choose(f"field of {what}", name, [f.name for f in fields(cls) if f.init])  # type: ignore[arg-type]
-    return cls(**given)
 
 
 # Every combination that has no meaning: when it applies, given the scale and the element (None while there is only a

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowbit.checks import choose
 from lightning_lowbit.compilation import opaque, within_cast
-from lightning_lowbit.quant.cast import choose
 from lightning_lowbit.quant.rounding import mix_key, uniform
 
 SIZES = (16, 32, 64, 128)

@@ -1,6 +1,6 @@
 """A quantized matrix as bytes: what has to travel of it, and nothing else.
 
-A part of a matrix that is cut along its rows becomes one row of bytes, and the parts of the whole those of a matrix:
+A shard of a matrix that is cut along its rows becomes one row of bytes, and all shards the rows of a matrix of bytes:
 
     codes      [rows, columns], as many to a byte as fit, the first one in the lowest bits
     scales     one per block or row, in their storage format; that of a tensor is known wherever its statistic is
@@ -18,35 +18,36 @@ from torch import Tensor
 from lightning_lowbit.formats import Format, table
 from lightning_lowbit.quant.blocks import from_blocks, scales_view, tile_of, to_blocks
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.part import Part
-from lightning_lowbit.quant.quantize import has_factor, is_rounded, round_scaled, scale_blocks
-from lightning_lowbit.quant.scaling import stored_scales
+from lightning_lowbit.quant.operand import has_factor, is_rounded
+from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key, stored_scales
+from lightning_lowbit.quant.shard import Shard
 
 
 def pack(
-    x: Tensor, cast: Cast, key: Tensor | None, amax: Tensor | None, mean: Tensor | None, part: Part
+    x: Tensor, cast: Cast, key: Tensor | None, amax: Tensor | None, mean: Tensor | None, shard: Shard
 ) -> tuple[Tensor, Tensor]:
-    """Quantizes a part of a matrix as :func:`lightning_lowbit.quant.quantize_operand` does along its columns.
+    """Quantizes a shard of a matrix as :func:`lightning_lowbit.quant.quantize_operand` does along its columns.
 
-    Nothing is communicated: what depends on other parts is given.
+    Nothing is communicated: what depends on other shards is given.
 
     Args:
         x: ``[rows, columns]``, cut along the rows, in the dtype of the computation.
         cast: how; ``cast.scale.statistic`` is none that has zero points (``"minmax"``).
         key: of stochastic rounding, or None.
-        amax: float32, 0-d: largest magnitude of the whole, where ``cast.scale.needs_amax``.
-        mean: float32, 0-d: mean magnitude of the whole, where its one scale is made of that.
-        part: which one it is.
+        amax: float32, 0-d: of the global matrix, where ``cast.scale.needs_amax``.
+        mean: float32, 0-d: mean|x| of the global matrix, where its one scale is made of that.
+        shard: which one it is.
 
     Returns:
-        uint8 ``[bytes]``, as many for all parts of one shape; and the scale of the whole, float32, 0-d.
+        uint8 ``[bytes]``, as many for all shards of one shape; and the scale of the global matrix, float32, 0-d.
 
     Raises:
-        ValueError: a block lies in several parts, or stochastic rounding has no key.
+        ValueError: a shard boundary splits a block, or stochastic rounding has no key.
     """
     tile = tile_of(cast, 1, 2)
-    scaled = scale_blocks(x, cast, tile, amax, part, mean)
-    elements = round_scaled(scaled, cast, key, part.place(x.shape, tile, x.device))
+    scaled, key = make_scales(x, cast, tile, amax, shard, mean), rounding_key(cast, key, x.device)
+    offset = None if key is None else shard.offset(x.shape, tile, x.device)
+    elements = round_blocks(*scaled, key, offset, cast=cast, scaled=False, dtype=torch.float32)
     codes = _join(_encode(from_blocks(elements, x.shape, tile), cast.format).flatten(), cast.format)
     scales = stored_scales(scaled.scales, cast)
     if cast.scale.block == "tensor":
@@ -58,14 +59,14 @@ def unpack_(out: Tensor, data: Tensor, factor: Tensor, cast: Cast, dtype: torch.
     """Writes the values of an operand, see :class:`lightning_lowbit.quant.Operand`.
 
     Args:
-        out: ``[parts * rows, columns]``, contiguous, in a dtype that holds the values exactly.
-        data: uint8 ``[parts, bytes]``, of :func:`pack`.
-        factor: the scale of the whole, likewise.
+        out: ``[shards * rows, columns]``, contiguous, in a dtype that holds the values exactly.
+        data: uint8 ``[shards, bytes]``, of :func:`pack`.
+        factor: the scale of the global matrix, likewise.
         cast: with which they were packed.
         dtype: of what was packed, to which the values are rounded where the cast says so.
 
     Returns:
-        The factor of the operand: float32, 0-d, or ``[parts * rows, 1]`` for scales per row; None for 1.
+        The factor of the operand: float32, 0-d, or ``[shards * rows, 1]`` for scales per row; None for 1.
     """
     size = out.numel() // len(data)
     codes, scales = data.tensor_split([-(-size // _per_byte(cast.format))], 1)
@@ -106,7 +107,7 @@ def _join(codes: Tensor, format: Format) -> Tensor:
 
 
 def _split(data: Tensor, format: Format) -> Tensor:
-    """The elements of bytes ``[parts, bytes]``: float32 ``[parts, bytes * k]``."""
+    """The elements of bytes ``[shards, bytes]``: float32 ``[shards, bytes * k]``."""
     if format.dtype is not None:
         return _decode(data, format)
     # One look-up for all codes of a byte, with an index of half its size.

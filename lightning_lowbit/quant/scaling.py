@@ -1,7 +1,7 @@
-"""From the largest magnitude of a block to its scale.
+"""Scales of blocks, and elements rounded in units of them.
 
-With A the largest magnitude of the tensor and b that of a block, all in float32 and in this association (it decides the
-last bit, and is Transformer Engine's):
+With A the amax of the tensor and b that of a block, all in float32 and in this association (it decides the last bit,
+and is Transformer Engine's):
 
     S = top * element.max / A                    encode scale of the tensor, a normal float32; 1 without a second level
     s = scale of the block, below                stored
@@ -22,29 +22,170 @@ z = round(-min * factor * e), and a value is (code - z) * s.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from lightning_lowbit.compilation import compiled
 from lightning_lowbit.formats import Format
+from lightning_lowbit.quant.blocks import Tile, block_dims, element_index, elements_per_block, to_blocks
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.rounding import round_nearest, round_up
+from lightning_lowbit.quant.rounding import round_nearest, round_stochastic, round_up, uniform
+from lightning_lowbit.quant.shard import Shard, amax_of
 
 _FLOAT32_MAX, _FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 _FLOAT32_LEAST = 2.0**-128 + 2.0**-149  # of which 1/x still is a float32
 
 
-def absmax(x: Tensor) -> Tensor:
-    """Largest magnitude of a tensor: 0-d float32; NaN if there is one, 0 for an empty tensor."""
-    if x.numel() == 0:
-        return torch.zeros((), device=x.device)
-    smallest, largest = torch.aminmax(x)  # one pass, no temporary, unlike x.abs().amax()
-    return torch.maximum(-smallest, largest).float()
+class Scaled(NamedTuple):
+    """A blocked matrix and its scales.
+
+    Attributes:
+        blocks: the blocked view, see :func:`lightning_lowbit.quant.blocks.to_blocks`.
+        scales: s above, for fp32 scales e: float32, with sizes of 1 along the dimensions of a block.
+        decode: 1/S above, with a prescale p 1/p: float32, 0-d.
+        zeros: z above, of the shape of ``scales``; None without zero points.
+    """
+
+    blocks: Tensor
+    scales: Tensor
+    decode: Tensor
+    zeros: Tensor | None = None
+
+
+def make_scales(
+    x: Tensor,
+    cast: Cast,
+    tile: Tile,
+    amax: Tensor | None = None,
+    shard: Shard | None = None,
+    mean: Tensor | None = None,
+) -> Scaled:
+    """Cuts a matrix into blocks and makes their scales.
+
+    Args:
+        x: ``[rows, columns]``, floating point.
+        cast: how.
+        tile: the sides of a block.
+        amax: one element, of the global matrix, where ``cast.scale.needs_amax``; None to measure it.
+        shard: which shard of a global matrix ``x`` is, whose scales it gets; None: it is whole.
+        mean: one element, mean|x| of the global matrix, if its one scale is made of that and it is known.
+
+    Raises:
+        ValueError: a shard boundary splits a block, or ``amax`` is given for a cast that does not depend on it.
+    """
+    is_cut = shard is not None and shard.cuts(tile)
+    reduce = shard.reduce if shard is not None and is_cut else _unreduced
+    if shard is not None and not is_cut:
+        shard.check(x.shape, tile[shard.dim], "blocks of")
+    if amax is None:
+        amax = amax_of(x, shard) if cast.scale.needs_amax else None
+    elif not cast.scale.needs_amax:
+        raise ValueError(
+            f"amax was given, but {cast} has no scale of the whole tensor's largest magnitude: use "
+            "Scale(two_level=True), or block='tensor' with statistic='absmax'."
+        )
+    elif not isinstance(amax, Tensor) or amax.numel() != 1:
+        raise ValueError(f"amax is a tensor of one element, the largest magnitude; got {amax!r}.")
+    encode = decode = torch.ones((), device=x.device)
+    if amax is not None and cast.scale.two_level:
+        encode = tensor_encode_scale(amax.float().reshape(()), cast)
+        decode = torch.reciprocal(encode)
+    elif cast.scale.prescale != 1:  # applied after the scales are made: made of smaller elements, they would be smaller
+        decode = torch.reciprocal(encode * cast.scale.prescale)
+
+    blocks, zeros = to_blocks(x, tile), None
+    dims = block_dims(blocks, tile)
+    if cast.scale.statistic == "minmax":
+        low, high = block_ends(blocks, dims)
+        low, span = block_range(reduce(low, ReduceOp.MIN), reduce(high, ReduceOp.MAX))
+        scales = scales_of(span, encode, cast)
+        zeros = zero_points(low, scales, cast)
+    elif mean is not None:
+        scales = scales_of(mean.reshape(1, 1), encode, cast)
+    elif cast.scale.statistic == "absmean":
+        counts = elements_per_block(x, blocks, tile, x.shape if shard is None else shard.global_shape(x.shape))
+        scales = scales_of((reduce(block_sum(blocks, dims), ReduceOp.SUM) / counts).float(), encode, cast)
+    elif cast.scale.block == "tensor":
+        assert amax is not None
+        scales = scales_of(amax.float().reshape(1, 1), encode, cast)
+    elif is_cut:
+        scales = scales_of(reduce(block_amax(blocks, dims), ReduceOp.MAX), encode, cast)
+    elif cast.scale.four_over_six is not None:
+        scales = four_over_six_scales(blocks, encode, cast, dims)
+    else:
+        scales = block_scales(blocks, encode, cast=cast, dims=dims)
+    return Scaled(blocks, scales, decode, zeros)
+
+
+def _unreduced(values: Tensor, op: ReduceOp.RedOpType) -> Tensor:
+    return values
+
+
+def rounding_key(cast: Cast, key: Tensor | int | None, device: torch.device) -> Tensor | None:
+    """The key of a cast's random bits: int64, 0-d; None for a cast that rounds to nearest.
+
+    Raises:
+        ValueError: the cast needs a key, and there is none, or it is of another kind.
+    """
+    if cast.rounding == "nearest":
+        return None
+    if key is None:
+        raise ValueError(
+            f"{cast} rounds stochastically and needs a key: quantize(x, cast, key=...). In a layer, keys are "
+            "set by the plugin, as in Trainer(plugins=[FP4Precision()]), or by lightning_lowbit.nn.LayerKeys in a loop "
+            "of your own."
+        )
+    if not isinstance(key, Tensor):
+        key = torch.tensor(key, device=device)
+    if key.dtype != torch.int64 or key.numel() != 1:
+        raise ValueError(f"A key is an integer or an int64 tensor of one element; got {key!r}.")
+    return key.reshape(())
+
+
+@compiled
+def round_blocks(
+    blocks: Tensor,
+    scales: Tensor,
+    decode: Tensor,
+    zeros: Tensor | None = None,
+    key: Tensor | None = None,
+    offset: Tensor | None = None,
+    *,
+    cast: Cast,
+    scaled: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Rounds the elements of a blocked view.
+
+    Args:
+        blocks, scales, decode, zeros: see :class:`Scaled`.
+        key: of stochastic rounding, see :func:`rounding_key`.
+        offset: where a shard lies, see :meth:`lightning_lowbit.quant.shard.Shard.offset`; None for a whole matrix.
+        cast: how.
+        scaled: whether to return elements times block scales, or the elements alone.
+        dtype: of the result, which has the shape of ``blocks``.
+    """
+    values = blocks.float()
+    if cast.scale.block == "tensor":
+        values = values + (values - values)  # an amax from outside does not show infinities: this makes them NaN
+    values = values * encode_factor(scales, decode, cast)
+    if zeros is not None:  # the levels of the block are those from -z on
+        values = torch.minimum(torch.maximum(values, -zeros), cast.grid.max - zeros)
+    if key is None:
+        elements = round_nearest(values, cast.grid)
+    else:
+        elements = round_stochastic(values, cast.grid, uniform(element_index(blocks, offset), key))
+    return (elements * stored_scales(scales, cast) if scaled else elements).to(dtype)
+
+
+# --- from statistics to scales ----------------------------------------------------------------------------------------
 
 
 def tensor_encode_scale(amax: Tensor, cast: Cast) -> Tensor:
-    """S above, with two levels: 0-d float32, from the tensor's largest magnitude (0-d float32)."""
+    """S above, with two levels: 0-d float32, from the amax of the tensor (0-d float32)."""
     scale = _divide(cast.scale.largest * cast.format.max, amax).clamp(_FLOAT32_TINY, _FLOAT32_MAX)
     return torch.where(torch.isfinite(amax) & (amax > 0), scale, 1.0)
 
@@ -74,7 +215,7 @@ def block_scales(blocks: Tensor, encode_scale: Tensor, *, cast: Cast, dims: tupl
 
 
 def block_amax(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Largest magnitudes over some dimensions, which keep the size 1: float32, 0 of no elements."""
+    """max|x| over some dimensions, which keep the size 1: float32, 0 of no elements."""
     # The maximum is taken in the input's dtype, exactly, before the few maxima are widened.
     if blocks.numel() == 0:  # of nothing amax refuses to take a maximum
         return blocks.new_zeros([1 if i in dims else n for i, n in enumerate(blocks.shape)], dtype=torch.float32)
@@ -113,7 +254,7 @@ def zero_points(low: Tensor, scales: Tensor, cast: Cast) -> Tensor:
 
 
 def scales_of(amax: Tensor, encode_scale: Tensor, cast: Cast) -> Tensor:
-    """s above (for fp32 scales e) from the statistics of blocks, such as largest magnitudes: float32, any shape."""
+    """s above (for fp32 scales e) from the statistics of blocks, such as amaxes: float32, any shape."""
     if cast.scale.format == "fp32":
         size = {"absmax": cast.format.max * 2.0**-cast.scale.margin, "absmean": 1.0, "minmax": cast.grid.max}
         amount = amax.clamp(min=cast.scale.epsilon) * cast.scale.factor
@@ -135,7 +276,7 @@ def _round_exmy(wanted: Tensor, cast: Cast) -> Tensor:
 
 
 def _round_e8m0(amax: Tensor, element: Format, rounding: str | None) -> Tensor:
-    """The power of two that a rule gives for the largest magnitudes of blocks, within 2^-127 and 2^127."""
+    """The power of two that a rule gives for the amaxes of blocks, within 2^-127 and 2^127."""
     fraction, exponent = math.frexp(element.max)
     top, exponent = 2 * fraction, exponent - 1  # element.max = top * 2^exponent
     digits = element.mantissa_bits - max(element.min_exponent - exponent, 0)  # of element.max, after the leading one

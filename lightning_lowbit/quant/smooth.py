@@ -1,8 +1,8 @@
 """Smoothing: bringing the channels, or the tokens, of an activation to one size before it is quantized.
 
 One channel that leaps takes the scale of the whole tensor with it, and all others underflow. Multiplied by powers of
-two s, which are divided out again elsewhere in the GEMM, every channel (or token) has its largest magnitude between 1/2
-and 1, and nothing has been rounded (Smooth-SwiGLU, arXiv 2409.12517, section 4.4).
+two s, which are divided out again elsewhere in the GEMM, every channel (or token) has an amax between 1/2 and 1, and
+nothing has been rounded (Smooth-SwiGLU, arXiv 2409.12517, section 4.4).
 """
 
 import torch
@@ -17,8 +17,8 @@ _LIMIT, _FLOAT16_LIMIT = 64, 14
 
 
 @opaque(lambda x, dim: x.new_empty([*x.shape[:dim], 1, *x.shape[dim:][1:]], dtype=torch.float32))
-def largest(x: Tensor, dim: int) -> Tensor:
-    """Largest magnitude along a dimension, which keeps the size 1: float32, 0 of no elements."""
+def amax_along(x: Tensor, dim: int) -> Tensor:
+    """max|x| along a dimension, which keeps the size 1: float32, 0 of no elements."""
     return block_amax(x, (dim % x.dim(),))
 
 

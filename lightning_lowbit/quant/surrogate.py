@@ -1,4 +1,4 @@
-"""What stands for the derivative of rounding, which is zero almost everywhere.
+"""Surrogates for the derivative of rounding, which is zero almost everywhere.
 
 The gradient of a quantized tensor passes straight through to the tensor itself (the straight-through estimator), or is
 multiplied, element by element, by a factor that depends on where v = x · e lies on the grid:
@@ -12,11 +12,12 @@ multiplied, element by element, by a factor that depends on where v = x · e lie
 import torch
 from torch import Tensor
 
+from lightning_lowbit.checks import choose
 from lightning_lowbit.compilation import opaque
-from lightning_lowbit.quant.cast import Cast, choose
-from lightning_lowbit.quant.part import Part
-from lightning_lowbit.quant.quantize import scaled_elements
+from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.operand import scaled_elements
 from lightning_lowbit.quant.rounding import grid_step
+from lightning_lowbit.quant.shard import Shard
 
 SURROGATES = ("trust", "dge")
 
@@ -47,24 +48,24 @@ def through_rounding(
     cast: Cast,
     dim: int,
     amax: Tensor | None = None,
-    part: Part | None = None,
+    shard: Shard | None = None,
 ) -> Tensor:
     """The gradient of ``x`` from that of its quantized self: multiplied in float32, rounded once to its dtype."""
-    spec = None if part is None else part.spec
+    spec = None if shard is None else shard.spec
     return _through_rounding(gradient, choose("surrogate", kind, SURROGATES), x, cast.spec, dim, amax, spec)
 
 
-@opaque(lambda gradient, kind, x, spec, dim, amax, part: torch.empty_like(gradient))
+@opaque(lambda gradient, kind, x, spec, dim, amax, shard: torch.empty_like(gradient))
 def _through_rounding(
-    gradient: Tensor, kind: str, x: Tensor, spec: str, dim: int, amax: Tensor | None, part: str | None
+    gradient: Tensor, kind: str, x: Tensor, spec: str, dim: int, amax: Tensor | None, shard: str | None
 ) -> Tensor:
-    return (gradient * _factor(kind, x, spec, dim, amax, part)).to(gradient.dtype)
+    return (gradient * _factor(kind, x, spec, dim, amax, shard)).to(gradient.dtype)
 
 
-@opaque(lambda kind, x, spec, dim, amax, part: x.new_empty(x.shape, dtype=torch.float32))
-def _factor(kind: str, x: Tensor, spec: str, dim: int, amax: Tensor | None, part: str | None) -> Tensor:
-    cast = Cast.from_spec(spec)
-    magnitude = scaled_elements(x, cast, dim, amax, Part.from_spec(part)).abs()
+@opaque(lambda kind, x, spec, dim, amax, shard: x.new_empty(x.shape, dtype=torch.float32))
+def _factor(kind: str, x: Tensor, spec: str, dim: int, amax: Tensor | None, shard: str | None) -> Tensor:
+    cast, of_global = Cast.from_spec(spec), None if shard is None else Shard.from_spec(shard)
+    magnitude = scaled_elements(x, cast, dim, amax, of_global).abs()
     largest = torch.full_like(magnitude, cast.format.max)
     if kind == "trust":
         return (magnitude <= largest + grid_step(largest, cast.format) / 2).float()

@@ -28,7 +28,8 @@ def layer(casts: str | None, inputs: int, outputs: int, device: str) -> nn.Modul
     if casts is not None:
         LayerKeys(convert(model, casts)).fill_(0, device=torch.device(device))
         AmaxHistories(model).to_(torch.device(device))  # which delayed scaling reads and stages
-        model[0].forward = model[0].quantized_forward  # of bf16 casts too, which would else be a plain nn.Linear
+        linear = model[0]  # of bf16 casts too, which would else be a plain nn.Linear
+        linear.forward = lambda x: linear.quantized_forward(x, linear.weight, linear.bias)
     return model
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_lowbit import Cast, LinearCasts, Scale, convert, quantize
 from lightning_lowbit.nn import OPERANDS, AmaxHistories
 from lightning_lowbit.quant import rotate, split_mean, surrogate_factor
-from lightning_lowbit.quant.scaling import absmax
+from lightning_lowbit.quant.shard import amax_of
 from tests.nn.histories import E4M3, IN, NVFP4, OUT, TOKENS, delayed, filled, one_pass, remembered, same_states, single
 from tests.nn.layers import CONTRACTION, GEMMS, every, layer_like, rotation, run, spied, value
 
@@ -163,7 +163,7 @@ def test_operands_are_quantized_with_the_amax_in_force(
                 # Powers of two, and the blocks below them, do not see every change of the amax above.
                 assert name in ("mx", "powers of two") or not torch.equal(own, expected), f"{message}: nothing to see"
         for key, tensor in tensors.items():
-            largest[key].append(absmax(tensor))
+            largest[key].append(amax_of(tensor))
 
 
 def test_two_levels_saturate_above_the_histories(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,9 +222,9 @@ def test_amaxes_are_those_of_the_transformed_tensor(monkeypatch: pytest.MonkeyPa
             given = torch.tensor(history[0]) if history else None
             wanted = quantize(tensor, cast, CONTRACTION[operand], amax=given).dequantize().double()
             torch.testing.assert_close(value(seen[operand]), wanted, rtol=2e-7, atol=0, msg=f"{operand}, step {step}")
-            history.append(absmax(tensor).item())
+            history.append(amax_of(tensor).item())
             changed = operand.split("_")[0] in casts.hadamard or (name != "keyed" and operand[-1] != "w")
-            assert (history[-1] != absmax(raw)) == changed, f"{operand}: the sample does not tell"
+            assert (history[-1] != amax_of(raw)) == changed, f"{operand}: the sample does not tell"
     assert remembered(histories) == expected
 
 
@@ -275,7 +275,7 @@ def test_surrogates_take_the_amax_of_the_forward_pass(kind: str, hadamard: dict[
             if hadamard:
                 turn = torch.block_diag(*[rotation(layer.casts.hadamard["fprop"], 0).float()] * (IN // 16))
             turned = tensor @ turn
-            given = in_force[operand] if step else absmax(turned)
+            given = in_force[operand] if step else amax_of(turned)
             factor = surrogate_factor(kind, turned, E4M3, 1, given)
             wanted = ((gradient @ turn) * factor) @ turn.t()
             tolerance = 1e-5 * wanted.abs().max().item()

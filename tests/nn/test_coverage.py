@@ -94,7 +94,8 @@ def quantized(*models: nn.Module) -> Iterator[None]:
     assert {module for module, *_ in seen} == layers, "a converted layer did not run"
     with torch.no_grad():
         for module, x, y in seen:
-            assert torch.equal(y, module.quantized_forward(x)), f"{module}: not what the casts give"
+            given = module.quantized_forward(x, module.weight_matrix(), module.bias)
+            assert torch.equal(y, given), f"{module}: not what the casts give"
             raw = F.linear(x, module.weight_matrix(), module.bias)
             assert not torch.equal(y, raw), f"{module}: computes on the raw operands"
 

@@ -65,7 +65,7 @@ def test_without_casts_is_linear(shape: tuple[int, ...], bias: bool, mode: str) 
     expected = run(original, x, g, mode == "autocast")
     layer = layer_like(original, "bf16")
     identical(run(layer, x, g, mode == "autocast"), expected, f"{mode} {shape}")
-    layer.forward = layer.quantized_forward  # type: ignore[method-assign]
+    layer.forward = lambda x: layer.quantized_forward(x, layer.weight, layer.bias)  # type: ignore[method-assign]
     identical(run(layer, x, g, mode == "autocast"), expected, f"through the six casts, {mode} {shape}")
 
 
@@ -266,7 +266,7 @@ def test_phases_quantize_what_they_say(monkeypatch: pytest.MonkeyPatch, name: st
             run(layer, x, g)
     layer = layer_like(original, CASTS[name])
     remember(layer, *REMEMBERED)
-    layer.forward = layer.quantized_forward  # type: ignore[method-assign]  # in the phase "bf16" too
+    layer.forward = lambda x: layer.quantized_forward(x, layer.weight, layer.bias)  # type: ignore[method-assign]  # in the phase "bf16" too
     for phase in PHASES:
         set_phase(layer, phase)
         LayerKeys(layer, 1).fill_(3)  # a further call would have other bits

@@ -12,7 +12,7 @@ from torch import Tensor
 import lightning_lowbit.nn  # registers them
 import lightning_lowbit.optim.moments  # noqa: F401
 from lightning_lowbit import Cast, Scale
-from lightning_lowbit.quant.part import Part
+from lightning_lowbit.quant.shard import Shard
 
 KEY, ROTATION = torch.tensor(12345), torch.eye(16)
 BLOCKS = Cast("e2m1", Scale("e4m3", 16, two_level=True), "stochastic").spec
@@ -33,9 +33,9 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return everything.to(dtype).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def part() -> str:
+def shard() -> str:
     """All of 24 columns, on the one process that there is."""
-    return Part(dist.group.WORLD.group_name, dim=1, start=0, step=24, size=24).spec
+    return Shard(dist.group.WORLD.group_name, dim=1, start=0, step=24, size=24).spec
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,16 +51,16 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
     "rotate": lambda x: [*product((x,), (ROTATION, ROTATION.t()), (0, 1)), (x[:32], ROTATION, 0)],
     "split_mean": lambda x: [(x,)],
     "_quantize_operand": lambda x: [
-        *product((x,), (BLOCKS, ROWS), (0, 1), (KEY,), (None,), (torch.float32, x.dtype), (None, part())),
+        *product((x,), (BLOCKS, ROWS), (0, 1), (KEY,), (None,), (torch.float32, x.dtype), (None, shard())),
         *product((x,), (E4M3_ROWS,), (0, 1), (None,), (None,), (E4M3,), (None,)),
         *product((x,), (E5M2_TENSOR,), (0,), (KEY,), (None, TWO), (E5M2,), (None,)),
         (x, GROUPS, 0, None, None, x.dtype, None),
-        (x, TERNARY, 1, None, None, torch.int8, part()),
+        (x, TERNARY, 1, None, None, torch.int8, shard()),
     ],
     "_operand_statistics": lambda x: [
         *product((x,), (x.contiguous(),), (None, TWO), (BLOCKS, ROWS), (0, 1), (None,), (x.numel(), 400), (None,)),
         (x, x.contiguous(), torch.ones(40, 1), ROWS, 1, None, 400, None),
-        (x, x.contiguous(), None, GROUPS, 0, None, 400, part()),
+        (x, x.contiguous(), None, GROUPS, 0, None, 400, shard()),
     ],
     "activation_sums": lambda x: [(x, 3.0), (x[None], 6.0), (x.new_empty(0, 24), 6.0)],
     "_blend": lambda x: [
@@ -68,13 +68,13 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
         (x, x.contiguous(), torch.ones(40, 1), HALF, torch.float32),
         (x, x.contiguous().float(), TWO, HALF, x.dtype),
     ],
-    "largest": lambda x: [*product((x, x[None]), (0, 1, -1)), (x[0], 0), (x.new_empty(0, 24), 0)],
-    "_factor": lambda x: product(("trust", "dge"), (x,), (BLOCKS, ROWS), (1,), (None,), (None, part())),
+    "amax_along": lambda x: [*product((x, x[None]), (0, 1, -1)), (x[0], 0), (x.new_empty(0, 24), 0)],
+    "_factor": lambda x: product(("trust", "dge"), (x,), (BLOCKS, ROWS), (1,), (None,), (None, shard())),
     "_through_rounding": lambda x: product(
         (x, x.contiguous()), ("trust",), (x, x.contiguous()), (ROWS,), (1,), (None,), (None,)
     ),
-    "_absmax_of_whole": lambda x: [(x, part())],
-    "_largest_of_whole": lambda x: [(x.float(), part())],
+    "_global_amax": lambda x: [(x, shard())],
+    "_max_over_shards": lambda x: [(x.float(), shard())],
     "mean_times": lambda x: product((torch.ones(1, 40),), (x,), (None, TWO), (None, BIAS.to(x.dtype))),
     "_matmul": lambda x: [
         *(

@@ -10,10 +10,9 @@ from lightning_lowbit import Cast, Scale
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS
 from lightning_lowbit.quant import quantize_operand
+from lightning_lowbit.quant.operand import operand_dtype
 from lightning_lowbit.quant.packed import pack, unpack_
-from lightning_lowbit.quant.part import Part
-from lightning_lowbit.quant.quantize import operand_dtype
-from lightning_lowbit.quant.scaling import absmax
+from lightning_lowbit.quant.shard import Shard, amax_of
 
 KEY = torch.tensor(12345)
 
@@ -39,12 +38,12 @@ def packed(x: Tensor, cast: Cast, parts: int) -> tuple[Tensor, Tensor]:
     """Bytes of all parts of a matrix, and its scale; a last part that is smaller is padded."""
     step = -(-len(x) // parts)
     padded = torch.cat([x, x.new_zeros(parts * step - len(x), x.shape[1])])
-    amax = absmax(x) if cast.scale.needs_amax else None
+    amax = amax_of(x) if cast.scale.needs_amax else None
     mean = None
     if cast.scale.block == "tensor" and cast.scale.statistic == "absmean":
         mean = x.double().abs().mean().float()
     rows = [
-        pack(own, cast, KEY, amax, mean, Part("", 0, number * step, step, len(x)))
+        pack(own, cast, KEY, amax, mean, Shard("", 0, number * step, step, len(x)))
         for number, own in enumerate(padded.split(step))
     ]
     data, factors = zip(*rows, strict=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbit.quant import largest, smoothing_factor
+from lightning_lowbit.quant import amax_along, smoothing_factor
 from tests.quant.tensors import same
 
 FLOAT32 = torch.finfo(torch.float32)
@@ -104,7 +104,7 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
 def test_largest_along_a_dimension(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     for layout, dim in itertools.product((x, x.mT.contiguous().mT if x.dim() > 1 else x), range(-x.dim(), x.dim())):
-        found = largest(layout, dim)
+        found = amax_along(layout, dim)
         size = [1 if i == dim % x.dim() else n for i, n in enumerate(shape)]
         assert (found.dtype, list(found.shape)) == (torch.float32, size)
         expected = [max(map(abs, row)) for row in x.movedim(dim, -1).reshape(-1, shape[dim]).tolist()]
@@ -114,7 +114,7 @@ def test_largest_along_a_dimension(shape: tuple[int, ...], dtype: torch.dtype) -
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (2, 0, 3), (0, 0)], ids=str)
 def test_largest_of_nothing(shape: tuple[int, ...]) -> None:
     for dim in range(-len(shape), len(shape)):
-        found = largest(torch.ones(shape), dim)
+        found = amax_along(torch.ones(shape), dim)
         assert list(found.shape) == [1 if i == dim % len(shape) else n for i, n in enumerate(shape)]
         assert found.dtype == torch.float32
         assert not found.any()
@@ -122,16 +122,16 @@ def test_largest_of_nothing(shape: tuple[int, ...]) -> None:
 
 def test_largest_shows_what_is_not_finite() -> None:
     x = torch.tensor([[1.0, -torch.inf], [torch.nan, 3.0], [-2.0, 0.5]])
-    same(largest(x, 0), torch.tensor([[torch.nan, torch.inf]]), "along 0")
-    same(largest(x, 1), torch.tensor([[torch.inf], [torch.nan], [2.0]]), "along 1")
+    same(amax_along(x, 0), torch.tensor([[torch.nan, torch.inf]]), "along 0")
+    same(amax_along(x, 1), torch.tensor([[torch.inf], [torch.nan], [2.0]]), "along 1")
 
 
 def test_largest_leaves_its_argument_alone() -> None:
     x = torch.randn(4, 5)
     before = x.clone()
     for dim in (0, 1):
-        found = largest(x, dim)
+        found = amax_along(x, dim)
         assert found.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
     assert torch.equal(x, before)
     one = torch.tensor([[1.5]])
-    assert largest(one, 0).untyped_storage().data_ptr() != one.untyped_storage().data_ptr(), "a view of its argument"
+    assert amax_along(one, 0).untyped_storage().data_ptr() != one.untyped_storage().data_ptr(), "a view of its argument"

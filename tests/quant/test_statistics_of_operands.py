@@ -12,7 +12,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.metrics import cast_statistics
 from lightning_lowbit.nn.casts import PRESETS
 from lightning_lowbit.quant import Operand, quantize_operand
-from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics
+from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics, sqnr_db
 from tests.quant.tensors import NVFP4, NVFP4_TILES, sample, spread_scales
 
 KEY = torch.tensor(12345)
@@ -258,3 +258,12 @@ def test_compiled(cast: Cast, dim: int) -> None:
             look(x, expected)
         assert torch.equal(found, expected), f"{shape}: {found}, not {expected}"
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("signal", "noise", "expected"),
+    [(100.0, 1.0, 20.0), (1.0, 0.0, math.inf), (0.0, 1.0, -math.inf), (0.0, 0.0, math.inf), (1.0, math.nan, math.nan)],
+)
+def test_sqnr_of_numbers_and_tensors(signal: float, noise: float, expected: float) -> None:
+    assert sqnr_db(signal, noise) == pytest.approx(expected, nan_ok=True)
+    assert sqnr_db(torch.tensor(signal), torch.tensor(noise)).item() == pytest.approx(expected, nan_ok=True)

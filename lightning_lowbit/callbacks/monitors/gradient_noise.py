@@ -22,12 +22,12 @@ from lightning_lowbit._lightning import LightningModule, MisconfigurationExcepti
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
 from lightning_lowbit.callbacks.monitors.noise_sources import Draws, Layers, Source
+from lightning_lowbit.checks import choose, is_number
 from lightning_lowbit.distributed import connect
 from lightning_lowbit.metrics.noise import gradient_to_noise
 from lightning_lowbit.nn import LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.precision import LowBitPrecision
-from lightning_lowbit.quant.cast import choose, is_number
 from lightning_lowbit.report.html import Chart, Section, Text
 
 METRIC = "gradient_noise/ratio"

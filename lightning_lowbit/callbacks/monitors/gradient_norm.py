@@ -30,13 +30,13 @@ from lightning_lowbit._lightning import (
     logger_step,
 )
 from lightning_lowbit.callbacks.monitors.base import Monitor
+from lightning_lowbit.checks import is_number
 from lightning_lowbit.distributed import all_reduce_, connect, local_norms, sharding_of
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.precision.grad_scalers import overflow
 from lightning_lowbit.precision.loss_scaling import scaler_of
-from lightning_lowbit.quant.cast import is_number
 from lightning_lowbit.report.html import Section, Table, Text
 
 # What is known of the norms so far, in one float32 tensor: of the running mean the weighted sum and the sum of weights,

@@ -16,7 +16,7 @@ from lightning_lowbit._lightning import Callback, LightningModule, Misconfigurat
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.quant import Cast, Quantized, quantize
-from lightning_lowbit.quant.scaling import absmax
+from lightning_lowbit.quant.shard import amax_of
 from lightning_lowbit.quant.statistics import sample
 
 _FPROP_W = OPERANDS.index("fprop_w")
@@ -41,7 +41,7 @@ class LatentWeight(NamedTuple):
 
     def sample(self) -> "LatentWeight":
         """Some rows of a large one, always the same, whose scales are those of the whole."""
-        amax = absmax(self.values) if self.amax is None and self.cast.scale.needs_amax else self.amax
+        amax = amax_of(self.values) if self.amax is None and self.cast.scale.needs_amax else self.amax
         return LatentWeight(sample(self.values, self.values.shape, self.cast, -1), self.cast, amax)
 
 
@@ -101,12 +101,4 @@ def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> 
             values = layer.weight_matrix().detach().to(dtype)
             if isinstance(values, DTensor):
                 values = values.full_tensor()
-            yield name, LatentWeight(values, cast, _amax_in_force(layer, cast, values))
-
-
-def _amax_in_force(layer: QuantizedLayer, cast: Cast, values: Tensor) -> Tensor | None:
-    shared = layer.shared_amax(values.dtype)
-    if cast.scale.source == "current" or layer.amaxes is None:
-        return shared
-    remembered = layer.amaxes.in_force[_FPROP_W]
-    return torch.where(remembered > 0, remembered, absmax(values) if shared is None else shared)
+            yield name, LatentWeight(values, cast, layer.scaled_by(values))

@@ -27,6 +27,7 @@ from lightning_lowbit.callbacks.monitors.base import LooksAway, Monitor
 from lightning_lowbit.callbacks.monitors.latent_weights import has_flat_weights
 from lightning_lowbit.callbacks.monitors.outlier_alerts import of_channel, of_input, of_mlp
 from lightning_lowbit.callbacks.monitors.quantization_alerts import Fault
+from lightning_lowbit.checks import is_number
 from lightning_lowbit.distributed import all_reduce_world_
 from lightning_lowbit.metrics import swiglu_alignment
 from lightning_lowbit.metrics.outliers import SUMS, activation_sums, kurtosis, outlier_share
@@ -35,7 +36,6 @@ from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.nn.conversion.smooth_swiglu import swiglus
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import is_linear
-from lightning_lowbit.quant.cast import is_number
 from lightning_lowbit.quant.statistics import wide_dtype
 from lightning_lowbit.report.html import Section, Table, Text
 

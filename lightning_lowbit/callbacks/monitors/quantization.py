@@ -26,12 +26,12 @@ from lightning_lowbit.callbacks.monitors.latent_weights import (
 )
 from lightning_lowbit.callbacks.monitors.operand_statistics import QuantizedOperands
 from lightning_lowbit.callbacks.monitors.quantization_alerts import Fault, of_codes, of_operand, of_weight
+from lightning_lowbit.checks import is_number
 from lightning_lowbit.metrics import flip_rate, is_ternary, ternary_shares, threshold_distance
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.precision.base import compute_dtype
 from lightning_lowbit.quant import Cast, Quantized
-from lightning_lowbit.quant.cast import is_number
 from lightning_lowbit.report.html import Block, Section, Table, Text
 
 # --- columns ----------------------------------------------------------------------------------------------------------

@@ -26,13 +26,13 @@ import yaml
 
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
+from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.checkpoints import find_checkpoints
 from lightning_lowbit.cli.compare.results import write_comparison
 from lightning_lowbit.cli.compare.study import Row, Study, distinct, product, read_study
 from lightning_lowbit.cli.configs import as_list, merge
 from lightning_lowbit.cli.mistakes import explain
 from lightning_lowbit.cli.run import check
-from lightning_lowbit.quant.cast import nearest
 
 _REPORT = "lightning_lowbit.RunReport"
 _OWN = ("--seed_everything", "--trainer.default_root_dir", "--ckpt_path")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from lightning_lowbit.checks import choose
 from lightning_lowbit.cli.estimate.devices import DEVICES, Device
 from lightning_lowbit.cli.estimate.formulas import (
     GATHERS,
@@ -27,7 +28,6 @@ from lightning_lowbit.cli.estimate.formulas import (
 from lightning_lowbit.cli.estimate.shapes import Model, describe
 from lightning_lowbit.cli.run import make_on_meta
 from lightning_lowbit.precision import LowBitPrecision
-from lightning_lowbit.quant.cast import choose
 
 _GIB = 2**30
 

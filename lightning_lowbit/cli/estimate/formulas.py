@@ -60,12 +60,12 @@ from math import prod
 
 import torch
 
+from lightning_lowbit.checks import choose
 from lightning_lowbit.cli.estimate.devices import Device
 from lightning_lowbit.cli.estimate.shapes import Decoder, Model, Weight
 from lightning_lowbit.nn.casts import GEMMS
-from lightning_lowbit.quant.cast import choose
-from lightning_lowbit.quant.part import ends_within
-from lightning_lowbit.quant.quantize import operand_dtype
+from lightning_lowbit.quant.operand import operand_dtype
+from lightning_lowbit.quant.shard import ends_within
 
 STRATEGIES = ("ddp", "fsdp")
 GATHERS = ("stored", "bf16", "casts", "casts+bf16")

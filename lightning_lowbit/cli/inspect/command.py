@@ -19,15 +19,15 @@ import yaml
 from torch import Tensor
 
 from lightning_lowbit._lightning import Tqdm
+from lightning_lowbit.checks import from_fields
 from lightning_lowbit.cli.inspect.table import Candidate, Inspection
 from lightning_lowbit.metrics import CastStatistics, cast_statistics
 from lightning_lowbit.nn.casts import PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.quant import Cast
-from lightning_lowbit.quant.cast import from_fields
 from lightning_lowbit.quant.hadamard import rotate
-from lightning_lowbit.quant.scaling import absmax
+from lightning_lowbit.quant.shard import amax_of
 
 _SLICE = 2**18  # elements that are quantized at a time, so that what is computed on the way stays in the cache
 
@@ -135,7 +135,7 @@ def measure(weight: Tensor, candidate: Candidate) -> CastStatistics:
     if block == "tensor" and not cast.scale.needs_amax:  # but a mean or a range of the whole weight
         rows = len(weight)
     slices = [operand(part, candidate) for part in torch.split(weight, rows)]
-    amax = torch.stack([absmax(part) for part in slices]).amax() if cast.scale.needs_amax else None
+    amax = torch.stack([amax_of(part) for part in slices]).amax() if cast.scale.needs_amax else None
     errors = (cast_statistics(part, cast, key=number, amax=amax) for number, part in enumerate(slices))
     return reduce(operator.add, errors)
 

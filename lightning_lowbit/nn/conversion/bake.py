@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_lowbit.nn.casts import OPERANDS
 from lightning_lowbit.nn.context import ForwardContext
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast, blend, quantize_operand
-from lightning_lowbit.quant.scaling import absmax
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -108,11 +106,7 @@ def _quantized(layer: QuantizedLayer) -> Tensor:
     device = weight.device.type
     if torch.is_autocast_enabled(device):
         weight = weight.to(torch.get_autocast_dtype(device))
-    amax = layer.shared_amax(weight.dtype)
-    if cast.scale.source == "delayed" and layer.amaxes is not None:
-        in_force = layer.amaxes.in_force[OPERANDS.index("fprop_w")]
-        amax = torch.where(in_force > 0, in_force, absmax(weight))
-    operand = quantize_operand(weight, cast, 1, None, amax, torch.float32 if layer.exact else None)
+    operand = quantize_operand(weight, cast, 1, None, layer.scaled_by(weight), torch.float32 if layer.exact else None)
     if layer.blend is not None:
         operand = blend(weight, operand, layer.blend, layer.exact)
     values = operand.values.float()

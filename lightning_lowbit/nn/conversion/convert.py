@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lightning_lowbit.checks import choose, is_number
 from lightning_lowbit.nn.casts import GEMMS, LinearCasts
 from lightning_lowbit.nn.context import ForwardContext
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import BACKENDS, QuantizedLayer, has_native_gemms, is_linear, quantized_class
 from lightning_lowbit.quant import Cast
-from lightning_lowbit.quant.cast import choose, is_number
 
 # Mappings before LinearCasts: a command line takes the first that fits, and would fill a LinearCasts with defaults.
 CastsLike = str | Mapping[str, Any] | LinearCasts

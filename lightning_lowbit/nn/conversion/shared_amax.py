@@ -16,7 +16,7 @@ from lightning_lowbit.nn.conversion.convert import select, some
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast
-from lightning_lowbit.quant.scaling import absmax
+from lightning_lowbit.quant.shard import amax_of
 
 
 class SharedAmaxes:
@@ -51,7 +51,7 @@ class SharedAmaxes:
                 :func:`lightning_lowbit.distributed.parameter_amaxes`.
         """
         weights = [layer.weight for group in self._groups for layer in group]
-        each = [absmax(weight) for weight in weights] if of_weights is None else of_weights(weights)
+        each = [amax_of(weight) for weight in weights] if of_weights is None else of_weights(weights)
         of_groups = torch.split(torch.stack([*each]), [len(group) for group in self._groups])
         for group, amaxes in zip(self._groups, of_groups, strict=True):
             shared = amaxes.amax()  # a new tensor: a backward pass may still be to come that reads the one of before

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_lowbit.checks import choose
 from lightning_lowbit.nn.casts import OPERANDS, SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
-from lightning_lowbit.quant import Cast, largest, smoothing_factor
-from lightning_lowbit.quant.cast import choose
+from lightning_lowbit.quant import Cast, amax_along, smoothing_factor
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -140,7 +140,7 @@ class _TellTokens:
         if self.down.casts.smooth == "token":
             output = output.detach()
             local = output.to_local() if isinstance(output, DTensor) else output  # the down projection knows the others
-            self.down.token_amax = largest(local, -1).reshape(-1, 1)
+            self.down.token_amax = amax_along(local, -1).reshape(-1, 1)
 
 
 @torch.no_grad()

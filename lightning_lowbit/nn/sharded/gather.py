@@ -1,7 +1,7 @@
 """FSDP2 with cheap communication: weights are quantized on their shards, and codes and scales are gathered.
 
     shard [rows / n, columns]    in the dtype of the computation, as the layer would cast it
-      quantize                   with scales and random bits of the whole (:mod:`lightning_lowbit.quant.part`)
+      quantize                   with scales and random bits of the whole (:mod:`lightning_lowbit.quant.shard`)
       all-gather                 uint8: 4.5 bits per element of NVFP4 instead of 16 or 32
       unpack                     the operand's values, in the dtype that FSDP2 gives the weight
     GEMMs                        take these as the operand that they are; gradients go straight through
@@ -30,13 +30,14 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.casts import OPERANDS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import some
-from lightning_lowbit.nn.function import MadeWeight
+from lightning_lowbit.nn.function import PrequantizedWeight
+from lightning_lowbit.nn.layer_amaxes import amax_in_force
 from lightning_lowbit.nn.linear import QuantizedLayer, quantized_class
 from lightning_lowbit.quant import Cast
+from lightning_lowbit.quant.operand import operand_dtype
 from lightning_lowbit.quant.packed import pack, unpack_
-from lightning_lowbit.quant.part import Part, ends_within
-from lightning_lowbit.quant.quantize import operand_dtype
-from lightning_lowbit.quant.scaling import absmax, block_sum
+from lightning_lowbit.quant.scaling import block_sum
+from lightning_lowbit.quant.shard import Shard, amax_of, ends_within
 
 _W = OPERANDS.index("fprop_w")
 
@@ -250,7 +251,7 @@ class _Record(FSDPParam):
         """Back to FSDP2's own."""
         self.__class__ = FSDPParam  # type: ignore[assignment]
         self.all_gather_outputs, self._unsharded_inner_tensors = self._unsharded_inner_tensors, []
-        vars(self.gather.layer).pop("made_weight", None)
+        vars(self.gather.layer).pop("prequantized_weight", None)
         del self.gather
 
 
@@ -275,7 +276,7 @@ class _Gather:
         self._shape = record._orig_size
         self._dtype = dtype or _gathered_dtype(record)
         step = record.padded_sharded_param_size[0]
-        self._part = Part(self.group.group_name, 0, self.group.rank() * step, step, self._shape[0])
+        self._part = Shard(self.group.group_name, 0, self.group.rank() * step, step, self._shape[0])
         self.measured: tuple[Any, ...] = ()
         self._amax: Tensor | None = None
         self._mean: Tensor | None = None
@@ -349,7 +350,7 @@ class _Gather:
         assert cast is not None
         self.measured = self._state(cast)
         if cast.scale.needs_amax:  # rounding keeps the order, so that the one number may be rounded
-            return self._rounded(absmax(self._own())).double()
+            return self._rounded(amax_of(self._own())).double()
         return block_sum(self._shard(), (0, 1)).reshape(())
 
     def take(self, amax: Tensor, total: Tensor) -> None:
@@ -384,8 +385,8 @@ class _Gather:
             self._amax = self._rounded(self.layer.weight_amax).float()
         amax = self._amax if cast.scale.needs_amax else None
         if cast.scale.source == "delayed" and self.layer.amaxes is not None:  # or else the layer says what is missing
-            in_force = self.layer.amaxes.in_force[_W]
-            amax = torch.where(in_force > 0, in_force, self._amax)  # type: ignore[arg-type]
+            assert self._amax is not None
+            amax = amax_in_force(self.layer.amaxes.in_force, "fprop_w", self._amax)
         key = None if self.layer.keys is None else self.layer.keys[_W]
         data, factor = pack(self._shard(), cast, key, amax, self._mean if self.needs_statistic else None, self._part)
         return (data[None],), (cast, factor)
@@ -405,13 +406,13 @@ class _Gather:
             weight = buffer.view(rows, columns)
             if sent is None:
                 weight.copy_(data.view(rows, columns))
-                self.gathered_with = self.layer.made_weight = None
+                self.gathered_with = self.layer.prequantized_weight = None
             else:
                 cast, factor = sent
                 factor = unpack_(weight, data, factor, cast, self._dtype)
                 factor = factor if factor is None or factor.dim() == 0 else factor[: self._shape[0]]
                 self.gathered_with = cast
                 dtype = operand_dtype(self._dtype, cast)
-                self.layer.made_weight = MadeWeight(self._dtype, dtype, factor, self._amax)
+                self.layer.prequantized_weight = PrequantizedWeight(self._dtype, dtype, factor, self._amax)
         record.all_gather_outputs = []  # of another size next time, perhaps, and no longer needed now
         return (buffer, [buffer]) if out is None else None

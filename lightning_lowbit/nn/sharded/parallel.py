@@ -1,13 +1,13 @@
 """A layer whose weight is spread over processes: tensor parallelism.
 
-Its weight is a DTensor, and each process multiplies what it holds. Of the three matrices of a layer these are parts:
+Its weight is a DTensor, and each process multiplies its shard. These of the three matrices of a layer are sharded:
 
     weight cut along            x            w            g, and Y        Y of each process         dX of each process
     out_features (column)       whole        rows         columns         its columns               a term of the sum
     in_features (row)           columns      columns      whole           a term of the sum         its columns
 
-Parts are quantized as what they are parts of (:mod:`lightning_lowbit.quant.part`): tensor parallelism changes which
-process computes something, and not what.
+Shards are quantized as the global matrices that they belong to (:mod:`lightning_lowbit.quant.shard`):
+tensor parallelism changes which process computes something, and not what.
 """
 
 from collections.abc import Callable
@@ -15,24 +15,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import Shard as Cut
 
-from lightning_lowbit.quant.part import Part
+from lightning_lowbit.quant.shard import Shard
 
 
-class Parts(NamedTuple):
-    """Of the matrices ``x`` [tokens, in], ``w`` [out, in] and ``g`` [tokens, out] of a layer those that are parts."""
+class Shards(NamedTuple):
+    """Which of the matrices ``x`` [tokens, in], ``w`` [out, in] and ``g`` [tokens, out] of a layer are shards."""
 
-    x: Part | None = None
-    w: Part | None = None
-    g: Part | None = None
+    x: Shard | None = None
+    w: Shard | None = None
+    g: Shard | None = None
 
 
 # Compiled code calls it, and does not contain it: from a second number of tokens on, what Inductor of torch 2.13 makes
 # of it leaves the sum over processes out of the gradient of x.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def tensor_parallel(
-    multiply: Callable[[Tensor, Tensor, Tensor | None, Parts], Tensor], x: Tensor, weight: DTensor, bias: Any
+    multiply: Callable[[Tensor, Tensor, Tensor | None, Shards], Tensor], x: Tensor, weight: DTensor, bias: Any
 ) -> DTensor:
     """The output of a layer whose weight is a DTensor.
 
@@ -58,7 +59,7 @@ def tensor_parallel(
             "it. If it is to be tensor-parallel, use ColwiseParallel or RowwiseParallel, which make DTensors of inputs."
         )
     cut = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
-    along = {dim: p.dim for dim, p in enumerate(weight.placements) if type(p) is Shard}
+    along = {dim: p.dim for dim, p in enumerate(weight.placements) if type(p) is Cut}
     if len(cut) > 1 or cut != [*along]:
         raise ValueError(
             f"A quantized layer computes with a weight that is cut along one dimension of its mesh; got "
@@ -71,28 +72,28 @@ def tensor_parallel(
     def placed(placement: Placement) -> list[Placement]:
         return [placement if dim == mesh_dim else Replicate() for dim in range(mesh.ndim)]
 
-    own = x.redistribute(mesh, placed(Shard(last) if is_cut_by_columns else Replicate()))
+    own = x.redistribute(mesh, placed(Cut(last) if is_cut_by_columns else Replicate()))
     own_bias = None if bias is None or is_cut_by_columns else bias.to_local(grad_placements=bias.placements)
     y = multiply(
-        own.to_local(grad_placements=placed(Shard(last) if is_cut_by_columns else Partial())),
+        own.to_local(grad_placements=placed(Cut(last) if is_cut_by_columns else Partial())),
         weight.to_local(grad_placements=weight.placements),
         own_bias,
-        Parts() if mesh_dim is None else _parts(weight, mesh_dim),
+        Shards() if mesh_dim is None else _shards(weight, mesh_dim),
     )
     shape = torch.Size((*x.shape[:-1], len(weight)))
-    placements = placed(Partial() if is_cut_by_columns else Shard(last))
+    placements = placed(Partial() if is_cut_by_columns else Cut(last))
     stride = torch.empty(shape, device="meta").stride()
     spread = DTensor.from_local(y, mesh, placements, run_check=False, shape=shape, stride=stride)
     # Of terms of a sum, one has the bias: DTensors know which.
     return spread if bias is None or not is_cut_by_columns else spread + bias.to(y.dtype)
 
 
-def _parts(weight: DTensor, mesh_dim: int) -> Parts:
+def _shards(weight: DTensor, mesh_dim: int) -> Shards:
     mesh, placement = weight.device_mesh, weight.placements[mesh_dim]
-    assert isinstance(placement, Shard)
+    assert isinstance(placement, Cut)
     dim, size = placement.dim, weight.shape[placement.dim]
     step = -(-size // mesh.size(mesh_dim))  # as torch.chunk cuts
     start = min(mesh.get_local_rank(mesh_dim) * step, size)
-    of_weight = Part(mesh.get_group(mesh_dim).group_name, dim, start, step, size)
+    of_weight = Shard(mesh.get_group(mesh_dim).group_name, dim, start, step, size)
     of_tokens = of_weight._replace(dim=1)
-    return Parts(w=of_weight, g=of_tokens) if dim == 0 else Parts(x=of_tokens, w=of_weight)
+    return Shards(w=of_weight, g=of_tokens) if dim == 0 else Shards(x=of_tokens, w=of_weight)

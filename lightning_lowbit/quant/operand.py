@@ -1,0 +1,133 @@
+"""An operand of a GEMM: ``elements * scales`` of a matrix in the GEMM's dtype, with the tensor's scale as a factor."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.compilation import opaque
+from lightning_lowbit.quant.blocks import from_blocks, tile_of
+from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.scaling import encode_factor, make_scales, round_blocks, rounding_key, stored_scales
+from lightning_lowbit.quant.shard import Shard
+
+
+class Operand(NamedTuple):
+    """One operand of a GEMM, the matrix ``values * factor``.
+
+    Attributes:
+        values: ``[rows, columns]``.
+        factor: float32, what does not vary along the contraction axis and therefore multiplies the result: 0-d,
+            ``[rows, 1]`` or ``[1, columns]``; None for 1.
+    """
+
+    values: Tensor
+    factor: Tensor | None = None
+
+    def t(self) -> "Operand":
+        """The transposed matrix."""
+        return Operand(self.values.t(), None if self.factor is None else self.factor.t())
+
+
+def quantize_operand(
+    x: Tensor,
+    cast: Cast,
+    dim: int,
+    key: Tensor | None = None,
+    amax: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    shard: Shard | None = None,
+) -> Operand:
+    """Quantizes one operand of a GEMM.
+
+    Args:
+        x: ``[rows, columns]`` in the GEMM's dtype.
+        cast, dim, key, amax: as in :func:`lightning_lowbit.quantize`.
+        dtype: of the values, one that holds them exactly: float32, or ``cast.grid.gemm_dtype`` where scales are per
+            row or tensor; None for that of ``x``, if it is exact in bfloat16 or the cast is ``rounded``, and float32
+            else.
+        shard: which shard of a global matrix ``x`` is, whose scales and random bits it gets; None: it is whole. All
+            processes that hold one must call this together.
+
+    Returns:
+        ``elements * scales`` and the tensor's scale; scales per row or tensor are part of the factor.
+
+    Raises:
+        ValueError: a shard boundary splits a block.
+    """
+    dtype, spec = dtype or operand_dtype(x.dtype, cast), None if shard is None else shard.spec
+    values, factor = _quantize_operand(x, cast.spec, dim, key, amax, dtype, spec)
+    return Operand(values, factor if has_factor(cast) else None)
+
+
+def _fake_operand(
+    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype, shard: str | None
+) -> tuple[Tensor, Tensor]:
+    factor = x.new_empty(_factor_shape(x, Cast.from_spec(spec), dim), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), factor
+
+
+@opaque(_fake_operand)
+def _quantize_operand(
+    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype, shard: str | None
+) -> tuple[Tensor, Tensor]:
+    cast, of_global = Cast.from_spec(spec), None if shard is None else Shard.from_spec(shard)
+    tile = tile_of(cast, dim, x.dim())
+    scaled, key = make_scales(x, cast, tile, amax, of_global), rounding_key(cast, key, x.device)
+    offset = None if of_global is None or key is None else of_global.offset(x.shape, tile, x.device)
+    rounded = x.dtype if is_rounded(x.dtype, cast) else dtype  # also where float32 is asked for
+    values = round_blocks(*scaled, key, offset, cast=cast, scaled=cast.scale.per_block, dtype=rounded)
+    factor = scaled.decode
+    if not cast.scale.per_block:
+        factor = (stored_scales(scaled.scales, cast) * factor).reshape(_factor_shape(x, cast, dim))
+    return from_blocks(values.to(dtype), x.shape, tile).contiguous(), factor
+
+
+def blend(x: Tensor, quantized: Operand, share: Tensor, exact: bool = False) -> Operand:
+    """``x + λ (q - x)``: an operand between high precision and its quantized self (annealing).
+
+    Args:
+        x: matrix ``[rows, columns]``.
+        quantized: q, of the same shape.
+        share: λ in [0, 1], 0-d float32. 0 gives ``x`` to the bit where q is finite, and 1 gives q, rounded once.
+        exact: values are float32 instead of being rounded to a narrower dtype of ``x``.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32) if exact else x.dtype
+    return Operand(_blend(x, quantized.values, quantized.factor, share, dtype))
+
+
+@opaque(lambda x, values, factor, share, dtype: x.new_empty(x.shape, dtype=dtype))
+def _blend(x: Tensor, values: Tensor, factor: Tensor | None, share: Tensor, dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, values = x.to(wide), values.to(wide)
+    return torch.lerp(x, values if factor is None else values * factor, share.to(wide)).to(dtype).contiguous()
+
+
+def scaled_elements(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None, shard: Shard | None = None) -> Tensor:
+    """The elements of a matrix in units of their scales, before rounding: float32, the shape of ``x``."""
+    tile = tile_of(cast, dim, x.dim())
+    blocks, scales, decode, _ = make_scales(x, cast, tile, amax, shard)
+    return from_blocks(blocks.float() * encode_factor(scales, decode, cast), x.shape, tile)
+
+
+def has_factor(cast: Cast) -> bool:
+    """Whether operands of a cast have a factor."""
+    return cast.scale.two_level or cast.scale.prescale != 1 or not cast.scale.per_block
+
+
+def _factor_shape(x: Tensor, cast: Cast, dim: int) -> tuple[int, ...]:
+    if cast.scale.block != "row":
+        return ()
+    return (1, x.shape[1]) if dim in (0, -2) else (x.shape[0], 1)
+
+
+def operand_dtype(dtype: torch.dtype, cast: Cast) -> torch.dtype:
+    """The dtype of the values of an operand, from that of the tensor it is made of; see :func:`quantize_operand`."""
+    # float16 has the digits but not the range: codes * scales exceed 65504 for some scale formats.
+    fits = cast.fits_bfloat16 and dtype != torch.float16
+    return dtype if fits or is_rounded(dtype, cast) else torch.float32
+
+
+def is_rounded(dtype: torch.dtype, cast: Cast) -> bool:
+    """Whether what enters the GEMM is rounded to the dtype of the tensor it is made of."""
+    return cast.rounded and cast.scale.per_block and dtype != torch.float16

@@ -1,0 +1,124 @@
+"""A quantized tensor as codes and scales, which is what hardware and exporters store."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.quant.blocks import (
+    ALL,
+    as_matrix,
+    from_blocks,
+    from_matrix,
+    scales_view,
+    tile_of,
+    to_blocks,
+)
+from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key, stored_scales
+from lightning_lowbit.quant.shard import amax_of
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantized tensor.
+
+    Attributes:
+        codes: uint8, the shape of the tensor, one code per element (not packed).
+        scales: block scales, in torch's dtype where there is one (float8, float32), else as uint8 codes. The shape of
+            the tensor with the blocked dimension divided by the block, rounded up (1 for ``"row"``); for tiles both of
+            the last two dimensions; for ``"tensor"`` all of them 1.
+        tensor_scale: float32, 0-d, what every block scale is multiplied by; None with one level.
+        cast: how it was quantized.
+        dim: the blocked dimension, counted from the end (for tiles of no consequence).
+        zero_points: uint8, the shape of ``scales``: the code of 0 with ``statistic="minmax"``, else None.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    tensor_scale: Tensor | None
+    cast: Cast
+    dim: int
+    zero_points: Tensor | None = None
+
+    def elements(self) -> Tensor:
+        """What the codes stand for, in units of their scales: float32, the shape of the tensor."""
+        if self.zero_points is None:
+            return self.cast.format.decode(self.codes)
+        return self._spread(self.codes.float(), self.zero_points.float(), torch.sub)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """``element * (scale * tensor_scale)``: computed in float32, rounded once to ``dtype``."""
+        storage = self.cast.scale.storage
+        scales = self.scales.float() if storage.dtype is not None else storage.decode(self.scales)
+        if self.tensor_scale is not None:
+            scales = scales * self.tensor_scale
+        return self._spread(self.elements(), scales, torch.mul).to(dtype)
+
+    def _spread(self, elements: Tensor, scales: Tensor, operation: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """An operation on each element and what its block has."""
+        matrix, scales = as_matrix(elements, self.dim), as_matrix(scales, self.dim)
+        tile = tile_of(self.cast, self.dim, elements.dim())
+        blocks = to_blocks(matrix, tile)
+        values = from_blocks(operation(blocks, scales_view(scales, blocks, tile)), matrix.shape, tile)
+        return from_matrix(values, elements.shape, self.dim)
+
+
+@torch.no_grad()
+def quantize(
+    x: Tensor, cast: Cast, dim: int = -1, key: Tensor | int | None = None, amax: Tensor | None = None
+) -> Quantized:
+    """Quantizes a tensor.
+
+    Args:
+        x: floating point, any shape. Blocks that its size does not fill are padded inside with zeros.
+        cast: how.
+        dim: dimension along which blocks lie: the contraction dimension of the GEMM. Of no consequence for tiles.
+        key: the key of the random bits of stochastic rounding: an integer or an int64 tensor of one element; see
+            :func:`lightning_lowbit.quant.rounding.mix_key`.
+        amax: largest magnitude of the tensor, one element, instead of that of ``x``: for scales that are shared or
+            delayed.
+
+    Returns:
+        Codes and scales. An element that is NaN or infinite decodes to NaN, with its block.
+
+    Raises:
+        ValueError: stochastic rounding without a key; ``amax`` for a cast that does not depend on it; tiles of a
+            tensor that is not a matrix; a dtype that is not floating point.
+    """
+    if not x.is_floating_point():
+        raise ValueError(f"quantize takes a floating point tensor; got {x.dtype}. Convert it first, e.g. x.float().")
+    if x.dim() == 0 or (x.dim() != 2 and isinstance(cast.scale.block, tuple)):
+        raise ValueError(
+            f"Blocks need a dimension to lie in, and tiles a matrix; got a tensor of shape {tuple(x.shape)} for {cast}."
+        )
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"There is no dimension {dim} in a tensor of shape {tuple(x.shape)}.")
+    dim = dim if dim < 0 else dim - x.dim()
+    matrix, tile = as_matrix(x.float(), dim), tile_of(cast, dim, x.dim())
+    scaled, key = make_scales(matrix, cast, tile, amax), rounding_key(cast, key, x.device)
+    elements = round_blocks(*scaled, key, cast=cast, scaled=False, dtype=torch.float32)
+    stored = stored_scales(scaled.scales, cast)
+    if cast.scale.block == "tensor":
+        stored = torch.where(amax_of(matrix).isfinite(), stored, torch.nan)  # some formats of elements have no NaN
+
+    def per_block(values: Tensor) -> Tensor:
+        if cast.scale.block == "tensor":
+            return values.reshape([1] * x.dim())
+        shape = [1 if k == ALL else -(-n // k) for n, k in zip(matrix.shape, tile, strict=True)]
+        return from_matrix(values.reshape(shape), x.shape, dim)
+
+    if (zeros := scaled.zeros) is None:
+        codes = cast.format.encode(from_blocks(elements, matrix.shape, tile))
+    else:
+        codes = from_blocks(elements + zeros, matrix.shape, tile).nan_to_num(nan=0.0).to(torch.uint8)
+    storage, stored = cast.scale.storage, per_block(stored)
+    return Quantized(
+        codes=from_matrix(codes, x.shape, dim),
+        scales=stored.to(storage.dtype) if storage.dtype is not None else storage.encode(stored),
+        tensor_scale=scaled.decode if cast.scale.two_level or cast.scale.prescale != 1 else None,
+        cast=cast,
+        dim=dim,
+        zero_points=None if zeros is None else per_block(zeros).nan_to_num(nan=0.0).to(torch.uint8),
+    )

@@ -1,0 +1,125 @@
+"""A matrix of which each process of a group holds one shard, cut along rows or columns.
+
+A shard is quantized with the scales and random bits of the global matrix, so that all shards together are, to the bit,
+what the global matrix would be:
+
+    the amax of the tensor, and statistics of rows and columns that are cut     reduced over the group
+    blocks                                                                      shards must end where blocks end
+    the index of an element, from which random bits are made                    that in the global matrix
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbit.compilation import opaque
+from lightning_lowbit.quant.blocks import ALL, Tile
+from lightning_lowbit.quant.rounding import int32
+
+
+def ends_within(step: int, size: int, side: int) -> bool:
+    """Whether ``size`` rows or columns, cut after each ``step``, are cut within a unit of ``side`` of them."""
+    return step < size and step % side != 0
+
+
+class Shard(NamedTuple):
+    """Which shard of a matrix this process holds.
+
+    Attributes:
+        group: name of the process group that holds all shards.
+        dim: 0 or 1, the dimension that is cut.
+        start: index of the shard's first row or column in the global matrix.
+        step: rows or columns per process; the last processes may hold fewer.
+        size: rows or columns of the global matrix.
+    """
+
+    group: str
+    dim: int
+    start: int
+    step: int
+    size: int
+
+    @property
+    def spec(self) -> str:
+        """The same as text, which operators of a compiled graph can take."""
+        return f"{self.dim}:{self.start}:{self.step}:{self.size}:{self.group}"
+
+    @staticmethod
+    @cache
+    def from_spec(spec: str) -> "Shard":
+        """Inverse of :attr:`spec`."""
+        *numbers, group = spec.split(":", 4)
+        return Shard(group, *map(int, numbers))
+
+    def global_shape(self, shape: torch.Size) -> torch.Size:
+        """The shape of the global matrix, from that of the shard."""
+        return torch.Size(self.size if dim == self.dim else n for dim, n in enumerate(shape))
+
+    def padded(self, multiple: int) -> "Shard":
+        """The same shard of a global matrix that is padded to a multiple of ``multiple``."""
+        return self._replace(size=self.size + -self.size % multiple)
+
+    def check(self, shape: torch.Size, side: int, what: str) -> None:
+        """Checks, alike on all processes, that shards end where units of ``side`` elements along ``dim`` end.
+
+        Raises:
+            ValueError: a shard boundary splits a unit.
+        """
+        if ends_within(self.step, self.size, side):
+            raise ValueError(
+                f"A matrix of {tuple(self.global_shape(shape))} is cut after each {self.step} of dimension {self.dim}, "
+                f"in the middle of {what} {side}: no process has all that shares a scale. Choose sizes of which each "
+                f"gets a multiple of {side}, or smaller {what.split()[0]}."
+            )
+
+    def offset(self, shape: torch.Size, tile: Tile, device: torch.device) -> Tensor:
+        """Where a shard of this shape lies, as :func:`lightning_lowbit.quant.blocks.element_index` takes it."""
+        rows, columns = (n if k == ALL else n + -n % k for n, k in zip(shape, tile, strict=True))
+        all_columns = self.global_shape(torch.Size((rows, columns)))[1]
+        all_columns += 0 if ALL in tile else -all_columns % tile[1]
+        first = self.start * all_columns if self.dim == 0 else self.start
+        numbers = [max(columns, 1), all_columns, first]
+        return torch.stack([torch.full((), int32(n), dtype=torch.int32, device=device) for n in numbers])
+
+    def cuts(self, tile: Tile) -> bool:
+        """Whether what shares a scale lies on several processes: a row, a column or the tensor, never a block."""
+        return tile[self.dim] == ALL
+
+    def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        """Reduces over the group; NaN counts as infinite in maxima, and as minus infinite in minima."""
+        from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+        if op != dist.ReduceOp.SUM:
+            infinite = torch.inf if op == dist.ReduceOp.MAX else -torch.inf
+            values = values.nan_to_num(nan=infinite, posinf=torch.inf, neginf=-torch.inf)
+        values = values.clone()  # contiguous, and sharing no memory with the argument
+        dist.all_reduce(values, op, _resolve_process_group(self.group))  # type: ignore[arg-type]
+        return values
+
+
+def amax_of(x: Tensor, shard: Shard | None = None) -> Tensor:
+    """max|x| of a tensor, or of the global matrix: 0-d float32; 0 of no elements; NaN, or infinite, if there is one."""
+    if shard is not None:
+        return _global_amax(x, shard.spec)
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    low, high = torch.aminmax(x)  # one pass, no temporary, unlike x.abs().amax()
+    return torch.maximum(-low, high).float()
+
+
+def max_over_shards(amax: Tensor, shard: Shard | None) -> Tensor:
+    """Element-wise maximum over the processes that hold shards: float32, any shape."""
+    return amax if shard is None else _max_over_shards(amax, shard.spec)
+
+
+@opaque(lambda x, shard: x.new_empty((), dtype=torch.float32))
+def _global_amax(x: Tensor, shard: str) -> Tensor:
+    return Shard.from_spec(shard).reduce(amax_of(x), dist.ReduceOp.MAX)
+
+
+@opaque(lambda amax, shard: torch.empty_like(amax))
+def _max_over_shards(amax: Tensor, shard: str) -> Tensor:
+    return Shard.from_spec(shard).reduce(amax, dist.ReduceOp.MAX)
