@@ -1,13 +1,16 @@
-"""What a cast did to an operand of a GEMM, in sums that are made while the operand is at hand.
+"""What a cast did to an operand of a GEMM, in sums made while the operand is at hand.
 
 With x the matrix, q what the GEMM takes of it and s the scales of its blocks, tensor scale included:
 
     elements, signal Σ x², noise Σ (x - q)², nonzero (x ≠ 0), underflowed (x ≠ 0, q = 0), saturated     add up
-    1/s and s, the largest of each, of blocks of zeros left out; 0 where there are none                 maxima
+    1/s and s, the largest of each, without blocks of zeros; 0 where there are no others                maxima
 
 Of large operands a sample of whole blocks is enough. See :mod:`lightning_lowbit.metrics.casts` for what the numbers
 mean.
 """
+
+import math
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -26,13 +29,34 @@ _ADDED, _LARGEST = slice(len(SUMS)), slice(len(SUMS), None)
 # Elements of an operand to look at, about: enough for an SQNR to some tenths of a decibel, whatever rows differ in.
 SAMPLE = 2**15
 
-# A largest magnitude is a product of scales, each rounded to float32: elements that it misses by so little fit.
+# The largest level is a product of scales, each rounded to float32: elements that exceed it by so little fit.
 _SLACK = 1 + 2.0**-20
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """What sums over many elements are kept in."""
+    """The dtype of sums over many elements."""
     return torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs lack
+
+
+@overload
+def sqnr_db(signal_power: Tensor, noise_power: Tensor) -> Tensor: ...
+
+
+@overload
+def sqnr_db(signal_power: float, noise_power: float) -> float: ...
+
+
+def sqnr_db(signal_power: Tensor | float, noise_power: Tensor | float) -> Tensor | float:
+    """Signal to quantization noise ratio in dB: ``10 log10(signal_power / noise_power)``; infinite without noise.
+
+    Args:
+        signal_power: Σ x², a number, or a tensor of any shape.
+        noise_power: Σ (x - q)², likewise.
+    """
+    if isinstance(signal_power, Tensor) and isinstance(noise_power, Tensor):
+        return torch.where(noise_power == 0, math.inf, 10 * torch.log10(signal_power / noise_power))
+    ratio = signal_power / noise_power if noise_power != 0 else math.inf
+    return 10 * math.log10(ratio) if ratio > 0 else ratio if math.isnan(ratio) else -math.inf
 
 
 def operand_statistics(
