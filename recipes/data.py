@@ -1,15 +1,14 @@
-"""Text in one argument: a folder, a file, or a stream from the Hugging Face Hub.
+"""Text data from one argument: a folder, a file, or a stream from the Hugging Face Hub.
 
-Without a path it is the source code of the running Python's standard library, and without a tokenizer a byte is a
-token: nothing to download. Documents are joined by a separator and the tokens are cut into sequences that share one
-token at each border,
+The default is the source code of Python's standard library with bytes as tokens, without any download. Documents are
+joined by a separator, and the tokens are cut into sequences that share one token at each border,
 
     tokens    t0 t1 t2 t3 t4 t5 t6 …            sequence_length = 3
     sequence  0: inputs t0 t1 t2, targets t1 t2 t3
     sequence  1: inputs t3 t4 t5, targets t4 t5 t6
 
-so each token is a target exactly once. Files are read into memory and shuffled anew in each epoch (`loader.py`);
-what begins with ``hf:`` is read while the model trains (`stream.py`).
+so each token is a target exactly once. Files are read into memory and shuffled in each epoch (`loader.py`); paths that
+begin with ``hf:`` are read while the model trains (`stream.py`).
 """
 
 import hashlib
@@ -40,17 +39,17 @@ SUFFIXES = {
     "parquet": (".parquet",),
 }
 PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip", ".tar")
-# Parts of the standard library that are no example of its style; other packages are no part of it anyway.
+# Folders of the standard library to leave out.
 TESTS = {"test", "tests", "idle_test"}
 
 
 def kind_of(file: Path) -> str | None:
-    """How a file is read: ``text``, ``json`` or ``parquet``; None for what its name does not tell."""
+    """``text``, ``json`` or ``parquet``, by the name of a file; None for other names."""
     return next((kind for kind, suffixes in SUFFIXES.items() if file.name.lower().endswith(suffixes)), None)
 
 
 def find_files(path: str | None) -> list[Path]:
-    """The files of the corpus, ordered by a hash of their names: any first part of them is a fair sample.
+    """The files of the corpus, ordered by a hash of their names, so that the first ones are a fair sample.
 
     Raises:
         ValueError: there is no such path, or no text file in it.
@@ -85,14 +84,14 @@ def read_rows(file: Path, kind: str) -> Iterator[dict[str, Any]]:
     """The rows of a JSON or Parquet file.
 
     Raises:
-        ValueError: it cannot be read as such.
+        ValueError: it cannot be read.
     """
     import datasets
 
     read = {"json": datasets.IterableDataset.from_json, "parquet": datasets.IterableDataset.from_parquet}[kind]
-    # Streaming keeps no copy of the text that could go stale, and writes but a lock, hence the temporary folder.
+    # Streaming keeps no copy of the text; the temporary folder is for its lock file.
     with no_progress_bars(), tempfile.TemporaryDirectory() as cache:
-        # Names are taken for patterns, and those of packed files for parts of an address.
+        # A symlink with a plain name: `datasets` takes names for patterns, and those of packed files for addresses.
         plain = Path(cache, "rows" + file.suffix.lower())
         plain.symlink_to(file.absolute())
         try:
@@ -106,9 +105,9 @@ def read_rows(file: Path, kind: str) -> Iterator[dict[str, Any]]:
 
 
 def read_documents(files: list[Path], column: str = "text") -> Iterator[bytes]:
-    """The documents of each file as UTF-8: a text file is one, each row of JSON or Parquet is one.
+    """The documents of files as UTF-8: each text file is one, and each row of JSON or Parquet.
 
-    In text files, what was not UTF-8 becomes U+FFFD, and line ends become ``\\n``.
+    In text files, invalid UTF-8 becomes U+FFFD, and line ends become ``\\n``.
 
     Raises:
         ValueError: a file cannot be read, or has no ``column`` of text.
@@ -123,7 +122,7 @@ def read_documents(files: list[Path], column: str = "text") -> Iterator[bytes]:
 
 
 def take_bytes(documents: Iterable[bytes], number: int | None) -> list[bytes]:
-    """The documents that are not blank, until their bytes, one more between any two, reach the number."""
+    """The first documents that are not blank, up to ``number`` bytes with one separator between any two."""
     taken = []
     left = sys.maxsize if number is None else number
     for document in documents:
@@ -136,9 +135,9 @@ def take_bytes(documents: Iterable[bytes], number: int | None) -> list[bytes]:
 
 
 def hold_out(documents: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
-    """Splits into training and validation text, the first whole documents that fit into the fraction.
+    """Splits documents into training and validation text: validation gets the first ones that fit into the fraction.
 
-    Where they would fill less than half of it (one file, or a few large ones), it is the tail of the text instead.
+    If they fill less than half of it (with one or a few large files), validation gets the tail of the text.
     """
     ends = list(accumulate(len(document) + 1 for document in documents))
     wanted = int(fraction * ends[-1])
@@ -172,11 +171,11 @@ class TextDataModule(LightningDataModule):
         seed: chooses the order of the training sequences, not the validation text; None takes that of
             ``seed_everything``, or 0.
         max_bytes: at most so much text; None for all. Not for streams.
-        num_workers: processes that fetch batches; text in memory is mostly fastest with 0, a stream with 1 or 2.
+        num_workers: processes that fetch batches; usually best are 0 for text in memory, and 1 or 2 for a stream.
 
     Raises:
-        ValueError: an argument makes no sense, or (in ``prepare_data``, before any logger writes) there is no such
-            text, column or tokenizer, or the text is too short.
+        ValueError: an argument is invalid; or (in ``prepare_data``, before any logger writes) text, column or tokenizer
+            do not exist, or the text is too short.
     """
 
     def __init__(
@@ -218,11 +217,11 @@ class TextDataModule(LightningDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """1 + the largest token there can be in a batch; loads the tokenizer where that has not happened yet."""
+        """1 + the largest possible token; loads the tokenizer if necessary."""
         return self._tokenizer.vocab_size
 
     def _shard(self) -> dict[str, int]:
-        """Number of data-parallel ranks and which one this is; ranks that share a batch count as one."""
+        """The number of data-parallel ranks, and this rank."""
         sharding = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
         return sharding or {"num_replicas": 1, "rank": 0}
 
@@ -258,13 +257,13 @@ class TextDataModule(LightningDataModule):
         return train, val
 
     def prepare_data(self) -> None:
-        """Reads and checks the text: Lightning calls this before any logger or checkpoint writes a file."""
+        """Reads and checks the text, before any logger or checkpoint writes a file."""
         self._sequences = self._read()
 
     def setup(self, stage: str) -> None:
-        """Reads the text in the processes that Lightning does not call ``prepare_data`` in."""
+        """Reads the text in processes where ``prepare_data`` was not called."""
         self._sequences = self._sequences or self._read()
-        self._stream_loader, self._restored = None, {}  # a new run begins with the first batch
+        self._stream_loader, self._restored = None, {}  # a new run starts at the first batch
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Batches of this rank, in an order that depends on ``seed`` and the epoch only; a stream has no epochs."""
@@ -282,7 +281,7 @@ class TextDataModule(LightningDataModule):
         if isinstance(train, PackedSequences):
             sampler = ShuffledShard(train, shard["num_replicas"], shard["rank"], seed=self.seed, drop_last=True)
             return ResumableLoader(train, sampler, self.batch_size, self.num_workers)
-        if self._stream_loader is None:  # else Lightning loads it again, in mid-run
+        if self._stream_loader is None:  # else Lightning asks again, in mid-run
             names = {"path": self.path, "column": self.column, "tokenizer": self.tokenizer}
             self._stream_loader = StreamLoader(
                 train,
@@ -297,21 +296,21 @@ class TextDataModule(LightningDataModule):
         return self._stream_loader
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in a stream: Lightning forgets the loader's own where a checkpoint ends an epoch."""
+        """The position in a stream: Lightning drops the loader's own in a checkpoint at the end of an epoch."""
         return self._stream_loader.state_dict() if self._stream_loader is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Called after ``setup`` and before ``train_dataloader``."""
+        """Keeps the position for ``train_dataloader``, which Lightning calls next."""
         self._restored = state
 
     def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
-        """Tells a stream which batches are trained on: Lightning fetches one ahead from what has no length."""
+        """Tells a stream that a batch is used: Lightning prefetches one batch."""
         if self._stream_loader is not None and self.trainer is not None and self.trainer.training:
             self._stream_loader.use()
         return batch
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        """Batches in the order of the text; Lightning shards them over ranks. The last one may be smaller."""
+        """Batches in the order of the text, sharded by Lightning; the last one may be smaller."""
         assert self._sequences is not None
         val: Dataset[Tensor] = self._sequences[1]
         if self.val_batches is not None:

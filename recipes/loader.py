@@ -1,7 +1,6 @@
-"""Training sequences in an order that can be taken up again anywhere.
+"""Training sequences in a reproducible order that resumes anywhere.
 
-The order is a function of (seed, epoch) alone, so that the state of the loader is the epoch, and how many batches were
-handed out.
+The order is a function of (seed, epoch), so a loader saves the epoch and the number of batches it has given.
 """
 
 import hashlib
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class PackedSequences(Dataset[Tensor]):
-    """Sequences of ``length + 1`` tokens, int64, whose targets do not overlap; a shorter rest is dropped."""
+    """Sequences of ``length + 1`` tokens, int64, whose targets do not overlap; the incomplete last one is dropped."""
 
     def __init__(self, tokens: Tensor, length: int) -> None:
         self.tokens = tokens  # 1-D, of any integer type
@@ -34,12 +33,12 @@ class PackedSequences(Dataset[Tensor]):
 class ShuffledShard(DistributedSampler[Tensor]):
     """One rank's share of an epoch's permutation, from its ``start``-th sample on.
 
-    A ``DistributedSampler`` also on one device, because Lightning then calls ``set_epoch`` and leaves the sampler in
-    place whatever ``use_distributed_sampler`` says. The shards of the ranks are disjoint and equally long.
+    It is a ``DistributedSampler`` also on one device: Lightning then calls ``set_epoch`` and never replaces it. The
+    shards of the ranks are disjoint and equally long.
     """
 
     start = 0
-    shift = 0  # added to Lightning's number of the epoch, see `ResumableLoader`
+    shift = 0  # added to Lightning's epoch, see `ResumableLoader`
 
     def __iter__(self) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch + self.shift)
@@ -48,10 +47,10 @@ class ShuffledShard(DistributedSampler[Tensor]):
 
 
 def refuse_another_order(saved: dict[str, Any], order: dict[str, Any]) -> None:
-    """Compares what gives two positions their meaning.
+    """Checks that a saved position belongs to this order of batches.
 
     Raises:
-        ValueError: they mean different things.
+        ValueError: it belongs to another one.
     """
     if changed := [name for name in order if saved.get(name) != order[name]]:
         raise ValueError(
@@ -64,15 +63,15 @@ def refuse_another_order(saved: dict[str, Any], order: dict[str, Any]) -> None:
 class ResumableLoader(DataLoader[Tensor]):
     """A ``DataLoader`` that Lightning saves and restores with the checkpoint, in the middle of an epoch too.
 
-    What counts is the batches handed out, not those that workers have fetched in advance. The ragged last batch is
-    dropped. The length stays that of the whole epoch: Lightning continues its own count of batches after a restart.
+    It counts the batches that it gave, not those that workers have prefetched. The incomplete last batch is dropped.
+    The length is that of the whole epoch, because Lightning continues its own count of batches after a restart.
     """
 
     def __init__(self, dataset: PackedSequences, sampler: ShuffledShard, batch_size: int, num_workers: int = 0) -> None:
-        # Without a generator of its own, each epoch would draw a seed from the global one, which dropout uses.
+        # Its own generator: else each epoch would draw a seed from the global one, which dropout uses.
         settings: dict[str, Any] = {"drop_last": True, "num_workers": num_workers, "generator": torch.Generator()}
         super().__init__(dataset, batch_size=batch_size, sampler=sampler, **settings)
-        # What the order of the batches depends on: a position means nothing in any other order.
+        # Everything that the order of batches depends on.
         self._order: dict[str, Any] = {
             "seed": sampler.seed,
             "ranks": sampler.num_replicas,
@@ -84,13 +83,13 @@ class ResumableLoader(DataLoader[Tensor]):
         self._restored = False
 
     def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
-        # A generator, because Lightning asks for the iterator before it says which epoch this is (and workers
-        # would start to fetch): nothing below runs before the first batch is wanted.
+        # A generator, so that nothing below runs before the first batch: Lightning asks for the iterator (and would
+        # start workers) before it sets the epoch.
         sampler: ShuffledShard = self.sampler  # type: ignore[assignment]
         goes_on = self._restored and sampler.epoch == self._trainer_epoch and self._batches < len(self)
         if self._restored:
-            # Lightning 2.6 counts one epoch too many when `max_steps` runs resume at the end of an epoch, so what
-            # follows a restored epoch is known from here, and Lightning only says whether it is over.
+            # Lightning 2.6 counts one epoch too many when a run with `max_steps` resumes at the end of an epoch. So the
+            # epoch is counted here, and Lightning's only tells whether the restored epoch is over.
             sampler.shift = self._epoch + (not goes_on) - sampler.epoch
         self._batches = self._batches if goes_on else 0
         self._epoch, self._trainer_epoch, self._restored = sampler.epoch + sampler.shift, sampler.epoch, False
@@ -100,12 +99,12 @@ class ResumableLoader(DataLoader[Tensor]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, the same on all ranks, and what gives it its meaning."""
+        """The position, equal on all ranks, and the order that it belongs to."""
         position = {"epoch": self._epoch, "trainer_epoch": self._trainer_epoch, "batches": self._batches}
         return {**position, "order": self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next iteration go on where the state was taken.
+        """Makes the next iteration continue at the saved position.
 
         Raises:
             ValueError: the state belongs to another order of batches.

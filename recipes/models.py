@@ -1,9 +1,7 @@
 """Causal language models: LLaMA in the papers' sizes, LLaMA and BitNet for a laptop, or any of ``transformers``.
 
-A network is a name and the values of its configuration that differ, so a YAML file describes it whole.
-What belongs to low precision (which layers compute in four bits, which optimizer keeps that stable) comes from
-outside: the precision plugin, and the ``optimizer`` and ``scheduler`` given as callables that wait for their
-parameters.
+A network is a name and changes to its configuration, so a YAML file describes it completely. Low precision comes from
+outside: the precision plugin, and the callables ``optimizer`` and ``scheduler``.
 """
 
 import math
@@ -40,21 +38,20 @@ from .sharding import spread
 
 
 def count_tokens(batch: Tensor) -> int:
-    """Tokens that are predicted in a batch of int64 (batch, length + 1)."""
+    """Number of predicted tokens in a batch of int64 (batch, length + 1)."""
     return batch[:, 1:].numel()
 
 
 class Perplexity(MeanMetric):
-    """exp of the mean loss, over all tokens and ranks: not the mean of the batches' perplexities."""
+    """exp of the mean loss over all tokens and ranks, which is not the mean of the batches' perplexities."""
 
     def compute(self) -> Tensor:
         return super().compute().exp()
 
 
-# LLaMA in the sizes of the Stable-SPAM paper (arXiv 2502.17055, table A.1), LLaMA-7B (arXiv 2302.13971), and small ones
-# for two CPU cores, on bytes, whose dimensions are multiples of 64, so that no block of any format is padded. BitNet
-# (arXiv 2504.12285) is LLaMA with a squared ReLU and SubLN: two more RMSNorms in each block, so that one precedes every
-# linear layer.
+# LLaMA in the sizes of the Stable-SPAM paper (arXiv 2502.17055, table A.1), LLaMA-7B (arXiv 2302.13971), and small
+# networks on bytes for two CPU cores; their dimensions are multiples of 64, so that no format pads a block. BitNet
+# (arXiv 2504.12285) is LLaMA with a squared ReLU and SubLN: an RMSNorm before every linear layer.
 _SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 NETWORKS = {
     name: dict(zip(_SHAPE, shape, strict=True))
@@ -68,7 +65,7 @@ NETWORKS = {
         "llama-7b": ("llama", 4096, 11008, 32, 32, 32000),
     }.items()
 }
-# Of all of them. None: as many key-value heads as heads, also where a configuration changes the heads.
+# Common to all. None: as many key-value heads as heads, also where a configuration changes the heads.
 _FIXED = {
     "num_key_value_heads": None,
     "max_position_embeddings": 1024,
@@ -84,10 +81,10 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
     Args:
         network: a name in ``NETWORKS``; or a folder with a ``config.json``, or that file; or a model type of
             ``transformers`` such as ``"gpt2"`` or ``"qwen3"``; or a model's name on the Hugging Face Hub.
-        config: values to change, by the names that the configuration has.
+        config: values of the configuration to change.
 
     Raises:
-        ValueError: there is no such network, or its configuration has no such value.
+        ValueError: there is no such network, or its configuration has no value of this name.
     """
     changes = dict(config or {})
     network = os.path.expanduser(network)
@@ -118,35 +115,33 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
 class CausalLM(LightningModule):
     """Next-token prediction on batches of int64 tokens (batch, length + 1), by any network of ``transformers``.
 
-    Under ``ModelParallelStrategy`` the network is tensor-parallel as ``transformers`` has it, and sharded block by
-    block; see :mod:`lightning_lowbit.recipes.sharding`.
+    Under ``ModelParallelStrategy`` the network is tensor-parallel as ``transformers`` plans it, and sharded by blocks;
+    see :mod:`lightning_lowbit.recipes.sharding`. :meth:`load_from_checkpoint` restores the casts of the training, and
+    ``model.save_pretrained`` refuses to write latent weights.
 
-    Its checkpoints say how it was trained, and :meth:`load_from_checkpoint` restores that: the loaded model computes
-    with the casts of the training. ``model.save_pretrained`` refuses weights that mean nothing without their casts.
-
-    Logs ``loss``, ``grad_norm`` (global L2 of all parameters, wherever they lie, before clipping), ``val_loss`` (mean
-    over tokens) and ``val_perplexity``.
+    Logs ``loss``, ``grad_norm`` (global L2 norm of all parameters before clipping), ``val_loss`` (mean over tokens) and
+    ``val_perplexity``.
 
     Args:
         network: ``"llama-small"`` (3.3 million parameters), ``"bitnet-small"`` (the same with the norms and the
             activation of BitNet b1.58, for ternary weights), ``"llama-60m"``, ``"llama-130m"``, ``"llama-350m"``,
-            ``"llama-1b"``, ``"llama-7b"``, or what else :func:`network_config` takes: a local path, a model type.
+            ``"llama-1b"``, ``"llama-7b"``, or anything else that :func:`network_config` takes.
         config: values of the network's configuration to change, e.g. ``{"num_hidden_layers": 2}``.
-        pretrained: loads the weights that lie at the path (or Hub name) ``network``, instead of drawing them.
-        gradient_checkpointing: computes activations twice instead of keeping them.
-        gather_dtype: ``"bf16"``: under ``ModelParallelStrategy`` FSDP2 gathers parameters in it, half the bytes; then
-            the residual stream is in bf16, too. Without it autocast keeps a copy of all weights in bf16 on each device.
-        seed: draws the initial weights, whatever the state of the global random generator; None takes that of
+        pretrained: whether to load the weights at the path (or Hub name) ``network``, instead of drawing them.
+        gradient_checkpointing: whether to recompute activations instead of keeping them.
+        gather_dtype: ``"bf16"``: with ``ModelParallelStrategy`` FSDP2 gathers parameters in bf16, half the bytes, and
+            the residual stream is in bf16, too. Without it autocast keeps a bf16 copy of all weights on each device.
+        seed: of the initial weights, independent of the global random generator; None takes that of
             ``seed_everything``, or 0.
-        optimizer: makes the optimizer from the parameters; in YAML a ``class_path`` with ``init_args``.
-        scheduler: makes the learning-rate schedule, stepped once per optimizer step; None for a constant rate.
+        optimizer: creates the optimizer from the parameters; in YAML a ``class_path`` with ``init_args``.
+        scheduler: creates the learning-rate schedule, stepped once per optimizer step; None for a constant rate.
 
     Raises:
         ValueError: as in :func:`network_config`; or (before training) the data has more tokens than the vocabulary, or
-            longer sequences than positions, or ``gather_dtype`` is given to a strategy that gathers nothing in it.
+            longer sequences than positions, or the strategy does not gather in ``gather_dtype``.
     """
 
-    # What configure_model does with them is no matter of patterns: `lowbit fit` matches these before a run begins.
+    # configure_model creates no layers, so that `lowbit fit` can match patterns before a run begins.
     makes_layers_at_once = True
 
     def __init__(
@@ -161,15 +156,15 @@ class CausalLM(LightningModule):
         scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__()
-        # Classes and functions do not belong in a checkpoint, which must load with `weights_only=True`.
+        # Without classes and functions, so that the checkpoint loads with `weights_only=True`.
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         made = network_config(network, config)
         if pretrained:
             self.model = _load(network, made)
         else:
-            # On the CPU: `torch.manual_seed` would also touch the generators of all accelerators. The meta device,
-            # where someone only wants the shapes, stays.
+            # On the CPU, because `torch.manual_seed` would also seed the generators of all accelerators; or on the meta
+            # device, for shapes alone.
             device = "meta" if torch.get_default_device().type == "meta" else "cpu"
             with torch.random.fork_rng(devices=[]), torch.device(device):
                 torch.default_generator.manual_seed(global_seed() if seed is None else seed)
@@ -179,13 +174,12 @@ class CausalLM(LightningModule):
             self.model.activation_checkpointing_enable()
         self.gather_dtype = gather_dtype
         self._is_spread = False
-        # A loss that is not a number shall show, not be left out of the mean, so NaN stands in for NaN ("disable"
-        # would do the same, but in torchmetrics 1.9 it disables the weights too).
+        # NaN replaces NaN, so that the mean shows it ("disable" does, too, but in torchmetrics 1.9 disables weights).
         self.val_loss = MeanMetric(nan_strategy=math.nan)
         self.val_perplexity = Perplexity(nan_strategy=math.nan)
 
     def configure_model(self) -> None:
-        """Spreads the network over processes, under ``ModelParallelStrategy``: Lightning calls this, more than once."""
+        """Distributes the network under ``ModelParallelStrategy``; Lightning may call this more than once."""
         if self.device_mesh is not None and not self._is_spread:
             spread(self.model, self.device_mesh, None if self.gather_dtype is None else torch.bfloat16)
             self._is_spread = True
@@ -196,25 +190,25 @@ class CausalLM(LightningModule):
             )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Computes as it was trained, also without the plugin: loaded by itself, or evaluated by another Trainer."""
+        """Restores the casts of the training where no plugin does: without a Trainer, or in evaluation."""
         trainer = self._trainer
         evaluates = trainer is None or trainer.state.fn != TrainerFn.FITTING
         if evaluates and not (trainer and isinstance(trainer.precision_plugin, LowBitPrecision)):
             restore_casts(self, checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds casts to a checkpoint of weights alone, to which no plugin adds any."""
+        """Adds the casts to a checkpoint of weights alone, to which the plugin does not."""
         plugin = self.trainer.precision_plugin
         if CHECKPOINT_KEY not in checkpoint and isinstance(plugin, LowBitPrecision):
             plugin.on_save_checkpoint(checkpoint)
 
     def on_train_start(self) -> None:
-        """For the gradient norm under FSDP1, whatever the precision plugin."""
+        """Prepares the gradient norm under FSDP1, for any precision plugin."""
         assert self.trainer.model is not None
         connect(self.trainer.model)
 
     def prepare_data(self) -> None:
-        """Holds the data against the network: Lightning calls this before any logger writes a file."""
+        """Checks the data against the network, before any logger writes a file."""
         data, config = getattr(self.trainer, "datamodule", None), self.model.config
         for given, possible, value in (
             ("vocab_size", "vocab_size", "tokens of the data's tokenizer"),
@@ -232,7 +226,7 @@ class CausalLM(LightningModule):
         return self.model(input_ids=tokens).logits
 
     def _loss(self, batch: Tensor) -> Tensor:
-        """Mean cross entropy of the tokens 1 … length, float32 whatever the layers compute in."""
+        """Mean cross entropy of the tokens 1 … length, in float32."""
         logits = self(batch[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
@@ -243,7 +237,7 @@ class CausalLM(LightningModule):
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Adds one batch to the means, weighted by its tokens: the last batch may be smaller."""
+        """Adds one batch to the means, weighted by its tokens."""
         loss, tokens = self._loss(batch), batch[:, 1:].numel()
         self.val_loss.update(loss, tokens)
         self.val_perplexity.update(loss, tokens)
@@ -251,11 +245,11 @@ class CausalLM(LightningModule):
         self.log("val_perplexity", self.val_perplexity, prog_bar=True)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Logs the gradient norm as a tensor on the device: nobody waits for it until it is shown."""
+        """Logs the gradient norm as a tensor on the device, without a host synchronization."""
         self.log("grad_norm", gradient_norm([*self.parameters()]), prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer and, where one is given, the schedule, per optimizer step."""
+        """The optimizer and, if given, the schedule, stepped once per optimizer step."""
         trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
         optimizer = self.make_optimizer(trained)
         if self.make_scheduler is None:
@@ -273,7 +267,7 @@ class CausalLM(LightningModule):
 def _load(network: str, config: PreTrainedConfig) -> Any:
     try:
         made = AutoModelForCausalLM.from_pretrained(os.path.expanduser(network), config=config, dtype=torch.float32)
-        return made.train()  # which leaves it in evaluation, without dropout
+        return made.train()  # from_pretrained returns it in evaluation mode
     except OSError as error:
         raise ValueError(
             f"pretrained needs a path with weights, but transformers can load none from {network!r}: "

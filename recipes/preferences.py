@@ -1,13 +1,12 @@
-"""Direct preference optimization (DPO): a loss whose gradients are small, and vanish in fp16 unless it is scaled.
+"""Direct preference optimization (DPO), whose small gradients vanish in fp16 unless the loss is scaled.
 
     L = -log σ(β [(log π(y|x) - log π_ref(y|x)) - (log π(y'|x) - log π_ref(y'|x))])        mean over pairs
 
 prefers the answer y to y' (arXiv 2305.18290, equation 7; here with log-probabilities per token, as in Tülu 3, arXiv
-2411.15124, section 5). It begins at ln 2, whatever the model, and yet its gradients are tiny: as it begins, that with
-respect to a logit is at most β/2 over the number of tokens of all answers y.
+2411.15124, section 5). It starts at ln 2 for every model, but with tiny gradients: with respect to a logit at most β/2
+over the number of tokens of all answers y.
 
-Pairs come from any text. The first half of a sequence is x, the second half y, and y' is y backwards: the same tokens,
-in an order that nobody would write.
+Pairs come from any text: x is the first half of a sequence, y the second half, and y' is y backwards.
 """
 
 import copy
@@ -20,41 +19,40 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
-from lightning_lowbit.checks import is_number
+from lightning_lowbit.checks import positive
 
 from .models import CausalLM
 
 
 class PreferenceLM(CausalLM):
-    """Learns to prefer text to the same text backwards, on batches of int64 tokens (batch, length + 1).
+    """Learns to prefer text to the reversed text, on batches of int64 tokens (batch, length + 1).
 
-    The reference π_ref is the model as it begins, a frozen copy. Logs ``loss``, ``margin`` (what β multiplies, the mean
-    over pairs), ``accuracy`` (share of pairs in which it is above 0), ``grad_norm`` and ``zero_gradients`` (share of
-    the elements of all gradients that are 0); and of the validation text ``val_accuracy`` and ``val_loss``, which is
-    the loss with β = 1: with a small β it hardly moves.
+    The reference π_ref is a frozen copy of the initial model. Logs ``loss``, ``margin`` (the factor of β, averaged over
+    pairs), ``accuracy`` (share of pairs with a positive margin), ``grad_norm`` and ``zero_gradients`` (share of zero
+    elements in all gradients). In validation it logs ``val_accuracy``, and ``val_loss`` with β = 1, because the loss
+    with a small β hardly changes.
 
     Args:
-        beta: β, how far the model may go from the reference.
-        **kwargs: those of :class:`CausalLM`.
+        beta: β, the weight of the margin.
+        **kwargs: arguments of :class:`CausalLM`.
 
     Raises:
-        ValueError: β is no number above 0; or as in :class:`CausalLM`.
+        ValueError: β is not a number above 0; or as in :class:`CausalLM`.
     """
 
     def __init__(self, beta: float = 0.1, **kwargs: Any) -> None:
-        if not is_number(beta) or not 0 < beta < math.inf:
-            raise ValueError(f"beta is what multiplies the margin, a number above 0; got {beta!r}.")
+        positive("beta", beta, "what multiplies the margin")
         super().__init__(**kwargs)
         self.beta = beta
         self.reference = copy.deepcopy(self.model).requires_grad_(False)
         self.val_accuracy = MeanMetric(nan_strategy=math.nan)
 
     def _margins(self, batch: Tensor) -> Tensor:
-        """By how much more than the reference the model prefers each sequence to its mirror image, float32 (batch,)."""
+        """How much more than the reference the model prefers y to y', float32 (batch,)."""
         answer = batch.shape[1] // 2
         mirrored = torch.cat([batch[:, :answer], batch[:, answer:].flip(1)], 1)
         both = torch.cat([batch, mirrored])
-        self.reference.eval()  # which Lightning puts into training, with all else
+        self.reference.eval()  # Lightning has set it to training
         with torch.no_grad():
             before = _log_probability(self.reference, both, answer)
         preferred, other = (_log_probability(self.model, both, answer) - before).chunk(2)
@@ -70,7 +68,7 @@ class PreferenceLM(CausalLM):
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Adds one batch to the means."""
+        """Adds one batch to the validation metrics."""
         margins = self._margins(batch)
         self.val_loss.update(-F.logsigmoid(margins))
         self.val_accuracy.update((margins > 0).float())
@@ -78,7 +76,7 @@ class PreferenceLM(CausalLM):
         self.log("val_accuracy", self.val_accuracy, prog_bar=True)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Logs how many gradients are 0, besides their norm."""
+        """Logs the norm of the gradients and the share of zeros in them."""
         super().on_before_optimizer_step(optimizer)
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         zeros = torch.stack([(gradient == 0).sum() for gradient in gradients]).sum()

@@ -1,42 +1,12 @@
 """Gradient descent on a quadratic loss with an error in every gradient: what noise costs, and what bias costs.
 
-A rounded gradient is the true one plus an error ε. On the loss L(θ) = λ/2 ‖θ‖² in d dimensions the gradient is g = λθ,
-and a step of η makes
+On the loss L(θ) = λ/2 ‖θ‖² in d dimensions the gradient is g = λθ, and a step of η with an error ε makes
 
-    θ  ->  θ - η (g + ε) = a θ - η ε,                    a = 1 - ηλ
+    θ  ->  θ - η (g + ε) = (1 - ηλ) θ - η ε
 
-**Noise**, E ε = 0 and E εεᵀ = σ² I, is what stochastic rounding leaves (FP4 All the Way, arXiv 2505.19115, section 4
-and figure 4). Let it shrink with the gradient: σ = k σ_critical, where σ_critical = ‖g‖ / √(3d). Then E ‖ε‖² is
-k²/3 ‖g‖², and one step makes
-
-    E L  ->  (a² + (ηλ)² k²/3) L                         k = 2       1       1/2       0
-                                            ηλ = 1       4/3      1/3      1/12       0
-                                            ηλ = 0.1   0.823    0.813     0.811    0.81
-
-With the full step k = 2 climbs, and k = 1 descends, but leaves four times as much as k = 1/2. With a tenth of it k
-hardly matters, for noise enters with the square of the step.
-
-So what is critical at σ_critical? Nothing stops there. With its best step, ηλ = 1 / (1 + k²/3), descent takes the share
-1 / (1 + k²/3) off the loss, where without noise it takes all: 3/4 at k = 1, and still 3/7 at k = 2. As a function of σ
-this share falls steepest at k = 1, where ‖g‖ = √3 σ √d: a little more noise costs most there. Descent stops where the
-factor above reaches 1, at k² = 3 (2 / ηλ - 1): at k = √3 with the full step, at k = 7.5 with a tenth of it. That k = 2
-does not descend is thus a matter of the step, and a smaller learning rate a remedy.
-
-**Bias**, E ε = m with ‖m‖ = μ, is what rounding to nearest can leave (appendix B.2). An error that is always m gives
-
-    θ_n = aⁿ θ_0 - (1 - aⁿ) m/λ  ->  -m/λ                L  ->  μ² / (2λ)
-
-a floor on which η has no influence. Unbiased noise of the same constant size, E ‖ε‖² = μ², has its floor at
-
-    E L  ->  μ² / (2λ) · ηλ / (2 - ηλ)
-
-which is the same for the full step, but 19 times lower for a tenth of it: over many small steps noise averages out, and
-bias does not.
-
-The theory posits the errors; a cast makes its own. Where its scales follow the gradient, as in NVFP4, its errors shrink
-with it, and on this loss both roundings reach zero. Where its scale stays as it is, they do what the theory says:
-rounding to nearest halts once every element is within half the finest spacing, however small the step, and stochastic
-rounding comes the closer, the smaller the step.
+Noise has E ε = 0 and the standard deviation k σ_critical, with σ_critical = ‖g‖ / √(3d) (FP4 All the Way, arXiv
+2505.19115, section 4 and figure 4). Bias has E ε = m with ‖m‖ = μ (appendix B.2): the loss ends at μ² / (2λ).
+``docs/guides/noise_and_bias.md`` has the theory.
 """
 
 import math
@@ -60,9 +30,9 @@ class Curve(NamedTuple):
     """One run of gradient descent.
 
     Attributes:
-        error: of its gradients: ``"noise"`` that shrinks with them, or ``"biased"`` or ``"unbiased"`` of constant size.
-        size: of the error: of noise its standard deviation over σ_critical, k; else its root mean square length, μ.
-        step: the step in units of 1/λ, that is ηλ.
+        error: kind of error: ``"noise"`` shrinks with the gradient; ``"biased"`` and ``"unbiased"`` have constant size.
+        size: k, the standard deviation over σ_critical, of noise; else μ, the root mean square length.
+        step: ηλ, the step in units of 1/λ.
     """
 
     error: str
@@ -71,21 +41,20 @@ class Curve(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What its loss is logged as."""
+        """The key that its loss is logged under."""
         return f"loss/{self.error}_{self.size:g}/step_{self.step:g}"
 
 
 class Quadratic(LightningModule):
-    """All runs at once, each a row of one matrix ``points`` (curves, dimensions), float64, with the minimum at 0.
+    """All runs at once: each is a row of the float64 matrix ``points`` (curves, dimensions), with the minimum at 0.
 
-    They begin at the same random point, where the loss is 1. Logs the loss of each, before the step, by the names of
-    ``curves``, and at the end of fit draws ``quadratic.png`` into the run's folder. Needs no data, and a Trainer with
-    ``max_steps``.
+    They start at the same random point, where the loss is 1. Logs the loss of each run before the step, under the names
+    of ``curves``, and draws ``quadratic.png`` into the run's folder when fit ends. Needs ``max_steps``, and no data.
 
     Args:
-        noises: k; of figure 4, with noiseless descent for comparison.
-        errors: μ; each both as bias, alike in all dimensions, and as unbiased noise.
-        steps: ηλ; each with all of the errors.
+        noises: values of k; those of figure 4, and noiseless descent for comparison.
+        errors: values of μ; each both as bias, equal in all dimensions, and as unbiased noise.
+        steps: values of ηλ; each is combined with all errors.
         dimensions: d.
         curvature: λ.
 
@@ -93,7 +62,7 @@ class Quadratic(LightningModule):
         ValueError: the loss has no dimensions or no minimum.
     """
 
-    # Of each curve (curves, 1); 0 where its error is another.
+    # (curves, 1): of each curve, or 0 where its error is of another kind.
     step: Tensor
     noise: Tensor
     biased: Tensor
@@ -134,15 +103,15 @@ class Quadratic(LightningModule):
         return self.curvature / 2 * self.points.square().sum(1)
 
     def train_dataloader(self) -> Iterable[int]:
-        """A number for each step: the loss needs no data."""
+        """A placeholder for each step, because the loss needs no data."""
         return range(self.trainer.max_steps)
 
     def on_fit_start(self) -> None:
-        """Forgets an earlier fit."""
+        """Clears the history of an earlier fit."""
         self.history.clear()
 
     def training_step(self, batch: int, batch_idx: int) -> Tensor:
-        """The sum of the losses, whose gradient is that of each row."""
+        """The sum of the losses; its gradient holds that of each row."""
         losses = self()
         self.history.append(losses.detach())
         names = (curve.name for curve in self.curves)
@@ -150,7 +119,7 @@ class Quadratic(LightningModule):
         return losses.sum()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Makes of the gradients (curves, d) what a rounded one would be, and gives each row its step."""
+        """Adds the errors to the gradients (curves, d), and scales each row by its step."""
         gradient = self.points.grad
         assert gradient is not None
         # The root mean square length of the noise is √d times its standard deviation, and σ_critical √d = ‖g‖ / √3.
@@ -159,7 +128,7 @@ class Quadratic(LightningModule):
         gradient *= self.step
 
     def configure_optimizers(self) -> Optimizer:
-        """Plain SGD; with a learning rate of 1/λ, a gradient times ηλ makes a step of η."""
+        """SGD with the learning rate 1/λ, so that a gradient scaled by ηλ makes a step of η."""
         return SGD([self.points], lr=1 / self.curvature)
 
     def losses(self) -> dict[Curve, Tensor]:
@@ -180,7 +149,7 @@ class Quadratic(LightningModule):
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 _DASHES = ("-", "--", "-.")  # of the steps
-_WINDOW = {"xlim": (-1, 40), "ylim": (1e-12, 1e6)}  # of the left panel: beyond, lines go on as they began
+_WINDOW = {"xlim": (-1, 40), "ylim": (1e-12, 1e6)}  # of the left panel
 
 
 def draw(losses: Mapping[Curve, Tensor], curvature: float) -> Figure:
@@ -199,7 +168,7 @@ def draw(losses: Mapping[Curve, Tensor], curvature: float) -> Figure:
         kinds = dict.fromkeys((curve.error, curve.size) for curve in shown)
         colors = {kind: f"C{i}" for i, kind in enumerate(kinds)}
         for curve, values in shown.items():
-            # What has a bias ends on a line, and lies visibly below what fluctuates about the same one.
+            # Biased curves are drawn wide: they lie below unbiased ones that fluctuate about the same floor.
             look: dict[str, Any] = {"linewidth": 3, "alpha": 0.6} if curve.error == BIASED else {"linewidth": 1.4}
             color = colors[curve.error, curve.size]
             axes.plot(values, color=color, linestyle=dashes[curve.step], **look)

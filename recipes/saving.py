@@ -1,4 +1,4 @@
-"""Models that are loaded as they were trained, and saved so that what is loaded elsewhere computes the same."""
+"""Loading of models with the casts of their training, and refusal of saves that would lose them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_lowbit.precision.checkpoints.trained import LACKING
 
 
 def restore_casts(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Restores the casts of a checkpoint, if it was trained with any; weights and mode are left to who loads them.
+    """Restores the casts of a checkpoint, if it was trained with any; leaves weights and mode alone.
 
     Raises:
         ValueError: its state is damaged.
@@ -32,24 +32,21 @@ def restore_casts(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
 
 
 class SavePretrained:
-    """``save_pretrained`` of a ``transformers`` model, which refuses to write weights that mean nothing without casts.
+    """``save_pretrained`` of a ``transformers`` model that refuses to write latent weights.
 
-    In quantization-aware training the optimizer moves latent weights, and the forward pass computes with what casts
-    make of them. Loaded elsewhere, without the casts, latent weights compute something else.
-
-    Args:
-        model: whose.
+    In quantization-aware training the optimizer updates latent weights, and the forward pass computes with their
+    quantized values. Loaded elsewhere, without the casts, latent weights give other results.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
 
     def __call__(self, *args: Any, latent: bool = False, **kwargs: Any) -> Any:
-        """As the model's class does it.
+        """Calls ``save_pretrained`` of the model's class.
 
         Args:
-            *args, **kwargs: as there.
-            latent: writes the weights as the optimizer has them, whatever the forward pass makes of them.
+            *args, **kwargs: passed on.
+            latent: whether to write latent weights.
 
         Raises:
             ValueError: layers were trained quantization-aware, and ``latent`` is False.
@@ -68,6 +65,6 @@ class SavePretrained:
 
 
 def is_quantization_aware(layer: QuantizedLayer) -> bool:
-    """Whether a layer quantizes its weight in the forward pass, and no gradient in the backward pass."""
+    """Whether a layer quantizes its weight in the forward pass, but no gradient in the backward pass."""
     casts = layer.casts
     return casts.fprop_w is not None and casts.dgrad_g is None and casts.wgrad_g is None

@@ -30,12 +30,12 @@ class WarmupSchedule(LambdaLR):
         total_steps: optimizer steps of the whole run; with None, :class:`CausalLM` fills in those of its Trainer.
 
     Raises:
-        ValueError: the warm-up is negative or leaves no step to the decay; or it is no whole number of steps, and no
-            share. In the second step: it is a share of a length that nobody has told.
+        ValueError: the warm-up is negative, leaves no step to the decay, or is neither a whole number of steps nor a
+            share. In the second step: it is a share of an unknown length.
     """
 
     warmup: float
-    """Optimizer steps of the warm-up; infinite while it is a share of a length that is not known yet."""
+    """Optimizer steps of the warm-up; infinite while it is a share of an unknown length."""
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int | float, total_steps: int | None = None) -> None:
         self.warmup_steps = warmup_steps
@@ -43,7 +43,7 @@ class WarmupSchedule(LambdaLR):
         super().__init__(optimizer, self._factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position; the shape, all arguments, is that of this run's configuration, also after a resume."""
+        """The position. A resumed run takes all arguments from its own configuration."""
         shape = {*inspect.signature(type(self)).parameters, "warmup"}
         return {name: value for name, value in super().state_dict().items() if name not in shape}
 
@@ -59,7 +59,7 @@ class WarmupSchedule(LambdaLR):
         self.warmup = self.warmup_steps
         if is_share:
             self.warmup = math.inf if total_steps == math.inf else round(self.warmup_steps * total_steps)
-            if hasattr(self, "lr_lambdas"):  # made before the length was known, and with it the first learning rate
+            if hasattr(self, "lr_lambdas"):  # the first learning rate was set before the length was known
                 self._update_rates()
 
     def _update_rates(self) -> None:
@@ -69,7 +69,7 @@ class WarmupSchedule(LambdaLR):
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def decay(self, step: int, progress: float) -> float:
-        """Learning rate over the peak at ``step``, ``progress`` of the way from the warm-up (0) to the end (1)."""
+        """Learning rate over the peak at ``step``; ``progress`` is 0 after the warm-up and 1 at the end."""
         raise NotImplementedError(f"{type(self).__name__} does not say how its learning rate decays.")
 
     def _factor(self, step: int) -> float:
@@ -116,16 +116,14 @@ class WarmupCosine(WarmupSchedule):
 
 
 class TwoStageLinear(WarmupSchedule):
-    """BitNet b1.58's: a linear warm-up, a linear decay towards zero, and half-way a drop besides.
+    """BitNet b1.58's schedule: a linear warm-up, and a linear decay toward zero that drops half-way to a lower peak.
 
-    The second stage goes on along the line of a lower peak. Ternary weights bear a high learning rate, which they need
-    to change at all, and settle in the second stage. Weight decay falls at the same step, see
-    :class:`lightning_lowbit.WeightDecaySwitch`.
+    Ternary weights need a high learning rate to change at all, and settle in the second stage. Weight decay ends at the
+    same step, see :class:`lightning_lowbit.WeightDecaySwitch`.
 
-    From "The Era of 1-bit LLMs: Training Tips, Code and FAQ" (in the repository microsoft/unilm), which warms up for
-    375 of 100 000 steps and goes from 1.5e-3 to 1e-3 with 700M parameters, from 1.2e-3 to 8e-4 with 1.3B and 3.9B,
-    and with the weight decay from 0.1 to 0. BitNet b1.58 2B4T (arXiv 2504.12285, section 3.1) keeps the two stages, but
-    makes each a cosine.
+    Source: "The Era of 1-bit LLMs: Training Tips, Code and FAQ" (microsoft/unilm), which warms up for 375 of 100 000
+    steps and goes from 1.5e-3 to 1e-3 with 700M parameters, and from 1.2e-3 to 8e-4 with 1.3B and 3.9B. BitNet b1.58
+    2B4T (arXiv 2504.12285, section 3.1) makes each stage a cosine.
 
     Args:
         optimizer: its learning rates are the peak of the first stage.
@@ -159,7 +157,7 @@ class TwoStageLinear(WarmupSchedule):
 
     @property
     def second_stage(self) -> float:
-        """The step at which the second stage starts, rounded as callbacks round their ``at``: they act at the same."""
+        """The step at which the second stage starts, rounded like ``at`` of callbacks."""
         return math.inf if self.total_steps == math.inf else round(self.at * self.total_steps)
 
     def set_total_steps(self, total_steps: float) -> None:

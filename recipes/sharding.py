@@ -1,4 +1,4 @@
-"""Spreading a network of ``transformers`` over processes: tensor parallelism within a node, FSDP2 over the rest."""
+"""Distribution of a network of ``transformers``: tensor parallelism and FSDP2."""
 
 from typing import Any
 
@@ -12,19 +12,18 @@ _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise"
 
 
 def spread(model: Any, mesh: DeviceMesh, gather_dtype: torch.dtype | None = None, **kwargs: Any) -> None:
-    """Cuts the linear layers of a network as its configuration says, then shards its parameters, in place.
+    """Makes the linear layers tensor-parallel as the network's configuration says, then shards parameters, in place.
 
     Args:
         model: of ``transformers``.
         mesh: with dimensions ``"data_parallel"`` and ``"tensor_parallel"``, as Lightning's ``ModelParallelStrategy``
-            makes it. A dimension of size 1 changes nothing.
-        gather_dtype: what parameters are gathered in; None for their own. Gradients are reduced in float32.
-        **kwargs: others of ``fully_shard``.
+            creates it. A dimension of size 1 changes nothing.
+        gather_dtype: the dtype that parameters are gathered in; None for their own. Gradients are reduced in float32.
+        **kwargs: passed to ``fully_shard``.
 
     Raises:
-        ValueError: ``gather_dtype`` is given, and parameters are not sharded; or there are several tensor-parallel
-            processes, and the network says of none of its layers how they are to be cut, or something that is not known
-            here, or has fewer heads than they need.
+        ValueError: ``gather_dtype`` is given, but parameters are not sharded; or the network has no known
+            tensor-parallel plan, or its heads do not divide by the number of tensor-parallel processes.
     """
     data, tensors = mesh["data_parallel"], mesh["tensor_parallel"]
     if gather_dtype is not None and data.size() == 1:
@@ -42,13 +41,13 @@ def spread(model: Any, mesh: DeviceMesh, gather_dtype: torch.dtype | None = None
 
 
 def blocks(model: Any) -> list[nn.Module]:
-    """The parts of a network whose parameters are gathered together: its decoder blocks, by its own account."""
+    """The decoder blocks of a network, whose parameters are gathered together."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
 
 def tensor_parallel_plan(model: Any, size: int) -> dict[str, ParallelStyle]:
-    """How each linear layer of a network is cut over ``size`` processes, by patterns of names.
+    """The style of each linear layer over ``size`` processes, by patterns of names.
 
     Raises:
         ValueError: as :func:`spread`.

@@ -1,8 +1,7 @@
-"""Spikes on purpose: what an optimizer or a callback does about them can be measured only where they are.
+"""Deliberate spikes, to measure what optimizers and callbacks do about them.
 
-    GradientSpikes    in one step of a hundred, drawn at random, the gradient is a thousand times as large, or a share
-                      of its elements
-    CorruptBatches    in given steps the batch is noise, or the loss no number
+    GradientSpikes    in one step of a hundred, drawn at random, multiplies the gradient, or a share of it, by 1000
+    CorruptBatches    in given steps replaces the batch by noise, or the loss by NaN
 
 Stable-SPAM's paper finds such spikes in four-bit training (arXiv 2502.17055, section 2) and SPAM's in all training of
 language models (arXiv 2501.06842, section 2), where they are rare and models are large.
@@ -26,18 +25,18 @@ from lightning_lowbit.quant.rounding import mix_key
 class GradientSpikes(Callback):
     """Multiplies some elements of all gradients in some steps, before anything clips them.
 
-    Steps and elements are a function of the seed and the step: the same for every optimizer, after a resume, sharded or
-    not (under FSDP1, which cuts flattened parameters, the elements are others). Each of several optimizers has its own
-    steps. Logs ``gradient_spike``, 1 in such a step and else 0; that of the last where a training step has several.
+    Steps and elements depend on the seed and the step alone: they are the same for every optimizer, after a resume, and
+    sharded or not (except under FSDP1, which cuts flattened parameters). Each of several optimizers has its own steps.
+    Logs ``gradient_spike``: 1 in such a step, else 0; of several optimizer steps in a training step, that of the last.
 
     Args:
-        probability: of a step to be one with a spike; the test of this repository: .01.
-        factor: what the elements are multiplied with; 1000.
-        share: of the elements of each gradient, drawn for each; 1 is the whole gradient.
-        seed: of the draws, 0 to 2^32 - 1; None takes that of ``seed_everything``, or 0.
+        probability: of a spike in a step.
+        factor: of the elements.
+        share: of the elements of each gradient to multiply; 1 is the whole gradient.
+        seed: 0 to 2^32 - 1; None takes that of ``seed_everything``, or 0.
 
     Raises:
-        ValueError: a probability or share outside [0, 1], a factor that is no number, or a seed that is none.
+        ValueError: a probability or share outside [0, 1], or an invalid factor or seed.
     """
 
     def __init__(
@@ -56,12 +55,12 @@ class GradientSpikes(Callback):
         """Draws whether this is a step with a spike, and which elements."""
         seed = torch.tensor(global_seed() if self.seed is None else self.seed)
         mixed = int(mix_key((seed << 32) + trainer.global_step))
-        generator = torch.Generator().manual_seed(mixed % 2**32)  # of more bits it takes no notice
+        generator = torch.Generator().manual_seed(mixed % 2**32)  # which ignores more bits
         drawn = torch.rand((), generator=generator).item() < self.probability
         pl_module.log("gradient_spike", float(drawn))
         if drawn:
             own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            for parameter in pl_module.parameters():  # the order in which an optimizer has them does not matter
+            for parameter in pl_module.parameters():  # not in the order of the optimizer
                 gradient: Any = parameter.grad
                 if gradient is not None and id(parameter) in own:
                     hit = torch.rand(gradient.shape, generator=generator) < self.share
@@ -69,16 +68,16 @@ class GradientSpikes(Callback):
 
 
 class CorruptBatches(Callback):
-    """Spoils the batches of some optimizer steps.
+    """Corrupts the batches of some optimizer steps.
 
     Args:
-        steps: which, counted from 0 as ``global_step`` counts them.
-        kind: of a batch that is a tensor of integers, ``"noise"``: tokens are drawn anew, uniformly from 0 to the
-            largest in it, or ``"shuffle"``: they change places at random. Or ``"nan"``: what the model's last linear
-            layer gives is NaN, and with it the loss and all gradients.
+        steps: optimizer steps, counted from 0 like ``global_step``.
+        kind: ``"noise"`` draws new tokens uniformly from 0 to the largest of the batch; ``"shuffle"`` permutes them;
+            ``"nan"`` makes the output of the model's last linear layer NaN, and with it the loss and all gradients.
 
     Raises:
-        ValueError: steps are no integers from 0 on, or there is no such kind; in such a step: batches are no integers.
+        ValueError: a step is not an integer from 0 on, or there is no such kind; in such a step: the batch is not a
+            tensor of integers.
     """
 
     def __init__(self, steps: Sequence[int], kind: str = "noise") -> None:
@@ -88,7 +87,7 @@ class CorruptBatches(Callback):
         self._hook: Any = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Spoils the batch, or the model for it."""
+        """Corrupts the batch, or the model for it."""
         if trainer.global_step not in self.steps:
             return
         if self.kind == "nan":
@@ -106,16 +105,16 @@ class CorruptBatches(Callback):
                 batch.copy_((uniform * (batch.max() + 1)).to(batch.dtype))
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """The model is itself again."""
+        """Restores the model."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
 
 def _spread_as(gradient: Tensor, whole: Tensor) -> Tensor:
-    """What of a tensor of the shape of a whole gradient lies where this rank has its part of that."""
+    """This rank's shard of a tensor that has the shape of the whole gradient."""
     if not isinstance(gradient, DTensor):
         return whole
-    # A sum that is still to be made is multiplied in each of its terms.
+    # Of a partial sum every term is multiplied.
     placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
     return local(distribute_tensor(whole, gradient.device_mesh, placements, src_data_rank=None))

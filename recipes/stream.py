@@ -1,7 +1,7 @@
-"""Text that is read while the model trains, in an order that can be taken up again anywhere.
+"""Text that is read while the model trains, in a reproducible order that resumes anywhere.
 
-The documents of the data set, in their own order, again and again, are one endless row of tokens. It is cut into
-sequences that share one token at each border, and so each sequence has a number:
+The documents of the data set, repeated in their own order, are one endless row of tokens. It is cut into numbered
+sequences that share one token at each border:
 
     tokens     t0 t1 t2 t3 t4 t5 t6 …         sequence_length = 3
     sequence   0: t0 … t3     1: t3 … t6      …
@@ -9,9 +9,9 @@ sequences that share one token at each border, and so each sequence has a number
     order      the sequences of block 0 by a permutation drawn from (seed, 0), then those of block 1, …
     batch b    the next `ranks * batch_size` sequences of the order; a rank takes every `ranks`-th of them
 
-So the sequences of a step depend neither on how many ranks share its batch nor on their workers, nothing is seen twice
-before the data ends, and nothing is left out. The price: every rank and every worker tokenizes the whole stream, and
-keeps what is its own. There are no epochs; what is handed out next depends on what has been handed out alone.
+So the sequences of a step depend neither on the number of ranks that share its batch nor on workers, and each sequence
+is seen once before the data repeats. The price: every rank and worker tokenizes the whole stream. There are no epochs;
+the next batch depends only on the number of batches given before.
 """
 
 import hashlib
@@ -33,13 +33,13 @@ HUB = "hf:"
 # Sequences that are shuffled together. C4 comes shuffled, so this only has to break up long documents.
 BLOCK = 1024
 
-Position = dict[str, Any]  # of integers, strings, None, and dictionaries of them: what a checkpoint loads safely
+Position = dict[str, Any]  # integers, strings, None, and dictionaries of them, as safe checkpoints hold
 
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
     """``datasets`` without its progress bars."""
-    import datasets  # takes a second, and only runs that read text need it
+    import datasets  # imported late, because it takes a second
 
     bars_were_on = not datasets.utils.are_progress_bars_disabled()
     datasets.disable_progress_bars()
@@ -51,10 +51,10 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def text_of(row: dict[str, Any], column: str, source: str) -> bytes:
-    """The text of a row as UTF-8, empty where there is none.
+    """The text of a row as UTF-8, empty for None.
 
     Raises:
-        ValueError: there is no such column, or it holds something else.
+        ValueError: there is no such column, or it does not hold text.
     """
     if column not in row:
         columns = ", ".join(repr(name) for name in row)
@@ -69,7 +69,7 @@ def text_of(row: dict[str, Any], column: str, source: str) -> bytes:
 class Documents:
     """The documents of one split, as UTF-8, from any position on.
 
-    ``start`` is the position of the first one; moved forward, it leaves the documents before it out of every pass.
+    ``start`` is the position of the first document; moved forward, every pass skips the documents before it.
     """
 
     def __init__(self, dataset: Any, column: str, source: str) -> None:
@@ -77,14 +77,14 @@ class Documents:
         self.start = self.position()
 
     def position(self) -> Position:
-        """Where the latest `read` stands: behind the document that it gave last."""
+        """The position of the latest `read`: after the document that it gave last."""
         return self._dataset.state_dict()
 
     def read(self, position: Position) -> Iterator[bytes]:
         """From the position to the end of the data, without blank documents."""
         self._dataset.load_state_dict(position)
-        # Not `iter(dataset)`, which gives each worker of a `DataLoader` a part of the rows alone. One row at a time,
-        # because a position is exact between the batches of `iter`, and for their size only.
+        # Not `iter(dataset)`, which gives each worker of a `DataLoader` only a part of the rows. One row at a time,
+        # because positions are exact only between batches of `iter`.
         for rows in self._dataset.iter(batch_size=1):
             text = text_of({name: values[0] for name, values in rows.items()}, self._column, self._source)
             if text.strip():
@@ -98,7 +98,7 @@ class Documents:
             position = self.position()
 
     def first_tokens(self, tokenizer: Tokenizer, number: int | None) -> Tensor:
-        """The first tokens, read document by document; all of them for None, and fewer where there are no more."""
+        """The first ``number`` tokens, or fewer if there are no more; all for None."""
         parts, total = [torch.empty(0, dtype=torch.uint8)], 0
         for _, tokens in self.tokens(tokenizer, self.start, BATCH if number is None else 1):
             parts.append(tokens)
@@ -132,16 +132,16 @@ def open_splits(path: str, column: str) -> dict[str, Documents]:
 
 
 class SequenceStream(Dataset[Tensor]):
-    """The numbered sequences of ``length + 1`` tokens, int64; one block is in memory, and the next ones lie ahead."""
+    """Numbered sequences of ``length + 1`` tokens, int64, one block at a time in memory, in forward order."""
 
     def __init__(self, documents: Documents, tokenizer: Tokenizer, length: int) -> None:
         self.documents, self.tokenizer, self.length = documents, tokenizer, length
-        self.position: Position = {}  # of the block that is in memory, or of the one to begin with
+        self.position: Position = {}  # of the block in memory, or of the first one to read
         self._blocks: Iterator[tuple[Position, Tensor]] | None = None
         self.seek(None)
 
     def _read(self, position: Position) -> Iterator[tuple[Position, Tensor]]:
-        """The tokens from a position of the documents on, again and again."""
+        """The tokens from a position on, repeated without end."""
         while True:
             number = 0
             whole = position == self.documents.start
@@ -160,7 +160,7 @@ class SequenceStream(Dataset[Tensor]):
         """Reads the first sequence.
 
         Raises:
-            ValueError: all the data is too short for it.
+            ValueError: the data is too short.
         """
         needed = self.length + 1
         for _, tokens in self._read(self.documents.start):
@@ -190,7 +190,7 @@ class SequenceStream(Dataset[Tensor]):
                 offset -= len(held.popleft()[1])
 
     def seek(self, position: Position | None) -> None:
-        """Goes to a block, None for the first. Nothing is read before it is wanted, which may be in another process."""
+        """Goes to a block, None for the first. Reads nothing yet: a worker process may do it."""
         position = position or {"block": 0, "documents": self.documents.start, "offset": 0}
         if self._blocks is None or self.position["block"] != position["block"]:
             self.position, self._blocks, self._tokens = position, None, torch.empty(0)
@@ -207,20 +207,20 @@ class SequenceStream(Dataset[Tensor]):
         return self._tokens[start : start + self.length + 1].long()
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Position]:
-        """A batch, and the block of its last sequence: no later sequence of any rank lies before it."""
+        """A batch, and the position of its last block: later sequences of all ranks lie in it or after it."""
         return torch.stack([self[index] for index in indices]), self.position
 
 
 class StreamShard(DistributedSampler[Tensor]):
-    """One rank's share of the order, from its ``start``-th sequence on; endless, whatever Lightning's epoch is.
+    """One rank's share of the order, from its ``start``-th sequence on, without end.
 
-    A ``DistributedSampler`` also on one device, so that Lightning leaves it in place.
+    It is a ``DistributedSampler`` also on one device, so that Lightning does not replace it.
     """
 
     start = 0
 
     def __init__(self, num_replicas: int, rank: int, seed: int) -> None:
-        # Not the base's, which asks for the length of the data.
+        # Not the base class's, which needs the length of the data.
         self.num_replicas, self.rank, self.seed, self.epoch = num_replicas, rank, seed, 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -238,24 +238,24 @@ class StreamShard(DistributedSampler[Tensor]):
 
 
 def as_it_is(batch: tuple[Tensor, Position]) -> tuple[Tensor, Position]:
-    """What ``SequenceStream`` gives is a batch already."""
+    """A collate function: ``SequenceStream`` gives whole batches."""
     return batch
 
 
 class StreamLoader(DataLoader[Tensor]):
-    """A ``DataLoader`` without end that Lightning saves and restores with the checkpoint.
+    """An endless ``DataLoader`` that Lightning saves and restores with the checkpoint.
 
-    A new iteration goes on where the last one stopped, be it after a checkpoint or in a new epoch of Lightning's. The
-    state is the number of batches used, and where the block of the next one begins in the data, which is near.
+    A new iteration continues where the last one stopped, also after a checkpoint or in a new epoch. The state
+    is the number of used batches, and the position of the block of the next one.
 
     Args:
         dataset: the sequences.
-        sampler: which of them this rank takes.
+        sampler: the order of this rank.
         batch_size: sequences per batch and rank.
         num_workers: processes that fetch batches.
-        order: all that the order depends on, beyond seed, ranks and sizes.
-        ahead: the consumer (Lightning) asks for batches that it may not use, and calls `use` for each that it does.
-            Else a batch is used when it is handed out.
+        order: what the order depends on besides seed, ranks and sizes.
+        ahead: whether the consumer (Lightning) prefetches, and calls `use` for each batch that it uses. Else a batch is
+            used when it is given.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class StreamLoader(DataLoader[Tensor]):
         order: dict[str, Any] | None = None,
         ahead: bool = False,
     ) -> None:
-        # Without a generator of its own, each iteration would draw a seed from the global one, which dropout uses.
+        # Its own generator: else each iteration would draw a seed from the global one, which dropout uses.
         settings: dict[str, Any] = {"num_workers": num_workers, "generator": torch.Generator(), "collate_fn": as_it_is}
         super().__init__(dataset, batch_size=batch_size, sampler=sampler, **settings)
         sizes = {"batch_size": batch_size, "sequence_length": dataset.length}
@@ -287,16 +287,16 @@ class StreamLoader(DataLoader[Tensor]):
             yield batch
 
     def use(self) -> None:
-        """Counts one more of the batches that were handed out as used."""
+        """Counts one more of the given batches as used."""
         self._position = self._unused.popleft()
         self._batches += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what gives it its meaning. That of one rank serves for all."""
+        """The position, equal on all ranks, and the order that it belongs to."""
         return {"batches": self._batches, "position": self._position, "order": self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next iteration go on where the state was taken.
+        """Makes the next iteration continue at the saved position.
 
         Raises:
             ValueError: the state belongs to another order of batches.
@@ -310,11 +310,11 @@ def open_stream(
 ) -> tuple[SequenceStream, PackedSequences]:
     """The training stream, and the validation sequences in memory.
 
-    These are the first of the split ``validation`` or ``test``, all of it for None; of the first documents of
-    ``train`` where there is no such split, and then training never sees these documents.
+    Validation takes the first sequences (all for None) of the split ``validation`` or ``test``; without such a split,
+    the first documents of ``train``, which training then skips.
 
     Raises:
-        ValueError: the data cannot be opened or is too short, or all of a split is asked for that is not there.
+        ValueError: the data cannot be opened or is too short, or ``val_sequences`` is None without such a split.
     """
     splits = open_splits(path, column)
     train = splits["train"]

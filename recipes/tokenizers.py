@@ -1,11 +1,11 @@
-"""From documents to token ids.
+"""Tokenization of documents.
 
-A document is its UTF-8 bytes. Each ends with a separator, so that a model can learn where one text ends:
+A document is UTF-8 bytes. A separator ends each, so that a model can learn where texts end:
 
     documents  b"ab", b"c"
     tokens     a b | c |            | is the separator: byte 0, or the end token of a pretrained tokenizer
 
-Text is only text: a document that writes `</s>` does not thereby end.
+Special tokens in a document are plain text: `</s>` in it does not end it.
 """
 
 import os
@@ -15,11 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-BATCH = 64  # documents tokenized at once: enough to share the call, little enough to hold as Python integers
+BATCH = 64  # documents tokenized at once
 
 
 class Tokenizer(Protocol):
-    """What the data needs of a tokenizer.
+    """The interface of a tokenizer.
 
     Attributes:
         separator: the id between documents.
@@ -34,9 +34,9 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A byte is a token."""
+    """Bytes as tokens."""
 
-    separator = 0  # stands in no text, so it can mean "here ends a document"
+    separator = 0  # occurs in no text
     vocab_size = 256
 
     def encode(self, documents: list[bytes]) -> Tensor:
@@ -48,14 +48,14 @@ class ByteTokenizer:
 class PretrainedTokenizer:
     """Any tokenizer of ``transformers``.
 
-    ``vocab_size`` leaves out the special tokens that no text gives: T5's tokenizer has 32100 entries, the last 100 of
-    them sentinels, and its value is 32000.
+    ``vocab_size`` excludes special tokens that no text produces: of T5's 32100 entries the last 100 are sentinels, so
+    its value is 32000.
 
     Args:
         name: what ``AutoTokenizer.from_pretrained`` takes, a name on the Hugging Face Hub or a folder.
 
     Raises:
-        ValueError: there is no such tokenizer, or it has no token to end a document with.
+        ValueError: there is no such tokenizer, or it has no token that can end a document.
     """
 
     def __init__(self, name: str) -> None:
@@ -89,8 +89,7 @@ class PretrainedTokenizer:
         settings = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
         encoded = self._tokenizer(texts, **settings, verbose=False)["input_ids"] if texts else []
         tokens = torch.tensor(list(chain.from_iterable((*ids, -1) for ids in encoded)), dtype=torch.int32)
-        # `split_special_tokens` looks for no special tokens, but models that know them as pieces of text (T5's knows
-        # `</s>`) give them all the same.
+        # With `split_special_tokens` some models still produce special tokens that they know as text: T5 `</s>`.
         tokens = tokens[~torch.isin(tokens, self._special)]
         return tokens.masked_fill_(tokens < 0, self.separator).to(self._dtype)
 
@@ -105,6 +104,6 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def encode_all(tokenizer: Tokenizer, documents: list[bytes]) -> Tensor:
-    """The ids of any number of documents, with a separator between, but not after them; 1-D."""
+    """The ids of any number of documents, 1-D, with a separator between them, but not after the last one."""
     parts = range(0, len(documents), BATCH)
     return torch.cat([tokenizer.encode(documents[part : part + BATCH]) for part in parts])[:-1]

@@ -19,16 +19,16 @@ _SUFFIX = ".ckpt"
 
 
 def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
-    """The checkpoint to go on from, or what Lightning resolves itself.
+    """The checkpoint to resume from, or an alias that Lightning resolves itself.
 
     Args:
-        path: ``last`` is the newest of the runs of this recipe; ``last-good`` the newest that is whole.
-        trainer: the configuration of the Trainer, which says where the runs are.
-        trains: removes what crashed runs have left there.
+        path: ``last`` is the newest checkpoint of this recipe's runs; ``last-good`` the newest that is not damaged.
+        trainer: the configuration of the Trainer, which names the folders of the runs.
+        trains: whether to remove leftovers of crashed runs.
 
     Raises:
-        FileNotFoundError: there is none.
-        DamagedCheckpointError: it is damaged.
+        FileNotFoundError: there is no checkpoint.
+        DamagedCheckpointError: the checkpoint is damaged.
     """
     if path in ("last", "last-good"):
         folders = _folders(trainer)
@@ -45,13 +45,13 @@ def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
             f"The checkpoint {path!r} does not exist. Give the path of one, or leave --ckpt_path out to start afresh."
         )
     wrong = damage(Path(str(path)))
-    if wrong not in (None, FOREIGN):  # a plugin may write other files
+    if wrong not in (None, FOREIGN):  # other plugins may write other files
         raise ValueError(f"The checkpoint {path} is damaged: it {wrong}. Give another one, or --ckpt_path last-good.")
     return path
 
 
 def find_checkpoints(*folders: Path) -> list[Path]:
-    """Each ``*.ckpt`` below some folders, the newest first."""
+    """All ``*.ckpt`` below some folders, the newest first."""
     return find(*folders, suffix=_SUFFIX)
 
 
@@ -71,7 +71,7 @@ def _find_last(which: str, folders: list[Path]) -> Path:
 
 
 def _folders(trainer: Any) -> list[Path]:
-    # Where ModelCheckpoint writes: its own folder, or below that of the first logger, or the Trainer's.
+    # ModelCheckpoint writes to its own folder, or below that of the first logger, or the Trainer's.
     callbacks = [getattr(callback, "init_args", None) or {} for callback in as_list(trainer.callbacks or [])]
     logger = as_list(trainer.logger)[0] if trainer.logger else None
     arguments = getattr(logger, "init_args", None) or {}

@@ -1,6 +1,6 @@
-"""Which command does what, and how mistakes are told.
+"""Dispatch of the ``lowbit`` commands, and one-line messages for mistakes of the user.
 
-Nothing here imports torch: `lowbit ls` and `lowbit --help` do not wait for it, and a command imports what it needs.
+This module does not import torch, so that `lowbit ls` and `lowbit --help` are quick.
 """
 
 import argparse
@@ -49,7 +49,7 @@ _OPTIONS = """\
   --ckpt_path last                               goes on from the newest checkpoint of the run's folder
 """
 
-# What the Trainer does; all that Lightning's command line has.
+# The subcommands of Lightning's command line.
 TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
-            return 141  # as a program that SIGPIPE ended
+            return 141  # the status of a program that SIGPIPE ends
         if os.environ.get("LOWBIT_TRACEBACK") == "1" or not _is_mistake(error):
             raise
         from lightning_lowbit.cli.mistakes import explain
@@ -107,7 +107,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _is_mistake(error: Exception) -> bool:
-    """Whether an error is one of the user's: one line says what to do. Any other keeps its traceback."""
+    """Whether an error is a mistake of the user, told in one line; other errors keep their traceback."""
     if isinstance(error, ValueError | OSError):
         return True
     from jsonargparse import ArgumentError
@@ -118,7 +118,7 @@ def _is_mistake(error: Exception) -> bool:
 
 
 def _nobody_reads() -> bool:
-    """Whether the reader of the output has gone, as ``head`` does. Then the rest of it goes nowhere."""
+    """Whether the reader of the output is gone, as ``head`` does; then sends the rest of the output to /dev/null."""
     poll = select.poll()
     poll.register(sys.stdout, 0)
     gone = any(event & select.POLLERR for _, event in poll.poll(0))

@@ -1,9 +1,9 @@
-"""Recipes by name, and several configurations put together into one.
+"""Recipes by name, and merging of configurations.
 
-Mappings merge key by key, lists of callbacks one after the other, and everything else by the last word. A null at the
-head of an overlay's callbacks drops those before it. Fields of casts change the preset that is named before. Where an
-overlay names another class, the arguments that the new class takes as well stay: the learning rate of a recipe's
-optimizer holds for the one that takes its place.
+Mappings merge key by key, lists of callbacks are concatenated, and of everything else the last value holds. A null at
+the head of an overlay's callbacks drops those before it. Fields of casts change the preset of an earlier configuration.
+Where an overlay names another class, arguments that the new class also takes stay: the learning rate of a recipe's
+optimizer holds for the optimizer that replaces it.
 """
 
 import re
@@ -17,7 +17,7 @@ import yaml
 from lightning_lowbit.checks import nearest
 from lightning_lowbit.cli.lists import options_with_lists, with_lists
 
-# The folders of configurations that go on top of a recipe, and of those that run one many times.
+# Folders of configurations that change a recipe, and of those that run a recipe many times.
 OVERLAY, STUDY = "overlays", "studies"
 
 _NEEDS_NO_RECIPE = r"--(model|model\.class_path|print_config|help|[\w.]+\.help)(=|$)"
@@ -30,18 +30,17 @@ def recipes() -> dict[str, Path]:
 
 
 def headline(path: Path) -> str:
-    """The first line of a configuration, which says what it is for."""
+    """The first line of a configuration: what it is for."""
     return path.read_text().splitlines()[0].lstrip("# ")
 
 
 def kind(path: Path) -> str:
-    """What a configuration of this package is, by its folder: ``OVERLAY``, ``STUDY``, or empty for a recipe."""
+    """``OVERLAY`` or ``STUDY``, the folder of a configuration of this package; empty for a recipe."""
     return path.parent.name if path.parent.name in (OVERLAY, STUDY) else ""
 
 
 def find_config(name: str, option: str = "--config") -> Path:
-    """The file of an option: a path, or the name of a recipe, overlay or study of this package (also as presets are
-    written, with hyphens).
+    """The file that an option names: a path, or a recipe, overlay or study of this package, also with hyphens.
 
     Raises:
         FileNotFoundError: there is neither.
@@ -65,7 +64,7 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
     if key == "callbacks" and isinstance(overlay, list) and overlay[:1] == [None]:
         return overlay[1:]
     if key == "callbacks" and base and overlay:
-        # One that is there already, with the same arguments, is the same: Lightning refuses most callbacks twice.
+        # Without duplicates: Lightning refuses most callbacks twice.
         return as_list(base) + [callback for callback in as_list(overlay) if callback not in as_list(base)]
     if key == "plugins" and isinstance(base, list) and isinstance(overlay, Mapping):
         if len(base) != 1:
@@ -76,7 +75,7 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
         base = base[0]
     if not isinstance(overlay, Mapping):
         return overlay
-    if key == "casts" and _is_whole(overlay):  # six casts in full: nothing is left of those before
+    if key == "casts" and _is_whole(overlay):  # six casts replace all earlier ones
         return overlay
     if key == "casts" and isinstance(base, str):
         base = {"preset": base}
@@ -84,7 +83,7 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
     if base and "class_path" in overlay and overlay["class_path"] != base.get("class_path"):
         from lightning_lowbit.cli.mistakes import arguments_of
 
-        taken = arguments_of(overlay["class_path"])  # None: the parser will say what is wrong with it
+        taken = arguments_of(overlay["class_path"])  # None for an unknown class, which the parser will report
         kept = (base.get("init_args") or {}).items()
         base = {"init_args": {name: value for name, value in kept if taken is None or name in taken}}
         if not base["init_args"]:
@@ -93,7 +92,7 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
 
 
 def _is_whole(casts: Mapping[str, Any]) -> bool:
-    from lightning_lowbit.nn.casts import OPERANDS  # and with it torch, for which a list of recipes does not wait
+    from lightning_lowbit.nn.casts import OPERANDS  # imports torch, which `lowbit ls` must not
 
     return set(OPERANDS) <= set(casts)
 
@@ -118,9 +117,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def merge_all(configs: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
-    """Some configurations, each on top of those before it: names, paths, or what would stand in a file.
+    """Merges configurations, each on top of those before it: names, paths, or contents of files.
 
-    A run that says nothing of its folder gets ``runs/<names>``, so that each combination has one of its own.
+    Without a folder for its runs the result gets ``runs/<names>``, so that each combination has its own.
 
     Raises:
         ValueError: one of them is a study, or no mapping.
@@ -145,12 +144,12 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def combined_name(names: Sequence[str]) -> str:
-    """What a combination of configurations is called."""
+    """The name of a combination of configurations."""
     return "+".join(find_config(name).stem for name in names)
 
 
 def split_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The values of all ``--config`` of a command line, and the rest of it."""
+    """Splits a command line into the values of all ``--config`` and the rest."""
     names, rest = [], []
     remaining = iter(arguments)
     for argument in remaining:
@@ -163,7 +162,7 @@ def split_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
-    """Replaces all ``--config`` of a command line by a single one, the file ``merged``, which this function writes.
+    """Replaces all ``--config`` of a command line by a single one, the file ``merged``, which it writes.
 
     Raises:
         ValueError: nothing names a model, or as :func:`merge_all`.

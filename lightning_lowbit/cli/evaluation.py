@@ -1,4 +1,4 @@
-"""``lowbit validate | test | predict`` evaluate a checkpoint as it was trained, whatever the configuration says."""
+"""Evaluation of a checkpoint in the precision of its training, whatever the configuration says."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,15 +10,15 @@ from lightning_lowbit.precision.checkpoints.files import load_checkpoint, state_
 
 
 def as_trained(trainer: Mapping[str, Any], path: str | None, weights_only: bool = True) -> dict[str, Any]:
-    """Arguments of the Trainer that make it evaluate a checkpoint as it was trained.
+    """Arguments of the Trainer to override, so that it evaluates a checkpoint as it was trained.
 
     Args:
-        trainer: its arguments, instantiated, as the configuration gives them.
-        path: of the checkpoint; None, or what is no local path, changes nothing.
+        trainer: the instantiated arguments of the configuration.
+        path: of the checkpoint; None, or a path that is not local, overrides nothing.
         weights_only: as in ``torch.load``.
 
     Returns:
-        What to change; nothing if the checkpoint does not say how it was trained, or if the configured plugin has
+        The overrides; empty if the checkpoint does not hold its casts, or the configured plugin has
         ``casts_of_checkpoint=False``.
     """
     plugins = as_list(trainer.get("plugins") or [])
@@ -28,7 +28,7 @@ def as_trained(trainer: Mapping[str, Any], path: str | None, weights_only: bool 
     checkpoint = load_checkpoint(path, weights_only)
     state = state_of(checkpoint)
     if state is None or state.get("trained") is None:
-        return {}  # the plugin says so
+        return {}  # the plugin warns of it
     same: dict[str, Any] = {} if own is None else {"exact": own.exact, "backend": own.backend}
     plugin = LowBitPrecision.from_checkpoint(checkpoint, **same)
     return {"plugins": [*(each for each in plugins if each is not own), plugin], "precision": None}

@@ -1,7 +1,7 @@
-"""One item where an argument of a class takes a list: it stands for the list of it, on the command line and in YAML.
+"""A single item in place of a list of one, on the command line and in YAML, where an argument of a class takes a list.
 
-``--trainer.plugins.init_args.skip lm_head`` is ``skip: [lm_head]``. In Python a string is an iterable of letters, so
-there the classes refuse it.
+``--trainer.plugins.init_args.skip lm_head`` means ``skip: [lm_head]``. In Python the classes refuse a string there,
+because it is an iterable of letters.
 """
 
 import inspect
@@ -14,7 +14,7 @@ import yaml
 
 
 def with_lists(config: Any) -> Any:
-    """A configuration in which each item that stands for a list is one."""
+    """A configuration with a list in place of each single item."""
     if isinstance(config, list):
         return [with_lists(item) for item in config]
     if not isinstance(config, Mapping):
@@ -27,9 +27,9 @@ def with_lists(config: Any) -> Any:
 
 
 def options_with_lists(arguments: Sequence[str], config: Mapping[str, Any]) -> list[str]:
-    """Likewise a command line, whose options change ``config``."""
+    """The same for a command line whose options change ``config``."""
     made = list(arguments)
-    named: dict[str, str] = {}  # classes, by the option that names them
+    named: dict[str, str] = {}  # class paths by option
     for i, argument in enumerate(arguments):
         option, equals, value = argument.partition("=")
         if not option.startswith("--") or (not equals and (i + 1 == len(arguments) or made[i + 1].startswith("--"))):
@@ -54,7 +54,7 @@ def _parsed(value: str) -> Any:
 
 
 def _class_path(config: Any, path: str) -> Any:
-    """Of what an option would change; of a list that is the last element."""
+    """The class path of what an option changes; of a list, that of the last element."""
     for part in path.split("."):
         within = config.get("init_args") if isinstance(config, Mapping) and part not in config else config
         config = within.get(part) if isinstance(within, Mapping) else None
@@ -63,7 +63,7 @@ def _class_path(config: Any, path: str) -> Any:
 
 
 def class_at(path: Any) -> Any:
-    """The class with this path, or this name in this package; None if there is none, or its module does not import."""
+    """The class with a path, or a name in this package; None if there is none or its module does not import."""
     try:
         cls = locate(str(path)) or locate(f"lightning_lowbit.{path}")
     except ErrorDuringImport:
@@ -72,13 +72,13 @@ def class_at(path: Any) -> Any:
 
 
 def _is_item(value: Any, cls: Any, argument: str) -> bool:
-    """Whether an argument of a class takes a list, and this could be an item of it and nothing else."""
+    """Whether an argument of a class takes a list, and ``value`` can only be an item of it."""
     if cls is None or not isinstance(value, str | int | float):
         return False
     try:
         owner = next(base for base in cls.__mro__ if argument in inspect.signature(base.__init__).parameters)
         hint = get_type_hints(owner.__init__)[argument]
-    except (StopIteration, NameError, KeyError, ValueError):  # no such argument, or nobody says of which type
+    except (StopIteration, NameError, KeyError, ValueError):  # no such argument, or no type
         return False
     possible = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return not {Any, str, int, float} & set(possible) and any(

@@ -1,4 +1,4 @@
-"""What the parser has to say about a mistake, in one line that names the nearest thing that would be right."""
+"""Messages of the parser in one line, with the nearest valid name."""
 
 import difflib
 import re
@@ -14,8 +14,8 @@ from lightning_lowbit.cli.lists import class_at
 def explain(error: BaseException) -> str:
     """The message of an error in one line.
 
-    The parser tries every type that an argument may have and reports each attempt, indented. The first one is that of
-    the class which the configuration names; the others are left out. Where a module is missing, nothing else matters.
+    The parser tries every type that an argument may have and reports each attempt, indented. Only the first attempt is
+    kept: that of the class which the configuration names. A missing module hides everything else.
     """
 
     def missing(found: re.Match[str]) -> str:
@@ -29,11 +29,11 @@ def explain(error: BaseException) -> str:
 
 
 def suggest(message: str, keys: Collection[str]) -> str:
-    """What might have been meant where a message is about an unknown key or class; empty otherwise.
+    """A hint for a message about an unknown key or class; empty for others.
 
     Args:
         message: of the parser, from :func:`explain`.
-        keys: what may stand on the command line.
+        keys: the valid options.
     """
     no_class = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message)
     if no_class is not None:
@@ -51,7 +51,7 @@ def suggest(message: str, keys: Collection[str]) -> str:
 
 
 def without_value(arguments: Sequence[str], message: str) -> str | None:
-    """The option that lacks its value, where a message says that one does: the parser names the class it belongs to."""
+    """The option that lacks its value. The message of the parser names only the class that the option belongs to."""
     found = re.search(r"argument (--\w+)\S*: expected one argument", message)
     if found is None:
         return None
@@ -60,7 +60,7 @@ def without_value(arguments: Sequence[str], message: str) -> str | None:
 
 
 def option_of(error: BaseException, config: Mapping[str, Any]) -> str | None:
-    """The option that an error is about: its message begins with an argument of the object that raised it."""
+    """The option that an error is about, if its message begins with an argument of the object that raised it."""
     name = re.split(r"\W", str(error), maxsplit=1)[0]
     raisers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     for path, owner in _arguments(config):
@@ -72,7 +72,7 @@ def option_of(error: BaseException, config: Mapping[str, Any]) -> str | None:
 
 
 def _arguments(config: Mapping[str, Any], prefix: str = "", owner: Any = None) -> Iterator[tuple[str, Any]]:
-    """The path of each argument, and that of the class that takes it."""
+    """Paths of all arguments, each with the path of the class that takes it."""
     for key, value in config.items():
         if key != "class_path":
             yield prefix + key, owner
@@ -94,7 +94,7 @@ def _first_cause(lines: list[str]) -> str:
 
 
 def arguments_of(class_path: str) -> set[str] | None:
-    """Names of the arguments that a class takes, those that it passes on to its bases included; None if unknown."""
+    """Names of the arguments of a class, including those that it passes on to its bases; None if unknown."""
     from jsonargparse import ArgumentParser
 
     cls = class_at(class_path)
@@ -102,5 +102,5 @@ def arguments_of(class_path: str) -> set[str] | None:
         return None
     try:
         return set(ArgumentParser().add_class_arguments(cls, fail_untyped=False))
-    except ValueError:  # of classes written in C
+    except ValueError:  # a class written in C
         return set()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from jsonargparse import ArgumentError, Namespace
 
-import lightning_lowbit.callbacks  # whose classes, and those of optim and scalers, go by their short names
+import lightning_lowbit.callbacks  # registers short names of classes, as do the next two
 import lightning_lowbit.optim
 import lightning_lowbit.precision.grad_scalers  # noqa: F401
 from lightning_lowbit._lightning import (
@@ -31,8 +31,8 @@ from lightning_lowbit.cli.evaluation import as_trained
 from lightning_lowbit.cli.mistakes import explain, option_of, suggest, without_value
 from lightning_lowbit.precision import LowBitPrecision
 
-# Warnings that ask nothing of the user: Lightning 2.6.6 calls what torch 2.13 deprecates; text in memory needs no
-# loader processes; a resumed run has a folder of its own.
+# Warnings that the user need not act on: Lightning 2.6.6 uses what torch 2.13 deprecates; text in memory needs no
+# loader processes; a resumed run has its own folder.
 _NOISE = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     r"The '.*_dataloader' does not have many workers",
@@ -49,20 +49,20 @@ def run(arguments: Sequence[str]) -> None:
             warnings.filterwarnings("ignore", message)
         try:
             _make(LowBitCLI, merge_configs(arguments, Path(folder) / "merged.yaml"))
-        except SIGTERMException as stopped:  # to which Lightning gives no status: a scheduler would take it for the end
+        except SIGTERMException as stopped:  # has no status: a scheduler would take it for success
             if stopped.code is None and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
                 raise SystemExit(TERMINATED) from stopped
             raise
 
 
 class SaveConfig(SaveConfigCallback):
-    """Writes the resolved configuration once everything is set up, so that a failed start leaves no folder."""
+    """Writes the resolved configuration when training starts, so that a failed start leaves no folder."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Nothing yet."""
+        """Does nothing yet."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes; above what was asked for stands what a checkpoint holds instead."""
+        """Writes the file; comments at its head list options that the checkpoint overrides."""
         super().setup(trainer, pl_module, "fit")
         overridden = getattr(trainer.precision_plugin, "overridden", ())
         folder = trainer.log_dir  # all processes ask for it together
@@ -73,10 +73,10 @@ class SaveConfig(SaveConfigCallback):
 
 
 class LowBitCLI(LightningCLI):
-    """Lightning's command line; checks what it can before anything is written."""
+    """Lightning's command line, with checks before anything is written."""
 
     def before_instantiate_classes(self) -> None:
-        """Gives the run its logger, and finds the checkpoint to go on from: a missing or damaged one is an error."""
+        """Sets the default logger, and resolves the checkpoint to resume from."""
         config = self.config[str(self.subcommand)]
         folder = config.trainer.default_root_dir
         if config.trainer.logger in (None, True) and folder is not None:
@@ -88,14 +88,14 @@ class LowBitCLI(LightningCLI):
         config.ckpt_path = resolve(config.ckpt_path, config.trainer, trains=self.subcommand == "fit")
 
     def before_fit(self) -> None:
-        """Matches the plugin's patterns against the model, unless its layers are still to be made."""
+        """Matches the plugin's patterns against the model, unless it creates its layers later."""
         plugin, model = self.trainer.precision_plugin, type(self.model)
         makes_later = model.configure_model is not LightningModule.configure_model
         if isinstance(plugin, LowBitPrecision) and (getattr(model, "makes_layers_at_once", False) or not makes_later):
             plugin.plan(self.model)
 
     def before_validate(self) -> None:
-        """Says what is evaluated: the weights, and the precision they compute in."""
+        """Prints which weights are evaluated, and in which precision."""
         if self.trainer.is_global_zero:
             subcommand = str(self.subcommand)
             path = self.config[subcommand].ckpt_path
@@ -107,14 +107,14 @@ class LowBitCLI(LightningCLI):
     before_test = before_predict = before_validate
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Makes the Trainer; one that evaluates a checkpoint gets the plugin that trained it."""
+        """Creates the Trainer; to evaluate a checkpoint it gets the plugin that trained it."""
         config = self.config_init[str(self.subcommand)]
         if self.subcommand != "fit":
             kwargs = as_trained(config.trainer, config.ckpt_path, config.get("weights_only") is not False) | kwargs
         return super().instantiate_trainer(**kwargs)
 
     def instantiate_classes(self) -> None:
-        """Makes model, data and Trainer."""
+        """Creates model, data and Trainer."""
         with self._naming_options():
             super().instantiate_classes()
 
@@ -124,7 +124,7 @@ class LowBitCLI(LightningCLI):
 
     @contextmanager
     def _naming_options(self) -> Generator[None, None, None]:
-        """Where an error begins with the name of an argument, adds the option that sets it."""
+        """Adds the option to an error that begins with the name of an argument."""
         try:
             yield
         except ValueError as error:
@@ -134,7 +134,7 @@ class LowBitCLI(LightningCLI):
             raise
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses; of what the parser has to say about a mistake, says one line."""
+        """Parses, and turns a message of the parser into one line."""
         try:
             self.config = parser.parse_args(args)
         except ArgumentError as error:
@@ -151,24 +151,24 @@ class LowBitCLI(LightningCLI):
 
 @contextmanager
 def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
-    """Of a run that does not begin, removes what its loggers have written by then, and the folders made for it."""
-    loggers = trainer.loggers if trainer.is_global_zero else []  # the others would count versions of their own
+    """Removes the files of loggers, and their folders, of a run that fails before training starts."""
+    loggers = trainer.loggers if trainer.is_global_zero else []  # other ranks would count their own versions
     logged = [Path(folder) for logger in loggers if (folder := getattr(logger, "log_dir", None)) is not None]
     made = [path for folder in logged for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
     except Exception:
-        if not any((folder / "config.yaml").exists() for folder in logged):  # which is written when training starts
+        if not any((folder / "config.yaml").exists() for folder in logged):  # written when training starts
             for folder in made:
                 for path in (*folder.glob("events.out.tfevents.*"), folder / "hparams.yaml"):
                     path.unlink(missing_ok=True)
-                with suppress(OSError):  # something else is in it
+                with suppress(OSError):  # not empty
                     folder.rmdir()
         raise
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Parses what :func:`run` would run, and makes nothing of it but the plugin.
+    """Parses a command line of :func:`run`, and creates nothing but the plugin.
 
     Raises:
         ValueError: an argument, a key of a configuration or a cast is wrong.
@@ -179,7 +179,7 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def make_on_meta(arguments: Sequence[str]) -> "OnMeta":
-    """Makes the model, the data module and the plugin of :func:`run`, without memory for numbers and without a Trainer.
+    """Creates the model, the data module and the plugin of :func:`run` on the meta device, without a Trainer.
 
     Raises:
         ValueError: an argument, a key of a configuration or a cast is wrong.
@@ -202,16 +202,16 @@ def _make(kind: type[_CLI], arguments: list[str]) -> _CLI:
 
 
 class _Parsed(LowBitCLI):
-    """Parses and stops there."""
+    """Only parses."""
 
     def _set_seed(self) -> None:
         pass
 
     def before_instantiate_classes(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def instantiate_classes(self) -> None:
-        """Makes the plugin: to the parser casts are any mapping."""
+        """Creates the plugin, which checks its casts: to the parser they are any mapping."""
         name = str(self.subcommand)
         plugins = Namespace(plugins=self.config[name].trainer.plugins)  # type: ignore[no-untyped-call]
         self._subcommand_parsers[name].instantiate(Namespace(trainer=plugins))  # type: ignore[no-untyped-call]
@@ -221,10 +221,10 @@ class _Parsed(LowBitCLI):
 
 
 class OnMeta(_Parsed):
-    """Makes what a run is made of, but no Trainer, which would look for devices."""
+    """Creates the parts of a run, but no Trainer, which would look for devices."""
 
     def instantiate_classes(self) -> None:
-        """Makes them: attributes ``model``, ``datamodule`` (or None) and ``plugins``."""
+        """Sets the attributes ``model``, ``datamodule`` (or None) and ``plugins``."""
         name = str(self.subcommand)
         config = self.config[name]
         trainer = Namespace(plugins=config.trainer.plugins)  # type: ignore[no-untyped-call]

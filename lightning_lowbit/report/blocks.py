@@ -1,7 +1,5 @@
-"""What a page about a run consists of: sections of text, tables, charts and heat maps."""
+"""The contents of a page about a run: sections of text, tables, charts and heat maps."""
 
-import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +9,7 @@ Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph, or, preformatted, text whose line breaks and spaces count."""
+    """A paragraph; preformatted text keeps its line breaks and spaces."""
 
     text: str
     preformatted: bool = False
@@ -19,7 +17,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells; columns of numbers are aligned to the right. Without a header, the first column is one."""
+    """Rows of cells. Columns of numbers are aligned to the right. Without a header, the first column is one."""
 
     header: Sequence[Any]
     rows: Sequence[Sequence[Any]]
@@ -28,16 +26,16 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over steps. Several charts in a row become small ones side by side.
+    """Lines over steps. Several charts in a row are drawn small, side by side.
 
     Args:
-        title: what is shown.
-        series: (xs, ys) by name. Values that are not finite leave a gap, and are counted below the chart.
-        y_label: the unit.
-        x_label: what xs count.
-        log: a logarithmic y axis, where all values are positive.
-        spans: (start, end, label), shaded.
-        note: said below.
+        title: above the chart.
+        series: (xs, ys) by name. Values that are not finite leave a gap and are counted below the chart.
+        y_label: the unit of the values.
+        x_label: what the xs count.
+        log: whether the y axis is logarithmic; it stays linear where a value is not positive.
+        spans: (start, end, label) of shaded intervals.
+        note: a remark below the chart.
     """
 
     title: str
@@ -51,17 +49,17 @@ class Chart:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A table of numbers of one kind whose cells are colored, the more the worse.
+    """A table of numbers of one kind. Worse values have stronger colors.
 
     Args:
-        rows: what there may be hundreds of, such as names of layers. What all names begin with is shown once.
-        columns: what there are few of, such as operands.
-        values: [rows][columns]; None where there is none. What is not finite is said in words, without a color.
+        rows: names of the rows, such as layers; a common prefix is shown once.
+        columns: names of the columns, such as operands.
+        values: [rows][columns]; None leaves a cell empty. NaN and infinity are written as words, without a color.
         unit: of the values.
-        low: where the scale of colors begins; a value below has the same color.
+        low: where the color scale begins; lower values have the same color.
         high: where it ends, above ``low``.
-        small_is_good: whether colors warn of large values, instead of small ones.
-        caption: what is shown.
+        small_is_good: whether large values are bad, instead of small ones.
+        caption: above the table.
     """
 
     rows: Sequence[str]
@@ -79,24 +77,8 @@ Block = Text | Table | Chart | HeatMap
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks under a title; ``is_alarming`` marks what is to be seen first."""
+    """Blocks under a title; ``is_alarming`` marks the section that readers must see first."""
 
     title: str
     blocks: Sequence[Block]
     is_alarming: bool = False
-
-
-def number(value: float) -> str:
-    """A number to be read: four digits, or all digits of an integer."""
-    if isinstance(value, int):
-        return f"{value:,}"
-    if not math.isfinite(value):
-        return "not finite"
-    if 1e4 <= abs(value) < 1e7:
-        return f"{value:,.0f}"
-    return f"{value:,.4g}"
-
-
-def common_parent(names: Sequence[str]) -> str:
-    """The dotted name that all names begin with: ``model.layers`` of ``model.layers.0`` and ``model.layers.1``."""
-    return os.path.commonprefix(list(names)).rpartition(".")[0] if len(names) > 1 else ""

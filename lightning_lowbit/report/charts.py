@@ -1,201 +1,255 @@
-"""Charts of a page about a run, drawn by matplotlib as SVG.
+"""Charts of a page about a run, as HTML and SVG without a script.
 
-matplotlib draws in light colors. What it writes is then taken apart: colors become CSS variables, so that the
-reader's color scheme decides; namespaces, metadata and styles go; ids get a prefix, so that they do not clash with
-those of another chart. Titles, legends and remarks are HTML around it, which wraps on a narrow screen.
+    <div class="plot">      of any width; everything in it is placed by shares of its size
+      <svg>                 grid and lines, stretched to the plot; strokes and dots keep their widths
+      <span class="x">      ticks, as text that keeps its size
+      <div class="at">      a band of the plot: while the pointer is over it, it shows the values there
+
+Neighboring points share a band where there are too many, which then shows the range of their values.
 """
 
-import io
 import math
-import re
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import Any
-from xml.etree import ElementTree
 
-from lightning_lowbit.report.blocks import Chart, common_parent, number
-from lightning_lowbit.report.pointer import bands
-from lightning_lowbit.report.style import GRID, INK, LINES, SPANS, VARIABLES
+from lightning_lowbit.report.blocks import Chart
+from lightning_lowbit.report.formatting import common_parent, number, number_range, short_number
 
-_FEW = 30  # so many points are drawn as points, too
-_MOST_DRAWN = 8000  # points of many series together: a page may have dozens of such charts
-# Sizes in CSS pixels, at which a chart is drawn and about which it is shown: text in it must not shrink on a phone.
-_MOST_BANDS = {"wide": 120, "narrow": 40, "all": 30}  # in which the pointer finds values
-_SIZES = {"single": {"wide": (920, 300), "narrow": (390, 250)}, "multiples": {"all": (330, 180)}}
+_LINES, _SPANS = 8, 4  # colors of the style sheet
+_FEW = 30  # points of a series that are drawn as dots, too
+_MOST_DRAWN = 8000  # points of all series together: a page may have dozens of charts
+_LARGEST = 1e300  # beyond it differences overflow
+_MOST_BANDS = {"single": 120, "multiples": 30}
+
+_Points = Sequence[tuple[float, float]]
 
 
-def draw(chart: Chart, prefix: str, kind: str) -> str:
-    """A chart as a figure, for a ``prefix`` of ids that is its own.
+@dataclass(frozen=True)
+class Axis:
+    """An axis from ``low`` to ``high``; these are base-10 logarithms where it is logarithmic."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    @classmethod
+    def around(cls, values: Iterable[float], room: float, log: bool = False) -> "Axis":
+        """An axis that leaves a share ``room`` of its length free at both ends."""
+        places = [_place(value, log) for value in values] or [0.0]
+        low, high = min(places), max(places)
+        is_constant = high - low <= 1e-12 * max(abs(low), abs(high), 1e-280)
+        pad = (0.05 * abs(high) or 1.0) if is_constant else room * (high - low)
+        return cls(low - pad, high + pad, log)
+
+    def share(self, value: float) -> float:
+        """The place of a value: 0 at the low end, 1 at the high end."""
+        return (_place(value, self.log) - self.low) / (self.high - self.low)
+
+    def ticks(self, most: int, integer: bool = False) -> list[float]:
+        """Round values on the axis, about ``most`` of them."""
+        low, high = self.low, self.high
+        if self.log:
+            decades = range(max(math.floor(low), -307), min(math.ceil(high), 307) + 1)
+            factors = (1, 2, 5) if 3 * (high - low) < 2 * most else (1,)
+            every = math.ceil(len(decades) / most)
+            found = [factor * 10.0**decade for decade in decades[::every] for factor in factors]
+            if len(found := [value for value in found if 0 <= self.share(value) <= 1]) > 1:
+                return found
+            low, high = 10.0**low, 10.0 ** min(high, 307)
+        step = _round_up((high - low) / most, (1, 2, 5, 10) if integer else (1, 2, 2.5, 5, 10))
+        step = max(step, 1.0) if integer else step
+        return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _place(value: float, log: bool) -> float:
+    return math.log10(value) if log else max(-_LARGEST, min(value, _LARGEST))
+
+
+def _round_up(value: float, factors: Sequence[float]) -> float:
+    power = 10.0 ** math.floor(math.log10(value))
+    return next((factor * power for factor in factors if factor * power >= value), 10 * power)
+
+
+def draw(chart: Chart, kind: str) -> str:
+    """A chart as a figure.
 
     Args:
         chart: what to draw.
-        prefix: of ids in the SVG.
-        kind: ``"single"``, twice: for wide and narrow screens; or ``"multiples"``, small.
+        kind: ``"single"``, as wide as the page, or ``"multiples"``, small.
     """
     values = [y for _, ys in chart.series.values() for y in ys if math.isfinite(y)]
-    log = chart.log and bool(values) and min(values) > 1e-99 and max(values) < 1e99  # or matplotlib overflows
+    log = chart.log and bool(values) and min(values) > 0
     notes = _not_finite(chart)
-    if chart.log and values and not log:
-        notes.append("The axis is linear: some values are not positive, or beyond 1e±99.")
+    notes += ["The axis is linear: some values are not positive."] if chart.log and values and not log else []
     notes += [chart.note] if chart.note else []
-    drawings = [_svg(chart, log, kind, name, prefix) for name in _SIZES[kind] if values] or [
-        '<p class="note">No value to show.</p>'
-    ]
     title = f"<strong>{escape(chart.title)}</strong>" if chart.title else ""
     unit = f" <small>{escape(chart.y_label)}</small>" if chart.y_label else ""
+    plot = _plot(chart, log, kind) if values else '<p class="note">No value to show.</p>'
     remarks = f'<p class="note">{escape("; ".join(notes))}</p>' if notes else ""
-    caption = f"<figcaption>{title}{unit}{_legend(chart)}</figcaption>"
-    return f"<figure>{caption}{''.join(drawings)}{remarks}</figure>"
+    return f"<figure><figcaption>{title}{unit}{_legend(chart)}</figcaption>{plot}{remarks}</figure>"
 
 
 def _not_finite(chart: Chart) -> list[str]:
-    steps = {
-        name: [x for x, y in zip(xs, ys, strict=True) if not math.isfinite(y)]
-        for name, (xs, ys) in chart.series.items()
-    }
+    series = chart.series.items()
+    steps = {name: [x for x, y in zip(xs, ys, strict=True) if not math.isfinite(y)] for name, (xs, ys) in series}
     steps = {name: found for name, found in steps.items() if found}
-    if len(steps) > len(LINES):
+    if len(steps) > _LINES:
         steps = {f"{len(steps)} series": sorted(x for found in steps.values() for x in found)}
     return [
-        ("" if [*chart.series] == [chart.title] else f"{name}: ")
+        ("" if _is_named_by_title(chart) else f"{name}: ")
         + f"{len(found)} value{'s' if len(found) > 1 else ''} not finite, first at {chart.x_label} {number(found[0])}"
         for name, found in steps.items()
     ]
 
 
 def _legend(chart: Chart) -> str:
-    last = {name: ys[-1] for name, (_, ys) in chart.series.items() if len(ys)}
-    colored, keys, common = _colored(chart), [], ""
+    colored, keys, parent = _colored(chart), [], ""
     if len(colored) < len(chart.series):
-        common = common_parent(list(chart.series))
-        of = f" of {escape(common)}" if common else ""
+        parent = common_parent(list(chart.series))
+        of = f" of {escape(parent)}" if parent else ""
         keys.append(f'<span class="key">{len(chart.series)} series{of}; lowest and highest in the end:</span>')
     for name, color in colored.items():
-        short = escape(name.removeprefix(f"{common}."))
-        label = (
-            "" if [*chart.series] == [chart.title] else f'<i style="background:var({VARIABLES[color]})"></i>{short} '
-        )
-        keys.append(f'<span class="key">{label}<b>{number(last[name]) if name in last else ""}</b></span>')
+        short = escape(name.removeprefix(f"{parent}."))
+        label = "" if _is_named_by_title(chart) else f'<i style="background:{color}"></i>{short} '
+        ys = chart.series[name][1]
+        keys.append(f'<span class="key">{label}<b>{number(ys[-1]) if len(ys) else ""}</b></span>')
     colors = _span_colors(chart)
-    for start, end, name in chart.spans if len(colors) > 1 else ():
-        label = f'<i class="span" style="background:var({VARIABLES[colors[name]]})"></i>{escape(name)}'
+    for start, end, name in chart.spans if colors else ():
+        label = f'<i class="span" style="background:{colors[name]}"></i>{escape(name)}'
         keys.append(f'<span class="key phase">{label} {number(start)}–{number(end)}</span>')
     return "".join(keys)
 
 
+def _is_named_by_title(chart: Chart) -> bool:
+    return [*chart.series] == [chart.title]
+
+
 def _colored(chart: Chart) -> dict[str, str]:
-    """Colors of the series that the legend names: all, or of many those that are lowest and highest in the end."""
-    if len(chart.series) <= len(LINES):
-        return dict(zip(chart.series, LINES, strict=False))
-    last = {name: ys[-1] for name, (_, ys) in chart.series.items() if len(ys) and math.isfinite(ys[-1])}
-    ends = [choose(last, key=lambda name: last[name]) for choose in (min, max)] if last else []
-    return dict(zip(dict.fromkeys(ends), LINES, strict=False))
-
-
-def _thin(xs: Sequence[float], ys: Sequence[float], most: int) -> tuple[list[float], list[float]]:
-    """At most so many points: lowest and highest of neighbors, so that no spike is lost. NaN where all of them are."""
-    size = max(1, math.ceil(2 * len(xs) / most))
-    kept: list[int] = []
-    for start in range(0, len(xs), size):
-        indices = range(start, min(start + size, len(xs)))
-        finite = [i for i in indices if not math.isnan(ys[i])] or [start]
-        kept += sorted({min(finite, key=lambda i: ys[i]), max(finite, key=lambda i: ys[i])})
-    return [xs[i] for i in kept], [ys[i] for i in kept]
+    """Colors of the series that the legend names: all, or of many the lowest and the highest in the end."""
+    names = list(chart.series)
+    if len(names) > _LINES:
+        last = {name: ys[-1] for name, (_, ys) in chart.series.items() if len(ys) and math.isfinite(ys[-1])}
+        names = list(dict.fromkeys([min(last, key=last.__getitem__), max(last, key=last.__getitem__)] if last else []))
+    return {name: f"var(--c{i})" for i, name in enumerate(names)}
 
 
 def _span_colors(chart: Chart) -> dict[str, str]:
+    """Colors of the labels of spans; none where all spans have the same label."""
     labels = list(dict.fromkeys(label for _, _, label in chart.spans))
-    return {label: SPANS[i % len(SPANS)] for i, label in enumerate(labels)}
+    return {label: f"var(--p{i % _SPANS})" for i, label in enumerate(labels)} if len(labels) > 1 else {}
 
 
-def _svg(chart: Chart, log: bool, kind: str, css_class: str, prefix: str) -> str:
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-    from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+# --- the plot ---------------------------------------------------------------------------------------------------------
 
-    width, height = _SIZES[kind][css_class]
-    prefix = f"{prefix}-{css_class}"
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # whatever the reader's matplotlibrc says
-        matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": prefix, "font.size": 10})
-        figure = Figure(
-            figsize=(width / 72, height / 72), dpi=72, layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02)
+
+def _plot(chart: Chart, log: bool, kind: str) -> str:
+    series = {name: [*zip(xs, ys, strict=True)] for name, (xs, ys) in chart.series.items()}
+    points = {name: [(x, y) for x, y in of_one if math.isfinite(y)] for name, of_one in series.items()}
+    across = Axis.around([x for xs, _ in chart.series.values() for x in xs], 0.01)
+    values = [y for of_one in points.values() for _, y in of_one]
+    up = Axis.around(values, 0.05, log)
+    counts = not log and all(float(y).is_integer() for y in values)
+    x_ticks = across.ticks(8 if kind == "single" else 4, integer=True)
+    y_ticks = [(up.share(value), f"{value:g}") for value in up.ticks(6 if kind == "single" else 4, integer=counts)]
+    grid = "".join(f"M0 {1000 * (1 - y):.1f}h1000" for y, _ in y_ticks)
+    spans, names = _spans(chart, across)
+    colored = _colored(chart)
+    lines = [
+        _line(series[name], across, up, colored.get(name, ""), max(20, _MOST_DRAWN // len(series)))
+        for name in sorted(series, key=lambda name: name in colored)  # in front of the others
+    ]
+    label = escape(chart.title or ", ".join(chart.series))
+    unit = f'<span class="unit">{escape(chart.x_label)}</span>' if kind == "single" or chart.x_label != "step" else ""
+    return (
+        f'<div class="plot" style="margin-left:{1 + max((len(text) for _, text in y_ticks), default=0)}ch">'
+        + "".join(f'<span class="x" style="left:{_percent(across.share(x))}">{short_number(x)}</span>' for x in x_ticks)
+        + "".join(f'<span class="y" style="bottom:{_percent(y)}">{text}</span>' for y, text in y_ticks)
+        + f'{unit}{names}<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label="{label}">'
+        + f'{spans}<path class="grid" d="{grid}"/>{"".join(lines)}</svg>'
+        + _bands(chart, {name: points[name] for name in colored}, across, up, _MOST_BANDS[kind])
+        + "</div>"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}%"
+
+
+def _spans(chart: Chart, across: Axis) -> tuple[str, str]:
+    """Shaded rectangles, and their labels above the plot."""
+    colors, rectangles, labels = _span_colors(chart), [], []
+    for start, end, label in chart.spans if colors else ():
+        left, right = (min(max(across.share(x), 0.0), 1.0) for x in (start, end))
+        shape = f'x="{1000 * left:.1f}" y="0" width="{1000 * (right - left):.1f}" height="1000"'
+        rectangles.append(f'<rect {shape} style="fill:{colors[label]}"/>')
+        place = f"left:{_percent(left)};width:{_percent(right - left)}"
+        labels.append(f'<span class="name" style="{place}">{escape(label)}</span>')
+    return "".join(rectangles), "".join(labels)
+
+
+def _line(points: _Points, across: Axis, up: Axis, color: str, most: int) -> str:
+    """A series as a path, with a gap for values that are not finite, and dots where there are few."""
+    size = math.ceil(2 * len(points) / most) if len(points) > most else 1
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    path, dots, pen = "", "", "M"
+    for x, y in (point for group in groups for point in (_extremes(group) or group[:1])):
+        if not math.isfinite(y):
+            pen = "M"
+            continue
+        place = f"{1000 * across.share(x):.1f} {1000 * (1 - up.share(y)):.1f}"
+        path += f"{pen}{place}{'h0' if pen == 'M' else ''}"  # so that a point between gaps is a dot
+        dots += f"M{place}h0"
+        pen = "L"
+    if not color:
+        return f'<path class="faint" d="{path}"/>'
+    drawn = f'<path style="stroke:{color}" d="{path}"/>'
+    return drawn + (f'<path class="dots" style="stroke:{color}" d="{dots}"/>' if len(points) <= _FEW else "")
+
+
+def _extremes(points: _Points) -> _Points:
+    """The lowest and the highest of some points, in their order, so that no spike is lost."""
+    finite = [point for point in points if math.isfinite(point[1])]
+    return sorted({min(finite, key=_height), max(finite, key=_height)}) if finite else []
+
+
+def _height(point: tuple[float, float]) -> float:
+    return point[1]
+
+
+# --- what the pointer finds -------------------------------------------------------------------------------------------
+
+
+def _bands(chart: Chart, points: dict[str, _Points], across: Axis, up: Axis, most: int) -> str:
+    xs = sorted({x for of_one in points.values() for x, _ in of_one})
+    if not xs:
+        return ""
+    size = math.ceil(len(xs) / most)
+    groups = [xs[start : start + size] for start in range(0, len(xs), size)]
+    middles = [across.share((group[0] + group[-1]) / 2) for group in groups]
+    edges = [0.0, *((a + b) / 2 for a, b in zip(middles, middles[1:], strict=False)), 1.0]
+    colored, parent, bands = _colored(chart), common_parent(list(chart.series)), []
+    for group, middle, left, right in zip(groups, middles, edges[:-1], edges[1:], strict=True):
+        texts, dots = [f"{chart.x_label} {number_range(group)}"], ""
+        for name, of_one in points.items():
+            start = bisect_left(of_one, group[0], key=lambda point: point[0])
+            if found := of_one[start : bisect_right(of_one, group[-1], key=lambda point: point[0])]:
+                label = "" if _is_named_by_title(chart) else f"{name.removeprefix(f'{parent}.')} "
+                texts.append(label + number_range([y for _, y in found]))
+                for x, y in _extremes(found):
+                    place = f"left:{_within(across.share(x), left, right)};bottom:{_percent(up.share(y))}"
+                    dots += f'<b style="{place};background:{colored[name]}"></b>'
+        line = _within(middle, left, right)
+        side = f"left:{line}" if middle < 0.5 else f"right:{_within(left + right - middle, left, right)}"
+        bands.append(
+            f'<div class="at" style="left:{_percent(left)};width:{_percent(right - left)}">'
+            f'<i style="left:{line}"></i>{dots}'
+            f'<span style="{side}">{"<br>".join(map(escape, texts))}</span></div>'
         )
-        axes = figure.add_subplot()
-        colored = _colored(chart)
-        many = len(colored) < len(chart.series)
-        for i, (name, (xs, ys)) in enumerate(chart.series.items()):
-            finite: Sequence[float] = [y if math.isfinite(y) else math.nan for y in ys]
-            if many:
-                xs, finite = _thin(xs, finite, max(20, _MOST_DRAWN // len(chart.series)))
-            style: dict[str, Any] = {"marker": "o", "markersize": 3} if len(xs) <= _FEW and not many else {}
-            if name in colored:
-                style |= {"color": colored[name], "linewidth": 1.2, "zorder": 4 + i / 1000}
-            else:
-                style |= {"color": INK, "linewidth": 0.6, "alpha": 0.3, "zorder": 3}
-            axes.plot(xs, finite, **style)
-        if log:
-            axes.set_yscale("log")
-            low, high = axes.get_ylim()
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1000 else (1,), numticks=6))
-            axes.yaxis.set_minor_locator(NullLocator())
-        else:
-            counts = all(float(y).is_integer() for _, ys in chart.series.values() for y in ys)
-            axes.yaxis.set_major_locator(MaxNLocator(max(5, height // 40), steps=(1, 2, 2.5, 5, 10), integer=counts))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.xaxis.set_major_locator(MaxNLocator(max(4, width // 110), steps=(1, 2, 5, 10), integer=True))
-        axes.margins(x=0.01)
-        colors = _span_colors(chart)
-        left, right = axes.get_xlim()
-        for start, end, label in chart.spans if len(colors) > 1 else ():
-            axes.axvspan(start, end, color=colors[label], linewidth=0, zorder=0)
-            is_wide = (end - start) / (right - left) * width > 8 * len(label)
-            if kind == "single" and is_wide:  # the legend names all
-                place = {"transform": axes.get_xaxis_transform(), "va": "bottom", "parse_math": False}
-                axes.text(max(start, left), 1, label, color=INK, **place)  # type: ignore[arg-type]
-        axes.set_xlim(left, right)
-        if kind == "single" or chart.x_label != "step":
-            axes.set_xlabel(chart.x_label, loc="right", color=INK, parse_math=False)
-        axes.tick_params(length=0, labelcolor=INK)
-        axes.grid(axis="y", color=GRID, linewidth=0.8, zorder=1)
-        axes.set_axisbelow(True)
-        axes.spines[["left", "top", "right"]].set_visible(False)
-        axes.spines["bottom"].set_color(GRID)
-        axes.patch.set_visible(False)
-        figure.patch.set_visible(False)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-        pointed = bands(chart, colored, axes, _MOST_BANDS[css_class])
-    return _inline(buffer.getvalue(), prefix, css_class, chart.title or ", ".join(chart.series), pointed)
+    return "".join(bands)
 
 
-_DIGITS = re.compile(r"(\d\.\d)\d+")  # beyond a tenth of a pixel
-
-
-def _inline(svg: bytes, prefix: str, css_class: str, title: str, pointed: str) -> str:
-    root = ElementTree.fromstring(svg)
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag.endswith(("}metadata", "}style")):
-                parent.remove(child)
-    for element in root.iter():
-        element.tag = element.tag.rpartition("}")[2]
-        attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
-        element.attrib.clear()
-        for name, value in attributes.items():
-            if name == "id":
-                value = f"{prefix}-{value}"
-            elif name in ("href", "clip-path"):
-                value = value.replace("#", f"#{prefix}-")
-            elif name == "d":
-                value = _DIGITS.sub(r"\1", value)
-            elif name == "style":
-                for light, variable in VARIABLES.items():
-                    value = value.replace(light, f"var({variable})")
-            element.set(name, value)
-    for name in ("width", "height", "version"):
-        root.attrib.pop(name, None)
-    root.attrib.update({"class": css_class, "role": "img", "aria-label": title})
-    return ElementTree.tostring(root, encoding="unicode").removesuffix("</svg>") + pointed + "</svg>"
+def _within(share: float, left: float, right: float) -> str:
+    """A place in the plot as a place in a band of it."""
+    return _percent((share - left) / (right - left))

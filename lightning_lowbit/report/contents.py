@@ -1,32 +1,40 @@
-"""What is written of a run beside its metrics: how it ended, its precision and configuration, what callbacks say."""
+"""What a report says beside metrics: how the run ended, precision, configuration, environment, callbacks."""
 
+import importlib.metadata
 import math
+import platform
+import re
+import shlex
+import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_lowbit._lightning import LightningModule, SaveConfigCallback, SIGTERMException, Trainer
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
 from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.report.blocks import Section, Table, Text
 from lightning_lowbit.report.cast_words import in_words
-from lightning_lowbit.report.html import Section, Table, Text
 
 
-def ask(trainer: Trainer, method: str, kind: type) -> tuple[list[Any], list[Section]]:
-    """What the callbacks have to say, each as a list or dictionary, and a section for each that fails to."""
-    answers, failures = [], []
+def ask(trainer: Trainer, method: str, failures: list[Section]) -> list[Any]:
+    """Calls a method of all callbacks that have it; adds a section to ``failures`` for each that raises."""
+    answers = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         try:
             if hasattr(callback, method):
-                answers.append(kind(getattr(callback, method)(trainer)))
+                answer = getattr(callback, method)(trainer)
+                answers.append(dict(answer) if isinstance(answer, Mapping) else list(answer))
         except Exception:
             text = Text(traceback.format_exc(), preformatted=True)
             failures.append(Section(f"{type(callback).__name__}.{method} failed", [text]))
-    return answers, failures
+    return answers
 
 
 def status_of(exception: BaseException | None) -> str:
@@ -37,13 +45,13 @@ def status_of(exception: BaseException | None) -> str:
 
 
 def name_of(folder: Path) -> str:
-    """What a run is called that lies in a folder."""
+    """The name of a run, from its folder."""
     parts = folder.resolve().parts
     return "/".join(parts[-2:] if parts[-1].startswith("version_") else parts[-1:])
 
 
 def precision_of(trainer: Trainer) -> dict[str, str]:
-    """The plugin's class and its casts."""
+    """The class and the casts of the precision plugin."""
     plugin = trainer.precision_plugin
     if not isinstance(plugin, LowBitPrecision):
         return {"plugin": type(plugin).__name__, "casts": str(plugin.precision)}
@@ -54,10 +62,10 @@ def precision_of(trainer: Trainer) -> dict[str, str]:
 
 
 def configuration_of(folder: Path, trainer: Trainer, pl_module: LightningModule) -> str:
-    """What the run was given: the command line's file, or hyperparameters and the plugin's settings."""
+    """The configuration file of the command line, or else hyperparameters and settings of the plugin."""
     if any(isinstance(callback, SaveConfigCallback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         with suppress(OSError):
-            return (folder / "config.yaml").read_text(errors="replace")  # Lightning's command line wrote it
+            return (folder / "config.yaml").read_text(errors="replace")  # which Lightning's command line wrote
     lines = [f"{type(pl_module).__name__}:"]
     lines += [f"  {name}: {value}" for name, value in pl_module.hparams.items()] or ["  (no saved hyperparameters)"]
     plugin = trainer.precision_plugin
@@ -68,7 +76,7 @@ def configuration_of(folder: Path, trainer: Trainer, pl_module: LightningModule)
 
 
 def strict(value: Any) -> Any:
-    """What JSON can hold, with null for numbers that are not finite."""
+    """A value as strict JSON can hold it: null for NaN and infinity, text for objects of other types."""
     if isinstance(value, Mapping):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -81,23 +89,61 @@ def strict(value: Any) -> Any:
 
 
 def coverage_of(trainer: Trainer) -> float | None:
-    """The share of FLOPs in quantized layers, as the plugin estimated it in the first step; None if it did not."""
+    """The plugin's estimate of the share of FLOPs in quantized layers; None without one."""
     plugin = trainer.precision_plugin
     coverage = plugin.coverage_line.coverage if isinstance(plugin, LowBitPrecision) else None
     return None if coverage is None or coverage.unit != "FLOPs" else coverage.share
 
 
 def coverage_alerts(trainer: Trainer) -> list[str]:
-    """What the plugin says where little is quantized."""
+    """The plugin's warning that little is quantized."""
     plugin = trainer.precision_plugin
     text = plugin.coverage_line.text if isinstance(plugin, LowBitPrecision) else ""
     return [text] if text else []
 
 
 def cast_sections(pl_module: LightningModule) -> list[Section]:
-    """A legend of the casts of a model's layers, such as ``e2m1/e4m3:1x16+fp32~``."""
+    """A legend of the notation of a model's casts, such as ``e2m1/e4m3:1x16+fp32~``."""
     layers = [module for module in pl_module.modules() if isinstance(module, QuantizedLayer)]
     distinct = dict.fromkeys(layer.full_casts for layer in layers)
     casts = dict.fromkeys(cast for casts in distinct for name in OPERANDS if (cast := casts.cast_of(name)) is not None)
     rows = [[str(cast), in_words(cast)] for cast in casts]
     return [Section("Casts in words", [Table(["cast", "what it does to an operand"], rows)])] if rows else []
+
+
+def environment(trainer: Trainer, started: datetime) -> dict[str, Any]:
+    """What a reader needs to know to run it again."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "lightning", "lightning_lowbit", "transformers", "datasets"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    device = trainer.strategy.root_device
+    return {
+        "started": started.isoformat(" ", "seconds"),
+        "command": shlex.join(sys.argv),
+        **versions,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "processes": trainer.world_size,
+        "strategy": type(trainer.strategy).__name__,
+        "CPU": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "operating system": platform.platform(),
+    }
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Peak bytes of this process: of GPU memory on a GPU, else of main memory; None where it cannot be measured."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,29 +1,34 @@
-"""The metrics of a run over its optimizer steps: recorded without waiting for a device, bounded, resumable."""
+"""The metrics of a run by optimizer step: recorded without host synchronization, bounded in size, resumable."""
 
 import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-MOST_POINTS = 2000  # of a metric; beyond it is thinned to half
-MOST_OF_LAYERS = 200_000  # of all metrics of layers (quantity/operand/layer) together, of which there are many
-# Values on the device, which are lost if it fails: so many, or, of hundreds of metrics, those of so many steps.
+from lightning_lowbit._lightning import Trainer
+
+MOST_POINTS = 2000  # of a metric; more are thinned to half
+MOST_OF_LAYERS = 200_000  # points of all metrics of layers (quantity/operand/layer) together
+# Values are copied from the device at this number, or, with hundreds of metrics, after this many steps.
 _MOST_PENDING, _STEPS_PENDING = 200, 4
 
 
 class History:
-    """Points (step, value) by metric, and the phases. Values stay on their device until somebody asks for numbers."""
+    """Points (step, value) by metric, and phases by step. Values are copied from their device in batches."""
 
     def __init__(self) -> None:
         self.phases: list[tuple[int, int, str]] = []
-        self.extremes: dict[str, tuple[float, float]] = {}  # lowest and highest, whatever is thinned
+        self.extremes: dict[str, tuple[float, float]] = {}  # lowest and highest of all values, thinned or not
         self._points: dict[str, list[tuple[int, float]]] = {}
         self._pending: list[tuple[str, int, Tensor]] = []
         self._last: dict[str, int] = {}
 
     def add(self, name: str, step: int, value: Tensor) -> bool:
-        """Adds a value; of several values of one step the first holds."""
+        """Adds a value; returns False if the step has one already."""
         if step <= self._last.get(name, -1):
             return False
         self._last[name] = step
@@ -33,13 +38,13 @@ class History:
         return True
 
     def add_phase(self, phase: str, begin: int, step: int) -> None:
-        """Adds the phase of optimizer step ``step``; ``begin`` steps had been done before the first one."""
+        """Adds the phase of an optimizer step. The first phase starts at ``begin``, the steps done before this run."""
         start, end, last = self.phases[-1] if self.phases else (begin, begin, phase)
         if step > end:
             self.phases[-1:] = [(start, step, phase)] if phase == last else [(start, end, last), (end, step, phase)]
 
     def points(self) -> dict[str, list[tuple[int, float]]]:
-        """All points."""
+        """Points of all metrics by name."""
         self._convert()
         return self._points
 
@@ -48,7 +53,7 @@ class History:
         for i, (_, _, value) in enumerate(self._pending):
             alike.setdefault((value.device, value.dtype), []).append(i)
         values: dict[int, float] = {}
-        for indices in alike.values():  # one copy to the host for each
+        for indices in alike.values():  # one copy to the host for each device and dtype
             values.update(zip(indices, torch.stack([self._pending[i][2] for i in indices]).tolist(), strict=True))
         layers = sum(name.count("/") > 1 for name in self._last)
         of_layers = min(MOST_POINTS, max(100, MOST_OF_LAYERS // max(layers, 1)))
@@ -64,16 +69,16 @@ class History:
         self._pending.clear()
 
     def drop_pending(self) -> None:
-        """Gives up the values that are still on a device."""
+        """Drops the values that are still on a device."""
         self._pending.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """As tensors and primitives."""
+        """The history as tensors and primitives."""
         points = {name: torch.tensor(points, dtype=torch.float64) for name, points in self.points().items()}
         return {"points": points, "phases": list(self.phases), "extremes": dict(self.extremes)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up the points of a checkpoint."""
+        """Restores the history of a checkpoint."""
         self._pending = []
         self._points = {name: [(int(x), y) for x, y in table.tolist()] for name, table in state["points"].items()}
         self._last = {name: points[-1][0] for name, points in self._points.items()}
@@ -81,10 +86,33 @@ class History:
 
 
 def thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """About half of ``most`` points, evenly spaced in steps, the first and the last among them."""
+    """Returns about half of ``most`` points, evenly spaced in steps, with the first and the last."""
     spacing = (points[-1][0] - points[0][0]) / (most // 2)
     kept = points[:1]
     for point in points[1:-1]:
         if point[0] - kept[-1][0] >= spacing:
             kept.append(point)
     return [*kept, points[-1]]
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The metrics that are single numbers, as tensors of this process."""
+    local = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in metrics.items()}
+    return {name: value for name, value in local.items() if isinstance(value, Tensor) and value.numel() == 1}
+
+
+def learning_rates(trainer: Trainer) -> Iterable[tuple[str, Tensor]]:
+    """(name, rate) of each optimizer's first parameter group, and of other groups whose rate differs.
+
+    The names are those of ``LearningRateMonitor``.
+    """
+    used: Counter[str] = Counter()
+    for optimizer in trainer.optimizers:
+        name = f"lr-{type(optimizer).__name__}"
+        used[name] += 1
+        name += f"-{used[name] - 1}" if used[name] > 1 else ""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for i, rate in enumerate(rates):
+            if i == 0 or rate is not rates[0] and (isinstance(rate, Tensor) or rate != rates[0]):
+                value = rate.detach().clone() if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float64)
+                yield f"{name}/pg{i + 1}" if i else name, value

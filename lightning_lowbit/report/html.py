@@ -1,23 +1,26 @@
-"""A page about a run as one HTML file: titled sections of text, tables, charts and heat maps, and nothing to fetch.
+"""A page about a run as one HTML file that fetches nothing: titled sections of text, tables, charts and heat maps.
 
     page = render("my run", [Section("Loss", [Chart("loss", {"training": ([1, 2, 3], [2.5, 2.2, 2.1])})])])
 
-Everything that comes from outside is escaped, and what fails in one section is shown there and leaves the others alone.
+All text is escaped. An error in one section is shown there and leaves the other sections alone.
 """
 
 import math
-import re
 import traceback
 from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import groupby, zip_longest
-from typing import Any
+from importlib.resources import files
+from itertools import groupby
 
-from lightning_lowbit.report.blocks import Block, Chart, HeatMap, Section, Table, Text, common_parent, number
+from lightning_lowbit.report.blocks import Block, Chart, HeatMap, Section, Table, Text
 from lightning_lowbit.report.charts import draw
-from lightning_lowbit.report.style import HEAT_STEPS, STYLE
+from lightning_lowbit.report.formatting import common_parent, number
+from lightning_lowbit.report.tables import as_html, framed
 
 __all__ = ["Block", "Chart", "HeatMap", "Section", "Table", "Text", "number", "render"]
+
+_STYLE = files(__package__).joinpath("style.css").read_text()
+_HEAT_COLORS = 7  # of the style sheet
 
 
 def render(
@@ -28,20 +31,20 @@ def render(
     lead: str = "",
     facts: Iterable[tuple[str, str, str]] = (),
 ) -> str:
-    """The page.
+    """The page as HTML.
 
     Args:
         title: of the page.
         sections: in their order.
         status: a word beside the title; ``"finished"``, ``"interrupted"`` and ``"failed"`` have colors.
         lead: a sentence below the title.
-        facts: (label, value, remark): what is to be seen at once.
+        facts: (label, value, remark) of the numbers at the top.
     """
     cells = "".join(
         f"<div><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(remark)}</small></dd></div>"
         for label, value, remark in facts
     )
-    body = "\n".join(_section(section, f"s{i}") for i, section in enumerate(sections))
+    body = "\n".join(map(_section, sections))
     badge = f'<span class="status {escape(status)}">{escape(status)}</span>' if status else ""
     return f"""<!doctype html>
 <html lang="en">
@@ -49,7 +52,7 @@ def render(
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
-<style>{STYLE}</style>
+<style>{_STYLE}</style>
 </head>
 <body>
 <header>
@@ -66,28 +69,25 @@ def render(
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
-_NUMBER = re.compile(r"([-+]?\d[\d.,]*(e[-+]?\d+)?( ?[^\s\d]{1,8})?|not finite|)")  # with a unit, or nothing
-
-
-def _section(section: Section, prefix: str) -> str:
+def _section(section: Section) -> str:
     title = str(getattr(section, "title", type(section).__name__))
     try:
-        body = _blocks(section.blocks, prefix)
+        body = _blocks(section.blocks)
     except Exception:
         body = _text(Text("This section could not be shown.")) + _text(Text(traceback.format_exc(), preformatted=True))
     mark = ' class="alarming"' if getattr(section, "is_alarming", False) else ""
     return f"<section{mark}>\n<h2>{escape(title)}</h2>\n{body}\n</section>"
 
 
-def _blocks(blocks: Sequence[Block], prefix: str) -> str:
+def _blocks(blocks: Sequence[Block]) -> str:
     parts = []
-    for is_chart, group in groupby(enumerate(blocks), key=lambda pair: isinstance(pair[1], Chart)):
+    for is_chart, group in groupby(blocks, key=lambda block: isinstance(block, Chart)):
         members = list(group)
         if not is_chart:
-            parts += [_block(block) for _, block in members]
+            parts += [_block(block) for block in members]
         else:
             kind = "single" if len(members) == 1 else "multiples"
-            figures = "\n".join(draw(chart, f"{prefix}-{i}", kind) for i, chart in members)  # type: ignore[arg-type]
+            figures = "\n".join(draw(chart, kind) for chart in members)  # type: ignore[arg-type]
             parts.append(f'<div class="{kind}">\n{figures}\n</div>')
     return "\n".join(parts)
 
@@ -95,37 +95,12 @@ def _blocks(blocks: Sequence[Block], prefix: str) -> str:
 def _block(block: Block) -> str:
     if isinstance(block, HeatMap):
         return _heat_map(block)
-    return _table(block) if isinstance(block, Table) else _text(block)  # type: ignore[arg-type]
+    return as_html(block) if isinstance(block, Table) else _text(block)  # type: ignore[arg-type]
 
 
 def _text(block: Text) -> str:
     tag = "pre" if block.preformatted else "p"
     return f"<{tag}>{escape(block.text)}</{tag}>"
-
-
-def _table(table: Table) -> str:
-    def show(value: Any) -> str:
-        return number(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
-
-    def row(cells: Sequence[str], first: str, others: str) -> str:
-        tags = [others if i else first for i in range(len(cells))]
-        aligned = [' class="number"' if i in numeric else "" for i in range(len(cells))]
-        filled = zip(tags, aligned, cells, strict=True)
-        return (
-            "<tr>" + "".join(f"<{tag}{css_class}>{escape(cell)}</{tag}>" for tag, css_class, cell in filled) + "</tr>"
-        )
-
-    rows = [[show(value) for value in values] for values in table.rows]
-    columns = zip_longest(*rows, fillvalue="") if table.header else ()
-    numeric = {i for i, column in enumerate(columns) if all(_NUMBER.fullmatch(cell) for cell in column)}
-    head = f"<thead>{row([str(name) for name in table.header], 'th', 'th')}</thead>" if table.header else ""
-    body = "".join(row(cells, "td" if table.header else "th", "td") for cells in rows)
-    kind = "" if table.header else ' class="pairs"'
-    scrolled = f'<div class="scroll"><table{kind}>{head}<tbody>{body}</tbody></table></div>'
-    if not table.caption:
-        return scrolled
-    # No <caption>, which would be as narrow as the table.
-    return f'<figure class="table"><figcaption>{escape(table.caption)}</figcaption>{scrolled}</figure>'
 
 
 # --- heat maps --------------------------------------------------------------------------------------------------------
@@ -135,8 +110,10 @@ _WORDS = {"nan": "not a number", "inf": "infinite", "-inf": "minus infinite"}
 
 def _heat_map(block: HeatMap) -> str:
     if not -math.inf < block.low < block.high < math.inf:
-        raise ValueError(f"A scale of colors begins below its end; got low={block.low!r}, high={block.high!r}.")
-    decimals = max(0, 2 - math.floor(math.log10(block.high - block.low)))  # some hundred steps on the scale
+        raise ValueError(
+            f"The color scale of a HeatMap needs finite low < high; got low={block.low}, high={block.high}."
+        )
+    decimals = max(0, 2 - math.floor(math.log10(block.high - block.low)))  # a few hundred steps on the scale
 
     def show(value: float) -> str:
         text = f"{round(value, decimals) + 0.0:.{decimals}f}"  # no -0.0
@@ -148,7 +125,7 @@ def _heat_map(block: HeatMap) -> str:
         if not math.isfinite(value):
             return f'<td class="words">{_WORDS[str(float(value))]}</td>'
         share = min(max((value - block.low) / (block.high - block.low), 0.0), 1.0)
-        step = min(int((share if block.small_is_good else 1 - share) * HEAT_STEPS), HEAT_STEPS - 1)
+        step = min(int((share if block.small_is_good else 1 - share) * _HEAT_COLORS), _HEAT_COLORS - 1)
         return f'<td class="h{step}">{show(value)}</td>'
 
     common = common_parent(block.rows)
@@ -157,14 +134,13 @@ def _heat_map(block: HeatMap) -> str:
     for name, values in zip(block.rows, block.values, strict=True):
         cells = "".join(cell(value) for _, value in zip(block.columns, values, strict=True))
         lines.append(f'<tr><th title="{escape(name)}">{escape(name.removeprefix(f"{common}."))}</th>{cells}</tr>')
-    table = f'<div class="scroll"><table><thead>{lines[0]}</thead><tbody>{"".join(lines[1:])}</tbody></table></div>'
-    caption = f"<figcaption>{escape(block.caption)} {_scale(block)}</figcaption>"
-    return f'<figure class="table heat">{caption}{table}</figure>'
+    table = f"<table><thead>{lines[0]}</thead><tbody>{''.join(lines[1:])}</tbody></table>"
+    return framed(table, f"{escape(block.caption)} {_scale(block)}", "table heat")
 
 
 def _scale(block: HeatMap) -> str:
-    """The scale of colors, from low to high."""
-    steps, ends = list(range(HEAT_STEPS)), ["good", "bad"]
+    """The legend of the colors, from low to high."""
+    steps, ends = list(range(_HEAT_COLORS)), ["good", "bad"]
     if not block.small_is_good:
         steps, ends = steps[::-1], ends[::-1]
     unit = f" {escape(block.unit)}" if block.unit else ""

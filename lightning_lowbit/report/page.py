@@ -1,4 +1,4 @@
-"""The page of a run: which metric is drawn where, from what ``run.json`` holds."""
+"""The page of a run, made from what ``run.json`` holds: which metric is shown where."""
 
 import math
 import re
@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_lowbit.report.html import Block, Chart, Section, Table, Text, number, render
+from lightning_lowbit.report.blocks import Block, Chart, Section, Table, Text
+from lightning_lowbit.report.formatting import duration, number
+from lightning_lowbit.report.html import render
 
 MOST_CHARTS = 60
 _LOSS = "loss(?!_scale)"
@@ -18,7 +20,7 @@ _NORMS = [f"grad_norm/{stage}" for stage in ("unclipped", "clipped", "used")]  #
 def render_run(
     run: Mapping[str, Any], contributed: Iterable[Section], exception: BaseException | None, configuration: str
 ) -> str:
-    """The page of what ``run.json`` holds, with the sections of other callbacks."""
+    """The page of what ``run.json`` holds, with the sections that other callbacks contribute."""
     sections = [*_metric_sections(run), *contributed]
     if run["alerts"]:
         sections.insert(0, Section("Alerts", [Text(text) for text in run["alerts"]], is_alarming=True))
@@ -34,7 +36,7 @@ def render_run(
 
 
 def _find(names: Iterable[str], pattern: str) -> str | None:
-    """The metric that a name's pattern means: the shortest, before those of parts or layers."""
+    """The metric that a pattern means: the shortest name, so that the whole comes before its parts or layers."""
     return min((name for name in names if re.search(pattern, name.lower())), key=len, default=None)
 
 
@@ -44,7 +46,7 @@ def _training(run: Mapping[str, Any]) -> list[str]:
 
 def _facts(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     most = f"of {number(run['max_steps'])}" if run["max_steps"] else ""
-    facts = [("Optimizer steps", number(run["steps"]), most), ("Duration", _duration(run["seconds"]), "")]
+    facts = [("Optimizer steps", number(run["steps"]), most), ("Duration", duration(run["seconds"]), "")]
     wanted = [("Validation loss", run["validation_metrics"], _LOSS), ("Training loss", _training(run), _LOSS)]
     wanted.append(("Validation perplexity", run["validation_metrics"], "perplexity|ppl"))
     for label, names, pattern in wanted:
@@ -59,12 +61,12 @@ def _facts(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _when(run: Mapping[str, Any], name: str) -> str:
-    """When a metric had its last value, and the best one where that is known to be one."""
+    """The step of a metric's last value, and its best value where it is known which is best."""
     last, best = run["history"][name][-1], run["best"].get(name)
     text = f"at step {number(last[0])}"
     if best is None:
         return text
-    steps = [step for step, value in run["history"][name] if value == best]  # thinning may have lost it
+    steps = [step for step, value in run["history"][name] if value == best]  # none if thinning dropped it
     where = f" at step {number(steps[0])}" if steps else ""
     return f"{text}, the best" if last[1] == best else f"{text}; best {number(best)}{where}"
 
@@ -91,11 +93,11 @@ def _metric_sections(run: Mapping[str, Any]) -> list[Section]:
 
 
 def _other_sections(run: Mapping[str, Any], names: Sequence[str]) -> list[Section]:
-    """All others: those of layers (quantity/operand/layer) in one chart for all layers; a constant needs no chart."""
+    """All other metrics. Layers (quantity/operand/layer) share a chart; constants are rows of a table."""
     history = run["history"]
     constant = [name for name in names if name.count("/") < 2 and len({y for _, y in history[name]}) == 1]
     groups: dict[str, list[str]] = {}
-    for name in sorted(names, key=lambda name: name.split("/")[0]):  # else in the order in which they were logged
+    for name in sorted(names, key=lambda name: name.split("/")[0]):  # stable: in the order of logging
         if name not in constant:
             groups.setdefault("/".join(name.split("/")[:2]), []).append(name)
     others: list[Block] = []
@@ -118,7 +120,7 @@ def _chart(run: Mapping[str, Any], title: str, names: Iterable[str | None], log:
     found = {name: run["history"][name] for name in names if name}
     series = {name.removeprefix(f"{title}/"): tuple(zip(*points, strict=True)) for name, points in found.items()}
     values = [y for _, ys in series.values() for y in ys if math.isfinite(y)]
-    if log is None:  # where a linear axis would show nothing but the largest values
+    if log is None:  # a linear axis would show the largest values alone
         log = bool(values) and min(values) > 0 and max(values) > 20 * min(values)
     return Chart(title, series, log=log, spans=run["phases"])  # type: ignore[arg-type]
 
@@ -128,7 +130,7 @@ def _constant_at(steps: Sequence[int]) -> str:
 
 
 def _throughput_chart(run: Mapping[str, Any], name: str) -> Chart:
-    """Without the first points, as far as compilation makes them less than half of what is usual: they are said."""
+    """Leaves out the first points while compilation keeps them below half the median, and says so in a note."""
     points = run["history"][name]
     usual = statistics.median([y for _, y in points if math.isfinite(y)] or [0.0])
     slow = next((i for i, (_, y) in enumerate(points) if not y < usual / 2), 0)
@@ -137,11 +139,3 @@ def _throughput_chart(run: Mapping[str, Any], name: str) -> Chart:
         return chart
     told = ", ".join(f"{number(y)} at step {number(step)}" for step, y in points[: min(slow, 3)])
     return replace(chart, note=f"Not drawn, since a run begins with compiling: {told}{', …' if slow > 3 else ''}.")
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -1,8 +1,8 @@
-"""Where the files of a run lie, so that no run overwrites those of another.
+"""The folder of a run's files; no run overwrites the files of another.
 
-Lightning's own loggers have a folder for each run, ``version_N``. Others have one for all runs, and so has a Trainer
-without a logger: the first run's files lie in it, those of the next ones in ``version_1``, ``version_2`` … in it. A
-resumed run goes on where it was.
+Lightning's own loggers have a folder for each run, ``version_N``. Other loggers share one folder between runs, and so
+does a Trainer without a logger: the first run writes into it, the next ones into ``version_1``, ``version_2`` … in it.
+A resumed run keeps its folder.
 """
 
 import json
@@ -12,17 +12,17 @@ from weakref import WeakKeyDictionary
 
 from lightning_lowbit._lightning import CSVLogger, TensorBoardLogger, Trainer, rank_zero_info
 
-_FILES = ("run.json", "precision_summary.json")  # of which a folder without any is free
-_CHOSEN: WeakKeyDictionary[Trainer, tuple[Path, Path]] = WeakKeyDictionary()  # (the folder of all runs, of this one)
+_FILES = ("run.json", "precision_summary.json")  # a folder with one of them belongs to a run
+_CHOSEN: WeakKeyDictionary[Trainer, tuple[Path, Path]] = WeakKeyDictionary()  # (folder of all runs, folder of this one)
 
 
 def run_folder(trainer: Trainer, folder: Path, filename: str) -> Path:
-    """The folder of a run, the same whenever it is asked for. To be asked for when something is to be written.
+    """The folder of a run, always the same one. Ask for it right before writing: it may be created.
 
     Args:
         trainer: of the run.
-        folder: ``trainer.log_dir``, or what stands for it.
-        filename: what is to be written there; another run may have written a file of this name.
+        folder: ``trainer.log_dir``, or its substitute.
+        filename: of the file to write; a folder that has one belongs to another run.
     """
     if trainer.loggers and isinstance(trainer.loggers[0], (TensorBoardLogger, CSVLogger)):
         return folder
@@ -36,10 +36,11 @@ def run_folder(trainer: Trainer, folder: Path, filename: str) -> Path:
     return chosen
 
 
-def go_on(trainer: Trainer, folder: Path, identity: str) -> None:
-    """Lets a resumed run go on in the folder of the run that it goes on with: that broke off, or ended where it begins.
+def continue_in(trainer: Trainer, folder: Path, identity: str) -> None:
+    """Gives a resumed run the folder of the run that it continues.
 
-    One that ended later keeps its files: this is another run from the same checkpoint.
+    That run was cut off, or ended at the step where this one begins. If it ended later, it keeps its files: the new run
+    is another one from the same checkpoint.
     """
     for place in [folder, *folder.glob("version_*")]:
         with suppress(OSError, ValueError):
@@ -56,7 +57,7 @@ def _free(folder: Path, names: set[str]) -> Path:
     while True:
         chosen = folder / f"version_{number}"
         try:
-            chosen.mkdir()  # of several processes that try at once, one makes it
+            chosen.mkdir()  # one of several concurrent processes succeeds
         except FileExistsError:
             number += 1
         else:

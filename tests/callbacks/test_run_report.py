@@ -5,7 +5,6 @@ import logging
 import math
 import re
 import statistics
-import sys
 import warnings
 from pathlib import Path
 
@@ -487,12 +486,6 @@ def test_not_into_a_store_elsewhere():
 def test_filenames(filename):
     with pytest.raises(ValueError, match="ends in .html, without folders; got"):
         RunReport(filename)
-
-
-def test_needs_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=re.escape('pip install "lightning_lowbit[recipes]"')):
-        RunReport()
 
 
 def test_best_of_what_a_callback_monitors(tmp_path):

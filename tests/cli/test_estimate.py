@@ -459,7 +459,7 @@ def test_what_a_device_lacks_is_counted_as_what_is_computed_in(capsys):
         (["--gather=fp8", "--strategy=fsdp"], "Unknown --gather 'fp8'."),
         (["--gather=bf16"], "DDP gathers nothing"),
         (["--gather=casts", "--strategy=fsdp", "--devices=4"], "No weight can be gathered as its casts quantize it"),
-        (["--devices=0"], "--devices is 1 or more; got 0."),
+        (["--devices=0"], "--devices is a whole number, 1 or more; got 0."),
         (["--devices=6", "--tensor_parallel=4", "--strategy=fsdp"], "6 devices do not divide into groups of 4"),
         (["--devices=2", "--tensor_parallel=2"], "give --strategy fsdp"),
         (["--utilization=1.5"], "--utilization is a share of the peak"),

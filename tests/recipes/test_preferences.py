@@ -172,7 +172,7 @@ def test_the_gradient_of_a_logit_is_as_small_as_the_module_says() -> None:
 
 @pytest.mark.parametrize("beta", [0, -0.1, math.inf, math.nan, True, "0.1", None])
 def test_a_bad_beta(beta: Any) -> None:
-    message = f"beta is what multiplies the margin, a number above 0; got {beta!r}."
+    message = f"beta is what multiplies the margin, above 0; got {beta!r}."
     with pytest.raises(ValueError, match=re.escape(message)):
         PreferenceLM(beta, config=SIZE)
 

@@ -34,7 +34,7 @@ from lightning_lowbit.report import charts as report_charts
 @pytest.fixture(autouse=True)
 def _no_charts(monkeypatch):
     """Drawing those of a report, which has its own tests, takes a third of a run's time."""
-    monkeypatch.setattr(report_charts, "_svg", lambda *_: "")
+    monkeypatch.setattr(report_charts, "_plot", lambda *_: "")
 
 
 RECIPES, OVERLAYS, STUDIES = (

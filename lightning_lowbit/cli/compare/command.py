@@ -1,9 +1,9 @@
-"""``lowbit compare``: the rows of a study with their seeds, as one table.
+"""``lowbit compare``: runs the rows of a study with their seeds, and makes one table of them.
 
-Each run is a process of its own in a folder of its own, ``<output>/<row>/seed_<n>``, with its whole configuration in
-``recipe.yaml`` there. What is finished is not run again; what was interrupted goes on from its last checkpoint. Studies
-may share a folder: a row that they have in common runs once. Table and pictures are made anew after each run, from the
-``run.json`` that :class:`RunReport` leaves.
+Each run is a process with its own folder, ``<output>/<row>/seed_<n>``, and its whole configuration is in
+``recipe.yaml`` there. Finished runs are not repeated; interrupted ones resume from their last checkpoint. Studies may
+share a folder: a common row runs once. Table and pictures are written again after each run, from the ``run.json`` of
+:class:`RunReport`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import yaml
 
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
-from lightning_lowbit.checks import nearest
+from lightning_lowbit.checks import integer, nearest
 from lightning_lowbit.cli.checkpoints import find_checkpoints
 from lightning_lowbit.cli.compare.results import write_comparison
 from lightning_lowbit.cli.compare.study import Row, Study, distinct, product, read_study
@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Run:
-    """One training: a row of the table with one seed."""
+    """One training: a row with one seed."""
 
     row: str
     seed: int
@@ -50,11 +50,11 @@ class Run:
     arguments: tuple[str, ...] = ()
 
     def result(self) -> dict[str, Any] | None:
-        """What ``run.json`` says, or None while the run has not finished."""
+        """The content of ``run.json``; None until the run has finished."""
         return next((result for result in self._finished() if result["begin"] < result["steps"]), None)
 
     def was_at_its_end(self) -> bool:
-        """Whether its last checkpoint is that of the last step: a resume trains nothing, and validates nothing."""
+        """Whether its last checkpoint is at the last step, so that a resumed run neither trains nor validates."""
         return any(result["begin"] >= result["steps"] for result in self._finished())
 
     def _finished(self) -> list[dict[str, Any]]:
@@ -63,10 +63,9 @@ class Run:
 
 
 def compare(arguments: Sequence[str]) -> int:
-    """Runs what is not done yet, writes table and pictures; returns 1 if a run failed."""
+    """Runs what has not finished, and writes table and pictures; returns 1 if a run failed."""
     given, rest = _parser().parse_known_args(arguments)
-    if given.jobs < 1:
-        raise ValueError(f"--jobs is the number of runs at a time, 1 or more; got {given.jobs}.")
+    integer("--jobs", given.jobs, 1, "the number of runs at a time")
     study = _study(given, rest)
     output = Path(given.output or ("runs/studies" if study.name else "runs/compare")).expanduser()
     runs = plan(study.rows, output, rest)
@@ -153,10 +152,10 @@ def _items(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
 
 
 def plan(rows: Sequence[Row], output: Path, arguments: Sequence[str]) -> list[Run]:
-    """All runs, row by row; writes nothing.
+    """All runs, row by row, without writing anything.
 
     Raises:
-        ValueError: two rows, or two seeds of a row, are the same, or an argument would overrule what tells runs apart.
+        ValueError: two rows, or two seeds of a row, are the same; or an argument would be the same for all runs.
     """
     for argument in arguments:
         if argument.partition("=")[0] in _OWN:
@@ -181,20 +180,20 @@ def _with(config: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
     callbacks = as_list(config["trainer"].get("callbacks") or [])
     names = [callback.get("class_path", "") if isinstance(callback, dict) else callback for callback in callbacks]
     if not any(name.rpartition(".")[2] == "RunReport" for name in names):
-        changes["trainer"]["callbacks"] = [{"class_path": _REPORT}]  # it leaves run.json
+        changes["trainer"]["callbacks"] = [{"class_path": _REPORT}]  # writes run.json
     if config.get("ckpt_path"):
         raise ValueError("The recipe sets ckpt_path, from which all runs would go on: leave it out.")
-    if config["trainer"].get("logger"):  # every run logs into its own folder
+    if config["trainer"].get("logger"):  # each run logs into its own folder
         changes["trainer"]["logger"] = True
     merged: dict[str, Any] = merge(config, changes)
     return merged
 
 
 def prepare(runs: Sequence[Run]) -> None:
-    """Writes each run's ``recipe.yaml``, where it is not there already.
+    """Writes ``recipe.yaml`` of each run, if it has none.
 
     Raises:
-        ValueError: a folder holds a run of another configuration; nothing is written then.
+        ValueError: a folder holds a run of another configuration. Then nothing is written.
     """
     changed = {}
     for run in runs:
@@ -232,15 +231,15 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) -> list[tuple[Run, int]]:
-    """Runs the processes, so many at a time; returns their exit statuses.
+    """Runs the processes, ``jobs`` at a time; returns their exit statuses.
 
-    Ctrl-C and SIGTERM let each finish its step and save; this process waits for them, and ends as they do.
+    On Ctrl-C and SIGTERM each process finishes its step and saves; this process waits for them.
     """
     children: list[subprocess.Popen[bytes]] = []
     stopping, starting = threading.Event(), threading.Lock()
 
     def one(run: Run) -> tuple[Run, int]:
-        # The process inherits the lock: when this command is killed and started again, it waits for those left over.
+        # The process inherits the lock. If this command is killed and restarted, it waits for surviving processes.
         with (run.folder / "lock").open("w") as lock, (run.folder / "log.txt").open("ab") as log:
             while not _try_lock(lock):
                 if stopping.wait(0.2):
@@ -250,7 +249,7 @@ def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) ->
                 resume = ["--ckpt_path", "last"] if goes_on else []
                 recipe = str(run.folder / "recipe.yaml")
                 command = [sys.executable, "-m", "lightning_lowbit.cli", "fit", "--config", recipe, *resume]
-                with starting:  # all that have begun are children when they are to stop
+                with starting:  # so that every started process is in `children` when they are stopped
                     if stopping.is_set():
                         break
                     print(f"  {run.row}, seed {run.seed} {'goes on' if goes_on else 'begins'}", flush=True)
@@ -260,11 +259,11 @@ def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) ->
                         stderr=subprocess.STDOUT,
                         stdin=subprocess.DEVNULL,
                         pass_fds=[lock.fileno()],
-                        start_new_session=True,  # Ctrl-C reaches this process alone, which hands it on once
+                        start_new_session=True,  # Ctrl-C reaches only this process, which forwards it once
                     )
                     children.append(child)
                 child.wait()
-                if not (goes_on and run.was_at_its_end()):  # killed in its last validation: it begins afresh
+                if not (goes_on and run.was_at_its_end()):  # else killed in its last validation: start again
                     break
         return run, 0 if run.result() is not None else 1
 

@@ -1,4 +1,4 @@
-"""The table and the pictures of a study, from what its runs left."""
+"""The table and the pictures of a study, from the ``run.json`` of its runs."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,22 +8,27 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from lightning_lowbit.metrics import count_spikes
+from lightning_lowbit.report.blocks import Table
+from lightning_lowbit.report.tables import as_markdown
 
-Results = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by row and seed, what run.json holds
+Results = Mapping[str, Mapping[int, Mapping[str, Any]]]  # contents of run.json by row and seed
 
 LOSS, RATIO = "val_loss", "gradient_noise/ratio"
 
 
 def write_comparison(results: Results, baseline: str, output: Path, name: str | None = None) -> str:
-    """Writes ``table.md``, ``loss.png`` and ``gap.png`` into a folder; returns the table.
+    """Writes a table and pictures into a folder; returns the table.
 
-    Rows that end in a learning rate, as ``adamw@1e-3`` or ``adamw,lr=0.001``, are also drawn as curves, the loss over
-    the rate, in ``rates.png``: where one of them has three rates or more.
+    ========== =========================================================================================
+    table.md   a row for each row of the study
+    loss.png   validation loss over steps
+    gap.png    final validation loss minus that of the baseline
+    rates.png  loss over learning rate, of rows such as ``adamw@1e-3`` with three rates or more
+    noise.png  ratio of gradient to quantization noise, above the gap to the baseline, where it was
+               measured; as figure 5 of FP4 All the Way (arXiv 2505.19115)
+    ========== =========================================================================================
 
-    Where runs measured how far the gradient stands out from quantization noise, that ratio is drawn in ``noise.png``,
-    above the gap to the baseline: after figure 5 of FP4 All the Way (arXiv 2505.19115).
-
-    Those of a study with a name are ``<name>.md``, ``<name>_loss.png``, ``<name>_gap.png`` and so on.
+    The files of a study with a name are ``<name>.md``, ``<name>_loss.png`` and so on.
     """
     table = markdown(results, baseline)
     (output / f"{name or 'table'}.md").write_text(table + "\n")
@@ -40,9 +45,9 @@ def write_comparison(results: Results, baseline: str, output: Path, name: str | 
 
 
 def markdown(results: Results, baseline: str) -> str:
-    """A row for each combination; ``±`` is the standard deviation over seeds, gaps are paired by seed."""
+    """The table as markdown; ``±`` is the standard deviation over seeds, and gaps are paired by seed."""
     header = ["run", "seeds", "loss", "perplexity", f"gap to {baseline}", "spikes", "tokens/s", "peak memory", "bits"]
-    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    lines = []
     for row, runs in results.items():
         memory = _values(runs.values(), lambda run: run["peak_memory_bytes"] / 2**30)
         lines.append(
@@ -58,7 +63,7 @@ def markdown(results: Results, baseline: str) -> str:
                 _spread(_values(runs.values(), lambda run: run.get("summary", {}).get("average_bits")), 2),
             ]
         )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return as_markdown(Table(header, lines))
 
 
 def _values(runs: Any, get: Callable[[Mapping[str, Any]], float | None]) -> list[float]:
@@ -66,7 +71,7 @@ def _values(runs: Any, get: Callable[[Mapping[str, Any]], float | None]) -> list
 
 
 def _metric(run: Mapping[str, Any], name: str) -> float | None:
-    """None where it was not logged; run.json has null where it is not finite."""
+    """The last value; None if it was not logged, and NaN where run.json has null."""
     value = run["metrics"].get(name)
     return nan if value is None and name in run["metrics"] else value
 
@@ -94,7 +99,7 @@ def _gaps(runs: Mapping[int, Mapping[str, Any]], baseline: Mapping[int, Mapping[
 
 
 def _curves(results: Results) -> dict[str, dict[float, list[float]]]:
-    """By the name that rows have before their learning rate, and by that rate, ascending: the losses of the seeds."""
+    """Losses of the seeds, by the name of a row before its learning rate, and by that rate in ascending order."""
     curves: dict[str, dict[float, list[float]]] = {}
     for row, runs in results.items():
         match = re.fullmatch(r"(.+)(?:@|,lr=)((?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", row, re.IGNORECASE)
@@ -116,8 +121,8 @@ def _spread(values: Sequence[float], digits: int = 4, signed: bool = False) -> s
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
-# What lies further out is cut off, or one row that diverges would flatten all others: a loss that is so many times the
-# highest one of the row that stays lowest, and a gap that is so many times the median gap.
+# Axes are cut, or one row that diverges would flatten all others: losses at this multiple of the highest loss of the
+# row that stays lowest, and gaps at this multiple of the median gap.
 _HIGHEST_LOSS, _WIDEST_GAP = 1.5, 10.0
 
 
@@ -126,7 +131,7 @@ def _style(number: int) -> dict[str, Any]:
 
 
 def _cut_losses(axes: Any, ranges: Sequence[tuple[float, float]]) -> str:
-    """Cuts off what is too high, given the lowest and highest loss of each line; what the label says of it."""
+    """Cuts the axis, given the (lowest, highest) loss of each line; returns a remark for the label."""
     if not ranges:
         return ""
     bottom, top = (min(ends) for ends in zip(*ranges, strict=True))
@@ -151,7 +156,7 @@ def _picture_losses(results: Results, path: Path) -> None:
         steps = sorted(by_step)
         if not steps:
             continue
-        # Where one seed is not finite, so is the mean: the line ends there.
+        # Where one seed is not finite, the mean is not either, and the line ends.
         points = [by_step[step] if all(map(isfinite, by_step[step])) else [nan] for step in steps]
         means, low, high = ([f(values) for values in points] for f in (mean, min, max))
         label = row if isfinite(means[-1]) else f"{row} (diverged)"
@@ -180,7 +185,7 @@ def _picture_gaps(results: Results, baseline: str, path: Path) -> None:
         finite = list(filter(isfinite, values))
         diverged = len(finite) < len(values)
         if not diverged:
-            color = _style(list(results).index(row))["color"]  # as in the other picture
+            color = _style(list(results).index(row))["color"]  # as in loss.png
             axes.barh(position, mean(values), height=0.6, alpha=0.4, color=color)
         axes.plot(finite, [position] * len(finite), "o", color="black", markersize=4)
         names.append(f"{row}   {'diverged' if diverged else f'{mean(values):+.3g}'}")
@@ -205,10 +210,10 @@ def _picture_rates(curves: Mapping[str, Mapping[float, Sequence[float]]], path: 
     axes = figure.add_subplot()
     rates = sorted({rate for curve in curves.values() for rate in curve})
     ranges = []
-    top = 0.98  # of the height, for the crosses of the first curve that has some
+    top = 0.98  # height of the crosses, as a share of the axes
     for number, (name, curve) in enumerate(curves.items()):
         style = _style(number)
-        # As over steps: where one seed is not finite, the line has a gap.
+        # Where one seed is not finite, the line has a gap.
         means = [mean(losses) if all(map(isfinite, losses)) else nan for losses in curve.values()]
         axes.plot(list(curve), means, label=name, **style)
         dots = [(rate, loss) for rate, losses in curve.items() for loss in losses if isfinite(loss)]
@@ -276,7 +281,7 @@ def _gap_history(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[tu
 def _at_each_step(
     curves: Iterable[Sequence[tuple[float, float]]], function: Callable[[Sequence[float]], float]
 ) -> dict[float, float]:
-    """What a function makes of the finite values at each step."""
+    """A function of the finite values at each step, such as their mean."""
     by_step: dict[float, list[float]] = {}
     for curve in curves:
         for step, value in curve:

@@ -1,13 +1,13 @@
-"""What ``lowbit compare`` compares: rows, each of them a configuration with a name and seeds.
+"""The rows that ``lowbit compare`` compares: named configurations with seeds.
 
-They are the product of ``--vary`` and ``--lr``, or stand in a file, a study:
+They are the product of ``--vary`` and ``--lr``, or are listed in a file, a study:
 
-    # Study: does AdamW survive four bits?
+    # Does AdamW survive four bits?
     config: [quickstart, study]       the recipe, and overlays for all rows
     baseline: bf16                    the row that gaps are relative to; the first one by default
     seeds: [0]
-    more_seeds: {bf16: [1, 2]}        further seeds of some rows
-    rows:                             what each row changes: an overlay's name, a piece of a configuration, or several
+    more_seeds: {bf16: [1, 2]}        additional seeds of some rows
+    rows:                             the changes of each row: an overlay, a piece of a configuration, or several
       bf16: bf16
       adamw: [nvfp4, adamw]
       warm: [nvfp4, {model: {init_args: {scheduler: {init_args: {warmup_steps: 100}}}}}]
@@ -31,7 +31,7 @@ _CONFIGS = str | dict[str, Any] | list[str | dict[str, Any]]
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: one configuration, with each of some seeds."""
+    """A row of the table: one configuration, run with each seed."""
 
     name: str
     config: dict[str, Any]
@@ -40,12 +40,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Study:
-    """What is compared.
+    """The rows to compare.
 
     Args:
         rows: in the order of the table.
-        baseline: name of the row that gaps are relative to; None is the first one.
-        name: of the study, where it has a file; its tables and pictures are called after it.
+        baseline: name of the row that gaps are relative to; None for the first row.
+        name: of the study's file, and of its table and pictures; None without a file.
     """
 
     rows: Sequence[Row]
@@ -59,7 +59,7 @@ def product(
     """A row for each combination of overlays and learning rates.
 
     Raises:
-        ValueError: a learning rate is no number or comes twice, or the recipe has no place for it.
+        ValueError: a learning rate is not a number or is given twice, or the recipe names no optimizer.
         FileNotFoundError: a configuration does not exist.
     """
     distinct("learning rate", [str(_number(rate)) for rate in rates])
@@ -78,11 +78,11 @@ def read_study(name: str, seeds: Sequence[int] | None = None) -> Study:
 
     Args:
         name: of a study in `lowbit ls`, or a path.
-        seeds: instead of all that the file names.
+        seeds: replace the seeds of the file.
 
     Raises:
-        ValueError: the file is no study, or something in it is wrong.
-        FileNotFoundError: it does not exist, or a configuration that it names.
+        ValueError: the file is not a study, or has a mistake.
+        FileNotFoundError: the file, or a configuration that it names, does not exist.
     """
     path = find_config(name, "--study")
     given = _parse(path)
@@ -112,7 +112,7 @@ def _parse(path: Path) -> Namespace:
         given = parser.parse_object(copy.deepcopy(content))
     except ArgumentError as error:
         raise ValueError(f"{path}: {explain(error)}") from None
-    given.rows = content["rows"]  # the parser's are objects where a mapping has a class_path
+    given.rows = content["rows"]  # the parser makes objects of mappings with a class_path
     return given
 
 
@@ -135,7 +135,7 @@ def _number(rate: str) -> float:
 
 
 def distinct(what: str, names: Sequence[str]) -> None:
-    """Raises a ``ValueError`` where a name comes twice."""
+    """Raises a ``ValueError`` if a name is given twice."""
     for name in names:
         if names.count(name) > 1:
             raise ValueError(

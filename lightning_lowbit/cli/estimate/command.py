@@ -1,7 +1,7 @@
-"""``lowbit estimate``: the memory and the time that a run should take, before there are devices to measure them on.
+"""``lowbit estimate``: memory and time of a training step, before there are devices to measure them on.
 
-The model of a configuration is made without memory for its numbers, and its optimizer takes one step on it; the rest is
-the formulas in :mod:`lightning_lowbit.cli.estimate.formulas`.
+The configured model is built on the meta device, and its optimizer takes one step there. The rest is formulas:
+:mod:`lightning_lowbit.cli.estimate.formulas`.
 """
 
 import argparse
@@ -12,19 +12,8 @@ from typing import Any
 
 from lightning_lowbit.checks import choose
 from lightning_lowbit.cli.estimate.devices import DEVICES, Device
-from lightning_lowbit.cli.estimate.formulas import (
-    GATHERS,
-    STRATEGIES,
-    Assumptions,
-    Batch,
-    Collective,
-    Layout,
-    Times,
-    communication,
-    flops,
-    memory,
-    times,
-)
+from lightning_lowbit.cli.estimate.formulas import Collective, Times, communication, flops, memory, times
+from lightning_lowbit.cli.estimate.layout import GATHERS, STRATEGIES, Assumptions, Batch, Layout
 from lightning_lowbit.cli.estimate.shapes import Model, describe
 from lightning_lowbit.cli.run import make_on_meta
 from lightning_lowbit.precision import LowBitPrecision
@@ -38,12 +27,12 @@ _LEFT_OUT = (
 
 
 def estimate(arguments: Sequence[str]) -> None:
-    """Prints what a step of a run should take."""
+    """Prints the estimate for one training step."""
     given, rest = _parser().parse_known_args(arguments)
     made = make_on_meta(["fit", *rest])
     trainer = made.config["fit"].trainer
     plugin = next((plugin for plugin in made.plugins if isinstance(plugin, LowBitPrecision)), None)
-    layout, device = _layout(given, trainer, _gathered(made.model, plugin)), _device(given)
+    layout, device = _layout(given, trainer, _gather_option(made.model, plugin)), _device(given)
     assumed = Assumptions(given.utilization, given.link_utilization)
     batch = _batch(given, made.datamodule, trainer)
     model, notes = describe(made.model, plugin, str(trainer.precision or "32-true"), trainer)
@@ -132,14 +121,14 @@ def _positive(name: str, value: str) -> float:
     return number
 
 
-def _gathered(model: Any, plugin: LowBitPrecision | None) -> str:
-    """What FSDP gathers of the configured model."""
+def _gather_option(model: Any, plugin: LowBitPrecision | None) -> str:
+    """What FSDP gathers in the configured run."""
     casts = "casts" if plugin is not None and plugin.quantize_before_gather else None
     return "+".join(filter(None, (casts, getattr(model, "gather_dtype", None)))) or "stored"
 
 
 def _layout(given: argparse.Namespace, trainer: Any, gathered: str) -> Layout:
-    """Devices and strategy, as options say, or else the configuration, of which ``gathered`` is what FSDP gathers."""
+    """Devices and strategy: from the options, or else from the configuration, whose FSDP gathers ``gathered``."""
     named, per_node = trainer.strategy, _devices_of_a_node(trainer.devices)
     devices = given.devices
     if devices is None:
@@ -165,7 +154,7 @@ def _layout(given: argparse.Namespace, trainer: Any, gathered: str) -> Layout:
 
 
 def _devices_of_a_node(devices: Any) -> int | None:
-    """How many ``trainer.devices`` means; None where it is all that there are."""
+    """The number of devices in ``trainer.devices``; None for all that a machine has."""
     if isinstance(devices, str):
         devices = int(devices) if devices.isdigit() else [part for part in devices.split(",") if part]
         if devices == ["auto"]:

@@ -1,4 +1,4 @@
-"""What devices can compute, keep and send, in the words of their vendor."""
+"""Data sheets of devices: memory, peak FLOP/s and bandwidth."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from lightning_lowbit.nn.casts import LinearCasts
 
 @dataclass(frozen=True)
 class Device:
-    """What its vendor says of a device.
+    """The data sheet of a device.
 
     Attributes:
         memory: bytes.
         peaks: dense FLOP/s by arithmetic: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"fp8"`` (scales of tensors or rows),
             ``"mxfp8"`` (of blocks), ``"fp4"``.
-        link: bytes/s that it sends to devices of its node.
-        network: bytes/s that it sends to other nodes.
+        link: bytes/s to devices of its node.
+        network: bytes/s to other nodes.
     """
 
     memory: float
@@ -25,12 +25,12 @@ class Device:
 
 
 def _device(memory: float, link: float, network: float, **peaks: float) -> Device:
-    """GB, GB/s in one direction, TFLOP/s."""
+    """A device from GB, GB/s in one direction and TFLOP/s."""
     return Device(memory * 1e9, {kind: peak * 1e12 for kind, peak in peaks.items()}, link * 1e9, network * 1e9)
 
 
-# NVIDIA's data sheets of the SXM modules, without sparsity (which doubles what they print); half of the NVLink figure,
-# which adds up both directions. Network: a card of 200 (DGX A100) or 400 Gbit/s (later ones) for each GPU.
+# NVIDIA's data sheets of the SXM modules, without sparsity (which doubles the printed peaks). The link is half of the
+# printed NVLink bandwidth, which adds up both directions. Each GPU has a network card of 200 (DGX A100) or 400 Gbit/s.
 DEVICES = {
     "a100": _device(80, 300, 25, fp32=19.5, bf16=312, int8=624),
     "h100": _device(80, 450, 50, fp32=67, bf16=989, int8=1979, fp8=1979),
@@ -46,7 +46,7 @@ _BLOCK_SCALED = {
 
 
 def arithmetic(casts: LinearCasts, gemm: str, high: str = "bf16") -> str:
-    """What units a GEMM can use: a key of :attr:`Device.peaks`, or ``high`` where hardware has none for its casts."""
+    """The arithmetic of a GEMM, a key of :attr:`Device.peaks`; ``high`` where no hardware multiplies its casts."""
     if gemm not in casts.quantized_gemms:
         return high
     if gemm in casts.native_gemms:

@@ -1,4 +1,4 @@
-"""What a model is made of, found without memory for its numbers: weights, linear layers, blocks and optimizer state."""
+"""The parts of a model on the meta device: weights, linear layers, decoder blocks and optimizer state."""
 
 import warnings
 from collections import Counter
@@ -19,7 +19,7 @@ from lightning_lowbit.nn.linear import QuantizedLayer, is_linear, quantized_clas
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.quant import Cast
 
-# Shapes and bytes of an element of what an optimizer keeps for a parameter.
+# (shape, bytes of an element) of the tensors that an optimizer keeps for a parameter.
 State = tuple[tuple[tuple[int, ...], int], ...]
 
 
@@ -28,13 +28,13 @@ class Weight:
     """A parameter.
 
     Attributes:
-        shape: of it.
+        shape: of the parameter.
         itemsize: bytes of an element.
         trained: whether it has a gradient.
-        state: shapes and bytes of an element of what the optimizer keeps for it.
-        block: the decoder block that it belongs to; None outside of them.
+        state: (shape, bytes of an element) of the tensors that the optimizer keeps for it.
+        block: name of its decoder block; None outside of them.
         matrix: whether it is the weight of a linear layer.
-        packed: what its shards can be quantized by before they are gathered; None where they travel as they are.
+        packed: the cast that can quantize its shards before they are gathered; None if there is none.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Decoder:
-    """The shape of a decoder: numbers of blocks and heads, and widths in features."""
+    """The architecture of a decoder: numbers of blocks and heads, and widths in features."""
 
     blocks: int
     hidden: int
@@ -72,20 +72,20 @@ class Decoder:
 
     @property
     def readers(self) -> int:
-        """Linear layers of a block that read the residual stream: of q, k, v, and of the MLP."""
+        """Number of linear layers of a block that read the residual stream: q, k, v, and those of the MLP."""
         return 3 + (2 if self.gated else 1)
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained.
+    """A model to be trained.
 
     Attributes:
         weights: all parameters.
-        layers: the linear ones.
-        decoder: its shape; None for what is no decoder, whose activations are counted from its linear layers' inputs.
-        compute: bytes of the dtype that is computed in.
-        checkpointing: whether blocks compute their activations again.
+        layers: the linear layers.
+        decoder: the architecture; None for another one, whose activations are the inputs of its linear layers.
+        compute: bytes of the compute dtype.
+        checkpointing: whether blocks recompute their activations.
     """
 
     weights: Sequence[Weight]
@@ -96,12 +96,12 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """How many."""
+        """Number of parameters."""
         return sum(prod(weight.shape) for weight in self.weights)
 
     @property
     def high(self) -> str:
-        """The arithmetic of what is not quantized."""
+        """The arithmetic of GEMMs that are not quantized."""
         return _high(self.compute)
 
 
@@ -112,13 +112,13 @@ def _high(compute: int) -> str:
 def describe(
     module: Any, plugin: LowBitPrecision | None = None, precision: str = "32-true", trainer: Any = None
 ) -> tuple[Model, list[str]]:
-    """The model of a ``LightningModule`` on the meta device, and what has to be said of it.
+    """The model of a ``LightningModule`` on the meta device, and remarks for the user.
 
     Args:
-        module: whose ``configure_optimizers`` makes an optimizer, which takes a step here.
-        plugin: whose casts its layers get, and which says what is computed in.
-        precision: the Trainer's, where there is no plugin.
-        trainer: its arguments.
+        module: its optimizers take a step here.
+        plugin: gives the casts of the layers and the compute dtype.
+        precision: the Trainer's, without a plugin.
+        trainer: arguments of the Trainer.
 
     Raises:
         ValueError: the model has no linear layer, or its optimizer takes no step without numbers.
@@ -127,7 +127,7 @@ def describe(
         module.to(torch.bfloat16)
     compute = (plugin.compute_dtype.itemsize if plugin else 2) if plugin or "16" in precision else 4
     if not any(map(is_linear, module.modules())):
-        module.configure_model()  # which may be where layers are made
+        module.configure_model()  # may create the layers
     layers = {name: layer for name, layer in module.named_modules() if is_linear(layer)}
     if not layers:
         raise ValueError(f"{type(module).__name__} has no linear layer, and formulas know nothing else to count.")
@@ -151,19 +151,18 @@ def describe(
     states = optimizer_state(module, trainer)
     matrices = {id(layer.weight): _packed(layer, planned.get(name, LinearCasts())) for name, layer in layers.items()}
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-    weights = []
-    for name, parameter in module.named_parameters():
-        weights.append(
-            Weight(
-                tuple(parameter.shape),
-                parameter.itemsize,
-                parameter.requires_grad,
-                states.get(name, ()),
-                block_of(name),
-                id(parameter) in matrices,
-                matrices.get(id(parameter)) if uses[id(parameter)] == 1 else None,
-            )
+    weights = [
+        Weight(
+            tuple(parameter.shape),
+            parameter.itemsize,
+            parameter.requires_grad,
+            states.get(name, ()),
+            block_of(name),
+            id(parameter) in matrices,
+            matrices.get(id(parameter)) if uses[id(parameter)] == 1 else None,
         )
+        for name, parameter in module.named_parameters()
+    ]
     checkpointing = any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
     return Model(weights, linears, decoder, compute, checkpointing), notes
 
@@ -174,15 +173,15 @@ def _matrix(layer: Any) -> Tensor:
 
 
 def _packed(layer: Any, casts: LinearCasts) -> Cast | None:
-    """What FSDP2 can gather the weight of a layer in, if it is the layer's alone."""
-    from lightning_lowbit.nn.sharded.gather import obstacle  # knows FSDP2 from the inside
+    """The cast that FSDP2 can gather the weight of a layer in, if no other layer shares the weight."""
+    from lightning_lowbit.nn.sharded.gather import obstacle  # imports internals of FSDP2
 
     of_rows = quantized_class(type(layer)).weight_matrix is QuantizedLayer.weight_matrix  # type: ignore[union-attr, arg-type]
     return casts.cast_of("fprop_w") if of_rows and obstacle(casts) is None else None
 
 
 def _find_decoder(module: nn.Module) -> tuple[Any, Decoder | None]:
-    """The outermost network of ``transformers`` in a module, and its shape; None where there is none, or several."""
+    """The outermost network of ``transformers`` in a module, and its shape; None if there is none, or more than one."""
     found: list[Any] = []
     inside: set[nn.Module] = set()
     for part in module.modules():
@@ -208,7 +207,7 @@ def _find_decoder(module: nn.Module) -> tuple[Any, Decoder | None]:
 
 
 def _blocks(module: nn.Module, decoder: Decoder | None) -> Callable[[str], str | None]:
-    """Finds the decoder block that a name belongs to."""
+    """A function from the name of a parameter to its decoder block."""
     lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
     lists = [name for name in lists if decoder and len(module.get_submodule(name)) == decoder.blocks]  # type: ignore[arg-type]
 
@@ -222,19 +221,19 @@ def _blocks(module: nn.Module, decoder: Decoder | None) -> Callable[[str], str |
 
 
 def optimizer_state(module: Any, trainer: Any = None) -> dict[str, State]:
-    """Shapes and bytes of an element of what the optimizers keep for each parameter, by name.
+    """(shape, bytes of an element) of the tensors that the optimizers keep for each parameter, by name.
 
-    They take one step on the meta device, where tensors have shapes and no numbers.
+    The optimizers take one step on the meta device, where tensors have shapes and no values.
 
     Raises:
-        ValueError: an optimizer needs numbers for that.
+        ValueError: an optimizer needs values for its step.
     """
     steps = getattr(trainer, "max_steps", None)
     module.trainer = SimpleNamespace(estimated_stepping_batches=steps if steps and steps > 0 else 1, max_steps=steps)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     states: dict[str, State] = {}
     with torch.device("meta"), backend("eager"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of schedules that are made before a step
+        warnings.simplefilter("ignore")  # from schedules that are created before a step
         for optimizer in _optimizers(module.configure_optimizers()):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             for parameter in parameters:
@@ -253,7 +252,7 @@ def optimizer_state(module: Any, trainer: Any = None) -> dict[str, State]:
 
 
 def _optimizers(found: Any) -> Iterator[Optimizer]:
-    """Those in what ``configure_optimizers`` returns."""
+    """The optimizers in the return value of ``configure_optimizers``."""
     if isinstance(found, Optimizer):
         yield found
     elif isinstance(found, Mapping):

@@ -1,8 +1,8 @@
-"""``lowbit inspect``: what casts would make of the weights of a checkpoint, before anything is trained in them.
+"""``lowbit inspect``: the errors that casts would make in the weights of a checkpoint, without any training.
 
-Every matrix of the checkpoint is quantized as a converted layer quantizes its weight in the forward pass: rounded to
-bfloat16, rotated where a preset has a Hadamard transform in fprop, in blocks along in_features. Checkpoints of low-bit
-training hold plain weights, so these serve as well.
+Every matrix is quantized as a converted layer quantizes its weight in the forward pass: rounded to bfloat16, rotated
+where the preset has a Hadamard transform in fprop, in blocks along in_features. Checkpoints of low-bit training work,
+too, because they hold plain weights.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.hadamard import rotate
 from lightning_lowbit.quant.shard import amax_of
 
-_SLICE = 2**18  # elements that are quantized at a time, so that what is computed on the way stays in the cache
+_SLICE = 2**18  # elements quantized at a time; intermediate results fit into the cache
 
 _KINDS = "a Lightning .ckpt, a state_dict from torch.save, a .safetensors file, or a folder of transformers' weights"
 
 
 def inspect(arguments: Sequence[str]) -> None:
-    """Prints a row for each weight and cast and one for all weights, and draws them."""
+    """Prints a row for each weight and cast and one for all weights, and draws a picture."""
     given = _parser().parse_args(arguments)
     path = Path(given.checkpoint).expanduser()
     output = Path(given.output or f"{path.resolve().stem}_casts.png").expanduser()
@@ -49,7 +49,7 @@ def inspect(arguments: Sequence[str]) -> None:
     _check_numbers({name: weights[name] for name in names})
     _check_layout(path, {name: weights[name] for name in names if name not in transposed})
     errors = {}
-    for name in Tqdm(names, leave=False, disable=None):  # a bar on a terminal only
+    for name in Tqdm(names, leave=False, disable=None):  # a bar, only on a terminal
         weight = weights[name].t() if name in transposed else weights[name]
         errors[name] = [measure(weight, candidate) for candidate in candidates]
     inspection = Inspection(candidates, {name: tuple(weights[name].shape) for name in names}, errors)
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse_casts(text: str) -> list[Candidate]:
-    """What ``--casts`` names: presets and mappings of fields of a cast, separated by commas.
+    """The candidates in ``--casts``: presets, or mappings of fields of a cast, separated by commas.
 
     Raises:
         ValueError: it is no list of these, there is no such preset, or a preset leaves weights in high precision.
@@ -128,11 +128,11 @@ def parse_casts(text: str) -> list[Candidate]:
 
 
 def measure(weight: Tensor, candidate: Candidate) -> CastStatistics:
-    """The error of one weight, ``[out_features, in_features]``, taken a few rows at a time."""
+    """The error of one weight ``[out_features, in_features]``, summed over slices of rows."""
     cast, block = candidate.cast, candidate.cast.scale.block
     height = block[0] if isinstance(block, tuple) else 1
     rows = max(_SLICE // weight.shape[1] // height, 1) * height
-    if block == "tensor" and not cast.scale.needs_amax:  # but a mean or a range of the whole weight
+    if block == "tensor" and not cast.scale.needs_amax:  # a mean or a range of the whole weight
         rows = len(weight)
     slices = [operand(part, candidate) for part in torch.split(weight, rows)]
     amax = torch.stack([amax_of(part) for part in slices]).amax() if cast.scale.needs_amax else None
@@ -168,13 +168,13 @@ def matrices(path: Path) -> dict[str, Tensor]:
     }
     if not found:
         raise ValueError(f"{path} holds no matrix of floating point numbers, so there is no weight to quantize.")
-    if files[0].suffix == ".safetensors":  # which knows no order but that of letters, with layers.10 before layers.2
+    if files[0].suffix == ".safetensors":  # sorted by letters: layers.10 before layers.2
         found = {name: found[name] for name in sorted(found, key=_numbers_last)}
     return found
 
 
 def _check_numbers(weights: Mapping[str, Tensor]) -> None:
-    """Raises where a weight has no numbers that could be quantized."""
+    """Raises a ``ValueError`` where a weight has no values to quantize."""
     for name, weight in weights.items():
         reason = None
         if weight.is_meta:
@@ -188,7 +188,7 @@ def _check_numbers(weights: Mapping[str, Tensor]) -> None:
 
 
 def _check_layout(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Raises where a bias tells that a weight is stored the other way round."""
+    """Raises a ``ValueError`` where the length of a bias shows that a weight is stored transposed."""
     for file in _files(path):
         for key, bias in _read(file).items():
             name = clean_name(key).removesuffix(".bias")
@@ -228,7 +228,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """The tensors of the state in a file, by name, mapped into memory: those that nobody looks at are not read."""
+    """The tensors of the state in a file, by name, memory-mapped: only those in use are read."""
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -237,9 +237,9 @@ def _read(file: Path) -> dict[str, Tensor]:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except ImportError:
         raise ValueError(f"Reading {file} takes the package safetensors: pip install safetensors.") from None
-    except OSError:  # no such shard, or not allowed to read it: says so itself
+    except OSError:  # a missing or unreadable file: the message is clear
         raise
-    except Exception as error:  # what parsers stumble over in files of another kind is anything
+    except Exception as error:  # files of another kind raise anything
         if refused := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             raise ValueError(
                 f"{file} holds an object of {refused[1]}, and to load objects may run any code. Save the weights "

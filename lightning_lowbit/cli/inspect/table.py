@@ -1,4 +1,4 @@
-"""The table and the picture of what casts make of weights."""
+"""The table and the picture of the errors that casts make in weights."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,9 @@ import torch
 
 from lightning_lowbit.metrics import CastStatistics, levels
 from lightning_lowbit.quant import Cast, Hadamard
-from lightning_lowbit.report.console import Table, plain
+from lightning_lowbit.quant.statistics import sqnr_db
+from lightning_lowbit.report.blocks import Table
+from lightning_lowbit.report.tables import plain
 
 _MANY = 40  # weights that have a row of the picture each; of more, all layers of a kind share one
 _MARKERS = "osD^vPXph*"  # without ">", which stands for exact
@@ -18,7 +20,7 @@ _MARKERS = "osD^vPXph*"  # without ">", which stands for exact
 
 @dataclass(frozen=True)
 class Candidate:
-    """A cast to look at, and the Hadamard transform that its preset has in fprop."""
+    """A cast, and the Hadamard transform of its preset in fprop."""
 
     label: str
     cast: Cast
@@ -26,19 +28,18 @@ class Candidate:
 
 
 class Inspection:
-    """What casts make of weights.
+    """The errors of some casts in the weights of a checkpoint.
 
     Args:
         candidates: the casts.
-        shapes: of the weights by name, as they are stored.
-        errors: of the weights by name, one for each candidate.
+        shapes: of the stored weights, by name.
+        errors: by name of the weight, one for each candidate.
 
     Attributes:
-        numbers: of the weights by name, one mapping for each candidate; see :meth:`CastStatistics.floats`.
-        finite: names of the weights without NaN and infinity; the others are left out of what follows.
-        totals: one mapping for each candidate: means over the weights, by their numbers of elements. The mean of
-            relative errors holds each weight against itself; the error of all elements at once would be that of the
-            largest ones.
+        numbers: by name of the weight, one mapping for each candidate; see :meth:`CastStatistics.floats`.
+        finite: names of the weights without NaN and infinity; the other weights are not in the attributes below.
+        totals: one mapping for each candidate: means over the weights, weighted by their numbers of elements. Errors
+            are relative to each weight; the error of all elements together would be that of the largest weights.
         codes: one histogram for each candidate: int64 counts.
 
     Raises:
@@ -69,10 +70,10 @@ class Inspection:
             return sum(size * row[what] for size, row in rows) / self.elements
 
         total = {what: mean(what) for what in ("relative_mse", "underflow", "saturation", "bias")}
-        return {**total, "sqnr": -10 * math.log10(total["relative_mse"]) if total["relative_mse"] else math.inf}
+        return {**total, "sqnr": sqnr_db(1.0, total["relative_mse"])}
 
     def table(self) -> str:
-        """A line for each weight and candidate, and at the end one for each over all weights, below a header again."""
+        """Rows for each weight and candidate, and below a second header for each candidate over all weights."""
         header = ["weight", "shape", "cast", "bits", "SQNR dB", "relative MSE", "underflow %", "saturation %", "bias %"]
         shapes = {name: " x ".join(map(str, shape)) for name, shape in self.shapes.items()}
 
@@ -91,7 +92,7 @@ class Inspection:
     # --- the picture --------------------------------------------------------------------------------------------------
 
     def draw(self, title: str, output: Path) -> None:
-        """Writes a PNG: on the left the SQNR of each weight and cast, on the right how each cast uses its levels.
+        """Writes a PNG: on the left the SQNR of each weight and cast, on the right the histogram of codes of each cast.
 
         Raises:
             ValueError: matplotlib is not installed.
@@ -101,7 +102,7 @@ class Inspection:
         except ImportError:
             raise ValueError("The picture takes matplotlib: pip install 'lightning_lowbit[recipes]'.") from None
         rows, casts = self._rows(), len(self.candidates)
-        # In inches, from the top left corner of the left axes; what lies around them is cropped to what is drawn.
+        # In inches, from the top left corner of the left axes; savefig crops the rest.
         width, height = 12.0, max(sum(_row_height(names, casts) for names in rows.values()), 2.1 * casts - 0.8)
         figure = Figure(figsize=(width, height))
         left = figure.add_axes((0, 0, 6.8 / width, 1))
@@ -131,7 +132,7 @@ class Inspection:
         for i, (candidate, total) in enumerate(zip(self.candidates, self.totals, strict=True)):
             xs, ys = list[float](), list[float]()
             for names, top, height in zip(rows.values(), tops, heights, strict=True):
-                # A weight alone has its casts below each other; of several, each has its place from the top down.
+                # A single weight has its casts below each other; several weights lie from the top down.
                 places = range(len(names)) if len(names) > 1 else [i]
                 xs += [self.numbers[name][i]["sqnr"] for name in names]
                 ys += [
@@ -184,7 +185,7 @@ def _row_height(names: Sequence[str], casts: int) -> float:
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """An axis around all finite values, of 3 dB at least: smaller differences shall look small."""
+    """An axis around all finite values, at least 3 dB long, so that small differences look small."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
     room = max(0.05 * (high - low), (3 - high + low) / 2)

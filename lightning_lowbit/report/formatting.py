@@ -1,0 +1,53 @@
+"""Numbers, durations and names as a reader of a report sees them."""
+
+import math
+import os
+from collections.abc import Sequence
+
+
+def number(value: float) -> str:
+    """Formats a number with four digits, or an integer with all of them.
+
+    Example:
+        >>> number(1234567), number(1.23456), number(math.nan)
+        ('1,234,567', '1.235', 'not finite')
+    """
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not math.isfinite(value):
+        return "not finite"
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:,.4g}"
+
+
+def number_range(values: Sequence[float]) -> str:
+    """The lowest and the highest number, or one where they look the same."""
+    low, high = number(min(values)), number(max(values))
+    return low if low == high else f"{low} – {high}"
+
+
+def short_number(value: float) -> str:
+    """A tick of an axis: ``1500`` as ``1.5k``."""
+    for suffix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:g}{suffix}"
+    return f"{value:g}"
+
+
+def cell(value: object) -> str:
+    """A cell of a table."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number(value) if is_number else str(value)  # type: ignore[arg-type]
+
+
+def duration(seconds: float) -> str:
+    """Hours and minutes, minutes and seconds, or seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def common_parent(names: Sequence[str]) -> str:
+    """The dotted prefix of all names: ``model.layers`` of ``model.layers.0`` and ``model.layers.1``."""
+    return os.path.commonprefix(list(names)).rpartition(".")[0] if len(names) > 1 else ""
