@@ -23,8 +23,8 @@ def test_there_are_examples():
     assert all(EXAMPLES[page] for page in ALONE)
 
 
-@pytest.mark.parametrize("page", SHARED)
-@pytest.mark.filterwarnings("default")  # pages may show what Lightning warns of
+@pytest.mark.parametrize("page", SHARED)  # they may do what Lightning warns of
+@pytest.mark.filterwarnings("ignore", "error:lightning_lowbit:DeprecationWarning")
 @pytest.mark.skipif("LOWBIT_TEST_LIGHTNING" in os.environ, reason="the pages import lightning")
 def test_examples_of_a_page_run_one_after_the_other(page, monkeypatch):
     module = types.ModuleType("page")
@@ -40,3 +40,8 @@ def test_examples_of_a_page_run_in_a_new_process(page, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "LOWBIT_TEST_LIGHTNING"}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("page", EXAMPLES)
+def test_it_is_in_the_navigation(page):
+    assert f"- {page}\n" in (DOCS.parent / "mkdocs.yml").read_text(), f"add {page} to nav in mkdocs.yml"
