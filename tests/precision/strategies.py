@@ -343,7 +343,7 @@ def work() -> dict[str, Any]:
 
 
 def table() -> str:
-    """What the README says is supported: what is tested."""
+    """What docs/guides/distributed.md says is supported: what is tested."""
     columns = list(PRECISIONS)
     lines = [f"| strategy | {' | '.join(columns)} |", f"|---|{':---:|' * len(columns)}"]
     tested = {(name, precision) for name, precision, _ in (*cases(STRATEGIES), *cases(ON_FOUR))}

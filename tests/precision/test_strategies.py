@@ -148,9 +148,9 @@ def test_uneven_batches_and_empty_shards(two: Ranks, name: str) -> None:
     assert all(amax[-1] > 0 for amax in amaxes.values()), f"{amaxes} after a step in which one rank had no rows"
 
 
-def test_the_table_of_the_readme_is_what_is_tested() -> None:
-    readme = (Path(strategies.__file__).parents[2] / "README.md").read_text()
-    assert table() in readme, "replace it: python -m tests.precision.strategies table"
+def test_the_table_of_the_guide_is_what_is_tested() -> None:
+    guide = (Path(strategies.__file__).parents[2] / "docs/guides/distributed.md").read_text()
+    assert table() in guide, "replace it: python -m tests.precision.strategies table"
 
 
 def test_deepspeed_is_refused() -> None:
