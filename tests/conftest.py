@@ -6,6 +6,8 @@ from importlib import import_module
 import pytest
 import torch
 
+from tests.pairs import mark_slow
+
 # The package uses the Lightning that is imported already: see tests/lightnings.py.
 if "LOWBIT_TEST_LIGHTNING" in os.environ:
     import_module(os.environ["LOWBIT_TEST_LIGHTNING"])
@@ -25,10 +27,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_threa
 os.environ.pop("PL_GLOBAL_SEED", None)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    mark_slow(items)
+
+
+@pytest.fixture(scope="session")
+def _empty_folders(tmp_path_factory):
+    """The same one again and again, until a test writes into it."""
+
+    def folders():
+        while True:
+            folder = tmp_path_factory.mktemp("empty")
+            while not any(folder.iterdir()):
+                yield folder
+
+    return folders()
+
+
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch, tmp_path):
+def _clean(request, monkeypatch, _empty_folders):
     """Each test runs in an empty folder, with its own seed and no seed of another's in the environment."""
-    monkeypatch.chdir(tmp_path)
+    wants_its_own = "tmp_path" in request.fixturenames
+    monkeypatch.chdir(request.getfixturevalue("tmp_path") if wants_its_own else next(_empty_folders))
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     torch.manual_seed(0)
     yield

@@ -79,6 +79,7 @@ def blended(original: nn.Module, casts: LinearCasts, blend: float | None, **kwar
 # --- the two ends -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "float64", "autocast"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", PLAIN)
@@ -90,6 +91,7 @@ def test_at_0_it_is_linear_to_the_bit(name: str, bias: bool, mode: str) -> None:
     identical(found, run(original, x, g, mode == "autocast"), f"λ = 0, {name}:")
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PLAIN)
 def test_at_0_it_is_conv1d(name: str, dtype: torch.dtype) -> None:
@@ -100,6 +102,7 @@ def test_at_0_it_is_conv1d(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found[result], tensor, msg=lambda text, result=result: f"{result}: {text}")
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
 def test_at_0_only_what_transforms_do_remains(name: str, dtype: torch.dtype) -> None:
@@ -114,6 +117,7 @@ def test_at_0_only_what_transforms_do_remains(name: str, dtype: torch.dtype) -> 
         assert (error <= 4 * torch.finfo(dtype).eps * size.max()).all(), f"{result}: off by {error.max()}"
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
 def test_at_1_operands_are_the_quantized_ones(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
@@ -138,6 +142,7 @@ def test_at_1_operands_are_the_quantized_ones(monkeypatch: pytest.MonkeyPatch, n
 # --- in between -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
@@ -168,6 +173,7 @@ def test_operands_are_on_their_way(monkeypatch: pytest.MonkeyPatch, name: str, d
         assert not torch.equal(found, start) and not torch.equal(found, end), f"{operand} does not move"
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name, casts in PLAIN.items() if not casts.surrogate])
 def test_results_are_the_products_of_the_operands(

@@ -55,6 +55,7 @@ def check(
     assert (error <= allowed).all(), f"off by {(error / ulp(exact, dtype)).max():.2f} ulp of {dtype}"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
     ("left", "right"),
@@ -85,6 +86,7 @@ SIZES = [(1e18, 1e18), (1e-15, 1e-15), (1e30, 1e-30), (1e-25, 1e8), (1e-30, 1.0)
 PAIRS = {"nvfp4": (NVFP4, NVFP4), "rows": (ROWS, ROWS), "tensor": (TENSOR, TENSOR), "mixed": (ROWS, NVFP4)}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("pair", "size_a", "size_b"),
     [
@@ -115,6 +117,7 @@ def test_huge_maxima_that_never_meet(pair: str, dtype: torch.dtype) -> None:
     assert matmul(a, b, dtype=dtype).tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("cast", [None, ONE_LEVEL, NVFP4, ROWS], ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -132,6 +135,7 @@ def test_non_finite_propagates(where: str, bad: float, cast: Cast | None, dtype:
     assert found[~hit].all(), f"{bad} in {where} spread to other rows or columns"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", [(0, 32, 8), (4, 32, 0), (4, 0, 8), (1, 1, 1)])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("cast", [NVFP4, ROWS, TENSOR], ids=str)
@@ -215,6 +219,7 @@ BIASES = {"": lambda n, dtype: None, "bias": lambda n, dtype: torch.randn(n).to(
 BIASES["with a mean"] = lambda n, dtype: torch.randn(1, n)  # float32
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("blocks", PAIRS_OF_BLOCKS, ids=lambda pair: " x ".join(pair))
@@ -283,6 +288,7 @@ def test_native_of_any_layout(blocks: tuple[str, str], dtype: torch.dtype) -> No
         check(matmul(one, b, None, dtype), one, b, None, dtype, ulps=0.5, scaled_before_rounding=True)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["a", "b", "bias"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -306,6 +312,7 @@ def test_native_propagates_what_is_not_finite(
     assert found.isfinite()[~hit].all(), f"{bad} in {where} spread"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("size_a", "size_b"), SIZES)
 @pytest.mark.parametrize("blocks", PAIRS_OF_BLOCKS, ids=lambda pair: " x ".join(pair))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -406,6 +413,7 @@ def has_native_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "native_obstacle", lambda device, kind: None)
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("has_native_gemms")
 @pytest.mark.parametrize("sizes", [(16, 16, 32), (13, 24, 7), (1, 16, 16), (16, 16, 1), (16, 1, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

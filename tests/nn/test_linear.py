@@ -55,6 +55,7 @@ TOKENS, IN, OUT = 48, 64, 32
 # --- six times None ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", ["float32", "bfloat16", "float64", "autocast"])
 @pytest.mark.parametrize("shape", [(IN,), (1, IN), (13, IN), (3, 5, IN), (2, 3, 5, IN), (0, IN), (3, 0, IN)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
@@ -199,6 +200,7 @@ def test_fprop_is_autograd_through_fake_quantize(cast: Cast) -> None:
 # --- six operands -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("sizes", [(TOKENS, IN, OUT), (50, 40, 24)], ids=["whole blocks", "ragged"])
 @pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -374,6 +376,7 @@ OVERFLOW = {
 }
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["x", "w", "g"])
 @pytest.mark.parametrize("casts", OVERFLOW)

@@ -105,6 +105,7 @@ def pass_through(
         return run(layer_like(original, casts, **how), x, g)
 
 
+@pytest.mark.pairwise
 @on_int8_units
 @pytest.mark.parametrize("largest", [False, True], ids=["", "largest codes"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
@@ -217,6 +218,7 @@ SPOILT: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.pairwise
 @on_int8_units
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["x", "w", "bias", "g"])

@@ -117,6 +117,7 @@ def test_every_operator_is_checked() -> None:
     assert {name.removeprefix(prefix) for name in names} == set(ARGUMENTS)
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ARGUMENTS)

@@ -133,6 +133,7 @@ def two_steps(casts: Any, phase: str = "fqt", autocast: bool = True) -> Iterator
             assert not torch.equal(p, old), f"{name} does not change in step {step}"
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_trains_in_every_phase(name: str, phase: str) -> None:

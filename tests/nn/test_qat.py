@@ -145,6 +145,7 @@ GROUPS = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", [(TOKENS,), (3, 8)], ids=["matrix", "batch"])
 @pytest.mark.parametrize("kind", ["bias", "no bias", "Conv1D"])
 @pytest.mark.parametrize("mode", MODES)
@@ -210,6 +211,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
 @pytest.mark.parametrize("kind", ["bias", "no bias", "Conv1D"])
 @pytest.mark.parametrize("mode", MODES)

@@ -1,11 +1,11 @@
-"""One of the processes that train a small LLaMA under each strategy: ``python -m tests.precision.strategies 0 FOLDER``.
+"""A process that trains a small LLaMA under strategies: ``python -m tests.precision.strategies RANK FOLDER RANKS RUN``.
 
-Each leaves the losses of its micro-batches in ``FOLDER/0.pt``. Four of them, said by a second argument ``4``, have
-meshes of two dimensions.
+Each rank leaves what came of the named `RUNS` in ``FOLDER/RANK.pt``. Four of them have meshes of two dimensions.
 """
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -214,7 +214,6 @@ def alone(
 
 
 def train(
-    strategies: Strategies,
     name: str,
     precision: str,
     optimizer: str,
@@ -222,7 +221,7 @@ def train(
     **kwargs: Any,
 ) -> dict[str, Any]:
     """What one rank sees: its losses ``[steps]``, and the plugin's state."""
-    make, of_model = strategies[name]
+    make, of_model = {**STRATEGIES, **ON_FOUR}[name]
     model, made = Small(optimizer, **of_model), plugin(precision, **kwargs)
     ranks = torch.distributed.get_world_size()
     trainer(made, devices=ranks, strategy=make(), **(how or {})).fit(model)
@@ -324,22 +323,21 @@ def cases(strategies: Strategies) -> list[Case]:
     return pairs + [(name, precision, "AdamW") for name in others for precision in ("NVFP4", "FP8, delayed scaling")]
 
 
-def work() -> dict[str, Any]:
-    if torch.distributed.get_world_size() > RANKS:
-        return {"cases": {", ".join(case): train(ON_FOUR, *case) for case in cases(ON_FOUR)}}
-    stochastic: dict[str, Any] = {"rounding": dict.fromkeys(NEAREST, "stochastic")}
-    return {
-        "cases": {", ".join(case): train(STRATEGIES, *case) for case in cases(STRATEGIES)},
-        "switched": {name: train(STRATEGIES, name, "NVFP4", "StableSPAM", switching()) for name in KINDS},
-        "stochastic": {
-            name: [train(STRATEGIES, name, "NVFP4", "StableSPAM", **stochastic)["losses"] for _ in range(2)]
-            for name in KINDS
-        },
-        "shared": {name: train(STRATEGIES, name, "NVFP4", "StableSPAM", **SHARED) for name in KINDS},
-        "gradient norms": gradient_norms(),
-        "refused": refusals(),
-        "odd": {name: odd(name) for name in ODD},
-    }
+def repeated(name: str) -> list[Tensor]:
+    """Losses of a run that rounds stochastically, of the same run again, and of one that rounds to nearest."""
+    stochastic = dict.fromkeys(NEAREST, "stochastic")
+    return [train(name, "NVFP4", "StableSPAM", rounding=of)["losses"] for of in (stochastic, stochastic, NEAREST)]
+
+
+RUNS: dict[str, Callable[[], Any]] = {
+    **{", ".join(case): partial(train, *case) for case in (*cases(STRATEGIES), *cases(ON_FOUR))},
+    **{f"{name}, switched": lambda name=name: train(name, "NVFP4", "StableSPAM", switching()) for name in KINDS},
+    **{f"{name}, stochastic": partial(repeated, name) for name in KINDS},
+    **{f"{name}, shared": partial(train, name, "NVFP4", "StableSPAM", **SHARED) for name in KINDS},
+    **{f"{name}, odd": partial(odd, name) for name in ODD},
+    "gradient norms": gradient_norms,
+    "refused": refusals,
+}
 
 
 def table() -> str:
@@ -357,4 +355,5 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["table"]:
         print(table(), end="")
     else:
-        take_part(int(sys.argv[3]) if len(sys.argv) > 3 else RANKS, work)
+        ranks, *names = sys.argv[3:]
+        take_part(int(ranks), lambda: {name: RUNS[name]() for name in names})

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_lowbit import FP4Precision
 from tests.launch import launch
 from tests.lightnings import BoringModel, DeepSpeedStrategy, MisconfigurationException, XLAStrategy
+from tests.pairs import selected, some
 from tests.precision import strategies
 from tests.precision.strategies import (
     KINDS,
@@ -20,6 +21,7 @@ from tests.precision.strategies import (
     RANKS,
     SHARED,
     STRATEGIES,
+    Case,
     alone,
     cases,
     switching,
@@ -29,19 +31,31 @@ from tests.precision.strategies import (
 
 Ranks = list[dict[str, Any]]
 
+
+def fast(case: Case) -> bool:
+    """Each strategy once; FSDP2 and tensor parallelism, which know DTensors, with every precision."""
+    name, precision, optimizer = case
+    each = precision == "NVFP4" and optimizer == "StableSPAM" and "compile" not in name
+    return each or name == "FSDP2" or (name, optimizer) == ("tensor parallel", "StableSPAM")
+
+
+TWO, FOUR = ([", ".join(case) for case in cases(of)] for of in (STRATEGIES, ON_FOUR))
+FAST = [", ".join(case) for case in (*cases(STRATEGIES), *cases(ON_FOUR)) if fast(case)]
+
 # Which ranks see other data; all others see those of one before.
 DATA_RANKS = {name: [0] for name in STRATEGIES if name.startswith("tensor parallel")}
 DATA_RANKS |= {name: [0, 2] for name in ON_FOUR if name.endswith("tensor parallel")}
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return launch("tests.precision.strategies", RANKS, tmp_path_factory.mktemp("two"))
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    names = selected(request, "run")
+    return launch("tests.precision.strategies", RANKS, tmp_path_factory.mktemp("two"), str(RANKS), *names)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return launch("tests.precision.strategies", 4, tmp_path_factory.mktemp("four"), "4")
+def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch("tests.precision.strategies", 4, tmp_path_factory.mktemp("four"), "4", *selected(request, "run"))
 
 
 @pytest.fixture(scope="module")
@@ -71,61 +85,65 @@ def same_state(found: Any, expected: Any, what: str) -> None:
         assert found == expected, what
 
 
-@pytest.mark.parametrize("case", cases(STRATEGIES), ids=", ".join)
-def test_two_processes(two: Ranks, expected: dict[Any, Tensor], case: tuple[str, str, str]) -> None:
-    check(two, expected, case)
+@pytest.mark.parametrize("run", some(TWO, *FAST))
+def test_two_processes(two: Ranks, expected: dict[Any, Tensor], run: str) -> None:
+    check(two, expected, run)
 
 
-@pytest.mark.parametrize("case", cases(ON_FOUR), ids=", ".join)
-def test_four_processes(four: Ranks, expected: dict[Any, Tensor], case: tuple[str, str, str]) -> None:
-    check(four, expected, case)
+@pytest.mark.parametrize("run", some(FOUR, *FAST))
+def test_four_processes(four: Ranks, expected: dict[Any, Tensor], run: str) -> None:
+    check(four, expected, run)
 
 
-def check(ranks: Ranks, expected: dict[Any, Tensor], case: tuple[str, str, str]) -> None:
+def check(ranks: Ranks, expected: dict[Any, Tensor], run: str) -> None:
+    (case,) = [case for case in (*cases(STRATEGIES), *cases(ON_FOUR)) if ", ".join(case) == run]
     name, precision, optimizer = case
     key = precision, optimizer, len(DATA_RANKS.get(name, ranks))
     if key not in expected:
         expected[key] = alone(*key)
-    compare(ranks, name, [of_rank["cases"][", ".join(case)] for of_rank in ranks], expected[key])
+    compare(ranks, name, [of_rank[run] for of_rank in ranks], expected[key])
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_phase_begins_on_all_ranks(two: Ranks, expected: dict[Any, Tensor], name: str) -> None:
+@pytest.mark.parametrize("run", some((f"{name}, switched" for name in KINDS), "DDP, switched", "FSDP2, switched"))
+def test_a_phase_begins_on_all_ranks(two: Ranks, expected: dict[Any, Tensor], run: str) -> None:
+    name = run.removesuffix(", switched")
     micro_batches = len(DATA_RANKS.get(name, two))
     key = "switched", micro_batches
     if key not in expected:
         expected[key] = alone("NVFP4", "StableSPAM", micro_batches, switching())
         without = alone("NVFP4", "StableSPAM", micro_batches, {"max_steps": LONGEST})
         assert not torch.equal(expected[key], without), "the phase changes nothing"
-    compare(two, name, [of_rank["switched"][name] for of_rank in two], expected[key])
-    assert all(of_rank["switched"][name]["state"]["phase"] == "qaf" for of_rank in two)
+    compare(two, name, [of_rank[run] for of_rank in two], expected[key])
+    assert all(of_rank[run]["state"]["phase"] == "qaf" for of_rank in two)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_projections_share_an_amax(two: Ranks, expected: dict[Any, Tensor], name: str) -> None:
+@pytest.mark.parametrize("run", some((f"{name}, shared" for name in KINDS), "FSDP2, shared", "tensor parallel, shared"))
+def test_projections_share_an_amax(two: Ranks, expected: dict[Any, Tensor], run: str) -> None:
+    name = run.removesuffix(", shared")
     micro_batches = len(DATA_RANKS.get(name, two))
     key = "shared", micro_batches
     if key not in expected:
         expected[key] = alone("NVFP4", "StableSPAM", micro_batches, **SHARED)
         assert not torch.equal(expected[key], alone("NVFP4", "StableSPAM", micro_batches)), "it changes nothing"
-    compare(two, name, [of_rank["shared"][name] for of_rank in two], expected[key])
+    compare(two, name, [of_rank[run] for of_rank in two], expected[key])
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_stochastic_rounding_repeats_itself(two: Ranks, name: str) -> None:
+@pytest.mark.parametrize("run", some((f"{name}, stochastic" for name in KINDS), "FSDP2, stochastic"))
+def test_stochastic_rounding_repeats_itself(two: Ranks, run: str) -> None:
     for rank, of_rank in enumerate(two):
-        first, second = of_rank["stochastic"][name]
+        first, second, nearest = of_rank[run]
         assert torch.equal(first, second), f"rank {rank}"
-        nearest = of_rank["cases"][f"{name}, NVFP4, StableSPAM"]["losses"]
         assert not torch.equal(first, nearest), f"rank {rank} has not rounded stochastically"
 
 
-def test_fsdp1_knows_gradient_norms_without_a_plugin(two: Ranks) -> None:
+@pytest.mark.parametrize("run", ["gradient norms"])
+def test_fsdp1_knows_gradient_norms_without_a_plugin(two: Ranks, run: str) -> None:
     for rank, of_rank in enumerate(two):
-        ddp, fsdp1 = of_rank["gradient norms"]
+        ddp, fsdp1 = of_rank[run]
         torch.testing.assert_close(fsdp1, ddp, msg=f"rank {rank}: {fsdp1} for {ddp}")
 
 
+@pytest.mark.parametrize("run", ["refused"])
 @pytest.mark.parametrize(
     "case, message",
     [
@@ -134,15 +152,15 @@ def test_fsdp1_knows_gradient_norms_without_a_plugin(two: Ranks) -> None:
         ("gather_dtype, tensor parallel", "with a data_parallel_size of 1: leave gather_dtype out"),
     ],
 )
-def test_what_a_strategy_cannot_honor_is_refused(two: Ranks, case: str, message: str) -> None:
+def test_what_a_strategy_cannot_honor_is_refused(two: Ranks, case: str, message: str, run: str) -> None:
     for of_rank in two:
-        assert re.search(message, of_rank["refused"][case]), of_rank["refused"][case]
+        assert re.search(message, of_rank[run][case]), of_rank[run][case]
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_uneven_batches_and_empty_shards(two: Ranks, name: str) -> None:
+@pytest.mark.parametrize("run", [f"{name}, odd" for name in ODD])
+def test_uneven_batches_and_empty_shards(two: Ranks, run: str) -> None:
     """That they have ended is most of it: a collective that one rank leaves out makes the others wait."""
-    first, second = (of_rank["odd"][name] for of_rank in two)
+    first, second = (of_rank[run] for of_rank in two)
     same_state(second, first, "rank 1")
     amaxes = {operand: amax for operand, amax in first["amax_history"].items() if operand != "body.0/dgrad_g"}
     assert all(amax[-1] > 0 for amax in amaxes.values()), f"{amaxes} after a step in which one rank had no rows"

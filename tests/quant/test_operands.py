@@ -66,6 +66,7 @@ def whole(operand: Operand) -> Tensor:
     return operand.values.float() * (1.0 if operand.factor is None else operand.factor)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("element", "block"),
@@ -209,6 +210,7 @@ def quantized(x: Tensor, cast: Cast, dim: int, exact: bool) -> Operand:
     return quantize_operand(x, cast, dim, dtype=torch.float32 if exact else None)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("cast", BLENDED, ids=str)

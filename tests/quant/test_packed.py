@@ -69,6 +69,7 @@ def check(x: Tensor, cast: Cast, parts: int) -> Tensor:
     return data
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASTS)
 def test_the_operand_of_the_whole(name: str, dtype: torch.dtype) -> None:
@@ -77,6 +78,7 @@ def test_the_operand_of_the_whole(name: str, dtype: torch.dtype) -> None:
         check(x, CASTS[name], 3)
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("rows, columns", [(1, 1), (7, 5), (31, 33), (16, 200)])
 @pytest.mark.parametrize("name", [name for name in CASTS if name != "tiles"])
 def test_odd_sizes(name: str, rows: int, columns: int) -> None:

@@ -164,6 +164,7 @@ def picked(count: int, stride: int) -> list[int]:
     return [min(i * stride + (i * 2654435761 % 2**32) * stride // 2**32, count - 1) for i in places]
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("cast", [*CASTS, *OTHERS], ids=str)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_sample_is_of_whole_blocks(cast: Cast, dim: int) -> None:
