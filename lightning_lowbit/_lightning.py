@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.apply_func import apply_to_collection as apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info as rank_zero_info
@@ -108,3 +108,21 @@ def check_trainer(user: object, trainer: object) -> None:
 def say_once(text: str) -> None:
     """Logs a line, the first time."""
     rank_zero_info(text)
+
+
+# --- private parts of Lightning ---
+
+
+def is_logging_step(trainer: Trainer) -> bool:
+    """Whether the logger takes what the optimizer step under way logs; the same for all its micro-batches."""
+    return trainer._logger_connector.should_update_logs
+
+
+def is_mid_step(trainer: Trainer) -> bool:
+    """Whether more micro-batches of the optimizer step under way follow the current one."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def logged_metrics(trainer: Trainer) -> dict[str, Any]:
+    """What was logged so far, without the reduction over processes that ``trainer.callback_metrics`` may start."""
+    return trainer._logger_connector._callback_metrics
