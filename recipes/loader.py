@@ -86,12 +86,12 @@ class ResumableLoader(DataLoader[Tensor]):
         # A generator, so that nothing below runs before the first batch: Lightning asks for the iterator (and would
         # start workers) before it sets the epoch.
         sampler: ShuffledShard = self.sampler  # type: ignore[assignment]
-        goes_on = self._restored and sampler.epoch == self._trainer_epoch and self._batches < len(self)
+        resumes = self._restored and sampler.epoch == self._trainer_epoch and self._batches < len(self)
         if self._restored:
             # Lightning 2.6 counts one epoch too many when a run with `max_steps` resumes at the end of an epoch. So the
             # epoch is counted here, and Lightning's only tells whether the restored epoch is over.
-            sampler.shift = self._epoch + (not goes_on) - sampler.epoch
-        self._batches = self._batches if goes_on else 0
+            sampler.shift = self._epoch + (not resumes) - sampler.epoch
+        self._batches = self._batches if resumes else 0
         self._epoch, self._trainer_epoch, self._restored = sampler.epoch + sampler.shift, sampler.epoch, False
         sampler.start = self._batches * self._order["batch_size"]
         for batch in super().__iter__():

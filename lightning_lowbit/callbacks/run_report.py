@@ -14,7 +14,6 @@ They are called in the first process alone, also after an exception, so they mus
 
 import json
 import math
-import re
 import time
 import traceback
 from collections.abc import Mapping
@@ -37,20 +36,8 @@ from lightning_lowbit._lightning import (
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.precision import LowBitPrecision
+from lightning_lowbit.report import contents
 from lightning_lowbit.report.blocks import Section
-from lightning_lowbit.report.contents import (
-    ask,
-    cast_sections,
-    configuration_of,
-    coverage_alerts,
-    coverage_of,
-    environment,
-    name_of,
-    peak_memory,
-    precision_of,
-    status_of,
-    strict,
-)
 from lightning_lowbit.report.history import History, learning_rates, scalars
 from lightning_lowbit.report.page import render_run
 from lightning_lowbit.report.run_folder import continue_in, run_folder
@@ -122,7 +109,7 @@ class RunReport(LowBitCallback):
         """Starts the clock; tells experiment trackers about the run."""
         self._trained = True
         if self._folder is not None and trainer.is_global_zero:
-            begin(trainer, precision_of(trainer))
+            begin(trainer, contents.precision_of(trainer))
             if trainer.global_step:
                 continue_in(trainer, self._folder, self._id)
         self._since, self._begin, self._recorded = time.monotonic(), trainer.global_step, trainer.global_step
@@ -166,9 +153,18 @@ class RunReport(LowBitCallback):
             self._seconds, self._since = self._elapsed(), None
             self._write(trainer, pl_module, exception)
 
+    def record_layers(self, numbers: Mapping[str, Mapping[str, float]], step: int) -> None:
+        """Records numbers of layers, by quantity and layer, which a monitor has read."""
+        if self._trainer is not None and self._trainer.is_global_zero:
+            self._history.add_layers(numbers, step)
+
     def state_dict(self) -> dict[str, Any]:
         """The history. Another callback may save at the end of a step that is not recorded yet: records it first."""
         if self._trainer is not None and self._since is not None:
+            if self._trainer.is_global_zero:
+                contents.ask(
+                    self._trainer, "report_alerts", []
+                )  # monitors record the numbers that they have not read yet
             (self.on_validation_end if self._trainer.validating else self.on_train_batch_end)(self._trainer)
         state = {"history": self._history.state_dict(), "validation": list(self._validation)}
         return {**state, "seconds": self._elapsed(), "id": self._id}
@@ -253,6 +249,9 @@ class RunReport(LowBitCallback):
 
     def _write_files(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException | None) -> None:
         assert self._folder is not None
+        failures: list[Section] = []
+        # First, because monitors record their last numbers then.
+        alerts = [text for texts in contents.ask(trainer, "report_alerts", failures) for text in texts]
         try:
             history = self._history.points()
         except Exception:  # after an error of the device, which copies nothing any more
@@ -260,43 +259,32 @@ class RunReport(LowBitCallback):
             history = self._history.points()
         folder = run_folder(trainer, self._folder, self.filename)
         folder.mkdir(parents=True, exist_ok=True)
-        failures: list[Section] = []
-        alerts = [text for texts in ask(trainer, "report_alerts", failures) for text in texts]
-        summaries = ask(trainer, "report_data", failures)
+        summaries = contents.ask(trainer, "report_data", failures)
         run: dict[str, Any] = {
-            "name": name_of(folder),
+            "name": contents.name_of(folder),
             "id": self._id,
-            "status": status_of(exception),
+            "status": contents.status_of(exception),
             "error": "".join(traceback.format_exception_only(exception)).strip() if exception else None,
             "steps": trainer.global_step,
             "begin": self._begin if self._trained else trainer.global_step,  # a resumed run may have no step left
             "max_steps": self._max_steps,
             "seconds": self._seconds,
-            "peak_memory_bytes": peak_memory(trainer.strategy.root_device),
-            "precision": precision_of(trainer),
-            "alerts": [*coverage_alerts(trainer), *alerts],
+            "peak_memory_bytes": contents.peak_memory(trainer.strategy.root_device),
+            "precision": contents.precision_of(trainer),
+            "alerts": [*contents.coverage_alerts(trainer), *alerts],
             "metrics": {name: points[-1][1] for name, points in history.items()},
             "validation_metrics": self._validation,
-            "best": self._best(trainer),
+            "best": contents.best_values(trainer, self._validation, self._history.extremes),
             "history": history,
+            "quantities": self._history.quantities,
             "phases": self._history.phases,
-            "environment": environment(trainer, self._started),
+            "environment": contents.environment(trainer, self._started),
             "summary": {name: value for summary in summaries for name, value in summary.items()},
         }
-        run["coverage"] = run["summary"].get("coverage", coverage_of(trainer))
-        replace_file(folder / "run.json", json.dumps(strict(run), indent=1, allow_nan=False))
-        sections = [section for sections in ask(trainer, "report_sections", failures) for section in sections]
-        sections += [*cast_sections(pl_module), *failures]
-        page = render_run(run, sections, exception, configuration_of(self._folder, trainer, pl_module))
+        run["coverage"] = run["summary"].get("coverage", contents.coverage_of(trainer))
+        replace_file(folder / "run.json", json.dumps(contents.strict(run), indent=1, allow_nan=False))
+        sections = [section for sections in contents.ask(trainer, "report_sections", failures) for section in sections]
+        sections += [*contents.cast_sections(pl_module), *failures]
+        page = render_run(run, sections, exception, contents.configuration_of(self._folder, trainer, pl_module))
         replace_file(folder / self.filename, page)
         finish(trainer, run, folder / self.filename)
-
-    def _best(self, trainer: Trainer) -> dict[str, float]:
-        """The best values of validation metrics: of losses, and of what a callback monitors."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        modes = {getattr(callback, "monitor", None): getattr(callback, "mode", "min") for callback in callbacks}
-        best = {}
-        for name in self._validation:
-            if name in self._history.extremes and (name in modes or re.search("loss|perplexity|ppl", name)):
-                best[name] = self._history.extremes[name][modes.get(name) == "max"]
-        return best

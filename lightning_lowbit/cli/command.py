@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("lowbit: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
+        if isinstance(error, BrokenPipeError) and _reader_is_gone():
             return 141  # the status of a program that SIGPIPE ends
         if os.environ.get("LOWBIT_TRACEBACK") == "1" or not _is_mistake(error):
             raise
@@ -117,7 +117,7 @@ def _is_mistake(error: Exception) -> bool:
     return isinstance(error, MisconfigurationException | ArgumentError)
 
 
-def _nobody_reads() -> bool:
+def _reader_is_gone() -> bool:
     """Whether the reader of the output is gone, as ``head`` does; then sends the rest of the output to /dev/null."""
     poll = select.poll()
     poll.register(sys.stdout, 0)

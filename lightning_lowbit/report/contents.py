@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -73,6 +73,16 @@ def configuration_of(folder: Path, trainer: Trainer, pl_module: LightningModule)
     if isinstance(plugin, LowBitPrecision):
         lines += [f"  {name}: {getattr(plugin, name)}" for name in ("compute_dtype", "seed", "exact")]
     return "\n".join(lines)
+
+
+def best_values(
+    trainer: Trainer, names: Iterable[str], extremes: Mapping[str, tuple[float, float]]
+) -> dict[str, float]:
+    """The best values of validation metrics: of losses, and of what a callback monitors."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    modes = {getattr(callback, "monitor", None): getattr(callback, "mode", "min") for callback in callbacks}
+    known = [name for name in names if name in modes or re.search("loss|perplexity|ppl", name)]
+    return {name: extremes[name][modes.get(name) == "max"] for name in known if name in extremes}
 
 
 def strict(value: Any) -> Any:

@@ -245,14 +245,14 @@ def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) ->
                 if stopping.wait(0.2):
                     break
             while not stopping.is_set() and run.result() is None:
-                goes_on = bool(find_checkpoints(run.folder)) and not run.was_at_its_end()
-                resume = ["--ckpt_path", "last"] if goes_on else []
+                resumes = bool(find_checkpoints(run.folder)) and not run.was_at_its_end()
+                resume = ["--ckpt_path", "last"] if resumes else []
                 recipe = str(run.folder / "recipe.yaml")
                 command = [sys.executable, "-m", "lightning_lowbit.cli", "fit", "--config", recipe, *resume]
                 with starting:  # so that every started process is in `children` when they are stopped
                     if stopping.is_set():
                         break
-                    print(f"  {run.row}, seed {run.seed} {'goes on' if goes_on else 'begins'}", flush=True)
+                    print(f"  {run.row}, seed {run.seed} {'goes on' if resumes else 'begins'}", flush=True)
                     child = subprocess.Popen(
                         [*command, *run.arguments],
                         stdout=log,
@@ -263,7 +263,7 @@ def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) ->
                     )
                     children.append(child)
                 child.wait()
-                if not (goes_on and run.was_at_its_end()):  # else killed in its last validation: start again
+                if not (resumes and run.was_at_its_end()):  # else killed in its last validation: start again
                     break
         return run, 0 if run.result() is not None else 1
 

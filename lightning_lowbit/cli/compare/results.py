@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from math import inf, isfinite, nan
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -126,6 +127,14 @@ def _spread(values: Sequence[float], digits: int = 4, signed: bool = False) -> s
 _HIGHEST_LOSS, _WIDEST_GAP = 1.5, 10.0
 
 
+def _figure(height: float, rows: int = 1) -> tuple[Any, Any]:
+    """A figure 9 inches wide, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, height), layout="constrained")
+    return figure, figure.subplots(rows, sharex=True)
+
+
 def _style(number: int) -> dict[str, Any]:
     return {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10 % 4]}
 
@@ -143,21 +152,14 @@ def _cut_losses(axes: Any, ranges: Sequence[tuple[float, float]]) -> str:
 
 
 def _picture_losses(results: Results, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _figure(4.5)
     ranges = []
     for number, (row, runs) in enumerate(results.items()):
-        by_step: dict[float, list[float]] = {}
-        for run in runs.values():
-            for step, value in _history(run, LOSS):
-                by_step.setdefault(step, []).append(value)
-        steps = sorted(by_step)
-        if not steps:
+        by_step = _by_step(_history(run, LOSS) for run in runs.values())
+        if not by_step:
             continue
         # Where one seed is not finite, the mean is not either, and the line ends.
-        points = [by_step[step] if all(map(isfinite, by_step[step])) else [nan] for step in steps]
+        steps, points = list(by_step), [values if all(map(isfinite, values)) else [nan] for values in by_step.values()]
         means, low, high = ([f(values) for values in points] for f in (mean, min, max))
         label = row if isfinite(means[-1]) else f"{row} (diverged)"
         axes.plot(steps, means, label=label, **_style(number))
@@ -174,12 +176,9 @@ def _picture_losses(results: Results, path: Path) -> None:
 
 
 def _picture_gaps(results: Results, baseline: str, path: Path) -> None:
-    from matplotlib.figure import Figure
-
     gaps = {row: _gaps(runs, results[baseline]) for row, runs in results.items() if row != baseline}
     gaps = {row: values for row, values in gaps.items() if values}
-    figure = Figure(figsize=(9, 1.2 + 0.4 * len(gaps)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _figure(1.2 + 0.4 * len(gaps))
     names = []
     for position, (row, values) in enumerate(gaps.items()):
         finite = list(filter(isfinite, values))
@@ -204,10 +203,7 @@ def _picture_gaps(results: Results, baseline: str, path: Path) -> None:
 
 
 def _picture_rates(curves: Mapping[str, Mapping[float, Sequence[float]]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = _figure(4.5)
     rates = sorted({rate for curve in curves.values() for rate in curve})
     ranges = []
     top = 0.98  # height of the crosses, as a share of the axes
@@ -238,10 +234,7 @@ def _picture_rates(curves: Mapping[str, Mapping[float, Sequence[float]]], path: 
 
 
 def _picture_noise(results: Results, baseline: str, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    above, below = figure.subplots(2, sharex=True)
+    figure, (above, below) = _figure(6, rows=2)
     thresholds = set()
     for number, (row, runs) in enumerate(results.items()):
         style = _style(number)
@@ -250,11 +243,11 @@ def _picture_noise(results: Results, baseline: str, path: Path) -> None:
             seed: _gap_history(run, results[baseline][seed]) for seed, run in runs.items() if seed in results[baseline]
         }
         for axes, curves in ((above, ratios), (below, gaps if row != baseline else {})):
-            points = [_at_each_step(curves.values(), f) for f in (mean, min, max)]
-            if points[0]:
-                axes.plot(list(points[0]), list(points[0].values()), label=row if axes is below else None, **style)
-                ends = (list(ends.values()) for ends in points[1:])
-                axes.fill_between(list(points[0]), *ends, color=style["color"], alpha=0.15, linewidth=0)
+            finite = ([(step, value) for step, value in curve if isfinite(value)] for curve in curves.values())
+            if by_step := _by_step(finite):
+                means, low, high = ([f(values) for values in by_step.values()] for f in (mean, min, max))
+                axes.plot(list(by_step), means, label=row if axes is below else None, **style)
+                axes.fill_between(list(by_step), low, high, color=style["color"], alpha=0.15, linewidth=0)
         for run in runs.values():
             thresholds.add(run.get("summary", {}).get("gradient_noise", {}).get("threshold"))
             for begin, *_ in run.get("phases", [])[1:]:
@@ -278,13 +271,9 @@ def _gap_history(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[tu
     return [(step, value - other[step]) for step, value in _history(run, LOSS) if step in other]
 
 
-def _at_each_step(
-    curves: Iterable[Sequence[tuple[float, float]]], function: Callable[[Sequence[float]], float]
-) -> dict[float, float]:
-    """A function of the finite values at each step, such as their mean."""
+def _by_step(curves: Iterable[Sequence[tuple[float, float]]]) -> dict[float, list[float]]:
+    """The values of all curves at each step, in ascending order of steps."""
     by_step: dict[float, list[float]] = {}
-    for curve in curves:
-        for step, value in curve:
-            if isfinite(value):
-                by_step.setdefault(step, []).append(value)
-    return {step: function(by_step[step]) for step in sorted(by_step)}
+    for step, value in chain.from_iterable(curves):
+        by_step.setdefault(step, []).append(value)
+    return dict(sorted(by_step.items()))

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_lowbit.checks import choose
 from lightning_lowbit.cli.estimate.devices import DEVICES, Device
-from lightning_lowbit.cli.estimate.formulas import Collective, Times, communication, flops, memory, times
+from lightning_lowbit.cli.estimate.formulas import Collective, StepTime, communication, flops, memory, times
 from lightning_lowbit.cli.estimate.layout import GATHERS, STRATEGIES, Assumptions, Batch, Layout
 from lightning_lowbit.cli.estimate.shapes import Model, describe
 from lightning_lowbit.cli.run import make_on_meta
@@ -202,20 +202,18 @@ def _memory_table(memories: Mapping[str, int], device: Device, name: str) -> lis
     ]
 
 
-def _work_table(counted: Mapping[str, int], traffic: Sequence[Collective], spent: Times) -> list[str]:
+def _work_table(counted: Mapping[str, int], traffic: Sequence[Collective], spent: StepTime) -> list[str]:
     rows = [f"  {f'FLOPs, {kind}':<26}{count / 1e12:>12.3f} TFLOP" for kind, count in counted.items()]
     for each in traffic:
         what = f"{each.name} of {each.of}"
         rows.append(f"  {what:<30}{each.payload / 1e9:>8.3f} GB, of which a device sends {each.sent / 1e9:.3f}")
-    rows += [f"  {f'time of {kind}':<26}{seconds * 1e3:>12.1f} ms" for kind, seconds in spent.gemms.items()]
-    if spent.tensor_parallel:
-        rows.append(f"  {'time of tensor parallelism':<26}{spent.tensor_parallel * 1e3:>12.1f} ms")
-    if spent.data_parallel:
-        rows.append(f"  {'time of data parallelism':<26}{spent.data_parallel * 1e3:>12.1f} ms")
+    waits = {"tensor parallelism": spent.tensor_parallel, "data parallelism": spent.data_parallel}
+    seconds = {**spent.gemms, **{kind: value for kind, value in waits.items() if value}}
+    rows += [f"  {f'time of {kind}':<26}{value * 1e3:>12.1f} ms" for kind, value in seconds.items()]
     return ["Work of a device in a step", *rows, ""]
 
 
-def _step_line(batch: Batch, layout: Layout, spent: Times) -> str:
+def _step_line(batch: Batch, layout: Layout, spent: StepTime) -> str:
     tokens = batch.tokens * batch.micro_batches * layout.data_parallel
     rates = [f"{seconds * 1e3:,.1f} ms ({tokens / seconds:,.0f} tokens/s)" for seconds in (spent.hidden, spent.exposed)]
     if spent.data_parallel == 0:

@@ -52,8 +52,8 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds of a step.
+class StepTime:
+    """The duration of a step, in seconds.
 
     Attributes:
         gemms: by arithmetic.
@@ -294,7 +294,7 @@ def _is_packed(weight: Weight, layout: Layout) -> bool:
     return operand_dtype(torch.bfloat16, cast).itemsize <= _given(weight, layout)
 
 
-def times(model: Model, batch: Batch, layout: Layout, device: Device, assumed: Assumptions | None = None) -> Times:
+def times(model: Model, batch: Batch, layout: Layout, device: Device, assumed: Assumptions | None = None) -> StepTime:
     """Seconds of a step. Arithmetic that a device lacks runs in the compute dtype.
 
     Raises:
@@ -311,4 +311,4 @@ def times(model: Model, batch: Batch, layout: Layout, device: Device, assumed: A
     for each in communication(model, batch, layout):
         kind = "tensor_parallel" if each.of == "activations" else "data_parallel"
         seconds[kind] += each.sent / each.bandwidth(device, layout.per_node) / assumed.link_utilization
-    return Times(gemms, **seconds)
+    return StepTime(gemms, **seconds)
