@@ -20,7 +20,7 @@ from lightning_lowbit.precision.grad_scalers import ConservativeGradScaler, over
 
 
 def scaler_for(compute_dtype: str, given: GradScaler | None) -> GradScaler | None:
-    """The scaler of a plugin: the given one, or a conservative one for fp16.
+    """The scaler of a plugin: the given one, or a :class:`ConservativeGradScaler` for fp16.
 
     Raises:
         ValueError: it is not needed, disabled, or no scaler.

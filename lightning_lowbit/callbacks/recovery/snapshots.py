@@ -21,7 +21,7 @@ _SCHEDULED = {"params", "lr", "initial_lr", "max_lr", "min_lr", "weight_decay", 
 _SCHEDULED |= {"betas", "momentum", "base_momentum", "max_momentum"}
 
 
-class Trained(NamedTuple):
+class TrainingState(NamedTuple):
     """What a snapshot is of.
 
     Attributes:
@@ -51,7 +51,7 @@ class Snapshot:
         self._kept: list[Any] = [None, None, None, None]
 
     @torch.no_grad()
-    def take(self, step: int, trained: Trained) -> None:
+    def take(self, step: int, trained: TrainingState) -> None:
         """Copies."""
         kept = [
             list(trained.weights),
@@ -62,7 +62,7 @@ class Snapshot:
         self._kept, self.step = self._keep(kept, self._kept), step
 
     @torch.no_grad()
-    def put_back(self, trained: Trained) -> None:
+    def put_back(self, trained: TrainingState) -> None:
         """Restores the copy; states that optimizers did not have then are removed."""
         weights, states, options, others = self._kept
         for weight, copied in zip(trained.weights, weights, strict=True):
