@@ -1,11 +1,11 @@
-"""Writing files and directories of which there is never half.
+"""Atomic writing of files and directories: under their name they are always whole.
 
     NAME.HOST-PID.partial     while it is written, and while it is removed
-    NAME.HOST-PID.previous    what had the name before, for the moment in which one directory takes another's place
+    NAME.HOST-PID.previous    the former owner of the name, while one directory replaces another
     NAME                      whole
 
-A file system renames at once: it is done, or not begun, whenever a process dies. Who writes holds a lock on the folder,
-which ends with the process: so what a dead one has left is told from what a living one is writing.
+Renaming is atomic, whenever a process dies. A writing process holds a lock on the folder, which ends with the process,
+so that leftovers of a dead process can be told from what a living one writes.
 """
 
 import errno
@@ -25,13 +25,13 @@ except ImportError:  # Windows
 
 _PARTIAL, _PREVIOUS = ".partial", ".previous"
 _HOST = platform.node().replace(".", "_")
-# Versions before this one wrote no host: of such names only checkpoints are ours.
+# Earlier versions wrote no host: of such names only checkpoints are ours.
 _LEFT = re.compile(rf"(?P<name>.+?)((?<=\.ckpt)|\.(?P<host>[^.]+)-\d+)(?P<kind>{_PARTIAL}|{_PREVIOUS})")
-_STALE = 3600  # seconds without a change, after which nothing on another machine writes it any more
+_STALE = 3600  # seconds without a change after which no other machine is taken to write it any more
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file such that there is never half of it."""
+    """Writes a file atomically."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8", errors="replace")
@@ -42,10 +42,7 @@ def replace_file(path: Path, text: str) -> None:
 
 @contextmanager
 def being_written(path: Path) -> Iterator[Path]:
-    """Where to write what :func:`put_in_place` then gives its name; what others left in the folder is removed before.
-
-    What is written and got no name has to be removed with :func:`remove`.
-    """
+    """Gives a path to write to before :func:`put_in_place`, or else :func:`remove`; removes leftovers in the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     mend(path.parent, path.suffix, below=False)
     with _lock(path.parent):
@@ -55,15 +52,15 @@ def being_written(path: Path) -> Iterator[Path]:
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Gives a file, a directory or a link that was written elsewhere in the folder its name, whatever has it now.
+    """Renames a file, a directory or a link atomically, whatever has the name now.
 
-    It is on the disk before, so that there is none but whole ones after a failure of power, too.
+    It is flushed to the disk before, so that the name is whole after a power failure, too.
     """
     previous = _own(path, _PREVIOUS)
     _sync(partial)
     if os.path.lexists(path) and (_is_directory(path) or _is_directory(partial)):
         remove(previous)
-        os.rename(path, previous)  # a directory takes only an empty one's place
+        os.rename(path, previous)  # a directory replaces only an empty one
     try:
         os.replace(partial, path)
     finally:
@@ -73,11 +70,11 @@ def put_in_place(partial: Path, path: Path) -> None:
 
 
 def discard(path: Path, how: Callable[[Path], object] | None = None) -> None:
-    """Removes a file or a directory, of which there is no half under its name meanwhile.
+    """Removes a file or a directory atomically.
 
     Args:
-        path: of it.
-        how: removes what is given to it; by default as the operating system does. A link is only unlinked.
+        path: of the file or directory.
+        how: removes a path in another way than the operating system; not called for a link.
     """
     with _lock(path.parent):
         partial = _own(path, _PARTIAL)
@@ -90,7 +87,7 @@ def discard(path: Path, how: Callable[[Path], object] | None = None) -> None:
 
 
 def replace_link(path: Path, target: Path) -> None:
-    """Makes a symbolic link, relative to where it lies."""
+    """Makes or replaces a relative symbolic link."""
     with _lock(path.parent):
         partial = _own(path, _PARTIAL)
         remove(partial)
@@ -107,10 +104,10 @@ def remove(path: Path) -> None:
 
 
 def mend(folder: Path, suffix: str, below: bool = True) -> None:
-    """Puts back and removes what processes have left that died while they wrote or removed names with this suffix.
+    """Restores or removes what dead processes left of names with a suffix.
 
-    What a living process may be writing stays: all of it in a folder that one of this machine is writing to; what
-    changed within an hour, if it is from another machine or the file system has no locks.
+    What a living process may be writing stays: everything in a folder to which a process of this machine writes, and
+    what changed within an hour if it is from another machine or the file system has no locks.
 
     Args:
         folder: where to look.
@@ -127,9 +124,9 @@ def mend(folder: Path, suffix: str, below: bool = True) -> None:
 
 
 def named(folder: Path, suffix: str, below: bool = True) -> set[Path]:
-    """The whole ones with this suffix in a folder; changes nothing, and what vanishes meanwhile is no error.
+    """The whole files and directories with a suffix in a folder; nothing is changed.
 
-    Where a process died in :func:`put_in_place` between two renames, it is what had the name before, where that lies.
+    Where a process died between the two renames of :func:`put_in_place`, the former one counts, under its present path.
     """
     found = {path for path in _entries(folder, suffix, below) if path.suffix == suffix}
     before = {left for left in _leftovers(folder, suffix, below) if _parts(left)["kind"] == _PREVIOUS}
@@ -137,7 +134,7 @@ def named(folder: Path, suffix: str, below: bool = True) -> set[Path]:
 
 
 def name_of(path: Path) -> str:
-    """The name of what :func:`named` found, also where a process that died has taken it away."""
+    """The name of what :func:`named` found, also of a former one that a dead process left renamed."""
     return _parts(path)["name"] if _LEFT.fullmatch(path.name) else path.name
 
 
@@ -177,7 +174,7 @@ def _age(path: Path) -> float:
 
 @contextmanager
 def _lock(folder: Path, alone: bool = False) -> Iterator[bool]:
-    """Whether this process has a folder's lock: with others that write there, for which it waits, or alone, at once."""
+    """Locks a folder, shared with others that write there or alone; gives whether that worked."""
     if fcntl is None:
         yield False
         return
@@ -190,7 +187,7 @@ def _lock(folder: Path, alone: bool = False) -> Iterator[bool]:
         yield has
     finally:
         if has:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # children that began meanwhile have inherited it
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # children that began meanwhile inherited it
         os.close(descriptor)
 
 
@@ -199,8 +196,8 @@ def _is_directory(path: Path) -> bool:
 
 
 def _sync(path: Path, within: bool = True) -> None:
-    """Waits until it is on the disk; of a directory, all that is in it, too."""
-    if path.is_symlink() or os.name == "nt":  # Windows does so for what is open for writing alone
+    """Waits until a file, or a directory with its contents, is on the disk."""
+    if path.is_symlink() or os.name == "nt":  # Windows flushes only what is open for writing
         return
     if within and path.is_dir():
         for entry in path.iterdir():
@@ -208,7 +205,7 @@ def _sync(path: Path, within: bool = True) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # some mounted file systems do so for files alone
+    except OSError as error:  # some mounted file systems flush files alone
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
             raise
     finally:

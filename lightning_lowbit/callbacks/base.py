@@ -1,12 +1,12 @@
-"""What all callbacks of this package are."""
+"""The base class of all callbacks of this package."""
 
 from lightning_lowbit._lightning import Callback, LightningModule, Trainer, check_trainer
 
 
 class LowBitCallback(Callback):
-    """Refuses a Trainer of the other Lightning, in which many a callback would see nothing of what it looks for."""
+    """A callback that refuses a Trainer of the other Lightning, under which it would find none of its classes."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks the Trainer; subclasses call ``super()`` first."""
+        """Checks the Trainer. Subclasses call ``super()`` first."""
         check_trainer(self, trainer)
         super().setup(trainer, pl_module, stage)

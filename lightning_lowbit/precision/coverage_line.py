@@ -1,15 +1,13 @@
-"""One line, after the first training step, where less than half of the arithmetic is quantized, and why.
+"""One line after the first training step, if less than half of the arithmetic is quantized, and why.
 
-Nothing is hooked into the model, and nothing computes in another way: the graph that autograd has recorded by the time
-of the backward pass tells which products were computed. Its nodes know the shapes of their results, and with them of
-each other's operands; a leaf of it is a parameter, which says whose product it was:
+Nothing is hooked into the model. Before the backward pass, autograd's graph tells which products were computed: its
+nodes know the shapes of their results, hence of each other's operands, and its leaves are the parameters:
 
     AddmmBackward0 [tokens, out]  ──  TBackward0 [in, out]  ──  AccumulateGrad [out, in]     2 · tokens · out · in FLOPs
 
-Saved tensors are never touched, since activation checkpointing would compute them again. The count is that of the
-forward pass, to which a backward pass adds twice as many: close to what ``PrecisionSummary`` measures, and not the
-same. Products without a gradient, such as those of a frozen encoder, leave no node. What a compiled function or a
-reentrant checkpoint computes is one node: there, weights are counted instead.
+Saved tensors are not touched, which activation checkpointing would compute again. Only the forward pass is counted,
+close to what ``PrecisionSummary`` measures. Products without a gradient, such as those of a frozen encoder, leave no
+node. A compiled function or a reentrant checkpoint is one node: then weights are counted instead.
 """
 
 import re
@@ -27,10 +25,10 @@ from lightning_lowbit.nn.function import LinearFunction
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
 
-_ENOUGH = 0.5  # share of quantized FLOPs from which on there is nothing to say
-_REASONS, _MENTIONED = 3, 0.005  # how many are named at most, and from which share on
-_MOST_NODES = 500_000  # of a graph, which take a second or two to walk
-_VIEWS = 20  # between a weight and a product, at most
+_ENOUGH = 0.5  # share of quantized FLOPs from which on nothing is logged
+_REASONS, _MENTIONED = 3, 0.005  # at most so many reasons are named, each with at least this share
+_MOST_NODES = 500_000  # of a graph; walking these takes a second or two
+_VIEWS = 20  # at most, between a weight and a product
 
 _ATTENTION = "products of activations with each other, as in attention"
 _UNKNOWN = "weights that are frozen, or computed from others"
@@ -45,11 +43,11 @@ _PRODUCT = re.compile(r"(Mm|Addmm|Bmm|Baddbmm|Addbmm|Linear|GroupedMm|ScaledGrou
 
 @dataclass
 class GraphCoverage:
-    """What part of what a loss was computed by is quantized.
+    """How much of the products behind a loss is quantized.
 
     Attributes:
         quantized: FLOPs, or weights, in converted layers that quantize an operand.
-        others: likewise, all others by (kind, why), see :func:`_why`.
+        others: all others, by their kind and why they are not quantized, see :func:`_why`.
         example: a module of each kind.
         unit: ``"FLOPs"``, or ``"weights"`` where FLOPs could not be counted.
     """
@@ -61,12 +59,12 @@ class GraphCoverage:
 
     @property
     def share(self) -> float | None:
-        """Of what is quantized; None where nothing was counted."""
+        """The quantized share; None where nothing was counted."""
         total = self.quantized + sum(self.others.values())
         return self.quantized / total if total else None
 
     def add(self, amount: int, name: str, module: nn.Module | None, why: str | None) -> None:
-        """Counts an amount as quantized, with no ``why``, or as something else."""
+        """Counts an amount, which is quantized if there is no ``why``."""
         if why is None:
             self.quantized += amount
             return
@@ -76,42 +74,40 @@ class GraphCoverage:
 
 
 class CoverageLine:
-    """Says once how little is quantized.
+    """Logs once how little is quantized.
 
     Attributes:
         coverage: what was counted in the first training step; None before, and where nothing was.
-        text: what was said, or would have been where a ``PrecisionSummary`` says more; empty where there is nothing
-            to say.
+        text: the line, also where a ``PrecisionSummary`` shows more instead; empty if enough is quantized.
     """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Looks again at the next step."""
+        """Counts the next step again."""
         self.coverage: GraphCoverage | None = None
         self.text = ""
         self._is_done = False
 
     def see(self, loss: Tensor, model: nn.Module, is_quantizing: bool) -> None:
-        """Counts what a loss of the first step was computed by, before its backward pass.
+        """Counts the products behind a loss of the first step, before its backward pass.
 
         Args:
             loss: of any shape.
             model: the modules to name.
-            is_quantizing: whether a phase leaves all casts in force. If not, or if all casts are those of high
-                precision, nothing is counted: little is meant to be quantized.
+            is_quantizing: whether the phase leaves all casts in force; if not, nothing is counted.
         """
         if self._is_done or loss.grad_fn is None or not is_quantizing:
             return
         try:
             self.coverage = graph_coverage(loss, model, self.coverage) if _has_casts(model) else None
-        except Exception:  # what autograd tells of its graph is no promise of torch's, and no matter of the training
+        except Exception:  # the graph of autograd is no public interface, and training does not need it
             self.coverage = None
         self._is_done = self.coverage is None
 
     def say(self, trainer: Any) -> None:
-        """Says it, at the end of a step in which something was seen; ``trainer`` may be None, if it is gone."""
+        """Logs the line at the end of a step that was counted; ``trainer`` may be None."""
         if self._is_done or self.coverage is None or trainer is None:
             return
         self._is_done = True
@@ -124,12 +120,12 @@ class CoverageLine:
 
 
 def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = None) -> GraphCoverage:
-    """What part of the matrix products that a loss was computed by is quantized.
+    """How much of the matrix products behind a loss is quantized.
 
     Args:
         loss: of any shape, with its graph.
-        model: the modules to name, converted.
-        onto: what to add to: of another loss.
+        model: the converted model.
+        onto: the coverage of another loss, to add to.
 
     Example:
         >>> graph_coverage(model(x).sum(), model).share
@@ -157,7 +153,7 @@ def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = 
 
 
 def _shape(edge: tuple[Any, int]) -> tuple[int, ...] | None:
-    """Of the tensor that an edge of the graph stands for; None where it has no gradient."""
+    """The shape of the tensor of an edge; None where it has no gradient."""
     node, index = edge
     return None if node is None else tuple(node._input_metadata[index].shape)
 
@@ -167,13 +163,13 @@ def _is_converted(node: Any) -> bool:
 
 
 def _is_opaque(node: Any) -> bool:
-    """Whether a node computes layers of the model that it does not tell of."""
+    """Whether a node hides layers of the model."""
     name = node.name()
     return name == "CheckpointFunctionBackward" or (name.startswith("CompiledFunction") and bool(_weights(node)))
 
 
 def _operands(node: Any) -> list[tuple[Any, int]]:
-    """The two edges of a product's matrices."""
+    """The edges of the two matrices of a product."""
     edges, name = list(node.next_functions), node.name()
     if _is_converted(node) or name.startswith(("Linear", "Convolution", "ScaledDotProduct")):
         return edges[:2]
@@ -181,7 +177,7 @@ def _operands(node: Any) -> list[tuple[Any, int]]:
 
 
 def _flops(node: Any) -> int:
-    """FLOPs of a product in the forward pass; 0 of all other nodes, and where no shape tells."""
+    """FLOPs of a product in the forward pass; 0 for other nodes, and for unknown shapes."""
     name = node.name()
     if _is_converted(node) or _PRODUCT.fullmatch(name):
         (left, right), out = map(_shape, _operands(node)), node._input_metadata[0].shape
@@ -207,7 +203,7 @@ def _flops(node: Any) -> int:
 
 
 class _Owners:
-    """Which module a parameter belongs to."""
+    """Finds the module of a product by its parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {clean_name(name): module for name, module in model.named_modules()}
@@ -221,7 +217,7 @@ class _Owners:
                     self._by_shape.setdefault(tuple(parameter.shape), name)
 
     def of_product(self, node: Any) -> tuple[str, nn.Module | None, str | None]:
-        """(name, module, why it is not quantized) of a product."""
+        """The name, the module and why it is not quantized."""
         if _is_converted(node):
             return "", None, None if node.rest[0].casts != LinearCasts() else _UNKNOWN
         if node.name().startswith("ScaledDotProduct"):
@@ -238,7 +234,7 @@ class _Owners:
 
 
 def _parameter(node: Any) -> Tensor | None:
-    """The parameter that what a node made is a view of, or None."""
+    """The parameter of which the result of a node is a view, or None."""
     for _ in range(_VIEWS):
         if node is None or node.name().endswith("AccumulateGrad"):
             return None if node is None else node.variable
@@ -259,7 +255,7 @@ def _has_casts(model: nn.Module) -> bool:
 
 
 def _why(module: nn.Module) -> str | None:
-    """What kind of module it is and why it is not quantized; None where it is."""
+    """The kind of a module and why it is not quantized; None if it is."""
     kind = type(module).__name__
     if isinstance(module, QuantizedLayer):
         return None if module.full_casts != LinearCasts() else f"{kind} (its casts are those of high precision)"
@@ -284,7 +280,7 @@ def _is_matrix(parameter: Tensor) -> bool:
 
 
 def _of_weights(model: nn.Module) -> GraphCoverage:
-    """The same by weights of two and more dimensions: of what is looked up nothing, and each of the others once."""
+    """Counts weights of two and more dimensions once each, without embeddings."""
     found, counted = GraphCoverage(unit="weights"), set[int]()
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):

@@ -1,9 +1,7 @@
-"""Optimizer steps in fp16: what a precision plugin does with a loss scaler of any class.
+"""Optimizer steps in fp16: unscale_ -> (hooks, clipping) -> step -> update, with a loss scaler of any class.
 
-    unscale_ -> (hooks, clipping) -> step -> update
-
-Learning-rate schedules, ``global_step`` and the plugin's own ``step`` go on in a step that is skipped, so that a run
-has the length it was given. How many there were is counted here, on the device, and said at the end of the run.
+Learning-rate schedules, ``global_step`` and the plugin's own ``step`` count skipped steps, so that a run has the length
+it was given. Their number is counted on the device, and logged at the end of the run.
 """
 
 from collections.abc import Mapping
@@ -22,10 +20,10 @@ from lightning_lowbit.precision.grad_scalers import ConservativeGradScaler, over
 
 
 def scaler_for(compute_dtype: str, given: GradScaler | None) -> GradScaler | None:
-    """The scaler of a plugin: the given one, or a conservative one for fp16.
+    """The scaler of a plugin: the given one, or a :class:`ConservativeGradScaler` for fp16.
 
     Raises:
-        ValueError: there is one where none is needed, or it is none, or disabled.
+        ValueError: it is not needed, disabled, or no scaler.
     """
     if compute_dtype != "fp16":
         if given is not None:
@@ -47,19 +45,19 @@ def scaler_for(compute_dtype: str, given: GradScaler | None) -> GradScaler | Non
 
 
 def scaler_of(plugin: Precision) -> GradScaler | None:
-    """The loss scaler at work in a precision plugin, this package's or Lightning's own; None if there is none."""
+    """The active loss scaler of a precision plugin, of this package or Lightning; None if there is none."""
     scaler = getattr(plugin, "scaler", None)
     return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
 
 
 class LossScaling:
-    """A scaler at work, and the count of what it skipped.
+    """A loss scaler in use.
 
     Args:
         scaler: of any class.
 
     Attributes:
-        skipped_steps: optimizer steps that were left out, since a gradient was not finite; 0-d int64, on the device.
+        skipped_steps: optimizer steps skipped because of a gradient that was not finite; 0-d int64, on the device.
     """
 
     def __init__(self, scaler: GradScaler) -> None:
@@ -69,17 +67,13 @@ class LossScaling:
         self._has_stepped = False  # since the last update
 
     def restart(self) -> None:
-        """Begins another run; the last one may have broken off in the midst of a step."""
+        """Begins another run; the last one may have broken off amid a step."""
         self.load_state_dict({"scaler": self._first})
         self.scaler._per_optimizer_states.clear()
         self._has_stepped = False
 
     def check(self, model: nn.Module, strategy: str) -> None:
-        """Raises where this scaler cannot train a model.
-
-        Args:
-            model: with its parameters.
-            strategy: what it is called.
+        """Checks that this scaler can train a model under a strategy of that name.
 
         Raises:
             MisconfigurationException: the scaler asks other ranks, and there are none.
@@ -104,21 +98,21 @@ class LossScaling:
         """Divides the gradients by the scale, also for torch's fused optimizers, which then need not.
 
         Args:
-            optimizer: whose.
-            device: where the model computes.
+            optimizer: of the gradients.
+            device: of the model.
             over_ranks: whether each rank holds other gradients; all ranks must then take part.
 
         Raises:
-            MisconfigurationException: it computes losses within its step, as LBFGS does.
+            MisconfigurationException: for LBFGS, which computes losses within its step.
         """
         if isinstance(optimizer, LBFGS):
             raise MisconfigurationException(
                 "LBFGS computes losses within its step, which no loss scale reaches: train it with "
                 "compute_dtype='bf16' or 'fp32', or use another optimizer."
             )
-        if overflow(self.scaler, optimizer) is not None:  # by hand, they were clipped before the step
+        if overflow(self.scaler, optimizer) is not None:  # in manual optimization, for clipping before the step
             return
-        if self.scaler._get_scale_async() is None:  # no loss has been scaled yet, so that there is no scale
+        if self.scaler._get_scale_async() is None:  # no loss has been scaled yet
             self.scaler.scale(torch.zeros((), device=device))
         self.scaler.unscale_(optimizer)
         share_overflow(self.scaler, optimizer, device, over_ranks)
@@ -129,22 +123,22 @@ class LossScaling:
         skipped = overflow(self.scaler, optimizer)
         assert skipped is not None
         self.skipped_steps = self.skipped_steps.to(skipped.device, non_blocking=True) + skipped
-        # A schedule that counts a skipped step does so on purpose; torch would warn if that is the very first one.
+        # Schedules count skipped steps on purpose; torch would warn if the first step is skipped.
         optimizer._opt_called = True
-        # Fused SGD would take for momentum, after a first step that it skipped, whatever was in memory. So until it has
-        # a momentum the host waits for the answer, as it does for any optimizer that is not fused.
+        # After a skipped first step, fused SGD would take uninitialized memory for momentum. So until it has a momentum
+        # the host waits for the answer, as it does for any optimizer that is not fused.
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if isinstance(optimizer, SGD) and is_fused and not optimizer.state and skipped:
             return None
         return self.scaler.step(optimizer, **kwargs)
 
     def update(self) -> Tensor | None:
-        """Ends what one scale was for: the steps of all optimizers with gradients of the same backward passes.
+        """Updates the scale after the steps of all optimizers with gradients of the same backward passes.
 
         Returns:
-            What the scale was multiplied with, float32, 0-d; None where there was no step.
+            What the scale was multiplied by, float32, 0-d; None where there was no step.
         """
-        if not self._has_stepped:  # also if gradients were unscaled to be clipped, and the step is still to come
+        if not self._has_stepped:  # also if gradients were unscaled for clipping, before the step
             return None
         self._has_stepped = False
         before = scale_of(self.scaler).clone()
@@ -152,18 +146,18 @@ class LossScaling:
         return torch.where(before > 0, scale_of(self.scaler) / before, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Primitives."""
+        """The scaler's state and the count, in primitives."""
         return {"scaler": self.scaler.state_dict(), "skipped_steps": int(self.skipped_steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what :meth:`state_dict` gave; of a run without a scaler nothing."""
+        """Takes what :meth:`state_dict` returned, or an empty state."""
         self.skipped_steps = torch.tensor(state.get("skipped_steps", 0), device="cpu")
         if "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
 
     def report(self, steps: int) -> None:
-        """Says how many steps of a run were skipped."""
-        with suppress(RuntimeError):  # after an error of the device nothing can be copied from it
+        """Logs how many steps of a run were skipped."""
+        with suppress(RuntimeError):  # after an error of the device nothing can be read
             if skipped := int(self.skipped_steps):
                 rank_zero_info(
                     f"{skipped} of {steps} optimizer steps were skipped, since a gradient was not finite in fp16; "

@@ -1,4 +1,4 @@
-"""What a run was given, whatever its precision plugin: a Trainer, a seed, and a dtype for what is not quantized."""
+"""Settings of a run: its Trainer, its seed, its data-parallel rank, and the dtype of what is not quantized."""
 
 import os
 from typing import Literal
@@ -24,10 +24,10 @@ COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], to
 
 
 def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModule]:
-    """The Trainer and the model that a precision plugin of this package is to convert.
+    """The Trainer of a module that a plugin is to convert, and the module.
 
     Raises:
-        MisconfigurationException: there is none, or its strategy does what the plugin does.
+        MisconfigurationException: there is no Trainer, or its strategy is DeepSpeed.
     """
     name = type(plugin).__name__
     trainer = getattr(module, "_trainer", None)
@@ -52,12 +52,12 @@ def data_rank(trainer: Trainer) -> int:
 
 
 def global_seed() -> int:
-    """The seed given to ``lightning.seed_everything``, which leaves it in the environment; 0 without one."""
+    """The seed of ``lightning.seed_everything``, which leaves it in the environment; 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
 def compute_dtype(plugin: Precision) -> torch.dtype:
-    """What a precision plugin, this package's or Lightning's own, leaves high-precision matrix products to."""
+    """The dtype of high-precision matrix products under a precision plugin, of this package or Lightning."""
     dtype = getattr(plugin, "compute_dtype", None)  # of this package's plugins
     if isinstance(dtype, torch.dtype):
         return dtype

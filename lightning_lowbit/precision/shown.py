@@ -8,18 +8,18 @@ from lightning_lowbit.nn.casts import PRESETS, LinearCasts
 
 
 class Shown:
-    """Has a ``repr`` of what the constructor was given, but for defaults: ``FP4Precision('nvfp4', skip=['lm_head'])``.
+    """Has a ``repr`` of the constructor's arguments, without defaults: ``FP4Precision('nvfp4', skip=['lm_head'])``.
 
-    Casts are named by their preset; those that have none are described, in angle brackets.
+    Casts are named by their preset, or else described in angle brackets.
     """
 
     _arguments: str
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Notes the arguments, before the constructor of a subclass makes others of them."""
+        """Keeps the arguments, which the constructors of subclasses replace."""
         made = super().__new__(cls)
         defaults = _defaults(cls)
-        first = next(iter(defaults))  # which says what is quantized, and is always shown
+        first = next(iter(defaults))  # what is quantized: always shown
         if not args and defaults[first] is not inspect.Parameter.empty:
             kwargs = {first: defaults[first]} | kwargs
         named = {name: value for name, value in kwargs.items() if name == first or not _same(value, defaults.get(name))}
@@ -32,7 +32,7 @@ class Shown:
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    """The defaults of a constructor's arguments, in order, those that it hands on to its bases included."""
+    """The defaults of the arguments of a constructor and of its bases, in order."""
     defaults: dict[str, Any] = {}
     for base in cls.__mro__:
         if issubclass(base, Shown) and "__init__" in vars(base):

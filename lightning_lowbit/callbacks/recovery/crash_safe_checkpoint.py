@@ -1,9 +1,9 @@
 """Checkpoints that are whole, whenever a process dies.
 
-Lightning writes a file to the temporary folder and moves it: at once, if that lies on the same file system, which on a
-cluster it does not; else it copies over the checkpoint before. A directory of shards it writes over the one before,
-file by file: what a crash leaves loads without an error, some shards of one step and some of another. And a directory
-that a crash has left half removed is the newest one, for ``ckpt_path="last"``.
+Lightning writes a file to the temporary folder and moves it, which is atomic only on one file system, and on a cluster
+it is a copy over the former checkpoint. It writes a directory of shards over the former one, file by file: what a crash
+leaves loads without an error, some shards of one step and some of another. And ``ckpt_path="last"`` takes a directory
+that a crash left half removed.
 """
 
 import os
@@ -40,16 +40,16 @@ _T = TypeVar("_T")
 
 
 def save_checkpoint(trainer: Trainer, path: str | Path, weights_only: bool | None = None) -> None:
-    """``trainer.save_checkpoint``, such that a name has a whole checkpoint or none, and one if it had one before.
+    """``trainer.save_checkpoint``, after which the path has a whole checkpoint, or the former one.
 
-    It is written as ``NAME.HOST-PID.partial``, and gets its name once all ranks are done; where it cannot be written,
-    as on a full disk, what there is of it is removed. On a remote file system, which cannot rename, and by an
-    ``AsyncCheckpointIO``, which does not say when it is done, it is written under its name.
+    It is written as ``NAME.HOST-PID.partial``, and renamed once all ranks are done; if writing fails, as on a full
+    disk, the rest is removed. Remote file systems, which cannot rename, and ``AsyncCheckpointIO``, which does not say
+    when it is done, get the final name at once.
 
     Args:
         trainer: on all ranks.
         path: of a file or a directory, as the strategy writes it; on a file system that all ranks share.
-        weights_only: as Lightning has it.
+        weights_only: as in Lightning.
     """
     if not is_local(path) or _writes_later(trainer):
         trainer.save_checkpoint(path, weights_only)
@@ -66,7 +66,7 @@ def save_checkpoint(trainer: Trainer, path: str | Path, weights_only: bool | Non
 
 
 def _on_first_rank(trainer: Trainer, path: Path, change: Callable[[], _T]) -> _T:
-    """What changing names on one rank returns there; the others wait for it, and not for ever if it cannot be done."""
+    """Runs a change of files on the first rank; returns its result, or raises its error, on all ranks."""
     result: _T | None = None
     error: OSError | None = None
     if trainer.is_global_zero:
@@ -87,42 +87,39 @@ def _writes_later(trainer: Trainer) -> bool:
 
 
 class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
-    """Lightning's ``ModelCheckpoint``, of which a crash at any moment leaves whole checkpoints only.
+    """Lightning's ``ModelCheckpoint``, which leaves only whole checkpoints at a crash.
 
-    Files and directories, as the strategy writes them, are written and removed as ``NAME.ckpt.HOST-PID.partial``. They
-    get their name once all ranks are done and they are on the disk, at once. Where a directory takes another's place,
-    that one is ``NAME.ckpt.HOST-PID.previous`` for a moment; if a crash comes just then, ``ckpt_path="last"`` finds it
-    there. What a crash has left is removed by the next run that trains in the folder: at once on the same machine,
-    after an hour on another one, which cannot tell whether the process lives. A full disk leaves nothing. A link
-    (``save_last="link"``) never points to nothing.
+    Files and directories are written and removed as ``NAME.ckpt.HOST-PID.partial``, and get their name atomically once
+    all ranks are done and they are on the disk. While a directory replaces another, the former one is
+    ``NAME.ckpt.HOST-PID.previous``, where ``ckpt_path="last"`` finds it after a crash. The next run that trains in the
+    folder removes leftovers: at once on the same machine, after an hour on another one, which cannot tell whether the
+    process lives. A link (``save_last="link"``) always has a target.
 
-    ``ckpt_path="last"`` is the newest by step of ``last.ckpt``, ``last-v1.ckpt`` and so on, and is compared with its
-    checksums. One that is damaged is an error that names the newest whole checkpoint of the folder.
+    ``ckpt_path="last"`` is the newest by step of ``last.ckpt``, ``last-v1.ckpt`` and so on, and is checked against its
+    checksums. A damaged one is an error that names the newest whole checkpoint of the folder.
 
     A checkpoint that is due at the same step as a validation is saved after it, so that a run that dies in a validation
-    repeats it when it goes on.
-
-    All arguments are those of ``ModelCheckpoint``, whose state in a checkpoint this one takes, and the other way round.
-    Two checkpoints of one name need room at the same time. Runs that train at the same time need folders of their own.
+    repeats it. Arguments and state are those of ``ModelCheckpoint``. Two checkpoints of one name need disk space at the
+    same time. Runs that train at the same time need folders of their own.
 
     Raises:
-        MisconfigurationException: when training starts: ``dirpath`` is remote, and such file systems cannot rename at
-            once; or checkpoints are written in the background, by an ``AsyncCheckpointIO``.
+        MisconfigurationException: when training starts: ``dirpath`` is remote, where nothing can be renamed; or an
+            ``AsyncCheckpointIO`` writes checkpoints.
         DamagedCheckpointError: ``ckpt_path="last"`` is damaged; a ``ValueError``.
 
     Example:
         >>> Trainer(callbacks=[CrashSafeCheckpoint(every_n_train_steps=500, save_last=True)])
     """
 
-    _until_validated: tuple[Any, ...] | None = None  # what the batch before a validation has given
+    _until_validated: tuple[Any, ...] | None = None  # arguments of the batch before a validation
 
     @property
     def state_key(self) -> str:
-        """That of a ``ModelCheckpoint``."""
+        """The key of a ``ModelCheckpoint``."""
         return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finds the folder, and refuses one where names cannot be changed at once."""
+        """Finds the folder, and refuses one where nothing can be renamed."""
         super().setup(trainer, pl_module, stage)
         assert self.dirpath is not None
         if stage != "fit":
@@ -140,19 +137,19 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Removes what a crash has left in the folder."""
+        """Removes what a crash left in the folder."""
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero:
             mend(Path(str(self.dirpath)), self.FILE_EXTENSION)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """Saves, if that is due; where a validation is due as well, after it."""
+        """Saves if that is due; if a validation is due as well, after it."""
         self._until_validated = batch if validation_is_due(trainer) else None
         if self._until_validated is None:
             super().on_train_batch_end(trainer, pl_module, *batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves, if that is due."""
+        """Saves if that is due."""
         batch, self._until_validated = self._until_validated, None
         if batch is not None:
             super().on_train_batch_end(trainer, pl_module, *batch)
@@ -184,7 +181,7 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
         if not trainer.is_global_zero:
             return
         target, newest = Path(filepath), Path(self._last_checkpoint_saved)  # which was saved just before
-        # Also one that a run before this has made, of which `last_model_path` need not know.
+        # Also a link of an earlier run, which `last_model_path` need not know.
         for folder in {target.parent, Path(self.dirpath or target.parent)}:
             for link in folder.glob(f"*{self.FILE_EXTENSION}"):
                 if link.is_symlink() and link != target and link.resolve() == target.resolve() and newest.exists():

@@ -1,4 +1,4 @@
-"""Making a resumed run repeat the uninterrupted one, to the bit."""
+"""Random numbers that are the same in a resumed and in an uninterrupted run."""
 
 import random
 from typing import Any
@@ -13,14 +13,14 @@ from lightning_lowbit.precision.run_settings import global_seed
 
 
 class ExactResume(LowBitCallback):
-    """Seeds torch, NumPy and Python anew before each training batch, from (seed, optimizer step, batch, rank).
+    """Seeds torch, NumPy and Python before each training batch, from (seed, optimizer step, batch, rank).
 
     Lightning's checkpoints hold no random state, so that after a resume dropout draws other numbers. With this callback
-    nothing needs to be stored: the numbers of a batch are a function of its place in the run.
+    the numbers of a batch are a function of its place in the run, and nothing needs to be stored.
 
-    What happens while a batch is loaded (its order, augmentation) is the loader's own affair: a plain ``DataLoader``
-    begins its epoch again after a resume. Use one with ``state_dict`` and ``load_state_dict``. A checkpoint from the
-    middle of an accumulation lacks the gradients so far: resume from the end of an optimizer step.
+    Loading (the order of data, augmentation) is up to the loader: a plain ``DataLoader`` begins its epoch again after a
+    resume. Use one with ``state_dict`` and ``load_state_dict``. A checkpoint from the middle of an accumulation lacks
+    the gradients so far: resume from the end of an optimizer step.
 
     Args:
         seed: any integer; None takes that of ``seed_everything``, or 0.

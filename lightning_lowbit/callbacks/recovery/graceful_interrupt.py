@@ -31,18 +31,16 @@ _STOPS = {signal.SIGINT, signal.SIGTERM}
 class GracefulInterrupt(LowBitCallback):
     """On Ctrl-C or SIGTERM, finishes the optimizer step, saves a checkpoint and stops; a second Ctrl-C stops at once.
 
-    A signal in the middle of a step leaves gradients and counters half-way, from where no run can be resumed exactly. A
-    validation that is due at that step, or running, comes first. The checkpoint goes where the Trainer's
-    ``ModelCheckpoint`` puts its own, as ``interrupted.ckpt``, or into ``default_root_dir``; never half of it, and an
-    earlier one stays until it is whole. All ranks stop at the same step, whichever of them has the signal.
+    No run can be resumed exactly from the middle of a step. A validation that is due at that step, or running, comes
+    first. The checkpoint is ``interrupted.ckpt`` in the folder of the Trainer's ``ModelCheckpoint``, or else in
+    ``default_root_dir``, and is written as :class:`CrashSafeCheckpoint` does. All ranks stop at the same step,
+    whichever of them gets the signal.
 
-    After SIGTERM, which SLURM, ``timeout`` and ``docker stop`` send, the exit status is 143, of a process that was
-    stopped and has not finished. They kill what is left after a while: the rest of a step, a validation and a save have
-    to fit into that time. Further SIGTERMs change nothing.
-
-    The signal at which Lightning saves and queues a job of SLURM again (``SLURMEnvironment(auto_requeue=True)``) waits
-    for the end of the step, too. A signal that is ignored when training begins, as Ctrl-C by a script's background
-    jobs, stays ignored.
+    After SIGTERM, which SLURM, ``timeout`` and ``docker stop`` send, the exit status is 143. They kill the process
+    after a while: the rest of a step, a validation and a save have to fit into that time. Further SIGTERMs change
+    nothing. The signal at which Lightning saves and requeues a SLURM job (``SLURMEnvironment(auto_requeue=True)``)
+    waits for the end of the step, too. A signal that is ignored when training begins stays ignored, as Ctrl-C in
+    background jobs of a script.
 
     Example:
         >>> Trainer(callbacks=[GracefulInterrupt(), CrashSafeCheckpoint(every_n_train_steps=500, save_last=True)])
@@ -51,11 +49,11 @@ class GracefulInterrupt(LowBitCallback):
     def __init__(self) -> None:
         self._process = 0
         self._requested: set[int] = set()  # signals
-        self._given: dict[int, Any] = {}  # of each signal the handler before the training
-        self._taken: dict[int, Any] = {}  # the one of Lightning that this stands in for
+        self._given: dict[int, Any] = {}  # by signal, the handler before the training
+        self._taken: dict[int, Any] = {}  # by signal, the handler of Lightning that is replaced
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Looks how signals are handled before Lightning has its own handlers."""
+        """Remembers the handlers before Lightning sets its own."""
         super().setup(trainer, pl_module, stage)
         numbers = [signal.SIGINT, signal.SIGTERM]
         environment = cluster_environment(trainer)
@@ -64,7 +62,7 @@ class GracefulInterrupt(LowBitCallback):
         self._given = {number: signal.getsignal(number) for number in numbers}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes over the signals (which only a main thread may do)."""
+        """Handles the signals (which only a main thread may do)."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._process = os.getpid()
@@ -100,10 +98,9 @@ class GracefulInterrupt(LowBitCallback):
         raise SIGTERMException(_status(trainer)) if signal.SIGTERM in requested else KeyboardInterrupt
 
     def _requested_of_any_rank(self, trainer: Trainer) -> set[int]:
-        """A signal may reach some processes only, or one of them a step late.
+        """The signals that any rank got; a signal may reach some ranks only, or one of them a step late.
 
-        They ask each other after each step: ``docker stop`` waits for ten seconds only, and Lightning itself lets them
-        meet before each batch, so that this costs little.
+        Ranks exchange them after each step: ``docker stop`` waits for ten seconds only.
         """
         if trainer.world_size == 1:
             return set(self._requested)
@@ -112,11 +109,11 @@ class GracefulInterrupt(LowBitCallback):
         return {number for number, flag in zip(self._given, flags.tolist(), strict=True) if flag}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives the signals back."""
+        """Restores the handlers."""
         self._give_back()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Gives the signals back, but not in a shutdown after one of them, which Lightning ends with doing so."""
+        """Restores the handlers, unless a signal ends the run: then Lightning does so."""
         if isinstance(exception, SIGTERMException) and exception.code is None:  # from Lightning, before the first step
             exception.code = _status(trainer)
         if isinstance(exception, SIGTERMException | KeyboardInterrupt):
@@ -124,7 +121,7 @@ class GracefulInterrupt(LowBitCallback):
         self._give_back()
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a worker of a loader, which has inherited this handler
+        if os.getpid() != self._process:  # a worker of a loader inherited this handler
             if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
@@ -153,6 +150,6 @@ class GracefulInterrupt(LowBitCallback):
 
 
 def _status(trainer: Trainer) -> int:
-    """Of this process. Lightning kills the first one if one that it has started itself ends with another one than 0."""
+    """The exit status: 0 in processes that Lightning started, since it kills the first one if these fail."""
     environment = cluster_environment(trainer)
     return 0 if isinstance(environment, LightningEnvironment) and trainer.local_rank != 0 else TERMINATED

@@ -1,8 +1,7 @@
-"""Copies of what a training changes, in memory that the next copy fills again, and put back in place.
+"""Copies of what training changes, in memory that the next copy reuses, restored in place.
 
-Parameters, the tensors of an optimizer's state and its dictionaries stay the objects they are; their contents change.
-So whatever refers to them goes on: DDP's buckets, FSDP's shards (of a DTensor the local part is copied, of FSDP1's
-original parameters what of the flat buffer lies on this rank), compiled steps.
+Parameters, the tensors of an optimizer's state and its dictionaries stay the same objects, to which DDP's buckets and
+compiled steps refer. Of sharded tensors, the local shard is copied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,19 +15,19 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.distributed import local
 
-# What schedules and switches set in the groups of an optimizer, at steps of their own. Whatever else is there it keeps
-# itself, such as Prodigy's estimate of the learning rate or the counters of schedule-free ones.
+# The options of an optimizer that schedules and switches set. All others are its own state, such as Prodigy's estimate
+# of the learning rate or the counters of schedule-free optimizers.
 _SCHEDULED = {"params", "lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "initial_weight_decay"}
 _SCHEDULED |= {"betas", "momentum", "base_momentum", "max_momentum"}
 
 
-class Trained(NamedTuple):
+class TrainingState(NamedTuple):
     """What a snapshot is of.
 
     Attributes:
-        weights: parameters and buffers, copied as they are, always in this order.
-        optimizers: their states, and what they keep in their groups; not learning rates and what else is scheduled.
-        others: have a ``state_dict`` that is the same on all ranks, and a ``load_state_dict``.
+        weights: parameters and buffers, always in this order.
+        optimizers: with their states and options, but for scheduled options such as learning rates.
+        others: objects with a ``state_dict`` that is the same on all ranks, and a ``load_state_dict``.
     """
 
     weights: Sequence[Tensor]
@@ -37,13 +36,13 @@ class Trained(NamedTuple):
 
 
 class Snapshot:
-    """One copy, taken again and again.
+    """A copy, which may be taken again and again.
 
     Args:
         device: where it is kept: ``"same"`` as what is copied, or another one.
 
     Attributes:
-        step: the optimizer steps that were taken before it; None: there is none.
+        step: the optimizer steps before it; None if there is no copy.
     """
 
     def __init__(self, device: str = "same") -> None:
@@ -52,8 +51,8 @@ class Snapshot:
         self._kept: list[Any] = [None, None, None, None]
 
     @torch.no_grad()
-    def take(self, step: int, trained: Trained) -> None:
-        """Copies it."""
+    def take(self, step: int, trained: TrainingState) -> None:
+        """Copies."""
         kept = [
             list(trained.weights),
             [optimizer.state for optimizer in trained.optimizers],
@@ -63,21 +62,21 @@ class Snapshot:
         self._kept, self.step = self._keep(kept, self._kept), step
 
     @torch.no_grad()
-    def put_back(self, trained: Trained) -> None:
-        """Makes it what it was; a state that an optimizer did not have then, it loses again."""
+    def put_back(self, trained: TrainingState) -> None:
+        """Restores the copy; states that optimizers did not have then are removed."""
         weights, states, options, others = self._kept
         for weight, copied in zip(trained.weights, weights, strict=True):
-            local(weight).copy_(copied.part)
+            local(weight).copy_(copied.shard)
         for optimizer, state in zip(trained.optimizers, states, strict=True):
             _put_back(state, optimizer.state)
         groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
-        for group, kept in zip(groups, options, strict=False):  # another group may have been added since
+        for group, kept in zip(groups, options, strict=False):  # a group may have been added since
             group.update({name: _put_back(value, group.get(name)) for name, value in kept.items()})
         for other, kept in zip(trained.others, others, strict=True):
             other.load_state_dict(_put_back(kept, None))
 
     def _keep(self, value: Any, slot: Any) -> Any:
-        """A copy, where tensors are alike in what was kept before."""
+        """Copies a value, into the tensors of a former copy where they fit."""
         if isinstance(value, Tensor):
             return self._keep_tensor(value, slot)
         if isinstance(value, Mapping):
@@ -89,53 +88,52 @@ class Snapshot:
         return deepcopy(value)
 
     def _keep_tensor(self, tensor: Tensor, slot: Any) -> "_Copy":
-        part = local(tensor).detach()
-        if isinstance(slot, _Copy) and _alike(slot.part, part):
-            copied = slot.part.copy_(part)
+        shard = local(tensor).detach()
+        if isinstance(slot, _Copy) and _alike(slot.shard, shard):
+            copied = slot.shard.copy_(shard)
         else:
-            copied = part.to(part.device if self._device == "same" else self._device, copy=True)
+            copied = shard.to(shard.device if self._device == "same" else self._device, copy=True)
         if not isinstance(tensor, DTensor):
-            return _Copy(copied, part.device)
+            return _Copy(copied, shard.device)
         spread = {"shape": tensor.shape, "stride": tensor.stride()}
         return _Copy(
-            copied, part.device, {"device_mesh": tensor.device_mesh, "placements": tensor.placements, **spread}
+            copied, shard.device, {"device_mesh": tensor.device_mesh, "placements": tensor.placements, **spread}
         )
 
 
 def forget_gathered(model: nn.Module) -> None:
-    """Makes FSDP gather weights anew, whose parts have been changed: after a forward pass without a backward pass it
-    keeps those of the root.
+    """Makes FSDP gather changed weights again: it keeps those of the root after a forward pass without a backward pass.
 
     Args:
         model: as its strategy has wrapped it.
     """
-    for part in model.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-    for part in FullyShardedDataParallel.fsdp_modules(model):
-        handle = part._handle
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        handle = module._handle
         if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
             handle.reshard(True)
 
 
 class _Copy(NamedTuple):
-    """The part of a tensor on this rank, where that was, and how it is spread."""
+    """The local shard of a tensor, its device, and how the tensor is sharded."""
 
-    part: Tensor
+    shard: Tensor
     device: torch.device
     spread: Mapping[str, Any] | None = None
 
     def new(self) -> Tensor:
-        part = self.part.to(self.device, copy=True)
-        return part if self.spread is None else DTensor.from_local(part, run_check=False, **self.spread)
+        shard = self.shard.to(self.device, copy=True)
+        return shard if self.spread is None else DTensor.from_local(shard, run_check=False, **self.spread)
 
 
 def _put_back(kept: Any, value: Any) -> Any:
-    """What was kept, in a value itself where that can hold it."""
+    """Restores a copy, in the present value where it fits."""
     if isinstance(kept, _Copy):
-        if not isinstance(value, Tensor) or not _alike(local(value), kept.part):
+        if not isinstance(value, Tensor) or not _alike(local(value), kept.shard):
             return kept.new()
-        local(value).copy_(kept.part)
+        local(value).copy_(kept.shard)
         return value
     if isinstance(kept, dict):
         target = value if isinstance(value, dict) else {}

@@ -31,7 +31,7 @@ from lightning_lowbit._lightning import (
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.recovery.gentle_steps import GentleSteps
-from lightning_lowbit.callbacks.recovery.snapshots import Snapshot, Trained, forget_gathered
+from lightning_lowbit.callbacks.recovery.snapshots import Snapshot, TrainingState, forget_gathered
 from lightning_lowbit.callbacks.recovery.step_losses import StepLosses
 from lightning_lowbit.checks import choose, fraction, integer, positive
 from lightning_lowbit.metrics.spikes import SpikeDetector, Window, mean_limit
@@ -149,7 +149,7 @@ class SpikeRollback(LowBitCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes the first snapshot, which nothing precedes, and resumes gentle steps."""
-        self._trusted.take(trainer.global_step, self._trained(trainer))
+        self._trusted.take(trainer.global_step, self._state_of(trainer))
         self._candidate.step = None
         self._begins_step = True
         self._losses.begin_step()
@@ -164,7 +164,7 @@ class SpikeRollback(LowBitCallback):
         if self._gentle.until is not None and step >= self._gentle.until:
             self._gentle.end()
         if step % self.every_n_steps == 0 and step > (self._trusted.step or 0):
-            self._candidate.take(step, self._trained(trainer))
+            self._candidate.take(step, self._state_of(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         """Adds up the losses of micro-batches; after the step the sum is sent to the host."""
@@ -224,7 +224,7 @@ class SpikeRollback(LowBitCallback):
                 f"{told}; the checkpoint from which this run was resumed was saved after it, at step {to}, and there "
                 "is nothing to go back to: resume from an earlier one."
             )
-        self._trusted.put_back(self._trained(trainer))
+        self._trusted.put_back(self._state_of(trainer))
         if trainer.model is not None:
             forget_gathered(trainer.model)
         self._candidate.step = None
@@ -242,12 +242,12 @@ class SpikeRollback(LowBitCallback):
             "are left out."
         )
 
-    def _trained(self, trainer: Trainer) -> Trained:
+    def _state_of(self, trainer: Trainer) -> TrainingState:
         plugin = trainer.precision_plugin
         histories = plugin.histories if isinstance(plugin, LowBitPrecision) else None
         # With a state_dict, the same on all ranks; of the plugin neither its counters nor its phase.
         others = [one for one in (scaler_of(plugin), histories) if one is not None]
-        return Trained([*self._parameters, *trainer.lightning_module.buffers()], trainer.optimizers, others)
+        return TrainingState([*self._parameters, *trainer.lightning_module.buffers()], trainer.optimizers, others)
 
     # --- state and report ---
 

@@ -1,9 +1,8 @@
 """Which checkpoints are whole, and which of them is the newest.
 
-torch writes a CRC-32 with every tensor, in files and in the shards of directories alike, and does not look at it when
-it loads: damaged tensors load silently. Here it is held against the content, once, when a run goes on; writing costs
-nothing more. The newest checkpoint is that of the highest step, which it says itself: times of files change when a
-folder is copied.
+torch writes a CRC-32 with every tensor, and does not check it when it loads: damaged tensors load silently. Here it is
+checked once, when a run is resumed. The newest checkpoint is that of the highest step recorded in it: times of files
+change when a folder is copied.
 """
 
 import io
@@ -27,12 +26,12 @@ _HEAD = 2**16  # bytes, in which the step lies: Lightning writes it before every
 
 
 class DamagedCheckpointError(ValueError):
-    """The newest checkpoint is damaged: which one, in what way, and which whole one can be taken instead.
+    """The newest checkpoint is damaged.
 
     Args:
         damaged: what is wrong with each, the newest first.
-        instead: the newest whole one, if there is any.
-        option: what takes it.
+        instead: the newest whole checkpoint, if there is any.
+        option: the option that takes it.
     """
 
     def __init__(self, damaged: dict[Path, str], instead: Path | None, option: str) -> None:
@@ -46,14 +45,14 @@ class DamagedCheckpointError(ValueError):
 
 
 def first_whole(paths: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
-    """The first checkpoint that is whole, or None, and what is wrong with those before it."""
+    """The first whole checkpoint, or None, and what is wrong with those before it."""
     damaged: dict[Path, str] = {}
     for path in paths:
         for place in (path, path.with_name(name_of(path))):  # another process may have put it back
             wrong = damage(place)
             if wrong is None:
                 return place, damaged
-            if os.path.lexists(place):  # or else it was removed meanwhile
+            if os.path.lexists(place):  # otherwise it was removed meanwhile
                 damaged[place] = wrong
                 break
     return None, damaged
@@ -70,10 +69,9 @@ def find(*folders: Path, suffix: str, below: bool = True) -> list[Path]:
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Checkpoints by the number of their run (``version_3``), then by step, then by time.
+    """Sorts checkpoints by the number of their run (``version_3``), then by step, then by time.
 
-    A run that began later and got less far is the newer one. A checkpoint that does not say its step counts as the last
-    of its run. What vanishes meanwhile is left out.
+    A checkpoint without a step counts as the last of its run. What vanishes meanwhile is left out.
     """
     versions = {path: re.findall(r"version_(\d+)", str(path.parent)) for path in paths}
     newest = max((int(found[-1]) for found in versions.values() if found), default=0)
@@ -88,7 +86,7 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def step_of(path: Path) -> float:
-    """How many optimizer steps a checkpoint has seen, by its first bytes or else its name; infinite if neither says."""
+    """The optimizer steps of a checkpoint, from its first bytes or else its name; infinite if neither has it."""
     try:
         with (path / _REST if path.is_dir() else path).open("rb") as file:
             head = file.read(_HEAD)
@@ -104,7 +102,7 @@ def step_of(path: Path) -> float:
 
 
 def _integer(pickled: bytes, key: str) -> int | None:
-    """The first value of a key in some pickles, or the beginning of one, which are read and not run."""
+    """The first integer under a key in pickles, or the beginning of one, which are parsed and not executed."""
     stream, after = io.BytesIO(pickled), False
     try:
         while True:  # until the bytes end, which is an error
@@ -117,10 +115,10 @@ def _integer(pickled: bytes, key: str) -> int | None:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint ("is cut off"), or None if nothing is.
+    """What is wrong with a checkpoint ("is cut off"), or None.
 
-    The tensors in a directory are read on the first rank alone, from which strategies take the path for all. Of a
-    directory in the format of others nothing is known, and so nothing is wrong.
+    The tensors in a directory are read on the first rank alone, whose path strategies take for all. Directories in
+    unknown formats are not checked.
     """
     if not path.exists():
         return f"is a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
@@ -180,7 +178,7 @@ def _damage_of_file(file: IO[bytes], threads: int = _THREADS) -> str | None:
         return None if head == _LEGACY else FOREIGN
     try:
         archive = zipfile.ZipFile(file)
-    except Exception:  # whatever damaged headers lead to; here and below
+    except Exception:  # whatever damaged headers cause; here and below
         return "is cut off"
     entries = archive.infolist()
     if not any(entry.CRC for entry in entries):  # torch.serialization.set_crc32_options(False)

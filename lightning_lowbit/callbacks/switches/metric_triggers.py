@@ -71,13 +71,11 @@ class AtPlateau(Trigger):
             raise ValueError(f"plateau is a Plateau or a mapping such as {{'monitor': 'val_loss'}}; got {plateau!r}.")
 
     def start_afresh(self) -> None:
-        """Forgets another run."""
         super().start_afresh()
         self._best: float | None = None
         self._stalled = 0  # validations without an improvement
 
     def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Needs validations."""
         if not trainer.enable_validation:
             raise MisconfigurationException(
                 f"{owner}(plateau=...) waits for validations, and this run has none: give the module a "
@@ -97,16 +95,13 @@ class AtPlateau(Trigger):
             self.due = trainer.global_step + is_mid_step(trainer)
 
     def why(self) -> str:
-        """The metric, its best value, and for how long it was not improved."""
         best = "none" if self._best is None else f"{self._best:.6g}"
         return f"plateau of {self.plateau.monitor}, best {best}, {self._stalled} validations without an improvement"
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        """What it has seen so far."""
         return {"due": self.due, "best": self._best, "stalled": self._stalled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what :meth:`state_dict` returned."""
         self.due, self._best, self._stalled = (state[name] for name in ("due", "best", "stalled"))
 
 
@@ -153,7 +148,6 @@ class AtBelow(Trigger):
             raise ValueError(f"below is a Below or a mapping such as {{'measurements': 3}}; got {below!r}.")
 
     def start_afresh(self) -> None:
-        """Forgets another run."""
         super().start_afresh()
         self._in_a_row = 0
         self._value = math.nan  # the last one that was used
@@ -162,7 +156,6 @@ class AtBelow(Trigger):
         self._source: Any = None
 
     def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the callback that measures."""
         monitor, offered = self.below.monitor, []
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
@@ -208,17 +201,14 @@ class AtBelow(Trigger):
                 break
 
     def why(self) -> str:
-        """The last measurement."""
         below = self.below
         return f"{below.monitor} {self._value:.6g} below {below.threshold:.6g}, {below.measurements} in a row"
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        """What was used, and what is still to be: a measuring callback may not keep it."""
         state = {"due": self.due, "in_a_row": self._in_a_row, "value": self._value, "seen": self._seen}
         return {**state, "waiting": self._news() if self.due == math.inf else []}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what :meth:`state_dict` returned."""
         self.due, self._in_a_row, self._value, self._seen = (
             state[name] for name in ("due", "in_a_row", "value", "seen")
         )

@@ -74,11 +74,9 @@ class AtStep(Trigger):
         self._step = integer("step", step, 0, "a number of optimizer steps")
 
     def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sets the step."""
         self.due = self._step
 
     def why(self) -> str:
-        """The argument."""
         return f"step={self._step}"
 
 
@@ -92,11 +90,9 @@ class AtFraction(Trigger):
         self._at = number("at", at, "a fraction of all optimizer steps", at_least=0, at_most=1)
 
     def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resolves the fraction."""
         self.due = steps_of("at", self._at, "step", owner, trainer, pl_module)
 
     def why(self) -> str:
-        """The argument."""
         return f"at={self._at:g}"
 
 
@@ -114,7 +110,6 @@ class AtTokens(Trigger):
         self._count = count_tokens if count is None else count
 
     def start_afresh(self) -> None:
-        """Forgets the tokens of another run."""
         super().start_afresh()
         self._began: int | None = None  # the step from which on they are counted
         self._agreed = 0  # tokens of all ranks, at the last check
@@ -122,7 +117,6 @@ class AtTokens(Trigger):
         self._check = 0  # the step before which they are added up next
 
     def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins to count, or goes on."""
         if self._began is None:
             self._began = self._check = step = trainer.global_step
             if step:
@@ -165,16 +159,13 @@ class AtTokens(Trigger):
         return self._agreed + int(trainer.strategy.reduce(own, reduce_op="sum")) // alike
 
     def why(self) -> str:
-        """The argument, and how many there were."""
         return f"tokens={self._tokens}, after {self._agreed}"
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        """The tokens of all ranks, by a collective."""
         total = self._agreed if self.due < math.inf else self._total(trainer)
         return {"due": self.due, "began": self._began, "tokens": total, "check": self._check}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what :meth:`state_dict` returned."""
         self.due, self._began, self._agreed, self._check = (state[n] for n in ("due", "began", "tokens", "check"))
         self._own = 0
 

@@ -30,15 +30,15 @@ _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_grow
 
 
 def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mapping[str, Any]:
-    """What a checkpoint holds; of a folder everything but the weights.
+    """Loads a checkpoint; of a folder everything but the weights.
 
     Args:
         checkpoint: a path, or what ``torch.load`` has made of one.
         weights_only: False unpickles any object, which runs code of whoever wrote the file.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is none, or holds objects that need ``weights_only=False``.
+        FileNotFoundError: there is no such path.
+        ValueError: it is no checkpoint, or holds objects that need ``weights_only=False``.
     """
     if isinstance(checkpoint, Mapping):
         return checkpoint
@@ -52,7 +52,7 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mappin
     try:
         mmap = zipfile.is_zipfile(path)  # tensors are read where they are used
         loaded = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
-    except Exception as error:  # of pickle, zip files and torch: whatever a damaged file makes of them
+    except Exception as error:  # of pickle, zip files or torch: whatever a damaged file causes
         hint = ". If you trust whoever wrote it, give weights_only=False" if weights_only else ""
         raise ValueError(f"{path} cannot be loaded ({_first_line(error)}){hint}.") from error
     if not isinstance(loaded, Mapping):
@@ -61,15 +61,10 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mappin
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = True) -> None:
-    """Loads a checkpoint's weights into a model, strictly; other tensors of the checkpoint are left out.
-
-    Args:
-        model: with the parameters' names of the checkpoint.
-        checkpoint: a path, a folder of shards, or what ``torch.load`` has made of a file.
-        weights_only: as in :func:`load_checkpoint`.
+    """Loads all weights of a model from a checkpoint; arguments are those of :func:`load_checkpoint`.
 
     Raises:
-        ValueError: weights are missing there, or have other shapes.
+        ValueError: the checkpoint lacks weights, or has other shapes.
     """
     own = model.state_dict()
     if isinstance(checkpoint, Mapping) or not Path(checkpoint).expanduser().is_dir():
@@ -91,10 +86,10 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
 
 
 def _load_shards(own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Those of a model's tensors that a folder holds."""
+    """The tensors of a model that a folder holds."""
     reader = FileSystemReader(folder)
     there = reader.read_metadata().state_dict_metadata
-    # What Lightning's strategies for FSDP1 and FSDP2 put before the names.
+    # Lightning's strategies for FSDP1 and FSDP2 put these before the names.
     prefix = next((p for p in ("model.", "state_dict.") if any(f"{p}{name}" in there for name in own)), "")
     names = [name for name in own if f"{prefix}{name}" in there]
     found = {f"{prefix}{name}": torch.empty_like(own[name], device="cpu") for name in names}
@@ -108,7 +103,7 @@ def _load_shards(own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def entry(state: Mapping[str, Any], key: str, kind: Any, where: str = "", default: Any = _REQUIRED) -> Any:
-    """An entry of a state, if it is what it should be.
+    """Returns an entry of a state, after a check of its type.
 
     Args:
         state: a checkpoint's ``["lightning_lowbit"]``, or a part of it.
@@ -118,7 +113,7 @@ def entry(state: Mapping[str, Any], key: str, kind: Any, where: str = "", defaul
         default: of an entry that older versions did not write.
 
     Raises:
-        ValueError: it is missing and there is no default, or it is of another type.
+        ValueError: the entry is missing and there is no default, or it is of another type.
     """
     value = state.get(key, default)
     if value is _REQUIRED:
@@ -133,10 +128,10 @@ def entry(state: Mapping[str, Any], key: str, kind: Any, where: str = "", defaul
 
 
 def state_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The state of the precision plugin in a checkpoint, with every entry checked; None if there is none.
+    """The state of the precision plugin in a checkpoint; None if there is none.
 
     Raises:
-        ValueError: an entry is missing, or is not what it should be; the message names it.
+        ValueError: an entry is missing or invalid; the message names it.
     """
     if checkpoint.get(CHECKPOINT_KEY) is None:
         return None

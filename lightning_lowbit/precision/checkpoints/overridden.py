@@ -1,12 +1,9 @@
 """Options of optimizers and schedulers that a checkpoint overrides.
 
-``Trainer.fit(ckpt_path=...)`` loads the state of each optimizer and scheduler, as torch does, and options are part of
-it: the learning rate, betas, weight decay, ``T_max``. What a run asks for is then not what it trains with.
-:func:`asked_options` notes it before, :func:`overridden` compares it with the checkpoint.
-
-What moves in the course of a run is left out. Of a learning rate that follows a schedule, and of a weight decay that a
-callback switches, it is the initial one that is compared; of ``ReduceLROnPlateau``, which keeps none, there is nothing
-to compare.
+``Trainer.fit(ckpt_path=...)`` loads the state of each optimizer and scheduler, and options are part of it: the learning
+rate, betas, weight decay, ``T_max``. What a run asks for is then not what it trains with. :func:`asked_options` keeps
+the former, :func:`overridden` compares it with the checkpoint: of a scheduled learning rate, and of a weight decay that
+a callback switches, the initial values. ``ReduceLROnPlateau`` keeps none.
 """
 
 import inspect
@@ -24,10 +21,7 @@ Options = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 def asked_options(optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> tuple[Options, Options]:
-    """What optimizers and schedulers (or Lightning's ``LRSchedulerConfig`` of these) were made with.
-
-    To be called before a checkpoint is loaded.
-    """
+    """The options of optimizers and schedulers (or ``LRSchedulerConfig``), before a checkpoint is loaded."""
     made = [each for config in schedulers for each in _nested(getattr(config, "scheduler", config))]
     groups = [
         (type(each).__name__, _of_group(group, each, bool(made))) for each in optimizers for group in each.param_groups
@@ -38,12 +32,12 @@ def asked_options(optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) ->
 def overridden(
     asked: tuple[Options, Options], checkpoint: Mapping[str, Any], optimizers: Iterable[Optimizer]
 ) -> list[str]:
-    """What a checkpoint holds in the place of what was asked for, such as ``"AdamW: lr 0.001 (asked for: 0.05)"``.
+    """The options that a checkpoint overrides, such as ``"AdamW: lr 0.001 (asked for: 0.05)"``.
 
     Args:
-        asked: by :func:`asked_options`.
+        asked: from :func:`asked_options`.
         checkpoint: with Lightning's keys.
-        optimizers: of the run; a sharded checkpoint holds nothing of them, but has been loaded into them already.
+        optimizers: of the run, into which a sharded checkpoint, which holds nothing of them, was loaded already.
     """
     states = checkpoint.get("optimizer_states") or [{"param_groups": each.param_groups} for each in optimizers]
     groups = [group for state in states for group in state["param_groups"]]
@@ -59,7 +53,7 @@ def overridden(
 
 
 def warn_of(lines: Sequence[str]) -> None:
-    """Says once what :func:`overridden` has found."""
+    """Warns of what :func:`overridden` found."""
     if lines:
         rank_zero_warn(
             f"The checkpoint overrides options that this run asks for. In force are: {'; '.join(lines)}. To change "
@@ -69,7 +63,7 @@ def warn_of(lines: Sequence[str]) -> None:
 
 
 def _of_group(group: Mapping[str, Any], optimizer: Optimizer, is_scheduled: bool) -> dict[str, Any]:
-    # Schedules that move the momentum, too, leave its bounds in the group.
+    # Schedules that change the momentum leave its bounds in the group.
     moved = {"momentum", "betas"} if "base_momentum" in group else set[str]()
     if is_scheduled:
         moved.add("lr")
@@ -80,7 +74,7 @@ def _of_group(group: Mapping[str, Any], optimizer: Optimizer, is_scheduled: bool
 
 
 def _of_scheduler(scheduler: Any) -> dict[str, Any]:
-    """Those of its arguments that are in its state; ``last_epoch`` is where it is in the run."""
+    """The arguments of a scheduler that are in its state; ``last_epoch`` is no option."""
     names = inspect.signature(type(scheduler)).parameters.keys() - {"last_epoch"}
     return {name: _plain(value) for name, value in scheduler.state_dict().items() if name in names}
 
@@ -95,7 +89,7 @@ def _held(saved: Mapping[str, Any], name: str) -> Iterator[Any]:
 
 
 def _nested(scheduler: Any) -> Iterator[Any]:
-    """A scheduler, or its state, and those of which it is made, as ``SequentialLR`` is."""
+    """A scheduler, or its state, and those within it, as in ``SequentialLR``."""
     yield scheduler
     within = scheduler.get("_schedulers") if isinstance(scheduler, Mapping) else getattr(scheduler, "_schedulers", None)
     for each in within or ():
@@ -103,7 +97,7 @@ def _nested(scheduler: Any) -> Iterator[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of tensors, and tuples of lists, which checkpoints may have in the place of each other."""
+    """Tensors as numbers and lists as tuples, since checkpoints may hold either."""
     if isinstance(value, Tensor):
         return _plain(value.tolist())
     if isinstance(value, Counter):  # milestones

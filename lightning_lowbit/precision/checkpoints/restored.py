@@ -21,22 +21,22 @@ def restore(
 ) -> _Model:
     """Makes a plain model compute as it was trained, in place: weights, casts, phase, λ, amaxes and autocast.
 
-    It is for evaluation, and is put into it. Each forward pass, of the model or of a part of it, computes in the dtype
-    of the training. What is computed outside of any ``forward`` is left alone: use ``torch.autocast`` there.
+    The model evaluates; each of its forward passes computes in the dtype of the training. What is computed outside of
+    any ``forward`` is left alone: use ``torch.autocast`` there.
 
     Args:
-        model: built as for training; not spread over processes.
+        model: built as for training, not sharded.
         checkpoint: a path, also of a folder of shards, or what ``torch.load`` has made of one.
-        prefix: the model's name in the module that was trained, if it is a part of that, e.g. ``"model"``.
-        weights: False leaves the weights as they are; they are loaded already.
-        weights_only: as in ``torch.load``: False loads any object, for a file of somebody you trust.
+        prefix: the model's name in the module that was trained, if it is a submodule of that, e.g. ``"model"``.
+        weights: False leaves the weights alone, if they are loaded already.
+        weights_only: as in ``torch.load``; False loads any object, from a file that you trust.
 
     Returns:
         The model itself.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: it does not say how it was trained, or is that of another model, or damaged.
+        ValueError: it does not say how it was trained, is that of another model, or is damaged.
 
     Example:
         >>> model = restore(MyModule(), "last.ckpt")
@@ -44,7 +44,7 @@ def restore(
     """
     loaded = load_checkpoint(checkpoint, weights_only)
     plugin = LowBitPrecision.from_checkpoint(loaded)
-    if plugin.backend == "native":  # in training an error where hardware lacks them; results are the same
+    if plugin.backend == "native":  # which is an error where the hardware cannot; results are the same
         plugin.backend = "auto"
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
@@ -61,11 +61,7 @@ def restore(
 
 
 class _AsTrained:
-    """Makes the context of a forward pass: that of the plugin that trained the model.
-
-    Attributes:
-        trained: how it was trained.
-    """
+    """Makes the context of a forward pass of the plugin that trained the model; ``trained`` says how it was trained."""
 
     def __init__(self, plugin: LowBitPrecision, trained: Trained) -> None:
         self.plugin, self.trained = plugin, trained
@@ -84,7 +80,7 @@ class _AsTrained:
 
 
 def _within(model: nn.Module, prefix: str) -> nn.Module:
-    """A module in which a model has a name; the model itself without one."""
+    """A module that contains a model under a name; the model itself without one."""
     for name in reversed(prefix.split(".") if prefix else []):
         holder = nn.Module()
         holder.add_module(name, model)

@@ -1,11 +1,11 @@
-"""How a model was trained, as its checkpoint says it.
+"""How a model was trained, as recorded in its checkpoint.
 
     checkpoint["lightning_lowbit"]
-        step, micro_batch, seed, phase, blend, …      where the run is: see LowBitPrecision
+        step, micro_batch, seed, phase, blend, …      see ``precision/state.py``
         trained
             version          of this record
             layers           by layer, the name of its casts in force (outside any phase)
-            started          likewise, of the layers that the run gave other casts since
+            started          the same when the run started, of layers that were given other casts since
             casts            by name, the fields of these casts
             compute_dtype, smooth_swiglu, shared_amax, exact, backend, scaler
 
@@ -15,11 +15,11 @@ without wrappers. Two runs compute the same function if their layers, dtype and 
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
-from lightning_lowbit.checks import choose
+from lightning_lowbit.checks import choose, some
 from lightning_lowbit.nn.casts import PRESETS, SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.shared_amax import groups
 from lightning_lowbit.precision.checkpoints.files import entry, state_of
@@ -31,11 +31,11 @@ _HP = LinearCasts()
 
 @dataclass(frozen=True)
 class Trained:
-    """What decides, beside the weights, what a trained model computes.
+    """What decides, besides the weights, what a trained model computes.
 
     Attributes:
         layers: by name, the casts of each converted layer, outside any phase.
-        started: likewise, of layers that had other casts when the run started.
+        started: the casts when the run started, of layers that were given other casts since.
         compute_dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         smooth_swiglu: ``"channel"``, ``"token"`` or None.
         shared_amax: patterns of layers that share an amax.
@@ -53,7 +53,7 @@ class Trained:
     started: Mapping[str, LinearCasts] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """How many layers have which casts."""
+        """The casts, and how many layers have them."""
         counted = Counter(map(str, self.layers.values())).most_common()
         return ", ".join(f"{casts} in {count} layer{'s' * (count > 1)}" for casts, count in counted)
 
@@ -63,7 +63,7 @@ class Trained:
         return {**self.layers, **self.started}
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint holds of it: primitives; casts that layers share are written once."""
+        """The record in primitives; casts that layers share are written once."""
         names: dict[LinearCasts, str] = {}
         for casts in (*self.layers.values(), *self.started.values()):
             if casts not in names:
@@ -81,10 +81,10 @@ class Trained:
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "Trained":
-        """What :meth:`record` wrote.
+        """Reads what :meth:`record` wrote.
 
         Raises:
-            ValueError: an entry is missing, or is not what it should be; or a later version wrote it.
+            ValueError: an entry is missing or invalid, or a later version wrote it.
         """
         version = entry(record, "version", int, "trained.")
         if version > VERSION:
@@ -117,7 +117,7 @@ class Trained:
         )
 
     def differences(self, other: "Trained") -> list[str]:
-        """What makes another model compute something else, in one line each; ``self`` is the checkpoint's."""
+        """How another model (here) differs from this one (in the checkpoint), a line for each difference."""
         there, here = ({n: c for n, c in each.layers.items() if c != _HP} for each in (self, other))
         found: dict[tuple[LinearCasts, LinearCasts], list[str]] = {}
         for name in {**there, **here}:
@@ -135,7 +135,7 @@ class Trained:
 
 
 def _difference(there: LinearCasts, here: LinearCasts) -> str:
-    """What differs between two casts: their names, or else the fields that do."""
+    """The names of two casts, or else the fields that differ."""
     if _HP in (there, here) or {str(there), str(here)} <= PRESETS.keys():
         return f"{there} in the checkpoint, {here} here"
     found: dict[tuple[str, str], list[str]] = {}
@@ -148,14 +148,14 @@ def _difference(there: LinearCasts, here: LinearCasts) -> str:
 
 
 class Origin(NamedTuple):
-    """The checkpoint that a plugin was made from: its state, and how it was trained."""
+    """The checkpoint from which a plugin was made: its state, and how it was trained."""
 
     state: Mapping[str, Any]
     trained: Trained
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> "Origin":
-        """That of a checkpoint.
+        """Reads a checkpoint.
 
         Raises:
             ValueError: it does not say how it was trained, or its state is damaged.
@@ -168,11 +168,11 @@ class Origin(NamedTuple):
                 f"The checkpoint holds {what}, so that it does not tell the casts. Make the plugin as it was made for "
                 "training, e.g. FP4Precision('nvfp4', skip=['lm_head']), or call convert(model, casts)."
             )
-        # A copy: tensors may lie in the checkpoint's file, which may be written again.
+        # A copy: tensors may lie in the checkpoint's file, which may be overwritten.
         return cls(copy.deepcopy(state), Trained.read(state["trained"]))
 
     def arguments(self) -> dict[str, Any]:
-        """What a plugin is made with; the casts of single layers come on top."""
+        """The arguments of the plugin; casts of single layers come on top."""
         common = Counter(self.trained.planned.values()).most_common(1)
         return {
             "casts": common[0][0] if common else _HP,
@@ -189,22 +189,16 @@ CHANGEABLE = ("backend", "casts_of_checkpoint", "exact", "fresh_histories", "qua
 
 
 def check_changes(changes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns arguments if a plugin from a checkpoint may take them, else raises a ``ValueError``."""
+    """Returns arguments that a plugin from a checkpoint may take; raises a ``ValueError`` for others."""
     for name in changes:
         choose("argument of from_checkpoint (what else decides what is computed is the checkpoint's)", name, CHANGEABLE)
     return changes
 
 
 def primitive(value: Any) -> Any:
-    """Casts as the mapping that :meth:`LinearCasts.of` takes, of what any checkpoint may hold."""
+    """Casts as a mapping of primitives, which :meth:`LinearCasts.of` takes."""
     if is_dataclass(value):
         return {f.name: primitive(getattr(value, f.name)) for f in fields(value) if f.init}
     if isinstance(value, Mapping):
         return {key: primitive(item) for key, item in value.items()}
     return [primitive(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def some(names: Iterable[str], most: int = 3) -> str:
-    """The first few names, and how many more there are."""
-    every = [*names]
-    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
