@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.casts import OPERANDS
 from lightning_lowbit.nn.context import ForwardContext
+from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast, blend, quantize_operand
 from lightning_lowbit.quant.scaling import absmax
@@ -40,7 +41,7 @@ def bake(model: _Model) -> _Model:
         >>> model = bake(restore(MyModule(), "last.ckpt"))  # trained with IntegerPrecision(4, activation_bits=None)
         >>> torch.save(model.state_dict(), "int4_values.pt")
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+    layers = quantized_layers(model)
     if not layers:
         raise ValueError("The model has no converted layers to bake. Call restore(model, checkpoint) first.")
     refused: dict[str, list[str]] = {}

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.conversion.convert import select, some
+from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.conversion.patterns import select
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.scaling import absmax
 
@@ -37,7 +38,7 @@ class SharedAmaxes:
     """
 
     def __init__(self, model: nn.Module, patterns: Iterable[str]) -> None:
-        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+        layers = quantized_layers(model)
         names = check_groups({name: layer.full_casts for name, layer in layers.items()}, patterns)
         self._groups = [[layers[name] for name in group] for group in names]
 

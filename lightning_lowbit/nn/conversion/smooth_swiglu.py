@@ -24,10 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_lowbit.checks import choose
 from lightning_lowbit.nn.casts import OPERANDS, SMOOTHINGS, LinearCasts
+from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
 from lightning_lowbit.quant import Cast, largest, smoothing_factor
-from lightning_lowbit.quant.cast import choose
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -111,7 +112,7 @@ def smooth_swiglu(model: _Model, kind: Literal["channel", "token"] = "channel") 
     Raises:
         ValueError: there is no SwiGLU (see :class:`SwiGLU`), or no down projection is quantized.
     """
-    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+    layers = quantized_layers(model)
     casts = smooth_casts(model, {name: layer.full_casts for name, layer in layers.items()}, kind)
     for name, layer in layers.items():
         if layer.full_casts != casts[name]:
@@ -220,7 +221,7 @@ def _last_amax(name: str, mlp: Any) -> Tensor | None:
 
 def _check_linear(name: str, mlp: Any, s: Tensor) -> None:
     """Raises if what enters the down projection is not s times as large when the up projection's output is."""
-    layers = [module for module in mlp.modules() if isinstance(module, QuantizedLayer)]
+    layers = [*quantized_layers(mlp).values()]
     casts, modes = [layer.casts for layer in layers], [(module, module.training) for module in mlp.modules()]
     seen: list[Tensor] = []
     weight = _matrix(mlp.up_proj)
