@@ -285,7 +285,7 @@ def _by_shapes(formula: Callable[..., int]) -> Any:
 _aten: Any = torch.ops.aten
 _LACKING: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: sdpa_flop_count(q, k, v),  # type: ignore[no-untyped-call]
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_: sdpa_backward_flop_count(
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_: sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
         g, q, k, v
     ),
     _aten._native_multi_head_attention: _multihead,
