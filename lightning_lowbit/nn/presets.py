@@ -1,4 +1,4 @@
-"""Casts by name, and where they are from."""
+"""Casts by name, with their sources."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,10 +18,10 @@ def _nvfp4() -> LinearCasts:
     and a tensor scale in all six operands; stochastic rounding of both gradients and of wgrad's activations, nearest
     elsewhere.
 
-    Stochastic rounding is unbiased where nothing saturates. Scales are rounded to nearest, as in the paper, and let the
-    largest element of some blocks saturate: on average the products of wgrad are too small, by 0.7 % on normal data and
-    by up to 1.75 % where tails are heavy. The other presets with E4M3 scales have them, too. Scales that are rounded up
-    have no such bias: ``{"preset": "nvfp4", "every": {"scale": {"rounding": "up"}}}``."""
+    Stochastic rounding is unbiased where nothing saturates. Scales are rounded to nearest, as in the paper, so that the
+    largest element of some blocks saturates: on average the products of wgrad are too small, by 0.7 % on normal data
+    and up to 1.75 % with heavy tails. The other presets with E4M3 scales share this bias. Scales that are rounded up do
+    not have it: ``{"preset": "nvfp4", "every": {"scale": {"rounding": "up"}}}``."""
     return _fully(Cast("e2m1", Scale("e4m3", 16, two_level=True)))
 
 
@@ -129,13 +129,13 @@ def _fp8_current() -> LinearCasts:
 
 
 def _fp8_row() -> LinearCasts:
-    """FP8 with one scale per token or channel, whatever lies across the contraction axis of the GEMM (formats as in
+    """FP8 with one scale per token or channel, across the contraction axis of the GEMM (formats as in
     arXiv 2209.05433; torchao's ``rowwise`` has E4M3 for gradients too, and powers of two as scales)."""
     return _fp8(block="row")
 
 
 def quantization_aware(x: Cast | None, w: Cast | None) -> LinearCasts:
-    """Forward pass in few bits, backward pass through what it used: ``F.linear(fake_quantize(x), fake_quantize(w))``,
+    """Forward pass in few bits, backward pass with its operands: ``F.linear(fake_quantize(x), fake_quantize(w))``,
     whose gradients pass straight through the rounding."""
     return LinearCasts(fprop_x=x, fprop_w=w, dgrad_w="fprop" if w else None, wgrad_x="fprop" if x else None)
 

@@ -9,8 +9,8 @@ from lightning_lowbit.optim.guarded_adam import GuardedAdam
 class LowBitAdamW(GuardedAdam):
     """AdamW, for parameters of any real floating dtype on any device, whole or sharded.
 
-    With moments in fp32 it is `torch.optim.AdamW`, but for two things: it keeps the moments of bf16 parameters in fp32,
-    and skips a step with a NaN or Inf in a gradient, or with an element beyond 9e18, whose square no fp32 holds.
+    With moments in fp32 it differs from `torch.optim.AdamW` in two points: it keeps the moments of bf16 parameters in
+    fp32, and skips a step with a NaN or Inf in a gradient, or an element beyond 9e18, whose square no fp32 holds.
 
     Args:
         params: parameters, groups, or named parameters, as for every `torch.optim.Optimizer`.
@@ -21,7 +21,7 @@ class LowBitAdamW(GuardedAdam):
         maximize: ascend.
         moments: ``"fp8"`` or ``"fp32"``, 2.06 or 8 bytes per parameter; what has fewer than two dimensions keeps fp32.
         master_weights: ``"fp16"`` for parameters in bfloat16: keeps them once more, three digits longer, with one scale
-            per tensor. What else writes into the parameters is then overwritten at the next step.
+            per tensor. Writes into the parameters by other code are then overwritten at the next step.
 
     Raises:
         ValueError: an option out of range, or, in `step`, a sparse or complex gradient, or a parameter whose

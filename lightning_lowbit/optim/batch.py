@@ -1,4 +1,4 @@
-"""The parameters of a step in batches, and their gradients in pieces."""
+"""Parameters in batches, and their gradients in pieces: what the stages of a step work on."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from lightning_lowbit.distributed import offsets_of
 from lightning_lowbit.optim import clipping
 from lightning_lowbit.optim.moments import DenseMoments, Draw, Piece
 
-#: What the rules remember of a parameter, 0-d each: t, T, and AdaGN's m, the total weight in it, and v.
+#: Scalars of the rules in the state of a parameter, 0-d each: t, T, and AdaGN's m, the total weight in it, and v.
 SCALARS = ("steps", "threshold", "norm_mean", "norm_mean_weight", "norm_mean_square")
 
 
@@ -19,7 +19,7 @@ class GradientStatistics(NamedTuple):
     """What the last step saw of one parameter's gradient, whole even if the parameter is sharded; 0-d, on its device.
 
     Attributes:
-        maximum: max|g|, before anything was done; Inf if the step was skipped for it, −1 if no rank has one.
+        maximum: max|g| before any rule; Inf if the step was skipped for it, −1 if no rank has a gradient.
         threshold: T of AdaClip, with this maximum in it; 0 without that rule.
         clipped: elements changed by AdaClip or SpikeClip.
         norm: ‖g‖₂ after that; NaN if no rule needs it.
@@ -40,12 +40,12 @@ class Member(NamedTuple):
 
     Attributes:
         parameter: as the optimizer was given it.
-        number: of the parameter in the optimizer.
+        number: its place in the optimizer.
         shard: the part of the parameter on this rank.
         gradient: of the shard; None where this rank has none, which only sharded parameters have.
         state: holds the scalars, which the step reads and writes.
-        moments: how the moments in ``kept`` are stored.
-        kept: tensors with a row for each row of the shard.
+        moments: the format of the moments in ``kept``.
+        kept: tensors with a row for each row of the shard, by name.
     """
 
     parameter: Tensor
@@ -65,7 +65,7 @@ class Batch:
         device: of the parameters.
         dtype: of the statistics.
         groups: process groups over which each parameter is sharded.
-        names: of the scalars that are remembered of each parameter.
+        names: of the scalars in the state of each parameter.
         on_host: whether the host may read results without waiting.
     """
 
@@ -98,12 +98,12 @@ class Batch:
 
 
 class Step(NamedTuple):
-    """Which parameters take a step, and what is remembered of them.
+    """Which parameters take a step, and their averages.
 
     Attributes:
         taken: which take it, bool [P].
         weight: the same in the dtype of the statistics.
-        scalars: what is remembered, [P] each, with this step in it but for counts of steps.
+        scalars: of the state, [P] each, with this step in all averages; counts follow at its end.
     """
 
     taken: Tensor
@@ -120,10 +120,10 @@ class Step(NamedTuple):
 
 
 def pieces_of(batch: Batch, index: int, step: Step, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Pieces of tensors of a shard's shape, each with what is kept for these rows."""
+    """Pieces of tensors of a shard's shape, each with the state of these rows."""
     member, draw, row = batch.members[index], None, 0
     if member.moments.draws:
-        steps, own = step.scalars["steps"][index], member.number << 40  # what is drawn for a parameter is its own
+        steps, own = step.scalars["steps"][index], member.number << 40  # each parameter has its own random bits
         key, epoch = steps + own, steps - step.scalars["steps_since_reset"][index] + own
         draw = Draw(offsets_of(member.parameter), member.parameter.shape, key, epoch, step.taken[index])
     for piece in clipping.pieces(*tensors, *member.kept.values()):

@@ -32,7 +32,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
     gradients (`_apply`).
     """
 
-    #: Names of the scalars that are remembered of a parameter.
+    #: Names of the scalars in the state of a parameter.
     SCALARS: ClassVar[tuple[str, ...]] = SCALARS
 
     _statistics: list[_Statistics]

@@ -1,4 +1,4 @@
-"""The first two stages of a step: gradients are measured, then clipped by the rules of their group.
+"""The first two stages of a step: measure gradients, then clip them by the rules of their group.
 
     measure     max|g| of each parameter                              one MAX over the ranks that hold shards of it
     clip        elements: AdaClip or SpikeClip
@@ -78,8 +78,8 @@ class ElementClip(NamedTuple):
         """Clips a piece of a gradient.
 
         Args:
-            piece: of the gradient of parameter ``index``, the piece ``number``.
-            index, number: which one it is.
+            piece: the piece ``number`` of the gradient of parameter ``index``.
+            index, number: its place.
             v: second moment of SpikeClip of the same elements.
 
         Returns:
@@ -235,7 +235,7 @@ def _squares(batch: Batch, measured: Measured, step: Step, elements: ElementClip
     for index, unit in enumerate(batch.scalars(units)):
         squares, counts = [batch.zero], [batch.zero]
         for number, (piece, v) in enumerate(gradient_pieces(batch, index, step)):
-            known = measured.piece_squares[index][number] if measured.piece_squares[index] else None
+            known = measured.piece_squares[index][number]
             if known is not None and unit == 1 and not elements.may_change(index, number):
                 squares.append(known)
                 continue

@@ -1,4 +1,4 @@
-"""What the options of an optimizer have to be, each said once."""
+"""The options of optimizers: a table of tests and messages."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from lightning_lowbit.checks import is_number
 
 
 class Option(NamedTuple):
-    """A test, what it asks for in words, and advice."""
+    """A test of a value, its demand in words, and advice."""
 
     is_valid: Callable[[Any], bool]
     needed: str
@@ -90,7 +90,7 @@ OPTIONS: dict[str, Option] = {
 
 
 def check_options(owner: str, options: Mapping[str, Any]) -> None:
-    """Raises a ``ValueError`` that names the first option which is not what it has to be."""
+    """Raises a ``ValueError`` that names the first option with a wrong value."""
     for name, (is_valid, needed, advice) in OPTIONS.items():
         if name in options and not is_valid(options[name]):
             raise ValueError(f"{owner} needs {name} to be {needed}, got {options[name]!r}; {advice}.")

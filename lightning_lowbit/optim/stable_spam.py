@@ -29,8 +29,8 @@ PRESETS = MappingProxyType(
 class StableSPAM(GuardedAdam):
     """Stable-SPAM, for parameters of any real floating dtype on any device, whole or sharded.
 
-    The four rules can be chosen per parameter group, so that each can be had alone. Clip gradients nowhere else
-    (``Trainer(gradient_clip_val=None)``): the rules want to see them as they are.
+    The four rules can be chosen per parameter group, each alone if wanted. Do not clip gradients elsewhere
+    (``Trainer(gradient_clip_val=None)``): the rules need to see them unclipped.
 
     Args:
         params: parameters, groups, or named parameters, as for every `torch.optim.Optimizer`.
@@ -56,11 +56,14 @@ class StableSPAM(GuardedAdam):
         maximize: ascend.
         moments: ``"fp32"`` or ``"fp8"``, 8 or 2.06 bytes per parameter; what has fewer than two dimensions keeps fp32.
         master_weights: ``"fp16"`` for parameters in bfloat16: keeps them once more, three digits longer, with one scale
-            per tensor. What else writes into the parameters is then overwritten at the next step.
+            per tensor. Writes into the parameters by other code are then overwritten at the next step.
 
     Raises:
         ValueError: an option out of range, or, in `step`, a sparse or complex gradient, or a parameter whose
             sharding is not known.
+
+    Example:
+        >>> optimizer = StableSPAM(model.parameters(), lr=1e-3, moments="fp8")
     """
 
     def __init__(

@@ -203,7 +203,8 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         planned = self.plan(module)
         check_backend(planned, self.backend, self.exact, self._device)  # raises before anything is changed
         if self.quantize_before_gather:
-            from lightning_lowbit.nn.sharded.gather import WeightGathers, check_gathers  # knows FSDP2 from the inside
+            from lightning_lowbit.nn.sharded.eligible import check_gathers  # knows FSDP2 from the inside
+            from lightning_lowbit.nn.sharded.gather import WeightGathers
 
             check_gathers(module, planned, self._autocast_dtype)
         restored = getattr(getattr(ForwardContext.of(module), "enter", None), "trained", None)

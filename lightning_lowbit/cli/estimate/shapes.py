@@ -173,8 +173,8 @@ def _matrix(layer: Any) -> Tensor:
 
 
 def _packed(layer: Any, casts: LinearCasts) -> Cast | None:
-    """The cast that FSDP2 can gather the weight of a layer in, if no other layer shares the weight."""
-    from lightning_lowbit.nn.sharded.gather import obstacle  # imports internals of FSDP2
+    """What FSDP2 can gather the weight of a layer in, if it is the layer's alone."""
+    from lightning_lowbit.nn.sharded.eligible import obstacle  # knows FSDP2 from the inside
 
     of_rows = quantized_class(type(layer)).weight_matrix is QuantizedLayer.weight_matrix  # type: ignore[union-attr, arg-type]
     return casts.cast_of("fprop_w") if of_rows and obstacle(casts) is None else None

@@ -1,4 +1,4 @@
-"""Plain layers that hold quantized values, for models whose forward pass quantizes weights alone."""
+"""Plain layers with quantized values as weights, for models whose forward pass quantizes weights alone."""
 
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.context import ForwardContext
+from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast, blend, quantize_operand
 
@@ -16,11 +17,11 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 @torch.no_grad()
 def bake(model: _Model) -> _Model:
-    """Turns converted layers into the plain ones that they were, with quantized values as weights, in place.
+    """Turns converted layers back into plain ones, with quantized values as weights, in place.
 
-    What comes out needs nothing of this package: any code saves, loads and runs it. Weights keep their dtype and hold
-    what the forward pass multiplies with. It computes the same in float32 (up to the order of sums); under autocast a
-    factor per row or tensor is rounded with the weight, one rounding more.
+    The result does not need this package: any code saves, loads and runs it. Weights keep their dtype and hold the
+    values of the forward pass. It computes the same in float32 (up to the order of sums); under autocast a factor per
+    row or tensor is rounded with the weight, one rounding more.
 
     Args:
         model: converted, or made by :func:`lightning_lowbit.restore`. Weights are rounded to the dtype of autocast
@@ -30,15 +31,14 @@ def bake(model: _Model) -> _Model:
         The model itself.
 
     Raises:
-        ValueError: a layer also quantizes activations, rotates, smooths, or rounds its weight stochastically; a weight
-            belongs to another layer, too, that would change with it; or the model is spread over processes. Nothing has
-            been changed then.
+        ValueError: a layer also quantizes activations, rotates, smooths, or rounds its weight stochastically; another
+            module shares a weight that would change; or the model is sharded. Nothing has been changed then.
 
     Example:
         >>> model = bake(restore(MyModule(), "last.ckpt"))  # trained with IntegerPrecision(4, activation_bits=None)
         >>> torch.save(model.state_dict(), "int4_values.pt")
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+    layers = quantized_layers(model)
     if not layers:
         raise ValueError("The model has no converted layers to bake. Call restore(model, checkpoint) first.")
     refused: dict[str, list[str]] = {}
@@ -69,7 +69,7 @@ def _obstacle(layer: QuantizedLayer) -> str | None:
     """Why a plain layer cannot compute what a converted one does in its forward pass; None if it can."""
     casts = layer.casts
     if isinstance(layer.weight, DTensor):
-        return "its weight is spread over processes"
+        return "its weight is sharded"
     if casts.fprop_x is not None:
         return f"it quantizes activations, too ({casts.fprop_x})"
     if "fprop" in casts.hadamard:
@@ -100,7 +100,7 @@ def _matrix(layer: Any) -> Tensor:
 
 
 def _quantized(layer: QuantizedLayer) -> Tensor:
-    """float32 ``[out_features, in_features]``: what the forward pass multiplies with."""
+    """The forward pass's weight, float32 ``[out_features, in_features]``."""
     weight, cast = _matrix(layer), layer.casts.fprop_w
     assert isinstance(cast, Cast)
     device = weight.device.type

@@ -1,21 +1,16 @@
-"""Turning the linear layers of any model into quantized ones.
+"""Turning the linear layers of any model into quantized ones."""
 
-Patterns select layers. A pattern is a regular expression that matches a module when it full-matches its name or what
-follows a dot in it: ``lm_head`` matches ``model.lm_head``. A pattern that matches a module holds for all layers inside
-it: ``layers\\.0`` stands for the whole first block. Numbers count from the end, too: ``layers\\.-1`` is the last one.
-"""
-
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit.checks import choose, is_number
+from lightning_lowbit.checks import choose, number, some
 from lightning_lowbit.nn.casts import GEMMS, LinearCasts
 from lightning_lowbit.nn.context import ForwardContext
+from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.conversion.patterns import select as select
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import BACKENDS, QuantizedLayer, has_native_gemms, is_linear, quantized_class
@@ -43,15 +38,15 @@ def convert(
 
     Args:
         model: any module.
-        casts: of all layers that no override names: :class:`LinearCasts`, a preset's name, or a mapping of fields.
-        skip: patterns of layers to leave alone.
+        casts: of all layers without an override: :class:`LinearCasts`, a preset's name, or a mapping of fields.
+        skip: patterns of layers to leave alone, see :mod:`lightning_lowbit.nn.conversion.patterns`.
         only: patterns of the layers to convert; None for all.
         overrides: other casts for some layers, by pattern; the first pattern that matches a layer holds.
         exact: GEMMs in float32 over exact operands, rounded once: a slow reference for the emulation.
         backend: ``"auto"`` runs GEMMs of FP8 or integers with scales per tensor or row natively where the device can,
             all others emulated; ``"emulated"`` all; ``"native"`` is an error where a GEMM that is quantized has no
             native form.
-        smooth_swiglu: ``"channel"`` or ``"token"`` smooths what enters the down projections of SwiGLU MLPs, see
+        smooth_swiglu: ``"channel"`` or ``"token"`` smooths the inputs of the down projections of SwiGLU MLPs, see
             :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
 
     Returns:
@@ -60,6 +55,9 @@ def convert(
     Raises:
         ValueError: a pattern matches no layer, or no layer is left to convert; an unknown backend, or a native one that
             the casts do not have; no SwiGLU to smooth. Nothing has been changed then.
+
+    Example:
+        >>> convert(model, "nvfp4", skip=["lm_head"], overrides={"layers.0": "fp8-current"})
     """
     planned = plan(model, casts, skip, only, overrides, smooth_swiglu)
     check_backend(planned, backend, exact)
@@ -69,21 +67,21 @@ def convert(
 def convert_layers(
     model: _Model, planned: Mapping[str, LinearCasts], exact: bool = False, backend: str = "auto"
 ) -> _Model:
-    """Does what :func:`plan` or :func:`plan_by_name` planned: converts these layers of a model in place.
+    """Converts the layers that :func:`plan` or :func:`plan_by_name` planned, in place.
 
     Args:
         model: any module.
-        planned: by name in the model, the casts of each layer. Layers that were converted before and are not in it
-            compute in high precision from now on.
+        planned: the casts of each layer, by name in the model. Layers that were converted before and are not among
+            them go back to high precision.
         exact, backend: as in :func:`convert`.
 
     Returns:
         The model itself.
     """
     ForwardContext.detach(model)  # of casts that it had before
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedLayer) and name not in planned:  # converted before, and to be left alone now
-            module.set_casts(LinearCasts())
+    for name, former in quantized_layers(model).items():
+        if name not in planned:  # converted before, and to be left alone now
+            former.set_casts(LinearCasts())
     for name, layer_casts in planned.items():
         layer: Any = model.get_submodule(name)
         layer.__class__ = quantized_class(type(layer))  # type: ignore[arg-type]
@@ -91,10 +89,10 @@ def convert_layers(
         layer.exact, layer.backend = exact, backend
     watch_up_projections(model)
     for module in model.modules():
-        # In evaluation torch would run these blocks by one fused operation on the raw weights; it asks this flag first.
+        # In evaluation torch would run these blocks as one fused operation on the raw weights, unless this flag is 0.
         if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.linear1, QuantizedLayer):
             module.activation_relu_or_gelu = 0
-        # With padding it would hand its layers a nested tensor, for that operation's sake.
+        # For that operation it would give its layers a nested tensor where there is padding.
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, QuantizedLayer) for m in module.modules()):
             module.use_nested_tensor = False
     return model
@@ -108,7 +106,7 @@ def plan(
     overrides: Mapping[str, CastsLike] | None = None,
     smooth_swiglu: str | None = None,
 ) -> dict[str, LinearCasts]:
-    """What :func:`convert` would do: the casts of each layer by name. Arguments and errors are the same."""
+    """The casts that :func:`convert` would give each layer, by name. Arguments and errors are the same."""
     default = LinearCasts.of(casts)
     others = {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
     layers = [name for name, module in model.named_modules() if is_linear(module)]
@@ -126,7 +124,7 @@ def plan(
             result[name] = next((others[pattern] for pattern in others if name in overridden[pattern]), default)
     if not result:
         raise ValueError(
-            f"No layer is left to quantize: {len(layers)} were found, e.g. {_some(layers)}, and skip and only leave "
+            f"No layer is left to quantize: {len(layers)} were found, e.g. {some(layers)}, and skip and only leave "
             "none of them. Skip fewer layers."
         )
     return result if smooth_swiglu is None else smooth_casts(model, result, smooth_swiglu)
@@ -136,17 +134,17 @@ def plan_by_name(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str
     """The casts of each layer of a model, from casts by the layers' names without wrappers.
 
     Args:
-        model: any module; a layer that no name stands for stays in high precision.
+        model: any module; layers that are not named stay in high precision.
         casts: as a checkpoint holds them.
 
     Raises:
-        ValueError: a name is that of no layer of the model.
+        ValueError: the model has no layer of a name.
     """
     layers = {clean_name(name): name for name, module in model.named_modules() if is_linear(module)}
     if missing := [name for name in casts if name not in layers]:
         raise ValueError(
             f"Casts are given for {len(missing)} layers that {type(model).__name__} does not have, e.g. "
-            f"{_some(missing)}; it has {_some([*layers]) or 'no linear layer'}. Build the model as it was trained."
+            f"{some(missing)}; it has {some(layers) or 'no linear layer'}. Build the model as it was trained."
         )
     return {layers[name]: casts[name] for name in casts}
 
@@ -189,20 +187,20 @@ def set_phase(model: nn.Module, phase: str) -> None:
     Raises:
         ValueError: there is no such phase.
     """
-    for module in model.modules():
-        if isinstance(module, QuantizedLayer):
-            module.casts = module.full_casts.phase(phase)
+    for layer in quantized_layers(model).values():
+        layer.casts = layer.full_casts.phase(phase)
 
 
 def set_blend(model: nn.Module, blend: float | Tensor | None) -> None:
-    """Sets how far converted layers are quantized: each operand that has a cast is ``x + λ (q(x) - x)``.
+    """Sets the annealing factor λ of all converted layers: each operand that has a cast is ``x + λ (q(x) - x)``.
 
     While λ is set, operands are dense tensors of the compute dtype, and no GEMM is native. λ may change in place at
-    any time, without compiling anything anew.
+    any time, without recompilation.
 
     Args:
+        model: converted.
         blend: λ in [0, 1]: a number, or a 0-d float32 tensor on the layers' device, to be changed in place; the number
-            1 or None for quantization all the way.
+            1 or None for full quantization.
 
     Raises:
         ValueError: a number outside [0, 1], or another tensor.
@@ -215,7 +213,7 @@ def set_blend(model: nn.Module, blend: float | Tensor | None) -> None:
         check_blend(blend.item())
     elif blend is not None:
         blend = None if check_blend(blend) == 1 else float(blend)
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
+    layers = quantized_layers(model).values()
     devices = {layer.weight.device for layer in layers}
     if isinstance(blend, Tensor) and devices - {blend.device}:
         raise ValueError(
@@ -228,83 +226,5 @@ def set_blend(model: nn.Module, blend: float | Tensor | None) -> None:
 
 def check_blend(blend: float) -> float:
     """Returns λ if it is in [0, 1], else raises a ``ValueError``."""
-    if not is_number(blend) or not 0 <= blend <= 1:
-        raise ValueError(
-            f"blend is λ, how far operands are quantized: a number from 0 (high precision) to 1 (all the way); got "
-            f"{blend!r}."
-        )
-    return blend
-
-
-def select(names: Sequence[str], patterns: Iterable[str], argument: str, kind: str = "linear layer") -> set[str]:
-    """The names that a pattern matches.
-
-    Args:
-        names: of modules, or of their weights.
-        patterns: regular expressions, see above.
-        argument: what the user knows the patterns as.
-        kind: what the names are of.
-
-    Raises:
-        ValueError: a pattern is no regular expression, or matches nothing.
-    """
-    if isinstance(patterns, str):
-        raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
-    selected: set[str] = set()
-    for pattern in patterns:
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{argument}: {pattern!r} is not a regular expression ({error}).") from None
-        called = _from_the_end(names) if _NEGATIVE.search(pattern) else {n: [clean_name(n).split(".")] for n in names}
-        matched = {name for name, paths in called.items() if any(_matches(compiled, path) for path in paths)}
-        if not matched:
-            raise ValueError(
-                f"{argument}: the pattern {pattern!r} matches no {kind}. There are {len(names)}, e.g. {_some(names)}. "
-                f"{_advice(pattern, names)}"
-            )
-        selected |= matched
-    return selected
-
-
-def _advice(pattern: str, names: Sequence[str]) -> str:
-    """How to write a pattern that matches none of these, for instance ``lora_``, a piece of ``lora_A``."""
-    rule = "A pattern must match one or more whole parts of a name, as they stand between dots"
-    pieces = {piece for name in names for piece in clean_name(name).split(".")}
-    for wider in (f"{pattern}.*", f".*{pattern}", f".*{pattern}.*"):
-        if found := sorted(piece for piece in pieces if re.fullmatch(wider, piece)):
-            return f"{rule}: {wider!r} matches {', '.join(found[:3])}."
-    return f"{rule}, such as {names[0].rpartition('.')[2]!r}." if names else f"{rule}."
-
-
-# A negative number in a pattern, which is not the rest of a range such as [0-9].
-_NEGATIVE = re.compile(r"(?<![\w\]])-\d")
-
-
-def _from_the_end(names: Iterable[str]) -> dict[str, list[list[str]]]:
-    """What each name may be called, as parts: as it is, and with numbers counted from the end of their list."""
-    parts = {name: clean_name(name).split(".") for name in names}
-    lengths: dict[tuple[str, ...], int] = {}
-    for path in parts.values():
-        for i, part in enumerate(path):
-            if part.isdigit():
-                lengths[tuple(path[:i])] = max(lengths.get(tuple(path[:i]), 0), int(part) + 1)
-
-    def choices(path: Sequence[str], i: int) -> Iterable[str]:
-        return (path[i], str(int(path[i]) - lengths[tuple(path[:i])])) if path[i].isdigit() else (path[i],)
-
-    return {name: [*map(list, product(*(choices(path, i) for i in range(len(path)))))] for name, path in parts.items()}
-
-
-def _matches(pattern: re.Pattern[str], parts: Sequence[str]) -> bool:
-    ends = range(1, len(parts) + 1)  # the layer and the modules around it
-    return any(pattern.fullmatch(".".join(parts[start:end])) for end in ends for start in range(end))
-
-
-def some(names: Sequence[str]) -> str:
-    """The layers that an error is about: a few by name, and how many there are."""
-    return _some(names) + (f" ({len(names)} layers)" if len(names) > 4 else "")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names if len(names) <= 4 else [*names[:3], names[-1]])
+    what = "λ, how far operands are quantized: 0 for high precision, 1 for full quantization"
+    return number("blend", blend, what, at_least=0, at_most=1)

@@ -1,20 +1,21 @@
-"""How much of a model's matrix arithmetic is low-bit: counted while it runs, not read off the list of layers.
+"""The share of a model's matrix arithmetic that is low-bit, counted while the model runs.
 
-A :class:`GemmCounter` counts the FLOPs of every matrix product, attention and convolution that is computed within it,
-and under which module. A forward operation belongs to the innermost module whose ``forward`` is running; a backward one
-to the module of its forward operation, which the number of its autograd node tells. From the counts and the layers'
-casts follows, for any phase,
+A :class:`GemmCounter` counts the FLOPs of every matrix product, attention and convolution by module. A forward
+operation belongs to the innermost module whose ``forward`` is running; a backward one to the module of its forward
+operation, which the number of its autograd node identifies. From the counts and the layers' casts follows, for any
+phase,
 
     coverage      = FLOPs of GEMMs whose two operands are both quantized / all FLOPs
     average bits  = mean over all FLOPs of the bits of the two operands, block scales included
 
-and the rest, by module, is what is not covered: attention, fused projections (``nn.MultiheadAttention``), convolutions,
+and the rest, by module, is not covered: attention, fused projections (``nn.MultiheadAttention``), convolutions,
 functional calls, skipped layers.
 """
 
 import re
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -36,14 +37,14 @@ from lightning_lowbit.nn.linear import QuantizedLayer
 
 @dataclass(frozen=True)
 class Coverage:
-    """What part of the counted FLOPs is low-bit.
+    """The low-bit share of counted FLOPs.
 
     Attributes:
         flops: of all matrix products, attentions and convolutions; a multiplication and an addition are two.
-        low_bit: of these, FLOPs of GEMMs whose two operands are both quantized.
+        low_bit: those of GEMMs whose two operands are both quantized.
         average_bits: per element of a GEMM operand, block scales included, weighted by FLOPs.
-        uncovered: the other FLOPs by module, largest first; ``""`` is what runs in no module's ``forward``. A converted
-            layer of which some GEMMs are in high precision names these: ``"mlp.down_proj (dgrad)"``.
+        uncovered: the other FLOPs by module, largest first; ``""`` stands for no module. Converted layers with some
+            GEMMs in high precision name these: ``"mlp.down_proj (dgrad)"``.
         uncounted: operations that look like matrix products but have no FLOP formula.
     """
 
@@ -62,18 +63,18 @@ class Coverage:
 class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts FLOPs by module and GEMM in a ``with`` block; each process counts its own.
 
-    The formulas are those of ``torch.utils.flop_counter``, and some that it lacks. Its ``FlopCounterMode`` itself would
-    change results: it decomposes operations that have kernels of their own, such as the gradient of SiLU, which then
-    round in other places.
+    The formulas are those of ``torch.utils.flop_counter``, and some that it lacks. Its ``FlopCounterMode`` would change
+    results: it decomposes operations with kernels of their own, such as the gradient of SiLU, which then round
+    elsewhere.
 
     Args:
-        model: the modules to tell apart by name; converted or not.
+        model: holds the modules, converted or not.
 
     Attributes:
         gemms: FLOPs by (module name, ``"fprop"``, ``"dgrad"`` or ``"wgrad"``) of the converted layers.
         others: FLOPs by module name of everything else.
         recomputed: FLOPs of both that were spent on activations a second time.
-        paused: counts nothing while true; becomes false when a module runs.
+        paused: nothing is counted while true; becomes false when a module runs.
 
     Example:
         >>> with GemmCounter(model) as counter:
@@ -97,17 +98,17 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> "GemmCounter":
         self._entered = ExitStack()
-        # Not hooks of the modules: with those, nn.TransformerEncoderLayer would compute in another way.
+        # Global hooks: with hooks of its own, nn.TransformerEncoderLayer would take another path.
         for hook in (
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         ):
             self._entered.callback(hook.remove)
-        # In compiled code nothing tells which module computes. To say so is better than to let torch find that a mode
-        # is active: it would run the same functions as eager code ever after.
+        # Compiled code does not tell its modules. Without this, torch would find an active mode, and run the same
+        # functions eagerly ever after.
         self._entered.enter_context(torch.compiler.set_stance("force_eager"))
         self._entered.enter_context(backend("eager"))
-        # torch says that hooks are called once more for a compiled module, which does no harm here.
+        # torch warns that hooks are called once more for a compiled module, which does no harm here.
         self._entered.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are global hooks")
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -155,8 +156,8 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if node is None or in_module or _is_recomputing(node):
             self.recomputed += 0 if node is None else flops
             name, gemms = self._innermost() if node is None or in_module else "", ["fprop"]
-            # The node of this operation was numbered just before the operation ran. Without gradients it has none, and
-            # the number is that of an earlier operation, whose it stays.
+            # The node of this operation was numbered just before it ran. Without gradients there is none: the number is
+            # that of an earlier operation, which keeps its module.
             self._module_of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, name)
         else:
             name = self._module_of_node.get(node._sequence_nr(), "")
@@ -169,7 +170,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def model_flops(self) -> int:
-        """FLOPs that the model needs: all that were counted, but for recomputed activations."""
+        """All counted FLOPs but those of recomputed activations."""
         return sum(self.gemms.values()) + sum(self.others.values()) - self.recomputed
 
     def native_shares(self, device: torch.device) -> dict[str, float]:
@@ -182,14 +183,11 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {kind: flops / max(self.model_flops + self.recomputed, 1) for kind, flops in native.items()}
 
     def coverage(self, phase: str | None = None, hp_bits: int = 16) -> Coverage:
-        """What part of the counted FLOPs is low-bit.
+        """The low-bit share of the counted FLOPs.
 
         Args:
-            phase: with the layers' casts in this phase; None for the casts in force.
+            phase: of the layers' casts; None for the casts in force.
             hp_bits: bits of an operand in high precision.
-
-        Raises:
-            ValueError: there is no such phase.
         """
         low_bit, bits, uncovered = 0, 0.0, Counter(self.others)
         whole = Counter[str]()  # of the converted layers whose GEMMs are all in high precision
@@ -218,7 +216,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @cache
 def _is_composite(operation: OpOverload) -> bool:
-    """Whether an operation is but other operations: it has no kernel of its own."""
+    """Whether an operation has no kernel of its own, and consists of others."""
     name: str = operation.name()  # type: ignore[no-untyped-call]
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     own = ("CPU", "CUDA", "CompositeExplicitAutograd")
@@ -237,7 +235,7 @@ def _is_recomputing(node: Any) -> bool:
 
 
 def _needed(node: Any) -> list[str]:
-    """Which of the two GEMMs of a linear layer's backward node are computed."""
+    """The GEMMs, dgrad and wgrad, that the backward node of a linear layer computes."""
     edges = [edge for edge, _ in node.next_functions]
     x, w = edges[-2:] if node.name().startswith(("Addmm", "Mm")) else (*edges, None, None)[:2]
     return [gemm for gemm, edge in (("dgrad", x), ("wgrad", w)) if edge is not None]
@@ -246,78 +244,60 @@ def _needed(node: Any) -> list[str]:
 # --- formulas that torch's table lacks, by shapes ---------------------------------------------------------------------
 
 
-# Interpolation such as aten.upsample_bilinear2d has the name of one, and is none.
+# "upsample_bilinear2d" contains "linear", and is no GEMM.
 _LOOKS_LIKE_GEMM = re.compile(r"^(?!.*upsample).*(mm(_|$)|\bmv|bmm|matmul|attention|conv(?!ert)|rnn|lstm|gru|linear)")
 
 
-def _attention(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return sdpa_flop_count(q, k, v)  # type: ignore[no-untyped-call]
-
-
-def _attention_backward(g: Any, q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return sdpa_backward_flop_count(g, q, k, v)  # type: ignore[no-untyped-call]
-
-
-def _multihead(q: Any, k: Any, v: Any, embed_dim: int, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _multihead(q: Any, k: Any, v: Any, embed_dim: int, *_: Any) -> int:
     # [batch, tokens, embed_dim]: projections of q, k, v and of the output, then Q · Kᵀ and P · V
     tokens = 2 * prod(q[:-1]) + prod(k[:-1]) + prod(v[:-1])
     return 2 * tokens * embed_dim**2 + 4 * prod(q[:-1]) * k[-2] * embed_dim
 
 
-def _encoder_layer(x: Any, embed_dim: int, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _encoder_layer(x: Any, embed_dim: int, *args: Any) -> int:
     hidden = args[12][0]  # of ffn_weight_1, [hidden, embed_dim]
     return _multihead(x, x, x, embed_dim) + 4 * prod(x[:-1]) * embed_dim * hidden
 
 
-def _grouped(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _grouped(a: Any, b: Any, *_: Any) -> int:
     # Groups lie along one dimension of a 2-D operand: the FLOPs are those of the rows that there are.
     if len(a) == 2 and len(b) == 2:  # [m, tokens] · [tokens, n] for each group of tokens
         return 2 * a[0] * a[1] * b[1]
     return 2 * prod(a) * b[-1] if len(a) == 2 or len(b) == 3 else 2 * prod(a[:-1]) * prod(b)
 
 
-def _vector(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return 2 * prod(a)
-
-
-def _vector_added(c: Any, a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return 2 * prod(a)
-
-
-def _rnn(x: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _rnn(x: Any, *args: Any) -> int:
     # Weights come as a list or as four; those with two dimensions are matrices that meet every token.
     weights = args[0] if isinstance(args[0], list) else args[:4]
     return 2 * prod(x[:-1]) * sum(prod(shape) for shape in weights if len(shape) == 2)
 
 
-def _rnn_backward(x: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return 2 * _rnn(x, *args)
-
-
-def _convolution_backward(g: Any, x: Any, w: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _convolution_backward(g: Any, x: Any, w: Any, *args: Any) -> int:
     # torch's own formula takes the weight's gradient of a grouped convolution for that of a full one.
     transposed, output_mask = args[4], args[7]
     return 2 * g[0] * prod((x if transposed else g)[2:]) * prod(w) * sum(output_mask[:2])
 
 
-def _int_matmul(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return 2 * prod(a) * b[-1]
+def _by_shapes(formula: Callable[..., int]) -> Any:
+    return shape_wrapper(lambda *shapes, out_shape=None, **_: formula(*shapes))  # type: ignore[no-untyped-call]
 
 
 _aten: Any = torch.ops.aten
-_LACKING = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+_LACKING: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: sdpa_flop_count(q, k, v),  # type: ignore[no-untyped-call]
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_: sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
+        g, q, k, v
+    ),
     _aten._native_multi_head_attention: _multihead,
     _aten._transformer_encoder_layer_fwd: _encoder_layer,
     _aten._grouped_mm: _grouped,
-    _aten._int_mm: _int_matmul,
+    _aten._int_mm: lambda a, b: 2 * prod(a) * b[-1],
     _aten.convolution_backward: _convolution_backward,
     _aten.mkldnn_rnn_layer: _rnn,
-    _aten.mkldnn_rnn_layer_backward: _rnn_backward,
+    _aten.mkldnn_rnn_layer_backward: lambda *args: 2 * _rnn(*args),
     _aten._cudnn_rnn: _rnn,
-    _aten._cudnn_rnn_backward: _rnn_backward,
-    _aten.mv: _vector,
-    _aten.addmv: _vector_added,
+    _aten._cudnn_rnn_backward: lambda *args: 2 * _rnn(*args),
+    _aten.mv: lambda a, _: 2 * prod(a),
+    _aten.addmv: lambda _, a, __: 2 * prod(a),
 }
-_FORMULAS: dict[Any, Any] = {**flop_registry, **{packet: shape_wrapper(f) for packet, f in _LACKING.items()}}  # type: ignore[no-untyped-call]
+_FORMULAS: dict[Any, Any] = {**flop_registry, **{packet: _by_shapes(f) for packet, f in _LACKING.items()}}

@@ -1,9 +1,9 @@
 """Layers whose weights are scaled by one amax.
 
 Inference engines run projections of one input (q, k and v; gate and up) as one GEMM, whose weight has one scale per
-tensor. Where each was trained with a scale of its own, they take the largest and leave the blocks' scales as they are
-(vLLM, of NVFP4), or quantize anew: either way the weights are others than in training. Here the largest magnitude of
-the group is what all its weights are scaled by, of whole weights, however they are spread over processes.
+tensor. Where each was trained with a scale of its own, they take the largest and keep the blocks' scales (vLLM, NVFP4),
+or quantize again: either way the weights differ from those of training. Here all weights of a group are scaled by the
+group's amax, of whole weights, however they are sharded.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.conversion.convert import select, some
+from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.conversion.patterns import select
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.shard import amax_of
 
 
 class SharedAmaxes:
-    """The amaxes of groups of layers, measured anew whenever it is asked for.
+    """The amaxes of groups of layers.
 
     Args:
         model: holds converted layers.
@@ -37,47 +38,44 @@ class SharedAmaxes:
     """
 
     def __init__(self, model: nn.Module, patterns: Iterable[str]) -> None:
-        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+        layers = quantized_layers(model)
         names = check_groups({name: layer.full_casts for name, layer in layers.items()}, patterns)
         self._groups = [[layers[name] for name in group] for group in names]
 
     @torch.inference_mode(False)  # evaluation may come first, and passes of training save them
     @torch.no_grad()  # which the line above ends
     def measure(self, of_weights: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None) -> None:
-        """Before a forward pass: the amaxes of the weights as they are.
+        """Before a forward pass: measures the amaxes of the weights.
 
         Args:
-            of_weights: the largest magnitude of each of some weights, float32, 0-d; where processes hold parts of them,
+            of_weights: gives the amax of each weight, float32, 0-d; for sharded weights
                 :func:`lightning_lowbit.distributed.parameter_amaxes`.
         """
         weights = [layer.weight for group in self._groups for layer in group]
         each = [amax_of(weight) for weight in weights] if of_weights is None else of_weights(weights)
         of_groups = torch.split(torch.stack([*each]), [len(group) for group in self._groups])
         for group, amaxes in zip(self._groups, of_groups, strict=True):
-            shared = amaxes.amax()  # a new tensor: a backward pass may still be to come that reads the one of before
+            shared = amaxes.amax()  # a new tensor: a pending backward pass may read the former one
             for layer in group:
                 layer.weight_amax = shared
 
     def release(self) -> None:
-        """Has each layer scale its weight by its own amax again."""
+        """Gives each layer its own amax back."""
         for group in self._groups:
             for layer in group:
                 vars(layer).pop("weight_amax", None)
 
 
 def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[list[str]]:
-    """The layers that share an amax, by name: those that a pattern matches within one module.
+    """Groups of layers that share an amax, by name: a pattern matches two or more of them within one module.
 
     Args:
         casts: of each layer, outside any phase.
-        patterns: see :mod:`lightning_lowbit.nn.conversion.convert`. Layers in high precision are left out.
-
-    Returns:
-        Groups of two or more; none where all layers are in high precision.
+        patterns: see :mod:`lightning_lowbit.nn.conversion.patterns`. Groups in high precision are left out.
 
     Raises:
-        ValueError: a pattern matches no layer, or none beside another one; a layer is in two groups; or an amax of the
-            weight is not what the forward pass scales the weights of a group by, all by the same cast.
+        ValueError: a pattern matches no two layers of a module; a layer is in two groups; or the forward pass does not
+            scale the weights of a group by an amax of the weight, all by the same cast.
     """
     select([*casts], patterns, "shared_amax")  # all of them, or else raises
     found: list[list[str]] = []
@@ -109,7 +107,7 @@ def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[li
 
 
 def check_groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[list[str]]:
-    """As :func:`groups`; raises a ``ValueError`` where there is none, too."""
+    """As :func:`groups`; also a ``ValueError`` if there is none."""
     if not (found := groups(casts, patterns)):
         raise ValueError("shared_amax: all layers that the patterns match are in high precision. Leave it out.")
     return found

@@ -1,20 +1,21 @@
-"""Smooth-SwiGLU: the down projection of an MLP sees channels, or tokens, of one size (arXiv 2409.12517, section 4.4).
+"""Smooth-SwiGLU: the input of an MLP's down projection is scaled to channels, or tokens, of one size.
 
-A SwiGLU multiplies two projections of its input, and once their weights align, late in training, single channels of
-the product leap by orders of magnitude (theorem 1 there). With one FP8 scale per tensor such a leap saturates, or
-drives all else below the smallest number. Powers of two s, made anew from each batch and detached, keep it out:
+A SwiGLU multiplies two projections of its input. Once their weights align, late in training, single channels of the
+product leap by orders of magnitude (arXiv 2409.12517, theorem 1 and section 4.4). With one FP8 scale per tensor such a
+leap saturates, or drives all else below the smallest number. Powers of two s, made from each batch and detached,
+prevent it:
 
     h = up(x) ⊙ act(gate(x))
     channel    s = 1 / max over tokens |h|           Y = Q(s ⊙ h) · Q(W · diag(1/s))ᵀ + b
     token      s = 1 / max over channels |up(x)|     Y = Q(s · h) · Q(W)ᵀ / s + b         (what the authors' code does)
 
-s being powers of two, the unquantized function is unchanged to the bit. ``W · diag(1/s)`` changes with every batch, so
-its scale is always its own: with delayed scaling the leap would only move from h into the weight. Evaluation uses the s
-per channel of the last training step, and :func:`fold` works them into the weights.
+Since s are powers of two, the unquantized function is unchanged to the bit. ``W · diag(1/s)`` changes with every batch,
+so its scale is current: with delayed scaling the leap would only move from h into the weight. Evaluation uses the s per
+channel of the last training step, and :func:`fold` multiplies them into the weights.
 
-This is a help for FP8 with one scale per tensor. Small blocks, such as NVFP4's, keep a leap to themselves already. Per
-token s knows the up projection alone: where the gate leaps with it, as aligned weights make it do, half of the leap is
-left, and only channels help.
+This helps FP8 with one scale per tensor. Small blocks, such as NVFP4's, confine a leap already. Per token, s depends on
+the up projection alone: where the gate leaps too, as with aligned weights, half of the leap is left, and only channels
+help.
 """
 
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.checks import choose
 from lightning_lowbit.nn.casts import OPERANDS, SMOOTHINGS, LinearCasts
+from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
 from lightning_lowbit.quant import Cast, amax_along, smoothing_factor
 
@@ -33,10 +35,10 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 class SwiGLU(Protocol):
-    """What makes a module a gated MLP: ``down_proj(up_proj(x) * act(gate_proj(x)))``, whatever ``act`` is.
+    """A gated MLP, ``down_proj(up_proj(x) * act(gate_proj(x)))`` with any ``act``.
 
-    The MLPs of LLaMA, Mistral, Qwen and Gemma in ``transformers`` have these attributes; a module of your own with
-    other names is one by three properties, such as ``down_proj = property(lambda self: self.w2)``.
+    The MLPs of LLaMA, Mistral, Qwen and Gemma in ``transformers`` have these attributes. Add properties to a module of
+    your own with other names, such as ``down_proj = property(lambda self: self.w2)``.
 
     Attributes:
         gate_proj, up_proj, down_proj: ``nn.Linear`` or ``Conv1D``.
@@ -58,11 +60,7 @@ def swiglus(model: nn.Module) -> dict[str, Any]:
 
 
 def smooth_casts(model: nn.Module, planned: Mapping[str, LinearCasts], kind: str) -> dict[str, LinearCasts]:
-    """Casts of layers by name, with those of the down projections smoothed.
-
-    Raises:
-        ValueError: no such kind; there is no SwiGLU; or no down projection is quantized.
-    """
+    """Casts of layers by name, with the down projections smoothed; a ``ValueError`` if there is none to smooth."""
     choose("kind of smooth_swiglu", kind, SMOOTHINGS)
     found = swiglus(model)
     if not found:
@@ -89,7 +87,7 @@ def _smoothed(casts: LinearCasts | None, kind: str) -> LinearCasts | None:
 
 
 def _own_weight_scales(casts: LinearCasts) -> dict[str, Cast]:
-    """The casts of the weight that are scaled by former steps, scaled by the weight itself."""
+    """The weight's casts with delayed scaling, with current scaling instead."""
     return {
         operand: cast.replace(scale={"source": "current", "history": 16, "algorithm": "max"})
         for operand, cast in casts.delayed.items()
@@ -102,7 +100,7 @@ def smooth_swiglu(model: _Model, kind: Literal["channel", "token"] = "channel") 
 
     Args:
         model: converted; ``convert(..., smooth_swiglu=kind)`` does both.
-        kind: ``"channel"``, which :func:`fold` can work into the weights, or ``"token"``, which
+        kind: ``"channel"``, which :func:`fold` can merge into the weights, or ``"token"``, which
             ``torch.compile(fullgraph=True)`` refuses inside an activation checkpoint.
 
     Returns:
@@ -111,7 +109,7 @@ def smooth_swiglu(model: _Model, kind: Literal["channel", "token"] = "channel") 
     Raises:
         ValueError: there is no SwiGLU (see :class:`SwiGLU`), or no down projection is quantized.
     """
-    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+    layers = quantized_layers(model)
     casts = smooth_casts(model, {name: layer.full_casts for name, layer in layers.items()}, kind)
     for name, layer in layers.items():
         if layer.full_casts != casts[name]:
@@ -121,7 +119,7 @@ def smooth_swiglu(model: _Model, kind: Literal["channel", "token"] = "channel") 
 
 
 def watch_up_projections(model: nn.Module) -> None:
-    """Lets the up projections tell the amax of each token to down projections that are smoothed by it; others not."""
+    """Hooks up projections to give the amax of each token to down projections that are smoothed by tokens."""
     for module in swiglus(model).values():
         up, down = module.up_proj, module.down_proj
         for key in [key for key, hook in up._forward_hooks.items() if isinstance(hook, _TellTokens)]:
@@ -145,10 +143,10 @@ class _TellTokens:
 
 @torch.no_grad()
 def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Model:
-    """Works the smoothing per channel into the weights, in place: up projections times s, down projections times 1/s.
+    """Merges the smoothing per channel into the weights, in place: up projections times s, down projections times 1/s.
 
-    What comes out computes the same function to the bit (the factors are powers of two), without smoothing: a plain
-    model, for an engine that quantizes with one scale per tensor.
+    The result computes the same function to the bit (the factors are powers of two) without smoothing: a plain model,
+    for an engine that quantizes with one scale per tensor.
 
     Args:
         model: trained with smoothing; or any model of the same layers, with ``channel_amax``.
@@ -162,6 +160,9 @@ def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Mo
         ValueError: there is nothing to fold; tokens are smoothed, whose factors no weight can hold; no training step
             has been taken; the amaxes are those of other layers; or an MLP is not linear in its up projection's
             output. Nothing has been changed then.
+
+    Example:
+        >>> model = fold(model, torch.load("last.ckpt")["lightning_lowbit"]["channel_amax"])
     """
     found = {id(module.down_proj): module for module in swiglus(model).values()}
     mlps: dict[str, Any] = {name: found[id(down)] for name, down in model.named_modules() if id(down) in found}
@@ -188,7 +189,7 @@ def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Mo
         if up.bias is not None:
             up.bias.mul_(s)
         if isinstance(up, QuantizedLayer) and up.amaxes is not None:
-            # What is in force is of the former weight, and of the gradient of the former output, which 1/s multiplies.
+            # The amaxes in force are of the former weight, and of the former output's gradient, which 1/s multiplies.
             up.amaxes.in_force[[i for i, operand in enumerate(OPERANDS) if not operand.endswith("_x")]] = 0
         _matrix(down).mul_(s.reciprocal())
         if isinstance(down, QuantizedLayer):
@@ -203,7 +204,7 @@ def _matrix(layer: Any) -> Tensor:
 
 
 def _last_amax(name: str, mlp: Any) -> Tensor | None:
-    """The amaxes of the last training step that a smoothed down projection holds."""
+    """A smoothed down projection's amaxes of the last training step."""
     down = mlp.down_proj
     smooth = down.full_casts.smooth if isinstance(down, QuantizedLayer) else None
     if smooth is None:
@@ -219,13 +220,13 @@ def _last_amax(name: str, mlp: Any) -> Tensor | None:
 
 
 def _check_linear(name: str, mlp: Any, s: Tensor) -> None:
-    """Raises if what enters the down projection is not s times as large when the up projection's output is."""
-    layers = [module for module in mlp.modules() if isinstance(module, QuantizedLayer)]
+    """Raises if the down projection's input does not scale with the up projection's output."""
+    layers = [*quantized_layers(mlp).values()]
     casts, modes = [layer.casts for layer in layers], [(module, module.training) for module in mlp.modules()]
     seen: list[Tensor] = []
     weight = _matrix(mlp.up_proj)
     x = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    x *= torch.tensor([[1.0], [4.0], [16.0], [64.0]])  # what clamps shows at large numbers only
+    x *= torch.tensor([[1.0], [4.0], [16.0], [64.0]])  # clamps show at large numbers only
     x = x.to(weight.device, weight.dtype)
     hooks = [mlp.down_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))]
     try:

@@ -1,0 +1,78 @@
+"""Patterns that select layers by name.
+
+A pattern is a regular expression that matches a module when it full-matches its name or what
+follows a dot in it: ``lm_head`` matches ``model.lm_head``. A pattern that matches a module holds for all layers inside
+it: ``layers\\.0`` stands for the whole first block. Numbers count from the end, too: ``layers\\.-1`` is the last one.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import product
+
+from lightning_lowbit.checks import some
+from lightning_lowbit.nn.keys import clean_name
+
+
+def select(names: Sequence[str], patterns: Iterable[str], argument: str, kind: str = "linear layer") -> set[str]:
+    """The names that a pattern matches.
+
+    Args:
+        names: of modules, or of their weights.
+        patterns: regular expressions, see above.
+        argument: the user's name for the patterns.
+        kind: of things that the names are of.
+
+    Raises:
+        ValueError: a pattern is no regular expression, or matches nothing.
+    """
+    if isinstance(patterns, str):
+        raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
+    selected: set[str] = set()
+    for pattern in patterns:
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{argument}: {pattern!r} is not a regular expression ({error}).") from None
+        called = _from_the_end(names) if _NEGATIVE.search(pattern) else {n: [clean_name(n).split(".")] for n in names}
+        matched = {name for name, paths in called.items() if any(_matches(compiled, path) for path in paths)}
+        if not matched:
+            raise ValueError(
+                f"{argument}: the pattern {pattern!r} matches no {kind}. There are {len(names)}, e.g. {some(names)}. "
+                f"{_advice(pattern, names)}"
+            )
+        selected |= matched
+    return selected
+
+
+def _advice(pattern: str, names: Sequence[str]) -> str:
+    """How to write a pattern that matched nothing, such as ``lora_``, a piece of ``lora_A``."""
+    rule = "A pattern must match one or more whole parts of a name, as they stand between dots"
+    pieces = {piece for name in names for piece in clean_name(name).split(".")}
+    for wider in (f"{pattern}.*", f".*{pattern}", f".*{pattern}.*"):
+        if found := sorted(piece for piece in pieces if re.fullmatch(wider, piece)):
+            return f"{rule}: {wider!r} matches {', '.join(found[:3])}."
+    return f"{rule}, such as {names[0].rpartition('.')[2]!r}." if names else f"{rule}."
+
+
+# A negative number in a pattern, which is not the rest of a range such as [0-9].
+_NEGATIVE = re.compile(r"(?<![\w\]])-\d")
+
+
+def _from_the_end(names: Iterable[str]) -> dict[str, list[list[str]]]:
+    """All spellings of each name, as parts: as it is, and with numbers counted from the end of their list."""
+    parts = {name: clean_name(name).split(".") for name in names}
+    lengths: dict[tuple[str, ...], int] = {}
+    for path in parts.values():
+        for i, part in enumerate(path):
+            if part.isdigit():
+                lengths[tuple(path[:i])] = max(lengths.get(tuple(path[:i]), 0), int(part) + 1)
+
+    def choices(path: Sequence[str], i: int) -> Iterable[str]:
+        return (path[i], str(int(path[i]) - lengths[tuple(path[:i])])) if path[i].isdigit() else (path[i],)
+
+    return {name: [*map(list, product(*(choices(path, i) for i in range(len(path)))))] for name, path in parts.items()}
+
+
+def _matches(pattern: re.Pattern[str], parts: Sequence[str]) -> bool:
+    ends = range(1, len(parts) + 1)  # the layer and the modules around it
+    return any(pattern.fullmatch(".".join(parts[start:end])) for end in ends for start in range(end))

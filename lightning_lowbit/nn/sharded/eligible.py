@@ -1,0 +1,111 @@
+"""Which weights FSDP2 can gather in few bits: results have to stay those of gathering in high precision.
+
+So a weight is gathered in few bits while both GEMMs that read it can use the operand of the forward pass, if it belongs
+to one ``nn.Linear`` alone, FSDP2 alone shards it along ``out_features``, and shards end where the tiles of its cast do.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from lightning_lowbit.checks import some
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.linear import QuantizedLayer, quantized_class
+from lightning_lowbit.quant import Cast
+from lightning_lowbit.quant.operand import operand_dtype
+from lightning_lowbit.quant.shard import ends_within
+
+
+@cache
+def obstacle(casts: LinearCasts) -> str | None:
+    """Why weights with these casts have to be gathered in high precision; None if they need not be."""
+    cast = casts.fprop_w
+    if not isinstance(cast, Cast):
+        return "fprop_w is not quantized"
+    if casts.dgrad_w != "fprop" and not casts.shared("dgrad_w"):
+        return "dgrad_w is not the weight that the forward pass used"
+    if cast.scale.statistic == "minmax":
+        return "fprop_w has zero points"
+    if "fprop" in casts.hadamard or "fprop" in casts.subtract_mean:
+        return "fprop takes the weight itself, for hadamard or subtract_mean"
+    if "fprop_w" in casts.surrogate:
+        return "the surrogate of fprop_w asks for the weight itself"
+    if casts.smooth == "channel":
+        return "smooth='channel' scales the weight with each batch"
+    return None
+
+
+def records(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParam]]:
+    """FSDP2's record of each weight, with the module that gathers it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                # Parameters that are resharded to a smaller mesh do not ask for the two methods.
+                if not group._use_post_forward_mesh:
+                    yield from ((module, p) for p in group.fsdp_params if p._module_info.param_name == "weight")
+
+
+def is_plain(record: FSDPParam) -> bool:
+    """Whether a weight belongs to one layer alone, and FSDP2 alone shards it, along the rows."""
+    info = record._module_info
+    layer = quantized_class(type(info.module))  # type: ignore[arg-type]
+    return (
+        layer is not None
+        and layer.weight_matrix is QuantizedLayer.weight_matrix
+        and not info.shared_modules
+        and not record.is_dtensor
+        and isinstance(record.mesh_info, FSDPMeshInfo)
+        and record.fsdp_placement.dim == 0
+    )
+
+
+def gathered_dtype(record: FSDPParam) -> torch.dtype:
+    """The dtype of the weight that FSDP2 gives the layer."""
+    return record.mp_policy.param_dtype or record.sharded_param.dtype
+
+
+def misfit(record: FSDPParam, casts: LinearCasts, dtype: torch.dtype | None) -> str | None:
+    """Why a weight is gathered in high precision though its casts need it not; None if it is not."""
+    given, (step, *_), cast = gathered_dtype(record), record.padded_sharded_param_size, casts.fprop_w
+    assert isinstance(cast, Cast)
+    if not is_plain(record):
+        return "the weight is not one nn.Linear's alone, or not cut along its rows by FSDP2 alone"
+    if isinstance(cast.scale.block, tuple) and ends_within(step, record._orig_size[0], cast.scale.block[0]):
+        return f"shards of {step} rows end within a tile of {cast.scale.block[0]}"
+    if given not in (torch.float32, operand_dtype(dtype or given, cast)):
+        return f"FSDP2 gives the weight in {given}, which does not hold the operand"
+    return None
+
+
+def check_gathers(model: nn.Module, casts: Mapping[str, LinearCasts], dtype: torch.dtype | None) -> None:
+    """Raises a ``ValueError`` if no weight of a model can be gathered in few bits, or FSDP2 has not sharded the layers.
+
+    Args:
+        model: converted, or to be.
+        casts: of its layers, by name, outside any phase.
+        dtype: of the computation, as in :class:`.gather.WeightGathers`.
+    """
+    found = {id(record._module_info.module): record for _, record in records(model)}
+    reasons: dict[str, list[str]] = {}
+    for name, of_layer in casts.items():
+        if (record := found.get(id(model.get_submodule(name)))) is None:
+            continue
+        if (why := obstacle(of_layer) or misfit(record, of_layer, dtype)) is None:
+            return
+        reasons.setdefault(why, []).append(name)
+    if not reasons:
+        raise ValueError(
+            "quantize_before_gather: FSDP2 shards no weight of a converted layer. It needs ModelParallelStrategy, and "
+            "torch.distributed.fsdp.fully_shard in configure_model; leave it out with other strategies."
+        )
+    told = "; ".join(f"{some(names)}: {why}" for why, names in reasons.items())
+    raise ValueError(
+        f"quantize_before_gather: no weight can be gathered in few bits. {told}. Take casts whose backward pass "
+        "uses the weight of the forward pass, some with overrides: 'nvfp4-nvidia', 'fp8-delayed', 'int4', any "
+        "dgrad_w='fprop'."
+    )
