@@ -1,4 +1,4 @@
-"""The largest magnitudes (amaxes) that outlive a step: delayed scaling scales by them, smoothing evaluates with them.
+"""Amaxes that are kept between steps: delayed scaling scales by them, smoothing evaluates with them.
 
     during a step    an operand with delayed scaling takes the amax in force, and raises the staged one to its own
     at its end       the staged ones become the largest over all ranks, and the histories advance:
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts import OPERANDS
 from lightning_lowbit.nn.keys import clean_name, with_index
 from lightning_lowbit.nn.layer_amaxes import LayerAmaxes
@@ -29,12 +30,12 @@ _GRADIENTS = [OPERANDS.index(name) for name in ("dgrad_g", "wgrad_g")]
 
 @dataclass
 class _Row:
-    """Where a layer's amaxes lie: its row of the histories, and its piece of the channels."""
+    """A layer, its slice of the channels, and the lengths of its histories."""
 
     name: str
     layer: QuantizedLayer
     channels: slice
-    lengths: list[int]  # of the operands: how many steps each remembers, 0 without delayed scaling
+    lengths: list[int]  # steps that each operand remembers, 0 without delayed scaling
 
 
 class AmaxHistories:
@@ -48,8 +49,8 @@ class AmaxHistories:
         model: holds converted layers; their names are those in this model.
 
     Attributes:
-        recording: whether passes through the model are stages of a step. Set it to False to evaluate: nothing is staged
-            then, and smoothing uses the channels of the last training step.
+        recording: whether passes stage their amaxes. Set it to False to evaluate: smoothing then uses the channels of
+            the last training step.
         renewed: the layers whose casts have changed since training started, see :meth:`go_on`.
 
     Example:
@@ -80,14 +81,14 @@ class AmaxHistories:
         used = torch.tensor([[_used(row, i) for i in range(operands)] for row in self._rows]).view(size, operands, 1)
         self._remembered = torch.arange(longest) >= longest - used
         self._channels = torch.zeros(channels)
-        # What is staged: of each layer a tensor, then of each its channels. Views of one tensor would share a version,
-        # and where a model is compiled in pieces, a backward pass would find that the next piece has changed it.
+        # Staged amaxes: a tensor per layer, then a tensor of channels per layer. Views of one tensor would share a
+        # version, and in a model compiled in pieces a backward pass would find it changed by the next piece.
         sizes = [operands] * size + [row.channels.stop - row.channels.start for row in self._rows]
-        self._parts = [torch.zeros(length) for length in sizes]
+        self._staged = [torch.zeros(length) for length in sizes]
         self._place(torch.device("cpu"))
 
     def __len__(self) -> int:
-        """How many layers have something to remember."""
+        """How many layers keep amaxes."""
         return len(self._rows)
 
     @property
@@ -100,12 +101,12 @@ class AmaxHistories:
         self._switch[0] = on
 
     def go_on(self, before: "AmaxHistories", renewed: Collection[str]) -> None:
-        """Takes over what other histories of the same model hold: the casts of some layers have changed.
+        """Copies the amaxes of layers whose casts stay, after those of others have changed.
 
         Args:
-            before: histories of the model as it was.
-            renewed: names of the layers whose casts have changed. They start empty; from then on, what was kept of
-                them in other casts is passed over by :meth:`load_state_dict`.
+            before: histories of the model before the change.
+            renewed: names of the layers whose casts have changed. They start empty, and :meth:`load_state_dict` ignores
+                amaxes that were saved for their former casts.
         """
         self._switch = before._switch
         self.renewed = before.renewed | set(renewed)
@@ -119,20 +120,20 @@ class AmaxHistories:
             kept = min(self._history.shape[-1], before._history.shape[-1])
             self._history[i, :, -kept:] = before._history[j, :, -kept:]
             self._channels[row.channels] = before._channels[old.channels]
-            self._parts[i].copy_(before._parts[j])
-            self._parts[size + i].copy_(before._parts[len(before._rows) + j])
+            self._staged[i].copy_(before._staged[j])
+            self._staged[size + i].copy_(before._staged[len(before._rows) + j])
         self._choose()
 
     @contextmanager
     def forgetting(self) -> Iterator[None]:
-        """Within this context passes are stages of a step, smoothed by their own channels, and then forgotten."""
-        staged, before = [part.clone() for part in self._parts], self.recording
+        """Within this context passes record as in training; at its end what they staged is discarded."""
+        staged, before = [part.clone() for part in self._staged], self.recording
         self.recording = True
         try:
             yield
         finally:
             self.recording = before
-            for part, kept in zip(self._parts, staged, strict=True):
+            for part, kept in zip(self._staged, staged, strict=True):
                 part.copy_(kept)
 
     def to_(self, device: torch.device) -> None:
@@ -141,34 +142,34 @@ class AmaxHistories:
             self._place(device)
 
     def relink(self) -> None:
-        """Makes what layers hold views of the amaxes again, which pickle makes copies of."""
+        """Gives layers views of the amaxes again, after pickle has made copies of them."""
         self._place(self._history.device)
 
-    @torch.inference_mode(False)  # evaluation may be what moves it, and training goes on in these tensors
+    @torch.inference_mode(False)  # evaluation may move it, and training writes to these tensors
     def _place(self, device: torch.device) -> None:
         for name in ("_history", "_remembered", "_channels"):
             setattr(self, name, getattr(self, name).to(device))
-        self._parts = [part.to(device) for part in self._parts]
+        self._staged = [part.to(device) for part in self._staged]
         size = len(self._rows)
         self._in_force = torch.zeros(size, len(OPERANDS), device=device)
         self._choose()
         for i, row in enumerate(self._rows):
-            channels = self._channels[row.channels], self._parts[size + i]
-            row.layer.amaxes = LayerAmaxes(self._in_force[i], self._parts[i], *channels, self._switch)
+            channels = self._channels[row.channels], self._staged[size + i]
+            row.layer.amaxes = LayerAmaxes(self._in_force[i], self._staged[i], *channels, self._switch)
 
     def _choose(self) -> None:
         self._in_force.copy_(torch.where(self._remembered, self._history, 0).amax(-1))
 
     def advance_(self, reduce: Callable[[Tensor], Any] | None = None) -> None:
-        """Ends a step: what was staged enters the histories.
+        """Ends a step: staged amaxes enter the histories.
 
         Args:
-            reduce: takes the maximum of a tensor over ranks, in place, where several train one model: one collective,
-                ``partial(torch.distributed.all_reduce, op=ReduceOp.MAX)``. All ranks must take part.
+            reduce: replaces a tensor by its maximum over the ranks that train one model, e.g.
+                ``partial(torch.distributed.all_reduce, op=ReduceOp.MAX)``; all ranks must take part.
         """
         if not self._rows:
             return
-        everything = torch.cat(self._parts)
+        everything = torch.cat(self._staged)
         if reduce is not None:
             reduce(everything)
         size = len(self._rows) * len(OPERANDS)
@@ -177,20 +178,20 @@ class AmaxHistories:
         self._history = torch.where(staged[..., None] > 0, advanced, self._history)
         self._choose()
         self._channels.copy_(torch.where(staged_channels > 0, staged_channels, self._channels))
-        torch._foreach_zero_(self._parts)
+        torch._foreach_zero_(self._staged)
 
     def scale_gradients_(self, factor: Tensor) -> None:
-        """Multiplies all amaxes of output gradients: the scale of the loss has changed, and theirs with it.
+        """Multiplies the amaxes of output gradients, as a change of the loss scale does to the gradients.
 
         Args:
-            factor: 0-d, what the loss of the next step is multiplied with, over that of the last one.
+            factor: 0-d, the new loss scale over the old one.
         """
         if not self._rows:
             return
         factor = factor.to(self._history.device)
         for operand in _GRADIENTS:  # a list as an index would be copied to the device, and waited for
             self._history[:, operand].mul_(factor)
-            torch._foreach_mul_([part[operand] for part in self._parts[: len(self._rows)]], factor)
+            torch._foreach_mul_([part[operand] for part in self._staged[: len(self._rows)]], factor)
         self._choose()
 
     # --- state ---
@@ -216,11 +217,11 @@ class AmaxHistories:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Takes what :meth:`state_dict` gave.
+        """Loads what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: it is that of other layers or operands, or of another length (but for layers that have been
-                given other casts since, see :meth:`go_on`); nothing has been changed then.
+            ValueError: it has other layers, operands or lengths, except for layers whose casts have changed since, see
+                :meth:`go_on`; nothing is changed then.
         """
         own = self.state_dict()
         state = {kind: self._without_renewed(own[kind], state[kind]) for kind in own}
@@ -235,12 +236,12 @@ class AmaxHistories:
                 channels[row.channels] = state["channel_amax"][row.name]
         self._history.copy_(history)
         self._channels.copy_(channels)
-        for part in self._parts:
+        for part in self._staged:
             part.zero_()
         self._choose()
 
     def _without_renewed(self, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What was kept, empty for layers that had other casts then."""
+        """The saved amaxes, with zeros for layers that had other casts then."""
         kept = dict(given)
         for name in {*own, *given}:
             fits = name in own and name in given and own[name].shape == given[name].shape
@@ -252,12 +253,12 @@ class AmaxHistories:
 
 
 def _in_features(layer: QuantizedLayer) -> int:
-    """Of the whole weight, also where FSDP1 has flattened it."""
+    """Of the global weight, even if FSDP1 has flattened it."""
     return int(getattr(layer, "in_features", 0) or getattr(layer, "nx", 0) or layer.weight_matrix().shape[1])
 
 
 def _used(row: _Row, index: int) -> int:
-    """How many of the amaxes that an operand remembers can be in force."""
+    """How many of the newest amaxes of an operand the one in force is chosen from."""
     cast = row.layer.full_casts.delayed.get(OPERANDS[index])
     return 1 if cast is not None and cast.scale.algorithm == "most_recent" else row.lengths[index]
 
@@ -269,7 +270,7 @@ def _compare(kind: str, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) 
     missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     if missing or unexpected:
         parts = [("missing there", missing), ("not in this model", unexpected)]
-        told = "; ".join(f"{what}: {_some(names)}" for what, names in parts if names)
+        told = "; ".join(f"{what}: {some(names, 6)}" for what, names in parts if names)
         raise ValueError(f"The checkpoint's {kind} is that of other layers: {told}. {_ADVICE}")
     for name, tensor in own.items():
         if given[name].shape != tensor.shape:
@@ -278,7 +279,3 @@ def _compare(kind: str, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) 
                 f"The checkpoint's {kind} of {name} has {len(given[name])} {what}, and this run's {len(tensor)}. "
                 f"{_ADVICE}"
             )
-
-
-def _some(names: list[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

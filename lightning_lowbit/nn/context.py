@@ -1,6 +1,6 @@
 """A context around the forward passes of a model that no Trainer runs.
 
-Whatever part of the model is called first, the whole or one block of it, enters the context; what it calls is inside.
+The outermost module that is called, the model or one block of it, enters the context; modules that it calls are inside.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class ForwardContext:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self._inside or self._inside[-1] is not module:
-            return  # the context was not entered: that has raised
+            return  # entering the context has raised
         self._inside.pop()
         if not self._inside and self._context is not None:
             context, self._context = self._context, None
@@ -53,7 +53,7 @@ class ForwardContext:
 
     @staticmethod
     def of(model: nn.Module) -> "ForwardContext | None":
-        """The one that is attached to a model or to a part of it; None if there is none."""
+        """The context attached to a model or to a part of it; None if there is none."""
         owners = (_owner(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
         return next((owner for owner in owners if owner is not None), None)
 

@@ -98,7 +98,7 @@ class _Source(NamedTuple):
     is_operand: bool = False
 
 
-class LinearFunction(torch.autograd.Function):
+class QuantizedGemms(torch.autograd.Function):
     """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast.
 
     Takes ``x`` [tokens, in_features], ``w`` [out_features, in_features] and ``bias`` [out_features] or None, all in the

@@ -1,4 +1,4 @@
-"""The GEMMs: emulated, which gives what low-precision tensor cores compute on any device, and native ones.
+"""The GEMMs: an emulation of low-precision tensor cores that runs on any device, and native ones.
 
 An FP4 element times its block scale is exact in bfloat16 (see ``Cast.fits_bfloat16``), and a product of two such
 numbers in float32, so a bfloat16 GEMM over ``codes * scales`` with float32 accumulation is the tensor core's GEMM up to

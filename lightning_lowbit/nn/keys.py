@@ -19,7 +19,7 @@ from lightning_lowbit.nn.casts import OPERANDS
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant.rounding import mix_key
 
-# What wrappers put into module names; without it a layer keeps its key when it is wrapped or compiled.
+# What wrappers add to module names. It is removed, so that a layer keeps its key when it is wrapped or compiled.
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 _IS_WEIGHT = [operand.endswith("_w") for operand in OPERANDS]
 
@@ -77,10 +77,10 @@ class LayerKeys:
         self._keys.copy_(mix_key(self._salts ^ torch.where(self._is_weight, shared, own)))
 
     def relink(self) -> None:
-        """Makes what layers hold views of the keys again, which pickle makes copies of."""
+        """Gives layers views of the keys again, after pickle has made copies of them."""
         self._place(self._keys.device)
 
-    @torch.inference_mode(False)  # evaluation may be what moves them, and they are refilled in training
+    @torch.inference_mode(False)  # evaluation may move them, and training refills them
     def _place(self, device: torch.device) -> None:
         self._salts, self._is_weight = self._salts.to(device), self._is_weight.to(device)
         self._keys = torch.zeros_like(self._salts)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.calls import Calls, keys_of_call
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.function import LinearFunction, PrequantizedWeight, Settings
+from lightning_lowbit.nn.function import PrequantizedWeight, QuantizedGemms, Settings
 from lightning_lowbit.nn.gemm import native_obstacle
 from lightning_lowbit.nn.layer_amaxes import LayerAmaxes, amax_in_force, stage_
 from lightning_lowbit.nn.sharded.parallel import Shards, tensor_parallel
@@ -151,7 +151,7 @@ class QuantizedLayer(nn.Module):
                 weight_amax=self.shared_amax(weight.dtype) if prequantized is None else prequantized.amax,
                 prequantized=prequantized,
             )
-            y: Tensor = LinearFunction.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
+            y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
             if rescale is not None:
                 y = y * rescale if bias is None else y * rescale + bias
         # As nn.Linear does: a module should not return a view, of which FSDP2 warns.

@@ -1,11 +1,11 @@
-"""What layers see of their operands and gradients while they compute, left in rows of one tensor.
+"""Statistics of operands and gradients that layers leave in rows of one tensor while they compute.
 
-    operand_sums    [6, 8] of a layer: for each operand that is quantized, what its cast did to it
+    operand_sums    [6, 8] of a layer: for each quantized operand, see :mod:`lightning_lowbit.quant.statistics`
     gradient_sums   [2] of a layer: Σ (dW - dW')² and Σ dW'², with dW of quantized operands and dW' of the same tensors
                     in high precision, of one backward pass: noise of the operands of this one GEMM, and bias
 
-Rows add up over passes, so over micro-batches; over ranks by one collective. A layer that has no row measures nothing,
-and costs nothing. The second form doubles the GEMM of a weight's gradient.
+Rows add up over passes, and so over micro-batches; one collective adds them over ranks. A layer without a row measures
+nothing and costs nothing. ``gradient_sums`` doubles the GEMM of a weight's gradient.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ class Watch:
     def stop(self) -> None:
         """Takes the rows from the layers."""
         for layer in self.layers.values():
-            # The None of the class is there again: with one of its own a layer would be compiled once more.
+            # Restores the None of the class: a None of its own would have the layer compiled once more.
             vars(layer).pop(self._what, None)
 
 

@@ -21,7 +21,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_lowbit._lightning import rank_zero_info
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.function import LinearFunction
+from lightning_lowbit.nn.function import QuantizedGemms
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
 
@@ -159,7 +159,7 @@ def _shape(edge: tuple[Any, int]) -> tuple[int, ...] | None:
 
 
 def _is_converted(node: Any) -> bool:
-    return isinstance(node, LinearFunction._backward_cls)
+    return isinstance(node, QuantizedGemms._backward_cls)
 
 
 def _is_opaque(node: Any) -> bool:
@@ -219,7 +219,7 @@ class _Owners:
     def of_product(self, node: Any) -> tuple[str, nn.Module | None, str | None]:
         """The name, the module and why it is not quantized."""
         if _is_converted(node):
-            return "", None, None if node.rest[0].casts != LinearCasts() else _UNKNOWN
+            return "", None, None if node.settings.casts != LinearCasts() else _UNKNOWN
         if node.name().startswith("ScaledDotProduct"):
             return "", None, _ATTENTION
         edges = node.next_functions if "Rnn" in node.name() else _operands(node)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal
 
-from lightning_lowbit.checks import choose, from_fields, is_number
+from lightning_lowbit.checks import choose, flag, from_fields, is_number
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format, integer
 
 Block = int | tuple[int, int] | Literal["row", "tensor"]
@@ -24,83 +24,72 @@ SCALE_ROUNDINGS = dict.fromkeys(SCALE_FORMATS, _EXMY) | {
 }
 
 
-# Every combination that has no meaning: when it applies, given the scale and the element (None while there is only a
-# scale), and what to say. All other combinations of the fields are honored.
+# Combinations of fields that have no meaning: when they apply to a scale s and an element e (None while there is only a
+# scale), and what to say. All other combinations are honored.
 REFUSED: "tuple[tuple[Callable[[Scale, str | None], bool], str], ...]" = (
     (
-        lambda scale, _: scale.two_level and scale.format == "fp32",
-        "Scales in fp32 have the range and the digits that a second level would give: leave out two_level, or take "
-        "another format, such as 'e4m3'.",
+        lambda s, _: s.two_level and s.format == "fp32",
+        "fp32 scales have the range and digits of a second level: leave out two_level, or take e.g. format='e4m3'.",
     ),
     (
-        lambda scale, _: scale.two_level and scale.block == "tensor",
-        "With block='tensor' a second level would scale the same elements again: leave out two_level, or take smaller "
-        "blocks.",
+        lambda s, _: s.two_level and s.block == "tensor",
+        "With block='tensor' a second level scales the same elements again: leave out two_level, or take a block.",
     ),
     (
-        lambda scale, _: scale.top is not None and not scale.two_level,
+        lambda s, _: s.top is not None and not s.two_level,
         "Scale.top says where the scale of the tensor maps its largest element: take two_level=True, or leave out top.",
     ),
     (
-        lambda scale, element: (scale.top or 0) * (ELEMENT_FORMATS[element].max if element else 1) >= 2.0**128,
+        lambda s, e: (s.top or 0) * (ELEMENT_FORMATS[e].max if e else 1) >= 2.0**128,
         "Scale.top times the largest element exceeds float32: take a smaller top, or leave it out.",
     ),
     (
-        lambda scale, _: scale.prescale != 1 and (scale.format, scale.rounding) != ("e8m0", "floor"),
-        "Scale.prescale makes room for elements that would saturate, which e8m0 scales with rounding='floor' cause and "
-        "no others: take those, or leave out prescale.",
+        lambda s, _: s.prescale != 1 and (s.format, s.rounding) != ("e8m0", "floor"),
+        "Elements saturate, and need a prescale, under e8m0 scales with rounding='floor' alone: leave out prescale.",
     ),
     (
-        lambda scale, _: scale.prescale != 1 and scale.two_level,
+        lambda s, _: s.prescale != 1 and s.two_level,
         "With two levels the scale of the tensor makes the room: leave out prescale, or two_level.",
     ),
     (
-        lambda scale, _: scale.four_over_six is not None and scale.format in ("e8m0", "fp32"),
-        "4/6 chooses between a scale and 6/4 of it: powers of two cannot hold that, and fp32 scales have no reason to. "
-        "Take an ExMy format such as 'e4m3', or leave out four_over_six.",
+        lambda s, _: s.four_over_six is not None and s.format in ("e8m0", "fp32"),
+        "4/6 needs scales that hold 6/4 of each other: take an ExMy format, 'e4m3', or leave out four_over_six.",
     ),
     (
-        lambda scale, _: scale.four_over_six is not None and not scale.per_block,
+        lambda s, _: s.four_over_six is not None and not s.per_block,
         "4/6 chooses per block: take a block such as 16, or leave out four_over_six.",
     ),
     (
-        lambda scale, element: scale.four_over_six is not None and element not in (None, "e2m1"),
-        "4/6 maps the largest element of a block to 6 or to 4, levels of e2m1: take element='e2m1', or leave out "
-        "four_over_six.",
+        lambda s, e: s.four_over_six is not None and e not in (None, "e2m1"),
+        "4/6 maps the amax of a block to 6 or 4, levels of e2m1: take element='e2m1', or leave out four_over_six.",
     ),
     (
-        lambda scale, _: scale.format != "fp32" and (scale.statistic, scale.factor, scale.epsilon) != ("absmax", 1, 0),
-        "Scale.statistic, factor and epsilon say what an fp32 scale is made from: take format='fp32', or leave them "
-        "out.",
+        lambda s, _: s.format != "fp32" and (s.statistic, s.factor, s.epsilon) != ("absmax", 1, 0),
+        "Scale.statistic, factor and epsilon are of fp32 scales: take format='fp32', or leave them out.",
     ),
     (
-        lambda scale, _: scale.statistic != "absmax" and scale.margin > 0,
-        "Scale.margin leaves room above the largest magnitude, from which this scale is not made: leave it out, or "
-        "take factor.",
+        lambda s, _: s.statistic != "absmax" and s.margin > 0,
+        "Scale.margin leaves room above the amax, which this scale does not use: leave it out, or take factor.",
     ),
     (
-        lambda scale, _: scale.statistic != "absmax" and scale.source == "delayed",
-        "Delayed scaling remembers largest magnitudes, from which this scale is not made: take statistic='absmax', or "
-        "source='current'.",
+        lambda s, _: s.statistic != "absmax" and s.source == "delayed",
+        "Delayed scaling remembers amaxes, which this scale lacks: take statistic='absmax', or source='current'.",
     ),
     (
-        lambda scale, element: scale.statistic == "minmax" and not (element or "int").startswith("int"),
-        "With statistic='minmax' an element counts steps from the least one, which integers do: take 'int2' to 'int8', "
-        "or statistic='absmax'.",
+        lambda s, e: s.statistic == "minmax" and not (e or "int").startswith("int"),
+        "With statistic='minmax' elements count steps, as integers do: take 'int2' to 'int8', or statistic='absmax'.",
     ),
     (
-        lambda scale, _: scale.margin > 0 and scale.format != "fp32",
-        "Scale.margin leaves room above the largest magnitude in fp32 scales: take format='fp32', or leave out margin.",
+        lambda s, _: s.margin > 0 and s.format != "fp32",
+        "Scale.margin leaves room above the amax in fp32 scales: take format='fp32', or leave out margin.",
     ),
     (
-        lambda scale, _: scale.source == "delayed" and not scale.needs_amax,
-        "Delayed scaling remembers the largest magnitude of the whole tensor: take block='tensor' or two_level=True, "
-        "or source='current'.",
+        lambda s, _: s.source == "delayed" and not s.needs_amax,
+        "Delayed scaling remembers the amax of the tensor: take block='tensor', two_level=True, or source='current'.",
     ),
     (
-        lambda scale, _: scale.source != "delayed" and (scale.history, scale.algorithm) != (16, "max"),
-        "Scale.history and Scale.algorithm say what delayed scaling remembers: take source='delayed', or leave both "
-        "out.",
+        lambda s, _: s.source != "delayed" and (s.history, s.algorithm) != (16, "max"),
+        "Scale.history and Scale.algorithm are of delayed scaling: take source='delayed', or leave both out.",
     ),
 )
 
@@ -113,46 +102,32 @@ def _refuse(scale: "Scale", element: str | None) -> None:
 
 @dataclass(frozen=True)
 class Scale:
-    """How the scales of one tensor are made.
+    """How the scales of one tensor are made; docs/guides/scales.md describes each field with its source.
 
     Args:
-        format: format of the block scales: ``"e1m6"``, ``"e2m5"``, ``"e3m4"``, ``"e4m3"``, ``"e5m2"``, ``"e6m1"`` (FP4
-            All the Way, arXiv 2505.19115, figure 1), ``"e8m0"`` (OCP Microscaling), ``"fp32"``.
-        block: elements that share a scale: ``16`` along the contraction axis; ``(16, 16)``, a tile of the tensor (a
-            tile is the same for the tensor and its transpose); ``"row"``, the whole contraction axis: one scale per
-            token or output channel; ``"tensor"``.
-        rounding: of the scale itself. ``"nearest"`` may round the scale of a block below what its largest element
-            needs, which then saturates; ``"up"`` never does, which makes stochastic rounding unbiased. For ``"e8m0"``
-            the rules by which the exponent follows from the largest magnitude 2^k * m of a block: ``"floor"`` (OCP; may
-            saturate), ``"ceil"``, ``"even"`` (up where m rounds up to 2 in the element format; may saturate),
-            ``"rceil"`` (the smallest exponent at which nothing saturates; the default). For ``"fp32"`` ``"nearest"`` or
-            ``"power_of_two"``, the next one at which nothing saturates.
-        two_level: with a float32 scale of the whole tensor above the block scales, as in NVFP4: it maps the largest
-            element of the tensor to ``top * element.max``.
-        top: scale of the block with the largest element of the tensor, with two levels; None is the largest scale
-            there is (1 for ``"e8m0"``, which has float32's range; with 4/6 the largest power of two of which 6/4 is
-            still a scale: 256 for ``"e4m3"``).
-        four_over_six: ``"mse"`` or ``"mae"``: of each block's scale and the one 6/4 as large, which maps the block's
-            largest element to 4 instead of 6, the one with the smaller error (Four Over Six, arXiv 2512.02010).
-        prescale: what elements are multiplied by once the scales are made; undone in the operand's own decoding. 3/4
-            keeps FP4 elements from saturating under ``"floor"`` (Tseng et al., arXiv 2502.20586, algorithm 2).
-        margin: powers of two of room above the largest magnitude, for ``"fp32"``: scales are 2^margin larger.
-        statistic: of a block, what its scale is made from, for ``"fp32"``. ``"absmax"``: the largest magnitude, which
-            becomes the largest level; ``"absmean"``: the mean magnitude, which becomes 1, and larger elements saturate
-            (BitNet b1.58, arXiv 2402.17764, section 2); ``"minmax"``: least and largest element, 0 among them, between
-            which an integer of b bits counts 2^b - 1 steps from a zero point (Jacob et al., arXiv 1712.05877, section
-            2.1).
-        factor: what the statistic is multiplied by, for ``"fp32"``: below 1 more elements saturate.
-        epsilon: the least that the statistic is taken for, for ``"fp32"``: 1e-5 in BitNet.
-        source: of the largest magnitude of the tensor. ``"current"``: the tensor itself; ``"delayed"``: those of the
-            steps before, which :class:`lightning_lowbit.nn.AmaxHistories` remembers (FP8 Formats for Deep Learning,
-            arXiv 2209.05433, and Transformer Engine's ``DelayedScaling``). Magnitudes beyond it saturate. Takes
-            ``block="tensor"`` or ``two_level=True``.
-        history: steps that delayed scaling remembers (Transformer Engine: 1024).
-        algorithm: ``"max"`` or ``"most_recent"`` of the remembered magnitudes.
+        format: of the block scales: ``"e1m6"``, ``"e2m5"``, ``"e3m4"``, ``"e4m3"``, ``"e5m2"``, ``"e6m1"``, ``"e8m0"``
+            or ``"fp32"``.
+        block: elements that share a scale: ``16`` along the contraction axis; ``(16, 16)``, a tile; ``"row"``, the
+            whole contraction axis; ``"tensor"``.
+        rounding: of the scale: ``"nearest"`` or ``"up"``; for ``"e8m0"`` ``"rceil"``, ``"floor"``, ``"ceil"`` or
+            ``"even"``; for ``"fp32"`` ``"nearest"`` or ``"power_of_two"``. None for the first of these.
+        two_level: whether a float32 scale of the whole tensor stands above the block scales, as in NVFP4.
+        top: scale of the block with the largest element of the tensor, with two levels; None for the largest scale.
+        four_over_six: ``"mse"`` or ``"mae"``: the error by which each block chooses between its scale and 6/4 of it.
+        prescale: factor of the elements, applied once the scales are made and undone in decoding.
+        margin: powers of two of room above the amax, for ``"fp32"``.
+        statistic: of a block, what its ``"fp32"`` scale is made from: ``"absmax"``, ``"absmean"`` or ``"minmax"``.
+        factor: of the statistic, for ``"fp32"``; below 1 more elements saturate.
+        epsilon: the least value of the statistic, for ``"fp32"``.
+        source: of the tensor's amax: ``"current"``, or ``"delayed"``, that of the steps before.
+        history: steps that delayed scaling remembers.
+        algorithm: ``"max"`` or ``"most_recent"`` of the remembered amaxes.
 
     Raises:
         ValueError: an argument is not one of the above, or a combination has no meaning; ``REFUSED`` lists those.
+
+    Example:
+        >>> Scale("e4m3", 16, two_level=True)  # NVFP4's
     """
 
     format: str = "e4m3"
@@ -183,8 +158,7 @@ class Scale:
                 f"Scale.block is a positive number of elements such as 16, a tile such as (16, 16), 'row' or 'tensor'; "
                 f"got {self.block!r}."
             )
-        if not isinstance(self.two_level, bool):
-            raise ValueError(f"Scale.two_level is true or false; got {self.two_level!r}.")
+        flag("Scale.two_level", self.two_level)
         if self.four_over_six is not None:
             choose("error measure of Scale.four_over_six", self.four_over_six, ("mse", "mae"))
         choose("statistic of Scale", self.statistic, ("absmax", "absmean", "minmax"))
@@ -268,12 +242,15 @@ class Cast:
             ``"e5m2"``, ``"int2"`` to ``"int8"``, ``"ternary"``.
         scale: how the scales are made; a mapping of its fields is accepted too.
         rounding: of the elements. ``"nearest"`` has ties to even; ``"stochastic"`` is unbiased and needs a key.
-        rounded: what enters a GEMM, elements times block scales, is rounded to bfloat16 where that is the dtype of the
-            computation, as fake quantization does; what it holds exactly stays as it is. If not, a GEMM whose operands
-            bfloat16 does not hold exactly is one of float32.
+        rounded: whether the operand of a GEMM, elements times block scales, is rounded to the bfloat16 of the
+            computation, as fake quantization does. If not, operands that bfloat16 does not hold exactly are float32,
+            and so is their GEMM. Unlike ``rounding``, it changes nothing about the elements.
 
     Raises:
         ValueError: an argument is not one of the above, or a combination has no meaning; ``REFUSED`` lists those.
+
+    Example:
+        >>> Cast("e2m1", Scale("e4m3", 16, two_level=True), "stochastic")
     """
 
     element: str = "e2m1"
@@ -289,8 +266,7 @@ class Cast:
             object.__setattr__(self, "scale", from_fields(Scale, "Scale", self.scale))
         if not isinstance(self.scale, Scale):
             raise ValueError(f"Cast.scale is a Scale or a mapping of its fields; got {self.scale!r}.")
-        if not isinstance(self.rounded, bool):
-            raise ValueError(f"Cast.rounded is true or false; got {self.rounded!r}.")
+        flag("Cast.rounded", self.rounded)
         _refuse(self.scale, self.element)
         own = {name: getattr(self, name) for name in ("element", "rounding", "rounded")}
         object.__setattr__(self, "spec", json.dumps({**own, "scale": asdict(self.scale)}))

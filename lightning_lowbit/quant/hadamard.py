@@ -3,7 +3,7 @@
     A · B  =  (A T) (Tᵀ B)      T = diag(±1) · H / √n, orthogonal, for each group of n along the contraction axis
 
 Both products spread an outlier over its group before the operands are quantized; between them T cancels. It is a
-property of a GEMM, then, not of a tensor. H is Sylvester's matrix, [[H, H], [H, -H]] recursively from [[1]].
+property of a GEMM, not of a tensor. H is Sylvester's matrix, [[H, H], [H, -H]] recursively from [[1]].
 """
 
 import math

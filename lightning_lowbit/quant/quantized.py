@@ -31,7 +31,7 @@ class Quantized:
             the last two dimensions; for ``"tensor"`` all of them 1.
         tensor_scale: float32, 0-d, what every block scale is multiplied by; None with one level.
         cast: how it was quantized.
-        dim: the blocked dimension, counted from the end (for tiles of no consequence).
+        dim: the blocked dimension, counted from the end; unused for tiles.
         zero_points: uint8, the shape of ``scales``: the code of 0 with ``statistic="minmax"``, else None.
     """
 
@@ -57,7 +57,7 @@ class Quantized:
         return self._spread(self.elements(), scales, torch.mul).to(dtype)
 
     def _spread(self, elements: Tensor, scales: Tensor, operation: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """An operation on each element and what its block has."""
+        """Applies an operation to each element and the value of its block."""
         matrix, scales = as_matrix(elements, self.dim), as_matrix(scales, self.dim)
         tile = tile_of(self.cast, self.dim, elements.dim())
         blocks = to_blocks(matrix, tile)
@@ -74,11 +74,10 @@ def quantize(
     Args:
         x: floating point, any shape. Blocks that its size does not fill are padded inside with zeros.
         cast: how.
-        dim: dimension along which blocks lie: the contraction dimension of the GEMM. Of no consequence for tiles.
+        dim: dimension along which blocks lie: the contraction dimension of the GEMM; unused for tiles.
         key: the key of the random bits of stochastic rounding: an integer or an int64 tensor of one element; see
             :func:`lightning_lowbit.quant.rounding.mix_key`.
-        amax: largest magnitude of the tensor, one element, instead of that of ``x``: for scales that are shared or
-            delayed.
+        amax: one element, max|x| to use instead of that of ``x``: for scales that are shared or delayed.
 
     Returns:
         Codes and scales. An element that is NaN or infinite decodes to NaN, with its block.
@@ -86,6 +85,11 @@ def quantize(
     Raises:
         ValueError: stochastic rounding without a key; ``amax`` for a cast that does not depend on it; tiles of a
             tensor that is not a matrix; a dtype that is not floating point.
+
+    Example:
+        >>> q = quantize(torch.randn(4, 64), Cast("e2m1", Scale("e4m3", 16, two_level=True)))
+        >>> q.codes.shape, q.scales.shape
+        (torch.Size([4, 64]), torch.Size([4, 4]))
     """
     if not x.is_floating_point():
         raise ValueError(f"quantize takes a floating point tensor; got {x.dtype}. Convert it first, e.g. x.float().")

@@ -47,12 +47,12 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
     make: Callable[..., Any] = function._operand
     quantize: Callable[..., Any] = function.quantize_operand
 
-    def spy(name: str, source: Any, how: Any) -> Any:
-        rows = how.operand_sums
+    def spy(name: str, source: Any, settings: Any) -> Any:
+        rows = settings.operand_sums
         at[:] = [] if rows is None else [(rows.storage_offset() // rows.numel(), name)]
-        for layer, _ in at if source.made else ():  # what another GEMM made
+        for layer, _ in at if source.is_operand else ():  # what another GEMM made
             made[layer, name] = made[layer, SHARED[name]]
-        return make(name, source, how)
+        return make(name, source, settings)
 
     def note(x: Tensor, cast: Cast, dim: int, key: Tensor | None, amax: Tensor | None, *rest: Any) -> Any:
         for place in at:

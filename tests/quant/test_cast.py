@@ -161,14 +161,14 @@ def test_a_refusal_says_what_to_do(message: str) -> None:
 
 
 REFUSALS = [
-    (lambda: Scale("fp32", two_level=True), "range and the digits that a second level would give: leave out two_level"),
-    (lambda: Scale("e4m3", "tensor", two_level=True), "scale the same elements again: leave out two_level"),
+    (lambda: Scale("fp32", two_level=True), "range and digits of a second level: leave out two_level"),
+    (lambda: Scale("e4m3", "tensor", two_level=True), "scales the same elements again: leave out two_level"),
     (lambda: Scale("e4m3", top=256), "Scale.top says where"),
-    (lambda: Scale("e4m3", prescale=0.75), "e8m0 scales with rounding='floor' cause and no others"),
-    (lambda: Scale("e8m0", prescale=0.75), "e8m0 scales with rounding='floor' cause and no others"),
+    (lambda: Scale("e4m3", prescale=0.75), "under e8m0 scales with rounding='floor' alone"),
+    (lambda: Scale("e8m0", prescale=0.75), "under e8m0 scales with rounding='floor' alone"),
     (lambda: Scale("e8m0", 32, "floor", two_level=True, prescale=0.75), "leave out prescale, or two_level"),
-    (lambda: Scale("e8m0", four_over_six="mse"), "powers of two cannot hold that"),
-    (lambda: Scale("fp32", four_over_six="mae"), "fp32 scales have no reason to"),
+    (lambda: Scale("e8m0", four_over_six="mse"), "4/6 needs scales that hold 6/4 of each other"),
+    (lambda: Scale("fp32", four_over_six="mae"), "4/6 needs scales that hold 6/4 of each other"),
     (lambda: Scale("e4m3", "row", four_over_six="mse"), "4/6 chooses per block: take a block such as 16"),
     (lambda: Scale("e4m3", "tensor", four_over_six="mse"), "4/6 chooses per block"),
     (
@@ -178,32 +178,32 @@ REFUSALS = [
     (lambda: Cast("int4", {"four_over_six": "mse"}), "levels of e2m1"),
     (lambda: Scale("e4m3", margin=1), "in fp32 scales: take format='fp32', or leave out margin. Got e4m3:1x16(margin"),
     (lambda: Scale("e8m0", "tensor", margin=2), "in fp32 scales: take format='fp32', or leave out margin"),
-    (lambda: Scale("fp32", "row", source="delayed"), "take block='tensor' or two_level=True, or source='current'"),
-    (lambda: Scale("e4m3", 16, source="delayed"), "remembers the largest magnitude of the whole tensor"),
+    (lambda: Scale("fp32", "row", source="delayed"), "take block='tensor', two_level=True, or source='current'"),
+    (lambda: Scale("e4m3", 16, source="delayed"), "remembers the amax of the tensor"),
     (lambda: Scale("fp32", "tensor", history=32), "take source='delayed', or leave both out. Got fp32:tensor"),
-    (lambda: Scale(algorithm="most_recent"), "Scale.history and Scale.algorithm say what delayed scaling remembers"),
+    (lambda: Scale(algorithm="most_recent"), "Scale.history and Scale.algorithm are of delayed scaling"),
     *[
         (
             lambda setting=setting: Scale("e4m3", **setting),
-            "say what an fp32 scale is made from: take format='fp32', or leave them out. Got e4m3:1x16(",
+            "are of fp32 scales: take format='fp32', or leave them out. Got e4m3:1x16(",
         )
         for setting in ({"statistic": "absmean"}, {"statistic": "minmax"}, {"factor": 0.5}, {"epsilon": 1e-5})
     ],
     (lambda: Scale("e8m0", 32, factor=2), "take format='fp32', or leave them out. Got e8m0:1x32(absmax x2)"),
     (
         lambda: Scale("fp32", statistic="absmean", margin=1),
-        "from which this scale is not made: leave it out, or take factor. Got fp32:1x16(margin 1)(absmean)",
+        "which this scale does not use: leave it out, or take factor. Got fp32:1x16(margin 1)(absmean)",
     ),
     (lambda: Scale("fp32", "row", statistic="minmax", margin=2), "leave it out, or take factor"),
     (
         lambda: Scale("fp32", "tensor", statistic="absmean", source="delayed"),
-        "Delayed scaling remembers largest magnitudes, from which this scale is not made: take statistic='absmax'",
+        "Delayed scaling remembers amaxes, which this scale lacks: take statistic='absmax'",
     ),
     (lambda: Scale("fp32", "tensor", statistic="minmax", source="delayed"), "take statistic='absmax', or source="),
     *[
         (
             lambda element=element: Cast(element, Scale("fp32", 32, statistic="minmax")),
-            f"which integers do: take 'int2' to 'int8', or statistic='absmax'. Got fp32:1x32(minmax) for {element}.",
+            f"as integers do: take 'int2' to 'int8', or statistic='absmax'. Got fp32:1x32(minmax) for {element}.",
         )
         for element in ELEMENT_FORMATS
         if not element.startswith("int")
