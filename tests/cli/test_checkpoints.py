@@ -114,6 +114,7 @@ def lowbit(*arguments):
     return cli.main(["fit", "--config=quickstart", "--config=tiny.yaml", OFTEN, *arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_text")
 def test_the_command_says_one_line_of_a_damaged_checkpoint_and_goes_on_from_a_whole_one(capsys):
     assert lowbit("--trainer.max_steps=4", "--trainer.callbacks.init_args.save_top_k=-1") == 0

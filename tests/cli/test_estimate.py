@@ -424,6 +424,7 @@ def test_the_configuration_says_what_options_do_not(capsys):
     assert layout(*two, "--tensor_parallel=1") == (4, "fsdp", 1)
 
 
+@pytest.mark.slow
 def test_the_configuration_says_what_is_gathered(capsys):
     def gather(*arguments):
         assert (

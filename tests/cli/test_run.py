@@ -189,6 +189,7 @@ def test_a_list_option_takes_one_item():
     assert (plugin["skip"], plugin["only"]) == (["lm_head"], ["q_proj"])
 
 
+@pytest.mark.slow
 def test_last_is_searched_where_the_checkpoints_are():
     for mine in (
         ["--trainer.default_root_dir=runs/mine"],
@@ -357,6 +358,7 @@ def resume_and_compare(checkpoint, uninterrupted):
     return step
 
 
+@pytest.mark.slow
 def test_kill_and_resume(uninterrupted):
     checkpoint = Path("runs/tiny/version_0/checkpoints/last.ckpt")
     process = begin(checkpoint)
@@ -365,6 +367,7 @@ def test_kill_and_resume(uninterrupted):
     resume_and_compare(checkpoint, uninterrupted)
 
 
+@pytest.mark.fast("2-1")
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
 def test_interrupt_and_resume(number, status, uninterrupted):
     process = begin(Path("runs/tiny/version_0/checkpoints/last.ckpt"))

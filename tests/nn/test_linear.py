@@ -584,6 +584,7 @@ def test_language_models(make: Callable[[], nn.Module], layers: int, autocast: b
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("nvfp4-True")
 @pytest.mark.parametrize(
     "casts, autocast",
     [(name, number % 2 == 0) for number, name in enumerate(["nvfp4", *EVERYTHING])],
@@ -607,6 +608,7 @@ def test_torch_compile_gives_the_same_bits(casts: str, autocast: bool) -> None:
         identical(found, expected, f"compiled, step {step}")
 
 
+@pytest.mark.fast("nvfp4")
 @pytest.mark.parametrize("casts", ["nvfp4", "surrogates", "fp8-delayed"])
 def test_a_phase_costs_one_compilation(casts: str) -> None:
     torch._dynamo.reset()

@@ -233,6 +233,7 @@ def _pickled(value: Any) -> Any:
     return through_a_file(value, weights_only=False)  # Python's pickle cannot read FP8 tensors
 
 
+@pytest.mark.pairwise(1)
 @entries(lambda entry: entry.can_be_copied)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, _pickled])
 @pytest.mark.parametrize("trained", [0, 5])
@@ -392,6 +393,7 @@ def test_nothing_to_do(entry: Entry) -> None:
     assert_same(snapshot(optimizer, parameters), before, "a step without gradients left traces")
 
 
+@pytest.mark.pairwise(1)
 @every_entry
 @pytest.mark.parametrize("trained", [0, 3], ids=["first step", "later step"])
 @pytest.mark.parametrize(
@@ -425,6 +427,7 @@ def test_sparse_and_complex_gradients_are_refused(
     assert_same(snapshot(optimizer, parameters), snapshot(twin, twins), "a refused step left traces")
 
 
+@pytest.mark.pairwise(1)
 @every_entry
 @on_device_too
 @pytest.mark.parametrize(
@@ -607,6 +610,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 }
 
 
+@pytest.mark.pairwise(1)
 @entries_and_rates
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 def test_schedulers_are_followed(entry: Entry, schedule: str, lr_is_tensor: bool) -> None:

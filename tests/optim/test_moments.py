@@ -217,6 +217,7 @@ def test_codes_do_not_depend_on_the_pieces(shape: tuple[int, ...], piece: int, m
             assert same, f"{name} of parameter {number} in pieces of {piece} is not that of the whole"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 130), (2, 3, 256)], ids=str)
 def test_compiled_rounding_is_eager_rounding(shape: tuple[int, ...]) -> None:
     values = heavy_tailed(shape)
@@ -359,6 +360,7 @@ def final_loss(
     return sum(losses[-20:]) / 20
 
 
+@pytest.mark.fast("LowBitAdamW")
 @pytest.mark.parametrize("optimizer", [LowBitAdamW, StableSPAM])
 def test_training_in_fp8_is_nearly_as_good(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     ratios = []

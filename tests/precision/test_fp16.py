@@ -425,6 +425,7 @@ def checkpoint() -> dict[str, Any]:
     return torch.load("x.ckpt", weights_only=True)
 
 
+@pytest.mark.fast("5-conservative", "4-torch's")
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("cut", [3, 4, 5, 6])  # just before an overflow, after it, and between two
 def test_a_resumed_run_equals_the_uninterrupted_one(cut: int, scaler: str) -> None:

@@ -151,6 +151,7 @@ def test_from_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("delayed-token", "current-channel", "row-None", "mx-None")
 @pytest.mark.parametrize("smooth", [None, "channel", "token"])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_loss_falls(scaling: str, smooth: str | None) -> None:

@@ -183,6 +183,7 @@ class SaveAlways(Callback):
         trainer.save_checkpoint(self.folder / f"epoch{trainer.current_epoch}.ckpt")
 
 
+@pytest.mark.fast("max_epochs-2-0", "max_steps-1-2")
 @pytest.mark.parametrize(
     "limit, accumulate, num_workers",
     [*product(["max_epochs", "max_steps"], [1, 2], [0]), ("max_epochs", 2, 2), ("max_steps", 1, 2)],

@@ -138,6 +138,7 @@ def write_c4(folder):
     (folder / "README.md").write_text(f"---\n{card}---\n")
 
 
+@pytest.mark.fast("quickstart", "c4", "stable_spam", "ternary", "moret_gradclip_adaclip", "trust")
 @pytest.mark.parametrize("name", ONE_DEVICE)
 def test_two_steps(name):
     configs = COMBINATIONS[name]
@@ -195,6 +196,7 @@ def test_continual_qat_says_that_it_needs_a_model(capsys):
     assert "no network 'model'" in capsys.readouterr().err
 
 
+@pytest.mark.fast("nvfp4", "llama_7b", "adam_mini_adaptive", "fp16")
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_full_size(name, monkeypatch):
     made = []
@@ -263,6 +265,7 @@ def _handler():
 OPTIONS = "--model.init_args.optimizer.init_args"
 
 
+@pytest.mark.fast("stable_spam-options2")
 @pytest.mark.usefixtures("_handler")
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -560,6 +563,7 @@ def test_the_rows_of_ablation():
         assert not spikes_of(row)
 
 
+@pytest.mark.slow
 def test_studies_share_what_has_the_same_name():
     recipes_by_folder = {}
     for name in STUDIES:

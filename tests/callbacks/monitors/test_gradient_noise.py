@@ -636,6 +636,7 @@ PLUGINS: dict[str, Callable[[], LowBitPrecision]] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("plugin", "micro", "kind"),
     [
