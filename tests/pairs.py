@@ -25,11 +25,11 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
 
 
 def _not_needed(name: str, matrix: list[Any]) -> list[Any]:
-    if fast := matrix[0].get_closest_marker("fast"):
-        unknown = set(fast.args) - {item.callspec.id for item in matrix}
+    if fast := {name for marker in matrix[0].iter_markers("fast") for name in marker.args}:
+        unknown = fast - {item.callspec.id for item in matrix}
         if unknown and len(matrix) > 1:  # one alone has been asked for
             raise pytest.UsageError(f"{name} has no case {sorted(unknown)} to be fast")
-        return [item for item in matrix if item.callspec.id not in fast.args]
+        return [item for item in matrix if item.callspec.id not in fast]
     cases = [{name: id(value) for name, value in item.callspec.params.items()} for item in matrix]
     needed = cover(cases, *matrix[0].get_closest_marker("pairwise").args)
     return [item for number, item in enumerate(matrix) if number not in needed]
@@ -58,6 +58,6 @@ def cover(cases: Sequence[dict[str, int]], together: int = 2) -> set[int]:
 
 def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
     """The values that a parameter has in the selected tests that use the fixture which asks."""
-    tests = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
-    calls = [test.callspec for test in tests if hasattr(test, "callspec")]
+    tests = [item for item in request.session.items if request.node in item.listchain() and hasattr(item, "callspec")]
+    calls = [test.callspec for test in tests if request.fixturename in test.fixturenames]
     return list(dict.fromkeys(call.params[name] for call in calls if name in call.params))

@@ -222,6 +222,7 @@ def test_ctrl_c_saves_and_a_restart_goes_on(capsys):
     assert f"Going on from {interrupted}" in Path("runs/compare/nvfp4/seed_0/log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_sigterm_reaches_the_runs_and_ends_with_143():
     process = begin()
     written("bf16/seed_0/*/checkpoints/last.ckpt", process)

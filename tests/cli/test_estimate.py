@@ -121,6 +121,7 @@ ROTARY = 2 * BATCH.length * 16 * 4
 TABLES = ROTARY + INTEGERS
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("casts", [None, "nvfp4", "fp8-current"])
 @pytest.mark.parametrize("config", [{}, {"num_key_value_heads": 2}, {"num_hidden_layers": 3}], ids=str)
 def test_activations_are_those_that_autograd_keeps(config, casts):

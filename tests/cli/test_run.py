@@ -72,6 +72,7 @@ def test_quickstart(capsys):
     assert config["model"]["init_args"]["optimizer"]["class_path"] == "lightning_lowbit.StableSPAM"
 
 
+@pytest.mark.slow
 def test_a_run_has_a_folder_of_its_own_for_each_combination():
     Path("mine.yaml").write_text(TINY.replace(", default_root_dir: runs/tiny", ""))
     assert cli.main(["fit", "--config=quickstart", "--config", "bf16", "-c", "mine.yaml"]) == 0
@@ -134,6 +135,7 @@ def test_every_command_finds_classes_of_the_current_folder():
     assert "val_loss" in installed("validate", *recipe, f"--ckpt_path={checkpoint}")
 
 
+@pytest.mark.slow
 def test_the_saved_configuration_runs_again():
     assert lowbit() == 0
     assert cli.main(["fit", "--config=runs/tiny/version_0/config.yaml"]) == 0
@@ -141,6 +143,7 @@ def test_the_saved_configuration_runs_again():
     assert first == second
 
 
+@pytest.mark.slow
 def test_the_same_command_twice():
     assert lowbit() == 0
     assert lowbit() == 0
@@ -148,6 +151,7 @@ def test_the_same_command_twice():
     assert first == second, "the same command gives another run"
 
 
+@pytest.mark.slow
 def test_the_seed_of_seed_everything_reaches_everything():
     for seed in (0, 1):
         assert lowbit(f"--seed_everything={seed}") == 0

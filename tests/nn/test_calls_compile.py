@@ -111,6 +111,7 @@ def _tensor_parallel(model: Recurrent) -> nn.Module:
     return parallelize_module(model, init_device_mesh("cpu", (1,)), styles)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 @pytest.mark.parametrize("shard", [_fsdp1, _fsdp2, _tensor_parallel])

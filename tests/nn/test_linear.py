@@ -405,6 +405,7 @@ def test_grad_scaler_sees_overflows(where: str, bad: float, casts: str) -> None:
         assert scaler.get_scale() == (4.0 if tainted else 8.0)
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("casts", OVERFLOW)
 def test_overflows_reach_every_gradient(bad: float, casts: str) -> None:

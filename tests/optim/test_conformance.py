@@ -862,6 +862,7 @@ def test_layouts(entry: Entry) -> None:
     _close(strided, plain, "the memory layout changed the trajectory")
 
 
+@pytest.mark.pairwise(1)
 @entries(lambda entry: not entry.waits_for_the_host)  # only fused ones can be told on the device to skip a step
 @pytest.mark.parametrize("lr_is_tensor", [False, True], ids=["float", "tensor"])
 def test_no_host_sync(entry: Entry, lr_is_tensor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -903,6 +904,7 @@ def test_a_device_trains_as_the_host_does(entry: Entry, monkeypatch: pytest.Monk
 # --- torch's AdamW ---
 
 
+@pytest.mark.pairwise(1)
 @on_device_too
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize(

@@ -198,6 +198,7 @@ def test_rows_of_a_parameter_get_the_bits_of_those_rows(shape: tuple[int, ...]) 
         assert torch.equal(columns[name].float(), expected[name][..., 128:].float()), f"{name} of columns is another"
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("shape", [(9, 130), (8, 3, 129)], ids=str)
 @pytest.mark.parametrize("piece", [1, 300, 2**18])
 def test_codes_do_not_depend_on_the_pieces(shape: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +230,7 @@ def test_compiled_rounding_is_eager_rounding(shape: tuple[int, ...]) -> None:
         assert torch.equal(states[0][name].float(), states[1][name].float()), f"{name}: compiled code gives other bits"
 
 
+@pytest.mark.slow
 def test_compiled_step() -> None:
     """Generated code may fuse a product into a sum: a moment that then lies across a draw becomes its neighbor."""
     runs = []

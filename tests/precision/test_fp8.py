@@ -184,6 +184,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("smooth", [None, "channel"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("way", WAYS)
@@ -303,6 +304,7 @@ class Sample(Callback):
         setattr(self, hook, evaluate)
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("smooth", [None, "channel", "token"])
 @pytest.mark.parametrize(
     "hook", ["on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"]
@@ -523,6 +525,7 @@ class Keep(Callback):
         trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize(
     "arguments",

@@ -284,6 +284,7 @@ def entries(state: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_damaged_state_is_refused_by_name_or_harmless(tmp_path: Path) -> None:
     plugin = FP8Precision("delayed", history=3, smooth_swiglu="channel", compute_dtype="fp16")
     run = trainer(plugin, max_epochs=2, limit_val_batches=0)

@@ -285,6 +285,7 @@ def test_compiled_hadamard() -> None:
             check_rotated(quantize(y, NVFP4, dim=0), case, f"{name} compiled")
 
 
+@pytest.mark.slow
 def test_compiled_four_over_six() -> None:
     with compilation.backend("compiled"):
         for name, mode in (("randn_bf16", "mse256"), ("heavy_bf16", "mse256"), ("zero_underflow_bf16", "mse256")):
@@ -296,6 +297,7 @@ def test_compiled_four_over_six() -> None:
 EDGES = torch.cat([torch.logspace(-149, 127, 277, 2), torch.tensor([3.4028235e38, 0.0, torch.inf, torch.nan])]).float()
 
 
+@pytest.mark.fast("e4m3/fp32:row(power_of_two)-0", "int8/fp32:tensor--1")
 @pytest.mark.parametrize(
     ("cast", "dim"),
     [

@@ -273,6 +273,7 @@ def test_tokens_of_a_pretrained_tokenizer(tmp_path: Path) -> None:
     assert batch.dtype == torch.int64 and batch.shape == (2, 9) and batch.max() < data.vocab_size
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_an_epoch_holds_each_sequence_once(folder: Path, ranks: int, num_workers: int) -> None:

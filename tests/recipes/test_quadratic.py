@@ -101,6 +101,7 @@ def test_figure_4() -> None:
         assert cost < most
 
 
+@pytest.mark.slow
 def test_the_best_step_takes_off_a_share_of_what_the_noiseless_one_takes() -> None:
     shares = {0.5: 12 / 13, 1: 3 / 4, 2: 3 / 7}
     losses = descend(noises=tuple(shares), steps=tuple(shares.values()))
@@ -236,6 +237,7 @@ def test_it_logs_each_curve_before_its_step() -> None:
     assert all(value.item() == pytest.approx(1) for value in logged.values())
 
 
+@pytest.mark.slow
 def test_a_second_fit_forgets_the_first() -> None:
     model = fit(begin(noises=(1,), steps=(1,)), steps=3)
     end = model().detach()

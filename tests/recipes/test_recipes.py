@@ -138,7 +138,7 @@ def write_c4(folder):
     (folder / "README.md").write_text(f"---\n{card}---\n")
 
 
-@pytest.mark.fast("quickstart", "c4", "stable_spam", "ternary", "moret_gradclip_adaclip", "trust")
+@pytest.mark.fast("quickstart", "c4", "ternary", "stable_spam")
 @pytest.mark.parametrize("name", ONE_DEVICE)
 def test_two_steps(name):
     configs = COMBINATIONS[name]
@@ -171,6 +171,7 @@ def save_pretrained(folder, network="llama"):
     return model
 
 
+@pytest.mark.fast("llama")
 @pytest.mark.parametrize("network", ["llama", "qwen2"])
 def test_continual_qat_starts_from_the_weights_in_a_folder(network, monkeypatch):
     model = save_pretrained("model", network)
@@ -196,7 +197,7 @@ def test_continual_qat_says_that_it_needs_a_model(capsys):
     assert "no network 'model'" in capsys.readouterr().err
 
 
-@pytest.mark.fast("nvfp4", "llama_7b", "adam_mini_adaptive", "fp16")
+@pytest.mark.fast("nvfp4", "adam_mini_adaptive", "fp16")
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_full_size(name, monkeypatch):
     made = []
@@ -501,6 +502,7 @@ def check_optimizer(row, name, precision, lr=1e-3):
     assert (options["warmup_steps"], options["total_steps"], options["matrices_only"]) == (0, None, False), row.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZER_STUDIES)
 def test_the_rows_of_a_study_of_optimizers_differ_in_nothing_else(name):
     study = read_study(name)
@@ -573,6 +575,7 @@ def test_studies_share_what_has_the_same_name():
     assert len(recipes_by_folder) < sum(len(runs_of(name)) for name in STUDIES)
 
 
+@pytest.mark.fast("ablation", "qat", "spikes")
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_row_of_each_study_parses(name):
     save_pretrained("model")

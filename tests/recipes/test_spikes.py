@@ -159,6 +159,7 @@ def test_the_same_for_every_optimizer_and_after_a_resume():
     assert all(equal(whole[step], resumed[step]) for step in resumed), "other spikes after a resume"
 
 
+@pytest.mark.slow
 def test_each_seed_of_the_study_has_a_spike():
     study = read_study("spikes")
     (steps,) = {row.config["trainer"]["max_steps"] for row in study.rows}

@@ -394,6 +394,7 @@ def tensor_rate(p: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(p, torch.tensor(1.0), capturable=False, foreach=False)
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("make", [adam, tensor_rate, lambda p: Adaptive(adam(p))], ids=["adam", "tensor", "adaptive"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_learning_rate_rises_again_and_the_schedule_goes_on(make: Optimizer, accumulate: int) -> None:
