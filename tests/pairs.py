@@ -1,8 +1,8 @@
-"""Fewer cases of a matrix: any two values of different axes meet in one of them.
+"""Fewer cases of a matrix: two markers say which of its cases are fast, and all others are slow.
 
-Most faults show for one value of one axis, nearly all others for two. So of a test with several ``parametrize`` and
-``@pytest.mark.pairwise`` a few cases are fast and all others slow. With ``pairwise(1)`` each value has one fast case,
-which is for an axis that is much longer than the others.
+``@pytest.mark.pairwise``: cases in which any two values of different axes meet, since most faults show for one value of
+one axis and nearly all others for two. With ``pairwise(1)`` each value has one fast case, which is for an axis that is
+much longer than the others. ``@pytest.mark.fast("id", "other-id")``: these, by the id in brackets.
 """
 
 from collections import Counter, defaultdict
@@ -14,17 +14,25 @@ import pytest
 
 
 def mark_slow(items: Iterable[pytest.Item]) -> None:
-    """Marks what is not needed of tests that are ``pairwise``."""
+    """Marks as slow what is not needed of tests that are ``pairwise`` or of which some cases are ``fast``."""
     matrices: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("pairwise"):
+        if item.get_closest_marker("pairwise") or item.get_closest_marker("fast"):
             matrices[item.nodeid.partition("[")[0]].append(item)
-    for matrix in matrices.values():
-        cases = [{name: id(value) for name, value in item.callspec.params.items()} for item in matrix]
-        needed = cover(cases, *matrix[0].get_closest_marker("pairwise").args)
-        for number, item in enumerate(matrix):
-            if number not in needed:
-                item.add_marker("slow")
+    for name, matrix in matrices.items():
+        for item in _not_needed(name, matrix):
+            item.add_marker("slow")
+
+
+def _not_needed(name: str, matrix: list[Any]) -> list[Any]:
+    if fast := {name for marker in matrix[0].iter_markers("fast") for name in marker.args}:
+        unknown = fast - {item.callspec.id for item in matrix}
+        if unknown and len(matrix) > 1:  # one alone has been asked for
+            raise pytest.UsageError(f"{name} has no case {sorted(unknown)} to be fast")
+        return [item for item in matrix if item.callspec.id not in fast]
+    cases = [{name: id(value) for name, value in item.callspec.params.items()} for item in matrix]
+    needed = cover(cases, *matrix[0].get_closest_marker("pairwise").args)
+    return [item for number, item in enumerate(matrix) if number not in needed]
 
 
 def cover(cases: Sequence[dict[str, int]], together: int = 2) -> set[int]:
@@ -48,13 +56,8 @@ def cover(cases: Sequence[dict[str, int]], together: int = 2) -> set[int]:
     return chosen
 
 
-def some(cases: Iterable[Any], *fast: Any) -> list[Any]:
-    """Parameters of which these are fast and all others slow."""
-    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
 def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
     """The values that a parameter has in the selected tests that use the fixture which asks."""
-    tests = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
-    calls = [test.callspec for test in tests if hasattr(test, "callspec")]
+    tests = [item for item in request.session.items if request.node in item.listchain() and hasattr(item, "callspec")]
+    calls = [test.callspec for test in tests if request.fixturename in test.fixturenames]
     return list(dict.fromkeys(call.params[name] for call in calls if name in call.params))

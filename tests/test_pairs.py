@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.pairs import cover, some
+from tests.pairs import cover
 
 
 def matrix(*sizes: int) -> list[dict[str, int]]:
@@ -27,9 +27,3 @@ def test_all_values_meet_in_few_cases(sizes, together, most):
 def test_values_that_never_meet_are_not_missed():
     cases = [case for case in matrix(3, 3) if case["a"] != case["b"]]
     assert cover(cases) == set(range(6))
-
-
-def test_some():
-    first, second = some(["a", "b"], "a")
-    assert first == "a"
-    assert [mark.name for mark in second.marks] == ["slow"]

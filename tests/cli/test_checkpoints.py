@@ -114,6 +114,7 @@ def lowbit(*arguments):
     return cli.main(["fit", "--config=quickstart", "--config=tiny.yaml", OFTEN, *arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_text")
 def test_the_command_says_one_line_of_a_damaged_checkpoint_and_goes_on_from_a_whole_one(capsys):
     assert lowbit("--trainer.max_steps=4", "--trainer.callbacks.init_args.save_top_k=-1") == 0
@@ -132,6 +133,7 @@ def test_the_command_says_one_line_of_a_damaged_checkpoint_and_goes_on_from_a_wh
     assert not list(Path("runs").rglob("*.partial"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_text")
 def test_sigterm_ends_the_installed_command_with_143_within_the_time_of_docker_stop():
     """`timeout` hands a SIGTERM on, to the command and then to its group: it comes twice."""

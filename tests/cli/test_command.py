@@ -182,6 +182,7 @@ def wheel_environment(tmp_path_factory):
     return environment
 
 
+@pytest.mark.slow
 def test_recipes_of_a_wheel_are_found_from_any_directory(wheel_environment, tmp_path):
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 

@@ -75,6 +75,7 @@ def test_a_recipe_with_a_report_gets_no_other(callbacks):
     assert "lightning_lowbit.RunReport" not in run.recipe
 
 
+@pytest.mark.slow
 def test_a_saved_configuration_is_compared_in_folders_of_its_own(capsys):
     assert cli.main(["fit", *BASE]) == 0
     saved = "runs/quickstart+tiny/version_0/config.yaml"
@@ -97,6 +98,7 @@ class Killed(Callback):
 """
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_its_last_validation_begins_afresh(capsys):
     Path("killer.py").write_text(KILLED_IN_ITS_LAST_VALIDATION)
     killer = "--trainer.callbacks+=killer.Killed"
@@ -189,6 +191,7 @@ def written(pattern, process):
     return wait_for(lambda: next(Path("runs/compare").glob(pattern), None), process, Path("log.txt"))
 
 
+@pytest.mark.slow
 def test_killed_half_way_and_restarted_it_keeps_what_is_finished(capsys):
     process = begin()
     finished = written("bf16/seed_0/*/run.json", process)
@@ -203,6 +206,7 @@ def test_killed_half_way_and_restarted_it_keeps_what_is_finished(capsys):
     assert len(list(Path("runs/compare/nvfp4").rglob("run.json"))) == 1, "the run left over was run twice"
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_a_restart_goes_on(capsys):
     process = begin()
     written("nvfp4/seed_0/*/checkpoints/last.ckpt", process)
@@ -218,6 +222,7 @@ def test_ctrl_c_saves_and_a_restart_goes_on(capsys):
     assert f"Going on from {interrupted}" in Path("runs/compare/nvfp4/seed_0/log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_sigterm_reaches_the_runs_and_ends_with_143():
     process = begin()
     written("bf16/seed_0/*/checkpoints/last.ckpt", process)

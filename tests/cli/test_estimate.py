@@ -121,6 +121,7 @@ ROTARY = 2 * BATCH.length * 16 * 4
 TABLES = ROTARY + INTEGERS
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("casts", [None, "nvfp4", "fp8-current"])
 @pytest.mark.parametrize("config", [{}, {"num_key_value_heads": 2}, {"num_hidden_layers": 3}], ids=str)
 def test_activations_are_those_that_autograd_keeps(config, casts):
@@ -424,6 +425,7 @@ def test_the_configuration_says_what_options_do_not(capsys):
     assert layout(*two, "--tensor_parallel=1") == (4, "fsdp", 1)
 
 
+@pytest.mark.slow
 def test_the_configuration_says_what_is_gathered(capsys):
     def gather(*arguments):
         assert (

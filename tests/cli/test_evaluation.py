@@ -59,6 +59,7 @@ def test_four_ways_to_evaluate_give_the_loss_of_training(
     assert found == pytest.approx(dict.fromkeys(found, trained), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_casts_are_those_of_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     # Two layers in another preset, and a phase that begins in mid-training: what no recipe below knows.
     casts = "--trainer.plugins.init_args.overrides={'down_proj': mxfp4}"

@@ -276,6 +276,7 @@ def test_many_weights_share_rows():
     assert sorted(name for names in rows.values() for name in names) == sorted(many)
 
 
+@pytest.mark.fast("a row for each", "one cast")
 @pytest.mark.parametrize(
     ("names", "casts"),
     [

@@ -63,6 +63,7 @@ def fit(starter):
     assert code == 0, f"ended with {code}\n{Path(f'{starter}.log').read_text()[-3000:]}"
 
 
+@pytest.mark.slow
 def test_torchrun_and_lightning_start_the_same_run():
     Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     with ThreadPoolExecutor() as both:

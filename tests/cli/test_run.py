@@ -72,6 +72,7 @@ def test_quickstart(capsys):
     assert config["model"]["init_args"]["optimizer"]["class_path"] == "lightning_lowbit.StableSPAM"
 
 
+@pytest.mark.slow
 def test_a_run_has_a_folder_of_its_own_for_each_combination():
     Path("mine.yaml").write_text(TINY.replace(", default_root_dir: runs/tiny", ""))
     assert cli.main(["fit", "--config=quickstart", "--config", "bf16", "-c", "mine.yaml"]) == 0
@@ -134,6 +135,7 @@ def test_every_command_finds_classes_of_the_current_folder():
     assert "val_loss" in installed("validate", *recipe, f"--ckpt_path={checkpoint}")
 
 
+@pytest.mark.slow
 def test_the_saved_configuration_runs_again():
     assert lowbit() == 0
     assert cli.main(["fit", "--config=runs/tiny/version_0/config.yaml"]) == 0
@@ -141,6 +143,7 @@ def test_the_saved_configuration_runs_again():
     assert first == second
 
 
+@pytest.mark.slow
 def test_the_same_command_twice():
     assert lowbit() == 0
     assert lowbit() == 0
@@ -148,6 +151,7 @@ def test_the_same_command_twice():
     assert first == second, "the same command gives another run"
 
 
+@pytest.mark.slow
 def test_the_seed_of_seed_everything_reaches_everything():
     for seed in (0, 1):
         assert lowbit(f"--seed_everything={seed}") == 0
@@ -189,6 +193,7 @@ def test_a_list_option_takes_one_item():
     assert (plugin["skip"], plugin["only"]) == (["lm_head"], ["q_proj"])
 
 
+@pytest.mark.slow
 def test_last_is_searched_where_the_checkpoints_are():
     for mine in (
         ["--trainer.default_root_dir=runs/mine"],
@@ -357,6 +362,7 @@ def resume_and_compare(checkpoint, uninterrupted):
     return step
 
 
+@pytest.mark.slow
 def test_kill_and_resume(uninterrupted):
     checkpoint = Path("runs/tiny/version_0/checkpoints/last.ckpt")
     process = begin(checkpoint)
@@ -365,6 +371,7 @@ def test_kill_and_resume(uninterrupted):
     resume_and_compare(checkpoint, uninterrupted)
 
 
+@pytest.mark.fast("2-1")
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
 def test_interrupt_and_resume(number, status, uninterrupted):
     process = begin(Path("runs/tiny/version_0/checkpoints/last.ckpt"))

@@ -132,6 +132,7 @@ def test_fit_refuses_a_study(capsys):
     assert "use `lowbit compare --study scale_formats`" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_studies_share_their_runs_and_one_that_diverges_is_shown(capsys):
     nowhere = {"model": {"init_args": {"config": {"rms_norm_eps": -1.0}}}}  # the root of a negative number
     rows = {"bf16": "bf16", "wild": ["nvfp4", nowhere]}

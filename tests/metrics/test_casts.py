@@ -83,6 +83,7 @@ def slow(x, quantized):
     }
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cast", [*CASTS, *ZERO_POINTS], ids=str)
 def test_numbers_of_a_cast_equal_a_loop(cast, dtype):

@@ -29,6 +29,7 @@ def test_equals_its_definition(leading: tuple[int, ...], dtype: torch.dtype) -> 
     check(leading, dtype, "eager")
 
 
+@pytest.mark.slow
 def test_compiled_equals_its_definition() -> None:
     for leading in ((300,), (3, 70)):
         check(leading, torch.bfloat16, "compiled")

@@ -152,6 +152,7 @@ def slow_distance(x: Tensor, cast: Cast) -> float:
     return total / x.numel()
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cast", CASTS, ids=str)
 def test_distance_equals_a_loop(cast: Cast, dtype: torch.dtype) -> None:

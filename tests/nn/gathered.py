@@ -1,9 +1,10 @@
-"""One of two processes that train one model under FSDP2: ``python -m tests.nn.gathered 0 FOLDER``.
+"""One of two processes that train one model under FSDP2: ``python -m tests.nn.gathered RANK FOLDER RUN ...``.
 
 Each run is made twice, with weights that are quantized before they are gathered and without. What came out lies in
 ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -287,7 +288,7 @@ def refused(casts: Any, strategy: Any = None, **model: Any) -> str:
 
 def work() -> dict[str, Any]:
     return {
-        "runs": {name: compare(name) for name in RUNS},
+        "runs": {name: compare(name) for name in sys.argv[3:]},
         "shares": {
             "nvfp4, float32": share("stochastic", {}),
             "nvfp4, bfloat16": share("stochastic", {"mp_policy": BF16}),

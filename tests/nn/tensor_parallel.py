@@ -1,9 +1,10 @@
-"""One of the processes that compute one layer together: ``python -m tests.nn.tensor_parallel 0 FOLDER``.
+"""One of the processes that compute one layer together: ``python -m tests.nn.tensor_parallel RANK FOLDER CASE ...``.
 
 Each computes the whole layer, too, and says in ``FOLDER/0.pt`` where its part of the other one differs.
 """
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -188,18 +189,17 @@ def plain_input() -> str:
 
 
 def work() -> dict[str, Any]:
-    told = {}
+    runs: dict[str, tuple[Any, ...]] = {}
     for number, (name, casts) in enumerate(CASTS.items()):
         for style in STYLES:
-            how = {"early": number % 2 == 0, "autocast": number % 5 == 0}
-            told[f"{name}, {style}"] = differences(casts, style, SIZES["even"], **how)
+            runs[f"{name}, {style}"] = casts, style, SIZES["even"], number % 2 == 0, number % 5 == 0
     for size in ("uneven", "empty"):
         for name in UNEVEN:
             casts = CASTS[name] if name in CASTS else LinearCasts.preset(name)
             for style in STYLES:
-                told[f"{name}, {style}, {size}"] = differences(casts, style, SIZES[size], True, False)
+                runs[f"{name}, {style}, {size}"] = casts, style, SIZES[size], True, False
     return {
-        "differences": told,
+        "differences": {case: differences(*runs[case]) for case in sys.argv[3:]},
         "compiled": compiled(),
         "refused": {
             "blocks": refused((80, 64), "row", "nvfp4"),

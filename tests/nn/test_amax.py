@@ -43,6 +43,7 @@ def by_the_rule(amaxes: np.ndarray, cast: Cast) -> tuple[Tensor, Tensor, list[fl
     return torch.tensor(float(in_force)), torch.tensor(float(encode)), padded
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("sequence", SEQUENCES)
 @pytest.mark.parametrize("config", range(len(CONFIGS)))
 def test_the_rule_is_that_of_the_golden_vectors(config: int, sequence: str) -> None:

@@ -20,6 +20,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.fast("fp8-delayed-False")
 @pytest.mark.parametrize(("casts", "recompute"), [("fp8-delayed", False), ("nvfp4", True), ("transformed", False)])
 def test_compiled_layers_stage_the_same(casts: str, recompute: bool) -> None:
     """One compilation serves all steps, whatever histories hold."""
@@ -45,6 +46,7 @@ def test_compiled_layers_stage_the_same(casts: str, recompute: bool) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_evaluation_costs_one_compilation() -> None:
     torch._dynamo.reset()
     model, histories = trained(steps=0)
@@ -78,6 +80,7 @@ def test_generated_code_stages_the_same() -> None:
 
 
 # Dynamo looks at the gradient of what the piece before gives.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor is being accessed")
 def test_a_model_that_is_compiled_in_pieces() -> None:
     """The pass of one piece changes nothing that the backward pass of another needs."""

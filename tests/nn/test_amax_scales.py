@@ -132,6 +132,7 @@ CASTS = {
 }
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASTS)
 def test_operands_are_quantized_with_the_amax_in_force(

@@ -311,6 +311,7 @@ def test_it_changes_in_place_and_for_all_layers() -> None:
         identical(found, gradients(other, x), f"λ = {number}:")
 
 
+@pytest.mark.fast("ternary")
 @pytest.mark.parametrize("casts", ["ternary", "surrogates, delayed"])
 def test_it_costs_no_compilation_to_change(casts: str) -> None:
     torch._dynamo.reset()
@@ -331,6 +332,7 @@ def test_it_costs_no_compilation_to_change(casts: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.fast("linear")
 @pytest.mark.parametrize("kind", ["linear", "Conv1D"])
 def test_generated_code_computes_the_same(kind: str) -> None:
     torch._dynamo.reset()

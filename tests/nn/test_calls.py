@@ -159,6 +159,7 @@ def test_copies_and_pickles_count_for_themselves() -> None:
 # --- recomputation ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.filterwarnings(
     "ignore:None of the inputs have requires_grad=True"
 )  # of a region in a region, computed once

@@ -37,6 +37,7 @@ def compiler() -> Iterator[CompileCounterWithBackend]:
     torch._dynamo.reset()
 
 
+@pytest.mark.fast("non_reentrant")
 @pytest.mark.parametrize("inner", [plain, non_reentrant])
 def test_a_compiled_model(compiler: CompileCounterWithBackend, inner: Region) -> None:
     """The loop is in one graph, and what is recomputed, parts of which it computes in another order."""
@@ -49,6 +50,7 @@ def test_a_compiled_model(compiler: CompileCounterWithBackend, inner: Region) ->
     assert compiler.frame_count == 1
 
 
+@pytest.mark.fast("plain-plain", "non_reentrant-plain")
 @pytest.mark.parametrize("within", [plain, non_reentrant])
 @pytest.mark.parametrize("around", [plain, non_reentrant, reentrant])
 def test_a_compiled_part_that_is_called_several_times(
@@ -109,6 +111,7 @@ def _tensor_parallel(model: Recurrent) -> nn.Module:
     return parallelize_module(model, init_device_mesh("cpu", (1,)), styles)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 @pytest.mark.parametrize("shard", [_fsdp1, _fsdp2, _tensor_parallel])

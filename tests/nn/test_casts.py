@@ -619,6 +619,7 @@ def impossible(casts: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_all_combinations_are_honored_or_refused_and_have_phases() -> None:
     forward = itertools.product((None, NEAREST), (None, NEAREST, STOCHASTIC))
     backward = itertools.product((None, NEAREST), (None, NEAREST, "fprop"), (None, NEAREST), (None, NEAREST, "fprop"))

@@ -642,6 +642,7 @@ def test_a_compiled_function_that_calls_modules() -> None:
     assert counter.gemms == count(model, x).gemms
 
 
+@pytest.mark.slow
 def test_casts_are_compiled_after_the_count() -> None:
     """What torch.compile once ran as eager code stays eager code; the casts of a run must not be among it."""
     x = x_of(TOKENS, WIDTH)

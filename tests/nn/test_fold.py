@@ -60,6 +60,7 @@ FOLDED = {name: make for name, make in MODELS.items() if name in ("llama-bias", 
 }
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("name", FOLDED)
 def test_fold_keeps_the_function(name: str, autocast: bool) -> None:

@@ -17,14 +17,30 @@ from lightning_lowbit.nn.sharded.eligible import obstacle
 from lightning_lowbit.nn.sharded.gather import WeightGathers, release_gathers
 from tests.launch import launch
 from tests.nn.gathered import CASTS, RANKS, RUNS, STEPS
+from tests.pairs import selected
 from tests.precision.regression import Regression, trainer
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch("tests.nn.gathered", RANKS, tmp_path_factory.mktemp("ranks"))
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    names = [name for name in selected(request, "name") if name in RUNS]
+    return launch("tests.nn.gathered", RANKS, tmp_path_factory.mktemp("ranks"), *names)
 
 
+@pytest.mark.fast(
+    "nvfp4-nvidia",
+    "fp8-delayed",
+    "ternary",
+    "stochastic",
+    "bf16 policy",
+    "phases",
+    "accumulated",
+    "shared",
+    "recomputed",
+    "odd",
+    "odd blocks",
+    "offloaded",
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_and_weights_are_the_same(ranks: list[dict[str, Any]], name: str) -> None:
     for results in ranks:
@@ -34,6 +50,7 @@ def test_losses_and_weights_are_the_same(ranks: list[dict[str, Any]], name: str)
         assert found["bytes"][1] < found["bytes"][0]
 
 
+@pytest.mark.fast("nvfp4-nvidia", "fp8-delayed", "ternary", "stochastic")
 @pytest.mark.parametrize("name", CASTS)
 def test_one_collective_measures_all_weights(ranks: list[dict[str, Any]], name: str) -> None:
     cast = LinearCasts.of(CASTS[name]).fprop_w
@@ -146,6 +163,7 @@ def passes(model: nn.Module, autocast: bool = True) -> list[torch.Tensor]:
     return [y.detach(), *(gradient.full_tensor() for gradient in gradients)]
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", [name for name in CASTS if name not in ("fp8-delayed", "nvfp4-nvidia")])

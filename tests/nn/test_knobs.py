@@ -229,6 +229,7 @@ def test_every_choice_is_tried() -> None:
         assert not missing, f"LinearCasts.{name}: {missing} are not tried"
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("field", [name for name in LINEAR if name not in ("surrogate", "smooth")])
 def test_every_field_changes_what_it_names(monkeypatch: pytest.MonkeyPatch, field: str, base: str) -> None:

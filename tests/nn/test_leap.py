@@ -52,6 +52,7 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("turned", [1, 64])
 @pytest.mark.parametrize("sign", [1, -1])

@@ -405,6 +405,7 @@ def test_grad_scaler_sees_overflows(where: str, bad: float, casts: str) -> None:
         assert scaler.get_scale() == (4.0 if tainted else 8.0)
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("casts", OVERFLOW)
 def test_overflows_reach_every_gradient(bad: float, casts: str) -> None:
@@ -584,6 +585,7 @@ def test_language_models(make: Callable[[], nn.Module], layers: int, autocast: b
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("nvfp4-True")
 @pytest.mark.parametrize(
     "casts, autocast",
     [(name, number % 2 == 0) for number, name in enumerate(["nvfp4", *EVERYTHING])],
@@ -607,6 +609,7 @@ def test_torch_compile_gives_the_same_bits(casts: str, autocast: bool) -> None:
         identical(found, expected, f"compiled, step {step}")
 
 
+@pytest.mark.fast("nvfp4")
 @pytest.mark.parametrize("casts", ["nvfp4", "surrogates", "fp8-delayed"])
 def test_a_phase_costs_one_compilation(casts: str) -> None:
     torch._dynamo.reset()

@@ -33,6 +33,7 @@ def results(casts: Any, backend: str, original: nn.Module, x: Tensor, g: Tensor)
     return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}  # type: ignore[dict-item]
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", [(256, 512, 768), (200, 100, 60), (64, 256, 1), (1, 64, 48), (0, 64, 48)], ids=str)
 @pytest.mark.parametrize(("kind", "casts"), [(kind, casts) for kind in CASTS for casts in CASTS[kind]])

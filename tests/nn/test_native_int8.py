@@ -160,6 +160,7 @@ def test_sums_that_int32_does_not_hold(inner: int) -> None:
     assert y.item() == pytest.approx(inner, rel=1e-3)
 
 
+@pytest.mark.pairwise(1)
 @on_int8_units
 @pytest.mark.parametrize("casts", ["ternary", every(TOKENS)], ids=["ternary", "all six"])
 @pytest.mark.parametrize("sizes", [(0, 33, 7), *product((1, 2, 17), repeat=3)], ids=str)

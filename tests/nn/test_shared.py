@@ -38,6 +38,7 @@ def two_steps(casts: LinearCasts, **settings: Any) -> tuple[list[dict[str, Any]]
     return results, histories
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", SHARING)
 def test_sharing_changes_no_bit(monkeypatch: pytest.MonkeyPatch, name: str, exact: bool) -> None:

@@ -50,6 +50,7 @@ def prepare(module: nn.Module, casts: Any) -> Any:
     return module
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("casts", CASTS)
 def test_they_are_as_one_layer(casts: str, autocast: bool) -> None:
@@ -118,6 +119,7 @@ def test_new_weights_have_a_new_amax_and_backward_passes_the_one_of_before() -> 
     assert parts.q_proj.weight_amax is None
 
 
+@pytest.mark.slow
 def test_a_compiled_layer() -> None:
     torch._dynamo.reset()
     parts = prepare(Attention(), "nvfp4")

@@ -144,6 +144,7 @@ def close(found: Tensor | None, expected: Tensor, dtype: torch.dtype, name: str)
     assert error <= tolerance, f"{name} is off by {error:.1e} of its largest element"
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("casts", [DELAYED, LinearCasts.preset("fp8-row"), QAT], ids=["fp8-delayed", "fp8-row", "qat"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -32,6 +32,7 @@ def down_names(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if id(module) in downs}
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("in_place", [False, True], ids=["convert", "smooth_swiglu"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)

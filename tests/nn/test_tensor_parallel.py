@@ -1,24 +1,31 @@
 """A layer that processes compute together has the operands of one that is whole, to the bit, and its results."""
 
 import re
-from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 import pytest
 
+from lightning_lowbit.nn import PRESETS
 from tests.launch import launch
 from tests.nn.combinations import CASTS
 from tests.nn.tensor_parallel import RANKS, SIZES, STYLES, UNEVEN
+from tests.pairs import selected
 
 CASES = [f"{name}, {style}" for name in CASTS for style in STYLES]
 CASES += [f"{name}, {style}, {size}" for size in SIZES if size != "even" for name in UNEVEN for style in STYLES]
 
+# Fast are presets, cut either way by turns, and all that is uneven.
+FAST = [f"{name}, {style}" for name, style in zip([n for n in CASTS if n in PRESETS], cycle(STYLES), strict=False)]
+FAST += [case for case in CASES if case.rpartition(", ")[2] in SIZES]
+
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
-    return launch("tests.nn.tensor_parallel", RANKS, tmp_path_factory.mktemp("ranks"))
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launch("tests.nn.tensor_parallel", RANKS, tmp_path_factory.mktemp("ranks"), *selected(request, "case"))
 
 
+@pytest.mark.fast(*FAST)
 @pytest.mark.parametrize("case", CASES)
 def test_parts_are_those_of_the_whole(ranks: list[dict[str, Any]], case: str) -> None:
     for rank, results in enumerate(ranks):
@@ -32,7 +39,7 @@ def test_generated_code_has_the_same_gradients(ranks: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize(
-    "case, message",
+    "what, message",
     [
         ("blocks", "cut after each 40 of dimension 1, in the middle of blocks of 16"),
         ("tiles", "in the middle of blocks of 16"),
@@ -40,6 +47,6 @@ def test_generated_code_has_the_same_gradients(ranks: list[dict[str, Any]]) -> N
         ("plain", "its input is a plain tensor"),
     ],
 )
-def test_what_has_no_scale_is_refused_on_all_ranks(ranks: list[dict[str, Any]], case: str, message: str) -> None:
+def test_what_has_no_scale_is_refused_on_all_ranks(ranks: list[dict[str, Any]], what: str, message: str) -> None:
     for results in ranks:
-        assert re.search(message, results["refused"][case]), results["refused"][case]
+        assert re.search(message, results["refused"][what]), results["refused"][what]

@@ -46,6 +46,7 @@ def error(found: Tensor | None, expected: Tensor | None) -> float:
 # --- what cancels -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("mean", [0.0, 30.0])
 @pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
 @pytest.mark.parametrize(

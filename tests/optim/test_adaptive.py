@@ -78,6 +78,7 @@ def uncorrected_second_moment(optimizer: torch.optim.Optimizer, parameter: Tenso
     return state["exp_avg_sq"].double() if "exp_avg_sq" in state else None
 
 
+@pytest.mark.pairwise(1)
 @on_host_or_not
 @pytest.mark.parametrize("options", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -98,6 +99,7 @@ def test_reference_in_fp32(options: dict[str, Any]) -> None:
     follow_reference(Adaptive(make(parameters), **options), make(twins), [Guard(**options) for _ in twins], 10, 1e-5)
 
 
+@pytest.mark.pairwise(1)
 @on_host_or_not
 @pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], OPTIMIZERS["AdamW, fused"]], ids=["AdamW", "AdamW, fused"])
 @pytest.mark.parametrize("norm_clip", ["ada_gn", "grad_clip", None])
@@ -177,6 +179,7 @@ def test_around_adamw_it_is_stable_spam_without_resets(
         torch.testing.assert_close(tuple(left[p]), tuple(right[twin]), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.pairwise(1)
 @on_host_or_not
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])

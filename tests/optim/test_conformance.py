@@ -234,6 +234,7 @@ def _pickled(value: Any) -> Any:
     return through_a_file(value, weights_only=False)  # Python's pickle cannot read FP8 tensors
 
 
+@pytest.mark.pairwise(1)
 @entries(lambda entry: entry.can_be_copied)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, _pickled])
 @pytest.mark.parametrize("trained", [0, 5])
@@ -393,6 +394,7 @@ def test_nothing_to_do(entry: Entry) -> None:
     assert_same(snapshot(optimizer, parameters), before, "a step without gradients left traces")
 
 
+@pytest.mark.pairwise(1)
 @every_entry
 @pytest.mark.parametrize("trained", [0, 3], ids=["first step", "later step"])
 @pytest.mark.parametrize(
@@ -426,6 +428,7 @@ def test_sparse_and_complex_gradients_are_refused(
     assert_same(snapshot(optimizer, parameters), snapshot(twin, twins), "a refused step left traces")
 
 
+@pytest.mark.pairwise(1)
 @every_entry
 @on_device_too
 @pytest.mark.parametrize(
@@ -608,6 +611,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 }
 
 
+@pytest.mark.pairwise(1)
 @entries_and_rates
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 def test_schedulers_are_followed(entry: Entry, schedule: str, lr_is_tensor: bool) -> None:
@@ -859,6 +863,7 @@ def test_layouts(entry: Entry) -> None:
     _close(strided, plain, "the memory layout changed the trajectory")
 
 
+@pytest.mark.pairwise(1)
 @entries(lambda entry: not entry.waits_for_the_host)  # only fused ones can be told on the device to skip a step
 @pytest.mark.parametrize("lr_is_tensor", [False, True], ids=["float", "tensor"])
 def test_no_host_sync(entry: Entry, lr_is_tensor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -900,6 +905,7 @@ def test_a_device_trains_as_the_host_does(entry: Entry, monkeypatch: pytest.Monk
 # --- torch's AdamW ---
 
 
+@pytest.mark.pairwise(1)
 @on_device_too
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize(

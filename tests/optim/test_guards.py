@@ -70,6 +70,7 @@ def follow_oracle(
                 np.testing.assert_allclose(getattr(saw[p], name).numpy(), expected, **NEAR, err_msg=where + name)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("place", [on_host, on_accelerator])
 @pytest.mark.parametrize("piece", [8, None], ids=["small pieces", "whole tensors"])
 @pytest.mark.parametrize("optimizers", [1, 3], ids=["one optimizer for all", "one optimizer for each"])
@@ -88,6 +89,7 @@ def test_golden_vectors_compiled() -> None:
     follow_oracle(compiled=True, chosen=(0, 1), steps=22)
 
 
+@pytest.mark.slow
 def test_compiled_fp8_moments_are_those_of_eager_code(as_on_an_accelerator: None) -> None:
     """Codes are drawn, and where value and draw agree to an ulp the other side may be taken: a few may differ."""
     torch._dynamo.reset()

@@ -198,6 +198,7 @@ def test_rows_of_a_parameter_get_the_bits_of_those_rows(shape: tuple[int, ...]) 
         assert torch.equal(columns[name].float(), expected[name][..., 128:].float()), f"{name} of columns is another"
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("shape", [(9, 130), (8, 3, 129)], ids=str)
 @pytest.mark.parametrize("piece", [1, 300, 2**18])
 def test_codes_do_not_depend_on_the_pieces(shape: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +218,7 @@ def test_codes_do_not_depend_on_the_pieces(shape: tuple[int, ...], piece: int, m
             assert same, f"{name} of parameter {number} in pieces of {piece} is not that of the whole"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 130), (2, 3, 256)], ids=str)
 def test_compiled_rounding_is_eager_rounding(shape: tuple[int, ...]) -> None:
     values = heavy_tailed(shape)
@@ -228,6 +230,7 @@ def test_compiled_rounding_is_eager_rounding(shape: tuple[int, ...]) -> None:
         assert torch.equal(states[0][name].float(), states[1][name].float()), f"{name}: compiled code gives other bits"
 
 
+@pytest.mark.slow
 def test_compiled_step() -> None:
     """Generated code may fuse a product into a sum: a moment that then lies across a draw becomes its neighbor."""
     runs = []
@@ -359,6 +362,7 @@ def final_loss(
     return sum(losses[-20:]) / 20
 
 
+@pytest.mark.fast("LowBitAdamW")
 @pytest.mark.parametrize("optimizer", [LowBitAdamW, StableSPAM])
 def test_training_in_fp8_is_nearly_as_good(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     ratios = []

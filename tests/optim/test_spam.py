@@ -15,6 +15,7 @@ from tests.references.spam import Reference
 SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "hosts"),
     [(torch.float32, 1e-5, {"cpu"}), (torch.float64, 1e-11, {"cpu"}), (torch.float64, 1e-11, set())],

@@ -16,6 +16,7 @@ from tests.references.stable_spam import Reference, step_all
 ORACLE = Path(__file__).parents[1] / "data" / "stable_spam.npz"
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("decay_index", [0, 1])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("resets", [True, False])
@@ -55,6 +56,7 @@ def test_oracle(dtype: torch.dtype, tolerance: float, decay_index: int, resets: 
                 np.testing.assert_allclose(state[name], expected, **near, err_msg=f"p{i}: final {name}")
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-11)])
 @pytest.mark.parametrize(
     "options",
@@ -93,6 +95,7 @@ def test_reference(
             )  # fmt: skip
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("scale", [3e38, 1e30, 1e-30, 1e-38, 1e-44])
 @pytest.mark.parametrize("history", [0, 3])
 @pytest.mark.parametrize("gamma2", [0.9, 0.0])  # at 0, AdaGN blows a vanishing gradient up by 1/ε

@@ -163,6 +163,7 @@ def assert_same(found: Any, expected: Any, place: str = "it") -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("by", ["loss", "activations"])
 @pytest.mark.parametrize(
     "options",
@@ -284,6 +285,7 @@ def test_fused_steps_are_those_that_are_not(options: dict[str, Any]) -> None:
 # --- steps that are skipped -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("by", ["loss", "activations"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -426,6 +428,7 @@ def checkpoint() -> dict[str, Any]:
     return torch.load("x.ckpt", weights_only=True)
 
 
+@pytest.mark.fast("5-conservative", "4-torch's")
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("cut", [3, 4, 5, 6])  # just before an overflow, after it, and between two
 def test_a_resumed_run_equals_the_uninterrupted_one(cut: int, scaler: str) -> None:
@@ -552,6 +555,7 @@ class Absent(Regression):
         return None if batch_idx in self.absent else loss
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.filterwarnings("ignore:.*training_step.* returned .None")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("make", [lambda: moving(), lambda: GradScaler("cpu", **MOVING)], ids=["conservative", "torch"])
@@ -785,6 +789,7 @@ class Doubling(GradScaler):
 CONSERVATIVE = {"preset": "quantized-fine-tuning", "growth_factor": 2.0, "floor": 4.0, "cooldown": 5, "device": "cpu"}
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("plugin", ["FP4Precision", "LowBitPrecision"])
 @pytest.mark.parametrize(
     ("scaler", "expected"),

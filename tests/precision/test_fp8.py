@@ -151,6 +151,7 @@ def test_from_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("delayed-token", "current-channel", "row-None", "mx-None")
 @pytest.mark.parametrize("smooth", [None, "channel", "token"])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_loss_falls(scaling: str, smooth: str | None) -> None:
@@ -183,6 +184,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("smooth", [None, "channel"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("way", WAYS)
@@ -302,6 +304,7 @@ class Sample(Callback):
         setattr(self, hook, evaluate)
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("smooth", [None, "channel", "token"])
 @pytest.mark.parametrize(
     "hook", ["on_train_batch_start", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"]
@@ -522,6 +525,7 @@ class Keep(Callback):
         trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize(
     "arguments",

@@ -135,6 +135,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_a_sequence_of_overflows(name: str, kind: str) -> None:
@@ -364,6 +365,7 @@ def through_pickle(scaler: Any, path: Path) -> Any:
     return pickle.loads(pickle.dumps(scaler))
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("cls", [ConservativeGradScaler, ShardedConservativeGradScaler])
 @pytest.mark.parametrize(
     "through", [through_state, through_state_of_a_used_one, through_deepcopy, through_pickle], ids=lambda f: f.__name__
@@ -876,6 +878,7 @@ def test_scales_in_few_bits_without_a_second_level_need_the_right_loss_scale() -
     assert not vanished.any(), "elements vanish under the smallest scale"
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("name", CASTS)
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 def test_what_is_not_finite_reaches_the_gradients(name: str, bad: float) -> None:

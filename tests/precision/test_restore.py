@@ -113,6 +113,7 @@ def in_the_midst(plugin: LowBitPrecision) -> None:
     plugin.set_blend(0.5)
 
 
+@pytest.mark.fast("nvfp4", "fp8-delayed")
 @pytest.mark.parametrize("name", PLUGINS)
 def test_loss_of_training_is_that_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
@@ -259,6 +260,7 @@ def test_a_restored_model_does_not_train(tmp_path: Path) -> None:
     assert run.global_step == 4, "a plugin trains it"
 
 
+@pytest.mark.slow
 def test_a_restored_model_compiles(tmp_path: Path) -> None:
     expected = train(PLUGINS["nvfp4"](), path := tmp_path / "last.ckpt")
     model = torch.compile(restore(Module(), path), backend="aot_eager")
@@ -282,6 +284,7 @@ def entries(state: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_damaged_state_is_refused_by_name_or_harmless(tmp_path: Path) -> None:
     plugin = FP8Precision("delayed", history=3, smooth_swiglu="channel", compute_dtype="fp16")
     run = trainer(plugin, max_epochs=2, limit_val_batches=0)

@@ -110,6 +110,7 @@ def assert_same(resumed, whole, step):
     assert torch.equal(resumed.weights, whole.weights), f"final weights after a resume at step {step} differ"
 
 
+@pytest.mark.fast("fp8-3", "fp8-7")
 @pytest.mark.parametrize("step", [3, SWITCH, 7])
 def test_resume_equals_the_uninterrupted_run(uninterrupted, tmp_path, step):
     plugin, folder, whole = uninterrupted
@@ -131,6 +132,7 @@ def test_the_phase_is_the_checkpoints_also_without_the_callback(uninterrupted, t
     assert_same(resumed, whole, 7)
 
 
+@pytest.mark.fast("fp8-drop", "fp8-phase")
 @pytest.mark.parametrize("damage", ["drop", "arithmetic", "phase"])
 def test_a_damaged_state_breaks_the_equality(uninterrupted, tmp_path, damage):
     plugin, folder, whole = uninterrupted
@@ -154,6 +156,7 @@ def test_a_damaged_state_breaks_the_equality(uninterrupted, tmp_path, damage):
     assert not torch.equal(resumed.weights, whole.weights)
 
 
+@pytest.mark.fast("fp8")
 def test_without_exact_resume_dropout_differs(uninterrupted, tmp_path):
     plugin, _, whole = uninterrupted
     other = train(plugin, tmp_path, callbacks=())

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_lowbit import FP4Precision
 from tests.launch import launch
 from tests.lightnings import BoringModel, DeepSpeedStrategy, MisconfigurationException, XLAStrategy
-from tests.pairs import selected, some
+from tests.pairs import selected
 from tests.precision import strategies
 from tests.precision.strategies import (
     KINDS,
@@ -85,12 +85,14 @@ def same_state(found: Any, expected: Any, what: str) -> None:
         assert found == expected, what
 
 
-@pytest.mark.parametrize("run", some(TWO, *FAST))
+@pytest.mark.fast(*(run for run in TWO if run in FAST))
+@pytest.mark.parametrize("run", TWO)
 def test_two_processes(two: Ranks, expected: dict[Any, Tensor], run: str) -> None:
     check(two, expected, run)
 
 
-@pytest.mark.parametrize("run", some(FOUR, *FAST))
+@pytest.mark.fast(*(run for run in FOUR if run in FAST))
+@pytest.mark.parametrize("run", FOUR)
 def test_four_processes(four: Ranks, expected: dict[Any, Tensor], run: str) -> None:
     check(four, expected, run)
 
@@ -104,7 +106,8 @@ def check(ranks: Ranks, expected: dict[Any, Tensor], run: str) -> None:
     compare(ranks, name, [of_rank[run] for of_rank in ranks], expected[key])
 
 
-@pytest.mark.parametrize("run", some((f"{name}, switched" for name in KINDS), "DDP, switched", "FSDP2, switched"))
+@pytest.mark.fast("DDP, switched", "FSDP2, switched")
+@pytest.mark.parametrize("run", [f"{name}, switched" for name in KINDS])
 def test_a_phase_begins_on_all_ranks(two: Ranks, expected: dict[Any, Tensor], run: str) -> None:
     name = run.removesuffix(", switched")
     micro_batches = len(DATA_RANKS.get(name, two))
@@ -117,7 +120,8 @@ def test_a_phase_begins_on_all_ranks(two: Ranks, expected: dict[Any, Tensor], ru
     assert all(of_rank[run]["state"]["phase"] == "qaf" for of_rank in two)
 
 
-@pytest.mark.parametrize("run", some((f"{name}, shared" for name in KINDS), "FSDP2, shared", "tensor parallel, shared"))
+@pytest.mark.fast("FSDP2, shared", "tensor parallel, shared")
+@pytest.mark.parametrize("run", [f"{name}, shared" for name in KINDS])
 def test_projections_share_an_amax(two: Ranks, expected: dict[Any, Tensor], run: str) -> None:
     name = run.removesuffix(", shared")
     micro_batches = len(DATA_RANKS.get(name, two))
@@ -128,7 +132,8 @@ def test_projections_share_an_amax(two: Ranks, expected: dict[Any, Tensor], run:
     compare(two, name, [of_rank[run] for of_rank in two], expected[key])
 
 
-@pytest.mark.parametrize("run", some((f"{name}, stochastic" for name in KINDS), "FSDP2, stochastic"))
+@pytest.mark.fast("FSDP2, stochastic")
+@pytest.mark.parametrize("run", [f"{name}, stochastic" for name in KINDS])
 def test_stochastic_rounding_repeats_itself(two: Ranks, run: str) -> None:
     for rank, of_rank in enumerate(two):
         first, second, nearest = of_rank[run]

@@ -373,6 +373,7 @@ def test_names_tell_casts_apart() -> None:
         assert other == cast, f"{cast!r} and {other!r} are both called {cast}"
 
 
+@pytest.mark.slow
 def test_specs_round_trip() -> None:
     for cast in every_cast():
         again = Cast.from_spec(cast.spec)

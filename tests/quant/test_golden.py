@@ -257,6 +257,7 @@ def test_bitnet_layers(name: str) -> None:
 # Few layouts and dtypes: each further one takes seconds to generate.
 
 
+@pytest.mark.slow
 def test_compiled_nvfp4() -> None:
     with compilation.backend("compiled"):
         for name in ("randn_f32", "association_f32", "code_tie_ulp_f32", "underflow_blocks_bf16", "small_bf16"):
@@ -269,12 +270,14 @@ def test_compiled_nvfp4() -> None:
             check_nvfp4(quantize(case["x"], NVFP4_TILES), case, f"{name} compiled", scale="block_scale")
 
 
+@pytest.mark.slow
 def test_compiled_mx() -> None:
     with compilation.backend("compiled"):
         for name in ("randn_bf16", "block_range_bf16", "nonsquare_bf16", "zero_blocks_bf16", "peer_nonfinite_bf16"):
             check_mx("mxfp4", name, "e2m1_rceil")
 
 
+@pytest.mark.slow
 def test_compiled_hadamard() -> None:
     with compilation.backend("compiled"):
         for name in ("randn", "outlier_tokens", "zero_tokens", "integers"):
@@ -282,6 +285,7 @@ def test_compiled_hadamard() -> None:
             check_rotated(quantize(y, NVFP4, dim=0), case, f"{name} compiled")
 
 
+@pytest.mark.slow
 def test_compiled_four_over_six() -> None:
     with compilation.backend("compiled"):
         for name, mode in (("randn_bf16", "mse256"), ("heavy_bf16", "mse256"), ("zero_underflow_bf16", "mse256")):
@@ -293,6 +297,7 @@ def test_compiled_four_over_six() -> None:
 EDGES = torch.cat([torch.logspace(-149, 127, 277, 2), torch.tensor([3.4028235e38, 0.0, torch.inf, torch.nan])]).float()
 
 
+@pytest.mark.fast("e4m3/fp32:row(power_of_two)-0", "int8/fp32:tensor--1")
 @pytest.mark.parametrize(
     ("cast", "dim"),
     [

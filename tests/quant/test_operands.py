@@ -18,6 +18,7 @@ from tests.references import quantize as reference
 # --- what bfloat16 holds ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("element", ELEMENT_FORMATS)
 @pytest.mark.parametrize("scale_format", EXMY)
 def test_fits_bfloat16(element: str, scale_format: str) -> None:
@@ -168,6 +169,7 @@ def test_without_block_scales_there_is_nothing_to_round(element: str, block: Any
 # --- in the dtype of the hardware -------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("block", ["row", "tensor"])
 @pytest.mark.parametrize("element", [name for name, format in ELEMENT_FORMATS.items() if format.gemm_dtype])
 def test_elements_in_the_dtype_of_the_hardware(element: str, block: Any) -> None:

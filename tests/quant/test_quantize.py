@@ -76,6 +76,7 @@ def test_equals_reference(element: str) -> None:
         check_against_reference(sample(5, 48), cast)
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("block", [(16, 16), "row", "tensor"])
 @pytest.mark.parametrize("element", ["e2m1", "e5m2", "e3m0", "int8"])
 def test_blocks_of_other_shapes_equal_reference(element: str, block: Any) -> None:
@@ -114,6 +115,7 @@ STOCHASTIC = [
 ]
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("cast", STOCHASTIC, ids=str)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_stochastic_equals_reference(cast: Cast, dim: int) -> None:
@@ -180,6 +182,7 @@ EMPTY = [
 ]
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("shape", [(0,), (0, 32), (3, 0), (2, 0, 16), (2, 3, 0)])
 @pytest.mark.parametrize("cast", EMPTY, ids=str)
 def test_empty(shape: tuple[int, ...], cast: Cast) -> None:

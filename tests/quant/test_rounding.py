@@ -108,6 +108,7 @@ def z_of(errors: Tensor) -> Tensor:
 ROOMY = [Scale("e8m0", 16), Scale("fp32", "row"), Scale("e4m3", 16, "up")]
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("scale", ROOMY, ids=str)
 @pytest.mark.parametrize("element", ELEMENT_FORMATS)
 def test_a_million_draws_are_unbiased(element: str, scale: Scale) -> None:
@@ -251,6 +252,7 @@ def test_integer_and_tensor_keys_agree() -> None:
     )
 
 
+@pytest.mark.fast("cast0")
 @pytest.mark.parametrize("cast", [Cast(rounding="stochastic"), Cast("int8", Scale("e5m2", 32), "stochastic")])
 def test_compiled_code_draws_the_same_bits(cast: Cast) -> None:
     x = torch.randn(48, 96)

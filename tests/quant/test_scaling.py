@@ -163,6 +163,7 @@ def test_a_margin_is_powers_of_two_of_room(element: str) -> None:
         assert found.tolist() == [[reach, -reach, reach]], f"{cast}: {found.tolist()} for {x.tolist()}"
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("rounding", ["nearest", "power_of_two"])
 @pytest.mark.parametrize("element", ELEMENT_FORMATS)
 def test_margins_by_definition(element: str, rounding: str) -> None:
@@ -180,6 +181,7 @@ def test_margins_by_definition(element: str, rounding: str) -> None:
                 same(found, expected, f"{cast} along {dim}, amax {amax}")
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("rounding", ["nearest", "power_of_two"])
 @pytest.mark.parametrize("element", ELEMENT_FORMATS)
 def test_margins_end_where_float32_does(element: str, rounding: str) -> None:
@@ -203,6 +205,7 @@ def test_margins_end_where_float32_does(element: str, rounding: str) -> None:
 # --- ExMy -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("scale_format", EXMY)
 @pytest.mark.parametrize("element", ELEMENT_FORMATS)
 def test_scales_rounded_up_never_saturate(element: str, scale_format: str) -> None:

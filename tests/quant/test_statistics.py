@@ -150,6 +150,7 @@ def in_block(cast: Cast, block: Any) -> Cast:
     return cast.replace(scale={"block": block})
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cast", CASTS, ids=str)
 def test_equals_reference(cast: Cast, dtype: torch.dtype) -> None:
@@ -169,6 +170,7 @@ def test_stochastic_equals_reference(cast: Cast) -> None:
         check_stochastic(ragged(torch.float32), replace(in_block(cast, block), rounding="stochastic"), dim)
 
 
+@pytest.mark.fast("int8/fp32:tensor(minmax)--1")
 @pytest.mark.parametrize(
     ("cast", "dim"),
     [
@@ -312,6 +314,7 @@ def test_zeros(cast: Cast) -> None:
         assert found.zero_points is None or not found.zero_points.any(), f"{mode}: the zero point of zeros is 0"
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("cast", CASTS, ids=str)
 def test_one_bad_element_is_its_whole_block(cast: Cast, bad: float) -> None:

@@ -183,6 +183,7 @@ class SaveAlways(Callback):
         trainer.save_checkpoint(self.folder / f"epoch{trainer.current_epoch}.ckpt")
 
 
+@pytest.mark.fast("max_epochs-2-0", "max_steps-1-2")
 @pytest.mark.parametrize(
     "limit, accumulate, num_workers",
     [*product(["max_epochs", "max_steps"], [1, 2], [0]), ("max_epochs", 2, 2), ("max_steps", 1, 2)],
@@ -272,6 +273,7 @@ def test_tokens_of_a_pretrained_tokenizer(tmp_path: Path) -> None:
     assert batch.dtype == torch.int64 and batch.shape == (2, 9) and batch.max() < data.vocab_size
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_an_epoch_holds_each_sequence_once(folder: Path, ranks: int, num_workers: int) -> None:

@@ -327,6 +327,7 @@ trainer:
 """
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_scale_and_reference(small: None) -> None:
     """Its margins depend on the reference; the scale grows in the third step and in the sixth."""
     Path("grows.yaml").write_text(GROWS)

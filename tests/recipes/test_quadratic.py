@@ -64,6 +64,7 @@ def factors(losses: Tensor) -> Tensor:
 # --- noise that shrinks with the gradient -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curvature", [1.0, 2.5])
 def test_the_loss_falls_by_the_factor_expected_of_noise_and_step(curvature: float) -> None:
     curves = {curve: losses for curve, losses in descend_all(curvature).items() if curve.error == "noise"}
@@ -100,6 +101,7 @@ def test_figure_4() -> None:
         assert cost < most
 
 
+@pytest.mark.slow
 def test_the_best_step_takes_off_a_share_of_what_the_noiseless_one_takes() -> None:
     shares = {0.5: 12 / 13, 1: 3 / 4, 2: 3 / 7}
     losses = descend(noises=tuple(shares), steps=tuple(shares.values()))
@@ -109,6 +111,7 @@ def test_the_best_step_takes_off_a_share_of_what_the_noiseless_one_takes() -> No
         assert mean[noise, share] == min(mean[noise, step] for step in shares.values())
 
 
+@pytest.mark.fast("0.5")
 @pytest.mark.parametrize("step", [1.0, 0.5, 0.1])
 def test_descent_stops_at_the_noise_that_a_step_bears(step: float) -> None:
     limit = math.sqrt(3 * (2 / step - 1))
@@ -184,6 +187,7 @@ def test_of_casts_whose_scale_stays_rounding_to_nearest_halts_and_stochastic_rou
 # --- the recipe and its picture ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_recipe_runs_repeats_itself_and_draws() -> None:
     short = "--trainer.max_steps=10"
     for options in ([], [short], [short], [short, "--seed_everything=1"]):
@@ -204,6 +208,7 @@ def test_the_recipe_spells_out_the_defaults() -> None:
     assert (written["dimensions"], written["curvature"]) == (Quadratic().dimensions, Quadratic().curvature)
 
 
+@pytest.mark.slow
 def test_the_picture_shows_all_curves_and_the_floors() -> None:
     model = fit(begin(noises=NOISES, errors=(0.1, 0.01), steps=(1, 0.1), curvature=2.5), steps=5)
     left, right = draw(model.losses(), 2.5).axes
@@ -232,6 +237,7 @@ def test_it_logs_each_curve_before_its_step() -> None:
     assert all(value.item() == pytest.approx(1) for value in logged.values())
 
 
+@pytest.mark.slow
 def test_a_second_fit_forgets_the_first() -> None:
     model = fit(begin(noises=(1,), steps=(1,)), steps=3)
     end = model().detach()

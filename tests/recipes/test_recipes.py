@@ -138,6 +138,7 @@ def write_c4(folder):
     (folder / "README.md").write_text(f"---\n{card}---\n")
 
 
+@pytest.mark.fast("quickstart", "c4", "ternary", "stable_spam")
 @pytest.mark.parametrize("name", ONE_DEVICE)
 def test_two_steps(name):
     configs = COMBINATIONS[name]
@@ -170,6 +171,7 @@ def save_pretrained(folder, network="llama"):
     return model
 
 
+@pytest.mark.fast("llama")
 @pytest.mark.parametrize("network", ["llama", "qwen2"])
 def test_continual_qat_starts_from_the_weights_in_a_folder(network, monkeypatch):
     model = save_pretrained("model", network)
@@ -195,6 +197,7 @@ def test_continual_qat_says_that_it_needs_a_model(capsys):
     assert "no network 'model'" in capsys.readouterr().err
 
 
+@pytest.mark.fast("nvfp4", "adam_mini_adaptive", "fp16")
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_full_size(name, monkeypatch):
     made = []
@@ -263,6 +266,7 @@ def _handler():
 OPTIONS = "--model.init_args.optimizer.init_args"
 
 
+@pytest.mark.fast("stable_spam-options2")
 @pytest.mark.usefixtures("_handler")
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -498,6 +502,7 @@ def check_optimizer(row, name, precision, lr=1e-3):
     assert (options["warmup_steps"], options["total_steps"], options["matrices_only"]) == (0, None, False), row.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZER_STUDIES)
 def test_the_rows_of_a_study_of_optimizers_differ_in_nothing_else(name):
     study = read_study(name)
@@ -560,6 +565,7 @@ def test_the_rows_of_ablation():
         assert not spikes_of(row)
 
 
+@pytest.mark.slow
 def test_studies_share_what_has_the_same_name():
     recipes_by_folder = {}
     for name in STUDIES:
@@ -569,6 +575,7 @@ def test_studies_share_what_has_the_same_name():
     assert len(recipes_by_folder) < sum(len(runs_of(name)) for name in STUDIES)
 
 
+@pytest.mark.fast("ablation", "qat", "spikes")
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_row_of_each_study_parses(name):
     save_pretrained("model")

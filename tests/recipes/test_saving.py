@@ -48,6 +48,7 @@ def train(plugin: LowBitPrecision, path: Path, weights_only: bool = False) -> tu
     return model, loss
 
 
+@pytest.mark.fast("whole")
 @pytest.mark.parametrize("weights_only", [False, True], ids=["whole", "of weights alone"])
 def test_a_checkpoint_is_loaded_as_it_was_trained(weights_only: bool, tmp_path: Path) -> None:
     _, expected = train(TernaryPrecision(**TERNARY), path := tmp_path / "last.ckpt", weights_only)

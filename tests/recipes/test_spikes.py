@@ -96,6 +96,7 @@ def test_a_spike_is_the_whole_gradient_of_some_steps():
     assert kinds == {frozenset([SLOPE]), frozenset([1000 * SLOPE])}, "a gradient of which only some elements are spiked"
 
 
+@pytest.mark.fast("0.3-2000")
 @pytest.mark.parametrize(("probability", "steps"), [(0.01, 10000), (0.3, 2000)])
 def test_the_stated_share_of_steps(probability, steps):
     found = sum(spiked(GradientSpikes(probability, seed=0), steps)) / steps
@@ -158,6 +159,7 @@ def test_the_same_for_every_optimizer_and_after_a_resume():
     assert all(equal(whole[step], resumed[step]) for step in resumed), "other spikes after a resume"
 
 
+@pytest.mark.slow
 def test_each_seed_of_the_study_has_a_spike():
     study = read_study("spikes")
     (steps,) = {row.config["trainer"]["max_steps"] for row in study.rows}

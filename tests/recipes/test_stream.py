@@ -77,6 +77,7 @@ def take(loader: StreamLoader, batches: int) -> list[list[tuple[int, ...]]]:
     return [[tuple(sequence) for sequence in batch.tolist()] for batch in islice(loader, batches)]
 
 
+@pytest.mark.fast("once-2-0", "once-1-2", "again and again-3-0")
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("shards", [(500, 1, 500), (11, 4)], ids=["once", "again and again"])
@@ -104,6 +105,7 @@ def test_a_tokenizer_of_transformers(tmp_path: Path) -> None:
         assert Counter(sum(batches, [])) == Counter(expected)
 
 
+@pytest.mark.fast("0")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_state_goes_on_with_the_next_sequence(num_workers: int) -> None:
     write_c4((400, 30, 400))
@@ -196,6 +198,7 @@ def fit(
     return model
 
 
+@pytest.mark.fast("0-None-2", "0-5-1")
 @pytest.mark.parametrize("num_workers, limit, accumulate", [*product([0], [None, 5], [1, 2]), (2, None, 2), (2, 5, 1)])
 def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(
     tmp_path: Path, num_workers: int, limit: int | None, accumulate: int

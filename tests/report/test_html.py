@@ -101,6 +101,7 @@ def test_what_comes_from_outside_is_escaped():
     assert "could not be shown" not in page
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite_are_said(log, bad):
@@ -120,6 +121,7 @@ def test_a_logarithmic_axis_needs_positive_values():
     assert "The axis is linear" in page
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [1e300, -1e300], [1e-300, 1e300], [5e-324, 1.0]])
 @pytest.mark.parametrize("log", [False, True])
 def test_any_values_are_drawn(values, log):

@@ -380,6 +380,7 @@ class ByHand(Callback):
         return math.sqrt(signal / noise) if noise else math.inf
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize("preset", ["nvfp4", "nvfp4-nvidia", "ternary", "fp8-delayed"])
 def test_layers_by_hand(preset: str, micro: int) -> None:
@@ -462,6 +463,7 @@ def test_a_step_of_layers_that_fails() -> None:
     assert "gradient_sums" not in vars(model.net[0])
 
 
+@pytest.mark.slow
 def test_compiled_layers_measure_the_same_and_compile_twice() -> None:
     """With and without rows; not once for each measurement."""
 
@@ -636,6 +638,7 @@ PLUGINS: dict[str, Callable[[], LowBitPrecision]] = {
 }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("plugin", "micro", "kind"),
     [

@@ -194,6 +194,7 @@ RULES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("make", RULES.values(), ids=RULES)
 def test_used_is_what_the_rules_leave(make: Callable[[nn.Module], Any], clip: float | None) -> None:

@@ -162,6 +162,7 @@ def reported(monitor: LossScaleMonitor, run: Trainer) -> list[str]:
 # --- curves -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @plugins
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -160,6 +160,7 @@ PLUGINS: dict[str, Any] = {
 }
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_numbers_are_those_of_the_metrics(plugin: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:

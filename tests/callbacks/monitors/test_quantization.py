@@ -154,6 +154,7 @@ def alerts_said() -> Iterator[list[str]]:
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize(
     ("kind", "plugin"),
     [

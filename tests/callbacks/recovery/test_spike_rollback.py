@@ -175,6 +175,7 @@ def assert_same(found: Any, wanted: Any, what: str) -> None:
 # --- where it ends ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("device", ["same", "cpu"])
 @pytest.mark.parametrize("kind", ["spike", "nan"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -98,6 +98,7 @@ def blends(*callbacks: Callback, **kwargs: Any) -> list[float]:
 # --- when -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize(
     "switch",
     [

@@ -133,6 +133,7 @@ def test_the_phase_is_logged():
     assert logged == [(3, 1.0)]
 
 
+@pytest.mark.slow
 def test_at_most_one_recompilation():
     from torch._dynamo.utils import counters
 

@@ -359,6 +359,7 @@ def test_by_hand_before_there_is_a_model() -> None:
         FP4Precision().set_casts({"head": "bf16"})
 
 
+@pytest.mark.fast("True")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it itself
 @pytest.mark.parametrize("changes", [False, True])
 def test_compiled_before_training_it_computes_the_same(changes: bool) -> None:
@@ -393,6 +394,7 @@ def tensor_rate(p: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(p, torch.tensor(1.0), capturable=False, foreach=False)
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("make", [adam, tensor_rate, lambda p: Adaptive(adam(p))], ids=["adam", "tensor", "adaptive"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_learning_rate_rises_again_and_the_schedule_goes_on(make: Optimizer, accumulate: int) -> None:

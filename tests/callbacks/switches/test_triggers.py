@@ -91,6 +91,7 @@ def begin(*callbacks: Callback, **kwargs: Any) -> int | None:
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (1, 1), (10, 1), (11, 2), (40, 4), (41, 5), (80, None)])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_first_step_that_begins_after_so_many_tokens(tokens: int, expected: int | None, accumulate: int) -> None:
@@ -178,6 +179,7 @@ def test_a_checkpoint_without_a_count_says_so() -> None:
 # --- below ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
