@@ -167,7 +167,7 @@ def wheel_environment(tmp_path_factory):
     sources = folder / "sources"  # a copy: setuptools leaves its build beside what it builds
     shutil.copytree(ROOT / "lightning_lowbit", sources / "lightning_lowbit")
     shutil.copytree(ROOT / "recipes", sources / "recipes")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
     # With the setuptools that is here: making an environment for it takes half a minute.
     subprocess.run([*pip, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, sources], check=True)
