@@ -1,16 +1,21 @@
-"""Which of the two Lightnings this process uses, and every name of it that the package needs.
+"""Which of the two Lightnings this process uses, every name of it that the package needs, and its private parts.
 
 Lightning is installed twice: as ``lightning.pytorch`` and as ``pytorch_lightning``. The code is the same, the classes
-are not: a plugin of one is none to the Trainer of the other. The first import of this module decides, once, for the one
-that was imported first, and for ``lightning.pytorch`` where neither was. (Packages that use ``pytorch_lightning`` may
+are not: the Trainer of one does not accept a plugin of the other. The first import of this module chooses, once, the
+one that was imported first, or ``lightning.pytorch`` if neither was. (Packages that use ``pytorch_lightning`` may
 import both: neuralforecast does, through ray.)
+
+No other module of the package touches an attribute of Lightning whose name begins with an underscore: the functions
+at the end do, each for one purpose. A new version of Lightning can break these, and nothing else.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.apply_func import apply_to_collection as apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info as rank_zero_info
@@ -75,19 +80,14 @@ extract_batch_size = pytorch.utilities.data.extract_batch_size
 is_overridden = pytorch.utilities.model_helpers.is_overridden
 is_param_in_hook_signature = pytorch.utilities.signature_utils.is_param_in_hook_signature
 
-_ResultCollection = result._ResultCollection
-_collect_rng_states = fabric.utilities.seed._collect_rng_states
-_is_local_file_protocol = fabric.utilities.cloud_io._is_local_file_protocol
-_set_rng_states = fabric.utilities.seed._set_rng_states
-
 
 def both_are_imported() -> bool:
-    """Whether objects of the other Lightning may be about."""
+    """Whether the process may hold objects of the other Lightning."""
     return OTHER in sys.modules
 
 
 def goes_with(user: object) -> str:
-    """Which Trainer an object of this package goes with, and what to do for the other one."""
+    """Says which Trainer an object of this package needs, and what to do to use the other one."""
     return (
         f"{type(user).__name__} goes with the Trainer, LightningModule and callbacks of {NAME} here, not with those of "
         f"{OTHER}. To use {OTHER}, import it before {NAME} and before the first use of lightning_lowbit"
@@ -106,5 +106,86 @@ def check_trainer(user: object, trainer: object) -> None:
 
 @cache
 def say_once(text: str) -> None:
-    """Logs a line, the first time."""
+    """Logs a line the first time it is called with it."""
     rank_zero_info(text)
+
+
+# --- private parts of Lightning ---
+
+
+def is_logging_step(trainer: Trainer) -> bool:
+    """Whether the logger takes what the optimizer step under way logs; the same for all its micro-batches."""
+    return trainer._logger_connector.should_update_logs
+
+
+def is_mid_step(trainer: Trainer) -> bool:
+    """Whether more micro-batches of the optimizer step under way follow the current one."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def logger_step(trainer: Trainer) -> int:
+    """The step under which the logger files what the current batch logs: the optimizer steps before this one."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def validation_is_due(trainer: Trainer) -> bool:
+    """Whether a validation follows the batch that ends; a run resumed from before it would leave it out."""
+    loop = trainer.fit_loop
+    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))  # type: ignore[arg-type]
+
+
+def logged_metrics(trainer: Trainer) -> dict[str, Any]:
+    """What was logged so far, without the reduction over processes that ``trainer.callback_metrics`` may start."""
+    return trainer._logger_connector._callback_metrics
+
+
+def forget_logged(trainer: Trainer, names: Iterable[str]) -> None:
+    """Drops metrics that ``on_train_batch_end`` logged, which Lightning would log again until the epoch ends."""
+    assert trainer._results is not None
+    for name in names:
+        trainer._results.pop(f"on_train_batch_end.{name}", None)
+
+
+@contextmanager
+def without_logging(trainer: Trainer) -> Generator[None, None, None]:
+    """A context in which whatever the module or a logger logs is dropped."""
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+    results, loggers, hook = loop._results, trainer.loggers, connector._current_fx
+    loop._results = result._ResultCollection(training=True)
+    loop._results.batch, loop._results.batch_size = results.batch, results.batch_size
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        yield
+    finally:
+        loop._results, trainer.loggers, connector._current_fx = results, loggers, hook
+
+
+def training_step_through(trainer: Trainer, module: LightningModule, *args: Any, **kwargs: Any) -> Any:
+    """Runs ``training_step`` as the forward pass of the strategy's wrapper, which gathers sharded weights."""
+    assert trainer.model is not None
+    return trainer.strategy._forward_redirection(trainer.model, module, "training_step", *args, **kwargs)
+
+
+def cluster_environment(trainer: Trainer) -> Any:
+    """The environment that started the processes, such as SLURM's; also set if there is one process alone."""
+    return trainer._accelerator_connector.cluster_environment
+
+
+def checkpoint_folder(checkpoint: ModelCheckpoint, trainer: Trainer) -> Any:
+    """Where a ``ModelCheckpoint`` saves, before its ``setup`` has said so in ``dirpath``."""
+    return checkpoint._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
+
+
+def is_local(path: str | Path) -> bool:
+    """Whether a path lies on a local (or mounted) file system, not in an object store."""
+    return fabric.utilities.cloud_io._is_local_file_protocol(path)
+
+
+def random_states() -> dict[str, Any]:
+    """The states of the random generators of torch, NumPy and Python."""
+    return fabric.utilities.seed._collect_rng_states()
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Restores what :func:`random_states` returned."""
+    fabric.utilities.seed._set_rng_states(states)

@@ -3,10 +3,11 @@
 L0 checks, formats, compilation, atomic_files    L1 quant    L2 distributed    L3 nn, optim, metrics    L4 _lightning
 L5 precision, callbacks, report    L6 cli    L7 recipes
 
-Lightning is imported by `_lightning` alone, and `_lightning` by L5 and above.
+Lightning is imported by `_lightning` alone, which alone touches its private parts, and `_lightning` by L5 and above.
 """
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ LEVELS = {
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 OPTIONAL = {"transformers", "datasets", "torchmetrics", "tensorboard", "rich", "matplotlib", "triton"}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+OBJECTS_OF_LIGHTNING = re.compile(r"(\w+_)?(trainer|loop|connector|strategy)")
 RECIPES = sorted((ROOT.parent / "recipes").glob("*.py"))
 
 
@@ -75,3 +77,26 @@ def test_lightning_is_imported_by_one_module_alone(path):
     if path != ROOT / "_lightning.py":
         found = [name for name, _ in imports(path) if name.split(".")[0] in LIGHTNING]
         assert not found, f"{path.name} imports {found}: import from lightning_lowbit._lightning"
+
+
+def private_parts(code):
+    """Private attributes of objects of Lightning that code touches, such as `trainer.fit_loop._data_fetcher`."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"_[^_].*", node.attr):
+            owner = node.value
+            name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+            is_foreign = OBJECTS_OF_LIGHTNING.fullmatch(name) or node.attr.startswith("_ModelCheckpoint__")
+            if is_foreign:
+                yield f"{name}.{node.attr}"
+
+
+def test_private_parts_are_found():
+    code = "trainer._results, self.trainer.fit_loop._x, my_strategy._y, self._trainer, trainer.z, trainer.__dict__"
+    assert [*private_parts(code)] == ["trainer._results", "fit_loop._x", "my_strategy._y"]
+
+
+@pytest.mark.parametrize("path", FILES + RECIPES, ids=lambda path: str(path.relative_to(ROOT.parent)))
+def test_private_parts_of_lightning_are_touched_by_one_module_alone(path):
+    if path != ROOT / "_lightning.py":
+        found = [*private_parts(path.read_text())]
+        assert not found, f"{path.name} touches {found}: write a function for it in lightning_lowbit._lightning"

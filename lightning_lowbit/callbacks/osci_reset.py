@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, logger_step
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.monitors.latent_weights import LatentWeight, latent_weights, nearest_cast, whole_layers
+from lightning_lowbit.checks import is_number
 from lightning_lowbit.metrics import flipped
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.precision.run_settings import compute_dtype
-from lightning_lowbit.quant.cast import is_number
 
 
 @dataclass
@@ -179,7 +179,7 @@ class OsciReset(LowBitCallback):
         if shares:
             metrics = dict(zip(shares, torch.stack(list(shares.values())).tolist(), strict=True))
             for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+                logger.log_metrics(metrics, step=logger_step(trainer))
             trainer.callback_metrics.update({name: torch.tensor(share) for name, share in metrics.items()})
 
     # --- state ---

@@ -3,8 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import nn
 from lightning_lowbit._lightning import LightningModule, Trainer
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.base import LowBitCallback
-from lightning_lowbit.callbacks.monitors.base import LooksAway
 from lightning_lowbit.nn import OPERANDS, Coverage, GemmCounter, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.precision import LowBitPrecision
@@ -27,7 +25,7 @@ from lightning_lowbit.report.run_folder import run_folder
 _BLENDING = "blending"
 
 
-class PrecisionSummary(LowBitCallback, LooksAway):
+class PrecisionSummary(LowBitCallback):
     """Shows which layers compute in which casts, and how much of the arithmetic that is.
 
     When training starts, a table of layers, parameters and casts. After the first training step, the coverage: FLOPs of
@@ -118,20 +116,6 @@ class PrecisionSummary(LowBitCallback, LooksAway):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leaves no counter behind, nor half a measurement."""
         self._abandon()
-
-    @contextmanager
-    def look_away(self) -> Generator[None, None, None]:
-        """A context for passes that are not those of the training step: they do not count."""
-        counter = self.counter
-        if counter is None or not self._counting:
-            yield
-            return
-        # Its mode stays where it is: others may have been entered after it, and compiled code would round differently.
-        counted = counter.gemms.copy(), counter.others.copy(), counter.recomputed, counter._uncounted.copy()
-        try:
-            yield
-        finally:
-            counter.gemms, counter.others, counter.recomputed, counter._uncounted = counted
 
     def _abandon(self) -> None:
         if self._counting:

@@ -34,6 +34,9 @@ from torch.distributed.tensor import DTensor
 from lightning_lowbit._lightning import (
     LightningModule,
     Trainer,
+    is_logging_step,
+    is_mid_step,
+    logged_metrics,
     rank_zero_warn,
 )
 from lightning_lowbit.atomic_files import replace_file
@@ -141,7 +144,7 @@ class RunReport(LowBitCallback):
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Notes the learning rates of the step; at its end the schedule has moved on."""
         self._take_late(trainer)
-        if trainer.is_global_zero and trainer._logger_connector.should_update_logs:
+        if trainer.is_global_zero and is_logging_step(trainer):
             self._rates = dict(learning_rates(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
@@ -165,7 +168,7 @@ class RunReport(LowBitCallback):
         """Tells what was logged until now from what the validation will."""
         if self._is_validation_of_fit(trainer):
             self._take_late(trainer)
-            self._seen.update(_scalars(trainer._logger_connector._callback_metrics))
+            self._seen.update(_scalars(logged_metrics(trainer)))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Records the validation."""
@@ -181,9 +184,15 @@ class RunReport(LowBitCallback):
             self._seconds, self._since = self._elapsed(), None
             self._write(trainer, pl_module, exception)
 
+    def record_layers(self, numbers: Mapping[str, Mapping[str, float]], step: int) -> None:
+        """Adds numbers of layers, by quantity and layer, which a monitor has read."""
+        if self._trainer is not None and self._trainer.is_global_zero:
+            self._history.add_layers(numbers, step)
+
     def state_dict(self) -> dict[str, Any]:
         """The history so far, also that of the step at whose end another callback saves before this one's turn."""
         if self._trainer is not None and self._since is not None:
+            ask(self._trainer, "report_alerts", list)  # monitors read what they have not yet, and record it here
             self._record_validation(self._trainer) if self._trainer.validating else self._record_step(self._trainer)
         history = self._history.state_dict()
         kept = {"history": history, "validation": list(self._validation), "seconds": self._elapsed()}
@@ -203,13 +212,13 @@ class RunReport(LowBitCallback):
     def _record_step(self, trainer: Trainer) -> None:
         """Adds the optimizer step that has just been done, when it is one that is logged; once."""
         step, plugin = trainer.global_step, trainer.precision_plugin
-        in_mid_step = trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
+        in_mid_step = trainer.lightning_module.automatic_optimization and is_mid_step(trainer)
         if not trainer.is_global_zero or in_mid_step or step <= self._recorded:
             return
         self._recorded = step
         if isinstance(plugin, LowBitPrecision):
             self._history.add_phase(plugin.phase, self._begin, step)
-        if trainer._logger_connector.should_update_logs:
+        if is_logging_step(trainer):
             for name, rate in self._rates.items():
                 self._history.add(name, step, rate)
             self._take(trainer.callback_metrics, step)
@@ -217,7 +226,7 @@ class RunReport(LowBitCallback):
 
     def _record_validation(self, trainer: Trainer) -> None:
         if self._is_validation_of_fit(trainer):
-            new = self._take(trainer._logger_connector._callback_metrics, trainer.global_step)
+            new = self._take(logged_metrics(trainer), trainer.global_step)
             self._validation += [name for name in new if name not in self._validation]
 
     def _take(self, metrics: Mapping[str, Any], step: int, forked: bool = True) -> list[str]:
@@ -241,13 +250,13 @@ class RunReport(LowBitCallback):
         Not `trainer.callback_metrics`: at the end of an epoch this would reduce means over processes, in one of them.
         """
         if self._late is not None:
-            self._take(trainer._logger_connector._callback_metrics, self._late)
+            self._take(logged_metrics(trainer), self._late)
             self._late = None
 
     def _take_epoch(self, trainer: Trainer) -> None:
         """Adds the metrics of an epoch, but not its means of metrics that have a value for each step."""
         if trainer.is_global_zero:
-            self._take(trainer._logger_connector._callback_metrics, trainer.global_step, forked=False)
+            self._take(logged_metrics(trainer), trainer.global_step, forked=False)
 
     @staticmethod
     def _is_validation_of_fit(trainer: Trainer) -> bool:
@@ -266,6 +275,7 @@ class RunReport(LowBitCallback):
 
     def _write_files(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException | None) -> None:
         assert self._folder is not None
+        alerts, failures = ask(trainer, "report_alerts", list)  # first: monitors record their last numbers
         try:
             history = self._history.points()
         except Exception:  # after an error of the device nothing can be copied from it
@@ -273,7 +283,6 @@ class RunReport(LowBitCallback):
             history = self._history.points()
         folder = run_folder(trainer, self._folder, self.filename)
         folder.mkdir(parents=True, exist_ok=True)
-        alerts, failures = ask(trainer, "report_alerts", list)
         summaries, more_failures = ask(trainer, "report_data", dict)
         run: dict[str, Any] = {
             "name": name_of(folder),
@@ -291,6 +300,7 @@ class RunReport(LowBitCallback):
             "validation_metrics": self._validation,
             "best": self._best(trainer),
             "history": history,
+            "quantities": self._history.quantities,
             "phases": self._history.phases,
             "environment": environment(trainer, self._started),
             "summary": {name: value for summary in summaries for name, value in summary.items()},

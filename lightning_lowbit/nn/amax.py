@@ -11,8 +11,7 @@ In two places this differs from Transformer Engine on purpose. There the first s
 gradients below 2^-17 vanish; and one infinity stays in the history, and the scale with it, for all its length.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,17 +121,10 @@ class AmaxHistories:
             self._parts[size + i].copy_(before._parts[len(before._rows) + j])
         self._choose()
 
-    @contextmanager
-    def forgetting(self) -> Iterator[None]:
-        """Within this context passes are stages of a step, smoothed by their own channels, and then forgotten."""
-        staged, before = [part.clone() for part in self._parts], self.recording
-        self.recording = True
-        try:
-            yield
-        finally:
-            self.recording = before
-            for part, kept in zip(self._parts, staged, strict=True):
-                part.copy_(kept)
+    @property
+    def staged(self) -> list[Tensor]:
+        """What the passes of a step have staged."""
+        return self._parts
 
     def to_(self, device: torch.device) -> None:
         """Moves everything to where the layers compute."""

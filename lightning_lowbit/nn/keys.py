@@ -12,7 +12,7 @@ each later one its own, so that noise does not add up (:mod:`lightning_lowbit.nn
 import hashlib
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_lowbit.nn.calls import Calls, number_calls
 from lightning_lowbit.nn.casts import OPERANDS
@@ -75,6 +75,14 @@ class LayerKeys:
         shared = hash_numbers(self.seed, step, micro_batch)
         own = hash_numbers(self.seed, step, micro_batch, rank)
         self._keys.copy_(mix_key(self._salts ^ torch.where(self._is_weight, shared, own)))
+
+    def expect_draws(self, on: bool) -> None:
+        """Whether to keep the keys of all calls from now on, for :meth:`in_use`."""
+        self._calls.given = [] if on else None
+
+    def in_use(self) -> list[Tensor]:
+        """All keys that a backward pass over the micro-batch uses: of its calls, and of what it computes again."""
+        return [self._keys, *(self._calls.given or [])]
 
     def relink(self) -> None:
         """Makes what layers hold views of the keys again, which pickle makes copies of."""

@@ -406,18 +406,24 @@ class LowBitPrecision(Shown, FSDPPrecision):
         if self._shared is not None:
             self._shared.measure(partial(largest_magnitudes, device=self._device))
 
+    def expect_draws(self, on: bool = True) -> None:
+        """Says before a forward pass whether :meth:`another_draw` will follow it."""
+        self._converted.expect_draws(on)
+
     @contextmanager
     def another_draw(self, number: int = 0) -> Generator[None, None, None]:
-        """A context for a forward and a backward pass over the micro-batch before, with other random bits.
+        """A context for another backward pass over the graph of the micro-batch, with other random bits.
 
-        Only stochastic rounding draws anew: scales are those of the training step, and what the passes see of amaxes is
-        forgotten. Random numbers of torch are no matter of this plugin.
+        Before the backward pass of training, after :meth:`expect_draws` and a forward pass. Only what the backward pass
+        rounds stochastically is drawn anew; what it records in layers and histories is forgotten.
 
         Args:
-            number: of the draw, 0 or more; each has bits of its own.
+            number: of the draw, 0 or more; each has other bits.
+
+        Raises:
+            MisconfigurationException: the forward pass does not say which random bits it used.
         """
-        draw = self._converted.another_draw(number, self.step, self._rank, self._device)
-        with self.forward_context(), draw:
+        with self._converted.another_draw(number):
             yield
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]

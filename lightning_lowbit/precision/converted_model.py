@@ -18,15 +18,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lightning_lowbit._lightning import MisconfigurationException, rank_zero_warn
 from lightning_lowbit.distributed import all_reduce_world_
 from lightning_lowbit.nn.amax import AmaxHistories
+from lightning_lowbit.nn.calls import draws
 from lightning_lowbit.nn.casts import PHASES, PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_blend, select, set_phase
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
-from lightning_lowbit.nn.keys import LayerKeys, clean_name, with_index
+from lightning_lowbit.nn.keys import LayerKeys, clean_name, hash_numbers, with_index
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
 from lightning_lowbit.precision.checkpoints.trained import primitive
 from lightning_lowbit.quant.cast import choose
@@ -257,15 +259,30 @@ class ConvertedModel:
         if self.histories is not None:
             self.histories.recording = on
 
+    def expect_draws(self, on: bool) -> None:
+        """Whether :meth:`another_draw` follows the next forward passes."""
+        if self._keys is not None:
+            self._keys.expect_draws(on)
+
     @contextmanager
-    def another_draw(self, number: int, step: int, rank: int, device: torch.device) -> Generator[None, None, None]:
-        """Once prepared, a context with other random bits than any micro-batch has, whose amaxes are forgotten."""
-        if self._keys is None or self.histories is None:
+    def another_draw(self, number: int) -> Generator[None, None, None]:
+        """A context for a backward pass with other random bits, after which everything is as before."""
+        assert self._keys is not None and self.histories is not None and self.model is not None
+        keys, layers = self._keys.in_use(), self._layers.values()
+        rows = [row for layer in layers for row in (layer.operand_sums, layer.gradient_sums) if row is not None]
+        norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]  # in a checkpoint
+        buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+        with _unchanged([*keys, *rows, *self.histories.staged, *buffers]):
+            with _unsafe_preserve_version_counter(tuple(keys)):  # which compiled graphs have saved
+                for one in keys:
+                    one.bitwise_xor_(hash_numbers(-1 - number))
             yield
-            return
-        self._keys.fill_(step, -1 - number, rank, device)  # no micro-batch has a number below 0
-        with self.histories.forgetting():
-            yield
+        if len(self._keys.in_use()) == 1 and any(draws(layer.casts) for layer in layers):
+            raise MisconfigurationException(
+                "Another draw of a gradient needs the random bits of layers, and none asked for any, neither in the "
+                "forward pass nor in this backward pass, as in a CUDA graph that is replayed: compile without CUDA "
+                "graphs (no mode='reduce-overhead'), or measure with GradientNoiseMonitor(kind='layers')."
+            )
 
     def advance_(self) -> None:
         """Ends an optimizer step: what it staged enters the histories, by one collective for all layers."""
@@ -320,3 +337,16 @@ class ConvertedModel:
 def _remembers(layer: QuantizedLayer) -> bool:
     """Whether the casts of a layer need amaxes of former steps."""
     return layer.full_casts.is_delayed or layer.full_casts.smooth == "channel"
+
+
+@contextmanager
+@torch.no_grad()
+def _unchanged(tensors: list[Tensor]) -> Generator[None, None, None]:
+    """Within this context tensors may change in place; afterwards they are as before, also in the eyes of autograd."""
+    kept = [tensor.clone() for tensor in tensors]
+    with _unsafe_preserve_version_counter(tuple(tensors)):
+        try:
+            yield
+        finally:
+            for tensor, before in zip(tensors, kept, strict=True):
+                tensor.copy_(before)

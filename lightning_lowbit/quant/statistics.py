@@ -9,6 +9,9 @@ Of large operands a sample of whole blocks is enough. See :mod:`lightning_lowbit
 mean.
 """
 
+import math
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -33,6 +36,27 @@ _SLACK = 1 + 2.0**-20
 def wide_dtype(device: torch.device) -> torch.dtype:
     """What sums over many elements are kept in."""
     return torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs lack
+
+
+@overload
+def sqnr_db(signal_power: Tensor, noise_power: Tensor) -> Tensor: ...
+
+
+@overload
+def sqnr_db(signal_power: float, noise_power: float) -> float: ...
+
+
+def sqnr_db(signal_power: Tensor | float, noise_power: Tensor | float) -> Tensor | float:
+    """Signal to quantization noise ratio in dB: ``10 log10(signal_power / noise_power)``; infinite without noise.
+
+    Args:
+        signal_power: Σ x², a number, or a tensor of any shape.
+        noise_power: Σ (x - q)², likewise.
+    """
+    if isinstance(signal_power, Tensor) and isinstance(noise_power, Tensor):
+        return torch.where(noise_power == 0, math.inf, 10 * torch.log10(signal_power / noise_power))
+    ratio = signal_power / noise_power if noise_power != 0 else math.inf
+    return 10 * math.log10(ratio) if ratio > 0 else ratio if math.isnan(ratio) else -math.inf
 
 
 def operand_statistics(

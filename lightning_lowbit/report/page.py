@@ -39,7 +39,8 @@ def _find(names: Iterable[str], pattern: str) -> str | None:
 
 
 def _training(run: Mapping[str, Any]) -> list[str]:
-    return [name for name in run["history"] if name not in run["validation_metrics"]]
+    others = {*run["validation_metrics"], *run.get("quantities", {})}
+    return [name for name in run["history"] if name not in others]
 
 
 def _facts(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -92,16 +93,17 @@ def _metric_sections(run: Mapping[str, Any]) -> list[Section]:
 
 def _other_sections(run: Mapping[str, Any], names: Sequence[str]) -> list[Section]:
     """All others: those of layers (quantity/operand/layer) in one chart for all layers; a constant needs no chart."""
-    history = run["history"]
-    constant = [name for name in names if name.count("/") < 2 and len({y for _, y in history[name]}) == 1]
+    history, quantities = run["history"], run.get("quantities", {})
+    is_of_layer = {name: name in quantities or name.count("/") > 1 for name in names}
+    constant = [name for name in names if not is_of_layer[name] and len({y for _, y in history[name]}) == 1]
     groups: dict[str, list[str]] = {}
     for name in sorted(names, key=lambda name: name.split("/")[0]):  # else in the order in which they were logged
         if name not in constant:
-            groups.setdefault("/".join(name.split("/")[:2]), []).append(name)
+            groups.setdefault(quantities.get(name, "/".join(name.split("/")[:2])), []).append(name)
     others: list[Block] = []
     layers: dict[str, list[Block]] = {}  # by quantity
     for title, members in list(groups.items())[:MOST_CHARTS]:
-        blocks = layers.setdefault(title.split("/")[0], []) if members[-1].count("/") > 1 else others
+        blocks = layers.setdefault(title.split("/")[0], []) if is_of_layer[members[-1]] else others
         blocks.append(_chart(run, title, members))
     if constant:
         rows = [[name, history[name][0][1], _constant_at([step for step, _ in history[name]])] for name in constant]

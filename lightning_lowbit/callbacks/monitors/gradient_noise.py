@@ -12,27 +12,27 @@ See :mod:`lightning_lowbit.metrics.noise` for what the ratio is made of.
 import hashlib
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_mid_step, logger_step
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
-from lightning_lowbit.callbacks.monitors.noise_sources import Draws, Layers, Source
+from lightning_lowbit.callbacks.monitors.noise_sources import FromDraws, FromLayers, Source, Sums
+from lightning_lowbit.checks import choose, is_number
 from lightning_lowbit.distributed import connect
 from lightning_lowbit.metrics.noise import gradient_to_noise
 from lightning_lowbit.nn import LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.precision import LowBitPrecision
-from lightning_lowbit.quant.cast import choose, is_number
 from lightning_lowbit.report.html import Chart, Section, Text
 
 METRIC = "gradient_noise/ratio"
 
-_SOURCES: dict[str, type[Source]] = {"draws": Draws, "layers": Layers}
+_SOURCES: dict[str, type[Source]] = {"draws": FromDraws, "layers": FromLayers}
 
 _ADVICE = (
     "it is {ratio:.3g} times as large as the noise that quantization adds to it, below {threshold:.3g}: more and more "
@@ -153,50 +153,57 @@ class GradientNoiseMonitor(Monitor):
         if self._unread:
             self._read()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self._cancel()
-        if _step(trainer) % self.every_n_steps == 0 and not trainer.fit_loop._should_accumulate():
+        self._cancel(trainer)
+        if _step(trainer) % self.every_n_steps == 0 and not is_mid_step(trainer):
             self._is_due = True
             self._source.prepare(trainer, pl_module)
 
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Measures, if two gradients are drawn."""
+        if self._is_due:
+            self._take(trainer, pl_module, self._source.before_backward(trainer, loss, _quantized(pl_module)))
+
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measures."""
-        if not self._is_due:
+        """Measures, if layers are asked."""
+        if self._is_due:
+            self._take(trainer, pl_module, self._source.after_backward(trainer, _quantized(pl_module)))
+            self._cancel(trainer)  # an optimizer may run several backward passes in a step
+
+    def _take(self, trainer: Trainer, pl_module: LightningModule, sums: Sums | None) -> None:
+        if not sums:
             return
-        self._is_due = False  # an optimizer may run several backward passes in a step
-        layers = converted_layers(pl_module)
-        sums = self._source.take({name: layer for name, layer in layers.items() if layer.casts != LinearCasts()})
-        if sums:
-            if (casts := _casts_in_force(trainer, layers)) != self._casts:  # noise of others tells nothing about these
-                self._casts = casts
-                self._window.clear()
-            names = [name for name in sums if name in self._chosen]
-            whole = torch.stack([*sums.values()]).sum(0)
-            self._window.append((("", *names), torch.stack([whole, *(sums[name] for name in names)])))
-            self._to_log = True
-            self._keep(_step(trainer), self._ratios()[""][None])
+        if (casts := _casts_in_force(trainer, converted_layers(pl_module))) != self._casts:
+            self._casts = casts
+            self._window.clear()  # noise of other casts says nothing about these
+        names = [name for name in sums if name in self._chosen]
+        whole = torch.stack([*sums.values()]).sum(0)
+        self._window.append((("", *names), torch.stack([whole, *(sums[name] for name in names)])))
+        self._to_log = True
+        self._keep(_step(trainer), {"ratio": self._ratios()[""]})
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Logs, if the logger takes it."""
-        self._cancel()
-        if self._to_log and self._is_logged(trainer) and not trainer.fit_loop._should_accumulate():
+        self._cancel(trainer)
+        if self._to_log and self._is_logged(trainer) and not is_mid_step(trainer):
             self._to_log = False
             ratios = self._ratios()
             self._log(pl_module, {f"{METRIC}/{name}" if name else METRIC: ratio for name, ratio in ratios.items()})
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Lets go of the training step."""
-        self._cancel()
+        self._cancel(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reads the last number."""
-        self._cancel()
+        self._cancel(trainer)
         super().on_train_end(trainer, pl_module)
 
     # --- what ---
 
-    def _cancel(self) -> None:
-        self._is_due = False
-        self._source.cancel()
+    def _cancel(self, trainer: Trainer) -> None:
+        if self._is_due:
+            self._is_due = False
+            self._source.cancel(trainer)
 
     def _ratios(self) -> dict[str, Tensor]:
         """By layer, averaged over the last measurements, of those that were in the very last one: float32, 0-d."""
@@ -206,8 +213,8 @@ class GradientNoiseMonitor(Monitor):
         sums = torch.stack([torch.stack([row.get(name, unknown) for name in names]) for row in rows])
         return dict(zip(names, gradient_to_noise(sums).float().unbind(), strict=True))
 
-    def _judge(self, what: int, numbers: Sequence[float]) -> int:
-        (ratio,) = numbers
+    def _judge(self, what: int, columns: Mapping[str, Any]) -> int:
+        ratio: float = columns["ratio"]
         if not math.isnan(ratio):  # as where no measurement was finite
             self._measurements.append((what, ratio))
         if ratio < self.threshold:
@@ -289,7 +296,13 @@ class GradientNoiseMonitor(Monitor):
 
 def _step(trainer: Trainer) -> int:
     """The optimizer step under way, as the logger counts them, from 1."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+    return logger_step(trainer) + 1
+
+
+def _quantized(pl_module: LightningModule) -> dict[str, QuantizedLayer]:
+    """The layers that quantize anything now."""
+    layers = converted_layers(pl_module)
+    return {name: layer for name, layer in layers.items() if layer.casts != LinearCasts()}
 
 
 def _casts_in_force(trainer: Trainer, layers: Mapping[str, QuantizedLayer]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_lowbit._lightning import LightningModule, Trainer, extract_batch_size
+from lightning_lowbit._lightning import LightningModule, Trainer, extract_batch_size, is_logging_step, is_mid_step
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.precision_summary import PrecisionSummary
 from lightning_lowbit.nn import GemmCounter
@@ -90,7 +90,7 @@ class Throughput(LowBitCallback):
             return
         self._items += self.count(batch)
         self._batches += 1
-        if not trainer._logger_connector.should_update_logs or trainer.fit_loop._should_accumulate():
+        if not is_logging_step(trainer) or is_mid_step(trainer):
             return
         seconds = time.perf_counter() - self._since
         metrics = {f"{self.unit}/s": self._replicas * self._items / seconds}

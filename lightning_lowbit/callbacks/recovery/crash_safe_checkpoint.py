@@ -20,7 +20,9 @@ from lightning_lowbit._lightning import (
     MisconfigurationException,
     ModelCheckpoint,
     Trainer,
-    _is_local_file_protocol,
+    checkpoint_folder,
+    is_local,
+    validation_is_due,
 )
 from lightning_lowbit.atomic_files import (
     being_written,
@@ -49,7 +51,7 @@ def save_checkpoint(trainer: Trainer, path: str | Path, weights_only: bool | Non
         path: of a file or a directory, as the strategy writes it; on a file system that all ranks share.
         weights_only: as Lightning has it.
     """
-    if not _is_local(path) or _writes_later(trainer):
+    if not is_local(path) or _writes_later(trainer):
         trainer.save_checkpoint(path, weights_only)
         return
     path = Path(path)
@@ -78,16 +80,6 @@ def _on_first_rank(trainer: Trainer, path: Path, change: Callable[[], _T]) -> _T
     if told is not None:
         raise RuntimeError(f"The first rank could not save {path}: {told}")
     return result  # type: ignore[return-value]
-
-
-def validation_is_due(trainer: Trainer) -> bool:
-    """Whether one follows the batch that ends; a run that goes on from before it would leave it out."""
-    loop: Any = trainer.fit_loop
-    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
-
-
-def _is_local(path: str | Path) -> bool:
-    return _is_local_file_protocol(path)
 
 
 def _writes_later(trainer: Trainer) -> bool:
@@ -135,7 +127,7 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
         assert self.dirpath is not None
         if stage != "fit":
             return
-        if not _is_local(self.dirpath):
+        if not is_local(self.dirpath):
             raise MisconfigurationException(
                 f"{type(self).__name__} gives checkpoints their names once they are whole, which only local (and "
                 f"mounted) file systems do at once; got dirpath={str(self.dirpath)!r}. Use Lightning's ModelCheckpoint "
@@ -167,8 +159,8 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
         super().on_validation_end(trainer, pl_module)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        folder = self._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
-        if not _is_local(folder):
+        folder = checkpoint_folder(self, trainer)
+        if not is_local(folder):
             return super()._find_last_checkpoints(trainer)
         if trainer.state.fn == "fit" and trainer.is_global_zero:
             mend(Path(folder), self.FILE_EXTENSION)

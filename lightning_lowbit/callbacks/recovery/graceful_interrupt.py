@@ -15,10 +15,13 @@ from lightning_lowbit._lightning import (
     SIGTERMException,
     SLURMEnvironment,
     Trainer,
+    cluster_environment,
+    is_mid_step,
     rank_zero_info,
+    validation_is_due,
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
-from lightning_lowbit.callbacks.recovery.crash_safe_checkpoint import save_checkpoint, validation_is_due
+from lightning_lowbit.callbacks.recovery.crash_safe_checkpoint import save_checkpoint
 
 TERMINATED = 128 + signal.SIGTERM  # the exit status of what SIGTERM has ended, for shells and schedulers
 
@@ -55,7 +58,7 @@ class GracefulInterrupt(LowBitCallback):
         """Looks how signals are handled before Lightning has its own handlers."""
         super().setup(trainer, pl_module, stage)
         numbers = [signal.SIGINT, signal.SIGTERM]
-        environment = trainer._accelerator_connector.cluster_environment
+        environment = cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
             numbers.append(environment.requeue_signal)
         self._given = {number: signal.getsignal(number) for number in numbers}
@@ -82,7 +85,7 @@ class GracefulInterrupt(LowBitCallback):
             self._answer(trainer)
 
     def _answer(self, trainer: Trainer) -> None:
-        if trainer.fit_loop._should_accumulate():  # a validation may come in the middle of an optimizer step
+        if is_mid_step(trainer):  # a validation may come in the middle of an optimizer step
             return
         requested = self._requested_of_any_rank(trainer)
         self._requested -= requested
@@ -151,5 +154,5 @@ class GracefulInterrupt(LowBitCallback):
 
 def _status(trainer: Trainer) -> int:
     """Of this process. Lightning kills the first one if one that it has started itself ends with another one than 0."""
-    environment = trainer._accelerator_connector.cluster_environment
+    environment = cluster_environment(trainer)
     return 0 if isinstance(environment, LightningEnvironment) and trainer.local_rank != 0 else TERMINATED

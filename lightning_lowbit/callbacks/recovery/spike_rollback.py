@@ -24,6 +24,8 @@ from lightning_lowbit._lightning import (
     LightningModule,
     MisconfigurationException,
     Trainer,
+    is_logging_step,
+    is_mid_step,
     rank_zero_warn,
 )
 from lightning_lowbit.callbacks.base import LowBitCallback
@@ -215,7 +217,7 @@ class SpikeRollback(LowBitCallback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):  # or else training_step returned None
             self._losses.append(local(loss).detach().float().reshape(()))
-        if trainer.fit_loop._should_accumulate():
+        if is_mid_step(trainer):
             return
         self._begins_step = True
         # Lightning has divided each by the number of micro-batches that a step has, of which the last one of an epoch
@@ -226,7 +228,7 @@ class SpikeRollback(LowBitCallback):
         self._losses = []
         values = trainer.strategy.reduce(values, reduce_op="sum")
         self._pending.append(_Loss.send(trainer.global_step - 1, values))
-        if trainer._logger_connector.should_update_logs:
+        if is_logging_step(trainer):
             numbers: dict[str, float] = {"rollbacks": len(self._rollbacks)}
             if self._seen >= self.warmup_steps:
                 numbers |= {"mean": fmean(self._good), "limit": self._limit()}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_mid_step
 from lightning_lowbit.callbacks.switches.trigger import Trigger
 from lightning_lowbit.quant.cast import choose, from_fields, is_number
 
@@ -96,7 +96,7 @@ class AtPlateau(Trigger):
         else:
             self._stalled += 1
         if trainer.strategy.reduce_boolean_decision(self._stalled >= self.plateau.patience, all=False):
-            self.due = trainer.global_step + trainer.fit_loop._should_accumulate()
+            self.due = trainer.global_step + is_mid_step(trainer)
 
     def why(self) -> str:
         """What was not improved on."""

@@ -20,6 +20,7 @@ from lightning_lowbit._lightning import (
     LightningModule,
     MisconfigurationException,
     Trainer,
+    is_logging_step,
     rank_zero_info,
     rank_zero_warn,
 )
@@ -296,7 +297,7 @@ class PrecisionSwitch(Switch):
         blend, was_blending = SCHEDULES[self.schedule](progress), plugin.is_blending
         plugin.set_blend(blend)
         is_end = progress == 1
-        if (plugin.is_blending and trainer._logger_connector.should_update_logs) or (was_blending and is_end):
+        if (plugin.is_blending and is_logging_step(trainer)) or (was_blending and is_end):
             # The end always: until the epoch is over, Lightning writes the last value again each time. A tensor on the
             # host: a float would be copied to the device, which waits for it.
             pl_module.log("blend", torch.tensor(blend), batch_size=1)

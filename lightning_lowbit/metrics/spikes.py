@@ -1,0 +1,172 @@
+"""Spike detection: is a value far above the values before it?
+
+A detector joins a baseline, which knows what is normal, with a warm-up. The rules of this package:
+
+    losses, online      SpikeDetector(Window(100, mean_limit(6.0)), warmup=100)
+    losses of a run     SpikeDetector(Window(20, median_limit(6.0)), warmup=20, learns_spikes=True)
+    largest magnitudes  SpikeDetector(RunningMean(factor=10.0, memory=50), warmup=10, learns_spikes=True)
+    gradient norms      detect_spike(...), the same on the device, without waiting for it
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import fmean, median, pstdev
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Baseline(Protocol):
+    """What is normal, learned from values.
+
+    Attributes:
+        count: how many values were learned, also those that no longer matter.
+    """
+
+    count: int
+
+    def add(self, value: float) -> None:
+        """Learns a value."""
+
+    def limit(self) -> float:
+        """The value above which a spike begins; asked after at least one value."""
+
+
+class Window:
+    """The last values, and the limit that a rule such as :func:`mean_limit` draws from them.
+
+    Args:
+        length: of the window.
+        rule: makes the limit of the values in it.
+    """
+
+    def __init__(self, length: int, rule: Callable[[Sequence[float]], float]) -> None:
+        self.values: deque[float] = deque(maxlen=length)
+        self.count = 0
+        self._rule = rule
+
+    def add(self, value: float) -> None:
+        """Learns a value; the oldest one leaves a full window."""
+        self.values.append(value)
+        self.count += 1
+
+    def limit(self) -> float:
+        """The value above which a spike begins."""
+        return self._rule(self.values)
+
+
+class RunningMean:
+    """The mean of all values while they are few, then an exponential one; spikes exceed a multiple of it.
+
+    Args:
+        factor: how many times the mean a spike exceeds; infinite for no spikes.
+        memory: the number of values that the mean reaches back.
+    """
+
+    def __init__(self, factor: float, memory: int) -> None:
+        self.count, self.mean = 0, 0.0
+        self._factor, self._memory = factor, memory
+
+    def add(self, value: float) -> None:
+        """Learns a value; ``count`` stays at ``memory`` once it is there."""
+        self.count = min(self.count + 1, self._memory)
+        self.mean += (value - self.mean) / self.count
+
+    def limit(self) -> float:
+        """The value above which a spike begins; infinite while the mean is 0, of which there is no multiple."""
+        return self._factor * self.mean if self.mean > 0 else math.inf
+
+
+def mean_limit(threshold: float, least: float = 0.01) -> Callable[[Sequence[float]], float]:
+    """The rule ``mean + threshold · max(deviation, least · |mean|)``, where rounding errors alone are no spike."""
+
+    def limit(values: Sequence[float]) -> float:
+        mean = fmean(values)
+        return mean + threshold * max(pstdev(values, mean), least * abs(mean))
+
+    return limit
+
+
+def median_limit(threshold: float, least: float = 1 / 512) -> Callable[[Sequence[float]], float]:
+    """The rule ``median + threshold · max(1.4826 · MAD, least · |median|)``, which past spikes hardly move.
+
+    MAD is the median absolute deviation; 1.4826 of it is the standard deviation of normally distributed values. Losses
+    that were rounded to bfloat16 are often one number, hence ``least``.
+    """
+
+    def limit(values: Sequence[float]) -> float:
+        center = median(values)
+        deviation = 1.4826 * median(abs(value - center) for value in values)
+        return center + threshold * max(deviation, least * abs(center))
+
+    return limit
+
+
+class SpikeDetector:
+    """Judges values one by one.
+
+    A value is a spike if it is not finite, or if it exceeds the limit of a baseline that has learned enough.
+
+    Args:
+        baseline: what is normal.
+        warmup: learned values before a finite one can be a spike.
+        learns_spikes: whether the baseline learns finite spikes, too: a value that stays high becomes normal.
+
+    Example:
+        >>> detector = SpikeDetector(Window(100, mean_limit(6.0)), warmup=2)
+        >>> [detector.judge(loss) for loss in (2.0, 2.1, 9.0, 2.0)]
+        [False, False, True, False]
+    """
+
+    def __init__(self, baseline: Baseline, warmup: int, learns_spikes: bool = False) -> None:
+        self.baseline, self.warmup, self.learns_spikes = baseline, warmup, learns_spikes
+
+    @property
+    def limit(self) -> float:
+        """The value above which a spike begins; infinite before the end of the warm-up."""
+        return self.baseline.limit() if self.baseline.count >= self.warmup else math.inf
+
+    def judge(self, value: float) -> bool:
+        """Whether the next value is a spike. Values that are not finite are never learned."""
+        if not math.isfinite(value):
+            return True
+        is_spike = value > self.limit
+        if self.learns_spikes or not is_spike:
+            self.baseline.add(value)
+        return is_spike
+
+
+# The state of `detect_spike`, of which one float32 tensor holds all numbers: the weighted sum and the sum of weights of
+# the mean, the number of values in it, the number of consecutive spikes just now, and the number of all spikes.
+SPIKE_STATE = ("sum", "weight", "averaged", "in_a_row", "spikes")
+
+
+def detect_spike(
+    state: Tensor, value: Tensor, factor: float, decay: float, warmup: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Judges a value on its device: a spike is finite and exceeds ``factor`` times an exponential mean.
+
+    The mean learns finite values that are no spikes. After ``warmup`` consecutive spikes it starts again, since they
+    are a new level.
+
+    Args:
+        state: float32 numbers named by ``SPIKE_STATE``, zeros at first.
+        value: 0-d.
+        factor: how many times the mean a spike exceeds.
+        decay: of the mean, in [0, 1).
+        warmup: values in the mean before any is a spike.
+
+    Returns:
+        The next state; the mean before the value (NaN if there is none); whether the value is a spike.
+    """
+    total, weight, averaged, in_a_row, spikes = state.to(value.device).unbind()
+    mean = total / weight
+    is_spike = value.isfinite() & (averaged >= warmup) & (value > factor * mean)
+    enters = value.isfinite() & ~is_spike
+    share = enters.to(value) * (1 - decay)
+    sums = [total.lerp(torch.where(enters, value, 0.0), share), weight.lerp(torch.ones_like(weight), share)]
+    in_a_row = torch.where(enters, 0, in_a_row + is_spike)
+    remembered = torch.where(in_a_row < warmup, torch.stack([*sums, averaged + enters, in_a_row]), 0)
+    return torch.cat([remembered, (spikes + is_spike)[None]]), mean, is_spike
