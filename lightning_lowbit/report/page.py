@@ -103,7 +103,7 @@ def _other_sections(run: Mapping[str, Any], names: Sequence[str]) -> list[Sectio
     others: list[Block] = []
     layers: dict[str, list[Block]] = {}  # by quantity
     for title, members in list(groups.items())[:MOST_CHARTS]:
-        blocks = layers.setdefault(title.split("/")[0], []) if is_of_layer[members[-1]] else others
+        blocks = layers.setdefault(title.split("/")[0], []) if any(is_of_layer[name] for name in members) else others
         blocks.append(_chart(run, title, members))
     if constant:
         rows = [[name, history[name][0][1], _constant_at([step for step, _ in history[name]])] for name in constant]

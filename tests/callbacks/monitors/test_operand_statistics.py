@@ -415,6 +415,7 @@ def test_a_report_draws_the_sqnr_of_each_layer_over_steps(tmp_path: Path, order:
     assert "sqnr/wgrad_g" in page
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_resumed_report_has_points_that_were_not_read_when_it_was_saved(tmp_path: Path, order: int) -> None:
     class Save(Callback):
