@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import LowBitPrecision, OutlierMonitor, RunReport
-from lightning_lowbit.metrics import activation_outliers, swiglu_alignment
+from lightning_lowbit.metrics import swiglu_alignment
 from lightning_lowbit.report.html import Table
 from tests.callbacks.monitors.outliers import EVERY, MLP, RANKS, STEPS, train
 from tests.callbacks.monitors.reads import HOOKS, counted
@@ -31,6 +31,7 @@ from tests.lightnings import (
     TensorBoardLogger,
     Trainer,
 )
+from tests.metrics.activations import activation_outliers
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}  # sums of float32 in another order
 METRICS = ("activation_max", "kurtosis", "outliers")
