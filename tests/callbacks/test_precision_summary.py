@@ -22,7 +22,7 @@ from lightning_lowbit import (
     QAFSwitch,
     convert,
 )
-from lightning_lowbit.callbacks.precision_summary import layer_table
+from lightning_lowbit.callbacks.layer_table import layer_table
 from lightning_lowbit.report.console import Table, plain
 from tests.lightnings import BoringModel, Callback, RichProgressBar, TensorBoardLogger, TQDMProgressBar, Trainer
 
