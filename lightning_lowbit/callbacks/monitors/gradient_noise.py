@@ -159,10 +159,12 @@ class GradientNoiseMonitor(Monitor):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Ends the measurement."""
         self._cancel(trainer)
+        self._source.end()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reads the last number."""
         self._cancel(trainer)
+        self._source.end()
         super().on_train_end(trainer, pl_module)
 
     # --- what ---
@@ -191,10 +193,6 @@ class GradientNoiseMonitor(Monitor):
 
     # --- for PrecisionSwitch ---
 
-    def offers(self) -> list[str]:
-        """The metrics that :meth:`measurements` knows."""
-        return [METRIC]
-
     def measurements(self, monitor: str = METRIC) -> list[tuple[int, float]]:
         """What was measured so far, as far as the host knows: all up to the step before the last one.
 
@@ -208,7 +206,7 @@ class GradientNoiseMonitor(Monitor):
         Raises:
             KeyError: there is no such metric.
         """
-        if monitor not in self.offers():
+        if monitor != METRIC:
             raise KeyError(f"it measures {METRIC!r}, not {monitor!r}")
         return list(self._measurements)
 

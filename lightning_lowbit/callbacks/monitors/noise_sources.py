@@ -69,11 +69,17 @@ class Source(Protocol):
     def cancel(self, trainer: Trainer) -> None:
         """That micro-batch is over, or will not come."""
 
+    def end(self) -> None:
+        """Training is over."""
+
 
 class FromDraws:
     """Compares two gradients of the same loss."""
 
     without_noise = "Both draws of the gradient were always the same: nothing was rounded stochastically."
+
+    def __init__(self) -> None:
+        self._donated: bool | None = None  # what was set for compiled code before training
 
     def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuses strategies that cannot run a backward pass twice, and noise that it would not see."""
@@ -95,7 +101,8 @@ class FromDraws:
                 "accumulates before it reduces them: use kind='layers', or accumulate_grad_batches=1."
             )
         _check_forward(converted_layers(pl_module))
-        functorch.donated_buffer = False  # compiled code frees what a second backward pass needs
+        self.end()  # of a training that broke off
+        self._donated, functorch.donated_buffer = functorch.donated_buffer, False  # a second pass needs them, too
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Asks for the keys of the random bits."""
@@ -123,6 +130,11 @@ class FromDraws:
     def cancel(self, trainer: Trainer) -> None:
         """Asks no more."""
         _plugin(trainer).expect_draws(False)
+
+    def end(self) -> None:
+        """Compiled code may free buffers again."""
+        if self._donated is not None:
+            functorch.donated_buffer, self._donated = self._donated, None
 
 
 class FromLayers:
@@ -160,6 +172,9 @@ class FromLayers:
         if self._watch is not None:
             self._watch.stop()
         self._watch = None
+
+    def end(self) -> None:
+        """Nothing."""
 
 
 def _plugin(trainer: Trainer) -> LowBitPrecision:

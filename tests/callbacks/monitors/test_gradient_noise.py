@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -692,6 +694,7 @@ def test_a_compiled_module(casts: LinearCasts, backend: str) -> None:
             assert len(ratios(monitor)) == 3
             assert all((ratio == math.inf) == (casts is NEAREST) for ratio in ratios(monitor))
     assert_equal(*found)
+    assert torch._functorch.config.donated_buffer, "it is switched off"
     torch._dynamo.reset()
 
 
@@ -708,6 +711,20 @@ def test_other_callbacks_do_not_see_draws(recompute: bool) -> None:
         found.append((metrics, summary.coverage().flops, summary.counter.recomputed))  # type: ignore[union-attr]
     assert found[0] == found[1]
     assert found[0][0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "micro", "message"),
+    [
+        (FullyShardedDataParallel, 1, "frees the weights in it after the first: use kind='layers'"),
+        (FSDPModule, 2, "use kind='layers', or accumulate_grad_batches=1"),
+    ],
+)
+def test_strategies_that_are_refused(kind: Any, micro: int, message: str) -> None:
+    run, part = trainer(NOISY, accumulate_grad_batches=micro), object.__new__(kind)  # of processes alone
+    run.strategy._model = SimpleNamespace(modules=lambda: [part])  # type: ignore[assignment]
+    with pytest.raises(MisconfigurationException, match=message):
+        GradientNoiseMonitor()._source.check(run, Model())
 
 
 @pytest.mark.parametrize("casts", [{"fprop_x": STOCHASTIC}, {"hadamard": {"fprop": {"size": 16, "signs": "keyed"}}}])
@@ -873,7 +890,6 @@ def test_a_switch_follows(kind: str) -> None:
 
 def test_other_metrics() -> None:
     monitor = GradientNoiseMonitor()
-    assert monitor.offers() == [METRIC]
     assert monitor.measurements(METRIC) == []
     with pytest.raises(KeyError, match="gradient_noise/ratio"):
         monitor.measurements("gradient_noise")
