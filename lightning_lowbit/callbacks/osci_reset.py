@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, logger_step
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.monitors.latent_weights import LatentWeight, latent_weights, nearest_cast, whole_layers
-from lightning_lowbit.checks import is_number
+from lightning_lowbit.checks import integer, number
 from lightning_lowbit.metrics import flipped
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.precision.run_settings import compute_dtype
@@ -60,27 +60,18 @@ class OsciReset(LowBitCallback):
     """Sets latent weights that oscillate between two levels to the center of their bin.
 
     After TetraJet-v2 (arXiv 2510.27527); the ratio is that of TetraJet (arXiv 2502.20853). In windows of ``window``
-    optimizer steps it adds up, for each element of every weight that is rounded to nearest, how far the latent weight
-    moves, and how far its quantized value jumps between levels. After the last step of the window, elements that have
-    jumped ``threshold`` times as far as they have moved are set to their quantized value; the optimizer's moments stay.
-    Unlike in the authors' code, a value that moves with its scale alone does not jump.
+    optimizer steps it sums up, for each element of every weight that is rounded to nearest, how far the latent weight
+    moves and how far its quantized value jumps between levels. After the window, elements that have jumped
+    ``threshold`` times as far as they have moved are set to their quantized value; the optimizer's moments stay. When a
+    window ends, ``reset/fprop_w/<layer>`` is logged: the share of elements that were set.
 
-    ``window``, ``every`` and ``threshold`` are by default those of the authors' public configurations for 70 and 150
-    million parameters in NVFP4 (github.com/thu-ml/TetraJet-v2-NVFP4Training); they are not tuned for other formats. The
-    authors begin at 60 to 70 % of a run. By then the learning rate is low, and what still flips mostly oscillates. The
-    default here is to begin at once, since it does not depend on the length of a run: set ``start``.
-
-    During a window each weight has two float32 tensors of its size more, and a copy of its last values; in each step it
-    is quantized twice more. Other steps cost nothing. Both float32 tensors are part of a checkpoint that is saved then,
-    and a resumed run goes on with the window.
-
-    Weights that are rotated or smoothed before they are rounded are left out, and from a window those that are not
-    quantized after one of its steps: in a phase, or while λ is 0. The optimizer steps of one batch count as one move.
-
-    When a window ends, ``reset/fprop_w/<layer>`` is logged: the share of elements that were set.
+    ``window``, ``every`` and ``threshold`` are those of the authors' configurations for 70 and 150 million parameters
+    in NVFP4 (github.com/thu-ml/TetraJet-v2-NVFP4Training), who begin at 60 to 70 % of a run: set ``start``. A window
+    takes two float32 tensors, which a checkpoint keeps, and a copy of each weight, and quantizes each weight twice more
+    in each step. See ``docs/guides/monitoring.md`` for the weights that are left out.
 
     Args:
-        window: optimizer steps in which paths are added up, at least 2: there and back.
+        window: optimizer steps in which paths are summed up, at least 2.
         every: optimizer steps from the beginning of one window to that of the next, at least ``window``.
         threshold: of the ratio, above 1, which is about that of a weight that travels through several bins.
         start: optimizer steps before the first window.
@@ -94,15 +85,10 @@ class OsciReset(LowBitCallback):
     """
 
     def __init__(self, window: int = 50, every: int = 200, threshold: float = 8.0, start: int = 0) -> None:
-        if type(window) is not int or window < 2:
-            raise ValueError(f"window is a number of optimizer steps, 2 or more; got {window!r}.")
-        if type(every) is not int or every < window:
-            raise ValueError(f"every is a number of optimizer steps, the window's {window} or more; got {every!r}.")
-        if not is_number(threshold) or not 1 < threshold < float("inf"):
-            raise ValueError(f"threshold is the ratio of two paths, a number above 1; got {threshold!r}.")
-        if type(start) is not int or start < 0:
-            raise ValueError(f"start is a number of optimizer steps, 0 or more; got {start!r}.")
-        self.window, self.every, self.threshold, self.start = window, every, threshold, start
+        self.window = integer("window", window, 2, "a number of optimizer steps")
+        self.every = integer("every", every, window, "a number of optimizer steps, no fewer than window")
+        self.threshold = number("threshold", threshold, "the ratio of two paths", above=1)
+        self.start = integer("start", start, 0, "a number of optimizer steps")
         self._layers: dict[str, QuantizedLayer] = {}
         self._start_afresh()
 

@@ -1,10 +1,7 @@
 """What is trained in few bits, and what is not: said at the start, measured in the first step, averaged at the end."""
 
 import json
-import re
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,8 @@ from torch import nn
 from lightning_lowbit._lightning import LightningModule, Trainer
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.base import LowBitCallback
-from lightning_lowbit.callbacks.monitors.base import LooksAway
-from lightning_lowbit.nn import OPERANDS, Coverage, GemmCounter, LinearCasts, QuantizedLayer
-from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.callbacks.layer_table import cast_legend, flops_text, layer_data, layer_table, merge_numbers
+from lightning_lowbit.nn import Coverage, GemmCounter
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.run_settings import compute_dtype
 from lightning_lowbit.report.console import Table, Text, show
@@ -27,7 +23,7 @@ from lightning_lowbit.report.run_folder import run_folder
 _BLENDING = "blending"
 
 
-class PrecisionSummary(LowBitCallback, LooksAway):
+class PrecisionSummary(LowBitCallback):
     """Shows which layers compute in which casts, and how much of the arithmetic that is.
 
     When training starts, a table of layers, parameters and casts. After the first training step, the coverage: FLOPs of
@@ -119,20 +115,6 @@ class PrecisionSummary(LowBitCallback, LooksAway):
         """Leaves no counter behind, nor half a measurement."""
         self._abandon()
 
-    @contextmanager
-    def look_away(self) -> Generator[None, None, None]:
-        """A context for passes that are not those of the training step: they do not count."""
-        counter = self.counter
-        if counter is None or not self._counting:
-            yield
-            return
-        # Its mode stays where it is: others may have been entered after it, and compiled code would round differently.
-        counted = counter.gemms.copy(), counter.others.copy(), counter.recomputed, counter._uncounted.copy()
-        try:
-            yield
-        finally:
-            counter.gemms, counter.others, counter.recomputed, counter._uncounted = counted
-
     def _abandon(self) -> None:
         if self._counting:
             self._close()
@@ -171,7 +153,7 @@ class PrecisionSummary(LowBitCallback, LooksAway):
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
         """What a machine wants to know."""
-        data: dict[str, Any] = {"layers": list(_layers(self._model)) if self._model is not None else []}
+        data: dict[str, Any] = {"layers": list(layer_data(self._model)) if self._model is not None else []}
         if self.counter is not None and not self._counting:
             measured = self.coverage("fqt")
             data |= {
@@ -201,14 +183,14 @@ class PrecisionSummary(LowBitCallback, LooksAway):
     def _coverage_blocks(self) -> list[Table | Text]:
         measured = self.coverage("fqt")
         head = Text(
-            f"Coverage: {measured.share:.1%} of {_flops(measured.flops)} per micro-batch and process have two "
+            f"Coverage: {measured.share:.1%} of {flops_text(measured.flops)} per micro-batch and process have two "
             f"quantized operands; {measured.average_bits:.2f} bits per GEMM operand."
         )
         blocks: list[Table | Text] = [head]
         if measured.uncovered:
             rows = [
-                [name or "(outside any module)", str(count), _flops(flops), f"{flops / measured.flops:.1%}"]
-                for name, count, flops in _merge_numbers(measured.uncovered)
+                [name or "(outside any module)", str(count), flops_text(flops), f"{flops / measured.flops:.1%}"]
+                for name, count, flops in merge_numbers(measured.uncovered)
             ]
             blocks.append(Table(["not covered", "modules", "FLOPs", "share"], rows))
         if measured.uncounted:
@@ -239,130 +221,3 @@ class PrecisionSummary(LowBitCallback, LooksAway):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes them up."""
         self._steps = Counter(state_dict["steps"])
-
-
-# --- tables -----------------------------------------------------------------------------------------------------------
-
-
-def layer_table(model: nn.Module) -> Table:
-    """The layers of a model with parameters and casts; layers alike but for numbers in their names are one row."""
-    rows: dict[tuple[Any, ...], list[str]] = {}
-    parameters: Counter[tuple[Any, ...]] = Counter()
-    labels = _labels(model)
-    counted: set[nn.Parameter] = set()  # tied ones belong to several modules
-    for name, module in model.named_modules():
-        name = clean_name(name)
-        if isinstance(module, QuantizedLayer):
-            out_features, in_features = module.weight_matrix().shape[-2:]
-            size, casts = f"{in_features} → {out_features}", labels[module.full_casts]
-            where = _executed(module)
-        elif any(True for _ in module.parameters(recurse=False)):
-            size, casts, where = "", "high precision", ""
-        else:
-            continue
-        key = (re.sub(r"\d+", "*", name), type(module).__name__, size, casts, where)
-        rows.setdefault(key, []).append(name)
-        own = set(module.parameters(recurse=False)) - counted
-        parameters[key] += sum(parameter.numel() for parameter in own)
-        counted |= own
-    body = [
-        [_range(names), kind, size, _count(parameters[key]), casts, where]
-        for key, names in rows.items()
-        for _, kind, size, casts, where in [key]
-    ]
-    quantized = sum(count for key, count in parameters.items() if key[3] != "high precision")
-    total = sum(parameters.values())
-    share = f"{quantized / total:.1%}" if total else "none"
-    caption = f"{_count(quantized)} of {_count(total)} parameters ({share}) are weights and biases of converted layers."
-    return Table(["layers", "class", "in → out", "parameters", "casts", "GEMMs"], body, caption)
-
-
-def _executed(layer: QuantizedLayer) -> str:
-    """Where the quantized GEMMs of a layer run: natively, emulated, or some so and some so."""
-    casts, quantized = layer.full_casts, layer.full_casts.quantized_gemms
-    native = layer.native_gemms(layer.weight.device, casts)
-    if not quantized or not native:
-        return "emulated" if quantized else ""
-    rest = [gemm for gemm in quantized if gemm not in native]
-    return f"native {', '.join(native)}; emulated {', '.join(rest)}" if rest else "native"
-
-
-def cast_legend(model: nn.Module) -> list[Table]:
-    """What the casts in the table are, operand by operand; ``~`` is stochastic rounding."""
-    labels = _labels(model)
-    shown = [_describe(casts) for casts in labels]
-    names = dict.fromkeys(name for casts in shown for name in casts)
-    rows = [[name, *(casts.get(name, "") for casts in shown)] for name in names]
-    return [Table(["operand", *labels.values()], rows)] if labels else []
-
-
-def _describe(casts: LinearCasts) -> dict[str, str]:
-    """The six operands in words, and what there is beside them."""
-    beside = {
-        "hadamard": ", ".join(f"{gemm} {transform}" for gemm, transform in casts.hadamard.items()),
-        "subtract_mean": ", ".join(casts.subtract_mean),
-        "surrogate": ", ".join(f"{operand} {kind}" for operand, kind in casts.surrogate.items()),
-        "smooth": casts.smooth or "",
-    }
-    operands = {operand: str(casts.cast_of(operand) or "hp") for operand in OPERANDS}
-    return operands | {name: text for name, text in beside.items() if text}
-
-
-def _labels(model: nn.Module) -> dict[LinearCasts, str]:
-    distinct = dict.fromkeys(m.full_casts for m in model.modules() if isinstance(m, QuantizedLayer))
-    return {
-        casts: str(casts) if " " not in str(casts) else f"casts {number}"
-        for number, casts in enumerate(distinct, start=1)
-    }
-
-
-def _layers(model: nn.Module) -> Iterable[dict[str, Any]]:
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedLayer):
-            out_features, in_features = module.weight_matrix().shape[-2:]
-            casts = _describe(module.full_casts)
-            native = list(module.native_gemms(module.weight.device, module.full_casts))
-            yield {"name": clean_name(name), "in": in_features, "out": out_features, "casts": casts, "native": native}
-
-
-def _merge_numbers(flops: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """(names, how many, FLOPs) of entries alike but for the numbers in their names, largest first."""
-    groups: dict[str, list[str]] = {}
-    for name in flops:
-        groups.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    merged = [(_range(names), len(names), sum(flops[name] for name in names)) for names in groups.values()]
-    return sorted(merged, key=lambda row: -row[2])
-
-
-def _range(names: list[str]) -> str:
-    """``layers.0.up`` … ``layers.7.up`` as ``layers.{0-7}.up``."""
-    columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
-    return "".join(
-        parts[0] if len(set(parts)) == 1 else f"{{{_runs(sorted(set(map(int, parts))))}}}" for parts in columns
-    )
-
-
-def _runs(numbers: list[int]) -> str:
-    """``0,2-5`` of 0, 2, 3, 4, 5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
-
-
-def _count(number: int) -> str:
-    return _scaled(number, (("B", 1e9), ("M", 1e6), ("k", 1e3)))
-
-
-def _flops(number: int) -> str:
-    return _scaled(number, (("PFLOPs", 1e15), ("TFLOPs", 1e12), ("GFLOPs", 1e9), ("MFLOPs", 1e6), ("FLOPs", 1)))
-
-
-def _scaled(number: int, units: Iterable[tuple[str, float]]) -> str:
-    for unit, size in units:
-        if number >= size:
-            return f"{number / size:.2f} {unit}" if size > 1 else f"{number} {unit}"
-    return str(number)

@@ -11,7 +11,6 @@ from lightning_lowbit.metrics.casts import (
     sqnr,
 )
 from lightning_lowbit.metrics.noise import gradient_noise_sums, gradient_to_noise
-from lightning_lowbit.metrics.outliers import ActivationOutliers, activation_outliers
 from lightning_lowbit.metrics.runs import count_spikes
 from lightning_lowbit.metrics.swiglu import SwiGLUAlignment, swiglu_alignment
 from lightning_lowbit.metrics.weights import (
@@ -24,10 +23,8 @@ from lightning_lowbit.metrics.weights import (
 )
 
 __all__ = [
-    "ActivationOutliers",
     "CastStatistics",
     "SwiGLUAlignment",
-    "activation_outliers",
     "bias",
     "cast_statistics",
     "code_histogram",

@@ -12,6 +12,7 @@ With x a tensor and q what its codes and scales decode to:
 Everything is computed where the tensor lies, from sums in float64, and nothing waits for a device.
 """
 
+import warnings
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from lightning_lowbit.formats import Format, table
 from lightning_lowbit.quant import Cast, Quantized, quantize
-from lightning_lowbit.quant.statistics import sqnr_db
+from lightning_lowbit.quant.statistics import sqnr_db, wide_dtype
 
 # A largest magnitude is a product of scales, each rounded to float32: elements that it misses by so little fit.
 _ULPS = 2.0**-20
@@ -93,7 +94,7 @@ def _sums(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             f"The error of a tensor needs that tensor in two versions of one shape; got {tuple(x.shape)} and "
             f"{tuple(q.shape)}."
         )
-    wide = torch.float32 if x.device.type == "mps" else torch.float64  # which Apple's GPUs lack
+    wide = wide_dtype(x.device)
     x, error = x.to(wide), q.to(wide) - x.to(wide)
     return x.square().sum(), error.square().sum(), x.abs().sum(), (error * x.sign()).sum()
 
@@ -114,18 +115,23 @@ def levels(format: Format) -> tuple[float, ...]:
     return tuple(sorted({value for value in _values(format) if abs(value) <= format.max}))
 
 
-def code_histogram(quantized: Quantized, normalize: bool = False) -> Tensor:
+def code_histogram(quantized: Quantized, normalize: bool = False, **deprecated: bool) -> Tensor:
     """How often each level is used.
 
     Args:
         quantized: from :func:`lightning_lowbit.quantize`.
-        normalize: to a sum of 1.
+        normalize: to a sum of 1. Its old spelling ``normalise`` is deprecated.
 
     Returns:
         int64 counts (float32 shares if normalized) in the order of the :func:`levels` of the cast's grid: those of its
         element format, or with zero points those on either side of them, ``-15`` to ``15`` for int4. Codes count as
         they are stored, also in a block whose scale underflowed to 0. Elements that decode to NaN are left out.
     """
+    if "normalise" in deprecated:
+        warnings.warn("code_histogram(normalise=) is now normalize=.", DeprecationWarning, stacklevel=2)
+        normalize = deprecated.pop("normalise")
+    if deprecated:
+        raise TypeError(f"code_histogram() got an unexpected keyword argument {next(iter(deprecated))!r}")
     counts = _count_codes(quantized, quantized.dequantize())
     return ratio(counts, counts.sum()) if normalize else counts
 

@@ -6,12 +6,14 @@ With x the elements and σ their standard deviation about their mean m:
     kurtosis       mean (x - m)⁴ / σ⁴             3 where x is normally distributed, larger with heavier tails
     outliers       of the elements, the share with |x| > k·rms
 
+Channels far larger than all others make activations hard to quantize: with one scale for the tensor they leave few
+levels for the rest (LLM.int8(), arXiv 2208.07339). Kurtosis is their usual measure (Quantizable Transformers, arXiv
+2306.12929, section 3).
+
 All follow from sums and maxima, which add up over micro-batches and ranks. A pass over x makes the sums of its powers
 and its amaxes, a second one the count. Within a channel it adds up float32, then float64: kurtosis is exact to some
 1e-6 where |m| < σ, and has a range, of magnitudes from 1e-9 to 4e9. Nothing waits for a device.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,51 +23,6 @@ from lightning_lowbit.quant.statistics import wide_dtype
 
 # What is added up: the elements, their powers, and how many are beyond k·rms.
 SUMS = ("elements", "first", "second", "third", "fourth", "beyond")
-
-
-@dataclass(frozen=True, eq=False)
-class ActivationOutliers:
-    """How far the largest elements of an activation stand out; from :func:`activation_outliers`.
-
-    Attributes:
-        channel_amax: largest magnitude in each channel, float32 ``[channels]``; NaN where a channel holds a NaN, 0
-            where there are no tokens.
-        kurtosis: central, float32, 0-d: 3 for normally distributed elements, 1 at least; NaN where elements are not
-            finite or all equal.
-        outliers: share of elements beyond k·rms, float32, 0-d; NaN where elements are not finite, and of none.
-    """
-
-    channel_amax: Tensor
-    kurtosis: Tensor
-    outliers: Tensor
-
-
-@torch.no_grad()
-def activation_outliers(x: Tensor, k: float = 6.0) -> ActivationOutliers:
-    """How far the largest elements of an activation stand out.
-
-    Channels that are far larger than all others are what makes activations hard to quantize: with a scale per tensor
-    they leave few levels for the rest (LLM.int8(), arXiv 2208.07339). Kurtosis is their usual measure: what quantizes
-    well has a small one (Quantizable Transformers, arXiv 2306.12929, section 3).
-
-    Args:
-        x: floating point, ``[..., channels]``.
-        k: how many times the root mean square of ``x`` an element must exceed to be an outlier. Of normally
-            distributed elements 2e-9 are beyond 6.
-
-    Returns:
-        See :class:`ActivationOutliers`; on the device of ``x``.
-
-    Raises:
-        ValueError: ``x`` is 0-d or not floating point.
-    """
-    if x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(
-            f"Activations are floating point, [..., channels]; got {x.dtype} of shape {tuple(x.shape)}. Pass what "
-            "enters a linear layer."
-        )
-    sums, channel_amax = activation_sums(x, k)
-    return ActivationOutliers(channel_amax, kurtosis(sums).float(), outlier_share(sums).float())
 
 
 @opaque(
@@ -78,7 +35,9 @@ def activation_sums(x: Tensor, k: float) -> tuple[Tensor, Tensor]:
     """What adds up over passes, and what their maximum is taken of.
 
     Args:
-        x, k: as in :func:`activation_outliers`; the rms is that of ``x`` alone.
+        x: floating point, ``[..., channels]``.
+        k: how many times the root mean square of ``x`` an element must exceed to be an outlier. Of normally
+            distributed elements 2e-9 are beyond 6.
 
     Returns:
         ``SUMS``, float64 (float32 on Apple's GPUs) ``[6]``, and amaxes, float32 ``[channels]``.

@@ -1,8 +1,9 @@
 """How a run went."""
 
 from collections.abc import Sequence
-from math import isfinite
-from statistics import median
+
+from lightning_lowbit.checks import integer, positive
+from lightning_lowbit.metrics.spikes import SpikeDetector, Window, median_limit
 
 
 def count_spikes(losses: Sequence[float], window: int = 20, threshold: float = 6.0) -> int:
@@ -21,18 +22,8 @@ def count_spikes(losses: Sequence[float], window: int = 20, threshold: float = 6
     Raises:
         ValueError: window is less than 2, or threshold is not positive.
     """
-    if window < 2 or not threshold > 0:
-        raise ValueError(f"window must be at least 2 and threshold positive; got {window} and {threshold}.")
-    spikes, before, in_spike = 0, list[float](), False
-    for loss in losses:
-        jumped = not isfinite(loss)
-        if not jumped and len(before) >= window:
-            center = median(before[-window:])
-            deviation = 1.4826 * median(abs(value - center) for value in before[-window:])
-            deviation = max(deviation, abs(center) / 512)  # losses rounded to bfloat16 often are one number
-            jumped = loss > center + threshold * deviation
-        spikes += jumped and not in_spike
-        in_spike = jumped
-        if isfinite(loss):
-            before.append(loss)
-    return spikes
+    integer("window", window, 2, "a number of losses")
+    positive("threshold", threshold, "a number of standard deviations")
+    detector = SpikeDetector(Window(window, median_limit(threshold)), window, learns_spikes=True)
+    jumped = [detector.judge(loss) for loss in losses]
+    return sum(now and not before for before, now in zip([False, *jumped], jumped, strict=False))

@@ -11,8 +11,7 @@ In two places this differs from Transformer Engine on purpose. There the first s
 gradients below 2^-17 vanish; and one infinity stays in the history, and the scale with it, for all its length.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,17 +123,10 @@ class AmaxHistories:
             self._staged[size + i].copy_(before._staged[len(before._rows) + j])
         self._choose()
 
-    @contextmanager
-    def forgetting(self) -> Iterator[None]:
-        """Within this context passes record as in training; at its end what they staged is discarded."""
-        staged, before = [part.clone() for part in self._staged], self.recording
-        self.recording = True
-        try:
-            yield
-        finally:
-            self.recording = before
-            for part, kept in zip(self._staged, staged, strict=True):
-                part.copy_(kept)
+    @property
+    def staged(self) -> list[Tensor]:
+        """The amaxes that the passes of a step have staged."""
+        return self._staged
 
     def to_(self, device: torch.device) -> None:
         """Moves everything to where the layers compute."""

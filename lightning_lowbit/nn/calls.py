@@ -36,15 +36,21 @@ class Calls:
 
     Args:
         is_weight: bool ``[6]``, of the operands, where their keys are.
+
+    Attributes:
+        given: keys of all calls of the micro-batch; None while nothing needs them.
     """
 
     def __init__(self, is_weight: Tensor) -> None:
         self.is_weight = is_weight
+        self.given: list[Tensor] | None = None
         self._counts: Counter[int] = Counter()  # by id, so that copies of a layer hold no other layer
 
     def begin(self) -> None:
         """The next call of each layer is its first one."""
         self._counts.clear()
+        if self.given is not None:
+            self.given.clear()
 
     def number(self, layer: Any, site: int | None = None) -> int:
         """The number of a call that begins now.
@@ -84,7 +90,7 @@ def keys_of_call(layer: Any) -> Tensor | None:
     Args:
         layer: a :class:`lightning_lowbit.nn.QuantizedLayer`.
     """
-    if layer.keys is None or not _draws(layer.casts):
+    if layer.keys is None or not draws(layer.casts):
         return layer.keys
     return _keys_in_graph(layer.keys, _site()) if torch.compiler.is_compiling() else _keys_of_call(layer)
 
@@ -98,11 +104,15 @@ def number_calls(layer: Any, keys: Tensor, calls: Calls) -> None:
 def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
     number = 0 if layer.calls is None else layer.calls.number(layer, site)
     if number == 0:
-        return layer.keys.clone()
-    return torch.where(layer.calls.is_weight, layer.keys, layer.keys ^ _hash(number))
+        keys = layer.keys.clone()
+    else:
+        keys = torch.where(layer.calls.is_weight, layer.keys, layer.keys ^ _hash(number))
+    if layer.calls is not None and layer.calls.given is not None:
+        layer.calls.given.append(keys)
+    return keys
 
 
-def _draws(casts: LinearCasts) -> bool:
+def draws(casts: LinearCasts) -> bool:
     """Whether there are random bits in a pass."""
     given = [getattr(casts, operand) for operand in OPERANDS]
     rounds = any(isinstance(cast, Cast) and cast.rounding == "stochastic" for cast in given)

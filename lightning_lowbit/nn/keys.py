@@ -10,9 +10,12 @@ each later one its own, so that noise does not add up (:mod:`lightning_lowbit.nn
 """
 
 import hashlib
+from collections.abc import Generator
+from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lightning_lowbit.nn.calls import Calls, number_calls
 from lightning_lowbit.nn.casts import OPERANDS
@@ -76,6 +79,20 @@ class LayerKeys:
         own = hash_numbers(self.seed, step, micro_batch, rank)
         self._keys.copy_(mix_key(self._salts ^ torch.where(self._is_weight, shared, own)))
 
+    def expect_draws(self, on: bool) -> None:
+        """Whether to keep the keys of all calls from now on, for :meth:`in_use`."""
+        self._calls.given = [] if on else None
+
+    def in_use(self) -> list[Tensor]:
+        """All keys that a backward pass over the micro-batch uses: of its calls, and of what it computes again."""
+        return [self._keys, *(self._calls.given or [])]
+
+    def draw_again_(self, number: int) -> None:
+        """Replaces the keys in use by others for draw ``number``, also those that compiled graphs have saved."""
+        with _unsafe_preserve_version_counter(tuple(self.in_use())):
+            for keys in self.in_use():
+                keys.bitwise_xor_(hash_numbers(-1 - number))
+
     def relink(self) -> None:
         """Gives layers views of the keys again, after pickle has made copies of them."""
         self._place(self._keys.device)
@@ -100,3 +117,16 @@ def hash_numbers(*numbers: int) -> int:
 
 def _int64(digest: bytes) -> int:
     return int.from_bytes(digest, "little", signed=True)
+
+
+@contextmanager
+@torch.no_grad()
+def unchanged(tensors: list[Tensor]) -> Generator[None, None, None]:
+    """Within this context tensors may change in place; afterwards they are as before, also to autograd."""
+    kept = [tensor.clone() for tensor in tensors]
+    with _unsafe_preserve_version_counter(tuple(tensors)):
+        try:
+            yield
+        finally:
+            for tensor, before in zip(tensors, kept, strict=True):
+                tensor.copy_(before)

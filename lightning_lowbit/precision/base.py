@@ -251,16 +251,19 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
 
     @contextmanager
     def another_draw(self, number: int = 0) -> Generator[None, None, None]:
-        """A context for a forward and a backward pass over the micro-batch before, with other random bits.
+        """A context for another backward pass over the graph of the micro-batch, with other random bits.
 
-        Only stochastic rounding draws again: scales are those of the training step, and the passes leave no amaxes.
-        torch's random numbers are left alone.
+        Call it between the forward and the backward pass of training, and :meth:`expect_draws` before the forward
+        pass. Only what the backward pass rounds stochastically is drawn again; what it records in layers and histories
+        is discarded.
 
         Args:
-            number: of the draw, 0 or more; each has bits of its own.
+            number: of the draw, 0 or more; each has other bits.
+
+        Raises:
+            MisconfigurationException: the forward pass does not say which random bits it used.
         """
-        draw = self._other_keys(self.step, number, self._rank)
-        with self.forward_context(), draw:
+        with self._other_keys(number):
             yield
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]

@@ -24,11 +24,12 @@ from lightning_lowbit._lightning import MisconfigurationException
 from lightning_lowbit.checks import choose
 from lightning_lowbit.distributed import all_reduce_world_, parameter_amaxes
 from lightning_lowbit.nn.amax import AmaxHistories
+from lightning_lowbit.nn.calls import draws
 from lightning_lowbit.nn.casts import PHASES, LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, check_blend, convert_layers, set_phase
 from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes, groups
 from lightning_lowbit.nn.conversion.smooth_swiglu import watch_up_projections
-from lightning_lowbit.nn.keys import LayerKeys, clean_name, with_index
+from lightning_lowbit.nn.keys import LayerKeys, clean_name, unchanged, with_index
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.precision.changed_casts import changed_casts, match, smoothed
 
@@ -292,15 +293,29 @@ class ConvertedLayers:
         if self._shared is not None:
             self._shared.measure(partial(parameter_amaxes, device=self._device))
 
+    def expect_draws(self, on: bool = True) -> None:
+        """Says before a forward pass whether :meth:`LowBitPrecision.another_draw` will follow it."""
+        if self._keys is not None:
+            self._keys.expect_draws(on)
+
     @contextmanager
-    def _other_keys(self, step: int, number: int, rank: int) -> Generator[None, None, None]:
-        """Once prepared, a context with random bits that no micro-batch has, whose amaxes are forgotten."""
-        if self._keys is None or self.histories is None:
+    def _other_keys(self, number: int) -> Generator[None, None, None]:
+        """A context for a backward pass with other random bits, after which everything is as before."""
+        model = self._converted_model
+        assert self._keys is not None and self.histories is not None and model is not None
+        keys, layers = self._keys.in_use(), self._layers.values()
+        rows = [row for layer in layers for row in (layer.operand_sums, layer.gradient_sums) if row is not None]
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]  # in a checkpoint
+        buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+        with unchanged([*keys, *rows, *self.histories.staged, *buffers]):
+            self._keys.draw_again_(number)
             yield
-            return
-        self._keys.fill_(step, -1 - number, rank, self._device)  # no micro-batch has a number below 0
-        with self.histories.forgetting():
-            yield
+        if len(self._keys.in_use()) == 1 and any(draws(layer.casts) for layer in layers):
+            raise MisconfigurationException(
+                "Another draw of a gradient needs the random bits of layers, and none asked for any, neither in the "
+                "forward pass nor in this backward pass, as in a CUDA graph that is replayed: compile without CUDA "
+                "graphs (no mode='reduce-overhead'), or measure with GradientNoiseMonitor(kind='layers')."
+            )
 
     def _advance_histories(self) -> None:
         """Ends an optimizer step: the staged amaxes enter the histories, by one collective for all layers."""

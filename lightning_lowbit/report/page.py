@@ -41,7 +41,8 @@ def _find(names: Iterable[str], pattern: str) -> str | None:
 
 
 def _training(run: Mapping[str, Any]) -> list[str]:
-    return [name for name in run["history"] if name not in run["validation_metrics"]]
+    others = {*run["validation_metrics"], *run.get("quantities", {})}
+    return [name for name in run["history"] if name not in others]
 
 
 def _facts(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -105,7 +106,7 @@ def _other_sections(run: Mapping[str, Any], names: Sequence[str]) -> list[Sectio
     others: list[Block] = []
     layers: dict[str, list[Block]] = {}  # by quantity
     for title, members in list(groups.items())[:MOST_CHARTS]:
-        blocks = layers.setdefault(title.split("/")[0], []) if is_of_layer[members[-1]] else others
+        blocks = layers.setdefault(title.split("/")[0], []) if any(is_of_layer[name] for name in members) else others
         blocks.append(_chart(run, title, members))
     if constant:
         rows = [[name, history[name][0][1], _constant_at([step for step, _ in history[name]])] for name in constant]

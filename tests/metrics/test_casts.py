@@ -344,3 +344,12 @@ def test_shrinkage():
     assert abs(shrunk["e1m2"]) < 0.6 * abs(shrunk["e2m1"])
     unbiased = [cast_statistics(x, Cast("e2m1", scale, "stochastic"), key=key).floats()["bias"] for key in range(8)]
     assert abs(sum(unbiased) / 8) < 0.001
+
+
+def test_the_old_spelling_of_normalize_is_deprecated():
+    quantized = quantize(torch.randn(4, 16), Cast("e2m1", {"block": 16}))
+    with pytest.warns(DeprecationWarning, match="normalize="):
+        old = code_histogram(quantized, normalise=True)
+    assert old.equal(code_histogram(quantized, normalize=True))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'normed'"):
+        code_histogram(quantized, normed=True)

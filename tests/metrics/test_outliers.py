@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.compilation import backend
-from lightning_lowbit.metrics import activation_outliers
 from lightning_lowbit.metrics.outliers import activation_sums, kurtosis, outlier_share
+from tests.metrics.activations import activation_outliers
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -117,9 +117,3 @@ def test_views_and_gradients() -> None:
         assert found.channel_amax.equal(amax.float())
         torch.testing.assert_close(found.kurtosis.double(), fourth, rtol=1e-5, atol=0)
         torch.testing.assert_close(found.outliers.double(), share)
-
-
-@pytest.mark.parametrize("x", [torch.ones(()), torch.ones(3, 4, dtype=torch.int32)], ids=["0-d", "int32"])
-def test_bad_arguments(x: Tensor) -> None:
-    with pytest.raises(ValueError, match=r"floating point, \[..., channels\]; got torch"):
-        activation_outliers(x)

@@ -115,5 +115,5 @@ def test_the_threshold_is_in_robust_standard_deviations():
     ("window", "threshold"), [(1, 6.0), (0, 6.0), (-5, 6.0), (20, 0.0), (20, -1.0), (20, math.nan)]
 )
 def test_wrong_settings(window, threshold):
-    with pytest.raises(ValueError, match=f"got {window} and {threshold}"):
+    with pytest.raises(ValueError, match=f"got ({window}|{threshold})"):
         count_spikes([1.0], window, threshold)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, compilation, convert
-from lightning_lowbit.callbacks.precision_summary import layer_table
+from lightning_lowbit.callbacks.layer_table import layer_table
 from lightning_lowbit.nn import GemmCounter
 from lightning_lowbit.nn.gemm import native_obstacle
 from lightning_lowbit.nn.presets import quantization_aware

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from lightning_lowbit.callbacks.monitors.operand_statistics import QuantizedOperands
+from lightning_lowbit.callbacks.monitors.operand_statistics import OperandNumbers, QuantizedOperands
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
 from lightning_lowbit.nn.casts import SHARED
 from lightning_lowbit.nn.watch import Watch
@@ -23,6 +23,10 @@ LAYERS = ("first", "second", "head")
 def watch_of(model: nn.Module, what: Any = "operand_sums") -> Watch:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantizedLayer)}
     return QuantizedOperands(layers) if what == "operand_sums" else Watch(layers, what)
+
+
+def numbers(watch: QuantizedOperands) -> OperandNumbers:
+    return watch.numbers({name: column.tolist() for name, column in watch.measure().items()})
 
 
 def batch(seed: int = 0) -> Tensor:
@@ -43,7 +47,7 @@ def test_rows_tell_what_casts_did(casts: str, monkeypatch: pytest.MonkeyPatch) -
         gradients(model, batch())
     watch.stop()
     expected = places(LAYERS, made)
-    found = watch.numbers(watch.sums.flatten().tolist())
+    found = numbers(watch)
     assert {(layer, operand) for layer, row in found.items() for operand in row} == set(expected)
     own = {operand for operand in OPERANDS if isinstance(getattr(model.first.casts, operand), Cast)}
     assert {operand for _, operand in expected} == own
@@ -101,7 +105,7 @@ def test_different_passes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with captured(monkeypatch) as made:
         for seed, size in ((0, 1.0), (1, 30.0)):
             gradients(model, size * batch(seed))
-    found = watch.numbers(watch.sums.flatten().tolist())
+    found = numbers(watch)
     for (layer, operand), each in places(LAYERS, made).items():
         assert len(each) == 2
         assert_numbers(found[layer][operand], numbers_of(each), f"{layer}, {operand}")
@@ -115,7 +119,7 @@ def test_recomputed_passes_count_twice_with_the_same_ratios() -> None:
         assert isinstance(watch, QuantizedOperands)
         watch.start(CPU)
         gradients(model, batch())
-        found.append((watch.sums, watch.numbers(watch.sums.flatten().tolist())))
+        found.append((watch.sums, numbers(watch)))
     (once, ratios), (twice, same) = found
     assert torch.equal(twice[0, :2, 0], 2 * once[0, :2, 0])
     assert same == ratios

@@ -1,18 +1,16 @@
-"""What callbacks that watch a run have in common: when they measure, when they read, what they forget.
+"""What all monitors share: when they measure, when they read, and where their numbers go.
 
-    on_train_batch_start    the numbers of the last steps that were measured, read by one copy: warnings
-    in between              measuring, in tensors on the device: `_keep`, `_log`
-    on_train_end            the last numbers
+    during a batch          tensors are measured on the device, and kept under a name: `_keep`
+    on_train_batch_end      means over layers are logged through Lightning: `_log`
+    on_train_batch_start    of the next batch: one copy brings all that was kept to the host: `_judge`, alerts
+                            numbers of layers go to the loggers and to the history of the run: `_emit`
+    on_train_end            the same, for the last batch
 
-Lightning's logger has copied what was logged, and waited for it, by the time the next batch begins: nothing is left to
-wait for then. A value that was logged is dropped there: Lightning would log it again and again until the epoch ends.
-
-Not all passes through the model are of training: a callback that looks at passes `LooksAway` from the others.
+The copy waits for nothing: Lightning's logger has already waited for the values that were logged with it. Lightning
+would log such a value again in every batch until the epoch ends, so it is dropped once it was logged.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,31 +20,17 @@ from lightning_lowbit._lightning import LightningModule, Logger, Trainer, forget
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.monitors.alerts import Alerts
 
-_MOST_UNREAD = 100  # measurements that wait to be read where the logger takes none
+_MOST_UNREAD = 100  # measurements that are kept on the device while the logger takes none
 
-
-class LooksAway(ABC):
-    """What a callback derives from that looks at passes through the model, but only at those of training.
-
-    Example:
-        >>> class Watches(Callback, LooksAway):
-        ...     @contextmanager
-        ...     def look_away(self):
-        ...         self.is_looking = False
-        ...         yield
-        ...         self.is_looking = True
-    """
-
-    @abstractmethod
-    def look_away(self) -> AbstractContextManager[None]:
-        """A context for passes that are not those of training; in ``on_after_backward`` of any callback."""
+# Numbers of layers: by quantity, such as "sqnr/wgrad_g", then by layer. They are logged as "sqnr/wgrad_g/<layer>".
+LayerNumbers = Mapping[str, Mapping[str, float]]
 
 
 class Monitor(LowBitCallback):
-    """Measures on the device, logs what it measured, and reads it one batch later.
+    """Measures on the device, reads one batch later, and hands the numbers to loggers and history.
 
-    A subclass measures in hooks of its own, hands what it found to :meth:`_keep` and :meth:`_log`, and says in
-    :meth:`_judge` what to make of the numbers. It calls ``super()`` in the hooks that are here.
+    A subclass measures in its own hooks, calls :meth:`_keep` and :meth:`_log`, and interprets the numbers in
+    :meth:`_judge`. It calls ``super()`` in the hooks that are defined here.
     """
 
     def __init__(self) -> None:
@@ -58,21 +42,24 @@ class Monitor(LowBitCallback):
         self._forget()
 
     def _forget(self) -> None:
-        """Forgets what lies between two batches: training starts, or goes on."""
-        self._unread: list[tuple[Any, Tensor]] = []
+        """Forgets what was measured between two batches: training begins or resumes."""
+        self._unread: list[tuple[Any, Mapping[str, Tensor]]] = []
         self._loggers: list[Logger] = []
+        self._reports: list[Any] = []
         self._logged: list[str] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forgets another run."""
         super().setup(trainer, pl_module, stage)
-        if stage == "fit" and trainer.global_step == 0:  # or else the same Trainer goes on; checkpoints come later
+        if stage == "fit" and trainer.global_step == 0:  # otherwise the same Trainer resumes; checkpoints load later
             self._start_afresh()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins, also after a checkpoint was loaded."""
         self._forget()
         self._loggers = list(trainer.loggers)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self._reports = [callback for callback in callbacks if hasattr(callback, "record_layers")]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Reads what was measured, if it was logged."""
@@ -86,7 +73,7 @@ class Monitor(LowBitCallback):
         self._read()
 
     def report_alerts(self, trainer: Trainer) -> list[str]:
-        """What was warned of, for the page of the run."""
+        """All warnings so far, for the report of the run."""
         self._read()
         return self._alerts.texts()
 
@@ -94,56 +81,72 @@ class Monitor(LowBitCallback):
 
     @staticmethod
     def _is_logged(trainer: Trainer) -> bool:
-        """Whether the logger takes what the optimizer step under way logs; the same for all its micro-batches."""
+        """Whether the logger takes the optimizer step under way; the same for all its micro-batches."""
         return is_logging_step(trainer)
 
     def _log(self, pl_module: LightningModule, metrics: Mapping[str, Tensor]) -> None:
-        """Logs 0-d tensors, in ``on_train_batch_end``."""
+        """Logs 0-d tensors through Lightning, where other callbacks see them; in ``on_train_batch_end``."""
         pl_module.log_dict(dict(metrics), batch_size=1)
         self._logged += list(metrics)
 
     @staticmethod
     def _logger_step(trainer: Trainer) -> int:
-        """The step at which the logger takes what is logged in this batch: optimizer steps before this one."""
+        """The step that the logger assigns to this batch: the number of optimizer steps before it."""
         return logger_step(trainer)
 
-    def _write(self, numbers: Mapping[str, float], step: int) -> None:
-        """Gives numbers to the loggers themselves, once they are read.
+    def _keep(self, what: Any, columns: Mapping[str, Tensor]) -> None:
+        """Keeps named tensors of any shape on the device; :meth:`_judge` gets ``what`` and their numbers."""
+        self._unread.append((what, columns))
 
-        For hundreds of them: Lightning takes about a millisecond for each that is logged. They are no metrics that a
-        callback could wait for.
-        """
-        for logger in self._loggers:
-            logger.log_metrics(dict(numbers), step=step)
+    def _judge(self, what: Any, columns: Mapping[str, Any]) -> int:
+        """Interprets what was kept: notes alerts, emits numbers of layers.
 
-    def _keep(self, what: Any, numbers: Tensor) -> None:
-        """Keeps a vector on the device, to be read later; ``what`` says of what it is."""
-        self._unread.append((what, numbers))
-
-    def _judge(self, what: Any, numbers: Sequence[float]) -> int:
-        """Looks at what was kept, now that its numbers are known, and notes alerts.
+        Args:
+            what: from :meth:`_keep`.
+            columns: its tensors by name, as numbers in nested lists.
 
         Returns:
-            The optimizer step that they are of.
+            The optimizer step that was measured.
         """
         raise NotImplementedError
 
+    def _emit(self, numbers: LayerNumbers, step: int, logger_step: int) -> None:
+        """Sends numbers of layers to the loggers and to the history of the run.
+
+        Not through ``log_dict``: there are hundreds, and Lightning takes about a millisecond for each. So they are no
+        metrics that a callback can monitor.
+
+        Args:
+            numbers: by quantity and layer.
+            step: optimizer steps taken when they were measured.
+            logger_step: what the logger counts, see :meth:`_logger_step`.
+        """
+        flat = {f"{quantity}/{layer}": number for quantity, row in numbers.items() for layer, number in row.items()}
+        for logger in self._loggers:
+            logger.log_metrics(flat, step=logger_step)
+        for report in self._reports:
+            report.record_layers(numbers, step)
+
     def _read(self) -> None:
-        """Turns all that was kept into numbers, by one copy, and looks at it."""
+        """Copies all that was kept to the host, at once, and interprets it."""
         unread, self._unread = self._unread, []
+        tensors = [tensor.flatten() for _, columns in unread for tensor in columns.values()]
         try:
-            numbers = torch.cat([row for _, row in unread]).tolist() if unread else []
+            numbers = iter(torch.cat(tensors).tolist() if tensors else [])
         except RuntimeError as error:
-            if is_of_device(error):  # whatever comes next says so
+            if is_of_device(error):  # whatever comes next reports it
                 return
             raise
-        start = 0
-        for what, row in unread:
-            step = self._judge(what, numbers[start : start + len(row)])
-            self._alerts.say(step)
-            start += len(row)
+        for what, columns in unread:
+            found = {name: _nested(numbers, tensor.shape) for name, tensor in columns.items()}
+            self._alerts.say(self._judge(what, found))
+
+
+def _nested(numbers: Iterator[float], shape: Sequence[int]) -> Any:
+    """The next numbers in nested lists, as ``tolist`` of a tensor of that shape gives them."""
+    return [_nested(numbers, shape[1:]) for _ in range(shape[0])] if shape else next(numbers)
 
 
 def is_of_device(error: RuntimeError) -> bool:
-    """Whether it is an error of an accelerator, after which nothing can be copied from there."""
+    """Whether an error is one of the accelerator, after which nothing can be copied from it."""
     return isinstance(error, torch.AcceleratorError) or any(name in str(error) for name in ("CUDA error", "HIP error"))

@@ -1,18 +1,18 @@
-"""Does the gradient still stand out from the noise of quantization? Where it does not, quantization stops to pay.
+"""Does the gradient still stand out from the noise of quantization? If not, quantization no longer pays.
 
-    on_train_batch_start    of a step to be measured: its training step is noted as it runs
-    on_after_backward       it runs again with other random bits: two draws of one gradient, sums, one collective; or
-                            what layers left of its backward pass
-    on_train_batch_end      the ratio, averaged over the last measurements; logged, or as soon as the logger takes it
+    on_train_batch_start    of a step to be measured: its source is prepared
+    on_before_backward      two draws of the gradient, over the graph of training: sums, one collective
+    on_after_backward       or what layers left of the backward pass of training
+    on_train_batch_end      the ratio, averaged over the last measurements, is logged once the logger takes it
     on_train_batch_start    of the next batch: its number, for a warning and for PrecisionSwitch(below=...)
 
-See :mod:`lightning_lowbit.metrics.noise` for what the ratio is made of.
+See :mod:`lightning_lowbit.metrics.noise` for the definition of the ratio.
 """
 
 import hashlib
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from torch import Tensor
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_mid_step, logger_step
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
-from lightning_lowbit.callbacks.monitors.noise_sources import Draws, Layers, Source
-from lightning_lowbit.checks import choose, is_number
+from lightning_lowbit.callbacks.monitors.noise_sources import FromDraws, FromLayers, Source, Sums
+from lightning_lowbit.checks import choose, integer, positive
 from lightning_lowbit.distributed import connect
 from lightning_lowbit.metrics.noise import gradient_to_noise
 from lightning_lowbit.nn import LinearCasts, QuantizedLayer
@@ -32,7 +32,7 @@ from lightning_lowbit.report.html import Chart, Section, Text
 
 METRIC = "gradient_noise/ratio"
 
-_SOURCES: dict[str, type[Source]] = {"draws": Draws, "layers": Layers}
+_SOURCES: dict[str, type[Source]] = {"draws": FromDraws, "layers": FromLayers}
 
 _ADVICE = (
     "it is {ratio:.3g} times as large as the noise that quantization adds to it, below {threshold:.3g}: more and more "
@@ -44,60 +44,30 @@ _SWITCH = "To go on in higher precision from here, give PrecisionSwitch('qaf', b
 class GradientNoiseMonitor(Monitor):
     """Measures how far the gradient stands out from the noise of quantization: ``‖∇L‖ / (σ √d)``.
 
-    d counts the weights of all quantized layers, and σ² is the variance that stochastic rounding (and random rotations)
+    d counts the weights of all quantized layers, and σ² is the variance that stochastic rounding and random rotations
     give to an element of their gradient. At √3 training is most sensitive to noise; below, it gets little further in
-    this precision, and the paper goes over to quantization-aware finetuning (FP4 All the Way, arXiv 2505.19115,
-    section 4): ``PrecisionSwitch("qaf", below=...)`` does so by what this callback measures.
+    this precision (FP4 All the Way, arXiv 2505.19115, section 4): ``PrecisionSwitch("qaf", below=...)`` switches to
+    quantization-aware finetuning by what this callback measures.
 
-    Logged is ``gradient_noise/ratio``, and ``gradient_noise/ratio/<layer>`` of chosen layers. A measurement in a step
-    that the logger does not take is logged in the next one that it takes. Without any noise the ratio is infinite, and
-    logged so; where no layer is quantized, or none that is trained, nothing is measured. A warning is said once for
-    each run, and listed by :class:`RunReport`: where the ratio is below ``threshold``.
-
-    **Two draws**: a measurement runs the training step, forward and backward, once more, with other random bits of
-    quantization and the same random numbers otherwise, so with the same dropout. Rounding to nearest errs alike in both
-    passes: that is a bias, and no noise. With accumulation it is about the last micro-batch alone (the gradient of the
-    whole step has less noise), whose step runs twice more. So it does where hooks may have changed the gradients of
-    training: post-accumulate hooks, or ``on_after_backward`` of the module or of a callback. A measurement takes memory
-    for another gradient of the quantized layers, under FSDP of all, and, since activations are there again, no more
-    than training does. The run is not changed: gradients, random states, buffers, metrics, attributes of modules and
-    what is logged are put back. What a training step does elsewhere, such as to files or to objects that no module
-    holds, it does twice. A callback that looks at passes through the model sees these, too, unless it derives from
-    :class:`lightning_lowbit.callbacks.monitors.base.LooksAway`, whose method ``look_away`` is a context for them.
-
-    Gradients are whole under every strategy: one device, DDP, FSDP (1, with the original parameters, and 2) and tensor
-    parallelism. On several ranks the sum over them rounds, too: noise of some 1e-7.
-
-    **Layers**, the cheap kind: in the backward pass of training each layer computes the gradient of its weight twice,
-    of quantized operands and of the same tensors in high precision; their difference is the noise. It costs that one
-    GEMM, and compiled layers a second graph. It sees no noise of other layers, which their gradients carry along, and
-    takes bias for noise. It is about the last micro-batch on each rank by itself, where the mean over ranks has less
-    noise. Any strategy will do, and any training step.
-
-    Either way the gradient is that of a batch, not of all data: what differs between the tokens of a batch counts as
-    gradient. Where that is most of it, the ratio no longer falls as the loss does, but stays at what the gradient of a
-    token is over its noise.
+    Logs ``gradient_noise/ratio``, and ``gradient_noise/ratio/<layer>`` of chosen layers, in the measured step or the
+    next one that is logged; infinite without noise. Two ``"draws"`` of the gradient are exact, and cost two backward
+    passes over one graph; ``"layers"`` is cheap, and works everywhere. See ``docs/guides/monitoring.md``.
 
     Args:
-        every_n_steps: how often, in optimizer steps as the logger counts them; not how often the logger does.
-        kind: ``"draws"`` or ``"layers"``, see above.
-        average: over how many of the last measurements the squares are averaged, all of the same casts. One measurement
-            is precise, since d is large; from batch to batch gradients differ.
-        threshold: below which to warn.
+        every_n_steps: how often to measure, in optimizer steps as the logger counts them.
+        kind: ``"draws"`` or ``"layers"``.
+        average: the number of last measurements, all of the same casts, over which the squares are averaged.
+        threshold: the ratio below which to warn.
         layers: patterns of layers to log as well, see :func:`lightning_lowbit.convert`.
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no quantized layer.
-        MisconfigurationException: when training starts: the Trainer has no plugin of lightning_lowbit, optimization is
-            manual; or, for two draws, the training step takes an iterator, or a strategy keeps gradients to itself
-            (DeepSpeed, FSDP1 without the original parameters). In a measurement of two draws: activation checkpointing
-            is the reentrant kind.
+        MisconfigurationException: when training starts: the Trainer has no plugin of lightning_lowbit, or optimization
+            is manual; for two draws, also under DeepSpeed, FSDP1, FSDP2 with accumulated gradients, and if the forward
+            pass has random bits. In a measurement of two draws: activation checkpointing is the reentrant kind.
 
     Example:
-        >>> Trainer(
-        ...     plugins=[FP4Precision()],
-        ...     callbacks=[GradientNoiseMonitor(), PrecisionSwitch("qaf", below={})],
-        ... )
+        >>> Trainer(plugins=[FP4Precision()], callbacks=[GradientNoiseMonitor(), PrecisionSwitch("qaf", below={})])
     """
 
     def __init__(
@@ -108,14 +78,11 @@ class GradientNoiseMonitor(Monitor):
         threshold: float = math.sqrt(3),
         layers: list[str] | None = None,
     ) -> None:
-        if type(every_n_steps) is not int or every_n_steps < 1:
-            raise ValueError(f"every_n_steps is a number of optimizer steps, 1 or more; got {every_n_steps!r}.")
-        if type(average) is not int or average < 1:
-            raise ValueError(f"average is a number of measurements, 1 or more; got {average!r}.")
-        if not is_number(threshold) or not 0 < threshold < math.inf:
-            raise ValueError(f"threshold is a ratio of gradient to noise, above 0; got {threshold!r}.")
-        self.every_n_steps, self.kind = every_n_steps, choose("kind of GradientNoiseMonitor", kind, _SOURCES)
-        self.average, self.threshold, self.layers = average, threshold, layers
+        self.every_n_steps = integer("every_n_steps", every_n_steps, 1, "a number of optimizer steps")
+        self.kind = choose("kind of GradientNoiseMonitor", kind, _SOURCES)
+        self.average = integer("average", average, 1, "a number of measurements")
+        self.threshold = positive("threshold", threshold, "a ratio of gradient to noise")
+        self.layers = layers
         self._chosen: set[str] = set()
         self._switches = False  # something waits for what is measured, to go over to higher precision
         self._source: Source = _SOURCES[kind]()
@@ -153,50 +120,59 @@ class GradientNoiseMonitor(Monitor):
         if self._unread:
             self._read()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self._cancel()
+        self._cancel(trainer)
         if _step(trainer) % self.every_n_steps == 0 and not is_mid_step(trainer):
             self._is_due = True
             self._source.prepare(trainer, pl_module)
 
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Measures, if two gradients are drawn."""
+        if self._is_due:
+            self._take(trainer, pl_module, self._source.before_backward(trainer, loss, _quantized(pl_module)))
+
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measures."""
-        if not self._is_due:
+        """Measures, if layers are asked."""
+        if self._is_due:
+            self._take(trainer, pl_module, self._source.after_backward(trainer, _quantized(pl_module)))
+            self._cancel(trainer)  # an optimizer may run several backward passes in a step
+
+    def _take(self, trainer: Trainer, pl_module: LightningModule, sums: Sums | None) -> None:
+        if not sums:
             return
-        self._is_due = False  # an optimizer may run several backward passes in a step
-        layers = converted_layers(pl_module)
-        sums = self._source.take({name: layer for name, layer in layers.items() if layer.casts != LinearCasts()})
-        if sums:
-            if (casts := _casts_in_force(trainer, layers)) != self._casts:  # noise of others tells nothing about these
-                self._casts = casts
-                self._window.clear()
-            names = [name for name in sums if name in self._chosen]
-            whole = torch.stack([*sums.values()]).sum(0)
-            self._window.append((("", *names), torch.stack([whole, *(sums[name] for name in names)])))
-            self._to_log = True
-            self._keep(_step(trainer), self._ratios()[""][None])
+        if (casts := _casts_in_force(trainer, converted_layers(pl_module))) != self._casts:
+            self._casts = casts
+            self._window.clear()  # noise of other casts says nothing about these
+        names = [name for name in sums if name in self._chosen]
+        whole = torch.stack([*sums.values()]).sum(0)
+        self._window.append((("", *names), torch.stack([whole, *(sums[name] for name in names)])))
+        self._to_log = True
+        self._keep(_step(trainer), {"ratio": self._ratios()[""]})
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Logs, if the logger takes it."""
-        self._cancel()
+        self._cancel(trainer)
         if self._to_log and self._is_logged(trainer) and not is_mid_step(trainer):
             self._to_log = False
             ratios = self._ratios()
             self._log(pl_module, {f"{METRIC}/{name}" if name else METRIC: ratio for name, ratio in ratios.items()})
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Lets go of the training step."""
-        self._cancel()
+        """Ends the measurement."""
+        self._cancel(trainer)
+        self._source.end()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reads the last number."""
-        self._cancel()
+        self._cancel(trainer)
+        self._source.end()
         super().on_train_end(trainer, pl_module)
 
     # --- what ---
 
-    def _cancel(self) -> None:
-        self._is_due = False
-        self._source.cancel()
+    def _cancel(self, trainer: Trainer) -> None:
+        if self._is_due:
+            self._is_due = False
+            self._source.cancel(trainer)
 
     def _ratios(self) -> dict[str, Tensor]:
         """By layer, averaged over the last measurements, of those that were in the very last one: float32, 0-d."""
@@ -206,8 +182,8 @@ class GradientNoiseMonitor(Monitor):
         sums = torch.stack([torch.stack([row.get(name, unknown) for name in names]) for row in rows])
         return dict(zip(names, gradient_to_noise(sums).float().unbind(), strict=True))
 
-    def _judge(self, what: int, numbers: Sequence[float]) -> int:
-        (ratio,) = numbers
+    def _judge(self, what: int, columns: Mapping[str, Any]) -> int:
+        ratio: float = columns["ratio"]
         if not math.isnan(ratio):  # as where no measurement was finite
             self._measurements.append((what, ratio))
         if ratio < self.threshold:
@@ -216,10 +192,6 @@ class GradientNoiseMonitor(Monitor):
         return what
 
     # --- for PrecisionSwitch ---
-
-    def offers(self) -> list[str]:
-        """The metrics that :meth:`measurements` knows."""
-        return [METRIC]
 
     def measurements(self, monitor: str = METRIC) -> list[tuple[int, float]]:
         """What was measured so far, as far as the host knows: all up to the step before the last one.
@@ -234,14 +206,14 @@ class GradientNoiseMonitor(Monitor):
         Raises:
             KeyError: there is no such metric.
         """
-        if monitor not in self.offers():
+        if monitor != METRIC:
             raise KeyError(f"it measures {METRIC!r}, not {monitor!r}")
         return list(self._measurements)
 
     # --- what is left of it ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums of the last measurements, the ratios, and what was said."""
+        """The sums of the last measurements, the ratios and the alerts."""
         self._read()
         return {
             "kind": self.kind,
@@ -292,6 +264,12 @@ def _step(trainer: Trainer) -> int:
     return logger_step(trainer) + 1
 
 
+def _quantized(pl_module: LightningModule) -> dict[str, QuantizedLayer]:
+    """The layers that quantize anything now."""
+    layers = converted_layers(pl_module)
+    return {name: layer for name, layer in layers.items() if layer.casts != LinearCasts()}
+
+
 def _casts_in_force(trainer: Trainer, layers: Mapping[str, QuantizedLayer]) -> str:
     """A digest of the phase, whether λ is on its way, and the casts of all layers."""
     plugin = trainer.precision_plugin
@@ -310,6 +288,6 @@ def _check(trainer: Trainer, pl_module: LightningModule) -> None:
     if not pl_module.automatic_optimization:
         raise MisconfigurationException(
             "GradientNoiseMonitor measures the last backward pass before a step of the optimizer. In manual "
-            "optimization only the module knows which that is, and a training step that ran again would step the "
-            "optimizers, too: train with automatic optimization, or leave out the callback."
+            "optimization only the module knows which that is: train with automatic optimization, or leave out the "
+            "callback."
         )

@@ -13,7 +13,7 @@ import math
 import re
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,8 +30,9 @@ from lightning_lowbit._lightning import (
     logger_step,
 )
 from lightning_lowbit.callbacks.monitors.base import Monitor
-from lightning_lowbit.checks import is_number
+from lightning_lowbit.checks import integer, number, positive
 from lightning_lowbit.distributed import all_reduce_, connect, local_norms, sharding_of
+from lightning_lowbit.metrics.spikes import SPIKE_STATE, detect_spike
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
@@ -39,9 +40,6 @@ from lightning_lowbit.precision.grad_scalers import overflow
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Table, Text
 
-# What is known of the norms so far, in one float32 tensor: of the running mean the weighted sum and the sum of weights,
-# how many norms are in it, how many spikes came in a row just now, and how many there were.
-_RUNNING = ("sum", "weight", "averaged", "in_a_row", "spikes")
 _ENOUGH = 10  # norms in the mean before any is a spike, since first gradients say little; spikes in a row: a new level
 _NAMED = 3  # layers that a warning names
 _MOST_SPIKES = 100  # that are listed, the last ones
@@ -70,44 +68,24 @@ _MOST_NORMS = 1000  # of which the median is taken; beyond, every other one is f
 
 
 class GradientNormMonitor(Monitor):
-    """Logs norms of gradients, and warns where one spikes, is too large, or is no number.
+    """Logs norms of gradients, and warns when one spikes, is too large, or is not finite.
 
-    Norms are whole under every strategy: one device, DDP, FSDP (1, with the original parameters, and 2) and tensor
-    parallelism. As often as the logger takes them, of all gradients together:
-
-    - ``grad_norm/unclipped``: as backward passes left them.
-    - ``grad_norm/clipped``: where ``gradient_clip_val`` or a ``configure_gradient_clipping`` asks for clipping.
-    - ``grad_norm/used``: after the rules of an optimizer of this package, such as AdaClip and AdaGN; 0 in a step that
-      is skipped because a gradient is not finite.
-    - ``grad_norm/spikes``: how many there were since training began.
-
-    Norms of a layer have names such as ``grad_norm/unclipped/layers.3.mlp.up_proj``.
-
-    A norm is a spike where it exceeds ``spike_factor`` times the running mean of those before it, at least 10. It does
-    not enter the mean; but after 10 in a row, which are a new level, the mean begins anew.
-
-    Warnings are said once for each run, again where it is four times as bad, and listed by :class:`RunReport` with the
-    last 100 spikes: of a spike, of a norm above ``limit``, and of one that is not finite, unless a loss scaler sees to
-    that.
-
-    Gradients are those of all micro-batches together, divided by the scale of the loss, also where a fused optimizer
-    does so within its step (Lightning's ``MixedPrecision``). Norms are computed in float32; above 1.8e19 they are
-    infinite. In manual optimization all optimizers that stepped in a batch count together, each with its last step;
-    what was clipped by hand is so in ``grad_norm/unclipped``, and nothing is logged as clipped. That is read at the end
-    of the batch, after whatever the module's own hooks do: one that sets gradients to None after the step shows 0.
-
-    Nothing waits for the device, but for one copy of a few numbers in the batch after one that was logged. All norms
-    of a step are summed over ranks by one collective for each process group.
+    Of all gradients together, and of chosen layers (``grad_norm/unclipped/layers.3.mlp.up_proj``), in each step that is
+    logged: ``grad_norm/unclipped``, ``grad_norm/clipped`` if the Trainer or the module clips, ``grad_norm/used`` as the
+    rules of an optimizer of this package left it, and ``grad_norm/spikes``, the number of spikes so far. Norms are
+    those of whole gradients on one device and under DDP, FSDP and tensor parallelism. A spike exceeds ``spike_factor``
+    times the running mean of the norms before it, at least 10. See ``docs/guides/monitoring.md`` for manual
+    optimization, loss scaling, the alerts and the cost.
 
     Args:
-        layers: patterns of layers, see :func:`lightning_lowbit.convert`; any module with parameters of its own
-            is one, and a pattern that matches a block stands for all layers in it.
-        every_n_steps: looks for spikes also in each n-th step, as the logger counts them; None: in logged ones alone.
-        spike_factor: how many times the running mean is a spike, above 1. Norms of healthy batches scatter by some
-            ten per cent, and drift over many steps; five times is beyond both.
+        layers: patterns of layers, see :func:`lightning_lowbit.convert`; any module with parameters of its own is one,
+            and a pattern that matches a block stands for all layers in it.
+        every_n_steps: look for spikes in each n-th step, too, as the logger counts them; None: only in logged steps.
+        spike_factor: how many times the running mean is a spike, above 1. Norms of healthy batches scatter by some ten
+            per cent, and drift over many steps.
         decay: of the running mean, in [0, 1): it reaches back some 1 / (1 - decay) norms.
-        limit: what norm to warn of. A text such as ``"10x"``: what is so many times the median of the run so far, of 10
-            norms at least, and no spike: a level to which it rose. A number: what is above it. None: none.
+        limit: the norm above which to warn; a text such as ``"10x"`` means times the median of the run so far, which
+            is of 10 norms or more. None: no limit.
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
@@ -125,21 +103,14 @@ class GradientNormMonitor(Monitor):
         decay: float = 0.99,
         limit: float | str | None = "10x",
     ) -> None:
-        if every_n_steps is not None and (type(every_n_steps) is not int or every_n_steps < 1):
-            raise ValueError(f"every_n_steps is a number of steps, 1 or more, or None; got {every_n_steps!r}.")
-        if not is_number(spike_factor) or not 1 < spike_factor < math.inf:
-            raise ValueError(f"spike_factor is how many times the mean is a spike, above 1; got {spike_factor!r}.")
-        if not is_number(decay) or not 0 <= decay < 1:
-            raise ValueError(f"decay is what remains of a mean with each norm, from 0 to below 1; got {decay!r}.")
         times = _TIMES.fullmatch(limit) if isinstance(limit, str) else None
-        is_norm = is_number(limit) and 0 < limit < math.inf  # type: ignore[operator]
-        if limit is not None and not is_norm and (times is None or not float(times[1]) > 1):
-            raise ValueError(
-                "limit is a norm above 0, a text such as '10x' for times the median of norms so far, above 1, or None "
-                f"for no limit; got {limit!r}."
-            )
-        self.layers, self.every_n_steps = layers, every_n_steps
-        self.spike_factor, self.decay, self.limit = spike_factor, decay, limit
+        if times is None or not float(times[1]) > 1:
+            what = "a norm, or a text such as '10x' (times the median of norms so far, above 1)"
+            positive("limit", limit, what, or_none=True)
+        self.layers, self.limit = layers, limit
+        self.every_n_steps = integer("every_n_steps", every_n_steps, 1, "a number of steps", or_none=True)
+        self.spike_factor = number("spike_factor", spike_factor, "how many times the mean is a spike", above=1)
+        self.decay = number("decay", decay, "what remains of a mean with each norm", at_least=0, below=1)
         self._chosen: set[str] = set()
         self._times = None if times is None else float(times[1])
         self._has_scaler = self._is_clipped = False
@@ -147,7 +118,7 @@ class GradientNormMonitor(Monitor):
 
     def _start_afresh(self) -> None:
         super()._start_afresh()
-        self._running = torch.zeros(len(_RUNNING), dtype=torch.float32)
+        self._running = torch.zeros(len(SPIKE_STATE), dtype=torch.float32)
         self._spikes: deque[tuple[int, float, float]] = deque(maxlen=_MOST_SPIKES)  # step, norm, mean before it
         self._norms: list[float] = []
 
@@ -210,35 +181,26 @@ class GradientNormMonitor(Monitor):
             members = [indices[id(parameter)] for parameter in of_layer if id(parameter) in indices]
             if name in self._chosen and members:
                 norms[f"/{name}"] = torch.stack([squares[index] for index in members]).sum(0).sqrt()
-        mean, is_spike = self._average(norms[""][0])
-        numbers = torch.stack([mean, is_spike.to(mean), *(of_all_stages[0] for of_all_stages in norms.values())])
-        self._keep((trainer.global_step, list(norms)[1:]), numbers)
+        self._running, mean, is_spike = detect_spike(
+            self._running, norms[""][0], self.spike_factor, self.decay, _ENOUGH
+        )
+        unclipped = torch.stack([of_all_stages[0] for of_all_stages in norms.values()])
+        kept = {"mean": mean, "is_spike": is_spike, "norms": unclipped}
+        self._keep((trainer.global_step, [name[1:] for name in norms][1:]), kept)
         if self._is_logged(trainer):
-            metrics = {"grad_norm/spikes": self._running[_RUNNING.index("spikes")]}
+            metrics = {"grad_norm/spikes": self._running[SPIKE_STATE.index("spikes")]}
             for layer, of_all_stages in norms.items():
                 metrics |= {f"grad_norm/{stage}{layer}": of_all_stages[index] for index, stage in enumerate(stages)}
             self._log(pl_module, metrics)
 
     # --- what ---
 
-    def _average(self, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes a norm into the running mean; gives the mean before it (NaN if there is none), and is it a spike."""
-        total, weight, averaged, in_a_row, spikes = self._running.to(norm.device).unbind()
-        mean = total / weight
-        is_spike = norm.isfinite() & (averaged >= _ENOUGH) & (norm > self.spike_factor * mean)
-        enters = norm.isfinite() & ~is_spike
-        share = enters.to(norm) * (1 - self.decay)
-        sums = [total.lerp(torch.where(enters, norm, 0.0), share), weight.lerp(torch.ones_like(weight), share)]
-        in_a_row = torch.where(enters, 0, in_a_row + is_spike)
-        remembered = torch.where(in_a_row < _ENOUGH, torch.stack([*sums, averaged + enters, in_a_row]), 0)
-        self._running = torch.cat([remembered, (spikes + is_spike)[None]])
-        return mean, is_spike
-
-    def _judge(self, what: tuple[int, list[str]], numbers: Sequence[float]) -> int:
-        (step, layers), (mean, is_spike, norm, *of_layers) = what, numbers
+    def _judge(self, what: tuple[int, list[str]], columns: Mapping[str, Any]) -> int:
+        (step, layers), mean, is_spike = what, columns["mean"], columns["is_spike"]
+        norm, *of_layers = columns["norms"]
         if is_spike:
             self._spikes.append((step, norm, mean))
-        bad = [name[1:] for name, value in zip(layers, of_layers, strict=True) if not math.isfinite(value)]
+        bad = [name for name, value in zip(layers, of_layers, strict=True) if not math.isfinite(value)]
         more = f" and {len(bad) - _NAMED} more layers" if len(bad) > _NAMED else ""
         where = f" (in {', '.join(bad[:_NAMED])}{more})" if bad else ""
         limit, told = self._limit(bool(is_spike))
@@ -271,13 +233,13 @@ class GradientNormMonitor(Monitor):
     def state_dict(self) -> dict[str, Any]:
         """The running mean, the spikes, and what was said."""
         self._read()
-        running = dict(zip(_RUNNING, self._running.tolist(), strict=True))
+        running = dict(zip(SPIKE_STATE, self._running.tolist(), strict=True))
         kept = {"running": running, "spikes": list(self._spikes), "norms": list(self._norms)}
         return kept | {"alerts": self._alerts.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with it."""
-        self._running = torch.tensor([state_dict["running"][name] for name in _RUNNING], dtype=torch.float32)
+        self._running = torch.tensor([state_dict["running"][name] for name in SPIKE_STATE], dtype=torch.float32)
         self._spikes = deque(state_dict["spikes"], maxlen=_MOST_SPIKES)
         self._norms = list(state_dict.get("norms", ()))  # which older checkpoints lack
         self._alerts.load_state_dict(state_dict["alerts"])

@@ -6,7 +6,7 @@ on_train_batch_start        of the batch after one that was logged: the numbers,
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
 from lightning_lowbit.callbacks.monitors.base import Monitor, is_of_device
+from lightning_lowbit.checks import integer
 from lightning_lowbit.precision.grad_scalers import overflow
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Text
@@ -50,21 +51,12 @@ _ADVICE = {
 class LossScaleMonitor(Monitor):
     """Logs the scale of the loss, and warns where it does not settle.
 
-    It watches any ``GradScaler``: that of a :class:`LowBitPrecision`, or of Lightning's ``MixedPrecision``. Four
-    curves, as often as the logger takes them:
-
-    - ``loss_scale/scale``;
-    - ``loss_scale/growth_tracker``: steps without an overflow, towards growth; below 0 while it cools down;
-    - ``loss_scale/overflows``: steps with a gradient that was not finite, since the last point of the curve;
-    - ``loss_scale/skipped_steps``: the same since training began: so far is the optimizer behind ``global_step`` and
-      learning-rate schedules, which count them.
-
-    Warnings are said once for each run, and listed by :class:`RunReport`: where overflows let the scale fall ``falls``
-    times within ``within`` optimizer steps, or would if it were not at its floor; and where it stays at its floor (1
-    for torch's own scaler, which has none) or cap for as many. Falls before the first step that is taken do not count:
-    the first scale was too large, and finds its place.
-
-    Nothing waits for the device, but for one copy of a few numbers in the batch after one that was logged.
+    It watches any ``GradScaler``: that of a :class:`LowBitPrecision`, or of Lightning's ``MixedPrecision``. In each
+    step that is logged: ``loss_scale/scale``; ``loss_scale/growth_tracker``, the steps without an overflow, below 0
+    while the scale cools down; ``loss_scale/overflows``, the steps with a gradient that was not finite since the last
+    point of the curve; ``loss_scale/skipped_steps``, all of these since training began. It warns if overflows let the
+    scale fall ``falls`` times within ``within`` optimizer steps, or would at its floor, and if it stays at its floor or
+    cap for as many; falls before the first step that is taken do not count. See ``docs/guides/monitoring.md``.
 
     Args:
         falls: how many of them are too many, at least 1.
@@ -79,11 +71,8 @@ class LossScaleMonitor(Monitor):
     """
 
     def __init__(self, falls: int = 5, within: int = 100) -> None:
-        if type(falls) is not int or falls < 1:
-            raise ValueError(f"falls is how often the scale falls before a warning, 1 or more; got {falls!r}.")
-        if type(within) is not int or within < falls:
-            raise ValueError(f"within is a number of optimizer steps, falls={falls} or more; got {within!r}.")
-        self.falls, self.within = falls, within
+        self.falls = integer("falls", falls, 1, "how often the scale falls before a warning")
+        self.within = integer("within", within, falls, "a number of optimizer steps, no fewer than falls")
         super().__init__()
 
     def _start_afresh(self) -> None:
@@ -104,7 +93,7 @@ class LossScaleMonitor(Monitor):
         _scaler(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Counts the step before it in the same batch, and notes whether this one will be skipped."""
+        """Counts the previous step of the batch, and notes whether this one will be skipped."""
         scaler = _scaler(trainer)
         self._count(scaler)
         scale = scaler._get_scale_async()
@@ -155,10 +144,10 @@ class LossScaleMonitor(Monitor):
         self._counts = torch.stack([step + 1, scale, skipped + found, overflows + found, falls, at_floor, at_cap])
 
     def _keep_counts(self, trainer: Trainer) -> None:
-        self._keep((trainer.global_step, *_bounds(_scaler(trainer))), self._counts)
+        self._keep((trainer.global_step, *_bounds(_scaler(trainer))), {"counts": self._counts})
 
-    def _judge(self, what: tuple[int, float, float], numbers: Sequence[float]) -> int:
-        (step, floor, cap), counts = what, dict(zip(_COUNTS, numbers, strict=True))
+    def _judge(self, what: tuple[int, float, float], columns: Mapping[str, Any]) -> int:
+        (step, floor, cap), counts = what, dict(zip(_COUNTS, columns["counts"], strict=True))
         is_moving = floor < cap
         facts = {"falls": self.falls, "within": self.within, "scale": counts["scale"], "floor": floor, "cap": cap}
         for kind, holds in (
@@ -174,19 +163,19 @@ class LossScaleMonitor(Monitor):
     # --- what is left of it ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts, and what was said."""
+        """The counts and the alerts."""
         counts, fell = self._counts.tolist(), self._fell.tolist()
         return {"counts": dict(zip(_COUNTS, counts, strict=True)), "fell": fell, "alerts": self._alerts.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with it; of falls, with as many of the last ones as this one looks at."""
+        """Resumes from it, with as many of the last falls as this monitor looks at."""
         self._counts = torch.tensor([state_dict["counts"][name] for name in _COUNTS])
         fell = [-math.inf] * self.falls + state_dict["fell"]
         self._fell = torch.tensor(fell[-self.falls :])
         self._alerts.load_state_dict(state_dict["alerts"])
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        """How many steps were skipped; the curves are among the metrics."""
+        """The number of skipped steps; the curves are among the metrics."""
         self._read()
         try:
             counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))

@@ -1,10 +1,12 @@
-"""Where the sums of gradient and noise come from: a training step that is run again, or what layers leave of one.
+"""Where the sums of gradient and noise come from: from two draws of the gradient, or from what layers leave of one.
 
-A source prepares before the last micro-batch of a step, and is asked after its backward pass. See
+    draws     before the backward pass of training, two others over the same graph, with other random bits each
+    layers    in the backward pass of training, see `lightning_lowbit.nn.watch`
+
+A source is prepared before the last micro-batch of a step that is to be measured. See
 :class:`lightning_lowbit.GradientNoiseMonitor`.
 """
 
-import math
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -12,40 +14,44 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_lowbit._lightning import (
-    Callback,
     DeepSpeedStrategy,
     LightningModule,
     MisconfigurationException,
     Trainer,
-    is_overridden,
-    is_param_in_hook_signature,
+    random_states,
+    set_random_states,
 )
-from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
-from lightning_lowbit.callbacks.monitors.second_draw import RepeatableStep
 from lightning_lowbit.distributed import all_reduce_, all_reduce_world_, local_gradient, sharding_of
 from lightning_lowbit.metrics.noise import gradient_noise_sums
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.watch import Watch
+from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.loss_scaling import scaler_of
+from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.statistics import wide_dtype
+
+Layers = Mapping[str, QuantizedLayer]
+Sums = dict[str, Tensor]  # by layer, noise and signal [2], of whole weights
 
 
 class Source(Protocol):
     """Where the sums of a measurement come from.
 
     Attributes:
-        without_noise: what it means where there is none, in words.
+        without_noise: what it means if there is none, in words.
     """
 
     without_noise: str
 
     def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training starts: refuses what it cannot measure.
+        """Training starts.
 
         Raises:
             MisconfigurationException: it cannot measure this run.
@@ -54,137 +60,139 @@ class Source(Protocol):
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last micro-batch of a step that is to be measured begins."""
 
-    def take(self, layers: Mapping[str, QuantizedLayer]) -> dict[str, Tensor] | None:
-        """After its backward pass: of each layer noise and signal ``[2]``, of whole weights; None if there are none."""
+    def before_backward(self, trainer: Trainer, loss: Tensor, layers: Layers) -> Sums | None:
+        """Measures before the backward pass of training, or does nothing."""
 
-    def cancel(self) -> None:
+    def after_backward(self, trainer: Trainer, layers: Layers) -> Sums | None:
+        """Measures after it, or does nothing."""
+
+    def cancel(self, trainer: Trainer) -> None:
         """That micro-batch is over, or will not come."""
 
+    def end(self) -> None:
+        """Training is over."""
 
-class Draws:
-    """Compares the gradient of training with another draw of it, or two further draws."""
+
+class FromDraws:
+    """Compares two gradients of the same loss."""
 
     without_noise = "Both draws of the gradient were always the same: nothing was rounded stochastically."
 
     def __init__(self) -> None:
-        self._step: RepeatableStep | None = None
-        self._trainer: Trainer | None = None
+        self._donated: bool | None = None  # what was set for compiled code before training
 
     def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses steps that cannot run twice, and gradients that cannot be told apart."""
-        if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
-            raise MisconfigurationException(
-                "GradientNoiseMonitor runs a training step again, and one that takes a dataloader_iter would fetch the "
-                "next batch: let it take a batch, or use kind='layers'."
-            )
+        """Refuses strategies that cannot run a backward pass twice, and noise that it would not see."""
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise MisconfigurationException(
                 "GradientNoiseMonitor reads gradients of parameters, which DeepSpeed keeps to itself: use "
-                "kind='layers', or train with DDP, FSDPStrategy or ModelParallelStrategy."
+                "kind='layers', or train with DDP or ModelParallelStrategy."
             )
-        assert trainer.model is not None
-        for part in FullyShardedDataParallel.fsdp_modules(trainer.model):
-            if part._handle is not None and not part._handle._use_orig_params:
-                raise MisconfigurationException(
-                    "GradientNoiseMonitor tells gradients of layers apart, and use_orig_params=False makes one of "
-                    "many: leave that argument of FSDPStrategy out, or use kind='layers'."
-                )
+        model = trainer.model
+        assert model is not None
+        if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
+            raise MisconfigurationException(
+                "GradientNoiseMonitor runs a backward pass several times over one graph, and FSDPStrategy frees the "
+                "weights in it after the first: use kind='layers', or train with DDP or ModelParallelStrategy (FSDP2)."
+            )
+        if trainer.accumulate_grad_batches > 1 and any(isinstance(part, FSDPModule) for part in model.modules()):
+            raise MisconfigurationException(
+                "GradientNoiseMonitor runs more backward passes, into which FSDP2 would mix the gradients that it "
+                "accumulates before it reduces them: use kind='layers', or accumulate_grad_batches=1."
+            )
+        _check_forward(converted_layers(pl_module))
+        self.end()  # of a training that broke off
+        self._donated, functorch.donated_buffer = functorch.donated_buffer, False  # a second pass needs them, too
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits for the training step."""
-        self._trainer, self._step = trainer, RepeatableStep(trainer, pl_module)
+        """Asks for the keys of the random bits."""
+        _check_forward(converted_layers(pl_module))  # casts may have changed
+        _plugin(trainer).expect_draws()
 
-    def cancel(self) -> None:
-        """Lets go of it."""
-        if self._step is not None:
-            self._step.cancel()
-        self._trainer = self._step = None
-
-    def take(self, layers: Mapping[str, QuantizedLayer]) -> dict[str, Tensor] | None:
-        """Draws."""
-        step, trainer = self._step, self._trainer
-        if step is None or trainer is None or not step.has_begun:
-            return None
+    def before_backward(self, trainer: Trainer, loss: Tensor, layers: Layers) -> Sums | None:
+        """Draws two gradients."""
         weights: dict[str, Tensor] = {}
         for name, layer in layers.items():
             if layer.weight.requires_grad and not any(layer.weight is weight for weight in weights.values()):
                 weights[name] = layer.weight
         if not weights:
             return None
-        try:
-            draws = self._draws(trainer, step, list(weights.values()))
-        finally:
-            self.cancel()
-        if draws is None:
-            return None
-        pairs = [_compare(*three) for three in zip(*draws, weights.values(), strict=True)]
-        pairs = all_reduce_(pairs, [sharding_of(weight).groups for weight in weights.values()], dist.ReduceOp.SUM)
+        shards = list(weights.values())
+        first, second = (_draw(trainer, number, loss, shards) for number in range(2))
+        pairs = [_compare(*three) for three in zip(first, second, shards, strict=True)]
+        pairs = all_reduce_(pairs, [sharding_of(weight).groups for weight in shards], dist.ReduceOp.SUM)
         device = trainer.strategy.root_device
-        pairs = [_unscaled(pair, trainer).to(device) for pair in pairs]
-        return dict(zip(weights, pairs, strict=True))
+        return {name: _unscaled(pair, trainer).to(device) for name, pair in zip(weights, pairs, strict=True)}
 
-    def _draws(
-        self, trainer: Trainer, step: RepeatableStep, weights: list[Tensor]
-    ) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
-        """Two gradients, of parts on this rank; None where neither has any."""
-        model, module = trainer.model, trainer.lightning_module
-        assert model is not None
+    def after_backward(self, trainer: Trainer, layers: Layers) -> Sums | None:
+        """Nothing."""
 
-        def gradients(loss: Tensor) -> list[Tensor | None]:
-            return _gradients(model, loss, weights)
+    def cancel(self, trainer: Trainer) -> None:
+        """Asks no more."""
+        _plugin(trainer).expect_draws(False)
 
-        # The gradient of training is that of this loss alone, and nothing but that: nobody had a hand in it.
-        is_comparable = (
-            trainer.accumulate_grad_batches == 1
-            and not is_overridden("backward", module)
-            and not getattr(model, "_comm_hooks", None)
-            and not any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in module.parameters())
-            and not is_overridden("on_after_backward", module)
-            and not any(map(_may_change_gradients, trainer.callbacks))  # type: ignore[attr-defined]
-        )
-        draws = [step.draw(number, gradients) for number in range(1 if is_comparable else 2)]
-        if draws[0] is None or draws[-1] is None:
-            return None
-        first = [local_gradient(weight) for weight in weights] if is_comparable else draws[0]
-        return first, draws[-1]
+    def end(self) -> None:
+        """Compiled code may free buffers again."""
+        if self._donated is not None:
+            functorch.donated_buffer, self._donated = self._donated, None
 
 
-class Layers:
+class FromLayers:
     """Takes what layers leave of their gradients in both precisions, see :mod:`lightning_lowbit.nn.watch`."""
 
     without_noise = "Gradients of weights were always those in high precision: none of their operands was quantized."
 
     def __init__(self) -> None:
         self._watch: Watch | None = None
-        self._trainer: Trainer | None = None
 
     def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes any run: layers see their own gradients."""
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Asks the layers."""
-        self._trainer, self._watch = trainer, Watch(converted_layers(pl_module), "gradient_sums")
+        self._watch = Watch(converted_layers(pl_module), "gradient_sums")
         self._watch.start(trainer.strategy.root_device)
 
-    def cancel(self) -> None:
+    def before_backward(self, trainer: Trainer, loss: Tensor, layers: Layers) -> Sums | None:
+        """Nothing."""
+
+    def after_backward(self, trainer: Trainer, layers: Layers) -> Sums | None:
+        """Adds up over ranks."""
+        watch = self._watch
+        self.cancel(trainer)
+        trained = [name for name, layer in layers.items() if layer.weight.requires_grad]
+        if watch is None or not trained:
+            return None
+        all_reduce_world_(watch.sums)
+        rows = dict(zip(watch.layers, _unscaled(watch.sums, trainer).unbind(), strict=True))
+        return {name: rows[name] for name in trained}
+
+    def cancel(self, trainer: Trainer) -> None:
         """Asks no more."""
         if self._watch is not None:
             self._watch.stop()
-        self._trainer = self._watch = None
+        self._watch = None
 
-    def take(self, layers: Mapping[str, QuantizedLayer]) -> dict[str, Tensor] | None:
-        """Adds up over ranks."""
-        watch, trainer = self._watch, self._trainer
-        self.cancel()
-        if watch is None or trainer is None:
-            return None
-        trained = [name for name, layer in layers.items() if layer.weight.requires_grad]
-        if not trained:
-            return None
-        sums = watch.sums
-        all_reduce_world_(sums)
-        rows = dict(zip(watch.layers, _unscaled(sums, trainer).unbind(), strict=True))
-        return {name: rows[name] for name in trained}
+    def end(self) -> None:
+        """Nothing."""
+
+
+def _plugin(trainer: Trainer) -> LowBitPrecision:
+    assert isinstance(trainer.precision_plugin, LowBitPrecision)
+    return trainer.precision_plugin
+
+
+def _check_forward(layers: Layers) -> None:
+    """Refuses forward passes with random bits, which another backward pass does not draw anew."""
+    for name, layer in layers.items():
+        casts = layer.casts
+        given = [cast for cast in (casts.fprop_x, casts.fprop_w) if isinstance(cast, Cast)]
+        is_keyed = "fprop" in casts.hadamard and casts.hadamard["fprop"].signs == "keyed"
+        if is_keyed or any(cast.rounding == "stochastic" for cast in given):
+            raise MisconfigurationException(
+                f"GradientNoiseMonitor draws the random bits of backward passes anew, and the forward pass of {name} "
+                "has some, too, by a stochastic cast or keyed signs of a Hadamard rotation: use kind='layers'."
+            )
 
 
 def _unscaled(sums: Tensor, trainer: Trainer) -> Tensor:
@@ -194,49 +202,67 @@ def _unscaled(sums: Tensor, trainer: Trainer) -> Tensor:
     return sums if scale is None else sums / scale.to(sums).square()
 
 
-def _may_change_gradients(callback: Callback) -> bool:
-    """Whether it does anything after a backward pass; a monitor only looks."""
-    hook = getattr(callback.on_after_backward, "__func__", None)  # LambdaCallback has functions of its own
-    return hook is not Callback.on_after_backward and not isinstance(callback, Monitor)
-
-
 def _compare(first: Tensor | None, second: Tensor | None, weight: Tensor) -> Tensor:
-    """Noise and signal ``[2]``; NaN, no measurement, where only one gradient is there, and it is not 0."""
-    if first is not None and second is not None:
-        return gradient_noise_sums(first, second)
-    wide, given = wide_dtype(weight.device), second if first is None else first
-    if given is None:
-        return torch.zeros(2, dtype=wide, device=weight.device)
-    # On the device, and so on all ranks alike. DDP's mean of gradients that no rank has is 0.
-    return torch.where(given.ne(0).any(), math.nan, 0.0).to(wide).expand(2)
+    """Noise and signal ``[2]`` of two gradients; zeros if the loss does not depend on the weight."""
+    if first is None or second is None:
+        return torch.zeros(2, dtype=wide_dtype(weight.device), device=weight.device)
+    return gradient_noise_sums(first, second)
+
+
+def _draw(trainer: Trainer, number: int, loss: Tensor, weights: list[Tensor]) -> list[Tensor | None]:
+    """Gradients of weights, of their shards on this rank, with other random bits; the run is not changed.
+
+    Dispatch modes are off: those that count FLOPs count training.
+    """
+    model, states = trainer.model, random_states()
+    assert model is not None
+    try:
+        with _plugin(trainer).another_draw(number), _disable_current_modes():
+            return _gradients(model, loss, weights)
+    finally:
+        set_random_states(states)
 
 
 def _gradients(model: nn.Module, loss: Tensor, weights: list[Tensor]) -> list[Tensor | None]:
-    """Gradients of weights, of their parts on this rank, as training would find them; leaves all others alone."""
-    if any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in model.modules()):
+    if any(isinstance(part, FSDPModule) for part in model.modules()):
         with _set_aside(model):
-            loss.backward()  # type: ignore[no-untyped-call]
-            parts = [local_gradient(weight) for weight in weights]
-            return [None if part is None else part.clone() for part in parts]
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            return [local_gradient(weight) for weight in weights]
     if _is_reentrant(loss):
         raise MisconfigurationException(
             "GradientNoiseMonitor asks for the gradients of some weights, which reentrant activation checkpointing "
             "cannot give: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), in transformers "
             "gradient_checkpointing_kwargs={'use_reentrant': False}."
         )
-    # Past what accumulates gradients: hooks there belong to others, DDP among them.
-    found = torch.autograd.grad(loss, weights, allow_unused=True)
+    # Past what accumulates gradients: hooks there belong to others, such as DDP.
+    with _without_delayed_reduction(model):
+        found = torch.autograd.grad(loss, weights, allow_unused=True, retain_graph=True)
     pairs = zip(found, weights, strict=True)
-    parts = [None if gradient is None else local_gradient(weight, gradient) for gradient, weight in pairs]
+    shards = [None if gradient is None else local_gradient(weight, gradient) for gradient, weight in pairs]
     if not isinstance(model, DistributedDataParallel):
-        return parts
+        return shards
     # The mean over ranks, as DDP makes it.
-    dense = [torch.zeros_like(w) if part is None else part for part, w in zip(parts, weights, strict=True)]
-    packed = torch.cat([part.flatten() for part in dense])
+    dense = [torch.zeros_like(w) if shard is None else shard for shard, w in zip(shards, weights, strict=True)]
+    packed = torch.cat([shard.flatten() for shard in dense])
     packed /= dist.get_world_size(model.process_group)
     dist.all_reduce(packed, group=model.process_group)
-    means = torch.split(packed, [part.numel() for part in dense])
-    return [mean.view_as(part).to(part) for mean, part in zip(means, dense, strict=True)]
+    means = torch.split(packed, [shard.numel() for shard in dense])
+    return [mean.view_as(shard).to(shard) for mean, shard in zip(means, dense, strict=True)]
+
+
+@contextmanager
+def _without_delayed_reduction(model: nn.Module) -> Generator[None, None, None]:
+    """DDP with a static graph reduces gradients at the end of its first backward pass, which is to be training's."""
+    name = "_static_graph_delay_allreduce_enqueued"
+    before = vars(model).get(name)
+    if before is None:
+        yield
+        return
+    setattr(model, name, True)
+    try:
+        yield
+    finally:
+        setattr(model, name, before)
 
 
 def _is_reentrant(loss: Tensor) -> bool:
@@ -255,19 +281,12 @@ def _is_reentrant(loss: Tensor) -> bool:
 
 @contextmanager
 def _set_aside(model: nn.Module) -> Generator[None, None, None]:
-    """Within this context no parameter has a gradient; then each has its own again."""
-    # Gradients of FSDP1 are views of a flat one, which it makes anew: their contents are put back into that.
-    saved = [
-        (p, p.grad, p.grad.clone() if p.grad is not None and getattr(p, "_fsdp_flattened", False) else None)
-        for p in model.parameters()
-    ]
-    for parameter, *_ in saved:
+    """Within this context no parameter has a gradient; afterwards each has its own again."""
+    saved = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in saved:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient, content in saved:
-            if content is not None and parameter.grad is not None:
-                parameter.grad.copy_(content)
-            else:
-                parameter.grad = gradient if content is None else content
+        for parameter, gradient in saved:
+            parameter.grad = gradient

@@ -1,138 +1,65 @@
-"""What quantization does to the tensors of a run: of each layer its six operands, and its weight from step to step.
+"""What quantization does to the tensors of a run: to the six operands of each layer, and to its weight between steps.
 
-    on_train_batch_start        of a step that is logged: layers begin to leave sums of what casts do to their operands
-    on_before_optimizer_step    the codes of the weights
-    on_train_batch_end          the sums over all ranks; columns, from the codes of the weights before and after
-    on_train_batch_start        of the next batch: their numbers, for loggers, alerts and the report
+    on_train_batch_start        of a step that is logged: layers begin to sum up what casts do to their operands
+    on_before_optimizer_step    the codes of the weights are kept
+    on_train_batch_end          sums over all ranks; the codes of the weights before and after the step are compared
+    on_train_batch_start        of the next batch: the numbers go to loggers, history, alerts and the report
 
-A column is a small function of what was seen of a weight. It gives 0-d tensors by name, none where it has nothing to
-say. Metrics are called ``<name>/<operand>/<layer>``.
+Metrics are named ``<quantity>/<operand>/<layer>``.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_mid_step
-from lightning_lowbit.callbacks.monitors.base import LooksAway, Monitor
+from lightning_lowbit.callbacks.monitors.base import Monitor
+from lightning_lowbit.callbacks.monitors.faults import Fault, of_codes, of_operand, of_weight
 from lightning_lowbit.callbacks.monitors.latent_weights import (
     LatentWeight,
     converted_layers,
     has_flat_weights,
     latent_weights,
 )
-from lightning_lowbit.callbacks.monitors.operand_statistics import QuantizedOperands
-from lightning_lowbit.callbacks.monitors.quantization_alerts import Fault, of_codes, of_operand, of_weight
-from lightning_lowbit.checks import is_number
+from lightning_lowbit.callbacks.monitors.operand_statistics import QuantizedOperands, operand_blocks
+from lightning_lowbit.checks import fraction, integer
 from lightning_lowbit.metrics import flip_rate, is_ternary, ternary_shares, threshold_distance
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion.convert import select
-from lightning_lowbit.precision.base import compute_dtype
+from lightning_lowbit.precision.run_settings import compute_dtype
 from lightning_lowbit.quant import Cast, Quantized
 from lightning_lowbit.report.html import Block, Section, Table, Text
 
-# --- columns ----------------------------------------------------------------------------------------------------------
-
-
-class Seen(NamedTuple):
-    """A weight around an optimizer step; ``before`` is None where there was none."""
-
-    weight: LatentWeight
-    before: Quantized | None
-    after: Quantized
-
-
-Column = Callable[[Seen], Mapping[str, Tensor]]
-
-
-def shares(seen: Seen) -> Mapping[str, Tensor]:
-    """Of -1, 0 and 1, where these are the levels."""
-    if not is_ternary(seen.weight.cast):
-        return {}
-    return dict(zip(("minus", "zeros", "plus"), ternary_shares(seen.after), strict=True))
-
-
-def flips(seen: Seen) -> Mapping[str, Tensor]:
-    """Share of codes that the step changed."""
-    if seen.before is None or seen.before.cast != seen.after.cast:
-        return {}
-    return {"flips": flip_rate(seen.before, seen.after)}
-
-
-def distance(seen: Seen) -> Mapping[str, Tensor]:
-    """Of latent weights from their rounding thresholds, in units of their scales."""
-    return {"distance": threshold_distance(seen.weight.values, seen.weight.cast, amax=seen.weight.amax)}
-
-
-COLUMNS: tuple[Column, ...] = (shares, flips, distance)
-
-
-# --- the callback -----------------------------------------------------------------------------------------------------
-
 
 class _Measured(NamedTuple):
-    """Of what the numbers of a step are: first the sums of operands, then values of weights by (layer, name)."""
+    """What the numbers of a step describe."""
 
     step: int
     logger_step: int
-    casts: dict[str, Cast]
-    places: list[tuple[str, str]]
+    casts: dict[str, Cast]  # of the weights that were measured
+    weights: list[tuple[str, str]]  # layer and name of each number of a weight
 
 
-class QuantizationMonitor(Monitor, LooksAway):
-    """Logs what becomes of quantized operands and weights, and warns where it is not what it should be.
+class QuantizationMonitor(Monitor):
+    """Logs what becomes of quantized operands and weights, and warns where something is wrong.
 
-    Of each operand of each layer that its cast quantizes, as often as the logger takes it, on the tensors of the step:
-
-    - ``sqnr``: signal to quantization noise ratio in dB.
-    - ``underflow``: of the elements that are not 0, the share that became 0.
-    - ``saturation``: share of the elements beyond the largest magnitude that their scale can express.
-    - ``scale_min`` and ``scale_max``: the range of its scales, those of blocks of zeros left out.
-
-    All micro-batches and ranks count together. Of an operand of more than 2^15 elements a sample of about as many, in
-    whole blocks, is looked at; scales are those of the sample, too. An operand that a GEMM takes over from another one
-    has the numbers of that one; of ``"fprop"`` there are none.
-
-    Of each weight that is rounded to nearest, of a large one in a sample of as many elements, always the same ones:
-
-    - ``minus``, ``zeros`` and ``plus``: shares of -1, 0 and 1, where these are the levels.
-    - ``flips``: share of codes that the optimizer step changed, or all the optimizer steps of a batch together.
-    - ``distance``: mean distance of its elements from the nearest rounding threshold, in units of their scales. Where
-      it is small, small steps flip many codes.
-
-    The metrics have names such as ``sqnr/wgrad_g/layers.3.mlp.up_proj`` and ``zeros/fprop_w/layers.3.mlp.up_proj``.
-    They go to the loggers themselves when the next batch begins, since Lightning takes a millisecond for each metric,
-    and of these there are hundreds. What is logged as usual, for other callbacks to see, are the means over layers:
-    ``sqnr/wgrad_g``, ``underflow/wgrad_g``, ``saturation/wgrad_g``.
-
-    There are none of an operand while it is not quantized, in a phase, nor of a weight that is rotated or smoothed
-    before it is rounded, or while λ is 0. While λ is on its way, those of operands are of where it leads.
-
-    Alerts are said once for each kind and run, with the number of layers and the worst one, and again where they are
-    much worse: four times as many layers, or as bad. They are listed by :class:`RunReport`:
-
-    - An operand holds a number that is not finite, or most of its elements became 0.
-    - No element of a weight is finite.
-    - All codes of a ternary weight are 0.
-    - No code of a weight that is trained has changed for long.
-    - The share of zeros of a ternary weight with ``statistic="absmean"`` is far from that of normally distributed ones
-      (:func:`lightning_lowbit.metrics.expected_zeros`).
-
-    A step that is logged quantizes what it looks at of each weight a few more times, and keeps its codes; weights that
-    are sharded (FSDP2, tensor parallelism) are gathered one by one, and each rank keeps codes. Other steps
-    cost nothing.
+    In each step that is logged, for each layer: ``sqnr`` (dB), ``underflow``, ``saturation``, ``scale_min`` and
+    ``scale_max`` of every operand that is quantized; for every weight that is rounded to nearest ``flips`` (the share
+    of codes that the step changed), ``distance`` (of its elements from rounding thresholds, in units of their scales)
+    and, if it is ternary, the shares ``minus``, ``zeros`` and ``plus``. Metrics have names such as
+    ``sqnr/wgrad_g/layers.3.mlp.up_proj``; means over layers, such as ``sqnr/wgrad_g``, can be monitored by other
+    callbacks. See ``docs/guides/monitoring.md`` for the exact definitions, the alerts and the cost.
 
     Args:
         only: patterns of layers to watch, see :func:`lightning_lowbit.convert`; None for all.
-        no_flips_for: optimizer steps without a flip, in those that are logged, after which to warn.
-        zeros_tolerance: how far a share of zeros may be from the expected one, in (0, 1].
-        underflow_limit: share of an operand's elements that became 0 above which to warn, in (0, 1]; ternary ones are
-            left out.
+        no_flips_for: optimizer steps without a flip after which to warn.
+        zeros_tolerance: how far the share of zeros of a ternary weight may be from the expected one, in (0, 1].
+        underflow_limit: share of an operand's elements that became 0 above which to warn, in (0, 1]; not for ternary
+            operands.
         operands: whether to look at operands.
-        weights: whether to look at weights; None: where they are matrices, which they are not under FSDP1.
+        weights: whether to look at weights; None: if they are matrices, which they are not under FSDP1.
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
@@ -151,23 +78,19 @@ class QuantizationMonitor(Monitor, LooksAway):
         operands: bool = True,
         weights: bool | None = None,
     ) -> None:
-        if type(no_flips_for) is not int or no_flips_for < 1:
-            raise ValueError(f"no_flips_for is a number of optimizer steps, 1 or more; got {no_flips_for!r}.")
-        if not is_number(zeros_tolerance) or not 0 < zeros_tolerance <= 1:
-            raise ValueError(f"zeros_tolerance is a share of elements, above 0 and up to 1; got {zeros_tolerance!r}.")
-        if not is_number(underflow_limit) or not 0 < underflow_limit <= 1:
-            raise ValueError(f"underflow_limit is a share of elements, above 0 and up to 1; got {underflow_limit!r}.")
         if not operands and weights is False:
             raise ValueError("There is nothing to watch with operands=False and weights=False: leave out the callback.")
-        self.only, self.no_flips_for, self.zeros_tolerance = only, no_flips_for, zeros_tolerance
-        self.underflow_limit, self.operands, self.weights = underflow_limit, operands, weights
+        self.only, self.operands, self.weights = only, operands, weights
+        self.no_flips_for = integer("no_flips_for", no_flips_for, 1, "a number of optimizer steps")
+        self.zeros_tolerance = fraction("zeros_tolerance", zeros_tolerance, "a share of elements")
+        self.underflow_limit = fraction("underflow_limit", underflow_limit, "a share of elements")
         self._watched = QuantizedOperands({})
         self._weights: dict[str, QuantizedLayer] = {}
         super().__init__()
 
     def _start_afresh(self) -> None:
         super()._start_afresh()
-        self._last_flip: dict[str, int] = {}  # the optimizer step of the last flip seen, or of the first look
+        self._last_flip: dict[str, int] = {}  # the optimizer step of the last flip, or of the first look
         self._step = 0  # the last one that was logged: numbers of weights by layer and name, and of operands
         self._rows: dict[str, dict[str, float]] = {}
         self._operands: dict[str, dict[str, dict[str, float]]] = {}
@@ -197,41 +120,41 @@ class QuantizationMonitor(Monitor, LooksAway):
         self._watched = QuantizedOperands(layers if self.operands else {})
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Reads the numbers of the last step, if it was logged; layers begin to measure, if this one is."""
+        """Reads the numbers of the last step if it was logged; starts measuring if this one is."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if not self._is_watching and self._is_logged(trainer):
             self._is_watching = True
             self._watched.start(trainer.strategy.root_device)
 
     def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
-        """Keeps the codes, before the first step of a batch that is logged."""
+        """Keeps the codes before the first optimizer step of a batch that is logged."""
         if not self._before and self._is_logged(trainer):
             weights = latent_weights(self._weights, compute_dtype(trainer.precision_plugin))
             self._before = {layer: weight.sample().quantize() for layer, weight in weights}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Measures and logs, after the last step of the batch."""
+        """Measures and logs after the last optimizer step of the batch."""
         if self._is_watching and not is_mid_step(trainer):
             self._let_go()
             self._measure(trainer, pl_module)
         self._before = {}
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lets go of layers, between two micro-batches too."""
+        """Stops measuring, also between two micro-batches."""
         self._watched.stop()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Goes on with the step."""
+        """Continues the step."""
         if self._is_watching:
             self._watched.resume()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads the numbers of the last step, and lets go of layers: a step may have been cut short."""
+        """Reads the numbers of the last step, and stops measuring: a step may have been cut short."""
         super().on_train_end(trainer, pl_module)
         self._let_go()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Lets go of layers and codes."""
+        """Stops measuring."""
         self._let_go()
         self._before = {}
 
@@ -239,66 +162,59 @@ class QuantizationMonitor(Monitor, LooksAway):
         self._is_watching = False
         self._watched.stop()
 
-    @contextmanager
-    def look_away(self) -> Generator[None, None, None]:
-        """A context for passes that are not those of the training step."""
-        self._watched.stop()
-        try:
-            yield
-        finally:
-            if self._is_watching:
-                self._watched.resume()
-
     # --- what ---
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> None:
         casts: dict[str, Cast] = {}
         values: dict[tuple[str, str], Tensor] = {}
         for layer, weight in latent_weights(self._weights, compute_dtype(trainer.precision_plugin)):
-            casts[layer] = weight.cast
-            weight = weight.sample()
-            seen = Seen(weight, self._before.pop(layer, None), weight.quantize())
-            for column in COLUMNS:
-                values |= {(layer, name): value for name, value in column(seen).items()}
-        sums = self._watched.sums_over_ranks()
-        if not self._weights and not len(sums):
+            casts[layer], found = weight.cast, _of_weight(weight.sample(), self._before.pop(layer, None))
+            values |= {(layer, name): value for name, value in found.items()}
+        operands = self._watched.measure()
+        if not self._weights and not self._watched.layers:
             return
         what = _Measured(trainer.global_step, self._logger_step(trainer), casts, list(values))
-        self._keep(what, torch.cat([sums.flatten(), *(value.to(sums.dtype)[None] for value in values.values())]))
-        self._log(pl_module, self._watched.means(sums))
+        self._keep(what, {**operands, "weights": torch.stack([*values.values()]) if values else torch.empty(0)})
+        self._log(pl_module, self._watched.means(operands))
 
-    def _judge(self, what: _Measured, numbers: Sequence[float]) -> int:
-        """Writes the numbers of a step, and looks for what is wrong with them."""
-        split = len(numbers) - len(what.places)
+    def _judge(self, what: _Measured, columns: Mapping[str, Any]) -> int:
+        operands = self._watched.numbers(columns)
         rows: dict[str, dict[str, float]] = {layer: {} for layer in what.casts}
-        operands = self._watched.numbers(numbers[:split])
-        for (layer, name), number in zip(what.places, numbers[split:], strict=True):
+        for (layer, name), number in zip(what.weights, columns["weights"], strict=True):
             rows[layer][name] = number
-        written = {
-            f"{name}/{operand}/{layer}": number
-            for layer, row in operands.items()
-            for operand, found in row.items()
-            for name, number in found.items()
-        }
-        written |= {f"{name}/fprop_w/{layer}": n for layer, of_one in rows.items() for name, n in of_one.items()}
-        if written:  # if not, nothing was quantized: what is reported stays that of the last step that had something
-            self._step, self._rows = what.step, rows
-            for layer, row in operands.items():  # what a phase no longer quantizes is reported as it was
-                self._operands.setdefault(layer, {}).update(row)
-            self._write(written, what.logger_step)
-        # Of a layer that was not seen this time nobody knows whether it flipped: its count begins anew.
+        self._publish(what, operands, rows)
+        # Whether a layer flipped that was not seen this time is unknown: its count starts again.
         self._last_flip = {layer: step for layer, step in self._last_flip.items() if layer in what.casts}
         for layer, of_one in rows.items():
             self._last_flip[layer] = what.step if of_one.get("flips") else self._last_flip.get(layer, what.step)
             self._note(layer, self._faults_of_weight(layer, of_one, what))
         for layer, row in operands.items():
+            casts = self._watched.layers[layer].full_casts
             for operand, found in row.items():
                 limit = self.underflow_limit
                 if found["underflow"] > limit and self._watched.is_ternary(layer, operand):
                     limit = 1.0
-                casts = self._watched.layers[layer].full_casts
                 self._note(layer, of_operand(operand, casts, found, limit))
         return what.step
+
+    def _publish(
+        self, what: _Measured, operands: Mapping[str, Any], weights: Mapping[str, Mapping[str, float]]
+    ) -> None:
+        """Emits the numbers of a step, and keeps them for the report."""
+        numbers: dict[str, dict[str, float]] = {}
+        for layer, row in operands.items():
+            for operand, found in row.items():
+                for name, number in found.items():
+                    numbers.setdefault(f"{name}/{operand}", {})[layer] = number
+        for layer, of_one in weights.items():
+            for name, number in of_one.items():
+                numbers.setdefault(f"{name}/fprop_w", {})[layer] = number
+        if not numbers:  # nothing was quantized: the report keeps the last step with numbers
+            return
+        self._step, self._rows = what.step, {layer: dict(row) for layer, row in weights.items()}
+        for layer, row in operands.items():  # the report keeps the last numbers of what a phase no longer quantizes
+            self._operands.setdefault(layer, {}).update(row)
+        self._emit(numbers, what.step, what.logger_step)
 
     def _faults_of_weight(self, layer: str, row: Mapping[str, float], what: _Measured) -> Iterator[Fault]:
         faults = list(of_weight(row, what.casts[layer], self.zeros_tolerance))
@@ -313,12 +229,12 @@ class QuantizationMonitor(Monitor, LooksAway):
     # --- what is left of it ---
 
     def state_dict(self) -> dict[str, Any]:
-        """What was said, and since when no code has changed."""
+        """The alerts, and the step of each layer's last flip."""
         self._read()
         return {"alerts": self._alerts.state_dict(), "last_flip": dict(self._last_flip)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with it."""
+        """Resumes from it."""
         self._alerts.load_state_dict(state_dict["alerts"])
         self._last_flip = dict(state_dict["last_flip"])
 
@@ -334,7 +250,7 @@ class QuantizationMonitor(Monitor, LooksAway):
         """A heat map of SQNR by layer and operand, and tables."""
         self._read()
         at = f"At step {self._step}, the last one that was logged"
-        operands = QuantizedOperands.blocks(self._operands, at)
+        operands = operand_blocks(self._operands, at)
         names = list(dict.fromkeys(name for row in self._rows.values() for name in row))
         rows = []
         for layer in dict.fromkeys([*self._rows, *self._alerts.subjects()]):
@@ -347,3 +263,14 @@ class QuantizationMonitor(Monitor, LooksAway):
             blocks = [Table(["layer", *names, "alerts"], rows, caption)]
         sections = [Section("Quantized operands", operands)] if operands else []
         return [*sections, Section("Quantized weights", blocks)]
+
+
+def _of_weight(weight: LatentWeight, before: Quantized | None) -> dict[str, Tensor]:
+    """Numbers of a weight after an optimizer step, by name: 0-d; ``before``, as it was quantized before the step."""
+    after = weight.quantize()
+    shares = zip(("minus", "zeros", "plus"), ternary_shares(after), strict=True) if is_ternary(weight.cast) else ()
+    found = dict(shares)
+    if before is not None and before.cast == after.cast:
+        found["flips"] = flip_rate(before, after)
+    found["distance"] = threshold_distance(weight.values, weight.cast, amax=weight.amax)
+    return found

@@ -1,6 +1,5 @@
 """How fast a run is, and what share of the hardware's peak that is."""
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,25 +9,9 @@ import torch
 from lightning_lowbit._lightning import LightningModule, Trainer, extract_batch_size, is_logging_step, is_mid_step
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.precision_summary import PrecisionSummary
+from lightning_lowbit.metrics.devices import peaks_of
 from lightning_lowbit.nn import GemmCounter
 from lightning_lowbit.precision.run_settings import compute_dtype
-
-# Dense peaks in FLOP/s (of integers in operations) by what a GEMM is executed in, from NVIDIA's data sheets (which
-# mostly print twice as much, "with sparsity"). The first name that is part of the device's name holds.
-PEAKS: dict[str, dict[str, float]] = {
-    "GB200": {"bfloat16": 2.5e15, "float8": 5.0e15, "int8": 5.0e15, "float4": 10.0e15},
-    "B200": {"bfloat16": 2.25e15, "float8": 4.5e15, "int8": 4.5e15, "float4": 9.0e15},
-    "H200 NVL": {"bfloat16": 835.5e12, "float8": 1671e12, "int8": 1671e12},
-    "H200": {"bfloat16": 989.4e12, "float8": 1978.9e12, "int8": 1978.9e12},
-    "H100 NVL": {"bfloat16": 835.5e12, "float8": 1671e12, "int8": 1671e12},
-    "H100 PCIe": {"bfloat16": 756e12, "float8": 1513e12, "int8": 1513e12},
-    "H100": {"bfloat16": 989.4e12, "float8": 1978.9e12, "int8": 1978.9e12},
-    "A100": {"bfloat16": 312e12, "int8": 624e12},
-    "L40S": {"bfloat16": 362e12, "float8": 733e12, "int8": 733e12},
-}
-
-# By what a GEMM is executed in, where the peak has another name: fp16 runs as fast as bf16 on all of them.
-_PEAK_OF = {"fp8": "float8", "float16": "bfloat16"}
 
 
 class Throughput(LowBitCallback):
@@ -73,7 +56,7 @@ class Throughput(LowBitCallback):
         """Looks up what the rates are relative to."""
         sharding = trainer.distributed_sampler_kwargs  # ranks that share a batch count as one
         self._replicas = sharding["num_replicas"] if sharding else 1
-        self._peaks = _peaks(trainer.strategy.root_device) if self.peak_flops is None else self.peak_flops
+        self._peaks = peaks_of(trainer.strategy.root_device) if self.peak_flops is None else self.peak_flops
         self._begun = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -110,17 +93,14 @@ class Throughput(LowBitCallback):
         self._since = time.perf_counter()
 
 
-def _peaks(device: torch.device) -> Mapping[str, float]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peaks for chip, peaks in PEAKS.items() if re.search(rf"{chip}(?!\d)", name)), {})
-
-
 def _peak(trainer: Trainer, peaks: Mapping[str, float]) -> float | None:
     """FLOP/s if all of the model's FLOPs ran at the peak of what they are executed in; None if one is not known."""
     counter, device = _counter(trainer), trainer.strategy.root_device
     native = counter.native_shares(device) if counter is not None else {}
     rest = {str(compute_dtype(trainer.precision_plugin)).removeprefix("torch."): 1 - sum(native.values())}
-    shares = {_PEAK_OF.get(kind, kind): share for kind, share in (native | rest).items() if share}
+    # fp16 runs as fast as bf16 on all of them.
+    names = {"fp8": "float8", "float16": "bfloat16"}
+    shares = {names.get(kind, kind): share for kind, share in (native | rest).items() if share}
     if not all(peaks.get(name) for name in shares):
         return None
     return 1 / sum(share / peaks[name] for name, share in shares.items())

@@ -4,7 +4,7 @@
 What the monitor logged lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import OutlierMonitor
+from lightning_lowbit.callbacks.monitors.base import LayerNumbers
 from tests.launch import take_part
 from tests.lightnings import (
     DDPStrategy,
@@ -97,8 +98,9 @@ class Watched(OutlierMonitor):
         self.collectives: list[int] = []
         self.written: dict[int, dict[str, float]] = {}
 
-    def _write(self, numbers: Mapping[str, float], step: int) -> None:
-        self.written[step + 1] = dict(numbers)
+    def _emit(self, numbers: LayerNumbers, step: int, logger_step: int) -> None:
+        flat = {f"{quantity}/{layer}": number for quantity, row in numbers.items() for layer, number in row.items()}
+        self.written[logger_step + 1] = flat
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         with CommDebugMode() as seen:

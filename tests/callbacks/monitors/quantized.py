@@ -3,7 +3,7 @@
 What the monitor found lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -77,10 +77,11 @@ class Noted(QuantizationMonitor):
         self.by_step: dict[str, dict[int, Any]] = {"operands": {}, "weights": {}}
         self.collectives: list[int] = []
 
-    def _judge(self, what: Any, numbers: Sequence[float]) -> None:
-        super()._judge(what, numbers)
+    def _judge(self, what: Any, columns: Mapping[str, Any]) -> int:
+        step = super()._judge(what, columns)
         self.by_step["operands"][what.step] = self._operands
         self.by_step["weights"][what.step] = self._rows
+        return step
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         with CommDebugMode() as seen:

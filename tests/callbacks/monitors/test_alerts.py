@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision, GradientNormMonitor, QuantizationMonitor, convert
 from lightning_lowbit.callbacks.monitors.alerts import Alerts
-from lightning_lowbit.callbacks.monitors.outlier_alerts import of_channel, of_mlp
-from lightning_lowbit.callbacks.monitors.quantization_alerts import of_operand
+from lightning_lowbit.callbacks.monitors.faults import of_channel, of_mlp, of_operand
 from lightning_lowbit.nn import LinearCasts
 from tests.lightnings import LightningModule, Trainer
 

@@ -4,9 +4,9 @@ import json
 import math
 import random
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -27,13 +28,13 @@ from lightning_lowbit import (
     LinearCasts,
     LossScaleMonitor,
     LowBitPrecision,
+    PrecisionSummary,
     PrecisionSwitch,
     QuantizationMonitor,
     RunReport,
     StaticGradScaler,
     convert,
 )
-from lightning_lowbit.callbacks.monitors.base import LooksAway, Monitor
 from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.report.html import Chart, Text
 from tests.callbacks.monitors.noisy import ASKED, E2M1, RANKS, RUNS, STEPS, STOCHASTIC, train
@@ -193,12 +194,11 @@ def test_not_averaged_over_a_change_of_precision(change: str) -> None:
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-def test_accumulation_draws_twice_of_the_last_micro_batch(micro: int) -> None:
+def test_accumulation_draws_of_the_last_micro_batch(micro: int) -> None:
     """The same gradient, so that the ratio has to be the same, too, but for other bits."""
     monitor, model = GradientNoiseMonitor(2, average=3), Model()
     fit(model, monitor, accumulate_grad_batches=micro)
-    extra = {1: 1, 2: 2}[micro]
-    assert dict(model.calls) == {step: micro + extra * (step % 2 == 0) for step in range(1, 7)}
+    assert dict(model.calls) == dict.fromkeys(range(1, 7), micro), "a training step ran again"
     other = GradientNoiseMonitor(2, average=3)
     fit(Model(), other)
     assert ratios(monitor)[-1] == pytest.approx(ratios(other)[-1], rel=0.1)
@@ -207,7 +207,6 @@ def test_accumulation_draws_twice_of_the_last_micro_batch(micro: int) -> None:
 def test_the_last_batch_of_an_epoch_steps_alone() -> None:
     monitor, model = GradientNoiseMonitor(1, average=1), Model()
     fit(model, monitor, accumulate_grad_batches=2, limit_train_batches=3, max_steps=4)
-    assert dict(model.calls) == {1: 4, 2: 3, 3: 4, 4: 3}
     assert [step for step, _ in monitor.measurements()] == [1, 2, 3, 4]
 
 
@@ -229,7 +228,7 @@ def test_one_measurement_in_a_step(optimizer: str) -> None:
 
 
 def test_a_backward_pass_of_the_modules_own_is_not_compared() -> None:
-    """What it makes of the loss is no gradient of another draw."""
+    """Draws are gradients of the loss, whatever it makes of that."""
 
     class Doubles(Model):
         def backward(self, loss: Tensor) -> None:
@@ -238,56 +237,6 @@ def test_a_backward_pass_of_the_modules_own_is_not_compared() -> None:
     monitor, model = GradientNoiseMonitor(1), Doubles()
     fit(model, monitor, NEAREST)
     assert set(ratios(monitor)) == {math.inf}
-    assert dict(model.calls)[1] == 3
-
-
-@pytest.mark.parametrize("where", ["hook", "module", "callback", "monitor"])
-def test_gradients_that_others_may_have_changed_are_not_compared(where: str) -> None:
-    """Once that of training is doubled, only two further draws tell that there is no noise."""
-
-    def double(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.mul_(2)
-
-    class Doubles(Model):
-        def on_train_start(self) -> None:
-            if where == "hook":
-                self.net[0].weight.register_post_accumulate_grad_hook(double)
-
-    class Own(Doubles):
-        def on_after_backward(self) -> None:
-            double(self.net[0].weight)
-
-    class Other(Callback):
-        def on_after_backward(self, run: Trainer, module: Any) -> None:
-            double(module.net[0].weight)
-
-    class Looks(Monitor):
-        def on_after_backward(self, run: Trainer, module: Any) -> None:
-            pass
-
-    others = {"callback": [Other()], "monitor": [Looks()]}.get(where, [])
-    monitor, model = GradientNoiseMonitor(1), (Own if where == "module" else Doubles)()
-    trainer(NEAREST, *others, monitor).fit(model)
-    assert ratios(monitor) == [math.inf] * 6
-    assert dict(model.calls) == dict.fromkeys(range(1, 7), 2 if where == "monitor" else 3)
-
-
-@pytest.mark.parametrize("missing", ["of training", "of the draw"])
-def test_a_gradient_beside_a_missing_one_is_no_measurement(missing: str) -> None:
-    class Skips(Model):
-        def loss(self, x: Tensor) -> Tensor:
-            is_draw = dict(self.calls)[self.trainer.global_step + 1] == 2
-            skips = self.trainer.global_step >= 2 and is_draw == (missing == "of the draw")
-            return (self.net[0](x) if skips else self.net(x)).square().mean()
-
-    monitor = GradientNoiseMonitor(1, average=1, layers=["net.*"])
-    run = fit(Skips(), monitor)
-    assert [step for step, _ in monitor.measurements()] == [1, 2]
-    found = {name: float(value) for name, value in run.callback_metrics.items()}
-    assert math.isnan(found[METRIC])
-    assert math.isnan(found[f"{METRIC}/net.2"])
-    assert 0 < found[f"{METRIC}/net.0"] < math.inf
 
 
 def test_a_layer_without_a_gradient_in_both_draws_counts_for_nothing() -> None:
@@ -329,7 +278,6 @@ def test_nothing_quantized_nothing_measured() -> None:
     run = trainer(NOISY, monitor, PrecisionSwitch("bf16", step=2), PrecisionSwitch("fqt", step=4))
     run.fit(model)
     assert [step for step, _ in monitor.measurements()] == [1, 2, 5, 6]
-    assert dict(model.calls) == {1: 2, 2: 2, 3: 1, 4: 1, 5: 2, 6: 2}
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -686,170 +634,6 @@ def test_gradients_and_buffers_stay_the_same_objects() -> None:
     assert not touched, "hooks on what accumulates gradients belong to others"
 
 
-def test_the_training_step_is_the_modules_own_again() -> None:
-    class Look(Callback):
-        def on_train_batch_end(self, run: Trainer, module: LightningModule, *_: Any) -> None:
-            assert "training_step" not in vars(module)
-
-    class Skips(Model):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 1 else None
-
-    model = Skips()
-    trainer(NOISY, GradientNoiseMonitor(1), Look(), max_epochs=2, max_steps=-1).fit(model)
-    assert "training_step" not in vars(model)
-
-
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_a_step_that_fails(at: int) -> None:
-    """The first call is training, the second a draw, which logs before it fails; everything is put back."""
-
-    class Fails(Stateful):
-        def __init__(self) -> None:
-            super().__init__()
-            self.times = iter(range(1, 10))
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            result = super().training_step(batch, batch_idx)
-            if next(self.times) == at:
-                raise RuntimeError("of the step's own")
-            return result
-
-    class Look(Callback):
-        def on_exception(self, run: Trainer, module: Any, exception: BaseException) -> None:
-            where.append((run.loggers, run.fit_loop.epoch_loop._results, module._current_fx_name))
-            seen.append(left_behind(module, run))
-
-    class Stop(GradientNoiseMonitor):
-        def on_after_backward(self, run: Trainer, module: Any) -> None:
-            before = left_behind(module, run)
-            results, loggers = run.fit_loop.epoch_loop._results, run.loggers
-            try:
-                super().on_after_backward(run, module)
-            except RuntimeError:
-                assert_equal(left_behind(module, run), before)
-                assert run.fit_loop.epoch_loop._results is results
-                assert run.loggers is loggers
-                checked.append(1)
-                raise
-
-    where: list[Any] = []
-    seen: list[Any] = []
-    checked: list[int] = []
-    model = Fails()
-    with pytest.raises(RuntimeError, match="of the step's own"):
-        trainer(NOISY, Stop(1), Look(), logger=TensorBoardLogger("."), accumulate_grad_batches=1).fit(model)
-    assert "training_step" not in vars(model)
-    assert len(checked) == (at == 2)
-    assert len(seen) == 1
-
-
-def test_callbacks_that_look_at_passes_can_look_away() -> None:
-    class Hooked(Callback, LooksAway):
-        def __init__(self) -> None:
-            self.passes, self.is_paused = 0, False
-
-        def on_train_start(self, run: Trainer, module: Any) -> None:
-            def look(*_: Any) -> None:
-                self.passes += not self.is_paused
-
-            module.net[0].register_forward_pre_hook(look)
-
-        @contextmanager
-        def look_away(self) -> Generator[None, None, None]:
-            self.is_paused = True
-            yield
-            self.is_paused = False
-
-    hooked = Hooked()
-    trainer(NOISY, hooked, GradientNoiseMonitor(1)).fit(model := Model())
-    assert hooked.passes == 6
-    assert dict(model.calls)[1] == 2, "no draw"
-
-
-def test_methods_of_the_same_name_are_left_alone() -> None:
-    class Clock(Callback):
-        def look_away(self) -> None:
-            raise AssertionError("somebody else's method")
-
-        pause = look_away
-
-    monitor = GradientNoiseMonitor(1)
-    trainer(NOISY, Clock(), monitor).fit(Model())
-    assert len(ratios(monitor)) == 6
-
-
-def test_the_quantization_monitor_does_not_see_draws() -> None:
-    """Layers measure nothing in a draw, though their attributes are put back before it."""
-
-    class Look(Model):
-        def loss(self, x: Tensor) -> Tensor:
-            seen.append(self.net[0].operand_sums is not None)
-            return super().loss(x)
-
-    seen: list[bool] = []
-    found = []
-    for others in ([GradientNoiseMonitor(1)], []):
-        seen.clear()
-        run = trainer(NOISY, QuantizationMonitor(), *others)
-        run.fit(Look(0.1))
-        assert seen == ([True, False] if others else [True]) * 6
-        metrics = run.callback_metrics.items()
-        found.append({name: float(value) for name, value in metrics if not name.startswith("gradient")})
-    assert found[0] == found[1] != {}
-
-
-@pytest.mark.parametrize("layout", ["inference", "expanded", "sparse", "csr", "nested"])
-def test_tensors_that_cannot_be_written_to(layout: str) -> None:
-    """A module may keep what it made in validation, whose tensors are those of inference."""
-
-    class Caches(Model):
-        mask: Tensor | None = None
-
-        def loss(self, x: Tensor) -> Tensor:
-            if self.mask is None:
-                self.mask = {
-                    "inference": lambda: torch.ones(3, 3),
-                    "expanded": lambda: torch.ones(3).expand(3, 3),
-                    "sparse": lambda: torch.eye(3).to_sparse(),
-                    "csr": lambda: torch.eye(3).to_sparse_csr(),
-                    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
-                }[layout]()
-            return super().loss(x)
-
-        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-            self.loss(batch)
-
-        val_dataloader = Model.train_dataloader
-
-    monitor, model = GradientNoiseMonitor(1), Caches()
-    run = trainer(NOISY, monitor, limit_val_batches=1, num_sanity_val_steps=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of prototypes in torch, and of few workers
-        if layout == "inference":
-            run.validate(model, verbose=False)
-        else:  # made in no graph, and by no validation
-            model.loss(model.data[0])
-        run.fit(model)
-    assert model.mask is not None
-    assert model.mask.is_inference() == (layout == "inference")
-    assert len(ratios(monitor)) == 6
-
-
-def test_a_tensor_of_one_element_is_put_back_whatever_its_stride() -> None:
-    class Counts(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count_", torch.empty_strided((1,), (0,)).zero_())
-
-        def loss(self, x: Tensor) -> Tensor:
-            self.count_ += 1
-            return super().loss(x)
-
-    fit(model := Counts(), GradientNoiseMonitor(1))
-    assert model.count_.tolist() == [6]
-
-
 class Checkpointed(Model):
     reentrant = False
 
@@ -889,8 +673,9 @@ def test_reentrant_checkpointing_is_refused() -> None:
 
 
 @pytest.mark.parametrize("casts", [NEAREST, NOISY], ids=["nearest", "noisy"])
-def test_a_compiled_module(casts: LinearCasts) -> None:
-    """Lightning gives it a compiled step of its own, which has to be there again."""
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_module(casts: LinearCasts, backend: str) -> None:
+    """Its graphs run backward three times."""
 
     class Random(Model):
         def __init__(self) -> None:
@@ -902,56 +687,58 @@ def test_a_compiled_module(casts: LinearCasts) -> None:
 
     found = []
     for monitor in (GradientNoiseMonitor(1), Callback()):
-        model, steps = Random(), list[Any]()
-
-        class Look(Callback):
-            def on_train_batch_end(self, run: Trainer, module: Any, *_: Any) -> None:
-                steps.append(vars(module)["training_step"])  # noqa: B023
-
+        torch._dynamo.reset()
+        model = Random()
         torch.manual_seed(3)
-        compiled: Any = torch.compile(model, backend="eager")
-        trainer(LowBitPrecision(casts, seed=2), monitor, Look(), max_steps=3).fit(compiled)
+        compiled: Any = torch.compile(model, backend=backend)
+        trainer(LowBitPrecision(casts, seed=2), monitor, max_steps=3).fit(compiled)
         found.append(model.state_dict())
-        assert len(set(steps)) == 1, "its compiled step is not what it was"
         if isinstance(monitor, GradientNoiseMonitor):
             assert len(ratios(monitor)) == 3
             assert all((ratio == math.inf) == (casts is NEAREST) for ratio in ratios(monitor))
     assert_equal(*found)
+    assert torch._functorch.config.donated_buffer, "it is switched off"
+    torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("decorated", [False, True])
-def test_a_step_without_an_index(decorated: bool) -> None:
-    """Lightning looks at what arguments it takes."""
+@pytest.mark.parametrize("recompute", [False, True])
+def test_other_callbacks_do_not_see_draws(recompute: bool) -> None:
+    """Neither what layers measure of their operands, nor FLOPs."""
+    found = []
+    for monitors in ([GradientNoiseMonitor(1)], []):
+        torch.manual_seed(11)  # of dropout
+        summary = PrecisionSummary(quiet=True)
+        run = trainer(LowBitPrecision("fp8-delayed", seed=2), summary, QuantizationMonitor(), *monitors)
+        run.fit(Checkpointed(0.1) if recompute else Model(0.1))
+        metrics = {name: float(value) for name, value in run.callback_metrics.items() if "gradient_noise" not in name}
+        found.append((metrics, summary.coverage().flops, summary.counter.recomputed))  # type: ignore[union-attr]
+    assert found[0] == found[1]
+    assert found[0][0]
 
-    class Bare(Model):
-        def training_step(self, batch: Tensor) -> Any:  # type: ignore[override]
-            self.count()
-            return self.loss(batch)
 
-    if decorated:
-        Bare.training_step = torch.enable_grad()(Bare.training_step)  # type: ignore[method-assign]
-    monitor = GradientNoiseMonitor(1)
-    fit(Bare(), monitor)
-    assert len(ratios(monitor)) == 6
+@pytest.mark.parametrize(
+    ("kind", "micro", "message"),
+    [
+        (FullyShardedDataParallel, 1, "frees the weights in it after the first: use kind='layers'"),
+        (FSDPModule, 2, "use kind='layers', or accumulate_grad_batches=1"),
+    ],
+)
+def test_strategies_that_are_refused(kind: Any, micro: int, message: str) -> None:
+    run, part = trainer(NOISY, accumulate_grad_batches=micro), object.__new__(kind)  # of processes alone
+    run.strategy._model = SimpleNamespace(modules=lambda: [part])  # type: ignore[assignment]
+    with pytest.raises(MisconfigurationException, match=message):
+        GradientNoiseMonitor()._source.check(run, Model())
 
 
-def test_a_batch_of_any_structure_and_a_step_that_gives_nothing() -> None:
-    class Odd(Model):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.count()
-            x = batch["x"].pop()
-            assert not batch["x"]
-            return None if batch_idx == 1 else self.loss(x)
-
-        def train_dataloader(self) -> DataLoader:
-            return DataLoader([{"x": [self.data[0]]}] * 8, batch_size=None)
-
-    monitor, model = GradientNoiseMonitor(1), Odd()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(model, monitor, max_steps=4)
-    assert [step for step, _ in monitor.measurements()] == [1, 3, 4]
-    assert dict(model.calls) == {1: 2, 2: 1, 3: 2, 4: 2}
+@pytest.mark.parametrize("casts", [{"fprop_x": STOCHASTIC}, {"hadamard": {"fprop": {"size": 16, "signs": "keyed"}}}])
+def test_random_bits_of_the_forward_pass_are_refused(casts: Any) -> None:
+    with pytest.raises(MisconfigurationException, match="forward pass of net.0 has some, too.*use kind='layers'"):
+        fit(
+            Model(),
+            GradientNoiseMonitor(1),
+            LinearCasts.of({"fprop_w": Cast(**E2M1), "fprop_x": Cast(**E2M1), **casts}),
+        )
+    fit(Model(), GradientNoiseMonitor(1, kind="layers"), NOISY.replace(fprop_x=STOCHASTIC))
 
 
 # --- strategies -------------------------------------------------------------------------------------------------------
@@ -1106,7 +893,6 @@ def test_a_switch_follows(kind: str) -> None:
 
 def test_other_metrics() -> None:
     monitor = GradientNoiseMonitor()
-    assert monitor.offers() == [METRIC]
     assert monitor.measurements(METRIC) == []
     with pytest.raises(KeyError, match="gradient_noise/ratio"):
         monitor.measurements("gradient_noise")
@@ -1259,16 +1045,6 @@ def test_manual_optimization() -> None:
         fit(model, GradientNoiseMonitor())
 
 
-def test_an_iterator() -> None:
-    class Iterates(Model):
-        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-            return self.loss(next(dataloader_iter)[0])
-
-    with pytest.raises(MisconfigurationException, match="let it take a batch"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning warns of it, too
-        fit(Iterates(), GradientNoiseMonitor())
-
-
 def test_deepspeed_is_refused() -> None:
     run, model = trainer(NOISY), Model()
     run.strategy.__class__ = DeepSpeedStrategy  # which is not installed
@@ -1310,7 +1086,7 @@ def test_nothing_is_read_after_an_error_of_the_device(error: str, monkeypatch: p
     kind = torch.AcceleratorError if "accelerator" in error else RuntimeError
     monkeypatch.setattr(Broken, "error", kind(error), raising=False)
     monitor = GradientNoiseMonitor()
-    monitor._keep(3, torch.ones(1).as_subclass(Broken))
+    monitor._keep(3, {"ratio": torch.ones(()).as_subclass(Broken)})
     monitor._read()
     assert monitor.measurements() == []
     assert monitor._unread == []
@@ -1319,10 +1095,10 @@ def test_nothing_is_read_after_an_error_of_the_device(error: str, monkeypatch: p
 def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Broken, "error", RuntimeError("a bug"), raising=False)
     monitor = GradientNoiseMonitor()
-    monitor._keep(3, torch.ones(1).as_subclass(Broken))
+    monitor._keep(3, {"ratio": torch.ones(()).as_subclass(Broken)})
     with pytest.raises(RuntimeError, match="a bug"):
         monitor._read()
-    monitor._keep(4, torch.full((1,), 5.0))
+    monitor._keep(4, {"ratio": torch.tensor(5.0)})
     monitor._read()
     assert monitor.measurements() == [(4, 5.0)]
 

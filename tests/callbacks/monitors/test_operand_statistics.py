@@ -1,6 +1,7 @@
 """What is logged of operands is what the slow metrics say of each tensor that was quantized; nothing else changes."""
 
 import csv
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import LowBitPrecision, PrecisionSwitch
+from lightning_lowbit import LowBitPrecision, PrecisionSwitch, RunReport
 from lightning_lowbit.callbacks.monitors import quantization
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
@@ -393,41 +394,44 @@ def test_layers_are_let_go_of_when_a_step_is_cut_short() -> None:
     assert list(logged(run)) == [0]
 
 
-def test_a_pass_that_it_looks_away_from_is_not_seen() -> None:
-    """Passes within it; and before and after a step that is logged it turns nothing on."""
-    monitor, watching = QuantizationMonitor(weights=False), Watching()
-
-    class Pauses(Two):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            with monitor.look_away():
-                assert all_off(self)
-                super().training_step(1000 * batch, batch_idx)
-            for layer in self.modules():
-                if isinstance(layer, QuantizedLayer):
-                    layer.calls.begin()  # as if that had not been
-            return super().training_step(batch, batch_idx)
-
-    run = trainer(watching, monitor)
-    run.fit(Pauses())
-    assert watching.seen == [False, True] * 2
-    found = logged(run)
-    assert_curves({1: found[1]}, fit(max_steps=2))
-
-
-def test_it_looks_again_after_an_error() -> None:
-    monitor = QuantizationMonitor()
-
-    class Pauses(Two):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            with pytest.raises(KeyError), monitor.look_away():
-                raise KeyError
-            assert not all_off(self)
-            return super().training_step(batch, batch_idx)
-
-    trainer(monitor, log_every_n_steps=1).fit(Pauses())
-
-
 # --- where it goes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_report_draws_the_sqnr_of_each_layer_over_steps(tmp_path: Path, order: int) -> None:
+    """The points of the history are those of the logger, also of the last step; and the page has a chart of them."""
+    run = trainer(*[RunReport(), QuantizationMonitor(weights=False)][::order], log_every_n_steps=1)
+    run.fit(Two())
+    curves = logged(run)
+    (path,) = tmp_path.rglob("run.json")
+    data = json.loads(path.read_text())
+    for layer, operand in PLACES:
+        name = f"sqnr/{operand}/{layer}"
+        points = dict(data["history"][name])
+        assert points == pytest.approx({step + 1: row[name] for step, row in curves.items()})
+        assert len(points) == 4
+        assert data["quantities"][name] == f"sqnr/{operand}"
+    page = (path.parent / "report.html").read_text()
+    assert "sqnr of layers" in page
+    assert "sqnr/wgrad_g" in page
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_resumed_report_has_points_that_were_not_read_when_it_was_saved(tmp_path: Path, order: int) -> None:
+    class Save(Callback):
+        def on_train_batch_end(self, run: Trainer, *_: Any) -> None:
+            if run.global_step == 2:
+                run.save_checkpoint(tmp_path / "two.ckpt")
+
+    def watched() -> list[Callback]:
+        return [RunReport(), QuantizationMonitor(weights=False)][::order]
+
+    trainer(*watched(), Save(), log_every_n_steps=1).fit(Two())
+    trainer(*watched(), log_every_n_steps=1).fit(Two(), ckpt_path=tmp_path / "two.ckpt", weights_only=False)
+    for path in tmp_path.rglob("run.json"):
+        points = json.loads(path.read_text())["history"]["sqnr/fprop_x/layer.2"]
+        assert [step for step, _ in points] == [1, 2, 3, 4]
 
 
 def test_event_files_have_the_steps_of_other_metrics() -> None:
@@ -662,7 +666,7 @@ def test_two_collectives_in_a_logged_step(results: list[dict[str, Any]]) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"underflow_limit": 0}, "underflow_limit is a share of elements, above 0 and up to 1; got 0"),
+        ({"underflow_limit": 0}, "underflow_limit is a share of elements, above 0 and at most 1; got 0"),
         ({"underflow_limit": 1.01}, "got 1.01"),
         ({"underflow_limit": math.nan}, "got nan"),
         ({"underflow_limit": True}, "got True"),

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import LowBitPrecision, OutlierMonitor, RunReport
-from lightning_lowbit.metrics import activation_outliers, swiglu_alignment
+from lightning_lowbit.metrics import swiglu_alignment
 from lightning_lowbit.report.html import Table
 from tests.callbacks.monitors.outliers import EVERY, MLP, RANKS, STEPS, train
 from tests.callbacks.monitors.reads import HOOKS, counted
@@ -31,6 +31,7 @@ from tests.lightnings import (
     TensorBoardLogger,
     Trainer,
 )
+from tests.metrics.activations import activation_outliers
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}  # sums of float32 in another order
 METRICS = ("activation_max", "kurtosis", "outliers")
@@ -501,7 +502,7 @@ def test_reported_without_a_step() -> None:
         ({"k": 0}, "k is how many times the rms an outlier exceeds, above 0; got 0"),
         ({"k": math.inf}, "above 0; got inf"),
         ({"k": None}, "above 0; got None"),
-        ({"alignment_limit": 1.5}, r"alignment_limit is a \|cos\| above 0 and up to 1, or None; got 1.5"),
+        ({"alignment_limit": 1.5}, r"alignment_limit is a \|cos\|, above 0 and at most 1, or None; got 1.5"),
         ({"alignment_limit": 0}, "or None; got 0"),
         ({"takeoff": 1}, "takeoff is how many times the mean is too much, above 1, or None; got 1"),
         ({"takeoff": math.nan}, "or None; got nan"),

@@ -318,10 +318,10 @@ def test_flat_weights_are_left_out_or_refused(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"no_flips_for": 0}, "no_flips_for is a number of optimizer steps, 1 or more; got 0"),
         ({"no_flips_for": 10.0}, "got 10.0"),
-        ({"zeros_tolerance": 0}, "zeros_tolerance is a share of elements, above 0 and up to 1; got 0"),
+        ({"zeros_tolerance": 0}, "zeros_tolerance is a share of elements, above 0 and at most 1; got 0"),
         ({"zeros_tolerance": 1.5}, "got 1.5"),
         ({"zeros_tolerance": math.nan}, "got nan"),
-        ({"zeros_tolerance": "a"}, "a share of elements, above 0 and up to 1; got 'a'"),
+        ({"zeros_tolerance": "a"}, "a share of elements, above 0 and at most 1; got 'a'"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -532,7 +532,7 @@ def test_reported_after_an_error_of_the_device() -> None:
     run = trainer(monitor)
     run.fit(Two())
     expected = monitor.report_data(run)
-    monitor._keep(quantization._Measured(8, 7, {}, []), torch.zeros(1).as_subclass(Lost))
+    monitor._keep(quantization._Measured(8, 7, {}, []), {"weights": torch.zeros(1).as_subclass(Lost)})
     assert monitor.report_data(run) == expected, "the numbers before are lost, too"
     assert monitor._unread == []
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, TernaryPrecision, Throughput
 from lightning_lowbit.callbacks.monitors import throughput
-from lightning_lowbit.callbacks.monitors.throughput import PEAKS
+from lightning_lowbit.metrics.devices import PEAKS, peaks_of
 from tests.lightnings import BoringModel, CSVLogger, RandomDataset, Trainer
 
 SECONDS = [1000.0, 2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0]  # of each batch; the first compiles and allocates
@@ -241,7 +241,7 @@ def test_no_utilization_without_a_peak(clock, peaks):
 )
 def test_peaks_by_the_name_of_the_device(monkeypatch, name, chip):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert throughput._peaks(torch.device("cuda", 0)) == (PEAKS[chip] if chip else {})
+    assert peaks_of(torch.device("cuda", 0)) == (PEAKS[chip] if chip else {})
 
 
 def test_peaks_are_dense_and_grow_as_bits_shrink():
@@ -257,4 +257,4 @@ def test_no_device_name_is_asked_for_on_other_devices(monkeypatch):
         raise AssertionError("asked for a device that is not there")
 
     monkeypatch.setattr(torch.cuda, "get_device_name", fail)
-    assert throughput._peaks(torch.device("cpu")) == {}
+    assert peaks_of(torch.device("cpu")) == {}

@@ -1,0 +1,138 @@
+"""Tables of the layers of a model and their casts; layers whose names differ only by numbers share a row."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.report.console import Table
+
+
+def layer_table(model: nn.Module) -> Table:
+    """The layers of a model with parameters and casts; layers alike but for numbers in their names are one row."""
+    rows: dict[tuple[Any, ...], list[str]] = {}
+    parameters: Counter[tuple[Any, ...]] = Counter()
+    labels = _labels(model)
+    counted: set[nn.Parameter] = set()  # tied ones belong to several modules
+    for name, module in model.named_modules():
+        name = clean_name(name)
+        if isinstance(module, QuantizedLayer):
+            out_features, in_features = module.weight_matrix().shape[-2:]
+            size, casts = f"{in_features} → {out_features}", labels[module.full_casts]
+            where = _executed(module)
+        elif any(True for _ in module.parameters(recurse=False)):
+            size, casts, where = "", "high precision", ""
+        else:
+            continue
+        key = (re.sub(r"\d+", "*", name), type(module).__name__, size, casts, where)
+        rows.setdefault(key, []).append(name)
+        own = set(module.parameters(recurse=False)) - counted
+        parameters[key] += sum(parameter.numel() for parameter in own)
+        counted |= own
+    body = [
+        [_range(names), kind, size, _count(parameters[key]), casts, where]
+        for key, names in rows.items()
+        for _, kind, size, casts, where in [key]
+    ]
+    quantized = sum(count for key, count in parameters.items() if key[3] != "high precision")
+    total = sum(parameters.values())
+    share = f"{quantized / total:.1%}" if total else "none"
+    caption = f"{_count(quantized)} of {_count(total)} parameters ({share}) are weights and biases of converted layers."
+    return Table(["layers", "class", "in → out", "parameters", "casts", "GEMMs"], body, caption)
+
+
+def _executed(layer: QuantizedLayer) -> str:
+    """Where the quantized GEMMs of a layer run: natively, emulated, or some so and some so."""
+    casts, quantized = layer.full_casts, layer.full_casts.quantized_gemms
+    native = layer.native_gemms(layer.weight.device, casts)
+    if not quantized or not native:
+        return "emulated" if quantized else ""
+    rest = [gemm for gemm in quantized if gemm not in native]
+    return f"native {', '.join(native)}; emulated {', '.join(rest)}" if rest else "native"
+
+
+def cast_legend(model: nn.Module) -> list[Table]:
+    """What the casts in the table are, operand by operand; ``~`` is stochastic rounding."""
+    labels = _labels(model)
+    shown = [_describe(casts) for casts in labels]
+    names = dict.fromkeys(name for casts in shown for name in casts)
+    rows = [[name, *(casts.get(name, "") for casts in shown)] for name in names]
+    return [Table(["operand", *labels.values()], rows)] if labels else []
+
+
+def _describe(casts: LinearCasts) -> dict[str, str]:
+    """The six operands in words, and what there is beside them."""
+    beside = {
+        "hadamard": ", ".join(f"{gemm} {transform}" for gemm, transform in casts.hadamard.items()),
+        "subtract_mean": ", ".join(casts.subtract_mean),
+        "surrogate": ", ".join(f"{operand} {kind}" for operand, kind in casts.surrogate.items()),
+        "smooth": casts.smooth or "",
+    }
+    operands = {operand: str(casts.cast_of(operand) or "hp") for operand in OPERANDS}
+    return operands | {name: text for name, text in beside.items() if text}
+
+
+def _labels(model: nn.Module) -> dict[LinearCasts, str]:
+    distinct = dict.fromkeys(m.full_casts for m in model.modules() if isinstance(m, QuantizedLayer))
+    return {
+        casts: str(casts) if " " not in str(casts) else f"casts {number}"
+        for number, casts in enumerate(distinct, start=1)
+    }
+
+
+def layer_data(model: nn.Module) -> Iterable[dict[str, Any]]:
+    """Each converted layer with its size and casts, for a machine."""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLayer):
+            out_features, in_features = module.weight_matrix().shape[-2:]
+            casts = _describe(module.full_casts)
+            native = list(module.native_gemms(module.weight.device, module.full_casts))
+            yield {"name": clean_name(name), "in": in_features, "out": out_features, "casts": casts, "native": native}
+
+
+def merge_numbers(flops: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """(names, how many, FLOPs) of entries alike but for the numbers in their names, largest first."""
+    groups: dict[str, list[str]] = {}
+    for name in flops:
+        groups.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    merged = [(_range(names), len(names), sum(flops[name] for name in names)) for names in groups.values()]
+    return sorted(merged, key=lambda row: -row[2])
+
+
+def _range(names: list[str]) -> str:
+    """``layers.0.up`` … ``layers.7.up`` as ``layers.{0-7}.up``."""
+    columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+    return "".join(
+        parts[0] if len(set(parts)) == 1 else f"{{{_runs(sorted(set(map(int, parts))))}}}" for parts in columns
+    )
+
+
+def _runs(numbers: list[int]) -> str:
+    """``0,2-5`` of 0, 2, 3, 4, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
+def _count(number: int) -> str:
+    return _scaled(number, (("B", 1e9), ("M", 1e6), ("k", 1e3)))
+
+
+def flops_text(number: int) -> str:
+    """FLOPs in a unit that fits."""
+    return _scaled(number, (("PFLOPs", 1e15), ("TFLOPs", 1e12), ("GFLOPs", 1e9), ("MFLOPs", 1e6), ("FLOPs", 1)))
+
+
+def _scaled(number: int, units: Iterable[tuple[str, float]]) -> str:
+    for unit, size in units:
+        if number >= size:
+            return f"{number / size:.2f} {unit}" if size > 1 else f"{number} {unit}"
+    return str(number)

@@ -1,0 +1,20 @@
+"""What an activation's outlier statistics are, of one pass."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.metrics.outliers import activation_sums, kurtosis, outlier_share
+
+
+class Outliers(NamedTuple):
+    channel_amax: Tensor
+    kurtosis: Tensor
+    outliers: Tensor
+
+
+@torch.no_grad()
+def activation_outliers(x: Tensor, k: float = 6.0) -> Outliers:
+    sums, channel_amax = activation_sums(x, k)
+    return Outliers(channel_amax, kurtosis(sums).float(), outlier_share(sums).float())
