@@ -136,7 +136,9 @@ class QuantizedLayer(nn.Module):
             x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # also where there is nothing
             if x.shape[1] != weight.shape[1]:  # a rotation would pad both to whole groups
                 raise ValueError(f"The layer takes {weight.shape[1]} features; got {tuple(shape)}.")
-            x, weight, rescale = self._smoothed(x, weight, shards)
+            rescale = None
+            if self.casts.smooth is not None:
+                x, weight, rescale = self._smoothed(x, weight, shards)
             settings = Settings(
                 casts=self.casts,
                 keys=keys_of_call(self),
@@ -166,10 +168,8 @@ class QuantizedLayer(nn.Module):
         if self.casts.smooth == "channel":
             s = smoothing_factor(self._channel_amax(x, shards), x.dtype)
             return x * s, weight * s.reciprocal(), None
-        if self.casts.smooth == "token":
-            s = smoothing_factor(self._token_amax(x, shards), x.dtype)
-            return x * s, weight, s.reciprocal()
-        return x, weight, None
+        s = smoothing_factor(self._token_amax(x, shards), x.dtype)
+        return x * s, weight, s.reciprocal()
 
     def _channel_amax(self, x: Tensor, shards: Shards) -> Tensor:
         """float32 ``[in_features]``: of this batch in training, of the last training step after it."""
