@@ -266,7 +266,7 @@ def _handler():
 OPTIONS = "--model.init_args.optimizer.init_args"
 
 
-@pytest.mark.fast("stable_spam-options2")
+@pytest.mark.slow
 @pytest.mark.usefixtures("_handler")
 @pytest.mark.parametrize(
     ("name", "options"),

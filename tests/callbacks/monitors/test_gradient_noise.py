@@ -888,6 +888,7 @@ def test_reentrant_checkpointing_is_refused() -> None:
         fit(model, GradientNoiseMonitor(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("casts", [NEAREST, NOISY], ids=["nearest", "noisy"])
 def test_a_compiled_module(casts: LinearCasts) -> None:
     """Lightning gives it a compiled step of its own, which has to be there again."""

@@ -275,6 +275,7 @@ def test_evaluation_does_not_count(how: str) -> None:
     assert_curves(evaluated, alone)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_logs_the_same() -> None:
     torch._dynamo.reset()
     compilations: list[int] = []
