@@ -83,6 +83,7 @@ def test_a_run_has_a_folder_of_its_own_for_each_combination():
     assert Path("elsewhere/version_0/checkpoints/last.ckpt").exists(), "default_root_dir was ignored"
 
 
+@pytest.mark.slow
 def test_twice_without_a_logger():
     for _ in range(2):
         assert lowbit("--trainer.logger=false", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false") == 0
@@ -114,6 +115,7 @@ def installed(*arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_classes_of_the_current_folder_that_a_file_names():
     Path("mine.py").write_text(MINE)
     Path("sub").mkdir()

@@ -36,7 +36,7 @@ from lightning_lowbit import (
 from lightning_lowbit.callbacks.monitors.base import LooksAway, Monitor
 from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.report.html import Chart, Text
-from tests.callbacks.monitors.noisy import ASKED, E2M1, RANKS, RUNS, STEPS, STOCHASTIC, train
+from tests.callbacks.monitors.ranks_gradient_noise import ASKED, E2M1, RANKS, RUNS, STEPS, STOCHASTIC, train
 from tests.callbacks.monitors.reads import counted
 from tests.launch import launch
 from tests.lightnings import (
@@ -960,7 +960,7 @@ def test_a_batch_of_any_structure_and_a_step_that_gives_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    return launch("tests.callbacks.monitors.noisy", RANKS, tmp_path_factory.mktemp("noisy"))
+    return launch("tests.callbacks.monitors.ranks_gradient_noise", RANKS, tmp_path_factory.mktemp("noisy"))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]}, {run[1]}, {run[2]} micro-batches")
