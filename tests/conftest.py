@@ -1,12 +1,17 @@
 import os
+import re
 import signal
 import threading
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.pairs import mark_slow
+
+TESTS = Path(__file__).parent
 
 # The package uses the Lightning that is imported already: see tests/lightnings.py.
 if "LOWBIT_TEST_LIGHTNING" in os.environ:
@@ -27,9 +32,39 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_threa
 os.environ.pop("PL_GLOBAL_SEED", None)
 
 
+# The files that take longest: they are begun first, so that none of them is what one worker waits for at the end.
+LONGEST = (
+    "cli/test_run.py",
+    "test_docs.py",
+    "recipes/test_recipes.py",
+    "optim/test_conformance.py",
+    "nn/test_linear.py",
+)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     mark_slow(items)
+    order = {TESTS / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: -1 if _launches(item.path) else order.get(item.path, len(order)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """One worker runs all files that launch ranks, so that no more of them than one launch's want the cores."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduler(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "ranks" if _launches(config.rootpath / file) else file
+
+    return Scheduler(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@cache
+def _launches(file):
+    return re.search(r"^ .*\blaunch\(|tests.precision.distributed", file.read_text(), re.MULTILINE) is not None
 
 
 @pytest.fixture(scope="session")

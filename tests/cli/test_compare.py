@@ -168,6 +168,7 @@ def test_runs_once_and_tabulates(capsys):
     assert "another configuration" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_said_and_the_others_go_on(capsys):
     Path("broken.yaml").write_text("model: {init_args: {network: nonsense}}")
     assert compare("--vary=broken.yaml,bf16", "--baseline=bf16") == 1

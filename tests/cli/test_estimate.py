@@ -453,6 +453,7 @@ def test_what_a_device_lacks_is_counted_as_what_is_computed_in(capsys):
         assert f"no arithmetic for fp4: its GEMMs are counted as {high}" in capsys.readouterr().out
 
 
+@pytest.mark.fast("--device=h1000-", "--devices=0-", "--peak=fp8=fast-", "--nonsense=1-")
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

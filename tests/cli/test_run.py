@@ -83,6 +83,7 @@ def test_a_run_has_a_folder_of_its_own_for_each_combination():
     assert Path("elsewhere/version_0/checkpoints/last.ckpt").exists(), "default_root_dir was ignored"
 
 
+@pytest.mark.slow
 def test_twice_without_a_logger():
     for _ in range(2):
         assert lowbit("--trainer.logger=false", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false") == 0
@@ -114,6 +115,7 @@ def installed(*arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_classes_of_the_current_folder_that_a_file_names():
     Path("mine.py").write_text(MINE)
     Path("sub").mkdir()
@@ -170,6 +172,7 @@ def test_validate_from_a_checkpoint(capsys):
     assert again == last
 
 
+@pytest.mark.slow
 def test_options_that_a_checkpoint_overrides_are_said_and_recorded():
     assert lowbit() == 0
     with warnings.catch_warnings(record=True) as caught:
@@ -211,6 +214,16 @@ OPTIMIZER, SCHEDULER = (f"--model.init_args.{part}.init_args" for part in ("opti
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast(
+    "--trainer.plugins.init_args.casts=nvfp5-",
+    "--trainer.plugins.init_args.skip=[lm_haed]-",
+    "--trainer.max_stepz=3-",
+    "--config=quikstart-",
+    "--config=broken.yaml-",
+    "--data.init_args.path=nowhere-",
+    "--ckpt_path=last-",
+    "--model.init_args.network=lama-60m-",
+)
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -371,7 +384,7 @@ def test_kill_and_resume(uninterrupted):
     resume_and_compare(checkpoint, uninterrupted)
 
 
-@pytest.mark.fast("2-1")
+@pytest.mark.slow
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
 def test_interrupt_and_resume(number, status, uninterrupted):
     process = begin(Path("runs/tiny/version_0/checkpoints/last.ckpt"))

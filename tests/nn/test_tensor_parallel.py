@@ -9,7 +9,7 @@ import pytest
 from lightning_lowbit.nn import PRESETS
 from tests.launch import launch
 from tests.nn.combinations import CASTS
-from tests.nn.tensor_parallel import RANKS, SIZES, STYLES, UNEVEN
+from tests.nn.ranks_tensor_parallel import RANKS, SIZES, STYLES, UNEVEN
 from tests.pairs import selected
 
 CASES = [f"{name}, {style}" for name in CASTS for style in STYLES]
@@ -22,7 +22,7 @@ FAST += [case for case in CASES if case.rpartition(", ")[2] in SIZES]
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch("tests.nn.tensor_parallel", RANKS, tmp_path_factory.mktemp("ranks"), *selected(request, "case"))
+    return launch("tests.nn.ranks_tensor_parallel", RANKS, tmp_path_factory.mktemp("ranks"), *selected(request, "case"))
 
 
 @pytest.mark.fast(*FAST)

@@ -198,7 +198,7 @@ def test_a_frozen_weight_has_no_gradient() -> None:
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast("gradient_sums-nvfp4-False")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "casts", "recompute"),
     [("operand_sums", "nvfp4", True), ("operand_sums", "ternary", False), ("gradient_sums", "nvfp4", False)],

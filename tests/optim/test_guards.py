@@ -83,6 +83,7 @@ def test_golden_vectors_on_every_path(
     follow_oracle(optimizers)
 
 
+@pytest.mark.slow
 def test_golden_vectors_compiled() -> None:
     """22 steps: the first reset is in step 20. Two parameters, as the compiler's time grows with their number."""
     torch._dynamo.reset()

@@ -296,6 +296,7 @@ def second_moments(steps: int, deviation: Tensor) -> tuple[Tensor, Tensor]:
     return format.load(piece)[1][:, 1:], exact[:, 1:]
 
 
+@pytest.mark.slow
 def test_second_moment_converges_and_rounded_to_nearest_it_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """At β2 = .999 it moves by a thousandth, where numbers are a quarter apart."""
     deviation = torch.cat([torch.tensor([3.0]), torch.logspace(0, -3, 127)]).expand(12, 128).contiguous()

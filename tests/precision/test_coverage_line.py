@@ -17,7 +17,7 @@ from lightning_lowbit.nn import GemmCounter, LayerKeys
 from lightning_lowbit.precision.coverage_line import graph_coverage
 from tests.launch import launch
 from tests.lightnings import BoringModel, LightningModule, Trainer
-from tests.precision.covered import RANKS, STRATEGIES, Special
+from tests.precision.ranks_coverage_line import RANKS, STRATEGIES, Special
 
 
 class Experts(nn.Module):
@@ -283,7 +283,7 @@ def test_a_boring_model_is_told_nothing(told: pytest.LogCaptureFixture) -> None:
 
 
 def test_under_every_strategy_one_process_says_it(tmp_path: Path) -> None:
-    told = launch("tests.precision.covered", RANKS, tmp_path)
+    told = launch("tests.precision.ranks_coverage_line", RANKS, tmp_path)
     for name in STRATEGIES:
         of_one, of_other = (found[name] for found in told)
         assert of_one["share"] == of_other["share"] == pytest.approx(0.1), name

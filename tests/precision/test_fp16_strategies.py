@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.launch import launch
-from tests.precision.scaled import (
+from tests.precision.ranks_fp16 import (
     BAD,
     CLIP,
     CLIPPED,
@@ -41,7 +41,7 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch("tests.precision.scaled", RANKS, tmp_path_factory.mktemp("scaled"))
+    return launch("tests.precision.ranks_fp16", RANKS, tmp_path_factory.mktemp("scaled"))
 
 
 @cache

@@ -318,6 +318,7 @@ def test_a_damaged_state_is_refused_by_name_or_harmless(tmp_path: Path) -> None:
     plugin.on_load_checkpoint({"lightning_lowbit": whole})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["Trainer", "plugin"])
 def test_what_has_trained_can_be_pickled(whose: str, tmp_path: Path) -> None:
     plugin = FP8Precision("delayed", history=3)

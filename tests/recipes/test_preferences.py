@@ -292,6 +292,7 @@ def _made(monkeypatch: pytest.MonkeyPatch, small: None) -> Iterator[list[Any]]:
     yield parsed
 
 
+@pytest.mark.fast("configs0-262144")
 @pytest.mark.parametrize(("configs", "scale"), [(("dpo",), 2**18), (("quickstart", "fp16"), 2**16)])
 def test_the_scalers_of_the_recipes(made: list[Any], configs: tuple[str, ...], scale: float) -> None:
     arguments = [f"--config={name}" for name in (*configs, "small.yaml")]

@@ -192,6 +192,7 @@ def test_continual_qat_starts_from_the_weights_in_a_folder(network, monkeypatch)
     assert blends[-2:] == [0, 1], "λ did not rise over the first of two steps"
 
 
+@pytest.mark.slow
 def test_continual_qat_says_that_it_needs_a_model(capsys):
     assert cli.main(["fit", "--config=continual_qat"]) != 0
     assert "no network 'model'" in capsys.readouterr().err
@@ -266,7 +267,7 @@ def _handler():
 OPTIONS = "--model.init_args.optimizer.init_args"
 
 
-@pytest.mark.fast("stable_spam-options2")
+@pytest.mark.slow
 @pytest.mark.usefixtures("_handler")
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -543,6 +544,7 @@ def test_the_rows_of_spikes():
         assert ("gradient_clip_val" in row.config["trainer"]) == ("gradclip" in others), row.name
 
 
+@pytest.mark.slow
 def test_the_rows_of_learning_rates():
     study = read_study("learning_rates")
     names = ("bf16_adam", "bf16_stable_spam", "int4_adam", "int4_spam", "int4_stable_spam")

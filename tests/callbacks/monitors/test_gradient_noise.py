@@ -37,7 +37,7 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.report.html import Chart, Text
-from tests.callbacks.monitors.noisy import ASKED, E2M1, RANKS, RUNS, STEPS, STOCHASTIC, train
+from tests.callbacks.monitors.ranks_gradient_noise import ASKED, E2M1, RANKS, RUNS, STEPS, STOCHASTIC, train
 from tests.callbacks.monitors.reads import counted
 from tests.launch import launch
 from tests.lightnings import (
@@ -672,6 +672,7 @@ def test_reentrant_checkpointing_is_refused() -> None:
         fit(model, GradientNoiseMonitor(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("casts", [NEAREST, NOISY], ids=["nearest", "noisy"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_module(casts: LinearCasts, backend: str) -> None:
@@ -746,7 +747,7 @@ def test_random_bits_of_the_forward_pass_are_refused(casts: Any) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    return launch("tests.callbacks.monitors.noisy", RANKS, tmp_path_factory.mktemp("noisy"))
+    return launch("tests.callbacks.monitors.ranks_gradient_noise", RANKS, tmp_path_factory.mktemp("noisy"))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]}, {run[1]}, {run[2]} micro-batches")

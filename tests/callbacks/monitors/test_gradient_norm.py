@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import GradientNormMonitor, LowBitPrecision, RunReport, StaticGradScaler
 from lightning_lowbit.optim import Adaptive, StableSPAM
 from lightning_lowbit.report.html import Table, Text
+from tests.callbacks.monitors.ranks_gradient_norm import EVERY, RANKS, RUNS, STEPS, UNPLUGGED, train
 from tests.callbacks.monitors.reads import HOOKS, counted
-from tests.callbacks.monitors.watched import EVERY, RANKS, RUNS, STEPS, UNPLUGGED, train
 from tests.launch import launch
 from tests.lightnings import (
     BoringModel,
@@ -340,7 +340,7 @@ def test_a_batch_without_a_step_shows_no_norm() -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Run, Any]]:
-    return launch("tests.callbacks.monitors.watched", RANKS, tmp_path_factory.mktemp("watched"))
+    return launch("tests.callbacks.monitors.ranks_gradient_norm", RANKS, tmp_path_factory.mktemp("watched"))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from lightning_lowbit.callbacks.monitors import quantization
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
 from lightning_lowbit.report.html import HeatMap, Table
-from tests.callbacks.monitors.quantized import EVERY, RANKS, RUNS, STEPS, train
+from tests.callbacks.monitors.ranks_operand_statistics import EVERY, RANKS, RUNS, STEPS, train
 from tests.callbacks.monitors.reads import HOOKS, counted
 from tests.launch import launch
 from tests.lightnings import BoringModel, Callback, CSVLogger, LightningCLI, RandomDataset, TensorBoardLogger, Trainer
@@ -276,6 +276,7 @@ def test_evaluation_does_not_count(how: str) -> None:
     assert_curves(evaluated, alone)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_logs_the_same() -> None:
     torch._dynamo.reset()
     compilations: list[int] = []
@@ -617,7 +618,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch("tests.callbacks.monitors.quantized", RANKS, tmp_path_factory.mktemp("quantized"))
+    return launch("tests.callbacks.monitors.ranks_operand_statistics", RANKS, tmp_path_factory.mktemp("quantized"))
 
 
 @pytest.mark.parametrize("how", RUNS, ids=str)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import LowBitPrecision, OutlierMonitor, RunReport
 from lightning_lowbit.metrics import swiglu_alignment
 from lightning_lowbit.report.html import Table
-from tests.callbacks.monitors.outliers import EVERY, MLP, RANKS, STEPS, train
+from tests.callbacks.monitors.ranks_outliers import EVERY, MLP, RANKS, STEPS, train
 from tests.callbacks.monitors.reads import HOOKS, counted
 from tests.launch import launch
 from tests.lightnings import (
@@ -284,7 +284,7 @@ def test_compiled(part: str) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch("tests.callbacks.monitors.outliers", RANKS, tmp_path_factory.mktemp("outliers"))
+    return launch("tests.callbacks.monitors.ranks_outliers", RANKS, tmp_path_factory.mktemp("outliers"))
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2", "tp", "fsdp1"])

@@ -276,6 +276,7 @@ def test_no_layer_is_quantized() -> None:
     assert rows(run) == {}
 
 
+@pytest.mark.slow
 def test_only_some_layers_with_clean_names() -> None:
     class Wrapped(Two):
         def __init__(self) -> None:

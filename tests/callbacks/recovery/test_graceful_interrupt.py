@@ -205,7 +205,10 @@ def test_a_handler_of_the_user_hears_sigterm_too():
 
 def test_all_ranks_stop_at_the_step_at_which_one_has_the_signal(tmp_path):
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
-    ranks = [start(log, "tests.callbacks.recovery.stopped", str(rank), str(tmp_path)) for rank, log in enumerate(logs)]
+    ranks = [
+        start(log, "tests.callbacks.recovery.ranks_graceful_interrupt", str(rank), str(tmp_path))
+        for rank, log in enumerate(logs)
+    ]
     for rank in ranks:
         rank.join(LIMIT)
     told = "\n".join(log.read_text()[-3000:] for log in logs)

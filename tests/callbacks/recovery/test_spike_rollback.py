@@ -27,7 +27,7 @@ from lightning_lowbit import (
     SpikeRollback,
 )
 from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
-from tests.callbacks.recovery.rolled_back import RUNS, describe
+from tests.callbacks.recovery.ranks_spike_rollback import RUNS, describe
 from tests.launch import launch
 from tests.lightnings import (
     BoringModel,
@@ -751,7 +751,7 @@ def test_deepspeed() -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch("tests.callbacks.recovery.rolled_back", 2, tmp_path_factory.mktemp("rolled_back"))
+    return launch("tests.callbacks.recovery.ranks_spike_rollback", 2, tmp_path_factory.mktemp("rolled_back"))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: describe(*run))

@@ -483,6 +483,7 @@ def test_the_phase_is_logged_at_the_begin() -> None:
     assert logged("phase", PrecisionSwitch("qaf", step=2, steps=4), log_every_n_steps=1) == [(2, 1.0)]
 
 
+@pytest.mark.slow
 def test_no_recompilation_while_lambda_changes() -> None:
     from torch._dynamo.utils import counters
 

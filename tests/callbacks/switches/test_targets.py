@@ -24,7 +24,7 @@ from lightning_lowbit.callbacks.learning_rates import LowerRates, Rewarm
 from lightning_lowbit.nn import OPERANDS, PRESETS, LinearCasts
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.precision.checkpoints.trained import primitive
-from tests.callbacks.switches.switched import RANKS, TOKENS
+from tests.callbacks.switches.ranks_switches import RANKS, TOKENS
 from tests.launch import launch
 from tests.lightnings import Callback, LightningModule, MisconfigurationException
 from tests.precision.regression import DOWN, LAYERS, Regression, flat, state, trainer
@@ -567,7 +567,7 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 def test_two_processes(tmp_path: Path) -> None:
     """Ranks with different numbers of tokens switch at one step, and go on from a checkpoint of any."""
-    ranks = launch("tests.callbacks.switches.switched", RANKS, tmp_path)
+    ranks = launch("tests.callbacks.switches.ranks_switches", RANKS, tmp_path)
     first, second = ranks
     assert first.keys() == second.keys()
     for name in first:

@@ -1,5 +1,5 @@
 """One of two ranks; the second gets SIGTERM in its third step:
-``python -m tests.callbacks.recovery.stopped RANK FOLDER``.
+``python -m tests.callbacks.recovery.ranks_graceful_interrupt RANK FOLDER``.
 
 The steps it has begun are in ``FOLDER/RANK.txt``.
 """

@@ -1,4 +1,6 @@
-"""One of two processes that train a model of which little is converted: ``python -m tests.precision.covered 0 FOLDER``.
+"""One of two processes that train a model of which little is converted.
+
+``python -m tests.precision.ranks_coverage_line 0 FOLDER``.
 
 Each leaves what it was told of coverage, by strategy, in ``FOLDER/0.pt``.
 """

@@ -1,4 +1,6 @@
-"""One of two processes that train one model and go back: ``python -m tests.callbacks.recovery.rolled_back 0 FOLDER``.
+"""One of two processes that train one model and go back.
+
+``python -m tests.callbacks.recovery.ranks_spike_rollback 0 FOLDER``.
 
 Of both ranks only one sees the bad batch. What came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
