@@ -10,14 +10,12 @@ at the end do, each for one purpose. A new version of Lightning can break these,
 """
 
 import sys
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_utilities.core.apply_func import apply_to_collection as apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info as rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_warn as rank_zero_warn
@@ -58,7 +56,6 @@ SLURMEnvironment = fabric.plugins.environments.slurm.SLURMEnvironment
 TrainerFn = pytorch.trainer.states.TrainerFn
 
 CSVLogger = pytorch.loggers.CSVLogger
-DummyLogger = pytorch.loggers.logger.DummyLogger
 Logger = pytorch.loggers.Logger
 MLFlowLogger = pytorch.loggers.MLFlowLogger
 ModelCheckpoint = pytorch.callbacks.ModelCheckpoint
@@ -78,7 +75,6 @@ OptimizerLRScheduler = pytorch.utilities.types.OptimizerLRScheduler
 SIGTERMException = pytorch.utilities.exceptions.SIGTERMException
 extract_batch_size = pytorch.utilities.data.extract_batch_size
 is_overridden = pytorch.utilities.model_helpers.is_overridden
-is_param_in_hook_signature = pytorch.utilities.signature_utils.is_param_in_hook_signature
 
 
 def both_are_imported() -> bool:
@@ -144,26 +140,6 @@ def forget_logged(trainer: Trainer, names: Iterable[str]) -> None:
     assert trainer._results is not None
     for name in names:
         trainer._results.pop(f"on_train_batch_end.{name}", None)
-
-
-@contextmanager
-def without_logging(trainer: Trainer) -> Generator[None, None, None]:
-    """A context in which whatever the module or a logger logs is dropped."""
-    loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
-    results, loggers, hook = loop._results, trainer.loggers, connector._current_fx
-    loop._results = result._ResultCollection(training=True)
-    loop._results.batch, loop._results.batch_size = results.batch, results.batch_size
-    trainer.loggers = [DummyLogger() for _ in loggers]
-    try:
-        yield
-    finally:
-        loop._results, trainer.loggers, connector._current_fx = results, loggers, hook
-
-
-def training_step_through(trainer: Trainer, module: LightningModule, *args: Any, **kwargs: Any) -> Any:
-    """Runs ``training_step`` as the forward pass of the strategy's wrapper, which gathers sharded weights."""
-    assert trainer.model is not None
-    return trainer.strategy._forward_redirection(trainer.model, module, "training_step", *args, **kwargs)
 
 
 def cluster_environment(trainer: Trainer) -> Any:
