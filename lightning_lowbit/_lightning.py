@@ -35,11 +35,9 @@ if TYPE_CHECKING:
     import lightning.fabric as fabric
     import lightning.pytorch as pytorch
     import lightning.pytorch.cli as cli
-    import lightning.pytorch.trainer.connectors.logger_connector.result as result
 else:
     pytorch, fabric = import_module(NAME), import_module(_FABRICS[NAME])
     cli = import_module(f"{NAME}.cli")
-    result = import_module(f"{NAME}.trainer.connectors.logger_connector.result")
 
 Callback = pytorch.Callback
 LightningDataModule = pytorch.LightningDataModule
