@@ -720,7 +720,7 @@ def test_all_combinations_are_honored_or_refused_and_have_phases() -> None:
         ),
         (
             lambda: LinearCasts.of({"preset": "fp8-row", "every": {"scale": {"source": "delayed"}}}),
-            "take block='tensor' or two_level=True, or source='current'",
+            "take block='tensor', two_level=True, or source='current'",
         ),
         (
             lambda: LinearCasts.of({"preset": "nvfp4", "every": 32}),
