@@ -14,16 +14,30 @@ from lightning_lowbit.optim.batch import GradientStatistics
 from tests.launch import launch
 from tests.optim import distributed
 from tests.optim.distributed import BAD, CASES, COUNTED, HALF, MISSING, PLACED, RANKS, SAVED, SPREADS, Run
+from tests.pairs import selected
 
 # float64: sums in another order. fp32: the same, and where a gradient nearly cancels, Adam divides it by its own size;
 # a dozen steps of 1e-3 move by a hundredth.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-6}
-TRAJECTORIES = [(spread, case) for spread in SPREADS for case in SPREADS[spread].cases]
+TRAJECTORIES = [f"{spread}: {case}" for spread in SPREADS for case in SPREADS[spread].cases]
+FAST = [  # each spread and each case
+    "ddp: fp8",
+    "fsdp2: in fp32",
+    "fsdp2 on three: sparse",
+    "hsdp: adaptive",
+    "tensor parallel: spam",
+    "fsdp2 of tensor parallel: grad_clip",
+    "fsdp1: stable_spam",
+    "fsdp1 on three: adamw",
+    "fsdp1 hybrid: in fp32",
+    "fsdp1 not sharded: fp8 adamw",
+]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch("tests.optim.distributed", RANKS, tmp_path_factory.mktemp("sharding"))
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    trajectories = selected(request, "trajectory")
+    return launch("tests.optim.distributed", RANKS, tmp_path_factory.mktemp("sharding"), *trajectories)
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +84,23 @@ def test_the_cases_do_what_they_are_for(whole: dict[str, dict[str, Any]], case: 
     assert column(statistics, "maximum")[BAD].isinf().any(), "there was no step to skip"
 
 
-@pytest.mark.parametrize(("spread", "case"), TRAJECTORIES)
-def test_trajectory(results: list[dict[str, Any]], whole: dict[str, dict[str, Any]], spread: str, case: str) -> None:
+@pytest.mark.fast(*FAST)
+@pytest.mark.parametrize("trajectory", TRAJECTORIES)
+def test_trajectory(results: list[dict[str, Any]], whole: dict[str, dict[str, Any]], trajectory: str) -> None:
     """With a NaN on one rank in one of the steps, which all ranks skip."""
+    spread, case = trajectory.split(": ")
     for rank, result in enumerate(taking_part(results, SPREADS[spread].mesh)):
-        assert_same_run(result["trajectories"][f"{spread}: {case}"], whole[case], case, f"rank {rank}")
+        assert_same_run(result["trajectories"][trajectory], whole[case], case, f"rank {rank}")
 
 
-@pytest.mark.parametrize(("spread", "case"), TRAJECTORIES)
-def test_collectives_of_a_model(results: list[dict[str, Any]], spread: str, case: str) -> None:
+@pytest.mark.fast(*FAST)
+@pytest.mark.parametrize("trajectory", TRAJECTORIES)
+def test_collectives_of_a_model(results: list[dict[str, Any]], trajectory: str) -> None:
     """Maxima, and where norms are needed sums, once in each dimension of the mesh over which elements are spread."""
+    spread, case = trajectory.split(": ")
     wanted = len(SPREADS[spread].elements) * (1 if "adamw" in case else 2)
     for rank, result in enumerate(taking_part(results, SPREADS[spread].mesh)):
-        found = result["trajectories"][f"{spread}: {case}"]["collectives"]
+        found = result["trajectories"][trajectory]["collectives"]
         assert sum(found.values()) == wanted, f"rank {rank}: {found}, wanted {wanted}"
 
 

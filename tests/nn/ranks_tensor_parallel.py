@@ -201,8 +201,8 @@ def work() -> dict[str, Any]:
             for style in STYLES:
                 runs[f"{name}, {style}, {size}"] = casts, style, SIZES[size], True, False
     return {
-        "differences": {case: differences(*runs[case]) for case in sys.argv[3:]},
-        "compiled": compiled(),
+        "differences": {case: differences(*runs[case]) for case in sys.argv[3:] if case in runs},
+        "compiled": compiled() if "compiled" in sys.argv[3:] else {},
         "refused": {
             "blocks": refused((80, 64), "row", "nvfp4"),
             "tiles": refused((64, 80), "column", "nvfp4-nvidia"),

@@ -62,6 +62,7 @@ def test_evaluation_costs_one_compilation() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_generated_code_stages_the_same() -> None:
     torch._dynamo.reset()
     layer, histories = single("fp8-delayed")

@@ -332,7 +332,7 @@ def test_it_costs_no_compilation_to_change(casts: str) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.fast("linear")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "Conv1D"])
 def test_generated_code_computes_the_same(kind: str) -> None:
     torch._dynamo.reset()

@@ -585,7 +585,7 @@ def test_language_models(make: Callable[[], nn.Module], layers: int, autocast: b
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast("nvfp4-True")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "casts, autocast",
     [(name, number % 2 == 0) for number, name in enumerate(["nvfp4", *EVERYTHING])],

@@ -5,6 +5,7 @@ needed than there are, the first ones take part.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -245,10 +246,10 @@ class Meshes(dict[tuple[int, ...], DeviceMesh]):
 
 def trajectories(meshes: Meshes) -> dict[str, Any]:
     results = {}
-    for name, spread in SPREADS.items():
-        for case in spread.cases if meshes.has(spread.mesh) else ():
-            run = meshes.run(case, name).train()
-            results[f"{name}: {case}"] = run.outcome()
+    for trajectory in sys.argv[3:]:
+        name, case = trajectory.split(": ")
+        if meshes.has(SPREADS[name].mesh):
+            results[trajectory] = meshes.run(case, name).train().outcome()
     return results
 
 

@@ -185,6 +185,7 @@ def meet(folder: Path, fate: str) -> list[tuple[int, float]]:
     return [(process.exitcode, ended[rank] - min(ended.values())) for rank, process in enumerate(processes)]
 
 
+@pytest.mark.slow
 def test_killed_runs_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """Rank 1 is killed in a step, and then, when both have come back, while it saves."""
     for fate in killed.DIES:
