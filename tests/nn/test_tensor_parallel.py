@@ -22,13 +22,8 @@ FAST += [case for case in CASES if case.rpartition(", ")[2] in SIZES]
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch(
-        "tests.nn.ranks_tensor_parallel",
-        RANKS,
-        tmp_path_factory.mktemp("ranks"),
-        *selected(request, "case"),
-        *selected(request, "compiled"),
-    )
+    work = [*selected(request, "case"), *selected(request, "compiled")]
+    return launch("tests.nn.ranks_tensor_parallel", RANKS, tmp_path_factory.mktemp("ranks"), *work)
 
 
 @pytest.mark.fast(*FAST)
