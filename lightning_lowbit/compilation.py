@@ -84,9 +84,9 @@ def is_within_cast() -> bool:
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorates ``function(blocks, *tensors_or_none, **static) -> Tensor`` so that it may run compiled.
 
-    ``blocks`` is a blocked view, whose odd dimensions are the sides of a block and become constants of the generated
-    code. Even dimensions stay dynamic, so that one compilation serves all layers. Keyword arguments are constants, too:
-    hashable, and with few different values.
+    ``blocks`` is a blocked view, whose odd dimensions become constants of the generated code. Even ones stay dynamic,
+    so that one compilation serves all layers. Keyword arguments are constants, too: hashable, with few different
+    values.
     """
 
     @wraps(function)

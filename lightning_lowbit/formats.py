@@ -4,9 +4,9 @@ The grid of a format doubles its spacing from binade to binade, and three number
 
     step(v) = 2^(max(floor(log2 |v|), min_exponent) - mantissa_bits),      |v| <= max
 
-Below ``2^min_exponent`` the spacing is constant (subnormals). A uniform format (integers, ternary, E1M2) lies within
-that range. ExMy names count exponent and mantissa bits, as in OCP Microscaling and ml_dtypes. Codes are unsigned bytes:
-sign and magnitude for floats (sign in the top bit), two's complement for integers, 0 1 2 for ternary -1 0 1.
+Uniform formats (integers, ternary, E1M2) lie below ``2^min_exponent``, where the spacing is constant. ExMy names count
+exponent and mantissa bits, as in OCP Microscaling and ml_dtypes. Codes are unsigned bytes: sign and magnitude for
+floats (sign in the top bit), two's complement for integers, 0 1 2 for ternary -1 0 1.
 """
 
 import math

@@ -1,10 +1,10 @@
 """Amaxes that are kept between steps: delayed scaling and the evaluation of smoothed layers use them.
 
-During a step, an operand uses the amax in force, and raises the staged one to its own. Micro-batches thus add up to one
-step, and recomputing activations changes nothing. After it, the staged amaxes, maxima over all ranks, enter the
-histories, except 0 (the layer did not run) and non-finite ones. In force is the largest in the history, or the newest;
-with an empty history each operand uses its own. Unlike in Transformer Engine, the first step does not use the scale 1,
-with which gradients below 2^-17 vanish, and an infinity does not stay in the history.
+During a step, each pass raises an operand's staged amax to its own, so that micro-batches add up and recomputation
+changes nothing. At the end, the staged amaxes, as maxima over all ranks, enter the histories; 0 (the layer did not run)
+and non-finite ones do not. Operands are scaled by the amax in force: the largest in the history, or the newest, or
+their own while the history is empty. Transformer Engine instead starts with the scale 1, with which gradients below
+2^-17 vanish, and keeps an infinity in the history.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +25,7 @@ _GRADIENTS = [OPERANDS.index(name) for name in ("dgrad_g", "wgrad_g")]
 
 @dataclass
 class _Row:
-    """A layer, its slice of the channels, and the length of each operand's history (0 without delayed scaling)."""
+    """A layer, its slice of the channels, and the length of each operand's history."""
 
     name: str
     layer: QuantizedLayer
@@ -172,11 +172,9 @@ class AmaxHistories:
     # --- state ---
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """float32 tensors on the CPU, the same on all ranks.
-
-        ``amax_history`` has the amaxes by layer and operand, such as ``"layers.0.up_proj/fprop_x"``, oldest first and 0
-        where there is none yet; ``channel_amax`` has those of the input's channels in the last step, by layer.
-        """
+        """float32 tensors on the CPU, the same on all ranks: ``amax_history`` by layer and operand, such as
+        ``"layers.0.up_proj/fprop_x"``, oldest first and 0 where there is none yet; and ``channel_amax`` by layer, of
+        the channels of its input in the last step."""
         history, channels = self._history.cpu(), self._channels.cpu()
         return {
             "amax_history": {
@@ -191,11 +189,8 @@ class AmaxHistories:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Loads the result of :meth:`state_dict`.
-
-        Raises:
-            ValueError: layers, operands or lengths differ, except of ``renewed`` layers; nothing is changed then.
-        """
+        """Loads the result of :meth:`state_dict`; a ValueError, which changes nothing, if layers, operands or lengths
+        differ, except of ``renewed`` layers."""
         own = self.state_dict()
         state = {kind: self._without_renewed(own[kind], state[kind]) for kind in own}
         for kind in own:

@@ -39,9 +39,7 @@ class Calls:
             self.given.clear()
 
     def number(self, layer: Any, site: int | None = None) -> int:
-        """The number of a call that begins now, at a ``site`` of its compiled graph, if any; a ValueError if it is
-        unknown.
-        """
+        """The number of a call that begins now, at a ``site`` of a compiled graph, if any; a ValueError if unknown."""
         regions, again = _surroundings(site is not None)
         if again is None:
             number = self._counts[id(layer)]
@@ -151,10 +149,8 @@ def _recomputed(region: Any, run: Any, layer: int, site: int | None) -> int | No
 
 
 def _surroundings(compiled: bool) -> tuple[list[Any], tuple[Any, Any] | None]:
-    """The regions around a call; and in a recomputation, the region (or None) and an identifier of its pass.
-
-    Regions within a recomputation are new ones, which may be recomputed themselves.
-    """
+    """The regions around a call, to be noted; and in a recomputation, its region (or None) and an identifier of the
+    pass."""
     hooks, backward = torch._C._autograd._top_saved_tensors_default_hooks(False), torch._C._current_graph_task_id()
     regions: list[Any] = []
     if hooks is None and backward == -1 and torch.is_grad_enabled() and not compiled:

@@ -66,8 +66,8 @@ class LinearCasts:
         hadamard: by GEMM, the transform of both operands along the contraction axis before they are quantized: a
             :class:`Hadamard`, or the size of its groups: ``{"wgrad": 16}``.
         subtract_mean: GEMMs whose quantized x and g lose their mean over the tokens first. The product with the mean,
-            of rank one, is added in high precision (Averis, arXiv 2603.10444), with μ the mean of X and ν that of dY:
-            ``Y = Q(X - 1μᵀ) · Q(W)ᵀ + 1 (W μ)ᵀ``, ``dW = Q(dY - 1νᵀ)ᵀ · Q(X - 1μᵀ) + tokens · ν μᵀ``.
+            of rank one, is added in high precision (Averis, arXiv 2603.10444): ``Y = Q(X - 1μᵀ) · Q(W)ᵀ + 1 (W μ)ᵀ``,
+            likewise ``dX`` with the mean ν of dY, and ``dW = Q(dY - 1νᵀ)ᵀ · Q(X - 1μᵀ) + tokens · ν μᵀ``.
         surrogate: for ``fprop_x`` and ``fprop_w``, the derivative of rounding: ``"dge"`` (meant for weights) or
             ``"trust"``, see :mod:`lightning_lowbit.quant.surrogate`. By default gradients pass straight through.
         smooth: scales the channels (``"channel"``) or tokens (``"token"``) of x to one magnitude by powers of two, and
@@ -242,11 +242,12 @@ class LinearCasts:
     def of(cls, value: "LinearCasts | str | Mapping[str, Any]") -> "LinearCasts":
         """Casts from Python code or YAML: casts, the name of a preset, or a mapping of fields.
 
-        A mapping may name a ``preset`` and change all its casts by ``every``; that of an operand, ``hadamard`` or
-        ``surrogate`` changes only the fields that it names, and null removes an entry:
-        ``{"preset": "ufp4", "every": {"scale": {"block": 32}}, "wgrad_x": {"rounding": "nearest"}, "hadamard":
-        {"dgrad": None}}``. Without a preset, unnamed operands stay in high precision. A ValueError for what is unknown
-        or wrong.
+        A mapping may name a ``preset``, and change all its casts by ``every``. That of an operand changes only the
+        fields that it names; ``hadamard`` and ``surrogate`` likewise, where null removes an entry. Without a preset,
+        unnamed operands stay in high precision. A ValueError for what is unknown or wrong.
+
+        Example:
+            ``{"preset": "nvfp4", "every": {"scale": {"block": 32}}, "wgrad_x": {"rounding": "nearest"}}``
         """
         if isinstance(value, LinearCasts):
             return value

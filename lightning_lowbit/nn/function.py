@@ -18,13 +18,11 @@ from lightning_lowbit.quant.statistics import merge_statistics_, operand_statist
 
 
 class PrequantizedWeight(NamedTuple):
-    """A weight that was quantized before it was gathered, see :mod:`lightning_lowbit.nn.sharded.gather`.
+    """A weight that was quantized, in ``source_dtype``, before it was gathered
+    (:mod:`lightning_lowbit.nn.sharded.gather`).
 
-    Attributes:
-        source_dtype: the dtype of the weight that was quantized.
-        dtype: of the operand; may be narrower than that of the gathered tensor.
-        factor: float32, 0-d or ``[out_features, 1]``, multiplies the gathered values; None for 1.
-        amax: float32, 0-d, of the weight that was quantized; None if the cast does not need it.
+    Its values are gathered in a dtype at least as wide as ``dtype``, and multiplied by ``factor`` (float32, 0-d or
+    ``[out_features, 1]``; None for 1). ``amax``, float32, 0-d, is None if the cast does not need it.
     """
 
     source_dtype: torch.dtype
@@ -37,17 +35,14 @@ class Settings(NamedTuple):
     """How one pass of a layer is computed.
 
     Attributes:
-        casts: of the six operands.
         keys: int64 ``[6]``, a copy: the layer's own keys may be refilled before the backward pass.
-        in_force: float32 ``[6]``, amaxes for delayed scaling.
-        staged: float32 ``[6]``, raised to the amaxes of this pass; None to record nothing.
+        in_force, staged: float32 ``[6]``, amaxes for delayed scaling, and those of this pass (None to record nothing).
         exact: computes float32 GEMMs over exact operands.
         native: the GEMMs that the device computes natively.
         blend: float32, 0-d: λ of annealing; None for fully quantized operands.
         operand_sums, gradient_sums: rows of :class:`lightning_lowbit.nn.watch.Watch`; None outside of measurements.
         shards: which of x, w and g are shards of global matrices.
         weight_amax: float32, 0-d, scales the weight; None for its own amax.
-        prequantized: set if the weight was quantized before it was gathered.
     """
 
     casts: LinearCasts

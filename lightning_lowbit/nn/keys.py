@@ -2,10 +2,9 @@
 
     key = hash(seed, optimizer step, micro-batch, rank; layer name, operand; call)
 
-The bits are a pure function of the key and an element's index (:mod:`lightning_lowbit.quant.rounding`). They are the
-same when activations are recomputed and after a resume, whatever other code draws. The data-parallel rank and the call
-enter only for x and g, which differ between ranks and calls, and not for w. The first call has the keys that are filled
-in, and each later one its own, so that noise does not add up (:mod:`lightning_lowbit.nn.calls`).
+Random bits depend only on the key and an element's index, and are the same after a resume and in recomputation. The
+data-parallel rank and the call enter only for x and g, which differ between ranks and calls, and not for w. With keys
+of their own, calls of one layer do not add up their noise (:mod:`lightning_lowbit.nn.calls`).
 """
 
 import hashlib
@@ -65,8 +64,8 @@ class LayerKeys:
     def fill_(self, step: int, micro_batch: int = 0, rank: int = 0, device: torch.device | None = None) -> None:
         """Sets the keys; the next call of each layer is its first one.
 
-        ``step`` counts optimizer steps taken so far, ``micro_batch`` those within one, and ``rank`` data-parallel
-        processes. ``device`` is that of the layers; None leaves the keys where they are.
+        ``step`` counts optimizer steps, ``micro_batch`` those within one, and ``rank`` data-parallel processes.
+        ``device`` is that of the layers; None leaves the keys where they are.
         """
         if device is not None and with_index(device) != self._keys.device:
             self._place(device)

@@ -11,11 +11,9 @@ from lightning_lowbit.nn.casts import OPERANDS
 class LayerAmaxes(NamedTuple):
     """A layer's views of the state of :class:`lightning_lowbit.nn.AmaxHistories`: float32, 0 where there is no amax.
 
-    Attributes:
-        in_force, staged: ``[6]``, for delayed scaling: in use, and the largest of the current step.
-        channels, staged_channels: ``[in_features]`` where the channels of x are smoothed (else empty): of the last
-            step, and of the current one.
-        switch: a list of one bool, shared by all layers: whether passes stage their amaxes.
+    ``in_force`` and ``staged``, ``[6]``, are for delayed scaling; ``channels`` and ``staged_channels``,
+    ``[in_features]``, for smoothed channels (else empty). The staged ones are of the current step. All layers share
+    ``switch``, a list of one bool: whether passes stage their amaxes.
     """
 
     in_force: Tensor

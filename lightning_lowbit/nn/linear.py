@@ -189,11 +189,8 @@ class QuantizedLayer(nn.Module):
         return amax_in_force(self.amaxes.in_force, "fprop_w", amax_of(weight) if amax is None else amax)
 
     def native_gemms(self, device: torch.device, casts: LinearCasts | None = None) -> tuple[str, ...]:
-        """The GEMMs that a device computes natively, by default for the casts in force (none during annealing).
-
-        Raises:
-            ValueError: ``backend="native"`` on a device that has no native GEMM of their kind.
-        """
+        """The GEMMs that a device computes natively, by default for the casts in force (none during annealing). A
+        ValueError for ``backend="native"`` on a device that has no native GEMM of their kind."""
         if self.backend == "emulated" or self.exact or (casts is None and self.blend is not None):
             return ()
         kinds = (casts or self.casts).native_gemms

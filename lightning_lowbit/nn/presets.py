@@ -15,19 +15,15 @@ def _bf16() -> LinearCasts:
 
 def _nvfp4() -> LinearCasts:
     """NVFP4 in all operands: blocks of 16, E4M3 scales, a tensor scale (FP4 All the Way, arXiv 2505.19115, section 3).
-
     Gradients and wgrad's activations round stochastically. Scales round to nearest, so the largest element of some
-    blocks saturates: products of wgrad are 0.7 % too small on normal data. Scales that round up have no such bias.
-    """
+    blocks saturates: products of wgrad are 0.7 % too small on normal data. Scales that round up have no such bias."""
     return _fully(Cast("e2m1", Scale("e4m3", 16, two_level=True)))
 
 
 def _nvfp4_nvidia() -> LinearCasts:
-    """NVIDIA's recipe (arXiv 2509.25149, section 4; Transformer Engine's default).
-
-    Weights have tiles of 16x16, so that forward and backward pass use the same values. wgrad has a Hadamard transform
-    of 16; only gradients round stochastically. The paper leaves some layers, mostly the last ones, in bf16: ``skip``.
-    """
+    """NVIDIA's recipe (arXiv 2509.25149, section 4; Transformer Engine's default): weights in tiles of 16x16, so that
+    forward and backward pass use the same values; a Hadamard transform of 16 in wgrad; only gradients round
+    stochastically. The paper leaves some layers, mostly the last ones, in bf16: ``skip``."""
     nearest = Cast("e2m1", Scale("e4m3", 16, two_level=True))
     gradient = replace(nearest, rounding="stochastic")
     return LinearCasts(
@@ -42,30 +38,24 @@ def _nvfp4_nvidia() -> LinearCasts:
 
 
 def _nvfp4_4over6() -> LinearCasts:
-    """``nvfp4`` with Four Over Six in the forward pass (arXiv 2512.02010).
-
-    Each block maps its amax to 6 or 4, whichever has the smaller squared error. The tensor scale leaves room for 6/4 of
-    the largest block scale (256 * 6 instead of 448 * 6).
-    """
+    """``nvfp4`` with Four Over Six in the forward pass (arXiv 2512.02010): each block maps its amax to 6 or 4,
+    whichever has the smaller squared error. The tensor scale leaves room for 6/4 of a block scale (256 * 6 instead of
+    448 * 6)."""
     casts = _nvfp4()
     adaptive = Cast("e2m1", Scale("e4m3", 16, two_level=True, four_over_six="mse"))
     return casts.replace(fprop_x=adaptive, fprop_w=adaptive)
 
 
 def _mxfp4() -> LinearCasts:
-    """MXFP4 (OCP Microscaling v1.0, arXiv 2310.10537: blocks of 32, E8M0 scales), rounded as in ``nvfp4``.
-
-    The exponent rounds up where the largest element would saturate, as stochastic rounding needs (``"rceil"``).
-    """
+    """MXFP4 (OCP Microscaling v1.0, arXiv 2310.10537: blocks of 32, E8M0 scales), rounded as in ``nvfp4``. The exponent
+    rounds up where the largest element would saturate, as stochastic rounding needs (``"rceil"``)."""
     return _fully(Cast("e2m1", Scale("e8m0", 32)))
 
 
 def _mxfp4_rht() -> LinearCasts:
-    """MXFP4 with the backward pass of Tseng et al. (arXiv 2502.20586, section 3).
-
-    It has OCP's exponent, elements scaled by 3/4 so that none saturates, stochastic rounding of both operands, and a
-    Hadamard transform of 64 with random signs. The forward pass is that of ``mxfp4``; the paper's is in high precision.
-    """
+    """MXFP4 with the backward pass of Tseng et al. (arXiv 2502.20586, section 3): OCP's exponent, elements scaled by
+    3/4 so that none saturates, stochastic rounding of both operands, a Hadamard transform of 64 with random signs. The
+    forward pass is that of ``mxfp4``; the paper's is in high precision."""
     cast = Cast("e2m1", Scale("e8m0", 32, "floor", prescale=0.75), "stochastic")
     return _mxfp4().replace(
         dgrad_g=cast,
@@ -82,19 +72,14 @@ def _mxfp6() -> LinearCasts:
 
 
 def _mxfp8() -> LinearCasts:
-    """MXFP8 (arXiv 2506.08027): blocks of 32, E8M0 scales rounded up, E4M3, nearest everywhere.
-
-    Gradients are in E4M3, too, as the paper recommends, because the block scales provide their range.
-    """
+    """MXFP8 (arXiv 2506.08027): blocks of 32, E8M0 scales rounded up, E4M3, nearest everywhere. Gradients are in E4M3,
+    too, as the paper recommends, because the block scales provide their range."""
     return LinearCasts().replace(**dict.fromkeys(OPERANDS, Cast("e4m3", Scale("e8m0", 32))))
 
 
 def _ufp4() -> LinearCasts:
-    """UFP4 (Rethinking Shrinkage Bias in LLM FP4 Pretraining, arXiv 2606.20381).
-
-    The uniform grid of E1M2, whose rounding to nearest does not shrink magnitudes, in the blocks of NVFP4; a Hadamard
-    transform of 16 in all GEMMs; only gradients round stochastically.
-    """
+    """UFP4 (arXiv 2606.20381): the uniform grid of E1M2, whose rounding to nearest does not shrink magnitudes, in the
+    blocks of NVFP4; a Hadamard transform of 16 in all GEMMs; only gradients round stochastically."""
     nearest = Cast("e1m2", Scale("e4m3", 16, two_level=True))
     gradient = replace(nearest, rounding="stochastic")
     return LinearCasts(
@@ -127,18 +112,14 @@ def _fp8_delayed() -> LinearCasts:
 
 
 def _fp8_current() -> LinearCasts:
-    """FP8 with one scale per tensor, from the tensor itself (formats as in arXiv 2209.05433).
-
-    Transformer Engine's ``Float8CurrentScaling`` and torchao's ``tensorwise``.
-    """
+    """FP8 with one scale per tensor, from the tensor itself (formats as in arXiv 2209.05433): Transformer Engine's
+    ``Float8CurrentScaling`` and torchao's ``tensorwise``."""
     return _fp8(block="tensor")
 
 
 def _fp8_row() -> LinearCasts:
-    """FP8 with one scale per token or channel, across the contraction axis (formats as in arXiv 2209.05433).
-
-    torchao's ``rowwise`` uses E4M3 for gradients, too, and powers of two as scales.
-    """
+    """FP8 with one scale per token or channel, across the contraction axis (formats as in arXiv 2209.05433). torchao's
+    ``rowwise`` uses E4M3 for gradients, too, and powers of two as scales."""
     return _fp8(block="row")
 
 
@@ -160,10 +141,8 @@ def _integer(bits: int) -> LinearCasts:
 
 
 def _e1m2() -> LinearCasts:
-    """QAT in E1M2, the "FP4" of Stable-SPAM's experiments (arXiv 2502.17055, section 4).
-
-    The authors' code has 9 levels in groups of 256, with the two largest elements exact. E1M2 has 15 levels.
-    """
+    """QAT in E1M2, the "FP4" of Stable-SPAM's experiments (arXiv 2502.17055, section 4). The authors' code has 9 levels
+    in groups of 256, with the two largest elements exact. E1M2 has 15 levels."""
     return _groups_of_128("e1m2")
 
 

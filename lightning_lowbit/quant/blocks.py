@@ -1,12 +1,12 @@
 """A matrix cut into blocks that share a scale.
 
-A tile is 1 x k for blocks along the rows of a matrix, and k x 1 along its columns. The *blocked view* has the two sides
-of a tile as dimensions 1 and 3, so that a scale is a reduction over the odd dimensions:
+A tile is 1 x k for blocks along the rows of a matrix, and k x 1 along its columns. The *blocked view* has the sides of
+a tile as dimensions 1 and 3, over which scales are reduced:
 
     [R, C]  ->  [R / k1, k1, C / k2, k2]         or, where a side is 1,   [R C / k, k]   and   [R / k, k, C]
 
-The scale of a whole row, column or tensor reduces an even dimension of [R, 1, C] or [R C, 1]. Odd dimensions become
-constants of compiled code, and the sizes of tensors must not.
+The scale of a whole row, column or tensor reduces an even dimension of [R, 1, C] or [R C, 1]: odd ones become constants
+of compiled code, which the sizes of tensors must not be.
 """
 
 import math
@@ -57,10 +57,7 @@ def block_dims(blocks: Tensor, tile: Tile) -> tuple[int, ...]:
 
 
 def elements_per_block(matrix: Tensor, blocks: Tensor, tile: Tile, shape: torch.Size) -> Tensor:
-    """Number of elements in each block without padding, at least 1: float32.
-
-    ``shape`` is that of the matrix, or of the global matrix if ``matrix`` is a shard.
-    """
+    """Number of elements in each block without padding, at least 1: float32. ``shape`` is that of the global matrix."""
     dims = block_dims(blocks, tile)
     if ALL in tile:  # filled on the device: copying a number there would wait for it
         count = math.prod(size for size, side in zip(shape, tile, strict=True) if side == ALL)
@@ -101,11 +98,9 @@ def from_matrix(matrix: Tensor, shape: torch.Size, dim: int) -> Tensor:
 
 
 def element_index(blocks: Tensor, offset: Tensor | None = None) -> Tensor:
-    """Row-major int32 index of every element in the matrix, padded to whole blocks.
-
-    For a shard, ``offset`` is int32 ``[3]``: its columns, the columns of the global matrix, and the global index of its
-    first element. The indices are then global.
-    """
+    """Row-major int32 index of every element in the matrix, padded to whole blocks. For a shard, ``offset`` is int32
+    ``[3]``: its columns, those of the global matrix, and the global index of its first element; indices are then
+    global."""
     index: Tensor | int = 0
     stride = 1
     for dimension in reversed(range(blocks.dim())):

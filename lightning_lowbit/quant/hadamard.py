@@ -33,8 +33,11 @@ class Hadamard:
 
     Args:
         size: of the groups: 16, 32, 64 or 128.
-        signs: ``"fixed"``: Transformer Engine's vector of 16, repeated (arXiv 2509.25149, appendix C). ``"keyed"``:
+        signs: ``"fixed"``, Transformer Engine's vector of 16, repeated (arXiv 2509.25149, appendix C); or ``"keyed"``,
             drawn for each layer, step and micro-batch from the keys of stochastic rounding.
+
+    Raises:
+        ValueError: an argument is not one of these.
     """
 
     size: int = 16
@@ -46,7 +49,7 @@ class Hadamard:
         choose("signs of a Hadamard transform", self.signs, ("fixed", "keyed"))
 
     def matrix(self, key: Tensor | None, device: torch.device) -> Tensor:
-        """T: float32 ``[size, size]``; a ValueError for keyed signs without ``key``, an int64 of one element."""
+        """T: float32 ``[size, size]``; a ValueError for keyed signs without ``key`` (int64, one element)."""
         if self.signs == "fixed":
             return _matrix(None, self.size, device)
         if key is None:

@@ -13,11 +13,8 @@ from lightning_lowbit.quant.shard import Shard
 
 
 class Operand(NamedTuple):
-    """One operand of a GEMM, the matrix ``values * factor``.
-
-    ``values`` is ``[rows, columns]``. ``factor`` is float32, 0-d, ``[rows, 1]`` or ``[1, columns]``, or None for 1. It
-    is constant along the contraction axis and therefore multiplies the result.
-    """
+    """One operand of a GEMM: ``values`` ``[rows, columns]`` times ``factor``, which is float32, 0-d, ``[rows, 1]`` or
+    ``[1, columns]``, or None for 1. It is constant along the contraction axis and therefore multiplies the result."""
 
     values: Tensor
     factor: Tensor | None = None
@@ -76,8 +73,8 @@ def _quantize_operand(
 def blend(x: Tensor, quantized: Operand, share: Tensor, exact: bool = False) -> Operand:
     """``x + λ (q - x)``: an operand between high precision and its quantized values q (annealing).
 
-    ``share`` is λ in [0, 1], 0-d float32. 0 gives ``x`` to the bit where q is finite, and 1 gives q, rounded once to
-    the dtype of ``x``; with ``exact`` the values are float32.
+    ``share`` is λ in [0, 1], 0-d float32. 0 gives ``x`` to the bit where q is finite; 1 gives q, rounded once to the
+    dtype of ``x``. With ``exact`` the values are float32.
     """
     dtype = torch.promote_types(x.dtype, torch.float32) if exact else x.dtype
     return Operand(_blend(x, quantized.values, quantized.factor, share, dtype))

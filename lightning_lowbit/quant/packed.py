@@ -22,13 +22,9 @@ from lightning_lowbit.quant.shard import Shard
 def pack(
     x: Tensor, cast: Cast, key: Tensor | None, amax: Tensor | None, mean: Tensor | None, shard: Shard
 ) -> tuple[Tensor, Tensor]:
-    """Quantizes a shard as :func:`lightning_lowbit.quant.quantize_operand` does along its columns, without
-    communication.
-
-    ``x`` is ``[rows, columns]``, cut along the rows; ``amax`` and ``mean`` (of |x|) are those of the global matrix.
-    Casts with zero points are not supported. Returns uint8 ``[bytes]`` and the scale of the global matrix, float32,
-    0-d.
-    """
+    """Quantizes a shard ``[rows, columns]``, cut along the rows, as :func:`lightning_lowbit.quant.quantize_operand`
+    does along its columns, without communication: ``amax`` and ``mean`` (of |x|) are those of the global matrix. Casts
+    with zero points are not supported. Returns uint8 ``[bytes]`` and the scale of the global matrix, float32, 0-d."""
     tile = tile_of(cast, 1, 2)
     scaled, key = make_scales(x, cast, tile, amax, shard, mean), rounding_key(cast, key, x.device)
     offset = None if key is None else shard.offset(x.shape, tile, x.device)
@@ -44,7 +40,7 @@ def unpack_(out: Tensor, data: Tensor, factor: Tensor, cast: Cast, dtype: torch.
     """Writes the values of an :class:`lightning_lowbit.quant.Operand` to ``out``, and returns its factor, None for 1.
 
     ``out`` is ``[shards * rows, columns]``, contiguous, in a dtype that holds the values exactly. ``data``, uint8
-    ``[shards, bytes]``, and ``factor`` come from :func:`pack`. ``dtype`` is that of the packed tensor.
+    ``[shards, bytes]``, and ``factor`` come from :func:`pack`; ``dtype`` is that of the packed tensor.
     """
     size = out.numel() // len(data)
     codes, scales = data.tensor_split([-(-size // _per_byte(cast.format))], 1)

@@ -46,10 +46,8 @@ def _to_multiple(value: Tensor, step: Tensor) -> Tensor:
 
 
 def round_nearest(value: Tensor, format: Format) -> Tensor:
-    """Nearest value of ``format``, ties to the even code: float32, the shape of ``value``.
-
-    Finite values saturate and NaN stays. Infinities become ±max, because block scales carry overflow, not elements.
-    """
+    """Nearest value of ``format``, ties to the even code: float32, the shape of ``value``. Finite values saturate and
+    NaN stays. Infinities become ±max, because block scales carry overflow, not elements."""
     value = value.clamp(-format.max, format.max)
     # The CPU's own conversion to FP8 is several times slower than the arithmetic below.
     if format.dtype is not None and (value.device.type != "cpu" or format.encoding == "unsigned"):
@@ -75,9 +73,7 @@ def round_up(value: Tensor, format: Format) -> Tensor:
 
 def round_stochastic(value: Tensor, format: Format, draws: Tensor) -> Tensor:
     """Rounds each value to one of its two neighbors, unbiased inside the range and saturating outside; NaN stays.
-
-    ``value`` and ``draws``, in (0, 1) from :func:`uniform`, are float32 of one shape, and so is the result.
-    """
+    ``value`` and ``draws``, in (0, 1) from :func:`uniform`, are float32 of one shape, and so is the result."""
     value = value.clamp(-format.max, format.max)
     step = grid_step(value.abs(), format)
     return _to_multiple(value + (draws - 0.5) * step, step)
@@ -97,11 +93,9 @@ _MULTIPLIERS = tuple(int32(number) for number in (0x9E3779B1, 0x21F0AAAD, 0x735A
 
 
 def uniform(index: Tensor, key: Tensor) -> Tensor:
-    """Uniform float32 numbers in (0, 1) with 16 random bits, a pure function of key and index.
-
-    ``index`` is int32, any shape; beyond 2^32 elements it repeats. ``key`` is int64, 0-d, and must be random, as from
-    :func:`mix_key`: with a small key, the bits of the element whose index equals the key are 0.
-    """
+    """Uniform float32 numbers in (0, 1) with 16 random bits, a pure function of an int32 index and an int64 key (0-d).
+    Beyond 2^32 elements they repeat. Keys should be as random as those of :func:`mix_key`: with a small one, the bits
+    of the element whose index equals the key are 0."""
     low = key.to(torch.int32)
     high = (key >> 32).to(torch.int32)
     bits = (index ^ low) * _MULTIPLIERS[0]

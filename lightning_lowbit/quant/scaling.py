@@ -1,6 +1,6 @@
 """Scales of blocks, and elements rounded in units of them.
 
-With A the amax of the tensor and b that of a block. The association of these float32 operations decides the last bit,
+A is the amax of the tensor and b that of a block. All values are float32. The order of operations decides the last bit,
 and is Transformer Engine's:
 
     S = top * element.max / A                    encode scale of the tensor, a normal float32; 1 without a second level
@@ -11,9 +11,9 @@ and is Transformer Engine's:
     ExMy    s = round(min(b * (S * fl(1 / element.max)), scale.max))
     4/6     s = round(min((b / 6) * S * m, scale.max)) with m = 1 or 6/4, the one with the smaller error in the block
     E8M0    s = 2^(k - floor(log2 element.max)) with b * S = 2^k * m, and one more where the rule rounds up
-    fp32    e = element.max * 2^-margin / b, or 1 / mean|x|, or (2^bits - 1) / (max - min) with z = round(-min * factor
-    * e);
-            the denominator is at least epsilon, and is then multiplied by factor; s = 1/e
+    fp32    s = 1/e, and elements are multiplied by e itself: element.max * 2^-margin / b, 1 / mean|x|, or
+            (2^bits - 1) / (max - min) with z = round(-min * factor * e). The denominator is at least epsilon, and is
+            then multiplied by factor
 
 A block whose s underflows to 0 decodes to 0. Where A is 0 or not finite, S is 1; where b is 0, an fp32 e is 1. A block
 with a NaN or an infinity gets s = NaN and decodes to NaN: an overflow never becomes a finite number.
@@ -38,14 +38,9 @@ _FLOAT32_LEAST = 2.0**-128 + 2.0**-149  # the smallest x for which 1/x is a fini
 
 
 class Scaled(NamedTuple):
-    """A blocked matrix and its scales.
-
-    Attributes:
-        blocks: the blocked view.
-        scales: s, for fp32 scales e: float32, with sizes of 1 along the dimensions of a block.
-        decode: 1/S, with a prescale p 1/p: float32, 0-d.
-        zeros: z, of the shape of ``scales``; None without zero points.
-    """
+    """A blocked view of a matrix, and s (for fp32 scales e), 1/S (with a prescale 1/p; 0-d) and z (None without zero
+    points) above. All but ``blocks`` are float32; ``scales`` and ``zeros`` have the size 1 along the dimensions of a
+    block."""
 
     blocks: Tensor
     scales: Tensor
@@ -63,8 +58,7 @@ def make_scales(
 ) -> Scaled:
     """Cuts a matrix ``[rows, columns]`` into blocks and makes their scales.
 
-    ``amax`` and ``mean`` (of |x|) belong to the global matrix and have one element; what is None and needed is
-    measured.
+    ``amax`` and ``mean`` (of |x|), of the global matrix, have one element; None measures what is needed.
 
     Raises:
         ValueError: a shard boundary splits a block, or ``amax`` is given for a cast that does not use it.
@@ -147,10 +141,9 @@ def round_blocks(
     scaled: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Rounds the elements of a blocked view; the first arguments are the fields of :class:`Scaled`.
+    """Rounds a blocked view, to elements times block scales if ``scaled``, else to elements alone.
 
-    ``offset`` comes from :meth:`Shard.offset`; None for a whole matrix. The result, of the shape of ``blocks``, is
-    elements times block scales if ``scaled``, else the elements alone.
+    The first arguments are the fields of :class:`Scaled`; ``offset`` is :meth:`Shard.offset`, None for a whole matrix.
     """
     values = blocks.float()
     if cast.scale.block == "tensor":
@@ -185,9 +178,7 @@ def _divide_by(tensor: Tensor, number: float) -> Tensor:
 
 @compiled
 def block_scales(blocks: Tensor, encode_scale: Tensor, *, cast: Cast, dims: tuple[int, ...]) -> Tensor:
-    """s (for fp32 scales e) of the blocks of a view: float32, with sizes of 1 along ``dims``, the dimensions of a
-    block.
-    """
+    """s (for fp32 scales e) of a blocked view: float32, with the size 1 along ``dims``, those of a block."""
     return scales_of(block_amax(blocks, dims), encode_scale, cast)
 
 
@@ -215,10 +206,8 @@ def block_ends(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def block_range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """The minima of :func:`block_ends` and the spans up to the maxima, with 0 in the range; NaN where not finite.
-
-    Ends are clamped to half of float32's range, so that the span is finite; elements beyond saturate.
-    """
+    """The minima of :func:`block_ends`, and the spans (NaN where not finite) up to the maxima, with 0 in the range.
+    Ends are clamped to half of float32's range, so that the span is finite; elements beyond saturate."""
     finite = low.isfinite() & high.isfinite()
     low, high = low.clamp(-_FLOAT32_MAX / 2, 0), high.clamp(0, _FLOAT32_MAX / 2)
     return low, torch.where(finite, high - low, torch.nan)
@@ -268,7 +257,7 @@ def _round_e8m0(amax: Tensor, element: Format, rounding: str | None) -> Tensor:
 
 
 def binary_exponent(values: Tensor) -> tuple[Tensor, Tensor]:
-    """k (int32) and m (float32) in [1, 2) of positive float32 values 2^k * m."""
+    """k (int32) and m (float32, in [1, 2)) of positive float32 values 2^k * m."""
     mantissa, exponent = torch.frexp(values)
     return exponent - 1, mantissa * 2
 

@@ -23,14 +23,8 @@ def ends_within(step: int, size: int, side: int) -> bool:
 
 
 class Shard(NamedTuple):
-    """The shard of a matrix that this process holds.
-
-    Attributes:
-        group: name of the process group that holds all shards.
-        dim: 0 or 1, the dimension that is cut.
-        start: index of the shard's first row or column in the global matrix.
-        step: rows or columns per process; the last processes may hold fewer.
-        size: rows or columns of the global matrix.
+    """The shard of a matrix that this process holds: from row or column ``start`` of ``size`` in the global matrix,
+    ``step`` per process (the last ones may hold fewer). ``dim`` (0 or 1) is cut, and ``group`` names the process group.
     """
 
     group: str

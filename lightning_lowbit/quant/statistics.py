@@ -119,11 +119,9 @@ def _operand_statistics(
 
 
 def sample(tensor: Tensor, shape: torch.Size, cast: Cast, dim: int, most: int = SAMPLE) -> Tensor:
-    """The sampled part of a matrix, or of a factor of its rows or columns; ``shape`` is that of the global matrix.
-
-    Returns whole blocks, always the same ones: rows, columns or rows of tiles. A small tensor is returned whole, and so
-    is one whose single scale is made from the mean magnitude or range.
-    """
+    """The sampled part of a matrix, or of a factor of its rows or columns; ``shape`` is that of the global matrix. It
+    has whole blocks, always the same ones: rows, columns or rows of tiles. A small tensor is returned whole, and so is
+    one whose single scale is made from the mean magnitude or range."""
     stride, block = -(-shape.numel() // most), cast.scale.block
     if tensor.dim() == 0 or stride <= 1 or (block == "tensor" and not cast.scale.needs_amax):
         return tensor
