@@ -30,7 +30,7 @@ class _Row:
     name: str
     layer: QuantizedLayer
     channels: slice
-    lengths: list[int]  # steps that each operand remembers, 0 without delayed scaling
+    lengths: list[int]  # in steps, 0 without delayed scaling
 
 
 class AmaxHistories:
@@ -143,8 +143,8 @@ class AmaxHistories:
         """Ends a step: staged amaxes enter the histories.
 
         Args:
-            reduce: replaces a tensor in place by its maximum over the ranks that train one model, all of which must
-                call it.
+            reduce: replaces a tensor in place by its maximum over the ranks that train one model, e.g.
+                ``partial(torch.distributed.all_reduce, op=ReduceOp.MAX)``; all ranks must take part.
         """
         if not self._rows:
             return

@@ -30,7 +30,7 @@ class Calls:
     def __init__(self, is_weight: Tensor) -> None:
         self.is_weight = is_weight
         self.given: list[Tensor] | None = None
-        self._counts: Counter[int] = Counter()  # by id, so that copies of a layer hold no other layer
+        self._counts: Counter[int] = Counter()  # by id: a copy of a layer must not hold other layers
 
     def begin(self) -> None:
         """Starts a micro-batch: the next call of each layer is its first one."""
@@ -108,7 +108,7 @@ def _keys_in_graph(keys: Tensor, site: int) -> Tensor:
     layer = _LAYERS.get(keys.data_ptr())
     if (
         layer is None or layer.keys.data_ptr() != keys.data_ptr()
-    ):  # a copy, as CUDA graphs make: all calls are the first
+    ):  # a copy, as CUDA graphs make it: every call counts as the first
         return keys.clone()
     return _keys_of_call(layer, site)
 

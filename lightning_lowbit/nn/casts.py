@@ -240,14 +240,15 @@ class LinearCasts:
 
     @classmethod
     def of(cls, value: "LinearCasts | str | Mapping[str, Any]") -> "LinearCasts":
-        """Casts from Python code or YAML: casts, the name of a preset, or a mapping of fields.
+        """Casts from Python code or YAML: casts, the name of a preset, or a mapping of fields such as
+        ``{"preset": "nvfp4", "every": {"scale": {"block": 32}}, "wgrad_x": {"rounding": "nearest"}}``.
 
-        A mapping may name a ``preset``, and change all its casts by ``every``. That of an operand changes only the
-        fields that it names; ``hadamard`` and ``surrogate`` likewise, where null removes an entry. Without a preset,
-        unnamed operands stay in high precision. A ValueError for what is unknown or wrong.
+        ``every`` changes all casts of the preset. The mapping of an operand changes only the fields that it names; so
+        do ``hadamard`` and ``surrogate``, where null removes an entry. Without a preset, unnamed operands stay in high
+        precision.
 
-        Example:
-            ``{"preset": "nvfp4", "every": {"scale": {"block": 32}}, "wgrad_x": {"rounding": "nearest"}}``
+        Raises:
+            ValueError: an unknown preset or field, or a field with a wrong value.
         """
         if isinstance(value, LinearCasts):
             return value

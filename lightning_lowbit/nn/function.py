@@ -161,7 +161,7 @@ def _prequantized(w: Tensor, prequantized: PrequantizedWeight, settings: Setting
     cast = settings.casts.fprop_w
     assert isinstance(cast, Cast)
     if cast.scale.source == "delayed":
-        _scale_amax("fprop_w", cast, _Source(w, prequantized.amax), settings)  # which stages it
+        _scale_amax("fprop_w", cast, _Source(w, prequantized.amax), settings)  # stages the amax
     dtype = settings.dtype_of("fprop_w", cast) or prequantized.dtype
     return _Source(w.to(dtype), None, prequantized.factor, is_operand=True)
 
@@ -188,7 +188,7 @@ def _rotated(name: str, source: _Source, transform: Tensor, settings: Settings) 
 
 def _operand(name: str, source: _Source, settings: Settings) -> Operand:
     cast, i, sums = getattr(settings.casts, name), OPERANDS.index(name), settings.operand_sums
-    if source.is_operand or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": as it was left
+    if source.is_operand or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": the operand of that GEMM
         if source.is_operand and sums is not None:
             sums[i].copy_(sums[OPERANDS.index(SHARED[name])])
         return Operand(source.values, source.factor)

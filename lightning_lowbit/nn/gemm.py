@@ -141,7 +141,7 @@ def _finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: 
 def _scale(product: Tensor, *others: Tensor, biased: bool, dtype: torch.dtype) -> Tensor:
     factors, biases = (others[:-1], others[-1:]) if biased else (others, ())
     result = product if product.dtype == torch.float64 else product.float()
-    for factor in factors:  # one after the other: their product may leave float32
+    for factor in factors:  # one by one, because their product may overflow or underflow
         result = result * factor
     for bias in biases:
         result = result + bias
@@ -180,7 +180,7 @@ def _pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
     """A contiguous matrix of one-byte elements, with zeros below and to the right."""
     if rows or columns:
         return F.pad(matrix.view(torch.uint8), (0, columns, 0, rows)).view(matrix.dtype)
-    return matrix.contiguous().flatten().view(matrix.shape)  # one row, too, gets the strides that the GEMM asks for
+    return matrix.contiguous().flatten().view(matrix.shape)  # gives a single row, too, the strides that the GEMM needs
 
 
 @opaque(lambda mean, weight, factor, bias: weight.new_empty((1, weight.shape[1]), dtype=torch.float32))

@@ -2,9 +2,9 @@
 
     key = hash(seed, optimizer step, micro-batch, rank; layer name, operand; call)
 
-Random bits depend only on the key and an element's index, and are the same after a resume and in recomputation. The
-data-parallel rank and the call enter only for x and g, which differ between ranks and calls, and not for w. With keys
-of their own, calls of one layer do not add up their noise (:mod:`lightning_lowbit.nn.calls`).
+Random bits depend only on the key and an element's index. They are the same after a resume and in recomputation,
+whatever other code draws. The data-parallel rank and the call enter only for x and g, which differ between ranks and
+calls, and not for w. Each call has its own keys, so that noise does not add up (:mod:`lightning_lowbit.nn.calls`).
 """
 
 import hashlib

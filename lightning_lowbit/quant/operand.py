@@ -62,7 +62,7 @@ def _quantize_operand(
     tile = tile_of(cast, dim, x.dim())
     scaled, key = make_scales(x, cast, tile, amax, of_global), rounding_key(cast, key, x.device)
     offset = None if of_global is None or key is None else of_global.offset(x.shape, tile, x.device)
-    rounded = x.dtype if is_rounded(x.dtype, cast) else dtype  # also where float32 is asked for
+    rounded = x.dtype if is_rounded(x.dtype, cast) else dtype  # even if ``dtype`` is float32
     values = round_blocks(*scaled, key, offset, cast=cast, scaled=cast.scale.per_block, dtype=rounded)
     factor = scaled.decode
     if not cast.scale.per_block:

@@ -38,9 +38,11 @@ _FLOAT32_LEAST = 2.0**-128 + 2.0**-149  # the smallest x for which 1/x is a fini
 
 
 class Scaled(NamedTuple):
-    """A blocked view of a matrix, and s (for fp32 scales e), 1/S (with a prescale 1/p; 0-d) and z (None without zero
-    points) above. All but ``blocks`` are float32; ``scales`` and ``zeros`` have the size 1 along the dimensions of a
-    block."""
+    """A blocked matrix and its scales, float32, in the symbols above.
+
+    ``scales`` holds s (e for fp32 scales) and ``zeros`` z, or None, with the size 1 along the dimensions of a block.
+    ``decode`` is 1/S, or 1/p with a prescale, 0-d.
+    """
 
     blocks: Tensor
     scales: Tensor
@@ -149,7 +151,7 @@ def round_blocks(
     if cast.scale.block == "tensor":
         values = values + (values - values)  # makes infinities NaN: an amax from outside does not show them
     values = values * encode_factor(scales, decode, cast)
-    if zeros is not None:  # the levels of the block are those from -z on
+    if zeros is not None:  # the levels of the block start at -z
         values = torch.minimum(torch.maximum(values, -zeros), cast.grid.max - zeros)
     if key is None:
         elements = round_nearest(values, cast.grid)
@@ -229,7 +231,7 @@ def scales_of(amax: Tensor, encode_scale: Tensor, cast: Cast) -> Tensor:
             scales = power_of_two(exponent.clamp(min=-127))  # so that the reciprocal is a finite float32
         scales = torch.where(amount > 0, scales, 1.0)
     elif cast.scale.format == "e8m0":
-        wanted = (amax * encode_scale).clamp(max=_FLOAT32_MAX)  # an amax from outside may be far too small
+        wanted = (amax * encode_scale).clamp(max=_FLOAT32_MAX)  # S overflows if a given amax is far too small
         scales = _round_e8m0(wanted, cast.format, cast.scale.rounding)
     else:
         scales = _round_exmy(amax * (encode_scale * (torch.ones_like(encode_scale) / cast.format.max)), cast)

@@ -23,8 +23,10 @@ def ends_within(step: int, size: int, side: int) -> bool:
 
 
 class Shard(NamedTuple):
-    """The shard of a matrix that this process holds: from row or column ``start`` of ``size`` in the global matrix,
-    ``step`` per process (the last ones may hold fewer). ``dim`` (0 or 1) is cut, and ``group`` names the process group.
+    """The shard of a matrix that this process holds.
+
+    ``dim`` (0 or 1) is cut into pieces of ``step`` rows or columns; the last ones may be smaller. The global matrix has
+    ``size`` of them, and this shard begins at ``start``. ``group`` names the process group that holds all shards.
     """
 
     group: str
@@ -91,7 +93,7 @@ class Shard(NamedTuple):
 
 
 def amax_of(x: Tensor, shard: Shard | None = None) -> Tensor:
-    """max|x| of a tensor, or of the global matrix of a shard: 0-d float32; 0 without elements."""
+    """max|x| of a tensor, or of a shard's global matrix: 0-d float32, 0 without elements, not finite if x is not."""
     if shard is not None:
         return _global_amax(x, shard.spec)
     if x.numel() == 0:
