@@ -85,8 +85,7 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Decorates ``function(blocks, *tensors_or_none, **static) -> Tensor`` so that it may run compiled.
 
     ``blocks`` is a blocked view, whose odd dimensions become constants of the generated code. Even ones stay dynamic,
-    so that one compilation serves all layers. Keyword arguments are constants, too: hashable, with few different
-    values.
+    so that one compilation serves all layers. Keyword arguments are constants, too: hashable, with few values.
     """
 
     @wraps(function)
@@ -191,8 +190,7 @@ def opaque(fake: Callable[_P, _R]) -> Callable[[Callable[_P, _R]], Callable[_P, 
     """Decorates a function that a user's ``torch.compile`` must call without tracing it, as a custom operator.
 
     Where only float32 code reads a bfloat16 result, the compiler drops the rounding to bfloat16, on which these
-    functions depend. ``fake`` returns empty results of the right shapes and dtypes from the same arguments: tensors,
-    strings, numbers.
+    functions depend. ``fake`` returns empty results of the right shapes and dtypes from the same arguments.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -59,9 +59,7 @@ class Format:
         return self.mantissa_bits + 1
 
     def encode(self, values: Tensor) -> Tensor:
-        """uint8 codes of float32 values on the grid, any shape. -0 becomes 0; NaN becomes the format's NaN, or any
-        code.
-        """
+        """uint8 codes of float32 values on the grid. -0 becomes 0; NaN becomes the format's NaN, or any code."""
         if self.encoding == "offset":
             return (values + self.max).to(torch.uint8)
         if self.encoding == "twos-complement":

@@ -19,11 +19,9 @@ from lightning_lowbit.quant.statistics import merge_statistics_, operand_statist
 
 class PrequantizedWeight(NamedTuple):
     """A weight that was quantized, in ``source_dtype``, before it was gathered
-    (:mod:`lightning_lowbit.nn.sharded.gather`).
-
-    Its values are gathered in a dtype at least as wide as ``dtype``, and multiplied by ``factor`` (float32, 0-d or
-    ``[out_features, 1]``; None for 1). ``amax``, float32, 0-d, is None if the cast does not need it.
-    """
+    (:mod:`lightning_lowbit.nn.sharded.gather`). Its operand has ``dtype``, which may be narrower than that of the
+    gathered tensor, and ``factor``, float32, 0-d or ``[out_features, 1]``, or None for 1. ``amax``, float32, 0-d, is
+    None if the cast does not need it."""
 
     source_dtype: torch.dtype
     dtype: torch.dtype
@@ -87,11 +85,9 @@ class _Source(NamedTuple):
 
 
 class QuantizedGemms(torch.autograd.Function):
-    """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast.
-
-    Takes ``x`` [tokens, in_features], ``w`` [out_features, in_features] and ``bias`` [out_features] or None, all in the
-    dtype of the computation, and :class:`Settings`; returns ``y`` [tokens, out_features].
-    """
+    """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast. Takes ``x`` [tokens, in_features], ``w``
+    [out_features, in_features] and ``bias`` [out_features] or None in the dtype of the computation, and
+    :class:`Settings`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:

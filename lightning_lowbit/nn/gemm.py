@@ -185,11 +185,9 @@ def _pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 @opaque(lambda mean, weight, factor, bias: weight.new_empty((1, weight.shape[1]), dtype=torch.float32))
 def mean_times(mean: Tensor, weight: Tensor, factor: Tensor | None, bias: Tensor | None) -> Tensor:
-    """``μᵀ · W * factor + bias``, float32 ``[1, n]``: what a mean that was split off adds to every row of a result.
-
-    ``mean`` is float32 ``[1, k]``, ``weight`` ``[k, n]``, ``factor`` float32, 0-d. The result is not rounded to
-    bfloat16, because it enters all rows alike, and its rounding would not average out over tokens.
-    """
+    """``μᵀ · W * factor + bias``, float32 ``[1, n]``: what a mean that was split off adds to every row of a result. It
+    is not rounded to bfloat16, because it enters all rows alike, and its rounding would not average out over tokens.
+    ``mean`` is float32 ``[1, k]``, ``weight`` ``[k, n]``, ``factor`` float32, 0-d."""
     with within_cast():
         product = mean @ weight.float()
     if factor is not None:

@@ -28,9 +28,7 @@ BACKENDS = ("auto", "native", "emulated")
 
 
 def has_native_gemms(device: torch.device, kind: str, backend: str = "auto") -> bool:
-    """Whether a device computes GEMMs in ``"fp8"`` or ``"int8"`` natively; if not, ``backend="native"`` is a
-    ValueError.
-    """
+    """Whether a device computes GEMMs in ``"fp8"`` or ``"int8"`` natively; with ``backend="native"`` it must."""
     obstacle = native_obstacle(device, kind)
     if obstacle is not None and backend == "native":
         raise ValueError(f"backend='native': {obstacle}. Use backend='auto' or 'emulated'.")
@@ -51,10 +49,8 @@ class QuantizedLayer(nn.Module):
         blend: float32, 0-d: λ of annealing, see :func:`set_blend`; None for fully quantized operands.
         operand_sums, gradient_sums: rows of :class:`lightning_lowbit.nn.watch.Watch`; None outside of measurements.
         token_amax: float32 ``[tokens, 1]``, for smoothing the tokens of the next pass; None until set.
-        weight_amax: float32, 0-d, scales the weight (:mod:`lightning_lowbit.nn.conversion.shared_amax`); None for its
-            own.
-        prequantized_weight: set while a weight is gathered that was quantized before
-            (:mod:`lightning_lowbit.nn.sharded.gather`).
+        weight_amax: float32, 0-d, scales the weight (:mod:`lightning_lowbit.nn.conversion.shared_amax`), if not None.
+        prequantized_weight: set while gathering a weight that is quantized (:mod:`lightning_lowbit.nn.sharded.gather`).
     """
 
     casts: LinearCasts = LinearCasts()

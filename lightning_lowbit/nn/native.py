@@ -10,11 +10,8 @@ if TYPE_CHECKING:
 
 def native_kind(casts: "LinearCasts", gemm: str) -> str | None:
     """The arithmetic of a GEMM on quantized elements, ``"fp8"`` or ``"int8"`` (also for ternary); None if there is
-    none.
-
-    Scales must be per tensor or row. In FP8, at most one operand is in E5M2; with scales per row, the second one is in
-    E4M3, because CUTLASS, which torch mostly uses then, has no other kernel.
-    """
+    none. Scales must be per tensor or row. In FP8, at most one operand is in E5M2; with scales per row, the second one
+    is in E4M3, because CUTLASS, which torch mostly uses then, has no other kernel."""
     operands = casts.operands_of(gemm)
     pair = [cast for cast in map(casts.cast_of, operands) if cast is not None and not cast.scale.per_block]
     if len(pair) < 2:

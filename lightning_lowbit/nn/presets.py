@@ -134,9 +134,7 @@ def _groups_of_128(element: str) -> LinearCasts:
 
 
 def _integer(bits: int) -> LinearCasts:
-    """Integer QAT, symmetric in groups of 128, as in most int4 checkpoints (GPTQ, arXiv 2210.17323; AWQ, arXiv
-    2306.00978).
-    """
+    """Integer QAT, symmetric in groups of 128, as in GPTQ (arXiv 2210.17323) and AWQ (arXiv 2306.00978) checkpoints."""
     return _groups_of_128(f"int{bits}")
 
 

@@ -5,8 +5,8 @@ a tile as dimensions 1 and 3, over which scales are reduced:
 
     [R, C]  ->  [R / k1, k1, C / k2, k2]         or, where a side is 1,   [R C / k, k]   and   [R / k, k, C]
 
-The scale of a whole row, column or tensor reduces an even dimension of [R, 1, C] or [R C, 1]: odd ones become constants
-of compiled code, which the sizes of tensors must not be.
+For the scale of a whole row, column or tensor, the view is [R, 1, C] or [R C, 1], and an even dimension is reduced. Odd
+dimensions become constants of compiled code, which the sizes of tensors must not be.
 """
 
 import math

@@ -275,11 +275,8 @@ class Cast:
         return Cast(**json.loads(spec))
 
     def replace(self, **changes: Any) -> "Cast":
-        """A copy with other fields; ``scale`` may be a mapping of the fields of the scale that change.
-
-        Raises:
-            ValueError: an unknown field, or a combination that has no meaning.
-        """
+        """A copy with other fields; ``scale`` may be a mapping of the fields of the scale that change. A ValueError for
+        an unknown field, or a combination that has no meaning."""
         for name in changes:
             choose("field of Cast", name, [f.name for f in fields(Cast) if f.init])
         if isinstance(scale := changes.get("scale"), Mapping):

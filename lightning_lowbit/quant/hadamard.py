@@ -1,9 +1,8 @@
-"""The random Hadamard transform of a GEMM's operands.
+"""The random Hadamard transform of a GEMM's operands. It spreads an outlier over its group before quantization.
 
     A · B  =  (A T) (Tᵀ B)      T = diag(±1) · H / √n, orthogonal, for each group of n along the contraction axis
 
-T spreads an outlier over its group before the operands are quantized, and cancels in the product. It is therefore a
-property of a GEMM, not of a tensor. H is Sylvester's matrix, [[H, H], [H, -H]] recursively from [[1]].
+H is Sylvester's matrix, [[H, H], [H, -H]] recursively from [[1]]. T is a property of a GEMM, not of a tensor.
 """
 
 import math

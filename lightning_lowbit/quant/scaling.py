@@ -58,9 +58,8 @@ def make_scales(
     shard: Shard | None = None,
     mean: Tensor | None = None,
 ) -> Scaled:
-    """Cuts a matrix ``[rows, columns]`` into blocks and makes their scales.
-
-    ``amax`` and ``mean`` (of |x|), of the global matrix, have one element; None measures what is needed.
+    """Cuts a matrix ``[rows, columns]`` into blocks and makes their scales. ``amax`` and ``mean`` (of |x|), of the
+    global matrix, have one element; None measures what is needed.
 
     Raises:
         ValueError: a shard boundary splits a block, or ``amax`` is given for a cast that does not use it.
@@ -231,7 +230,7 @@ def scales_of(amax: Tensor, encode_scale: Tensor, cast: Cast) -> Tensor:
             scales = power_of_two(exponent.clamp(min=-127))  # so that the reciprocal is a finite float32
         scales = torch.where(amount > 0, scales, 1.0)
     elif cast.scale.format == "e8m0":
-        wanted = (amax * encode_scale).clamp(max=_FLOAT32_MAX)  # S overflows if a given amax is far too small
+        wanted = (amax * encode_scale).clamp(max=_FLOAT32_MAX)  # overflows if a given amax is far too small
         scales = _round_e8m0(wanted, cast.format, cast.scale.rounding)
     else:
         scales = _round_exmy(amax * (encode_scale * (torch.ones_like(encode_scale) / cast.format.max)), cast)

@@ -1,8 +1,8 @@
 """Smoothing: bringing the channels, or the tokens, of an activation to one magnitude before it is quantized.
 
-One outlier channel enlarges the scale of the whole tensor, and all others underflow. Multiplied by powers of two s,
-which are divided out elsewhere in the GEMM, every channel (or token) has an amax between 1/2 and 1, without any
-rounding (Smooth-SwiGLU, arXiv 2409.12517, section 4.4).
+One outlier channel enlarges the scale of the whole tensor, and all others underflow. Powers of two, which are divided
+out elsewhere in the GEMM, give every channel (or token) an amax between 1/2 and 1 without rounding (Smooth-SwiGLU,
+arXiv 2409.12517, section 4.4).
 """
 
 import torch
