@@ -1,15 +1,12 @@
 """Number formats as data.
 
-Every format here is one picture: a grid whose spacing doubles from binade to binade,
+The grid of a format doubles its spacing from binade to binade, and three numbers describe it:
 
-    step(v) = 2^(max(floor(log2 |v|), min_exponent) - mantissa_bits),      |v| <= max,
+    step(v) = 2^(max(floor(log2 |v|), min_exponent) - mantissa_bits),      |v| <= max
 
-so that a format is three numbers. Below ``2^min_exponent`` the spacing no longer shrinks (subnormals); a uniform
-format (integers, ternary, E1M2) is one that never leaves that range. The names ExMy count exponent and mantissa bits
-as the OCP Microscaling specification and ml_dtypes do.
-
-Codes are unsigned bytes: sign and magnitude for floats (sign in the top bit, magnitudes ascending), two's complement
-for integers, 0 1 2 for ternary -1 0 1.
+Uniform formats (integers, ternary, E1M2) lie below ``2^min_exponent``, where the spacing is constant. ExMy names count
+exponent and mantissa bits, as in OCP Microscaling and ml_dtypes. Codes are unsigned bytes: sign and magnitude for
+floats (sign in the top bit), two's complement for integers, 0 1 2 for ternary -1 0 1.
 """
 
 import math
@@ -31,8 +28,8 @@ class Format:
         mantissa_bits: stored mantissa bits.
         min_exponent: exponent of the smallest binade with a full mantissa.
         max: largest finite magnitude.
-        encoding: what a code means; ``"unsigned"`` formats serve as scales only.
-        dtype: the torch dtype with the same bytes, where there is one.
+        encoding: meaning of a code; ``"unsigned"`` formats serve only as scales.
+        dtype: the torch dtype with the same bytes, if there is one.
     """
 
     name: str
@@ -45,32 +42,24 @@ class Format:
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the binade that holds ``max`` (a uniform format has only the one below ``min_exponent``)."""
+        """Exponent of the binade that holds ``max``, at least ``min_exponent``."""
         return max(math.frexp(self.max)[1] - 1, self.min_exponent)
 
     @property
     def gemm_dtype(self) -> torch.dtype | None:
-        """What hardware takes elements of this format in where it multiplies them as they are; None where none does."""
+        """The dtype in which native GEMMs take elements of this format; None if there is none."""
         if self.encoding in ("twos-complement", "offset"):
             return torch.int8 if self.bits <= 8 else None
         return self.dtype
 
     @property
     def significant_bits(self) -> int:
-        """Binary digits that a value of this format needs, the leading one included."""
         if self.encoding in ("twos-complement", "offset"):
             return int(self.max).bit_length()
         return self.mantissa_bits + 1
 
     def encode(self, values: Tensor) -> Tensor:
-        """Codes of values that lie on the grid.
-
-        Args:
-            values: float32, any shape, on the grid; NaN gives the NaN of the format, or any code if it has none.
-
-        Returns:
-            uint8 codes of the same shape; -0 is encoded as 0.
-        """
+        """uint8 codes of float32 values on the grid. -0 becomes 0; NaN becomes the format's NaN, or any code."""
         if self.encoding == "offset":
             return (values + self.max).to(torch.uint8)
         if self.encoding == "twos-complement":
@@ -87,13 +76,13 @@ class Format:
         return (code + (values < 0) * 2 ** (self.bits - 1)).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values of codes: float32, the shape of ``codes``."""
+        """float32 values of codes, in the same shape."""
         return table(self, codes.device)[codes.to(torch.int64)]
 
 
 @cache
 def table(format: Format, device: torch.device | None = None) -> Tensor:
-    """float32 value of each of the ``2^bits`` codes (shape ``[2^bits]``); NaN where a code means no number."""
+    """float32 ``[2^bits]``: the value of each code, NaN where a code means no number."""
     if format.dtype is not None:
         return torch.arange(2**format.bits, dtype=torch.uint8, device=device).view(format.dtype).float()
     return torch.tensor([_value(format, code) for code in range(2**format.bits)], device=device)
@@ -122,7 +111,7 @@ def _float(name: str, largest: float, dtype: torch.dtype | None = None) -> Forma
 
 
 def integer(bits: int) -> Format:
-    """Whole numbers up to ±(2^(bits-1) - 1)."""
+    """The format of whole numbers up to ±(2^(bits-1) - 1)."""
     # min_exponent = mantissa_bits: the whole range lies below the first binade and has spacing 1.
     return Format(f"int{bits}", bits, bits - 1, bits - 1, 2 ** (bits - 1) - 1, encoding="twos-complement")
 

@@ -1,14 +1,10 @@
-"""Amaxes that are kept between steps: delayed scaling scales by them, smoothing evaluates with them.
+"""Amaxes that are kept between steps: delayed scaling and the evaluation of smoothed layers use them.
 
-    during a step    an operand with delayed scaling takes the amax in force, and raises the staged one to its own
-    at its end       the staged ones become the largest over all ranks, and the histories advance:
-
-        history    the last amaxes; one of 0 (the layer did not run) changes nothing, one that is not finite is dropped
-        in force   the largest in the history, or the newest; with an empty history each operand takes its own
-
-Staging takes a maximum: micro-batches add up to one step, and computing activations a second time changes nothing.
-In two places this differs from Transformer Engine on purpose. There the first step has the scale 1, with which
-gradients below 2^-17 vanish; and one infinity stays in the history, and the scale with it, for all its length.
+During a step, each pass raises an operand's staged amax to its own, so that micro-batches add up and recomputation
+changes nothing. At the end, the staged amaxes, as maxima over all ranks, enter the histories; 0 (the layer did not run)
+and non-finite ones do not. Operands are scaled by the amax in force: the largest in the history, or the newest, or
+their own while the history is empty. Transformer Engine instead starts with the scale 1, with which gradients below
+2^-17 vanish, and keeps an infinity in the history.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -29,27 +25,26 @@ _GRADIENTS = [OPERANDS.index(name) for name in ("dgrad_g", "wgrad_g")]
 
 @dataclass
 class _Row:
-    """A layer, its slice of the channels, and the lengths of its histories."""
+    """A layer, its slice of the channels, and the length of each operand's history."""
 
     name: str
     layer: QuantizedLayer
     channels: slice
-    lengths: list[int]  # steps that each operand remembers, 0 without delayed scaling
+    lengths: list[int]  # in steps, 0 without delayed scaling
 
 
 class AmaxHistories:
-    """The amaxes of all layers of a model with delayed scaling or smoothed channels, advanced once per optimizer step.
+    """The amaxes of all layers with delayed scaling or smoothed channels, advanced once per optimizer step.
 
-    They belong to no module: a ``state_dict`` of the model is that of the unconverted one, and nothing broadcasts or
-    casts them. Each layer holds views, so that a step of the whole model is a handful of operations and, on several
-    ranks, one collective.
+    They belong to no module, so that the model's ``state_dict`` is that of the unconverted model. Each layer holds
+    views: a step takes a few operations and, on several ranks, one collective.
 
     Args:
         model: holds converted layers; their names are those in this model.
 
     Attributes:
-        recording: whether passes stage their amaxes. Set it to False to evaluate: smoothing then uses the channels of
-            the last training step.
+        recording: whether passes stage their amaxes. Set it to False to evaluate: smoothing then uses the channel
+            amaxes of the last training step.
         renewed: the layers whose casts have changed since training started, see :meth:`go_on`.
 
     Example:
@@ -80,14 +75,13 @@ class AmaxHistories:
         used = torch.tensor([[_used(row, i) for i in range(operands)] for row in self._rows]).view(size, operands, 1)
         self._remembered = torch.arange(longest) >= longest - used
         self._channels = torch.zeros(channels)
-        # Staged amaxes: a tensor per layer, then a tensor of channels per layer. Views of one tensor would share a
-        # version, and in a model compiled in pieces a backward pass would find it changed by the next piece.
+        # Staged amaxes: a tensor per layer, then a tensor of channels per layer. Views of one tensor would share its
+        # version counter, and in a model compiled in pieces the next piece would invalidate a backward pass.
         sizes = [operands] * size + [row.channels.stop - row.channels.start for row in self._rows]
         self._staged = [torch.zeros(length) for length in sizes]
         self._place(torch.device("cpu"))
 
     def __len__(self) -> int:
-        """How many layers keep amaxes."""
         return len(self._rows)
 
     @property
@@ -100,13 +94,7 @@ class AmaxHistories:
         self._switch[0] = on
 
     def go_on(self, before: "AmaxHistories", renewed: Collection[str]) -> None:
-        """Copies the amaxes of layers whose casts stay, after those of others have changed.
-
-        Args:
-            before: histories of the model before the change.
-            renewed: names of the layers whose casts have changed. They start empty, and :meth:`load_state_dict` ignores
-                amaxes that were saved for their former casts.
-        """
+        """Copies amaxes from ``before``, prior to a change of casts; those of ``renewed`` layers start empty."""
         self._switch = before._switch
         self.renewed = before.renewed | set(renewed)
         self._place(before._history.device)
@@ -125,16 +113,15 @@ class AmaxHistories:
 
     @property
     def staged(self) -> list[Tensor]:
-        """The amaxes that the passes of a step have staged."""
         return self._staged
 
     def to_(self, device: torch.device) -> None:
-        """Moves everything to where the layers compute."""
+        """Moves the amaxes to the device of the layers."""
         if with_index(device) != self._history.device:
             self._place(device)
 
     def relink(self) -> None:
-        """Gives layers views of the amaxes again, after pickle has made copies of them."""
+        """Gives layers views of the amaxes again, after pickle has copied them."""
         self._place(self._history.device)
 
     @torch.inference_mode(False)  # evaluation may move it, and training writes to these tensors
@@ -156,7 +143,7 @@ class AmaxHistories:
         """Ends a step: staged amaxes enter the histories.
 
         Args:
-            reduce: replaces a tensor by its maximum over the ranks that train one model, e.g.
+            reduce: replaces a tensor in place by its maximum over the ranks that train one model, e.g.
                 ``partial(torch.distributed.all_reduce, op=ReduceOp.MAX)``; all ranks must take part.
         """
         if not self._rows:
@@ -173,15 +160,11 @@ class AmaxHistories:
         torch._foreach_zero_(self._staged)
 
     def scale_gradients_(self, factor: Tensor) -> None:
-        """Multiplies the amaxes of output gradients, as a change of the loss scale does to the gradients.
-
-        Args:
-            factor: 0-d, the new loss scale over the old one.
-        """
+        """Multiplies the amaxes of output gradients by ``factor`` (0-d), the new loss scale over the old one."""
         if not self._rows:
             return
         factor = factor.to(self._history.device)
-        for operand in _GRADIENTS:  # a list as an index would be copied to the device, and waited for
+        for operand in _GRADIENTS:  # indexing by a list would copy it to the device, and wait for that
             self._history[:, operand].mul_(factor)
             torch._foreach_mul_([part[operand] for part in self._staged[: len(self._rows)]], factor)
         self._choose()
@@ -189,12 +172,9 @@ class AmaxHistories:
     # --- state ---
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """float32 on the CPU, the same on all ranks.
-
-        Returns:
-            ``amax_history``: by layer and operand, such as ``"layers.0.up_proj/fprop_x"``, the amaxes, oldest first and
-            0 where there is none yet; ``channel_amax``: by layer, the amaxes of its input's channels in the last step.
-        """
+        """float32 tensors on the CPU, the same on all ranks: ``amax_history`` by layer and operand, such as
+        ``"layers.0.up_proj/fprop_x"``, oldest first and 0 where there is none yet; and ``channel_amax`` by layer, of
+        the channels of its input in the last step."""
         history, channels = self._history.cpu(), self._channels.cpu()
         return {
             "amax_history": {
@@ -209,12 +189,8 @@ class AmaxHistories:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Loads what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: it has other layers, operands or lengths, except for layers whose casts have changed since, see
-                :meth:`go_on`; nothing is changed then.
-        """
+        """Loads the result of :meth:`state_dict`; a ValueError, which changes nothing, if layers, operands or lengths
+        differ, except of ``renewed`` layers."""
         own = self.state_dict()
         state = {kind: self._without_renewed(own[kind], state[kind]) for kind in own}
         for kind in own:
@@ -233,7 +209,6 @@ class AmaxHistories:
         self._choose()
 
     def _without_renewed(self, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The saved amaxes, with zeros for layers that had other casts then."""
         kept = dict(given)
         for name in {*own, *given}:
             fits = name in own and name in given and own[name].shape == given[name].shape
@@ -245,12 +220,12 @@ class AmaxHistories:
 
 
 def _in_features(layer: QuantizedLayer) -> int:
-    """Of the global weight, even if FSDP1 has flattened it."""
+    """Input features of the global weight, even if FSDP1 has flattened it."""
     return int(getattr(layer, "in_features", 0) or getattr(layer, "nx", 0) or layer.weight_matrix().shape[1])
 
 
 def _used(row: _Row, index: int) -> int:
-    """How many of the newest amaxes of an operand the one in force is chosen from."""
+    """The number of newest amaxes from which the one in force is chosen."""
     cast = row.layer.full_casts.delayed.get(OPERANDS[index])
     return 1 if cast is not None and cast.scale.algorithm == "most_recent" else row.lengths[index]
 

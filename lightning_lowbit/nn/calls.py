@@ -1,19 +1,12 @@
-"""Calls of one layer within a micro-batch: each has random bits of its own, and the same ones when it is recomputed.
+"""Calls of one layer within a micro-batch: each has its own random bits, and the same ones when it is recomputed.
 
-    number    0, 1, 2, … in the order of the forward pass
-    keys      of call 0 those that the layer was given; of a later one these XOR a hash of its number, for operands made
-              of data (x and g). A weight is one tensor, rounded alike in all calls, as it is on all ranks.
+The keys of a later call are those of the layer XOR a hash of the call's number, for x and g alone: a weight is rounded
+alike in all calls and on all ranks.
 
-Two keys that differ by a random constant are as unlike as two random ones.
-
-Activation checkpoints compute a region of the forward pass again in the backward pass, the last region first. A region
-notes the number of each layer's first call in it, and its recomputation counts on from there. Which region a call is in
-is read from Python's stack: the object that stands for the region, and is found again below its recomputation, is the
-``ctx`` of an autograd function (``torch.utils.checkpoint`` with ``use_reentrant=True``, a compiled graph, any other),
-or the frame of a checkpoint without one. Compiled code asks an operator for its keys, so that it needs nothing else.
-
-Where no region is found, a layer that is called once still has its keys. One with several calls raises: it would be
-recomputed with the bits of another call.
+Activation checkpointing recomputes a region of the forward pass in the backward pass, the last region first. A region
+notes the number of each layer's first call in it, and its recomputation counts from there. The region of a call is read
+from Python's stack: it is the ``ctx`` of an autograd function (a reentrant checkpoint, a compiled graph, any other), or
+the frame of a non-reentrant checkpoint. Where none is found, a layer with several calls raises.
 """
 
 import hashlib
@@ -32,36 +25,21 @@ from lightning_lowbit.quant import Cast
 
 
 class Calls:
-    """Counts the calls of each layer of a model.
-
-    Args:
-        is_weight: bool ``[6]``, of the operands, where their keys are.
-
-    Attributes:
-        given: keys of all calls of the micro-batch; None while nothing needs them.
-    """
+    """Counts the calls of each layer of a model; ``given`` has the keys of all calls of a micro-batch, if needed."""
 
     def __init__(self, is_weight: Tensor) -> None:
         self.is_weight = is_weight
         self.given: list[Tensor] | None = None
-        self._counts: Counter[int] = Counter()  # by id, so that copies of a layer hold no other layer
+        self._counts: Counter[int] = Counter()  # by id: a copy of a layer must not hold other layers
 
     def begin(self) -> None:
-        """The next call of each layer is its first one."""
+        """Starts a micro-batch: the next call of each layer is its first one."""
         self._counts.clear()
         if self.given is not None:
             self.given.clear()
 
     def number(self, layer: Any, site: int | None = None) -> int:
-        """The number of a call that begins now.
-
-        Args:
-            layer: that is called.
-            site: of the call in its compiled graph, where it is in one.
-
-        Raises:
-            ValueError: the layer has several calls, and is recomputed by something that does not tell which of them.
-        """
+        """The number of a call that begins now, at a ``site`` of a compiled graph, if any; a ValueError if unknown."""
         regions, again = _surroundings(site is not None)
         if again is None:
             number = self._counts[id(layer)]
@@ -85,11 +63,7 @@ class Calls:
 
 
 def keys_of_call(layer: Any) -> Tensor | None:
-    """The keys of a call that begins now, which nothing fills anew; None for a layer without keys.
-
-    Args:
-        layer: a :class:`lightning_lowbit.nn.QuantizedLayer`.
-    """
+    """The keys of a call that begins now, safe from refilling where they are used; None for a layer without keys."""
     if layer.keys is None or not draws(layer.casts):
         return layer.keys
     return _keys_in_graph(layer.keys, _site()) if torch.compiler.is_compiling() else _keys_of_call(layer)
@@ -113,7 +87,6 @@ def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
 
 
 def draws(casts: LinearCasts) -> bool:
-    """Whether there are random bits in a pass."""
     given = [getattr(casts, operand) for operand in OPERANDS]
     rounds = any(isinstance(cast, Cast) and cast.rounding == "stochastic" for cast in given)
     return rounds or any(hadamard.signs == "keyed" for hadamard in casts.hadamard.values())
@@ -127,7 +100,7 @@ def _hash(number: int) -> int:
 # --- compiled graphs --------------------------------------------------------------------------------------------------
 
 _LAYERS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the address of their keys
-_SITES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how many a graph has that is being compiled
+_SITES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the last site of each graph that is being compiled
 
 
 @opaque(lambda keys, site: torch.empty_like(keys))
@@ -135,14 +108,14 @@ def _keys_in_graph(keys: Tensor, site: int) -> Tensor:
     layer = _LAYERS.get(keys.data_ptr())
     if (
         layer is None or layer.keys.data_ptr() != keys.data_ptr()
-    ):  # a copy, as CUDA graphs make: all calls are the first
+    ):  # a copy, as CUDA graphs make it: every call counts as the first
         return keys.clone()
     return _keys_of_call(layer, site)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _site() -> int:
-    """Tells the calls in one graph apart: the compiler would make one of them, and may recompute them in any order."""
+    """Numbers the calls in one graph: the compiler would merge equal calls, and may recompute them in any order."""
     graph = torch._guards.TracingContext.try_get()
     if graph is None:  # not compiled, but exported
         return 0
@@ -152,19 +125,19 @@ def _site() -> int:
 
 # --- regions ----------------------------------------------------------------------------------------------------------
 
-# Names of functions and variables of torch 2.13 are in this part alone. Under other names, regions are not found.
+# Only this part depends on names of torch 2.13's functions and variables. Under other names, regions are not found.
 
 _NOTES = "_lightning_lowbit_calls"
 
 
 def _notes(region: Any) -> dict[Any, int]:
-    """What a region knows: by layer, its first call; by layer and site, a call; by pass and layer, calls recomputed."""
+    """The notes of a region: first calls by layer, calls by (layer, site), and recomputed calls by (pass, layer)."""
     notes: dict[Any, int] = vars(region).setdefault(_NOTES, {})
     return notes
 
 
 def _recomputed(region: Any, run: Any, layer: int, site: int | None) -> int | None:
-    """The number of the call that a pass of recomputation comes to; None if that is not known."""
+    """The number of the call that a pass of recomputation has reached; None if it is unknown."""
     notes = vars(region).get(_NOTES, {}) if region is not None else {}
     if type(region).__name__ == "CompiledFunctionBackward":
         return notes.get((layer, site))
@@ -176,10 +149,8 @@ def _recomputed(region: Any, run: Any, layer: int, site: int | None) -> int | No
 
 
 def _surroundings(compiled: bool) -> tuple[list[Any], tuple[Any, Any] | None]:
-    """The regions that a call is in; and if it is a recomputation, the region of that, or None, and which pass it is.
-
-    Regions within a recomputation are new ones, which may be recomputed themselves.
-    """
+    """The regions around a call, to be noted; and in a recomputation, its region (or None) and an identifier of the
+    pass."""
     hooks, backward = torch._C._autograd._top_saved_tensors_default_hooks(False), torch._C._current_graph_task_id()
     regions: list[Any] = []
     if hooks is None and backward == -1 and torch.is_grad_enabled() and not compiled:
@@ -197,7 +168,7 @@ def _surroundings(compiled: bool) -> tuple[list[Any], tuple[Any, Any] | None]:
                 regions.append(ctx)
         elif code.co_name == "checkpoint" and (without_ctx := frame.f_locals.get("gen")) is not None:
             regions.append(without_ctx.gi_frame.f_locals["new_frame"])
-        elif code.co_name == "_engine_run_backward":  # of what lies further out, nothing is recomputed here
+        elif code.co_name == "_engine_run_backward":  # this backward pass recomputes nothing of the outer frames
             break
         frame = frame.f_back
     return regions, None if backward == -1 else (None, None)

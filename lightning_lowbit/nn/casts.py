@@ -4,12 +4,9 @@
     dgrad   dX = dY · W       casts dgrad_g, dgrad_w      contraction: out_features
     wgrad   dW = dYᵀ · X      casts wgrad_g, wgrad_x      contraction: tokens
 
-Each operand is blocked along the contraction axis of its own GEMM, so X and W are quantized once for fprop and again
-along the other axis for wgrad and dgrad. None is the unquantized operand. ``"fprop"`` (dgrad_w and wgrad_x) is the
-dequantized operand of the forward pass: the gradient of quantization-aware training.
-
-Four settings belong to a GEMM or to the layer rather than to one tensor: a Hadamard transform of both operands, the
-mean that is split off before quantization, the surrogate of the derivative of rounding, and the smoothing of x.
+Each operand is blocked along the contraction axis of its GEMM, so X and W are quantized for fprop and again, along the
+other axis, for wgrad and dgrad. ``"fprop"`` (dgrad_w and wgrad_x) reuses the dequantized operand of the forward pass:
+the gradient of quantization-aware training.
 """
 
 import warnings
@@ -26,8 +23,8 @@ OPERANDS = ("fprop_x", "fprop_w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
 FORWARD, BACKWARD = OPERANDS[:2], OPERANDS[2:]
 GEMMS = ("fprop", "dgrad", "wgrad")
 
-# Operands that may equal one of another GEMM. x is not among them: quantized, it would have to be kept for the backward
-# pass, once per layer that reads it.
+# Operands that may equal one of another GEMM. x is not among them: a quantized copy would have to be kept for the
+# backward pass by each layer that reads it.
 SHARED = {"dgrad_w": "fprop_w", "wgrad_g": "dgrad_g"}
 
 # The dimension of each operand that its GEMM contracts.
@@ -42,7 +39,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "bf16": OPERANDS,
 }
 
-# Whether the channels or the tokens of a layer's input are scaled to one size.
+# What smoothing scales to one magnitude: the channels or the tokens of a layer's input.
 SMOOTHINGS = ("channel", "token")
 
 # Named casts, see presets.py.
@@ -69,17 +66,15 @@ class LinearCasts:
         hadamard: by GEMM, the transform of both operands along the contraction axis before they are quantized: a
             :class:`Hadamard`, or the size of its groups: ``{"wgrad": 16}``.
         subtract_mean: GEMMs whose quantized x and g lose their mean over the tokens first. The product with the mean,
-            of rank one, is added in high precision (Averis, arXiv 2603.10444):
-            ``Y = Q(X - 1μᵀ) · Q(W)ᵀ + 1 (W μ)ᵀ``, likewise ``dX`` with the mean ν of dY, and
-            ``dW = Q(dY - 1νᵀ)ᵀ · Q(X - 1μᵀ) + tokens · ν μᵀ``.
-        surrogate: for ``fprop_x`` and ``fprop_w``, the surrogate of the derivative of rounding: ``"dge"`` (meant for
-            weights) or ``"trust"``, see :mod:`lightning_lowbit.quant.surrogate`; without one the gradient passes
-            straight through.
-        smooth: scales the channels (``"channel"``) or tokens (``"token"``) of x to one size by powers of two, and
+            of rank one, is added in high precision (Averis, arXiv 2603.10444): ``Y = Q(X - 1μᵀ) · Q(W)ᵀ + 1 (W μ)ᵀ``,
+            likewise ``dX`` with the mean ν of dY, and ``dW = Q(dY - 1νᵀ)ᵀ · Q(X - 1μᵀ) + tokens · ν μᵀ``.
+        surrogate: for ``fprop_x`` and ``fprop_w``, the derivative of rounding: ``"dge"`` (meant for weights) or
+            ``"trust"``, see :mod:`lightning_lowbit.quant.surrogate`. By default gradients pass straight through.
+        smooth: scales the channels (``"channel"``) or tokens (``"token"``) of x to one magnitude by powers of two, and
             divides the weight or the output by them; see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
 
     Raises:
-        ValueError: a field is none of these, or contradicts another one.
+        ValueError: a field has another value, or contradicts another field.
 
     Example:
         >>> LinearCasts.preset("nvfp4").replace(wgrad_x=None).quantized_gemms
@@ -135,7 +130,7 @@ class LinearCasts:
         return Settings((key, read(given[key])) for key in keys if key in given)
 
     def _contradictions(self) -> Iterable[str]:
-        """Every combination of fields that is refused: what is wrong, and what to do."""
+        """The error messages of all combinations of fields that are refused."""
         reused = [operand for operand in BACKWARD if getattr(self, operand) == "fprop"]
         for gemm in self.hadamard:
             if not self._casts_of(gemm):
@@ -188,7 +183,7 @@ class LinearCasts:
         return any(isinstance(getattr(self, operand), Cast) for operand in OPERANDS if not operand.endswith("_g"))
 
     def cast_of(self, operand: str) -> Cast | None:
-        """The cast of an operand, ``"fprop"`` resolved; None for high precision."""
+        """The cast of an operand, with ``"fprop"`` resolved; None for high precision."""
         cast = getattr(self, operand)
         return getattr(self, f"fprop_{operand[-1]}") if cast == "fprop" else cast
 
@@ -209,12 +204,11 @@ class LinearCasts:
 
     @property
     def is_delayed(self) -> bool:
-        """Whether any operand has delayed scaling."""
         return bool(self.delayed)
 
     @property
     def quantized_gemms(self) -> tuple[str, ...]:
-        """The GEMMs whose two operands are both quantized; the others are in high precision."""
+        """The GEMMs with two quantized operands; the others are in high precision."""
         return tuple(gemm for gemm in GEMMS if all(self.cast_of(operand) for operand in self.operands_of(gemm)))
 
     @property
@@ -236,7 +230,6 @@ class LinearCasts:
         return [value for value in values if isinstance(value, Cast)]
 
     def _means_of(self, gemm: str) -> list[str]:
-        """The operands x and g of a GEMM that have a cast."""
         tokens = [operand for operand in self.operands_of(gemm) if not operand.endswith("_w")]
         return [operand for operand in tokens if isinstance(getattr(self, operand), Cast)]
 
@@ -247,13 +240,12 @@ class LinearCasts:
 
     @classmethod
     def of(cls, value: "LinearCasts | str | Mapping[str, Any]") -> "LinearCasts":
-        """Casts from Python code or YAML: casts, the name of a preset, or a mapping of fields.
+        """Casts from Python code or YAML: casts, the name of a preset, or a mapping of fields such as
+        ``{"preset": "nvfp4", "every": {"scale": {"block": 32}}, "wgrad_x": {"rounding": "nearest"}}``.
 
-        A mapping may begin with a ``preset``, and change fields of all its casts by ``every``. The mapping of an
-        operand changes the fields that it names, those of the scale too:
-        ``{"preset": "nvfp4", "every": {"scale": {"block": 32}}, "wgrad_x": {"rounding": "nearest"}}``. So do
-        ``hadamard`` and ``surrogate``, where null removes one: ``{"preset": "ufp4", "hadamard": {"dgrad": None}}``.
-        Without a preset, operands that are not named are in high precision.
+        ``every`` changes all casts of the preset. The mapping of an operand changes only the fields that it names; so
+        do ``hadamard`` and ``surrogate``, where null removes an entry. Without a preset, unnamed operands stay in high
+        precision.
 
         Raises:
             ValueError: an unknown preset or field, or a field with a wrong value.
@@ -294,7 +286,7 @@ class LinearCasts:
         return self.replace(**changed)
 
     def phase(self, name: str) -> "LinearCasts":
-        """These casts in a phase of training: ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``."""
+        """The casts in a phase of training: ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``."""
         off = PHASES[choose("phase", name, PHASES)]
         bare: LinearCasts = self.replace(**dict.fromkeys(off), hadamard={}, subtract_mean=(), surrogate={}, smooth=None)
         # Settings of a GEMM or operand that is no longer quantized are dropped.

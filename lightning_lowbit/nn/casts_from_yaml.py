@@ -23,7 +23,7 @@ class Settings(dict[str, Any]):
 
 
 def on_top(before: Any, value: Any) -> Any:
-    """The new value of a field: a mapping changes a cast, or settings, of which None removes one."""
+    """The new value of a field: a mapping changes fields of a cast, or entries of settings, where None removes one."""
     if not isinstance(value, Mapping):
         return value
     if isinstance(before, Cast):
@@ -37,7 +37,7 @@ def on_top(before: Any, value: Any) -> Any:
 
 
 def change_every(start: Mapping[str, Any], changes: Any) -> dict[str, Cast]:
-    """The casts among some fields, all with the same fields of theirs changed."""
+    """The casts among some fields, with the same changes made to each."""
     if not isinstance(changes, Mapping):
         raise ValueError(f"casts.every is a mapping of fields of Cast; got {changes!r}.")
     changed = {name: on_top(value, changes) for name, value in start.items() if isinstance(value, Cast)}
@@ -47,12 +47,11 @@ def change_every(start: Mapping[str, Any], changes: Any) -> dict[str, Cast]:
 
 
 def read_hadamard(value: Any) -> Hadamard:
-    """A transform from one, the size of its groups, or its fields."""
+    """A transform, given as one, as the size of its groups, or as its fields."""
     if isinstance(value, Mapping):
         return from_fields(Hadamard, "Hadamard", value)
     return value if isinstance(value, Hadamard) else Hadamard(value)
 
 
 def read_surrogate(value: Any) -> str:
-    """The name of a surrogate."""
     return choose("surrogate", value, SURROGATES)

@@ -1,7 +1,4 @@
-"""A context around the forward passes of a model that no Trainer runs.
-
-The outermost module that is called, the model or one block of it, enters the context; modules that it calls are inside.
-"""
+"""A context around the forward passes of a model outside a Trainer, entered by the outermost module that is called."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,14 +11,7 @@ from lightning_lowbit.nn.linear import QuantizedLayer
 
 
 class ForwardContext:
-    """Forward hooks that run the outermost forward pass of a model within a context.
-
-    Args:
-        enter: makes the context from the module that is called.
-
-    Attributes:
-        enter: the same.
-    """
+    """Forward hooks that run a model's outermost forward pass in the context that ``enter`` makes from its module."""
 
     def __init__(self, enter: Callable[[nn.Module], AbstractContextManager[Any]]) -> None:
         self.enter = enter

@@ -18,14 +18,10 @@ from lightning_lowbit.quant.statistics import merge_statistics_, operand_statist
 
 
 class PrequantizedWeight(NamedTuple):
-    """What a weight is that was quantized before it was gathered, see :mod:`lightning_lowbit.nn.sharded.gather`.
-
-    Attributes:
-        source_dtype: the dtype of the weight that was quantized.
-        dtype: of the operand, which may be narrower than that of the gathered tensor.
-        factor: float32, 0-d or ``[out_features, 1]``, what the gathered values are to be multiplied by; None for 1.
-        amax: float32, 0-d, of the weight that was quantized; None for casts that do not need it.
-    """
+    """A weight that was quantized, in ``source_dtype``, before it was gathered
+    (:mod:`lightning_lowbit.nn.sharded.gather`). Its operand has ``dtype``, which may be narrower than that of the
+    gathered tensor, and ``factor``, float32, 0-d or ``[out_features, 1]``, or None for 1. ``amax``, float32, 0-d, is
+    None if the cast does not need it."""
 
     source_dtype: torch.dtype
     dtype: torch.dtype
@@ -37,17 +33,14 @@ class Settings(NamedTuple):
     """How one pass of a layer is computed.
 
     Attributes:
-        casts: of the six operands.
-        keys: int64 ``[6]``, of this call: a copy, since the layer's own are refilled before the backward pass may come.
-        in_force: float32 ``[6]``, amaxes for delayed scaling.
-        staged: float32 ``[6]``, raised to the amaxes of this pass; None to record nothing.
-        exact: whether to compute float32 GEMMs over exact operands.
+        keys: int64 ``[6]``, a copy: the layer's own keys may be refilled before the backward pass.
+        in_force, staged: float32 ``[6]``, amaxes for delayed scaling, and those of this pass (None to record nothing).
+        exact: computes float32 GEMMs over exact operands.
         native: the GEMMs that the device computes natively.
         blend: float32, 0-d: λ of annealing; None for fully quantized operands.
         operand_sums, gradient_sums: rows of :class:`lightning_lowbit.nn.watch.Watch`; None outside of measurements.
         shards: which of x, w and g are shards of global matrices.
-        weight_amax: float32, 0-d, what the weight is scaled by; None for its own amax.
-        prequantized: of a weight that was quantized before it was gathered; None for any other.
+        weight_amax: float32, 0-d, scales the weight; None for its own amax.
     """
 
     casts: LinearCasts
@@ -64,7 +57,7 @@ class Settings(NamedTuple):
     prequantized: PrequantizedWeight | None
 
     def shard_of(self, operand: str) -> Shard | None:
-        """The shard that an operand is, in the form that its GEMM takes; None if it is whole."""
+        """The shard that an operand is, padded as its GEMM takes it; None if it is whole."""
         shard: Shard | None = getattr(self.shards, operand[-1])
         gemm = operand.partition("_")[0]
         if shard is not None and gemm in self.casts.hadamard and shard.dim == CONTRACTION[operand]:
@@ -72,25 +65,18 @@ class Settings(NamedTuple):
         return shard
 
     def dtype_of(self, operand: str, cast: Cast) -> torch.dtype | None:
-        """The dtype in which the GEMM takes an operand; None for the one that holds it, see `quantize_operand`."""
+        """The dtype in which the GEMM takes an operand; None for the default of `quantize_operand`."""
         native = cast.grid.gemm_dtype if operand.partition("_")[0] in self.native else None
         return torch.float32 if self.exact else native
 
     def reuses(self, operand: str) -> bool:
-        """Whether an operand is one that another GEMM has quantized, in the form that this one takes."""
+        """Whether another GEMM has quantized the operand in the form that this one takes."""
         gemms = (operand.partition("_")[0], SHARED[operand].partition("_")[0])
         return self.casts.shared(operand) and len({gemm in self.native for gemm in gemms}) == 1
 
 
 class _Source(NamedTuple):
-    """What an operand is made from: ``values * factor``.
-
-    Attributes:
-        values: ``[rows, columns]``; may be None for a tensor that is not needed.
-        amax: of the values, where it is known.
-        factor: as in :class:`lightning_lowbit.quant.Operand`.
-        is_operand: whether it is quantized already.
-    """
+    """The source of an operand, ``values * factor``; ``values`` is None for a tensor that is not needed."""
 
     values: Any
     amax: Tensor | None = None
@@ -99,11 +85,9 @@ class _Source(NamedTuple):
 
 
 class QuantizedGemms(torch.autograd.Function):
-    """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast.
-
-    Takes ``x`` [tokens, in_features], ``w`` [out_features, in_features] and ``bias`` [out_features] or None, all in the
-    dtype of the computation, and :class:`Settings`; returns ``y`` [tokens, out_features].
-    """
+    """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast. Takes ``x`` [tokens, in_features], ``w``
+    [out_features, in_features] and ``bias`` [out_features] or None in the dtype of the computation, and
+    :class:`Settings`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
@@ -120,7 +104,7 @@ class QuantizedGemms(torch.autograd.Function):
         qx, qw, offset = _operands("fprop", source_x, source_w, settings, bias)
         y = matmul(qx, qw.t(), offset, x.dtype, fast_accumulation=True)
 
-        # "fprop" keeps what the forward pass used; everything else is quantized anew from the tensor itself.
+        # "fprop" keeps the operand of the forward pass; all others are quantized anew from the tensor itself.
         for_wgrad = qx if casts.wgrad_x == "fprop" else Operand(x)
         for_dgrad = qw if casts.dgrad_w == "fprop" or settings.reuses("dgrad_w") else Operand(w)
         reads_x = (needs_x and "fprop_x" in casts.surrogate) or (needs_w and settings.gradient_sums is not None)
@@ -170,11 +154,10 @@ class QuantizedGemms(torch.autograd.Function):
 
 
 def _prequantized(w: Tensor, prequantized: PrequantizedWeight, settings: Settings) -> _Source:
-    """A weight that is an operand already."""
     cast = settings.casts.fprop_w
     assert isinstance(cast, Cast)
     if cast.scale.source == "delayed":
-        _scale_amax("fprop_w", cast, _Source(w, prequantized.amax), settings)  # which stages it
+        _scale_amax("fprop_w", cast, _Source(w, prequantized.amax), settings)  # stages the amax
     dtype = settings.dtype_of("fprop_w", cast) or prequantized.dtype
     return _Source(w.to(dtype), None, prequantized.factor, is_operand=True)
 
@@ -182,7 +165,6 @@ def _prequantized(w: Tensor, prequantized: PrequantizedWeight, settings: Setting
 def _operands(
     gemm: str, left: _Source, right: _Source, settings: Settings, bias: Tensor | None = None
 ) -> tuple[Operand, Operand, Tensor | None]:
-    """Both operands of a GEMM as it takes them, and what is added to the product: bias and the product of the means."""
     casts, names = settings.casts, settings.casts.operands_of(gemm)
     if gemm in casts.subtract_mean:
         left, right, bias = _split_means(names, left, right, casts, bias)
@@ -193,7 +175,7 @@ def _operands(
 
 
 def _rotated(name: str, source: _Source, transform: Tensor, settings: Settings) -> _Source:
-    """An operand whose groups along the contraction axis are rotated; one process must hold a whole group."""
+    """An operand with rotated groups along the contraction axis; one process must hold a whole group."""
     shard = getattr(settings.shards, name[-1])
     if shard is not None and shard.dim == CONTRACTION[name]:
         shard.check(source.values.shape, len(transform), "groups of a Hadamard transform, of")
@@ -202,7 +184,7 @@ def _rotated(name: str, source: _Source, transform: Tensor, settings: Settings) 
 
 def _operand(name: str, source: _Source, settings: Settings) -> Operand:
     cast, i, sums = getattr(settings.casts, name), OPERANDS.index(name), settings.operand_sums
-    if source.is_operand or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": as it was left
+    if source.is_operand or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": the operand of that GEMM
         if source.is_operand and sums is not None:
             sums[i].copy_(sums[OPERANDS.index(SHARED[name])])
         return Operand(source.values, source.factor)
@@ -216,10 +198,7 @@ def _operand(name: str, source: _Source, settings: Settings) -> Operand:
 
 
 def _amax(tensor: Tensor, settings: Settings, *operands: str) -> Tensor | None:
-    """The amax of a tensor, measured once for all its operands; None if none of them is scaled by it.
-
-    An operand that is rotated, or whose mean is split off, is scaled by the amax of the result.
-    """
+    """The amax of a tensor, measured once for all operands that need it; rotated or centered ones measure their own."""
     casts = settings.casts
     for operand in operands:
         cast, gemm = getattr(casts, operand), operand.partition("_")[0]
@@ -230,7 +209,7 @@ def _amax(tensor: Tensor, settings: Settings, *operands: str) -> Tensor | None:
 
 
 def _scale_amax(name: str, cast: Cast, source: _Source, settings: Settings) -> Tensor | None:
-    """The amax that a tensor is scaled by: its own, or with delayed scaling the one in force."""
+    """The amax that scales a tensor: its own, or with delayed scaling the one in force."""
     if not cast.scale.needs_amax:
         return None
     if cast.scale.source == "current":
@@ -247,7 +226,7 @@ def _scale_amax(name: str, cast: Cast, source: _Source, settings: Settings) -> T
 def _split_means(
     names: Sequence[str], left: _Source, right: _Source, casts: LinearCasts, bias: Tensor | None
 ) -> tuple[_Source, _Source, Tensor]:
-    """The operands without their means over the tokens, and the product with the mean, of rank one, plus bias.
+    """The operands without their means over the tokens, and the rank-one product with the mean, plus bias.
 
     ``(A + 1μᵀ) B = A B + 1 (μᵀ B)``. Where both operands have tokens, ``(A + 1νᵀ)ᵀ (B + 1μᵀ) = Aᵀ B + tokens · ν μᵀ``,
     since the columns of A and B then sum to zero; splitting one of them gives the same.
@@ -263,13 +242,13 @@ def _split_means(
 
 
 def _transform(gemm: str, settings: Settings, device: torch.device) -> Tensor:
-    """The rotation of a GEMM, with signs from the key of its second operand: on all ranks the same for a weight."""
+    """The rotation of a GEMM. Signs come from the key of its second operand, so that ranks agree for a weight."""
     i = OPERANDS.index(settings.casts.operands_of(gemm)[1])
     return settings.casts.hadamard[gemm].matrix(None if settings.keys is None else settings.keys[i], device)
 
 
 def _through_rounding(name: str, gradient: Tensor, source: _Source, settings: Settings) -> Tensor:
-    """The gradient of a tensor from that of its quantized self, in the space in which it was quantized."""
+    """The gradient of a tensor from that of its quantized values, in the space in which it was quantized."""
     casts, settings = settings.casts, settings._replace(staged=None)
     if name not in casts.surrogate:
         return gradient  # straight through
@@ -288,7 +267,7 @@ def _through_rounding(name: str, gradient: Tensor, source: _Source, settings: Se
 
 
 def _reusable(operand: Operand, dtype: torch.dtype) -> Operand:
-    """An operand for another GEMM, which may contract the axis along which its factor varies."""
+    """Multiplies a factor in that would vary along the contraction axis of another GEMM."""
     if operand.factor is None or operand.factor.dim() == 0:
         return operand
     return Operand((operand.values.float() * operand.factor).to(dtype))

@@ -1,16 +1,12 @@
 """The GEMMs: an emulation of low-precision tensor cores that runs on any device, and native ones.
 
-An FP4 element times its block scale is exact in bfloat16 (see ``Cast.fits_bfloat16``), and a product of two such
-numbers in float32, so a bfloat16 GEMM over ``codes * scales`` with float32 accumulation is the tensor core's GEMM up to
-the order of summation. The scales of the two tensors, and of their rows, stay outside and multiply the accumulated
-result in float32, before it is rounded: folded into the operands they would cost exactness.
+An FP4 element times its block scale is exact in bfloat16 (see ``Cast.fits_bfloat16``), so a bfloat16 GEMM over
+``codes * scales`` with float32 accumulation equals the tensor core's GEMM up to the order of summation. Scales of
+tensors and rows multiply the float32 result before it is rounded; folded into the operands they would make them
+inexact.
 
-Operands whose values are in FP8 themselves go to the tensor cores (``torch._scaled_mm``), which multiply by the scales
-of tensors or rows as they write the result. The products are the same; sums differ by their order and, where
-accumulation is fast, by the 14 bits that the tensor cores of Hopper keep of it.
-
-Integers whose scales are per tensor or row, ternary weights among them, go to int8 units (``torch._int_mm``), which sum
-exactly in int32.
+FP8 operands with such scales go to the tensor cores (``torch._scaled_mm``), of whose sums Hopper keeps 14 bits with
+fast accumulation; integer and ternary ones go to int8 units (``torch._int_mm``), which sum exactly in int32.
 """
 
 import math
@@ -59,21 +55,16 @@ def matmul(
     dtype: torch.dtype = torch.bfloat16,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """``a · b + bias``.
+    """``a · b + bias``, ``[m, n]``, rounded once to ``dtype``: native in FP8 or int8, else in ``dtype`` or float32.
 
     Args:
         a: ``[m, k]``, its factor 0-d or ``[m, 1]``.
         b: ``[k, n]``, its factor 0-d or ``[1, n]``.
         bias: in ``dtype`` or float32, any shape that broadcasts to ``[m, n]``; or None.
-        dtype: of the result.
-        fast_accumulation: of native GEMMs: leaves sums in the tensor cores, faster and less exact.
-
-    Returns:
-        ``[m, n]``. Where both operands are in FP8 or int8, the native GEMM is used; where both have ``dtype``, its
-        GEMM; otherwise (casts that do not fit bfloat16, and exact mode) that of float32, rounded once.
+        fast_accumulation: for native FP8 GEMMs: keeps sums in the tensor cores, faster and less exact.
     """
     dtypes = {a.values.dtype, b.values.dtype}
-    if not dtypes <= {*_FP8} and dtypes != {torch.int8}:  # one of them may be what a native GEMM used
+    if not dtypes <= {*_FP8} and dtypes != {torch.int8}:  # one of them may be an operand of a native GEMM
         a, b = (Operand(x.values.to(dtype), x.factor) if x.values.dtype.itemsize == 1 else x for x in (a, b))
     plain = a.factor is None and b.factor is None and (bias is None or bias.dtype == dtype)
     if plain and a.values.dtype == b.values.dtype == dtype:
@@ -106,11 +97,11 @@ def _matmul(
 
 
 def _integer(left: Tensor, right: Tensor) -> Tensor:
-    """The native GEMM of int8 values: int32, padded to what a GPU takes, more than 16 rows and multiples of 8."""
+    """The native GEMM of int8 values, to int32; padded to what a GPU takes: more than 16 rows and multiples of 8."""
     rows, inner, columns = len(left), len(right), right.shape[1]
     if left.device.type == "cuda":
         left, right = _pad(left, max(17 - rows, 0), -inner % 8), _pad(right.t(), -columns % 8, -inner % 8).t()
-    elif 1 in (rows, inner):  # on CPUs it goes by the strides of single rows, too, and may leave its result unwritten
+    elif 1 in (rows, inner):  # CPUs read the strides of single rows, too, and may leave the result unwritten
         left, right = _pad(left, 0, 0), _pad(right, 0, 0)
     with counted_as(rows, inner, columns):
         return torch._int_mm(left, right)[:rows, :columns]
@@ -119,11 +110,11 @@ def _integer(left: Tensor, right: Tensor) -> Tensor:
 def _emulated(left: Tensor, right: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if left.dtype != dtype or right.dtype != dtype:
         left, right = left.float(), right.float()
-    narrow = bias is None or bias.dtype == dtype  # a float32 product with a mean is added before anything is rounded
+    narrow = bias is None or bias.dtype == dtype  # a float32 product with a mean is added before rounding
     if left.device.type == "cpu" and narrow and all(factor.dim() == 0 for factor in factors):
-        # On the CPU reading a number costs nothing, and the GEMM multiplies its float32 result by alpha.
+        # On the CPU, reading a number is free, and the GEMM multiplies its float32 result by alpha.
         alpha = math.prod(factor.item() for factor in factors)
-        if not _FLOAT32.tiny <= alpha <= _FLOAT32.max:  # though the result may be an ordinary number
+        if not _FLOAT32.tiny <= alpha <= _FLOAT32.max:  # the result may still be an ordinary number
             product = torch.mm(left.float(), right.float()).double() * alpha
             return (product if bias is None else product + bias).to(dtype)
         offset = left.new_zeros(()) if bias is None else bias.to(left.dtype)
@@ -136,11 +127,10 @@ def _emulated(left: Tensor, right: Tensor, factors: list[Tensor], bias: Tensor |
 
 
 def _finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``product * factors + bias``, in one pass."""
     if not factors and bias is None:
         return product.to(dtype)
 
-    def view(tensor: Tensor) -> Tensor:  # as `compiled` takes it: [m, 1, n], sizes of 1 where it is broadcast
+    def view(tensor: Tensor) -> Tensor:  # for `compiled`: [m, 1, n], with sizes of 1 where it broadcasts
         return tensor.reshape([1] * (2 - tensor.dim()) + list(tensor.shape)).unsqueeze(1)
 
     others = [view(tensor) for tensor in (*factors, bias) if tensor is not None]
@@ -151,7 +141,7 @@ def _finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: 
 def _scale(product: Tensor, *others: Tensor, biased: bool, dtype: torch.dtype) -> Tensor:
     factors, biases = (others[:-1], others[-1:]) if biased else (others, ())
     result = product if product.dtype == torch.float64 else product.float()
-    for factor in factors:  # one after the other: their product may leave float32
+    for factor in factors:  # one by one, because their product may overflow or underflow
         result = result * factor
     for bias in biases:
         result = result + bias
@@ -165,12 +155,12 @@ def _native(
     rows, inner, columns = len(left), len(right), right.shape[1]
     # It reads rows of the left operand and columns of the right one, each contiguous.
     left, right = _pad(left, 0, -inner % 16), _pad(right.t(), -columns % 16, -inner % 16).t()
-    # The result is rounded once, after bias and scales: in the GEMM for bfloat16, here for the rest, which it lacks.
+    # The result is rounded once, after bias and scales: in the GEMM for bfloat16, here for all else.
     inside = dtype == torch.bfloat16 and (bias is None or (bias.dtype == dtype and bias.dim() == 1))
     scales, added = factors, bias
     if not inside:
         scales, added = [torch.ones((), device=left.device)] * 2, None
-    elif any(factor.dim() for factor in factors):  # then of every row and column
+    elif any(factor.dim() for factor in factors):  # then the GEMM takes one per row and column
         of_rows, of_columns = factors[0].expand(rows, 1).reshape(rows), factors[1].expand(1, columns).reshape(columns)
         scales = [of_rows.contiguous().unsqueeze(1), F.pad(of_columns, (0, -columns % 16)).unsqueeze(0)]
     with counted_as(rows, inner, columns):
@@ -187,25 +177,17 @@ def _native(
 
 
 def _pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """A matrix of elements of one byte, contiguous, with zeros below and to the right."""
+    """A contiguous matrix of one-byte elements, with zeros below and to the right."""
     if rows or columns:
         return F.pad(matrix.view(torch.uint8), (0, columns, 0, rows)).view(matrix.dtype)
-    return matrix.contiguous().flatten().view(matrix.shape)  # one row, too, gets the strides that the GEMM asks for
+    return matrix.contiguous().flatten().view(matrix.shape)  # gives a single row, too, the strides that the GEMM needs
 
 
 @opaque(lambda mean, weight, factor, bias: weight.new_empty((1, weight.shape[1]), dtype=torch.float32))
 def mean_times(mean: Tensor, weight: Tensor, factor: Tensor | None, bias: Tensor | None) -> Tensor:
-    """``μᵀ · W * factor + bias``: what a mean that was split off adds to every row of a result.
-
-    Args:
-        mean: float32 ``[1, k]``.
-        weight: ``[k, n]``.
-        factor: float32, 0-d, or None.
-        bias: ``[n]`` or None.
-
-    Returns:
-        float32 ``[1, n]``: it enters all rows alike, so that its rounding would not average out over tokens.
-    """
+    """``μᵀ · W * factor + bias``, float32 ``[1, n]``: what a mean that was split off adds to every row of a result. It
+    is not rounded to bfloat16, because it enters all rows alike, and its rounding would not average out over tokens.
+    ``mean`` is float32 ``[1, k]``, ``weight`` ``[k, n]``, ``factor`` float32, 0-d."""
     with within_cast():
         product = mean @ weight.float()
     if factor is not None:

@@ -1,12 +1,10 @@
-"""Keys of the random bits of stochastic rounding, one per layer and operand, and for each call of the layer.
+"""Keys of the random bits of stochastic rounding, one per layer, operand and call.
 
     key = hash(seed, optimizer step, micro-batch, rank; layer name, operand; call)
 
-The bits are a pure function of the key and of the index of an element (see :mod:`lightning_lowbit.quant.rounding`), so
-they are the same when activations are recomputed, after a resume and whatever other code draws random numbers. The rank
-among data-parallel processes enters for x and g, which differ between ranks, and not for w, which does not. So does the
-call, for layers that a micro-batch passes through several times: the first one has the keys that are filled in, and
-each later one its own, so that noise does not add up (:mod:`lightning_lowbit.nn.calls`).
+Random bits depend only on the key and an element's index. They are the same after a resume and in recomputation,
+whatever other code draws. The data-parallel rank and the call enter only for x and g, which differ between ranks and
+calls, and not for w. Each call has its own keys, so that noise does not add up (:mod:`lightning_lowbit.nn.calls`).
 """
 
 import hashlib
@@ -22,26 +20,26 @@ from lightning_lowbit.nn.casts import OPERANDS
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant.rounding import mix_key
 
-# What wrappers add to module names. It is removed, so that a layer keeps its key when it is wrapped or compiled.
+# Removed from module names, so that a layer keeps its key when it is wrapped or compiled.
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 _IS_WEIGHT = [operand.endswith("_w") for operand in OPERANDS]
 
 
 def clean_name(name: str) -> str:
-    """A module's name without what wrappers added to it."""
+    """A module's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def with_index(device: torch.device) -> torch.device:
-    """A device as tensors name it: ``cuda:0`` for ``cuda``, which does not compare equal to it."""
+    """A device as tensors name it, ``cuda:0`` for ``cuda``: the two do not compare equal."""
     return torch.empty(0, device=device).device
 
 
 class LayerKeys:
     """The keys of all quantized layers of a model, filled in place before each micro-batch.
 
-    Each layer holds a view of its six keys, so that filling launches a handful of tiny operations whatever the number
-    of layers, synchronizes nothing, and recompiles nothing.
+    Each layer holds a view of its six keys. Filling them takes a few small operations for the whole model, without
+    synchronization or recompilation.
 
     Args:
         model: holds converted layers; their names are those in this model.
@@ -66,11 +64,8 @@ class LayerKeys:
     def fill_(self, step: int, micro_batch: int = 0, rank: int = 0, device: torch.device | None = None) -> None:
         """Sets the keys; the next call of each layer is its first one.
 
-        Args:
-            step: optimizer steps taken so far.
-            micro_batch: of this optimizer step.
-            rank: of this process among the data-parallel ones.
-            device: where the layers compute; None leaves the keys where they are.
+        ``step`` counts optimizer steps, ``micro_batch`` those within one, and ``rank`` data-parallel processes.
+        ``device`` is that of the layers; None leaves the keys where they are.
         """
         if device is not None and with_index(device) != self._keys.device:
             self._place(device)
@@ -84,17 +79,17 @@ class LayerKeys:
         self._calls.given = [] if on else None
 
     def in_use(self) -> list[Tensor]:
-        """All keys that a backward pass over the micro-batch uses: of its calls, and of what it computes again."""
+        """All keys that a backward pass over the micro-batch uses, also those of recomputed calls."""
         return [self._keys, *(self._calls.given or [])]
 
     def draw_again_(self, number: int) -> None:
-        """Replaces the keys in use by others for draw ``number``, also those that compiled graphs have saved."""
+        """Replaces the keys in use by those of draw ``number``, also the ones that compiled graphs have saved."""
         with _unsafe_preserve_version_counter(tuple(self.in_use())):
             for keys in self.in_use():
                 keys.bitwise_xor_(hash_numbers(-1 - number))
 
     def relink(self) -> None:
-        """Gives layers views of the keys again, after pickle has made copies of them."""
+        """Gives layers views of the keys again, after pickle has copied them."""
         self._place(self._keys.device)
 
     @torch.inference_mode(False)  # evaluation may move them, and training refills them
@@ -111,7 +106,7 @@ def _salt(name: str, operand: str) -> int:
 
 
 def hash_numbers(*numbers: int) -> int:
-    """A hash of integers, the same in every process: an int64."""
+    """An int64 hash of integers, the same in every process."""
     return _int64(hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest())
 
 
@@ -122,7 +117,7 @@ def _int64(digest: bytes) -> int:
 @contextmanager
 @torch.no_grad()
 def unchanged(tensors: list[Tensor]) -> Generator[None, None, None]:
-    """Within this context tensors may change in place; afterwards they are as before, also to autograd."""
+    """Restores tensors that change in place within this context, without autograd noticing."""
     kept = [tensor.clone() for tensor in tensors]
     with _unsafe_preserve_version_counter(tuple(tensors)):
         try:

@@ -1,4 +1,4 @@
-"""The amaxes that a layer holds between steps, and what an operand is scaled by."""
+"""The amaxes that a layer keeps between steps."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,11 @@ from lightning_lowbit.nn.casts import OPERANDS
 
 
 class LayerAmaxes(NamedTuple):
-    """A layer's views of the state of :class:`lightning_lowbit.nn.AmaxHistories`; all float32, 0 where there is none.
+    """A layer's views of the state of :class:`lightning_lowbit.nn.AmaxHistories`: float32, 0 where there is no amax.
 
-    Attributes:
-        in_force: ``[6]``, what operands with delayed scaling are scaled by.
-        staged: ``[6]``, the largest amaxes of the current step.
-        channels: ``[in_features]``, amaxes of the channels of x in the last step, where they are smoothed; else empty.
-        staged_channels: likewise, of the current step.
-        switch: a list of one, shared by all layers: whether passes belong to a step and are staged.
+    ``in_force`` and ``staged``, ``[6]``, are for delayed scaling; ``channels`` and ``staged_channels``,
+    ``[in_features]``, for smoothed channels (else empty). The staged ones are of the current step. All layers share
+    ``switch``, a list of one bool: whether passes stage their amaxes.
     """
 
     in_force: Tensor
@@ -32,12 +29,6 @@ def stage_(staged: Tensor, amax: Tensor) -> None:
 
 
 def amax_in_force(in_force: Tensor, operand: str, own: Tensor) -> Tensor:
-    """What delayed scaling scales an operand by: the amax in force, or its own while there is none.
-
-    Args:
-        in_force: ``[6]``, of :class:`LayerAmaxes`.
-        operand: its name, one of ``OPERANDS``.
-        own: float32, 0-d, the operand's own amax.
-    """
+    """The amax that delayed scaling uses for an operand: the one in force, or the operand's own while there is none."""
     remembered = in_force[OPERANDS.index(operand)]
     return torch.where(remembered > 0, remembered, own)

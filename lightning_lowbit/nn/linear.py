@@ -1,7 +1,7 @@
 """Linear layers whose GEMMs are quantized.
 
-``QuantLinear`` is what an ``nn.Linear`` becomes, in place: :func:`lightning_lowbit.convert` assigns its ``__class__``,
-so that parameters, their names and every reference to the module stay what they were.
+:func:`lightning_lowbit.convert` turns an ``nn.Linear`` into a ``QuantLinear`` in place by assigning its ``__class__``:
+parameters, their names and all references to the module stay valid.
 """
 
 from functools import cache
@@ -23,16 +23,12 @@ from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
 _HP, _WHOLE = LinearCasts(), Shards()
 
-# Where GEMMs run: natively where device and casts allow, always natively, or never.
+# Where GEMMs run: natively where device and casts allow, always natively, never natively.
 BACKENDS = ("auto", "native", "emulated")
 
 
 def has_native_gemms(device: torch.device, kind: str, backend: str = "auto") -> bool:
-    """Whether a device computes GEMMs in ``"fp8"`` or ``"int8"`` natively.
-
-    Raises:
-        ValueError: it does not, and ``backend`` is ``"native"``.
-    """
+    """Whether a device computes GEMMs in ``"fp8"`` or ``"int8"`` natively; with ``backend="native"`` it must."""
     obstacle = native_obstacle(device, kind)
     if obstacle is not None and backend == "native":
         raise ValueError(f"backend='native': {obstacle}. Use backend='auto' or 'emulated'.")
@@ -40,24 +36,21 @@ def has_native_gemms(device: torch.device, kind: str, backend: str = "auto") -> 
 
 
 class QuantizedLayer(nn.Module):
-    """What converted layers have in common.
+    """Base class of converted layers.
 
     Attributes:
         casts: the casts in force.
         full_casts: the casts outside any phase.
         keys: int64 ``[6]``, the keys of stochastic rounding, in the order of ``OPERANDS``; None until set.
-        calls: numbers the calls within a micro-batch, which have keys of their own; None: all calls have ``keys``.
-        amaxes: those kept between steps; None until set.
-        exact: float32 GEMMs over exact operands instead of those of the compute dtype.
+        calls: numbers the calls within a micro-batch, which have their own keys; None: all calls have ``keys``.
+        amaxes: kept between steps; None until set.
+        exact: computes float32 GEMMs over exact operands.
         backend: ``"auto"`` (native GEMMs where device and casts allow), ``"native"`` or ``"emulated"``.
         blend: float32, 0-d: λ of annealing, see :func:`set_blend`; None for fully quantized operands.
-        operand_sums, gradient_sums: rows for statistics of operands and of the weight's gradient, see
-            :mod:`lightning_lowbit.nn.watch`; None outside of measurements.
-        token_amax: float32 ``[tokens, 1]``, what tokens are smoothed by in the next pass; None until set.
-        weight_amax: float32, 0-d: what the weight is scaled by, see
-            :mod:`lightning_lowbit.nn.conversion.shared_amax`; None for its own amax.
-        prequantized_weight: what the weight is while it is gathered, if it was quantized before; see
-            :mod:`lightning_lowbit.nn.sharded.gather`.
+        operand_sums, gradient_sums: rows of :class:`lightning_lowbit.nn.watch.Watch`; None outside of measurements.
+        token_amax: float32 ``[tokens, 1]``, for smoothing the tokens of the next pass; None until set.
+        weight_amax: float32, 0-d, scales the weight (:mod:`lightning_lowbit.nn.conversion.shared_amax`), if not None.
+        prequantized_weight: set while gathering a weight that is quantized (:mod:`lightning_lowbit.nn.sharded.gather`).
     """
 
     casts: LinearCasts = LinearCasts()
@@ -78,7 +71,7 @@ class QuantizedLayer(nn.Module):
     bias: Any
 
     def set_casts(self, casts: LinearCasts) -> None:
-        """Sets the casts, outside any phase. If they change, amaxes are dropped: they may be of other operands."""
+        """Sets the casts outside any phase. A change drops amaxes, which may be those of other operands."""
         if casts != self.full_casts:
             self.amaxes = None
         self.full_casts = self.casts = casts
@@ -88,14 +81,7 @@ class QuantizedLayer(nn.Module):
         return self.weight
 
     def forward(self, input: Tensor) -> Tensor:  # as nn.Linear names it, which callers may do too
-        """``x · Wᵀ + b``.
-
-        Args:
-            input: x, ``[..., in_features]``; cast to the autocast dtype where autocast is on, as are weight and bias.
-
-        Returns:
-            ``[..., out_features]`` in the dtype of the computation.
-        """
+        """``x · Wᵀ + b`` for ``x`` ``[..., in_features]``; under autocast in its dtype."""
         if self.casts == _HP:  # nothing to quantize: the layer that this one was converted from
             return super().forward(input)
         weight = self.weight_matrix()
@@ -104,16 +90,9 @@ class QuantizedLayer(nn.Module):
         return self.quantized_forward(input, weight, self.bias)
 
     def quantized_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards = _WHOLE) -> Tensor:
-        """:meth:`forward` through the casts, whatever they are; with six of None still ``nn.Linear`` to the bit.
-
-        Args:
-            x: ``[..., in_features]``.
-            weight: ``[out_features, in_features]``.
-            bias: ``[out_features]`` or None.
-            shards: which of the three matrices of the layer are shards on this process.
-        """
+        """:meth:`forward` through the casts, of shards too; with six of None it equals ``nn.Linear`` to the bit."""
         device, shape, prequantized, amaxes = x.device.type, x.shape, self.prequantized_weight, self.amaxes
-        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # which autocast leaves alone
+        if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # autocast does not cast float64
             dtype = torch.get_autocast_dtype(device)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             weight = weight.to(dtype) if prequantized is None else weight
@@ -133,7 +112,7 @@ class QuantizedLayer(nn.Module):
                 "lightning_lowbit.nn.AmaxHistories where there is no Trainer."
             )
         with torch.autocast(device, enabled=False):
-            x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # also where there is nothing
+            x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # flatten also takes empty tensors
             if x.shape[1] != weight.shape[1]:  # a rotation would pad both to whole groups
                 raise ValueError(f"The layer takes {weight.shape[1]} features; got {tuple(shape)}.")
             rescale = None
@@ -156,11 +135,11 @@ class QuantizedLayer(nn.Module):
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
             if rescale is not None:
                 y = y * rescale if bias is None else y * rescale + bias
-        # As nn.Linear does: a module should not return a view, of which FSDP2 warns.
+        # As nn.Linear does: FSDP2 warns of modules that return a view.
         return torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[-1]))
 
     def _smoothed(self, x: Tensor, weight: Tensor, shards: Shards) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x and w with the smoothing factor s in them, and what the product is multiplied by; None for 1.
+        """x and w with the smoothing factor s in them, and the factor of the product (None for 1).
 
         Y = (X · diag(s)) · (W · diag(1/s))ᵀ + b      per channel
         Y = diag(1/s) · (diag(s) · X) · Wᵀ + b        per token
@@ -172,7 +151,7 @@ class QuantizedLayer(nn.Module):
         return x * s, weight, s.reciprocal()
 
     def _channel_amax(self, x: Tensor, shards: Shards) -> Tensor:
-        """float32 ``[in_features]``: of this batch in training, of the last training step after it."""
+        """float32 ``[in_features]``: of this batch in training, of the last training step in evaluation."""
         own = amax_along(x.detach(), 0)[0]
         if self.amaxes is None:
             return own
@@ -195,37 +174,26 @@ class QuantizedLayer(nn.Module):
         return max_over_shards(amax.view(-1, 1), shards.x)
 
     def shared_amax(self, dtype: torch.dtype) -> Tensor | None:
-        """``weight_amax`` of weights that are rounded to a dtype first, which keeps their order; None for their own."""
+        """``weight_amax`` rounded to the weight's dtype, which is monotonic; None if it is not set."""
         return None if self.weight_amax is None else self.weight_amax.to(dtype).float()
 
     def scaled_by(self, weight: Tensor) -> Tensor | None:
-        """The amax that the forward pass scales its weight by, outside of a step; None for the weight's own.
-
-        Args:
-            weight: in the dtype of the computation.
-        """
+        """The amax by which the forward pass scales its weight outside of a step; None for the weight's own."""
         amax, cast = self.shared_amax(weight.dtype), self.casts.cast_of("fprop_w")
         if self.amaxes is None or cast is None or cast.scale.source == "current":
             return amax
         return amax_in_force(self.amaxes.in_force, "fprop_w", amax_of(weight) if amax is None else amax)
 
     def native_gemms(self, device: torch.device, casts: LinearCasts | None = None) -> tuple[str, ...]:
-        """The GEMMs that a device computes natively; all others are emulated.
-
-        Args:
-            device: where the layer computes.
-            casts: to ask about; None for those in force, of which none are native during annealing.
-
-        Raises:
-            ValueError: ``backend="native"`` on a device that has no native GEMM of their kind.
-        """
+        """The GEMMs that a device computes natively, by default for the casts in force (none during annealing). A
+        ValueError for ``backend="native"`` on a device that has no native GEMM of their kind."""
         if self.backend == "emulated" or self.exact or (casts is None and self.blend is not None):
             return ()
         kinds = (casts or self.casts).native_gemms
         return tuple(gemm for gemm, kind in kinds.items() if has_native_gemms(device, kind, self.backend))
 
     def extra_repr(self) -> str:
-        """Shows the casts in force, so that ``print(model)`` tells how each layer computes."""
+        """Shows the casts in force in ``print(model)``."""
         inherited = super().extra_repr()
         return f"{inherited}, casts={self.casts}" if inherited else f"casts={self.casts}"
 
@@ -236,13 +204,13 @@ class QuantLinear(QuantizedLayer, nn.Linear):
 
 @cache
 def quantized_class(cls: Any) -> type[QuantizedLayer] | None:
-    """The class that a layer of exactly this class is converted to, or None if it stays what it is."""
+    """The class that a layer of exactly this class is converted to; None if it is not converted."""
     if issubclass(cls, QuantizedLayer):
         return cls
     if issubclass(cls, FSDPModule):
         from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
 
-        # What fully_shard makes of a module's class: FSDPModule, then the class itself
+        # fully_shard derives a class from FSDPModule and the module's class
         sharded, original, *_ = cls.__bases__
         quantized = quantized_class(original)
         if quantized is None:
@@ -270,7 +238,7 @@ def is_linear(module: Any) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """Finds the class of a converted ``Conv1D`` by name, which is how pickle looks for classes."""
+    """Finds the class of a converted ``Conv1D`` by name, as pickle does."""
     if name == "QuantConv1D":
         from transformers.pytorch_utils import Conv1D
 

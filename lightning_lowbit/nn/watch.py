@@ -1,11 +1,9 @@
-"""Statistics of operands and gradients that layers leave in rows of one tensor while they compute.
+"""Statistics of operands and gradients that layers write to rows of one tensor while they compute.
 
     operand_sums    [6, 8] of a layer: for each quantized operand, see :mod:`lightning_lowbit.quant.statistics`
-    gradient_sums   [2] of a layer: Σ (dW - dW')² and Σ dW'², with dW of quantized operands and dW' of the same tensors
-                    in high precision, of one backward pass: noise of the operands of this one GEMM, and bias
+    gradient_sums   [2] of a layer: Σ (dW - dW')² and Σ dW'², dW' in high precision; doubles the GEMM of dW
 
-Rows add up over passes, and so over micro-batches; one collective adds them over ranks. A layer without a row measures
-nothing and costs nothing. ``gradient_sums`` doubles the GEMM of a weight's gradient.
+Rows add up over passes and micro-batches, and one collective adds them over ranks. Without a row nothing is measured.
 """
 
 from collections.abc import Mapping
@@ -20,11 +18,8 @@ _SHAPES: dict[str, tuple[int, ...]] = {"operand_sums": (6, len(SUMS) + len(MAXIM
 
 
 class Watch:
-    """Rows for the layers of a model.
-
-    Args:
-        layers: converted layers, by name.
-        what: ``"operand_sums"`` or ``"gradient_sums"``.
+    """Rows for the statistics of converted layers, given by name. ``what`` is ``"operand_sums"`` or
+    ``"gradient_sums"``.
 
     Attributes:
         sums: float64 (float32 on Apple's GPUs) ``[layers, 6, 8]`` or ``[layers, 2]``: of passes since the start.
@@ -51,19 +46,18 @@ class Watch:
         self.resume()
 
     def resume(self) -> None:
-        """Gives the rows to the layers, as they are."""
+        """Gives the rows to the layers without emptying them."""
         for layer, row in zip(self.layers.values(), self.sums, strict=True):
             setattr(layer, self._what, row)
 
     def stop(self) -> None:
         """Takes the rows from the layers."""
         for layer in self.layers.values():
-            # Restores the None of the class: a None of its own would have the layer compiled once more.
+            # Restores the None of the class: an attribute of its own would recompile the layer.
             vars(layer).pop(self._what, None)
 
 
 def add_gradients_(sums: Tensor, quantized: Tensor, exact: Tensor) -> None:
-    """Adds Σ (dW - dW')² and Σ dW'² to a row."""
     exact = exact.float()
     norms = torch.stack([torch.linalg.vector_norm(quantized.float() - exact), torch.linalg.vector_norm(exact)])
     sums.add_(norms.to(sums.dtype).square())

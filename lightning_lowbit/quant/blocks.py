@@ -1,12 +1,12 @@
 """A matrix cut into blocks that share a scale.
 
-A tile is 1 x k for blocks along the rows of a matrix, k x 1 along its columns. The *blocked view* has the two sides
-of a tile as dimensions 1 and 3, so that a scale is a reduction over the odd dimensions:
+A tile is 1 x k for blocks along the rows of a matrix, and k x 1 along its columns. The *blocked view* has the sides of
+a tile as dimensions 1 and 3, over which scales are reduced:
 
     [R, C]  ->  [R / k1, k1, C / k2, k2]         or, where a side is 1,   [R C / k, k]   and   [R / k, k, C]
 
-A scale that belongs to a whole row, column or tensor is a reduction over an even dimension of [R, 1, C] or [R C, 1]:
-the odd ones are constants of compiled code, and sizes of tensors must not be.
+For the scale of a whole row, column or tensor, the view is [R, 1, C] or [R C, 1], and an even dimension is reduced. Odd
+dimensions become constants of compiled code, which the sizes of tensors must not be.
 """
 
 import math
@@ -22,7 +22,7 @@ Tile = tuple[int, int]
 
 
 def tile_of(cast: Cast, dim: int, dimensions: int) -> Tile:
-    """The tile of a tensor of so many dimensions whose blocks lie along ``dim``."""
+    """The tile of a cast whose blocks lie along ``dim`` of a tensor with this number of dimensions."""
     block = cast.scale.block
     if isinstance(block, tuple):
         return block
@@ -51,21 +51,15 @@ def to_blocks(matrix: Tensor, tile: Tile) -> Tensor:
 
 
 def block_dims(blocks: Tensor, tile: Tile) -> tuple[int, ...]:
-    """The dimensions of one block in its view."""
     if ALL not in tile:
         return tuple(range(1, blocks.dim(), 2))
     return (2,) if tile == (1, ALL) else (0,)
 
 
 def elements_per_block(matrix: Tensor, blocks: Tensor, tile: Tile, shape: torch.Size) -> Tensor:
-    """How many elements a block has, padding left out; 1 where it has none.
-
-    Args:
-        matrix, blocks, tile: as :func:`to_blocks` takes and gives them.
-        shape: of the matrix, or of the global one if it is a shard; its rows or columns may be one block.
-    """
+    """Number of elements in each block without padding, at least 1: float32. ``shape`` is that of the global matrix."""
     dims = block_dims(blocks, tile)
-    if ALL in tile:  # filled on the device: a number would be copied there, which waits for it
+    if ALL in tile:  # filled on the device: copying a number there would wait for it
         count = math.prod(size for size, side in zip(shape, tile, strict=True) if side == ALL)
         return torch.full((), max(count, 1), device=blocks.device)
     if blocks.numel() == matrix.numel():
@@ -74,13 +68,13 @@ def elements_per_block(matrix: Tensor, blocks: Tensor, tile: Tile, shape: torch.
 
 
 def scales_view(scales: Tensor, blocks: Tensor, tile: Tile) -> Tensor:
-    """Scales, in the order of a matrix, as they multiply a blocked view."""
+    """Reshapes scales, given in the order of the matrix, so that they broadcast over a blocked view."""
     dims = block_dims(blocks, tile)
     return scales.reshape([1 if i in dims or i % 2 else size for i, size in enumerate(blocks.shape)])
 
 
 def from_blocks(blocks: Tensor, shape: torch.Size, tile: Tile) -> Tensor:
-    """Inverse of :func:`to_blocks`: the matrix of the given shape, without padding."""
+    """Inverse of :func:`to_blocks`: the matrix of this shape, without padding."""
     rows, columns = shape
     if ALL in tile:
         return blocks.reshape(shape)
@@ -89,14 +83,14 @@ def from_blocks(blocks: Tensor, shape: torch.Size, tile: Tile) -> Tensor:
 
 
 def as_matrix(x: Tensor, dim: int) -> Tensor:
-    """A matrix is itself; any other tensor has the blocked dimension moved to the columns."""
+    """A tensor as a matrix with the blocked dimension in the columns; a matrix is returned as it is."""
     if x.dim() == 2:
         return x
     return x.movedim(dim, -1).flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
 def from_matrix(matrix: Tensor, shape: torch.Size, dim: int) -> Tensor:
-    """Inverse of :func:`as_matrix` for a tensor of ``shape``, whose size along ``dim`` may have changed."""
+    """Inverse of :func:`as_matrix`, to a tensor of ``shape`` whose size along ``dim`` may have changed."""
     if len(shape) == 2:
         return matrix
     leading = [size for i, size in enumerate(shape) if i != len(shape) + dim]
@@ -104,13 +98,9 @@ def from_matrix(matrix: Tensor, shape: torch.Size, dim: int) -> Tensor:
 
 
 def element_index(blocks: Tensor, offset: Tensor | None = None) -> Tensor:
-    """Row-major index of every element, int32: that of the matrix, padded to whole blocks.
-
-    Args:
-        blocks: a blocked view.
-        offset: int32 ``[3]`` where the matrix is a shard: its columns, the columns of the global matrix, and the index
-            there of its first element. The indices are then those in the global matrix.
-    """
+    """Row-major int32 index of every element in the matrix, padded to whole blocks. For a shard, ``offset`` is int32
+    ``[3]``: its columns, those of the global matrix, and the global index of its first element; indices are then
+    global."""
     index: Tensor | int = 0
     stride = 1
     for dimension in reversed(range(blocks.dim())):

@@ -1,7 +1,6 @@
-"""How one tensor is quantized: ``Scale`` says how its scales are made, ``Cast`` adds the elements and their rounding.
+"""How one tensor is quantized: ``Scale`` describes its scales, and ``Cast`` adds the elements and their rounding.
 
-Both are frozen values: they compare, hash, print and validate themselves, and nothing else in the project decides how
-a tensor is quantized.
+Both are immutable values that validate themselves. Nothing else in the project decides how a tensor is quantized.
 """
 
 import json
@@ -16,7 +15,7 @@ from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format, int
 
 Block = int | tuple[int, int] | Literal["row", "tensor"]
 
-# How a block's scale is rounded to its format; the first of each is the default.
+# Roundings of the scales of each format; the first one is the default.
 _EXMY = ("nearest", "up")
 SCALE_ROUNDINGS = dict.fromkeys(SCALE_FORMATS, _EXMY) | {
     "e8m0": ("rceil", "floor", "ceil", "even"),
@@ -24,8 +23,8 @@ SCALE_ROUNDINGS = dict.fromkeys(SCALE_FORMATS, _EXMY) | {
 }
 
 
-# Combinations of fields that have no meaning: when they apply to a scale s and an element e (None while there is only a
-# scale), and what to say. All other combinations are honored.
+# Refused combinations of fields: the condition on a scale s and an element e (None while only the scale is known), and
+# the error message. All other combinations are honored.
 REFUSED: "tuple[tuple[Callable[[Scale, str | None], bool], str], ...]" = (
     (
         lambda s, _: s.two_level and s.format == "fp32",
@@ -102,29 +101,29 @@ def _refuse(scale: "Scale", element: str | None) -> None:
 
 @dataclass(frozen=True)
 class Scale:
-    """How the scales of one tensor are made; docs/guides/scales.md describes each field with its source.
+    """How the scales of one tensor are made; docs/guides/scales.md explains each field with its source.
 
     Args:
-        format: of the block scales: ``"e1m6"``, ``"e2m5"``, ``"e3m4"``, ``"e4m3"``, ``"e5m2"``, ``"e6m1"``, ``"e8m0"``
-            or ``"fp32"``.
-        block: elements that share a scale: ``16`` along the contraction axis; ``(16, 16)``, a tile; ``"row"``, the
-            whole contraction axis; ``"tensor"``.
+        format: format of the block scales: ``"e1m6"``, ``"e2m5"``, ``"e3m4"``, ``"e4m3"``, ``"e5m2"``, ``"e6m1"``,
+            ``"e8m0"`` or ``"fp32"``.
+        block: elements that share a scale: ``16`` along the contraction axis, a tile such as ``(16, 16)``, ``"row"``
+            (the whole contraction axis) or ``"tensor"``.
         rounding: of the scale: ``"nearest"`` or ``"up"``; for ``"e8m0"`` ``"rceil"``, ``"floor"``, ``"ceil"`` or
-            ``"even"``; for ``"fp32"`` ``"nearest"`` or ``"power_of_two"``. None for the first of these.
-        two_level: whether a float32 scale of the whole tensor stands above the block scales, as in NVFP4.
-        top: scale of the block with the largest element of the tensor, with two levels; None for the largest scale.
-        four_over_six: ``"mse"`` or ``"mae"``: the error by which each block chooses between its scale and 6/4 of it.
-        prescale: factor of the elements, applied once the scales are made and undone in decoding.
-        margin: powers of two of room above the amax, for ``"fp32"``.
-        statistic: of a block, what its ``"fp32"`` scale is made from: ``"absmax"``, ``"absmean"`` or ``"minmax"``.
+            ``"even"``; for ``"fp32"`` ``"nearest"`` or ``"power_of_two"``. None takes the first one.
+        two_level: adds a float32 scale of the whole tensor above the block scales, as in NVFP4.
+        top: with two levels, the scale of the block with the tensor's largest element; None for the largest scale.
+        four_over_six: ``"mse"`` or ``"mae"``, the error by which each block chooses its scale or 6/4 of it.
+        prescale: factor of the elements, applied after the scales are made and undone in decoding.
+        margin: room above the amax in powers of two, for ``"fp32"``.
+        statistic: what an ``"fp32"`` scale is made from: ``"absmax"``, ``"absmean"`` or ``"minmax"`` of the block.
         factor: of the statistic, for ``"fp32"``; below 1 more elements saturate.
-        epsilon: the least value of the statistic, for ``"fp32"``.
-        source: of the tensor's amax: ``"current"``, or ``"delayed"``, that of the steps before.
-        history: steps that delayed scaling remembers.
+        epsilon: lower bound of the statistic, for ``"fp32"``.
+        source: the tensor's amax is its own (``"current"``) or that of earlier steps (``"delayed"``).
+        history: number of steps that delayed scaling remembers.
         algorithm: ``"max"`` or ``"most_recent"`` of the remembered amaxes.
 
     Raises:
-        ValueError: an argument is not one of the above, or a combination has no meaning; ``REFUSED`` lists those.
+        ValueError: an unknown value, or a combination that has no meaning (see ``REFUSED``).
 
     Example:
         >>> Scale("e4m3", 16, two_level=True)  # NVFP4's
@@ -182,29 +181,28 @@ class Scale:
 
     @property
     def storage(self) -> Format:
-        """The format in which block scales are stored."""
         return SCALE_FORMATS[self.format]
 
     @property
     def largest(self) -> float:
-        """Scale of the block that holds the largest element of the tensor, with two levels: ``top`` or its default."""
+        """With two levels, the scale of the block with the tensor's largest element: ``top`` or its default."""
         if self.four_over_six is not None and self.top is None:
             return 2.0 ** math.floor(math.log2(self.storage.max / 1.5))
         return self.top or (1.0 if self.format == "e8m0" else self.storage.max)
 
     @property
     def per_block(self) -> bool:
-        """Whether a scale belongs to a part of the contraction axis; if not, it factors out of the GEMM."""
+        """Whether scales vary along the contraction axis; if not, they factor out of the GEMM."""
         return self.block not in ("row", "tensor")
 
     @property
     def needs_amax(self) -> bool:
-        """Whether the largest magnitude of the whole tensor enters."""
+        """Whether scales depend on the largest magnitude of the whole tensor."""
         return self.two_level or (self.block == "tensor" and self.statistic == "absmax")
 
     @property
     def significant_bits(self) -> int:
-        """Binary digits that a scale adds to those of an element; a power of two adds none."""
+        """Significant bits that a scale adds to those of an element; a power of two adds none."""
         power_of_two = self.format == "e8m0" or self.rounding == "power_of_two"
         return 0 if power_of_two else self.storage.significant_bits
 
@@ -239,15 +237,14 @@ class Cast:
 
     Args:
         element: format of the elements: ``"e2m1"``, ``"e1m2"``, ``"e3m0"``, ``"e2m3"``, ``"e3m2"``, ``"e4m3"``,
-            ``"e5m2"``, ``"int2"`` to ``"int8"``, ``"ternary"``.
-        scale: how the scales are made; a mapping of its fields is accepted too.
-        rounding: of the elements. ``"nearest"`` has ties to even; ``"stochastic"`` is unbiased and needs a key.
-        rounded: whether the operand of a GEMM, elements times block scales, is rounded to the bfloat16 of the
-            computation, as fake quantization does. If not, operands that bfloat16 does not hold exactly are float32,
-            and so is their GEMM. Unlike ``rounding``, it changes nothing about the elements.
+            ``"e5m2"``, ``"int2"`` to ``"int8"``, or ``"ternary"``.
+        scale: a :class:`Scale`, or a mapping of its fields.
+        rounding: of the elements: ``"nearest"`` (ties to even) or ``"stochastic"`` (unbiased, needs a key).
+        rounded: rounds ``elements * block scales`` to the computation's bfloat16, as fake quantization does. By default
+            operands that bfloat16 does not hold exactly are float32, and so is their GEMM.
 
     Raises:
-        ValueError: an argument is not one of the above, or a combination has no meaning; ``REFUSED`` lists those.
+        ValueError: an unknown value, or a combination that has no meaning (see ``REFUSED``).
 
     Example:
         >>> Cast("e2m1", Scale("e4m3", 16, two_level=True), "stochastic")
@@ -274,15 +271,12 @@ class Cast:
     @staticmethod
     @cache
     def from_spec(spec: str) -> "Cast":
-        """The cast with this ``spec``, a JSON object of its fields: custom operators take strings, not objects."""
+        """The cast with this ``spec``, a JSON object of its fields; custom operators take strings, not objects."""
         return Cast(**json.loads(spec))
 
     def replace(self, **changes: Any) -> "Cast":
-        """A copy with other fields; ``scale`` may be a mapping of those fields of the scale that change.
-
-        Raises:
-            ValueError: an unknown field, or a combination that has no meaning.
-        """
+        """A copy with other fields; ``scale`` may be a mapping of the fields of the scale that change. A ValueError for
+        an unknown field, or a combination that has no meaning."""
         for name in changes:
             choose("field of Cast", name, [f.name for f in fields(Cast) if f.init])
         if isinstance(scale := changes.get("scale"), Mapping):
@@ -295,22 +289,23 @@ class Cast:
 
     @property
     def format(self) -> Format:
-        """The format of the elements."""
         return ELEMENT_FORMATS[self.element]
 
     @property
     def grid(self) -> Format:
-        """What elements are rounded to: their format, or with a zero point whole numbers on either side of it."""
+        """The grid that elements are rounded to: their format, or with a zero point the whole numbers around it."""
         return integer(self.format.bits + 1) if self.scale.statistic == "minmax" else self.format
 
     @property
     def fits_bfloat16(self) -> bool:
-        """Whether what enters the GEMM, elements times block scales, is exact in bfloat16 (8 significant bits)."""
+        """Whether elements times block scales are exact in bfloat16 (8 significant bits)."""
         return self.grid.significant_bits + (self.scale.significant_bits if self.scale.per_block else 0) <= 8
 
     @property
     def bits(self) -> float:
-        """Bits per element, with its share of scale and zero point: 4.5 for NVFP4; one of a row or tensor is 0."""
+        """Bits per element with its share of block scale and zero point: 4.5 for NVFP4. Scales per row or tensor count
+        0.
+        """
         block = self.scale.block
         if isinstance(block, str):
             return float(self.format.bits)

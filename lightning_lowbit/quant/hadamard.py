@@ -1,9 +1,8 @@
-"""The random Hadamard transform of a GEMM's operands.
+"""The random Hadamard transform of a GEMM's operands. It spreads an outlier over its group before quantization.
 
     A · B  =  (A T) (Tᵀ B)      T = diag(±1) · H / √n, orthogonal, for each group of n along the contraction axis
 
-Both products spread an outlier over its group before the operands are quantized; between them T cancels. It is a
-property of a GEMM, not of a tensor. H is Sylvester's matrix, [[H, H], [H, -H]] recursively from [[1]].
+H is Sylvester's matrix, [[H, H], [H, -H]] recursively from [[1]]. T is a property of a GEMM, not of a tensor.
 """
 
 import math
@@ -24,7 +23,7 @@ SIZES = (16, 32, 64, 128)
 # Transformer Engine's signs for groups of 16; larger groups repeat them.
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
-_SALT = 0x48616461  # keeps the bits of signs apart from those of stochastic rounding, which share the key
+_SALT = 0x48616461  # separates the bits of signs from those of stochastic rounding, which share the key
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,11 @@ class Hadamard:
 
     Args:
         size: of the groups: 16, 32, 64 or 128.
-        signs: ``"fixed"``, Transformer Engine's vector of 16, repeated (arXiv 2509.25149, appendix C); ``"keyed"``:
-            drawn anew for each layer, step and micro-batch, from the keys of stochastic rounding.
+        signs: ``"fixed"``, Transformer Engine's vector of 16, repeated (arXiv 2509.25149, appendix C); or ``"keyed"``,
+            drawn for each layer, step and micro-batch from the keys of stochastic rounding.
 
     Raises:
-        ValueError: an argument is not one of the above.
+        ValueError: an argument is not one of these.
     """
 
     size: int = 16
@@ -49,15 +48,7 @@ class Hadamard:
         choose("signs of a Hadamard transform", self.signs, ("fixed", "keyed"))
 
     def matrix(self, key: Tensor | None, device: torch.device) -> Tensor:
-        """T above: float32 ``[size, size]``.
-
-        Args:
-            key: int64, one element, for keyed signs.
-            device: where to.
-
-        Raises:
-            ValueError: keyed signs without a key.
-        """
+        """T: float32 ``[size, size]``; a ValueError for keyed signs without ``key`` (int64, one element)."""
         if self.signs == "fixed":
             return _matrix(None, self.size, device)
         if key is None:
@@ -80,13 +71,13 @@ def _sylvester(size: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _fixed_signs(size: int, device: torch.device) -> Tensor:  # copied to the device once: a copy waits for it
+def _fixed_signs(size: int, device: torch.device) -> Tensor:  # cached, because a copy to the device waits for it
     return torch.tensor(_SIGNS, dtype=torch.float32, device=device).repeat(size // len(_SIGNS))
 
 
 @opaque(lambda key, size, device: torch.empty(size, size, device=device))
 def _matrix(key: Tensor | None, size: int, device: torch.device) -> Tensor:
-    """T with the signs of a key, or the fixed ones: a new tensor, whose memory compiled code may use again."""
+    """T as a new tensor: compiled code may reuse its memory."""
     if key is None:
         signs = _fixed_signs(size, device)
     else:
@@ -102,16 +93,10 @@ def _padded(x: Tensor, transform: Tensor, dim: int) -> Tensor:
 
 @opaque(lambda x, transform, dim: x.new_empty(_padded(x, transform, dim).shape))
 def rotate(x: Tensor, transform: Tensor, dim: int) -> Tensor:
-    """Each group along a dimension of a matrix, times T.
+    """Multiplies each group along ``dim`` (0 or 1) of a matrix by T, float32 ``[n, n]``; its transpose rotates back.
 
-    Args:
-        x: ``[rows, columns]``.
-        transform: T, float32 ``[n, n]``; its transpose rotates back.
-        dim: 0 or 1.
-
-    Returns:
-        The rotated matrix in the dtype of ``x`` (computed in float32, rounded once), zero-padded along ``dim`` to whole
-        groups: padding takes part in the rotation.
+    Computed in float32 and rounded once to the dtype of ``x``. The result is zero-padded along ``dim`` to whole groups,
+    because padding takes part in the rotation.
     """
     x, size = _padded(x, transform, dim).contiguous(), len(transform)
     with within_cast():

@@ -1,4 +1,4 @@
-"""A quantized tensor as codes and scales, which is what hardware and exporters store."""
+"""A quantized tensor as codes and scales, as hardware and exporters store it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ class Quantized:
 
     Attributes:
         codes: uint8, the shape of the tensor, one code per element (not packed).
-        scales: block scales, in torch's dtype where there is one (float8, float32), else as uint8 codes. The shape of
-            the tensor with the blocked dimension divided by the block, rounded up (1 for ``"row"``); for tiles both of
-            the last two dimensions; for ``"tensor"`` all of them 1.
-        tensor_scale: float32, 0-d, what every block scale is multiplied by; None with one level.
-        cast: how it was quantized.
+        scales: block scales in torch's dtype where there is one (float8, float32), else uint8 codes. The blocked
+            dimension (with tiles, the last two) is divided by the block and rounded up. All sizes are 1 with
+            ``"tensor"``.
+        tensor_scale: float32, 0-d, multiplies every block scale; None with one level.
+        cast: the cast.
         dim: the blocked dimension, counted from the end; unused for tiles.
         zero_points: uint8, the shape of ``scales``: the code of 0 with ``statistic="minmax"``, else None.
     """
@@ -43,7 +43,7 @@ class Quantized:
     zero_points: Tensor | None = None
 
     def elements(self) -> Tensor:
-        """What the codes stand for, in units of their scales: float32, the shape of the tensor."""
+        """Decoded elements in units of their scales: float32, the shape of the tensor."""
         if self.zero_points is None:
             return self.cast.format.decode(self.codes)
         return self._spread(self.codes.float(), self.zero_points.float(), torch.sub)
@@ -69,22 +69,17 @@ class Quantized:
 def quantize(
     x: Tensor, cast: Cast, dim: int = -1, key: Tensor | int | None = None, amax: Tensor | None = None
 ) -> Quantized:
-    """Quantizes a tensor.
+    """Quantizes a tensor. A NaN or infinite element makes its whole block decode to NaN.
 
     Args:
-        x: floating point, any shape. Blocks that its size does not fill are padded inside with zeros.
-        cast: how.
-        dim: dimension along which blocks lie: the contraction dimension of the GEMM; unused for tiles.
-        key: the key of the random bits of stochastic rounding: an integer or an int64 tensor of one element; see
-            :func:`lightning_lowbit.quant.rounding.mix_key`.
-        amax: one element, max|x| to use instead of that of ``x``: for scales that are shared or delayed.
-
-    Returns:
-        Codes and scales. An element that is NaN or infinite decodes to NaN, with its block.
+        x: floating point, any shape; incomplete blocks are padded with zeros internally.
+        cast: the cast; tiles need a matrix.
+        dim: dimension along which blocks lie, the contraction dimension of the GEMM; unused for tiles.
+        key: key of stochastic rounding: an integer, or an int64 tensor of one element.
+        amax: one element, used instead of max|x|, for scales that are shared or delayed.
 
     Raises:
-        ValueError: stochastic rounding without a key; ``amax`` for a cast that does not depend on it; tiles of a
-            tensor that is not a matrix; a dtype that is not floating point.
+        ValueError: stochastic rounding without a key; ``amax`` for a cast that does not use it; a wrong dtype or shape.
 
     Example:
         >>> q = quantize(torch.randn(4, 64), Cast("e2m1", Scale("e4m3", 16, two_level=True)))

@@ -1,24 +1,22 @@
 """Scales of blocks, and elements rounded in units of them.
 
-With A the amax of the tensor and b that of a block, all in float32 and in this association (it decides the last bit,
-and is Transformer Engine's):
+A is the amax of the tensor and b that of a block. All values are float32. The order of operations decides the last bit,
+and is Transformer Engine's:
 
     S = top * element.max / A                    encode scale of the tensor, a normal float32; 1 without a second level
     s = scale of the block, below                stored
-    e = min(1 / (s * (1/S)), FLT_MAX)            what elements are multiplied by before rounding
-    value = code * (s * (1/S))
+    e = min(1 / (s * (1/S)), FLT_MAX)            what elements are multiplied by; with a prescale p, p / s
+    value = code * (s * (1/S))                   with a prescale code * (s / p), with a zero point (code - z) * s
 
     ExMy    s = round(min(b * (S * fl(1 / element.max)), scale.max))
     4/6     s = round(min((b / 6) * S * m, scale.max)) with m = 1 or 6/4, the one with the smaller error in the block
     E8M0    s = 2^(k - floor(log2 element.max)) with b * S = 2^k * m, and one more where the rule rounds up
-    fp32    e = element.max * 2^-margin / b, stored as s = 1/e; elements are multiplied by e itself. With another
-            statistic e = 1 / mean|x| or (2^bits - 1) / (max - min); what divides is at least epsilon, and then is
-            multiplied by factor
+    fp32    s = 1/e, and elements are multiplied by e itself: element.max * 2^-margin / b, 1 / mean|x|, or
+            (2^bits - 1) / (max - min) with z = round(-min * factor * e). The denominator is at least epsilon, and is
+            then multiplied by factor
 
-With a prescale p, e is p / s and a value code * (s / p). A block whose s underflows to 0 decodes to 0. A block that
-holds a NaN or an infinity gets s = NaN and decodes to NaN, whatever its element format: an overflow never becomes a
-finite number. Where A is 0 or not finite, S is 1; where b is 0 an fp32 e is 1. With "minmax" there is a zero point
-z = round(-min * factor * e), and a value is (code - z) * s.
+A block whose s underflows to 0 decodes to 0. Where A is 0 or not finite, S is 1; where b is 0, an fp32 e is 1. A block
+with a NaN or an infinity gets s = NaN and decodes to NaN: an overflow never becomes a finite number.
 """
 
 import math
@@ -36,17 +34,14 @@ from lightning_lowbit.quant.rounding import round_nearest, round_stochastic, rou
 from lightning_lowbit.quant.shard import Shard, amax_of
 
 _FLOAT32_MAX, _FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
-_FLOAT32_LEAST = 2.0**-128 + 2.0**-149  # of which 1/x still is a float32
+_FLOAT32_LEAST = 2.0**-128 + 2.0**-149  # the smallest x for which 1/x is a finite float32
 
 
 class Scaled(NamedTuple):
-    """A blocked matrix and its scales.
+    """A blocked matrix and its scales, float32, in the symbols above.
 
-    Attributes:
-        blocks: the blocked view, see :func:`lightning_lowbit.quant.blocks.to_blocks`.
-        scales: s above, for fp32 scales e: float32, with sizes of 1 along the dimensions of a block.
-        decode: 1/S above, with a prescale p 1/p: float32, 0-d.
-        zeros: z above, of the shape of ``scales``; None without zero points.
+    ``scales`` holds s (e for fp32 scales) and ``zeros`` z, or None, with the size 1 along the dimensions of a block.
+    ``decode`` is 1/S, or 1/p with a prescale, 0-d.
     """
 
     blocks: Tensor
@@ -63,18 +58,11 @@ def make_scales(
     shard: Shard | None = None,
     mean: Tensor | None = None,
 ) -> Scaled:
-    """Cuts a matrix into blocks and makes their scales.
-
-    Args:
-        x: ``[rows, columns]``, floating point.
-        cast: how.
-        tile: the sides of a block.
-        amax: one element, of the global matrix, where ``cast.scale.needs_amax``; None to measure it.
-        shard: which shard of a global matrix ``x`` is, whose scales it gets; None: it is whole.
-        mean: one element, mean|x| of the global matrix, if its one scale is made of that and it is known.
+    """Cuts a matrix ``[rows, columns]`` into blocks and makes their scales. ``amax`` and ``mean`` (of |x|), of the
+    global matrix, have one element; None measures what is needed.
 
     Raises:
-        ValueError: a shard boundary splits a block, or ``amax`` is given for a cast that does not depend on it.
+        ValueError: a shard boundary splits a block, or ``amax`` is given for a cast that does not use it.
     """
     is_cut = shard is not None and shard.cuts(tile)
     reduce = shard.reduce if shard is not None and is_cut else _unreduced
@@ -93,7 +81,7 @@ def make_scales(
     if amax is not None and cast.scale.two_level:
         encode = tensor_encode_scale(amax.float().reshape(()), cast)
         decode = torch.reciprocal(encode)
-    elif cast.scale.prescale != 1:  # applied after the scales are made: made of smaller elements, they would be smaller
+    elif cast.scale.prescale != 1:  # applied after the scales are made, which would otherwise shrink, too
         decode = torch.reciprocal(encode * cast.scale.prescale)
 
     blocks, zeros = to_blocks(x, tile), None
@@ -125,11 +113,7 @@ def _unreduced(values: Tensor, op: ReduceOp.RedOpType) -> Tensor:
 
 
 def rounding_key(cast: Cast, key: Tensor | int | None, device: torch.device) -> Tensor | None:
-    """The key of a cast's random bits: int64, 0-d; None for a cast that rounds to nearest.
-
-    Raises:
-        ValueError: the cast needs a key, and there is none, or it is of another kind.
-    """
+    """The key of a cast's random bits as int64, 0-d; None for rounding to nearest; a ValueError if it is missing."""
     if cast.rounding == "nearest":
         return None
     if key is None:
@@ -158,21 +142,15 @@ def round_blocks(
     scaled: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Rounds the elements of a blocked view.
+    """Rounds a blocked view, to elements times block scales if ``scaled``, else to elements alone.
 
-    Args:
-        blocks, scales, decode, zeros: see :class:`Scaled`.
-        key: of stochastic rounding, see :func:`rounding_key`.
-        offset: where a shard lies, see :meth:`lightning_lowbit.quant.shard.Shard.offset`; None for a whole matrix.
-        cast: how.
-        scaled: whether to return elements times block scales, or the elements alone.
-        dtype: of the result, which has the shape of ``blocks``.
+    The first arguments are the fields of :class:`Scaled`; ``offset`` is :meth:`Shard.offset`, None for a whole matrix.
     """
     values = blocks.float()
     if cast.scale.block == "tensor":
-        values = values + (values - values)  # an amax from outside does not show infinities: this makes them NaN
+        values = values + (values - values)  # makes infinities NaN: an amax from outside does not show them
     values = values * encode_factor(scales, decode, cast)
-    if zeros is not None:  # the levels of the block are those from -z on
+    if zeros is not None:  # the levels of the block start at -z
         values = torch.minimum(torch.maximum(values, -zeros), cast.grid.max - zeros)
     if key is None:
         elements = round_nearest(values, cast.grid)
@@ -201,36 +179,27 @@ def _divide_by(tensor: Tensor, number: float) -> Tensor:
 
 @compiled
 def block_scales(blocks: Tensor, encode_scale: Tensor, *, cast: Cast, dims: tuple[int, ...]) -> Tensor:
-    """s above; for fp32 scales e.
-
-    Args:
-        blocks: floating point, a blocked view, see :func:`blocks.to_blocks`.
-        encode_scale: S, 0-d float32.
-        dims: the dimensions of one block in that view.
-
-    Returns:
-        float32, the shape of ``blocks`` with block dimensions of size 1.
-    """
+    """s (for fp32 scales e) of a blocked view: float32, with the size 1 along ``dims``, those of a block."""
     return scales_of(block_amax(blocks, dims), encode_scale, cast)
 
 
 def block_amax(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """max|x| over some dimensions, which keep the size 1: float32, 0 of no elements."""
+    """max|x| over some dimensions, which keep the size 1: float32, 0 without elements."""
     # The maximum is taken in the input's dtype, exactly, before the few maxima are widened.
-    if blocks.numel() == 0:  # of nothing amax refuses to take a maximum
+    if blocks.numel() == 0:  # which amax refuses
         return blocks.new_zeros([1 if i in dims else n for i, n in enumerate(blocks.shape)], dtype=torch.float32)
     return blocks.abs().amax(dims, keepdim=True).float()
 
 
 def block_sum(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
     """Sums of magnitudes over some dimensions, which keep the size 1."""
-    # A float64, so that its order (of a GPU, of several ranks) does not decide the last bit of a mean.
-    wide = torch.float32 if blocks.device.type == "mps" else torch.float64  # which Apple's GPUs lack
+    # float64, so that the order of summation (on a GPU, over ranks) does not decide the last bit of a mean.
+    wide = torch.float32 if blocks.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
     return blocks.abs().sum(dims, keepdim=True, dtype=wide)
 
 
 def block_ends(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Least and largest elements over some dimensions, which keep the size 1: float32, 0 of no elements."""
+    """Minimum and maximum over some dimensions, which keep the size 1: float32, 0 without elements."""
     if blocks.numel() == 0:
         zero = block_amax(blocks, dims)
         return zero, zero
@@ -238,33 +207,30 @@ def block_ends(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def block_range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Least elements of blocks, and how far the largest lie above, with 0 in between, from :func:`block_ends`.
-
-    Both are float32, the second NaN where an element is not finite. Each end is at most half of what float32 reaches,
-    so that the span is within it: elements beyond saturate.
-    """
+    """The minima of :func:`block_ends`, and the spans (NaN where not finite) up to the maxima, with 0 in the range.
+    Ends are clamped to half of float32's range, so that the span is finite; elements beyond saturate."""
     finite = low.isfinite() & high.isfinite()
     low, high = low.clamp(-_FLOAT32_MAX / 2, 0), high.clamp(0, _FLOAT32_MAX / 2)
     return low, torch.where(finite, high - low, torch.nan)
 
 
 def zero_points(low: Tensor, scales: Tensor, cast: Cast) -> Tensor:
-    """z above, from the least elements of blocks and e: whole numbers in float32, from 0 to 2^bits - 1."""
+    """z from the minima of blocks and e: whole numbers in float32, from 0 to 2^bits - 1."""
     return round_nearest(-low * cast.scale.factor * scales, cast.grid)
 
 
 def scales_of(amax: Tensor, encode_scale: Tensor, cast: Cast) -> Tensor:
-    """s above (for fp32 scales e) from the statistics of blocks, such as amaxes: float32, any shape."""
+    """s (for fp32 scales e) from the statistics of blocks, such as amaxes: float32, any shape."""
     if cast.scale.format == "fp32":
         size = {"absmax": cast.format.max * 2.0**-cast.scale.margin, "absmean": 1.0, "minmax": cast.grid.max}
         amount = amax.clamp(min=cast.scale.epsilon) * cast.scale.factor
         scales = _divide(size[cast.scale.statistic], amount).clamp(_FLOAT32_LEAST, _FLOAT32_MAX)
         if cast.scale.rounding == "power_of_two":
-            exponent = binary_exponent(scales)[0]  # downwards: what elements are multiplied by
-            scales = power_of_two(exponent.clamp(min=-127))  # whose reciprocal still is a float32
+            exponent = binary_exponent(scales)[0]  # rounds e down, so that nothing saturates
+            scales = power_of_two(exponent.clamp(min=-127))  # so that the reciprocal is a finite float32
         scales = torch.where(amount > 0, scales, 1.0)
     elif cast.scale.format == "e8m0":
-        wanted = (amax * encode_scale).clamp(max=_FLOAT32_MAX)  # an amax from outside may be far too small
+        wanted = (amax * encode_scale).clamp(max=_FLOAT32_MAX)  # overflows if a given amax is far too small
         scales = _round_e8m0(wanted, cast.format, cast.scale.rounding)
     else:
         scales = _round_exmy(amax * (encode_scale * (torch.ones_like(encode_scale) / cast.format.max)), cast)
@@ -276,11 +242,10 @@ def _round_exmy(wanted: Tensor, cast: Cast) -> Tensor:
 
 
 def _round_e8m0(amax: Tensor, element: Format, rounding: str | None) -> Tensor:
-    """The power of two that a rule gives for the amaxes of blocks, within 2^-127 and 2^127."""
     fraction, exponent = math.frexp(element.max)
     top, exponent = 2 * fraction, exponent - 1  # element.max = top * 2^exponent
     digits = element.mantissa_bits - max(element.min_exponent - exponent, 0)  # of element.max, after the leading one
-    # From this m on, of amax = 2^k * m, the scale is one power of two larger.
+    # With amax = 2^k * m, the scale is one power of two larger from this m on.
     threshold = {
         "floor": 2.0,  # never
         "even": 2 - 2.0 ** (-digits - 1),  # where m, rounded to that many digits, becomes 2
@@ -293,32 +258,30 @@ def _round_e8m0(amax: Tensor, element: Format, rounding: str | None) -> Tensor:
 
 
 def binary_exponent(values: Tensor) -> tuple[Tensor, Tensor]:
-    """k (int32) and m (float32) in [1, 2) of positive float32 values 2^k * m."""
+    """k (int32) and m (float32, in [1, 2)) of positive float32 values 2^k * m."""
     mantissa, exponent = torch.frexp(values)
     return exponent - 1, mantissa * 2
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent for int32 exponents from -149 to 127, exactly: from its bits. Below -126 there is one bit alone."""
+    """Exact 2^exponent for int32 exponents from -149 to 127, made from its bits; below -126 it is subnormal."""
     normal, subnormal = (exponent + 127) << 23, 1 << (exponent + 149).clamp(0, 22)
     return torch.where(exponent >= -126, normal, subnormal).to(torch.int32).view(torch.float32)
 
 
 def four_over_six_scales(blocks: Tensor, encode_scale: Tensor, cast: Cast, dims: tuple[int, ...]) -> Tensor:
-    """:func:`block_scales` with 4/6; where both errors are equal, 6."""
+    """:func:`block_scales` with 4/6, which chooses 6 where both errors are equal."""
     amax = block_amax(blocks, dims)
     wanted = _divide_by(amax, cast.format.max) * encode_scale
     six, four = _round_exmy(wanted, cast), _round_exmy(wanted * 1.5, cast)
     gain = _excess_error(blocks, four, six, torch.reciprocal(encode_scale), cast=cast)
-    # Summed here, in one order: sums of generated code have another one, and might choose otherwise.
+    # Summed in eager code: generated code sums in another order, and might choose otherwise.
     scales = torch.where(gain.sum(dims, keepdim=True) < 0, four, six)
     return torch.where(torch.isfinite(amax), scales, torch.nan)
 
 
 @compiled
 def _excess_error(blocks: Tensor, scales: Tensor, others: Tensor, decode_scale: Tensor, *, cast: Cast) -> Tensor:
-    """By how much each element's error with ``scales`` exceeds that with ``others``, rounded to nearest: float32."""
-
     def error(scales: Tensor) -> Tensor:
         codes = round_nearest(blocks.float() * encode_factor(scales, decode_scale, cast), cast.format)
         difference = codes * (scales * decode_scale) - blocks.float()
@@ -328,12 +291,12 @@ def _excess_error(blocks: Tensor, scales: Tensor, others: Tensor, decode_scale: 
 
 
 def encode_factor(scales: Tensor, decode_scale: Tensor, cast: Cast) -> Tensor:
-    """e above, from what :func:`block_scales` gives (float32, any shape) and 1/S (0-d float32)."""
+    """e from the result of :func:`block_scales` (float32, any shape) and 1/S (0-d float32)."""
     if cast.scale.format == "fp32":
         return scales
     return torch.reciprocal(scales * decode_scale).clamp(max=_FLOAT32_MAX)
 
 
 def stored_scales(scales: Tensor, cast: Cast) -> Tensor:
-    """s above, from what :func:`block_scales` gives."""
+    """s from the result of :func:`block_scales`."""
     return torch.reciprocal(scales) if cast.scale.format == "fp32" else scales

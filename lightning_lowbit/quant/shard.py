@@ -1,11 +1,8 @@
 """A matrix of which each process of a group holds one shard, cut along rows or columns.
 
-A shard is quantized with the scales and random bits of the global matrix, so that all shards together are, to the bit,
-what the global matrix would be:
-
-    the amax of the tensor, and statistics of rows and columns that are cut     reduced over the group
-    blocks                                                                      shards must end where blocks end
-    the index of an element, from which random bits are made                    that in the global matrix
+A shard is quantized with the scales and random bits of the global matrix, so that all shards together equal the
+quantized global matrix to the bit. Amaxes, and statistics of rows or columns that are cut, are reduced over the group.
+Shards must end where blocks end. Random bits are made from an element's index in the global matrix.
 """
 
 from functools import cache
@@ -21,19 +18,15 @@ from lightning_lowbit.quant.rounding import int32
 
 
 def ends_within(step: int, size: int, side: int) -> bool:
-    """Whether ``size`` rows or columns, cut after each ``step``, are cut within a unit of ``side`` of them."""
+    """Whether cutting ``size`` rows or columns after each ``step`` splits a unit of ``side`` of them."""
     return step < size and step % side != 0
 
 
 class Shard(NamedTuple):
-    """Which shard of a matrix this process holds.
+    """The shard of a matrix that this process holds.
 
-    Attributes:
-        group: name of the process group that holds all shards.
-        dim: 0 or 1, the dimension that is cut.
-        start: index of the shard's first row or column in the global matrix.
-        step: rows or columns per process; the last processes may hold fewer.
-        size: rows or columns of the global matrix.
+    ``dim`` (0 or 1) is cut into pieces of ``step`` rows or columns; the last ones may be smaller. The global matrix has
+    ``size`` of them, and this shard begins at ``start``. ``group`` names the process group that holds all shards.
     """
 
     group: str
@@ -44,7 +37,7 @@ class Shard(NamedTuple):
 
     @property
     def spec(self) -> str:
-        """The same as text, which operators of a compiled graph can take."""
+        """The shard as text, for operators of a compiled graph."""
         return f"{self.dim}:{self.start}:{self.step}:{self.size}:{self.group}"
 
     @staticmethod
@@ -55,7 +48,6 @@ class Shard(NamedTuple):
         return Shard(group, *map(int, numbers))
 
     def global_shape(self, shape: torch.Size) -> torch.Size:
-        """The shape of the global matrix, from that of the shard."""
         return torch.Size(self.size if dim == self.dim else n for dim, n in enumerate(shape))
 
     def padded(self, multiple: int) -> "Shard":
@@ -63,10 +55,8 @@ class Shard(NamedTuple):
         return self._replace(size=self.size + -self.size % multiple)
 
     def check(self, shape: torch.Size, side: int, what: str) -> None:
-        """Checks, alike on all processes, that shards end where units of ``side`` elements along ``dim`` end.
-
-        Raises:
-            ValueError: a shard boundary splits a unit.
+        """Raises a ValueError, alike on all processes, if a shard boundary splits a unit of ``side`` elements along
+        ``dim``.
         """
         if ends_within(self.step, self.size, side):
             raise ValueError(
@@ -76,7 +66,7 @@ class Shard(NamedTuple):
             )
 
     def offset(self, shape: torch.Size, tile: Tile, device: torch.device) -> Tensor:
-        """Where a shard of this shape lies, as :func:`lightning_lowbit.quant.blocks.element_index` takes it."""
+        """Where a shard of this shape lies, for :func:`lightning_lowbit.quant.blocks.element_index`."""
         rows, columns = (n if k == ALL else n + -n % k for n, k in zip(shape, tile, strict=True))
         all_columns = self.global_shape(torch.Size((rows, columns)))[1]
         all_columns += 0 if ALL in tile else -all_columns % tile[1]
@@ -85,11 +75,13 @@ class Shard(NamedTuple):
         return torch.stack([torch.full((), int32(n), dtype=torch.int32, device=device) for n in numbers])
 
     def cuts(self, tile: Tile) -> bool:
-        """Whether what shares a scale lies on several processes: a row, a column or the tensor, never a block."""
+        """Whether elements that share a scale lie on several processes: those of a row, column or tensor, never of a
+        block.
+        """
         return tile[self.dim] == ALL
 
     def reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        """Reduces over the group; NaN counts as infinite in maxima, and as minus infinite in minima."""
+        """Reduces over the group; NaN counts as infinity in maxima, and as minus infinity in minima."""
         from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
         if op != dist.ReduceOp.SUM:
@@ -101,7 +93,7 @@ class Shard(NamedTuple):
 
 
 def amax_of(x: Tensor, shard: Shard | None = None) -> Tensor:
-    """max|x| of a tensor, or of the global matrix: 0-d float32; 0 of no elements; NaN, or infinite, if there is one."""
+    """max|x| of a tensor, or of a shard's global matrix: 0-d float32, 0 without elements, not finite if x is not."""
     if shard is not None:
         return _global_amax(x, shard.spec)
     if x.numel() == 0:

@@ -1,8 +1,8 @@
-"""Smoothing: bringing the channels, or the tokens, of an activation to one size before it is quantized.
+"""Smoothing: bringing the channels, or the tokens, of an activation to one magnitude before it is quantized.
 
-One channel that leaps takes the scale of the whole tensor with it, and all others underflow. Multiplied by powers of
-two s, which are divided out again elsewhere in the GEMM, every channel (or token) has an amax between 1/2 and 1, and
-nothing has been rounded (Smooth-SwiGLU, arXiv 2409.12517, section 4.4).
+One outlier channel enlarges the scale of the whole tensor, and all others underflow. Powers of two, which are divided
+out elsewhere in the GEMM, give every channel (or token) an amax between 1/2 and 1 without rounding (Smooth-SwiGLU,
+arXiv 2409.12517, section 4.4).
 """
 
 import torch
@@ -11,26 +11,21 @@ from torch import Tensor
 from lightning_lowbit.compilation import opaque
 from lightning_lowbit.quant.scaling import binary_exponent, block_amax, power_of_two
 
-# Factors stay far from the ends of float32's and bfloat16's range, so that what they multiply does, too. In float16
-# they and their reciprocals are just normal numbers.
+# Factors and products stay far from the ends of float32's and bfloat16's range. In float16 the factors and their
+# reciprocals are just normal numbers.
 _LIMIT, _FLOAT16_LIMIT = 64, 14
 
 
 @opaque(lambda x, dim: x.new_empty([*x.shape[:dim], 1, *x.shape[dim:][1:]], dtype=torch.float32))
 def amax_along(x: Tensor, dim: int) -> Tensor:
-    """max|x| along a dimension, which keeps the size 1: float32, 0 of no elements."""
+    """max|x| along a dimension, which keeps the size 1: float32, 0 without elements."""
     return block_amax(x, (dim % x.dim(),))
 
 
 def smoothing_factor(amax: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``1 / amax``, rounded down to a power of two.
+    """``1 / amax``, rounded down to a power of two from 2^-64 to 2^64, in float16 from 2^-14 to 2^14.
 
-    Args:
-        amax: float32, any shape, 0 or more.
-        dtype: of the factors.
-
-    Returns:
-        Powers of two from 2^-64 to 2^64, in float16 from 2^-14 to 2^14; 1 where ``amax`` is 0 or not finite.
+    Where ``amax`` (float32, any shape, 0 or more) is 0 or not finite, the factor is 1.
     """
     limit = _FLOAT16_LIMIT if dtype == torch.float16 else _LIMIT
     exponent, mantissa = binary_exponent(amax)

@@ -1,12 +1,9 @@
-"""What a cast did to an operand of a GEMM, in sums made while the operand is at hand.
+"""Statistics of what a cast did to an operand of a GEMM, on a sample of whole blocks of large ones.
 
-With x the matrix, q what the GEMM takes of it and s the scales of its blocks, tensor scale included:
+With x the matrix, q its quantized values and s the scales of its blocks, tensor scale included:
 
-    elements, signal Σ x², noise Σ (x - q)², nonzero (x ≠ 0), underflowed (x ≠ 0, q = 0), saturated     add up
-    1/s and s, the largest of each, without blocks of zeros; 0 where there are no others                maxima
-
-Of large operands a sample of whole blocks is enough. See :mod:`lightning_lowbit.metrics.casts` for what the numbers
-mean.
+    sums      elements, signal Σ x², noise Σ (x - q)², nonzero (x ≠ 0), underflowed (x ≠ 0, q = 0), saturated
+    maxima    1/s and s over blocks that are not all zero; 0 if there are none
 """
 
 import math
@@ -26,16 +23,16 @@ SUMS = ("elements", "signal", "noise", "nonzero", "underflowed", "saturated")
 MAXIMA = ("inverse_scale", "scale")
 _ADDED, _MAXIMA = slice(len(SUMS)), slice(len(SUMS), None)
 
-# Elements of an operand to look at, about: enough for an SQNR to some tenths of a decibel, whatever rows differ in.
+# Elements to measure, about: enough for an SQNR to some tenths of a decibel, even if rows differ.
 SAMPLE = 2**15
 
-# The largest level is a product of scales, each rounded to float32: elements that exceed it by so little fit.
+# The largest level is a product of scales, each rounded to float32. Elements that exceed it by less are not saturated.
 _SLACK = 1 + 2.0**-20
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of sums over many elements."""
-    return torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs lack
+    """The dtype of sums over many elements: float64, or float32 on Apple's GPUs, which have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @overload
@@ -47,12 +44,7 @@ def sqnr_db(signal_power: float, noise_power: float) -> float: ...
 
 
 def sqnr_db(signal_power: Tensor | float, noise_power: Tensor | float) -> Tensor | float:
-    """Signal to quantization noise ratio in dB: ``10 log10(signal_power / noise_power)``; infinite without noise.
-
-    Args:
-        signal_power: Σ x², a number, or a tensor of any shape.
-        noise_power: Σ (x - q)², likewise.
-    """
+    """``10 log10(signal_power / noise_power)`` of Σ x² and Σ (x - q)², numbers or tensors; infinite without noise."""
     if isinstance(signal_power, Tensor) and isinstance(noise_power, Tensor):
         return torch.where(noise_power == 0, math.inf, 10 * torch.log10(signal_power / noise_power))
     ratio = signal_power / noise_power if noise_power != 0 else math.inf
@@ -68,25 +60,17 @@ def operand_statistics(
     most: int = SAMPLE,
     shard: Shard | None = None,
 ) -> Tensor:
-    """What became of a matrix.
+    """Statistics of a matrix that :func:`lightning_lowbit.quant.quantize_operand` quantized, for a shard of it alone.
 
-    Args:
-        x, cast, dim, amax: as :func:`lightning_lowbit.quant.quantize_operand` took them.
-        quantized: what it gave.
-        most: elements to look at, about: of more, one of n rows, columns or rows of tiles is a sample, always the
-            same. A scale that is the mean magnitude, or the range, of the whole matrix needs all of it.
-        shard: as it was quantized; the statistics are then those of the shard.
-
-    Returns:
-        float64 (float32 on Apple's GPUs) ``[8]``, in the order of ``SUMS`` and ``MAXIMA``, on the device of ``x``. A
-        block that holds a NaN or an infinity makes the noise NaN, and the counts meaningless.
+    ``most`` is how many elements to measure, about. Returns ``[8]`` in :func:`wide_dtype`, in the order of ``SUMS`` and
+    ``MAXIMA``. A block with a NaN or an infinity makes the noise NaN and the counts meaningless.
     """
     spec = None if shard is None else shard.spec
     return _operand_statistics(x, quantized.values, quantized.factor, cast.spec, dim, amax, most, spec)
 
 
 def merge_statistics_(into: Tensor, more: Tensor) -> None:
-    """Adds sums to sums, and takes the larger maxima, in place: ``[..., 8]``."""
+    """Adds the sums and takes the larger maxima, in place: ``[..., 8]``."""
     into[..., _ADDED].add_(more[..., _ADDED])
     into[..., _MAXIMA].copy_(torch.maximum(into[..., _MAXIMA], more[..., _MAXIMA]))
 
@@ -115,10 +99,10 @@ def _operand_statistics(
     factor = None if factor is None else sample(factor, shape, cast, dim, most)
     tile = tile_of(cast, dim, x.dim())
     blocks, scales, decode, zeros = make_scales(x, cast, tile, amax, of_global)
-    if x.numel() == 0:  # an expert without tokens, or a process without a shard, which the others have waited for
+    if x.numel() == 0:  # an expert without tokens, or a process without a shard, which took part in the collectives
         return torch.zeros(len(SUMS) + len(MAXIMA), dtype=wide, device=x.device)
     step = stored_scales(scales, cast).float() * decode
-    # What a block of zeros is scaled by says nothing: 1, or the least scale there is.
+    # The scale of a block of zeros is arbitrary: 1, or the smallest scale.
     used = (step > 0) & (block_amax(blocks, block_dims(blocks, tile)) > 0)
     inverse_and_scale = torch.where(used, step.reciprocal(), 0).amax(), torch.where(used, step, 0).amax()
     x, q = x.float(), values.float() if factor is None else values.float() * factor
@@ -135,17 +119,9 @@ def _operand_statistics(
 
 
 def sample(tensor: Tensor, shape: torch.Size, cast: Cast, dim: int, most: int = SAMPLE) -> Tensor:
-    """Of a matrix, or a factor of its rows or columns, what belongs to the sample.
-
-    Args:
-        tensor: ``[rows, columns]``, or a factor of them, see :class:`lightning_lowbit.quant.Operand`.
-        shape: of the matrix, or of the global one if it is a shard.
-        cast, dim, most: as in :func:`operand_statistics`.
-
-    Returns:
-        Whole blocks, always the same ones: rows, columns or rows of tiles; the tensor itself where it is small, or
-        where a scale needs all of it.
-    """
+    """The sampled part of a matrix, or of a factor of its rows or columns; ``shape`` is that of the global matrix. It
+    has whole blocks, always the same ones: rows, columns or rows of tiles. A small tensor is returned whole, and so is
+    one whose single scale is made from the mean magnitude or range."""
     stride, block = -(-shape.numel() // most), cast.scale.block
     if tensor.dim() == 0 or stride <= 1 or (block == "tensor" and not cast.scale.needs_amax):
         return tensor
@@ -160,8 +136,7 @@ def sample(tensor: Tensor, shape: torch.Size, cast: Cast, dim: int, most: int = 
 
 
 def _each(tensor: Tensor, stride: int, dim: int) -> Tensor:
-    """One slice of each ``stride``, not always the same one: rows are tokens, and what is special about some of them,
-    such as the first ones of sequences, comes back at regular distances."""
+    """One slice of each ``stride``, at a hashed offset: special rows (first tokens) recur at regular distances."""
     count = -(-tensor.shape[dim] // stride)
     stratum = torch.arange(count, device=tensor.device)
     offset = (stratum * 2654435761 % 2**32) * stride // 2**32  # Knuth's multiplicative hash
@@ -169,10 +144,7 @@ def _each(tensor: Tensor, stride: int, dim: int) -> Tensor:
 
 
 def _excess(blocks: Tensor, step: Tensor, zeros: Tensor | None, cast: Cast) -> Tensor:
-    """How far elements lie beyond the levels of their block, 0 where they do not.
-
-    Differences, since comparisons of tensors are several times slower on CPUs.
-    """
+    """How far elements lie beyond the levels of their block, else 0. On CPUs this is faster than comparing."""
     if zeros is None:
         return (blocks.abs() - cast.grid.max * _SLACK * step).relu_()
     below = (-zeros * step * _SLACK - blocks).relu_()

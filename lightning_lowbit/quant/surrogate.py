@@ -1,7 +1,7 @@
 """Surrogates for the derivative of rounding, which is zero almost everywhere.
 
-The gradient of a quantized tensor passes straight through to the tensor itself (the straight-through estimator), or is
-multiplied, element by element, by a factor that depends on where v = x · e lies on the grid:
+The gradient of a quantized tensor passes straight through to the tensor (straight-through estimator), or is multiplied
+by a factor that depends on where each v = x · e lies on the grid:
 
     "trust"   1 where |v| exceeds the largest level by at most half a step, else 0: no gradient through saturated
               values (QuEST, arXiv 2502.05003, section 3.3: trust where the error is at most half a step)
@@ -26,17 +26,10 @@ _LIMIT = 3.0  # the derivative is infinite half-way between two levels
 
 
 def surrogate_factor(kind: str, x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> Tensor:
-    """What the gradient of the quantized ``x`` is multiplied by.
+    """The factor of the gradient of the quantized matrix ``x``: float32, its shape. ``kind`` is one of ``SURROGATES``.
 
-    Args:
-        kind: ``"trust"`` or ``"dge"``.
-        x, cast, dim, amax: as they were quantized; see :func:`quantize_operand`.
-
-    Returns:
-        float32, the shape of ``x``, a matrix. In a block whose scale is 0 all but zeros count as saturated.
-
-    Raises:
-        ValueError: there is no such surrogate.
+    The other arguments are those of :func:`quantize_operand`. Where a scale is 0, all elements but zeros count as
+    saturated.
     """
     return _factor(choose("surrogate", kind, SURROGATES), x, cast.spec, dim, amax, None)
 
@@ -50,7 +43,7 @@ def through_rounding(
     amax: Tensor | None = None,
     shard: Shard | None = None,
 ) -> Tensor:
-    """The gradient of ``x`` from that of its quantized self: multiplied in float32, rounded once to its dtype."""
+    """The gradient of ``x`` from that of its quantized values: multiplied in float32, rounded once to its dtype."""
     spec = None if shard is None else shard.spec
     return _through_rounding(gradient, choose("surrogate", kind, SURROGATES), x, cast.spec, dim, amax, spec)
 
