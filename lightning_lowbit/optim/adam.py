@@ -112,7 +112,7 @@ def adam_(
     weight1: Scalar, weight2: Scalar, rate: Scalar, decay: Scalar,            # 0-d tensors or numbers
     eps: float,
 ) -> None:  # fmt: on
-    """Applies a piece of a gradient in place and overwrites it; a step with weights, rate and decay of 0 changes nothing.
+    """Applies a piece of a gradient in place, and overwrites it. Weights, rate and decay of 0 change nothing else.
 
     ``rate`` is the learning rate of this step; ``decay``, the share that the parameter loses first.
     """

@@ -37,12 +37,9 @@ class GradientStatistics(NamedTuple):
 class Member(NamedTuple):
     """A parameter in a step.
 
-    Attributes:
-        number: its place in the optimizer.
-        shard, gradient: on this rank; the gradient is None where only other ranks have one.
-        state: holds the scalars, which the step reads and writes.
-        moments: the format of the moments in ``kept``.
-        kept: tensors with a row for each row of the shard, by name.
+    ``number`` is its place in the optimizer. ``gradient`` is None where only other ranks have one. ``state`` holds the
+    scalars, which the step reads and writes; ``kept``, the tensors of ``moments``, with a row for each row of the
+    shard.
     """
 
     parameter: Tensor
@@ -55,11 +52,7 @@ class Member(NamedTuple):
 
 
 class Batch:
-    """P parameters with the same options, device, dtype of the statistics and process groups.
-
-    ``groups`` are the process groups over which each parameter is sharded, ``names`` the scalars in its state, and
-    ``on_host`` says whether the host may read results without waiting.
-    """
+    """P parameters with the same options, device, dtype of the statistics and process groups of their shards."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ Scalar = Tensor | float
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of tensors of one length along the first dimension; the first tensor decides how many rows are in a piece."""
+    """Views of tensors of one length along the first dimension; the first tensor decides the rows of a piece."""
     if tensors[0].numel() == 0:
         return
     tensors = tuple(tensor if tensor.dim() else tensor.unsqueeze(0) for tensor in tensors)
@@ -60,7 +60,7 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
 
 
 def largest_root(dtype: torch.dtype, summed: int = 1) -> float:
-    """A number of which ``summed`` squares, added up, fit the dtype with a factor of four to spare: 9e18 for one in fp32."""
+    """A number of which ``summed`` squares, added up, fit with a factor of four to spare: 9e18 for one in fp32."""
     return float((torch.finfo(dtype).max / summed) ** 0.5 / 2)
 
 
@@ -82,8 +82,8 @@ def averaging_weight(decay: float, steps_before: Tensor, dtype: torch.dtype) -> 
 def growing_weight(new: Scalar, total: Tensor) -> tuple[Tensor, Tensor]:
     """The weight (1 − γₜ)/(1 − γ₁·γ₂·…·γₜ) of the newest value in an average whose γ may change, and the new total.
 
-    ``new`` is 1 − γₜ, in (0, 1]. ``total`` is 1 − γ₁·…·γₜ₋₁, 0 at the first step and after a reset; any shape. In fp32 the
-    error of both results is about 6e-8/(1 − γ).
+    ``new`` is 1 − γₜ, in (0, 1]. ``total`` is 1 − γ₁·…·γₜ₋₁, 0 at the first step and after a reset; any shape. In fp32
+    the error of both results is about 6e-8/(1 − γ).
     """
     total = torch.lerp(total, torch.ones_like(total), new)
     return new / total, total

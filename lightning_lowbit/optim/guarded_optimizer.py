@@ -60,7 +60,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
         self._statistics = []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a copy. Statistics and counters keep their dtypes, which the base class would cast to the parameter's."""
+        """Loads a copy; the base class would cast the statistics and counters of a bf16 parameter to bf16."""
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
             for name in ("moments", "density", "master_weights"):
                 if saved.get(name) != group.get(name):
@@ -88,7 +88,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Takes one step, or none if a gradient of any group holds a NaN, an Inf, or too large an element (see `guards`).
+        """Takes one step, or none if a gradient of any group holds a NaN, an Inf, or an element that is too large.
 
         ``closure`` evaluates the model; it runs first, with gradients enabled, and its loss is returned.
         """

@@ -42,10 +42,11 @@ def is_host(device: torch.device) -> bool:
 
 
 class Measured(NamedTuple):
-    """What the first pass finds: max|g| of whole gradients and max|p| of whole parameters, [P], and max|g| and Σg² of pieces.
+    """What the first pass finds.
 
-    ``amax`` is Inf where the step must be skipped, −1 without a gradient. ``weight_amax`` exists where master weights need
-    a scale. ``finite`` is 0-d: whether all gradients of all parameters are finite.
+    ``amax`` is max|g| of whole gradients, [P]: Inf where the step must be skipped, −1 without a gradient.
+    ``weight_amax`` is max|p| of whole parameters, [P], where master weights need a scale. ``finite`` is 0-d: whether
+    all gradients of all parameters are finite. The rest is max|g| and, where needed, Σg² of each piece of each shard.
     """
 
     amax: Tensor
@@ -65,7 +66,6 @@ class ElementClip(NamedTuple):
     touched: Sequence[Sequence[bool]] | None = None  # AdaClip on the host: which pieces have elements above T
 
     def may_change(self, index: int, number: int) -> bool:
-        """Whether elements of a piece may change, as far as the host knows."""
         return self.rule is not None if self.touched is None else self.touched[index][number]
 
     def __call__(self, piece: Tensor, index: int, number: int, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -89,12 +89,10 @@ class ElementClip(NamedTuple):
 
 
 class Clipped(NamedTuple):
-    """The result of the rules: g ← factor · elements(g).
+    """The result of the rules: g ← factor · elements(g), with ``factor`` [P] from the rule for norms.
 
-    Attributes:
-        factor: the factor of the rule for norms, [P].
-        changed: number of elements that the first rule changed, [P].
-        norm, norm_after: norms before and after the second rule, [P]; None where no rule needs them.
+    ``changed`` [P] counts the elements that the first rule changed; ``norm`` and ``norm_after`` [P] are before and
+    after the second rule, None where no rule needs them.
     """
 
     step: Step

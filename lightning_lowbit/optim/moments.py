@@ -35,11 +35,8 @@ NAMES = ("mean", "mean_square")
 class Draw(NamedTuple):
     """What the random bits of some rows of a parameter depend on.
 
-    Attributes:
-        offsets: index of the first element in the whole parameter, in each dimension.
-        shape: of the whole parameter.
-        key, epoch: int64, 0-d, of this parameter in this step, and since the last reset of its moments.
-        taken: bool, 0-d, whether this step is taken.
+    ``offsets`` is the index of their first element in the whole parameter, which has ``shape``. ``key`` and ``epoch``,
+    int64, 0-d, identify the parameter in this step, and since the last reset of its moments. ``taken``: bool, 0-d.
     """
 
     offsets: tuple[int, ...]
@@ -76,7 +73,6 @@ class DenseMoments:
         return rows
 
     def restore(self, rows: Tensor, selected: Tensor, piece: Piece) -> None:
-        """Puts the selected elements back."""
         if selected is not rows:
             rows.copy_(selected)
 
@@ -160,7 +156,7 @@ class SparseMoments(DenseMoments):
 
 
 def moments_of(kind: str, density: float, dims: int) -> DenseMoments:
-    """The format for a parameter of ``dims`` dimensions; with fewer than two it is small, and its moments are kept in full."""
+    """The format for a parameter of ``dims`` dimensions; moments of fewer than two dimensions are kept in full."""
     if dims < 2:
         return DenseMoments()
     if density < 1:
@@ -210,7 +206,6 @@ def _round(blocks: Tensor, scales: Tensor, index: Tensor, key: Tensor, *, format
 
 
 def _cut(values: Tensor) -> Tensor:
-    """[…, columns] as […, blocks, 128], padded with zeros."""
     columns = values.shape[-1]
     if columns % BLOCK:
         values = F.pad(values, (0, -columns % BLOCK))

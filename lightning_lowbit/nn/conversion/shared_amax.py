@@ -1,9 +1,8 @@
 """Layers whose weights are scaled by one amax.
 
 Inference engines run projections of one input (q, k and v; gate and up) as one GEMM, whose weight has one scale per
-tensor. Where each was trained with a scale of its own, they take the largest and keep the blocks' scales (vLLM, NVFP4),
-or quantize again: either way the weights differ from those of training. Here all weights of a group are scaled by the
-group's amax, of whole weights, however they are sharded.
+tensor. If each was trained with its own scale, the engine's weights differ from those of training. Here all weights of
+a group are scaled by the group's amax, of whole weights, however they are sharded.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,14 +20,7 @@ from lightning_lowbit.quant.shard import amax_of
 
 
 class SharedAmaxes:
-    """The amaxes of groups of layers.
-
-    Args:
-        model: holds converted layers.
-        patterns: of layers, see :func:`groups`.
-
-    Raises:
-        ValueError: as :func:`check_groups`.
+    """The amaxes of groups of layers, given by patterns as in :func:`groups`.
 
     Example:
         >>> shared = SharedAmaxes(convert(model, "nvfp4"), ["(q|k|v)_proj", "gate_proj|up_proj"])
@@ -47,9 +39,8 @@ class SharedAmaxes:
     def measure(self, of_weights: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None) -> None:
         """Before a forward pass: measures the amaxes of the weights.
 
-        Args:
-            of_weights: gives the amax of each weight, float32, 0-d; for sharded weights
-                :func:`lightning_lowbit.distributed.parameter_amaxes`.
+        ``of_weights`` gives the amax of each weight, float32, 0-d; for sharded weights it is
+        :func:`lightning_lowbit.distributed.parameter_amaxes`.
         """
         weights = [layer.weight for group in self._groups for layer in group]
         each = [amax_of(weight) for weight in weights] if of_weights is None else of_weights(weights)
@@ -107,7 +98,7 @@ def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[li
 
 
 def check_groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[list[str]]:
-    """As :func:`groups`; also a ``ValueError`` if there is none."""
+    """As :func:`groups`, but a ``ValueError`` if there is none."""
     if not (found := groups(casts, patterns)):
         raise ValueError("shared_amax: all layers that the patterns match are in high precision. Leave it out.")
     return found
