@@ -32,8 +32,7 @@ _ULPS = 2.0**-20
 def sqnr(x: Tensor, q: Tensor) -> Tensor:
     """Signal to quantization noise ratio: ``10 log10(Σ x² / Σ (x - q)²)`` in dB, 0-d.
 
-    It is infinite where ``x`` equals ``q``; minus infinity where only ``x`` is all zeros; NaN where either tensor holds
-    a NaN or an infinity.
+    It is infinite where ``x`` equals ``q``; minus infinity where only ``x`` is all zeros; NaN with any NaN or infinity.
 
     Args:
         x: floating point, any shape.
@@ -46,8 +45,7 @@ def sqnr(x: Tensor, q: Tensor) -> Tensor:
 def mse(x: Tensor, q: Tensor, relative: bool = False) -> Tensor:
     """Mean squared error, 0-d: ``Σ (x - q)²`` over the number of elements, or if ``relative``, over ``Σ x²``.
 
-    It is in units of x² or of 1. Relative, it is 0 where ``x`` equals ``q``. NaN as in :func:`sqnr`, and without
-    elements.
+    Relative, it is 0 where ``x`` equals ``q``. Arguments and NaN are as in :func:`sqnr`; also NaN without elements.
     """
     signal, noise, *_ = _sums(x, q)
     return ratio(noise, signal) if relative else noise / x.numel()
@@ -65,7 +63,6 @@ def bias(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _sums(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Σ x², Σ (x - q)², Σ |x| and Σ (q - x) sign(x)."""
     if x.shape != q.shape:
         raise ValueError(
             f"The error of a tensor needs that tensor in two versions of one shape; got {tuple(x.shape)} and "
@@ -96,8 +93,8 @@ def code_histogram(quantized: Quantized, normalize: bool = False, **deprecated: 
     """Counts how often each level is used: int64, or float32 shares if normalized.
 
     The order is that of the :func:`levels` of the cast's grid; with zero points these reach to both sides of them,
-    ``-15`` to ``15`` for int4. Stored codes count, also in a block whose scale underflowed to 0; elements that decode
-    to NaN do not.
+    ``-15`` to ``15`` for int4. Codes also count in a block whose scale underflowed to 0, but not where they decode to
+    NaN.
 
     Args:
         quantized: from :func:`lightning_lowbit.quantize`.
@@ -143,8 +140,7 @@ def _values(format: Format) -> list[float]:
 class CastStatistics:
     """The error of a cast as sums over a tensor, so that statistics of parts can be added: ``left + right``.
 
-    Attributes and properties are 0-d tensors (``codes`` a vector) on the device of the tensor; :meth:`floats` waits for
-    it.
+    Attributes and properties are 0-d tensors (``codes`` a vector) on the tensor's device; :meth:`floats` waits for it.
 
     Attributes:
         cast, elements: how the tensor was quantized, and its number of elements.

@@ -15,8 +15,7 @@ def count_spikes(losses: Sequence[float], window: int = 20, threshold: float = 6
 
     Args:
         losses: training losses in nats, in the order of steps.
-        window: 2 or more values to compare with; before the first full window only values that are not finite are
-            spikes.
+        window: values to compare with, 2 or more; before the first full window only NaN and infinity are spikes.
         threshold: in standard deviations, above 0.
     """
     integer("window", window, 2, "a number of losses")

@@ -53,19 +53,17 @@ class Window:
 
 
 class RunningMean:
-    """``factor`` times the mean of all values at first, then of about ``memory`` values, weighted exponentially."""
+    """A limit of ``factor`` times a mean: at first of all values, then exponential over about ``memory`` values."""
 
     def __init__(self, factor: float, memory: int) -> None:
         self.count, self.mean = 0, 0.0
         self._factor, self._memory = factor, memory
 
     def add(self, value: float) -> None:
-        """Learns a value; ``count`` grows up to ``memory``."""
         self.count = min(self.count + 1, self._memory)
         self.mean += (value - self.mean) / self.count
 
     def limit(self) -> float:
-        """``factor`` times the mean; infinite while the mean is 0."""
         return self._factor * self.mean if self.mean > 0 else math.inf
 
 
@@ -136,9 +134,9 @@ def detect_spike(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Judges a 0-d value on its device: a spike is finite and exceeds ``factor`` times an exponential mean.
 
-    The mean learns finite values that are no spikes, with ``decay`` in [0, 1), ``warmup`` of them before any is a
-    spike. After ``warmup`` consecutive spikes, a new level, it starts again. ``state`` are float32 numbers named by
-    ``SPIKE_STATE``, zeros at first.
+    The mean learns finite values that are no spikes, with ``decay`` in [0, 1). It needs ``warmup`` of them before any
+    value is a spike. After ``warmup`` consecutive spikes, which are a new level, it starts again. ``state`` are float32
+    numbers named by ``SPIKE_STATE``, zeros at first.
 
     Returns the next state; the mean before the value (NaN if there is none); whether the value is a spike.
     """

@@ -41,11 +41,11 @@ class SwiGLUAlignment:
 def swiglu_alignment(gate_weight: Tensor, up_weight: Tensor, x: Tensor | None = None) -> SwiGLUAlignment:
     """Measures which channels of a SwiGLU make outliers, or soon will.
 
-    Where w1 = ±w2 (see above) both factors are large for the same tokens, and the channel gives about ``±(w2ᵀx)²``
-    where its gate is open. Weight decay leads there once the sigmoid in Swish is flat for all tokens (arXiv 2409.12517,
-    theorem 1). In Llama2 7B (section 4.3) ``‖w2‖`` of a few channels grew first; then their cosine rose steeply,
-    between 125 and 210 billion tokens, and FP8 training diverged. An outlier channel was active for about 99 % of the
-    tokens (section 4.2).
+    In a channel ``(w1ᵀx) Swish(w2ᵀx)``, w1 is a row of the up projection and w2 one of the gate projection. Where w1 =
+    ±w2 both factors are large for the same tokens, and the channel gives about ``±(w2ᵀx)²`` where its gate is open.
+    Weight decay leads there once the sigmoid in Swish is flat for all tokens (arXiv 2409.12517, theorem 1). In Llama2
+    7B (section 4.3) ``‖w2‖`` of a few channels grew first; then their cosine rose steeply, between 125 and 210 billion
+    tokens, and FP8 training diverged. An outlier channel was active for about 99 % of the tokens (section 4.2).
 
     The computation is in float32, also under autocast, with the matrix products of
     ``torch.set_float32_matmul_precision``, 1024 rows at a time, on the device of the weights. Biases are left out.

@@ -75,23 +75,16 @@ def flip_rate(before: Quantized, after: Quantized) -> Tensor:
 
 @torch.no_grad()
 def threshold_distance(x: Tensor, cast: Cast, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Mean distance to the nearest rounding threshold, in units of the scale of each element's block.
+    """Mean distance to the nearest rounding threshold, in units of the scale of each element's block: float32, 0-d.
 
     A threshold lies halfway between two neighboring levels of ``cast.grid``: at ±0.5 for ternary elements, for which
     normally distributed weights with ``γ = mean|W|`` have a mean distance of 0.66. Where it is small, small steps make
-    weights flip.
+    weights flip. Elements that become NaN or whose block's scale underflowed to 0 are left out; NaN without any others.
 
     Args:
         x: floating point, a matrix.
-        cast: one that rounds to nearest.
+        cast: one that rounds to nearest; any other is a ``ValueError``.
         dim, amax: as in :func:`lightning_lowbit.quantize`.
-
-    Returns:
-        float32, 0-d. Elements that become NaN or whose block's scale underflowed to 0 are left out; NaN where no others
-        are left.
-
-    Raises:
-        ValueError: no matrix; the cast rounds stochastically; or as in :func:`lightning_lowbit.quantize`.
     """
     if cast.rounding != "nearest":
         raise ValueError(f"Thresholds are those of rounding to nearest, and {cast} rounds stochastically.")

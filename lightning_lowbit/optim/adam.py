@@ -99,7 +99,7 @@ def _update_one(
 
 
 def _round_to_master(master: Tensor, work: Tensor, scale: Tensor, taken: Tensor) -> Tensor:
-    """Rounds weights to fp16 masters, and returns what the masters decode to; a skipped step changes neither."""
+    """Rounds weights to fp16 masters, and returns what these decode to; a skipped step changes neither."""
     largest = torch.finfo(torch.float16).max
     scaled = (work / scale).clamp_(-largest, largest).to(torch.float16)
     master.copy_(torch.where(taken, scaled, master))

@@ -139,7 +139,7 @@ class Adaptive(GuardedOptimizer):
         self._remember_parameters()
 
     def reset_moments(self) -> None:
-        """Empties the state of the wrapped optimizer, which builds it again in the next step."""
+        """Empties the wrapped optimizer's state, which it builds again in the next step."""
         for parameter, kept in self.state.items():
             if own := {name: kept[name] for name in self.SCALARS if name in kept}:
                 self._set_aside[parameter] = own

@@ -35,11 +35,10 @@ class GradientStatistics(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A parameter in a step.
+    """A parameter in a step; ``number`` is its place in the optimizer.
 
-    ``number`` is its place in the optimizer. ``gradient`` is None where only other ranks have one. ``state`` holds the
-    scalars, which the step reads and writes; ``kept``, the tensors of ``moments``, with a row for each row of the
-    shard.
+    ``gradient`` is None where only other ranks have one. The step reads and writes the scalars in ``state``. ``kept``
+    are the tensors of ``moments``, with a row for each row of the shard.
     """
 
     parameter: Tensor

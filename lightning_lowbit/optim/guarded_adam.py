@@ -76,7 +76,6 @@ class GuardedAdam(GuardedOptimizer):
         super().__init__(params, {**self.DEFAULTS, **options})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, also in mid-training; an option out of range is a ValueError."""
         check_options(type(self).__name__, options := {**self.defaults, **param_group})
         alone = {"moments": "fp32", "norm_clip": None, "master_weights": None}
         given = {name: options[name] for name in alone}

@@ -45,7 +45,6 @@ class GuardedOptimizer(torch.optim.Optimizer):
         self._remember_parameters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, also in mid-training."""
         self._check_names(param_group)
         super().add_param_group(param_group)
         self._remember_parameters()
@@ -110,7 +109,6 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def new_scalars(cls, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Zeros: int64 counts of steps, the rest statistics."""
         return {
             name: torch.zeros((), dtype=torch.int64 if name.startswith("steps") else dtype, device=device)
             for name in cls.SCALARS

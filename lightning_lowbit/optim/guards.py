@@ -5,12 +5,10 @@
                 Σg² after that, and how many elements changed         one SUM, only if a rule needs norms
                 norms: AdaGN or GradClip
 
-All numbers are of whole tensors, and known before any element changes. A step is skipped if max|g| is NaN or Inf: every
-weight of an average and every count is then multiplied by 0, on the device. An element whose square does not fit (9e18
-in fp32) counts as Inf, unless a rule for norms scales it down. A parameter without a gradient on any rank has max|g| =
-−1 and does not take the step.
-
-On a CPU the host need not wait: scalars are Python's numbers, and pieces without a spike are not searched for one.
+All numbers are of whole tensors, and known before any element changes. A step is skipped if max|g| is NaN or Inf, or if
+an element's square does not fit (9e18 in fp32), unless a rule for norms scales it down: every weight of an average and
+every count is then multiplied by 0, on the device. A parameter without a gradient on any rank has max|g| = −1, and does
+not take the step. The host reads results only of a CPU, where it need not wait.
 """
 
 import math

@@ -65,7 +65,6 @@ class DenseMoments:
     is_sparse: ClassVar[bool] = False  # whether some elements have no moments
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Zeros for a parameter, sharded as it is."""
         return {name: torch.zeros_like(parameter, dtype=dtype) for name in NAMES}
 
     def select(self, rows: Tensor, piece: Piece) -> Tensor:

@@ -43,7 +43,7 @@ class StableSPAM(GuardedAdam):
         gamma2: γ2, average of its square; table A.2: .9 for 4 bits, table A.3: .99999 for BF16.
         gamma3: γ3 (θ in places), average of the largest element; tables A.2 and A.3: .999.
         reset_interval: ΔT, steps between resets of the moments; tables A.2 and A.3: 1000 (4-bit scripts: 500); or None.
-        warmup_steps: steps after each reset in which the learning rate rises from 0.01 to 1 along a cosine; or 0.
+        warmup_steps: steps after each reset in which the learning rate rises from a hundredth along a cosine; or 0.
         total_steps: steps over which β1 and γ1 halve along a cosine, as in the authors' scripts; None for no change.
         element_clip: ``"ada_clip"``; ``"spike_clip"``, SPAM's rule; or None.
         spike_threshold: θ of SpikeClip; section 4.1: 5000.

@@ -96,7 +96,6 @@ def _matrix(layer: Any) -> Tensor:
 
 
 def _quantized(layer: QuantizedLayer) -> Tensor:
-    """The forward pass's weight, float32 ``[out_features, in_features]``."""
     weight, cast = _matrix(layer), layer.casts.fprop_w
     assert isinstance(cast, Cast)
     device = weight.device.type

@@ -199,6 +199,5 @@ def set_blend(model: nn.Module, blend: float | Tensor | None) -> None:
 
 
 def check_blend(blend: float) -> float:
-    """Returns λ if it is in [0, 1], else raises a ``ValueError``."""
     what = "λ, how far operands are quantized: 0 for high precision, 1 for full quantization"
     return number("blend", blend, what, at_least=0, at_most=1)

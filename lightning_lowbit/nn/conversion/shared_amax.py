@@ -60,13 +60,9 @@ class SharedAmaxes:
 def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[list[str]]:
     """Groups of layers that share an amax, by name: a pattern matches two or more of them within one module.
 
-    Args:
-        casts: of each layer, outside any phase.
-        patterns: see :mod:`lightning_lowbit.nn.conversion.patterns`. Groups in high precision are left out.
-
-    Raises:
-        ValueError: a pattern matches no two layers of a module; a layer is in two groups; or the forward pass does not
-            scale the weights of a group by an amax of the weight, all by the same cast.
+    ``casts`` are those of each layer outside any phase. Groups in high precision are left out. It is a ``ValueError``
+    if a pattern matches no two layers of a module, a layer is in two groups, or the weights of a group differ in their
+    casts or are not scaled by an amax.
     """
     select([*casts], patterns, "shared_amax")  # all of them, or else raises
     found: list[list[str]] = []

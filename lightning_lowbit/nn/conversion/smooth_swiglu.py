@@ -121,8 +121,6 @@ def watch_up_projections(model: nn.Module) -> None:
 
 
 class _TellTokens:
-    """A forward hook of the up projection."""
-
     def __init__(self, down: QuantizedLayer) -> None:
         self.down = down
 
@@ -193,7 +191,6 @@ def _matrix(layer: Any) -> Tensor:
 
 
 def _last_amax(name: str, mlp: Any) -> Tensor | None:
-    """A smoothed down projection's amaxes of the last training step."""
     down = mlp.down_proj
     smooth = down.full_casts.smooth if isinstance(down, QuantizedLayer) else None
     if smooth is None:

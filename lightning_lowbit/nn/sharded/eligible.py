@@ -65,7 +65,6 @@ def is_plain(record: FSDPParam) -> bool:
 
 
 def gathered_dtype(record: FSDPParam) -> torch.dtype:
-    """The dtype of the weight that FSDP2 gives the layer."""
     return record.mp_policy.param_dtype or record.sharded_param.dtype
 
 

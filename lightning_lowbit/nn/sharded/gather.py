@@ -6,12 +6,9 @@
       unpack                     the operand's values, in the dtype that FSDP2 gives the weight
     GEMMs                        use these values as the operand; gradients go straight through
 
-Results equal those of gathering in high precision to the bit; :mod:`.eligible` says when that is possible. Other
-weights are gathered in high precision.
-
-FSDP2 looks for extension methods on the local tensor of a parameter. A tensor subclass would be lost when tensors are
-replaced (loading, ``module.to``), and would confuse optimizers and checkpoints. So FSDP2's record of the parameter,
-which lives as long as the module is sharded, provides the methods instead.
+Results equal those of gathering in high precision to the bit. Weights for which :mod:`.eligible` rules that out are
+gathered in high precision. FSDP2 looks for extension methods on a parameter's local tensor, which loading and
+``module.to`` replace. So its record of the parameter, which lives as long as the module is sharded, provides them.
 """
 
 from collections.abc import Mapping
@@ -139,7 +136,6 @@ class _Record(FSDPParam):
         self._unsharded_inner_tensors = buffers
 
     def release(self) -> None:
-        """Makes this FSDP2's own record again."""
         self.__class__ = FSDPParam  # type: ignore[assignment]
         self.all_gather_outputs, self._unsharded_inner_tensors = self._unsharded_inner_tensors, []
         vars(self.gather.layer).pop("prequantized_weight", None)
@@ -195,7 +191,7 @@ class _Gather:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the weight is gathered by another cast than the one in force."""
+        """Whether the weight was gathered by another cast than the one in force."""
         if not self.is_gathered:
             return False
         cast = self._cast
@@ -206,7 +202,6 @@ class _Gather:
 
     @property
     def needs_statistic(self) -> bool:
-        """Whether the cast in force needs a statistic of the whole weight."""
         cast = self._cast
         if cast is not None and cast.scale.needs_amax:
             return self.layer.weight_amax is None
