@@ -164,7 +164,10 @@ def check_backend(
 
 
 def set_phase(model: nn.Module, phase: str) -> None:
-    """Puts all converted layers into a phase, see :meth:`LinearCasts.phase`; per-layer casts keep their differences."""
+    """Puts all converted layers into a phase, see :meth:`LinearCasts.phase`; an unknown one is a ``ValueError``.
+
+    Layers keep their differences in casts.
+    """
     for layer in quantized_layers(model).values():
         layer.casts = layer.full_casts.phase(phase)
 

@@ -7,8 +7,10 @@
     GEMMs                        use these values as the operand; gradients go straight through
 
 Results equal those of gathering in high precision to the bit. Weights for which :mod:`.eligible` rules that out are
-gathered in high precision. FSDP2 looks for extension methods on a parameter's local tensor, which loading and
-``module.to`` replace. So its record of the parameter, which lives as long as the module is sharded, provides them.
+gathered in high precision.
+
+FSDP2 looks for extension methods on a parameter's local tensor, which loading and ``module.to`` replace. Here its
+record of the parameter provides them: it lives as long as the module is sharded, and parameters stay plain tensors.
 """
 
 from collections.abc import Mapping
