@@ -1,6 +1,6 @@
-"""Argument checks, one line where they are used, and what might have been meant.
+"""Argument checks in one line, with messages that suggest what may have been meant.
 
-A check returns the value that it accepts; otherwise it raises a ``ValueError`` with what was needed and what came:
+A check returns the value that it accepts, or raises a ``ValueError`` with what is needed and what was given:
 
     self.every = integer("every", every, 1, "a number of optimizer steps")
     # every is a number of optimizer steps, 1 or more; got 0.
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 def is_number(value: object) -> bool:
-    """Whether an argument is a number, which True and "1" are not."""
+    """Whether an argument is a number; True and "1" are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -92,10 +92,10 @@ def some(names: Iterable[str], most: int = 3) -> str:
 
 
 def near(given: object, possible: Collection[object], most: int = 1) -> list[str]:
-    """Those of some names that may have been meant, the likeliest first.
+    """The possible names that ``given`` may stand for, the likeliest first.
 
-    A part of a name stands for it: names that begin with it come first, then those that contain it, then those that are
-    spelled alike. Names that begin alike keep their order, so that tables list the usual one first.
+    Names that begin with it come first, then those that contain it, then those of similar spelling. Ties keep their
+    order, so that tables list the usual name first.
     """
     choices = {str(choice).lower(): str(choice) for choice in possible}
     word = str(given).lower()
@@ -106,7 +106,7 @@ def near(given: object, possible: Collection[object], most: int = 1) -> list[str
 
 
 def nearest(given: object, possible: Collection[object], most: int = 1) -> str:
-    """`` Did you mean 'x'?`` or `` Did you mean 'x' or 'y'?``; nothing where nothing is near."""
+    """`` Did you mean 'x'?`` or `` Did you mean 'x' or 'y'?``; empty where nothing is near."""
     close = near(given, possible, most)
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 

@@ -1,16 +1,14 @@
 """Sharded parameters: the shard on this rank, and the process groups that hold the rest.
 
-An optimizer that looks at whole matrices (their largest gradient, their norm) needs both. Parameters are sharded in
-three ways, and otherwise whole:
+Optimizers that look at whole matrices need both. A parameter is whole, or sharded in one of three ways:
 
     DTensor      FSDP2 and tensor parallelism: the tensor knows its mesh, and is sharded along each mesh dimension on
                  which it is not replicated
-    FSDP1        with the original parameters, each a stretch of a flat buffer: 1-D, perhaps empty, without a gradient
-                 where it is empty. Only the wrapped module knows the process group, so it has to be shown once
-                 (`connect`); LowBitPrecision does so
-    DeepSpeed    ZeRO's flat buffers, in which no matrix can be told from another: refused
+    FSDP1        with the original parameters, each a 1-D stretch of a flat buffer. Only the wrapped module knows the
+                 process group, so it must be passed to `connect` once; LowBitPrecision does so
+    DeepSpeed    ZeRO's flat buffers, in which matrices cannot be told apart: refused
 
-Numbers of shards become those of whole parameters in one collective per process group (`all_reduce_`).
+`all_reduce_` turns numbers of shards into those of whole parameters, with one collective per process group.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,12 +26,9 @@ from lightning_lowbit.quant.shard import amax_of
 
 
 class Sharding(NamedTuple):
-    """How a parameter is sharded.
+    """How a parameter is sharded: the shape of the whole, and the process groups that share it (none for a whole one).
 
-    Attributes:
-        shape: of the whole parameter.
-        groups: the process groups over which it is sharded, none for a whole one.
-        is_flat: the shard is a stretch of the flattened parameter (FSDP1).
+    ``is_flat``: the shard is a stretch of the flattened parameter (FSDP1).
     """
 
     shape: torch.Size
@@ -45,12 +40,9 @@ _FLATTENED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of FSDP1: 
 
 
 def connect(module: nn.Module) -> None:
-    """Tells the optimizers of this package how FSDP1 has sharded the parameters of a module.
+    """Tells the optimizers how FSDP1 has sharded the parameters of ``module``, the root of `FullyShardedDataParallel`.
 
     `LowBitPrecision` calls it. Without that plugin, call it once after wrapping. Without FSDP1 it does nothing.
-
-    Args:
-        module: the root that `FullyShardedDataParallel` wrapped.
     """
     for part in FullyShardedDataParallel.fsdp_modules(module):
         handle = part._handle
@@ -102,9 +94,7 @@ def local(tensor: Tensor) -> Tensor:
 def local_gradient(parameter: Tensor, gradient: Tensor | None = None) -> Tensor | None:
     """The gradient of the shard on this rank, a plain tensor; None where there is none.
 
-    Args:
-        parameter: any.
-        gradient: in place of ``parameter.grad``; placed in any way on the same mesh.
+    ``gradient`` replaces ``parameter.grad``; it may be placed in any way on the same mesh.
     """
     gradient = parameter.grad if gradient is None else gradient
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -128,8 +118,7 @@ def local_norms(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
     """L2 norm of all gradients of whole parameters together: float32, 0-d, the same on all ranks; 0 without gradients.
 
-    Args:
-        parameters: of a model, the same on all ranks: one collective per process group.
+    ``parameters`` must be the same on all ranks: there is one collective per process group.
     """
     device = next((local(parameter).device for parameter in parameters), torch.device("cpu"))
     squares = local_norms(parameters, device).square().unbind()
@@ -140,9 +129,9 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_gradient_norm_(parameters: Sequence[Tensor], limit: float) -> Tensor:
-    """Scales all gradients, in place, to a norm of at most ``limit`` together; returns the norm before.
+    """Scales all gradients in place to a norm of at most ``limit`` together; returns the norm before.
 
-    ``torch.nn.utils.clip_grad_norm_`` does so for parameters of one mesh only.
+    Unlike ``torch.nn.utils.clip_grad_norm_``, it takes parameters of several meshes.
     """
     norm = gradient_norm(parameters)
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -158,19 +147,15 @@ def is_flat(parameter: Tensor) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP or tensor parallelism has spread parameters of a model."""
+    """Whether FSDP or tensor parallelism shards parameters of a model."""
     is_wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     return is_wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def clip_gradients_(parameters: Sequence[Tensor], limit: float, root: nn.Module | None, is_sharded: bool) -> None:
-    """Scales all gradients, in place, so that their norm together is at most ``limit``, under any strategy.
+    """Scales all gradients in place so that their norm together is at most ``limit``, under any strategy.
 
-    Args:
-        parameters: whose gradients.
-        limit: of the norm.
-        root: the wrapped model; of flat buffers, only FSDP1's root can compute the norm.
-        is_sharded: see :func:`is_sharded`.
+    ``root`` is the wrapped model: only FSDP1's root can compute the norm of flat buffers.
     """
     if isinstance(root, FullyShardedDataParallel) and any(map(is_flat, parameters)):
         root.clip_grad_norm_(limit)
@@ -184,24 +169,18 @@ def clip_gradients_(parameters: Sequence[Tensor], limit: float, root: nn.Module 
 def parameter_amaxes(parameters: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """max|p| of each whole parameter: float32, 0-d; infinite if it holds a NaN, which collectives may lose.
 
-    Args:
-        parameters: the same on all ranks: one collective per process group.
-        device: of the processes and the result, also where shards are offloaded to the CPU.
+    ``parameters`` must be the same on all ranks. ``device`` is that of the processes and the result, also where shards
+    are offloaded to the CPU.
     """
     own = [amax_of(local(parameter)).to(device).nan_to_num(nan=torch.inf, posinf=torch.inf) for parameter in parameters]
     return all_reduce_(own, [sharding_of(parameter).groups for parameter in parameters], dist.ReduceOp.MAX)
 
 
 def zeros_sharded_as(parameter: Tensor, last: Callable[[int], int], dtype: torch.dtype) -> Tensor:
-    """Zeros in rows of another length than a parameter's, sharded as it is.
-
-    Args:
-        parameter: of one dimension or more.
-        last: the length for a row of n elements; where rows are cut, for each part of a row.
-        dtype: of the zeros.
+    """Zeros, sharded as a parameter is, with ``last(n)`` elements where a row, or a rank's part of a row, has n.
 
     Raises:
-        ValueError: the shards of all ranks do not make up a tensor that is sharded as the parameter is.
+        ValueError: no tensor sharded like the parameter has these shards.
     """
     shard = local(parameter)
     shape = (*shard.shape[:-1], last(shard.shape[-1]))
@@ -210,7 +189,7 @@ def zeros_sharded_as(parameter: Tensor, last: Callable[[int], int], dtype: torch
         return zeros
     mesh, placements = parameter.device_mesh, parameter.placements
     lengths = [last(length) for length in _cut_rows(parameter, parameter.shape[-1])]
-    # Decided alike on all ranks: one that continued alone would wait for the others.
+    # All ranks decide alike: one that continued alone would wait for the others.
     if lengths != _cut_rows(parameter, sum(lengths)):
         raise ValueError(
             f"A parameter of {tuple(parameter.shape)}, sharded as {placements} over {mesh.size()} ranks, leaves "
@@ -222,7 +201,7 @@ def zeros_sharded_as(parameter: Tensor, last: Callable[[int], int], dtype: torch
 
 
 def _cut_rows(parameter: DTensor, length: int) -> list[int]:
-    """Lengths of the parts of a row, cut as the rows of a parameter are."""
+    """Lengths of the parts of a row, sharded as the rows of the parameter."""
     parts = [length]
     for dim, placement in enumerate(parameter.placements):
         if placement.is_shard(parameter.dim() - 1):
@@ -241,12 +220,9 @@ def all_reduce_world_(value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp
 def all_reduce_(
     values: Sequence[Tensor], groups: Sequence[tuple[dist.ProcessGroup, ...]], op: dist.ReduceOp.RedOpType
 ) -> list[Tensor]:
-    """The tensors, each reduced over its process groups (if any), all tensors of a group in one collective.
+    """The tensors, each reduced over its process groups (if any), with one collective per group.
 
-    Args:
-        values: floating, any shapes, the same on all ranks of a group.
-        groups: of each tensor.
-        op: the reduction.
+    ``values`` are floating, of any shapes, the same on all ranks of a group; ``groups`` has one entry for each.
     """
     reduced = list(values)
     for group in dict.fromkeys(group for of_one in groups for group in of_one):

@@ -1,5 +1,4 @@
-"""Numbers that tell how a run went, what casts make of tensors and of weights in training, and where outliers are about
-to come from."""
+"""Measures of runs, of casts, of weights in training, and of outliers."""
 
 from lightning_lowbit.metrics.casts import (
     CastStatistics,

@@ -1,15 +1,14 @@
-"""What a cast makes of a tensor.
+"""The error of a cast.
 
-With x a tensor and q what its codes and scales decode to:
+With x a tensor and q the values that its codes and scales decode to:
 
     SQNR          10 log10(Σ x² / Σ (x - q)²)      dB
     relative MSE  Σ (x - q)² / Σ x²                10^(-SQNR / 10)
     bias          Σ (q - x) sign(x) / Σ |x|        below 0 where magnitudes shrink, -1 where all became 0
     underflow     of the elements that are not 0, the share that became 0
-    saturation    of all elements, the share beyond the largest magnitude that the scale of their block can express, or
-                  with a zero point beyond the least or the largest level of their block
+    saturation    of all elements, the share outside the range that the scale of their block can express
 
-Everything is computed where the tensor lies, from sums in float64, and nothing waits for a device.
+Everything is computed on the tensor's device, from sums in float64, without waiting for it.
 """
 
 import warnings
@@ -23,7 +22,7 @@ from lightning_lowbit.formats import Format, table
 from lightning_lowbit.quant import Cast, Quantized, quantize
 from lightning_lowbit.quant.statistics import sqnr_db, wide_dtype
 
-# A largest magnitude is a product of scales, each rounded to float32: elements that it misses by so little fit.
+# The largest magnitude is a product of scales, each rounded to float32: elements beyond it by so little still fit.
 _ULPS = 2.0**-20
 
 
@@ -31,64 +30,39 @@ _ULPS = 2.0**-20
 
 
 def sqnr(x: Tensor, q: Tensor) -> Tensor:
-    """Signal to quantization noise ratio: ``10 log10(Σ x² / Σ (x - q)²)``.
+    """Signal to quantization noise ratio: ``10 log10(Σ x² / Σ (x - q)²)`` in dB, 0-d.
+
+    It is infinite where ``x`` equals ``q``; minus infinity where only ``x`` is all zeros; NaN with any NaN or infinity.
 
     Args:
         x: floating point, any shape.
-        q: what became of it, same shape.
-
-    Returns:
-        dB, 0-d. Infinite where nothing changed, zeros included; minus infinity where ``x`` is all zeros and ``q`` is
-        not; NaN where either tensor holds a NaN or an infinity.
-
-    Raises:
-        ValueError: the shapes differ.
+        q: the quantized values; another shape is a ``ValueError``.
     """
     signal, noise, *_ = _sums(x, q)
     return sqnr_db(signal, noise)
 
 
 def mse(x: Tensor, q: Tensor, relative: bool = False) -> Tensor:
-    """Mean squared error: ``Σ (x - q)²`` over the number of elements, or relative, over ``Σ x²``.
+    """Mean squared error, 0-d: ``Σ (x - q)²`` over the number of elements, or if ``relative``, over ``Σ x²``.
 
-    Args:
-        x, q: as in :func:`sqnr`.
-        relative: to the mean square of ``x``.
-
-    Returns:
-        0-d, in units of x² or of 1. Relative, 0 where nothing changed, zeros included. NaN as in :func:`sqnr`, and for
-        tensors without elements.
-
-    Raises:
-        ValueError: the shapes differ.
+    Relative, it is 0 where ``x`` equals ``q``. Arguments and NaN are as in :func:`sqnr`; also NaN without elements.
     """
     signal, noise, *_ = _sums(x, q)
     return ratio(noise, signal) if relative else noise / x.numel()
 
 
 def bias(x: Tensor, q: Tensor) -> Tensor:
-    """How much magnitudes shrink or grow on the whole: ``Σ (q - x) sign(x) / Σ |x|``.
+    """Mean growth of magnitudes, negative where they shrink: ``Σ (q - x) sign(x) / Σ |x|``, 0-d.
 
-    Grids whose spacing grows with the magnitude, E2M1's among them, lose magnitude when they round to nearest, and the
-    loss adds up over the layers of a network (Rethinking Shrinkage Bias in LLM FP4 Pretraining, arXiv 2606.20381).
-    Underflow and saturation lose more. Stochastic rounding has no bias where nothing saturates.
-
-    Args:
-        x, q: as in :func:`sqnr`.
-
-    Returns:
-        0-d, relative to the mean magnitude; negative where magnitudes shrink. 0 where nothing changed, zeros included;
-        NaN as in :func:`sqnr`.
-
-    Raises:
-        ValueError: the shapes differ.
+    Grids whose spacing grows with the magnitude, such as E2M1, lose magnitude when they round to nearest, and the loss
+    adds up over layers (arXiv 2606.20381). Underflow and saturation also lose magnitude. Stochastic rounding without
+    saturation has no bias. Arguments and NaN are as in :func:`sqnr`; 0 where ``x`` equals ``q``.
     """
     *_, magnitude, growth = _sums(x, q)
     return ratio(growth, magnitude)
 
 
 def _sums(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Σ x², Σ (x - q)², Σ |x| and Σ (q - x) sign(x)."""
     if x.shape != q.shape:
         raise ValueError(
             f"The error of a tensor needs that tensor in two versions of one shape; got {tuple(x.shape)} and "
@@ -100,7 +74,7 @@ def _sums(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def ratio(part: Tensor, whole: Tensor) -> Tensor:
-    """``part / whole``, and 0 where the part is 0, of nothing too."""
+    """``part / whole``, and 0 where the part is 0, also for 0 / 0."""
     return torch.where(part == 0, 0.0, part / whole)
 
 
@@ -110,22 +84,21 @@ def ratio(part: Tensor, whole: Tensor) -> Tensor:
 def levels(format: Format) -> tuple[float, ...]:
     """The values that elements of a format take, ascending: ``-6.0`` to ``6.0`` for E2M1, with one zero.
 
-    Codes that rounding never gives are no levels: NaNs, infinities, and the lowest integer, which has no opposite.
+    Left out are codes that rounding never gives: NaNs, infinities, and the lowest integer, which has no opposite.
     """
     return tuple(sorted({value for value in _values(format) if abs(value) <= format.max}))
 
 
 def code_histogram(quantized: Quantized, normalize: bool = False, **deprecated: bool) -> Tensor:
-    """How often each level is used.
+    """Counts how often each level is used: int64, or float32 shares if normalized.
+
+    The order is that of the :func:`levels` of the cast's grid; with zero points these reach to both sides of them,
+    ``-15`` to ``15`` for int4. Codes also count in a block whose scale underflowed to 0, but not where they decode to
+    NaN.
 
     Args:
         quantized: from :func:`lightning_lowbit.quantize`.
         normalize: to a sum of 1. Its old spelling ``normalise`` is deprecated.
-
-    Returns:
-        int64 counts (float32 shares if normalized) in the order of the :func:`levels` of the cast's grid: those of its
-        element format, or with zero points those on either side of them, ``-15`` to ``15`` for int4. Codes count as
-        they are stored, also in a block whose scale underflowed to 0. Elements that decode to NaN are left out.
     """
     if "normalise" in deprecated:
         warnings.warn("code_histogram(normalise=) is now normalize=.", DeprecationWarning, stacklevel=2)
@@ -150,7 +123,7 @@ def _count_codes(quantized: Quantized, decoded: Tensor) -> Tensor:
 
 @cache
 def _places(format: Format, device: torch.device) -> Tensor:
-    """int64 ``[2^bits]``: the place of each code's value among the levels; behind them for codes that are none."""
+    """int64 ``[2^bits]``: the index of each code's value among the levels; their number for codes that are no level."""
     place = {value: i for i, value in enumerate(levels(format))}
     return torch.tensor([place.get(value, len(place)) for value in _values(format)], device=device)
 
@@ -165,26 +138,19 @@ def _values(format: Format) -> list[float]:
 
 @dataclass(frozen=True, eq=False)
 class CastStatistics:
-    """What a cast makes of a tensor, as sums, so that errors of parts add up to that of the whole: ``left + right``.
+    """The error of a cast as sums over a tensor, so that statistics of parts can be added: ``left + right``.
 
-    The attributes and what follows from them are 0-d tensors (``codes`` a vector) on the device of the tensor;
-    :meth:`floats` waits for it and gives numbers.
+    Attributes and properties are 0-d tensors (``codes`` a vector) on the tensor's device; :meth:`floats` waits for it.
 
     Attributes:
-        cast: how the tensor was quantized.
-        elements: how many it has.
-        signal: ``Σ x²``.
-        noise: ``Σ (x - q)²``.
-        magnitude: ``Σ |x|``.
-        growth: ``Σ (q - x) sign(x)``.
-        nonzero: elements that are not 0, int64.
-        underflowed: of these, those that became 0.
-        saturated: elements whose magnitude exceeds ``scale * tensor_scale * element.max`` of their block, by more than
-            the rounding of scales to float32: what they lose is not decided by the grid. They need not be far beyond:
-            an E4M3 scale rounded to nearest leaves the largest element of about every other block outside. Elements in
-            a block whose scale underflowed to 0 became 0, and count as underflow only. With a zero point, elements
-            below the least level of their block or above the largest: since the zero point is a whole number, mostly
-            one end of each block, by up to half a step.
+        cast, elements: how the tensor was quantized, and its number of elements.
+        signal, noise: ``Σ x²`` and ``Σ (x - q)²``.
+        magnitude, growth: ``Σ |x|`` and ``Σ (q - x) sign(x)``.
+        nonzero, underflowed: number of elements that are not 0, and of those of them that became 0, int64.
+        saturated: elements whose magnitude exceeds ``scale * tensor_scale * element.max`` of their block by more than
+            float32 rounding of the scales. An E4M3 scale rounded to nearest leaves the largest element of about every
+            other block slightly outside. A block whose scale underflowed to 0 counts as underflow only. With a zero
+            point: elements outside the levels of their block, mostly at one end and by up to half a step.
         codes: elements at each of the :func:`levels` of the cast's grid; see :func:`code_histogram`.
     """
 
@@ -231,21 +197,17 @@ class CastStatistics:
 
     @property
     def not_finite(self) -> Tensor:
-        """Share of all elements that became NaN, since their block holds a NaN or an infinity."""
+        """Share of all elements that became NaN because their block holds a NaN or an infinity."""
         return (self.elements - self.codes.sum()).to(self.signal) / self.elements
 
     def floats(self) -> dict[str, float]:
-        """The seven numbers above by name."""
+        """The seven properties above by name, as numbers."""
         names = ("sqnr", "mse", "relative_mse", "bias", "underflow", "saturation", "not_finite")
         values = torch.stack([getattr(self, name) for name in names]).tolist()
         return dict(zip(names, values, strict=True))
 
     def __add__(self, other: "CastStatistics") -> "CastStatistics":
-        """The error of both tensors together.
-
-        Raises:
-            ValueError: they were quantized by different casts.
-        """
+        """The statistics of both tensors together; a ValueError if they were quantized by different casts."""
         if self.cast != other.cast:
             raise ValueError(f"Errors of one cast add up; got those of {self.cast} and {other.cast}.")
         names = [f.name for f in fields(self) if f.name != "cast"]
@@ -256,17 +218,10 @@ class CastStatistics:
 def cast_statistics(
     x: Tensor, cast: Cast, dim: int = -1, key: Tensor | int | None = None, amax: Tensor | None = None
 ) -> CastStatistics:
-    """Quantizes a tensor and says what that did to it.
+    """Quantizes a tensor and measures the error; arguments and errors are those of :func:`lightning_lowbit.quantize`.
 
-    Args:
-        x, cast, dim, key, amax: as in :func:`lightning_lowbit.quantize`.
-
-    Returns:
-        Sums on the device of ``x``. A block that holds a NaN or an infinity decodes to NaN: SQNR, MSE and bias are NaN
-        then, and its elements count neither as underflow nor as saturation, nor in the histogram.
-
-    Raises:
-        ValueError: as in :func:`lightning_lowbit.quantize`.
+    A block that holds a NaN or an infinity decodes to NaN: SQNR, MSE and bias are then NaN, and its elements count
+    neither as underflow nor as saturation, nor in the histogram.
     """
     quantized = quantize(x, cast, dim, key, amax)
     q = quantized.dequantize()
@@ -288,7 +243,6 @@ def cast_statistics(
 
 
 def _lowest_and_highest(cast: Cast) -> tuple[int, int]:
-    """The codes of the least and the largest level."""
     if cast.scale.statistic == "minmax":
         return 0, 2**cast.format.bits - 1
     low, high = cast.format.encode(torch.tensor([-cast.format.max, cast.format.max])).tolist()

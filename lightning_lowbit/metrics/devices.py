@@ -1,12 +1,12 @@
-"""What GPUs can compute: dense peaks, from NVIDIA's data sheets."""
+"""Dense peak throughputs of GPUs, from NVIDIA's data sheets."""
 
 import re
 from collections.abc import Mapping
 
 import torch
 
-# FLOP/s (of integers, operations) by the arithmetic that a GEMM is executed in. The data sheets mostly print twice as
-# much, "with sparsity". A device has the peaks of the first name that is part of its own.
+# FLOP/s (for int8, operations/s) by the dtype of a GEMM. The data sheets mostly print twice as much, "with sparsity". A
+# device has the peaks of the first name that is part of its own.
 PEAKS: dict[str, dict[str, float]] = {
     "GB200": {"bfloat16": 2.5e15, "float8": 5.0e15, "int8": 5.0e15, "float4": 10.0e15},
     "B200": {"bfloat16": 2.25e15, "float8": 4.5e15, "int8": 4.5e15, "float4": 9.0e15},

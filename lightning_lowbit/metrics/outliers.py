@@ -1,18 +1,16 @@
-"""How far the largest elements of an activation stand out.
+"""Measures of how far the largest elements of an activation stand out.
 
-With x the elements and σ their standard deviation about their mean m:
+With x the elements, m their mean and σ their standard deviation:
 
     amax           max |x|, of each channel
     kurtosis       mean (x - m)⁴ / σ⁴             3 where x is normally distributed, larger with heavier tails
     outliers       of the elements, the share with |x| > k·rms
 
-Channels far larger than all others make activations hard to quantize: with one scale for the tensor they leave few
-levels for the rest (LLM.int8(), arXiv 2208.07339). Kurtosis is their usual measure (Quantizable Transformers, arXiv
-2306.12929, section 3).
+Channels far larger than the others leave few levels for the rest if the tensor has one scale (LLM.int8(), arXiv
+2208.07339). Kurtosis is their usual measure (Quantizable Transformers, arXiv 2306.12929, section 3).
 
-All follow from sums and maxima, which add up over micro-batches and ranks. A pass over x makes the sums of its powers
-and its amaxes, a second one the count. Within a channel it adds up float32, then float64: kurtosis is exact to some
-1e-6 where |m| < σ, and has a range, of magnitudes from 1e-9 to 4e9. Nothing waits for a device.
+All follow from sums and maxima, which can be combined over micro-batches and ranks. Sums are float32 within a channel,
+then float64: kurtosis is exact to about 1e-6 for |m| < σ and magnitudes from 1e-9 to 4e9.
 """
 
 import torch
@@ -21,7 +19,7 @@ from torch import Tensor
 from lightning_lowbit.compilation import compiled, opaque
 from lightning_lowbit.quant.statistics import wide_dtype
 
-# What is added up: the elements, their powers, and how many are beyond k·rms.
+# The sums: the number of elements, their powers, and how many are beyond k·rms.
 SUMS = ("elements", "first", "second", "third", "fourth", "beyond")
 
 
@@ -32,15 +30,10 @@ SUMS = ("elements", "first", "second", "third", "fourth", "beyond")
     )
 )
 def activation_sums(x: Tensor, k: float) -> tuple[Tensor, Tensor]:
-    """What adds up over passes, and what their maximum is taken of.
+    """`SUMS` of one pass, float64 (float32 on Apple's GPUs) ``[6]``, and amaxes, float32 ``[channels]``.
 
-    Args:
-        x: floating point, ``[..., channels]``.
-        k: how many times the root mean square of ``x`` an element must exceed to be an outlier. Of normally
-            distributed elements 2e-9 are beyond 6.
-
-    Returns:
-        ``SUMS``, float64 (float32 on Apple's GPUs) ``[6]``, and amaxes, float32 ``[channels]``.
+    ``x`` is floating point, ``[..., channels]``. An element is an outlier if it exceeds ``k`` times the root mean
+    square; of normally distributed elements 2e-9 are beyond 6.
     """
     wide, channels = wide_dtype(x.device), x.shape[-1]
     elements = torch.full((1,), x.numel(), dtype=wide, device=x.device)
@@ -66,21 +59,21 @@ def _of_channels(x: Tensor) -> Tensor:
 
 @compiled
 def _count_beyond(x: Tensor, limit: Tensor) -> Tensor:
-    """How many elements of each channel are beyond a limit: float32 ``[channels]``, exact up to 2^24."""
+    """Elements of each channel beyond a limit: float32 ``[channels]``, exact up to 2^24."""
     return (x.float().abs() > limit).float().sum((0, 1))
 
 
 def kurtosis(sums: Tensor) -> Tensor:
-    """Central kurtosis, NaN where it has none, from ``SUMS``: ``[..., 6]`` to ``[...]``."""
+    """Central kurtosis from ``SUMS``, ``[..., 6]`` to ``[...]``; NaN where it is undefined."""
     elements, *powers, _ = sums.unbind(-1)
     mean, second, third, fourth = (power / elements for power in powers)
     variance = second - mean**2
     central = fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4
-    # Of equal elements the variance is what rounding leaves of it.
+    # The variance of equal elements is rounding error.
     varies = variance > 1e-6 * second
     return torch.where(varies & central.isfinite(), central / variance**2, torch.nan)
 
 
 def outlier_share(sums: Tensor) -> Tensor:
-    """Share of elements beyond k·rms, NaN where it has none, from ``SUMS``: ``[..., 6]`` to ``[...]``."""
+    """Share of elements beyond k·rms from ``SUMS``, ``[..., 6]`` to ``[...]``; NaN where it is undefined."""
     return torch.where(sums[..., 2].isfinite(), sums[..., 5] / sums[..., 0], torch.nan)

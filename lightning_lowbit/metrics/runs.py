@@ -1,4 +1,4 @@
-"""How a run went."""
+"""Measures of a run."""
 
 from collections.abc import Sequence
 
@@ -7,20 +7,16 @@ from lightning_lowbit.metrics.spikes import SpikeDetector, Window, median_limit
 
 
 def count_spikes(losses: Sequence[float], window: int = 20, threshold: float = 6.0) -> int:
-    """How often a loss jumped.
+    """Counts the spikes of a loss.
 
-    A value is a spike when it is not finite, or lies more than ``threshold`` robust standard deviations above the
-    median of the ``window`` values before it; a run of such values is one spike. The robust standard deviation is
-    1.4826 times the median absolute deviation, which spikes among those values hardly move; a loss that stays high is
-    the new normal after half a window.
+    A value is a spike when it is not finite, or more than ``threshold`` robust standard deviations (1.4826 times the
+    median absolute deviation) above the median of the ``window`` values before it. Consecutive ones count once. A loss
+    that stays high becomes normal after half a window.
 
     Args:
         losses: training losses in nats, in the order of steps.
-        window: values to compare with; those before the first full window are no spikes unless not finite.
-        threshold: in standard deviations.
-
-    Raises:
-        ValueError: window is less than 2, or threshold is not positive.
+        window: values to compare with, 2 or more; before the first full window only NaN and infinity are spikes.
+        threshold: in standard deviations, above 0.
     """
     integer("window", window, 2, "a number of losses")
     positive("threshold", threshold, "a number of standard deviations")

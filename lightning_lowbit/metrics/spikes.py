@@ -1,6 +1,6 @@
 """Spike detection: is a value far above the values before it?
 
-A detector joins a baseline, which knows what is normal, with a warm-up. The rules of this package:
+A detector has a baseline, which learns what is normal, and a warm-up. The rules of this package:
 
     losses, online      SpikeDetector(Window(100, mean_limit(6.0)), warmup=100)
     losses of a run     SpikeDetector(Window(20, median_limit(6.0)), warmup=20, learns_spikes=True)
@@ -19,11 +19,7 @@ from torch import Tensor
 
 
 class Baseline(Protocol):
-    """What is normal, learned from values.
-
-    Attributes:
-        count: how many values were learned, also those that no longer matter.
-    """
+    """The normal range, learned from values; ``count`` is the number of learned values, including forgotten ones."""
 
     count: int
 
@@ -31,16 +27,11 @@ class Baseline(Protocol):
         """Learns a value."""
 
     def limit(self) -> float:
-        """The value above which a spike begins; asked after at least one value."""
+        """The value above which a spike begins; called after at least one value."""
 
 
 class Window:
-    """The last values, and the limit that a rule such as :func:`mean_limit` draws from them.
-
-    Args:
-        length: of the window.
-        rule: makes the limit of the values in it.
-    """
+    """The last ``length`` values, and the limit that a rule such as :func:`mean_limit` computes from them."""
 
     def __init__(self, length: int, rule: Callable[[Sequence[float]], float]) -> None:
         self.values: deque[float] = deque(maxlen=length)
@@ -48,45 +39,36 @@ class Window:
         self._rule = rule
 
     def add(self, value: float) -> None:
-        """Learns a value; the oldest one leaves a full window."""
         self.values.append(value)
         self.count += 1
 
     def limit(self) -> float:
-        """The value above which a spike begins."""
         return self._rule(self.values)
 
     def load(self, values: Iterable[float], count: int) -> None:
-        """Replaces what was learned; of values, the window keeps the last ones."""
+        """Replaces the learned values; the window keeps the last ones."""
         self.values.clear()
         self.values.extend(values)
         self.count = count
 
 
 class RunningMean:
-    """The mean of all values while they are few, then an exponential one; spikes exceed a multiple of it.
-
-    Args:
-        factor: how many times the mean a spike exceeds; infinite for no spikes.
-        memory: the number of values that the mean reaches back.
-    """
+    """A limit of ``factor`` times a mean: at first of all values, then exponential over about ``memory`` values."""
 
     def __init__(self, factor: float, memory: int) -> None:
         self.count, self.mean = 0, 0.0
         self._factor, self._memory = factor, memory
 
     def add(self, value: float) -> None:
-        """Learns a value; ``count`` stays at ``memory`` once it is there."""
         self.count = min(self.count + 1, self._memory)
         self.mean += (value - self.mean) / self.count
 
     def limit(self) -> float:
-        """The value above which a spike begins; infinite while the mean is 0, of which there is no multiple."""
         return self._factor * self.mean if self.mean > 0 else math.inf
 
 
 def mean_limit(threshold: float, least: float = 0.01) -> Callable[[Sequence[float]], float]:
-    """The rule ``mean + threshold · max(deviation, least · |mean|)``, where rounding errors alone are no spike."""
+    """The rule ``mean + threshold · max(deviation, least · |mean|)``; ``least`` leaves room for rounding errors."""
 
     def limit(values: Sequence[float]) -> float:
         mean = fmean(values)
@@ -98,8 +80,8 @@ def mean_limit(threshold: float, least: float = 0.01) -> Callable[[Sequence[floa
 def median_limit(threshold: float, least: float = 1 / 512) -> Callable[[Sequence[float]], float]:
     """The rule ``median + threshold · max(1.4826 · MAD, least · |median|)``, which past spikes hardly move.
 
-    MAD is the median absolute deviation; 1.4826 of it is the standard deviation of normally distributed values. Losses
-    that were rounded to bfloat16 are often one number, hence ``least``.
+    MAD is the median absolute deviation; 1.4826 MAD is the standard deviation of normally distributed values. ``least``
+    is needed because losses rounded to bfloat16 are often all equal.
     """
 
     def limit(values: Sequence[float]) -> float:
@@ -111,14 +93,12 @@ def median_limit(threshold: float, least: float = 1 / 512) -> Callable[[Sequence
 
 
 class SpikeDetector:
-    """Judges values one by one.
-
-    A value is a spike if it is not finite, or if it exceeds the limit of a baseline that has learned enough.
+    """Judges values one by one: a spike is not finite, or exceeds the limit of the baseline.
 
     Args:
         baseline: what is normal.
         warmup: learned values before a finite one can be a spike.
-        learns_spikes: whether the baseline learns finite spikes, too: a value that stays high becomes normal.
+        learns_spikes: whether the baseline also learns finite spikes, so that a value that stays high becomes normal.
 
     Example:
         >>> detector = SpikeDetector(Window(100, mean_limit(6.0)), warmup=2)
@@ -131,7 +111,7 @@ class SpikeDetector:
 
     @property
     def limit(self) -> float:
-        """The value above which a spike begins; infinite before the end of the warm-up."""
+        """The value above which a spike begins; infinite during the warm-up."""
         return self.baseline.limit() if self.baseline.count >= self.warmup else math.inf
 
     def judge(self, value: float) -> bool:
@@ -144,28 +124,21 @@ class SpikeDetector:
         return is_spike
 
 
-# The state of `detect_spike`, of which one float32 tensor holds all numbers: the weighted sum and the sum of weights of
-# the mean, the number of values in it, the number of consecutive spikes just now, and the number of all spikes.
+# The state of `detect_spike`, one float32 tensor: the weighted sum and the sum of weights of the mean, the number of
+# values in it, the number of consecutive spikes just now, and the number of all spikes.
 SPIKE_STATE = ("sum", "weight", "averaged", "in_a_row", "spikes")
 
 
 def detect_spike(
     state: Tensor, value: Tensor, factor: float, decay: float, warmup: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Judges a value on its device: a spike is finite and exceeds ``factor`` times an exponential mean.
+    """Judges a 0-d value on its device: a spike is finite and exceeds ``factor`` times an exponential mean.
 
-    The mean learns finite values that are no spikes. After ``warmup`` consecutive spikes it starts again, since they
-    are a new level.
+    The mean learns finite values that are no spikes, with ``decay`` in [0, 1). It needs ``warmup`` of them before any
+    value is a spike. After ``warmup`` consecutive spikes, which are a new level, it starts again. ``state`` are float32
+    numbers named by ``SPIKE_STATE``, zeros at first.
 
-    Args:
-        state: float32 numbers named by ``SPIKE_STATE``, zeros at first.
-        value: 0-d.
-        factor: how many times the mean a spike exceeds.
-        decay: of the mean, in [0, 1).
-        warmup: values in the mean before any is a spike.
-
-    Returns:
-        The next state; the mean before the value (NaN if there is none); whether the value is a spike.
+    Returns the next state; the mean before the value (NaN if there is none); whether the value is a spike.
     """
     total, weight, averaged, in_a_row, spikes = state.to(value.device).unbind()
     mean = total / weight

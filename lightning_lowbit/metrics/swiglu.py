@@ -1,12 +1,10 @@
-"""Which channels of a SwiGLU make outliers, or are about to.
+"""Which channels of a SwiGLU make outliers, or soon will.
 
 With h = (w1ᵀx) Swish(w2ᵀx) a channel of a SwiGLU, w1 a row of its up projection and w2 one of its gate projection:
 
     cosine        |w1ᵀw2| / (‖w1‖ ‖w2‖)            1 where both branches see one projection of x, and h its square
     gate norm     ‖w2‖                             grows before the cosine does
     active        of the tokens x, the share with |w2ᵀx| > 1
-
-Everything is computed in float32 where the weights lie, and nothing waits for a device.
 """
 
 from contextlib import nullcontext
@@ -27,11 +25,11 @@ class SwiGLUAlignment:
     """How close each channel of a SwiGLU is to squaring one projection of its input; from :func:`swiglu_alignment`.
 
     Attributes:
-        cosine: ``|cos(w1, w2)|``, float32 ``[hidden]``, from 0 to 1; NaN where one of the rows holds a NaN or an
-            infinity, else 0 where one is all zeros. Rows of independent normal numbers have about ``0.8 / sqrt(in)``.
+        cosine: ``|cos(w1, w2)|``, float32 ``[hidden]``, from 0 to 1; NaN where a row holds a NaN or an infinity, else 0
+            where one is all zeros. Rows of independent normal numbers have about ``0.8 / sqrt(in)``.
         gate_norm: ``‖w2‖``, float32 ``[hidden]``, in units of the weight; NaN where the row holds a NaN or an infinity.
-        active: share of tokens with ``|w2ᵀx| > 1``, float32 ``[hidden]``; NaN where one of these products is NaN, and
-            of no tokens. None without tokens to look at.
+        active: share of tokens with ``|w2ᵀx| > 1``, float32 ``[hidden]``; NaN where a product is NaN, or without any
+            token. None if ``x`` was not given.
     """
 
     cosine: Tensor
@@ -41,26 +39,21 @@ class SwiGLUAlignment:
 
 @torch.no_grad()
 def swiglu_alignment(gate_weight: Tensor, up_weight: Tensor, x: Tensor | None = None) -> SwiGLUAlignment:
-    """Which channels of a SwiGLU make outliers, or are about to.
+    """Measures which channels of a SwiGLU make outliers, or soon will.
 
-    A channel is ``(w1ᵀx) Swish(w2ᵀx)``: w1, a row of the up projection, is its linear branch; w2, a row of the gate
-    projection, that of Swish. Where w1 = ±w2 both are large at the same tokens, and the channel gives about
-    ``±(w2ᵀx)²`` where its gate is open. If the sigmoid in Swish is flat at all tokens, ``σ'(w2ᵀx) → 0``, training with
-    ℓ2 regularization, however weak, comes to rest at w1 = ±w2 and nowhere else (Scaling FP8 Training to Trillion-Token
-    LLMs, arXiv 2409.12517, theorem 1). What that looks like in Llama2 7B (section 4.3 there): ``‖w2‖`` of a few
-    channels grows; their cosine, long low, rises steeply between 125 and 210 billion tokens; FP8 training diverges.
-    Mostly w1 and w2 pointed the same way, in some channels opposite ways. At about 99 % of the tokens an outlier
-    channel was active (section 4.2), which is a lenient mark of flatness: ``σ'`` is 0.25 at 0, 0.20 at 1, 0.02 at 4.
+    In a channel ``(w1ᵀx) Swish(w2ᵀx)``, w1 is a row of the up projection and w2 one of the gate projection. Where w1 =
+    ±w2 both factors are large for the same tokens, and the channel gives about ``±(w2ᵀx)²`` where its gate is open.
+    Weight decay leads there once the sigmoid in Swish is flat for all tokens (arXiv 2409.12517, theorem 1). In Llama2
+    7B (section 4.3) ``‖w2‖`` of a few channels grew first; then their cosine rose steeply, between 125 and 210 billion
+    tokens, and FP8 training diverged. An outlier channel was active for about 99 % of the tokens (section 4.2).
+
+    The computation is in float32, also under autocast, with the matrix products of
+    ``torch.set_float32_matmul_precision``, 1024 rows at a time, on the device of the weights. Biases are left out.
 
     Args:
         gate_weight: of ``gate_proj``, floating point, ``[hidden, in]``, as ``nn.Linear`` has it.
         up_weight: of ``up_proj``, same shape.
-        x: what both projections get, floating point, ``[..., in]``; None leaves ``active`` out.
-
-    Returns:
-        Per channel, on the device of the weights; see :class:`SwiGLUAlignment`. The computation is in float32, also
-        under autocast, its matrix product ``w2ᵀx`` as precise as ``torch.set_float32_matmul_precision`` says. Biases
-        are left out. No more than 1024 rows of a weight, and as many tokens, are copied to float32 at a time.
+        x: input of both projections, floating point, ``[..., in]``; None leaves ``active`` out.
 
     Raises:
         ValueError: the weights are not matrices of one shape, or ``x`` does not fit them.
@@ -79,7 +72,7 @@ def swiglu_alignment(gate_weight: Tensor, up_weight: Tensor, x: Tensor | None = 
     device = gate_weight.device.type
     tokens = None if x is None else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     cosines, norms, shares = list[Tensor](), list[Tensor](), list[Tensor]()
-    # The meta device has no autocast, and torch refuses to turn off what is not there.
+    # The meta device has no autocast, and torch refuses to turn it off there.
     with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
         for gate, up in zip(torch.split(gate_weight, _ROWS), torch.split(up_weight, _ROWS), strict=True):
             gate = gate.float()
@@ -94,13 +87,13 @@ def swiglu_alignment(gate_weight: Tensor, up_weight: Tensor, x: Tensor | None = 
 
 
 def _direction(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows over their largest magnitudes, and these: squares of what is left neither overflow nor all underflow."""
+    """Rows over their largest magnitudes, and these: the squares then neither overflow nor all underflow."""
     size = amax_along(rows, 1)
     return rows / torch.where(size == 0, 1.0, size), size.squeeze(1)
 
 
 def _active(gate: Tensor, tokens: Tensor) -> Tensor:
-    """Share of tokens ``[n, in]`` that a row of ``gate``, float32 ``[hidden, in]``, takes beyond 1: ``[hidden]``."""
+    """Share of tokens ``[n, in]`` with ``|w2ᵀx| > 1`` for each row of ``gate``, float32 ``[hidden, in]``."""
     count = gate.new_zeros(len(gate))
     for part in torch.split(tokens, _ROWS):
         z = part.float() @ gate.t()

@@ -1,4 +1,4 @@
-"""What quantized weights do as they are trained.
+"""Measures of quantized weights during training.
 
 With w the latent weight, in units of the scale s of its block, and q the level that it is rounded to:
 
@@ -6,8 +6,7 @@ With w the latent weight, in units of the scale s of its block, and q the level 
     flip rate     share of elements whose q changed
     distance      mean |w - t|, t the nearest rounding threshold  t: halfway between neighboring levels
 
-A latent weight that is small steps away from a threshold flips back and forth while it hardly moves. Everything is
-computed where the tensors lie, and nothing waits for a device.
+Latent weights close to a threshold flip back and forth while they hardly move.
 """
 
 import math
@@ -24,14 +23,10 @@ _TERNARY = (-1.0, 0.0, 1.0)
 
 
 def expected_zeros(factor: float = 1.0) -> float:
-    """Share of zeros among normally distributed weights that are ternary with ``γ = factor * mean|W|``.
+    """Share of zeros among normally distributed weights that are ternary with ``γ = factor * mean|W|``, ``factor > 0``.
 
-    An element becomes 0 where ``|w| < γ / 2``. With ``mean|W| = σ √(2/π)`` that is a probability of
-    ``erf(factor / (2 √π))``: 27.0 %, 31.0 % and 35.5 % for factors of √3/2, 1 (BitNet b1.58, arXiv 2402.17764, section
-    2) and 2/√3.
-
-    Raises:
-        ValueError: the factor is not positive.
+    An element becomes 0 where ``|w| < γ / 2``, which has a probability of ``erf(factor / (2 √π))``: 27.0 %, 31.0 % and
+    35.5 % for factors of √3/2, 1 (BitNet b1.58, arXiv 2402.17764, section 2) and 2/√3.
     """
     if not factor > 0:
         raise ValueError(f"factor is what mean|W| is multiplied by, a positive number; got {factor!r}.")
@@ -45,16 +40,10 @@ def is_ternary(cast: Cast) -> bool:
 
 @torch.no_grad()
 def ternary_shares(quantized: Quantized) -> Tensor:
-    """Shares of -1, 0 and 1.
+    """Shares of -1, 0 and 1: float32 ``[3]``, with a sum of 1. Elements that decode to NaN are left out.
 
-    Args:
-        quantized: from :func:`lightning_lowbit.quantize`, by a cast with these levels.
-
-    Returns:
-        float32 ``[3]``, with a sum of 1. Elements that decode to NaN are left out; of no others, zeros.
-
-    Raises:
-        ValueError: the cast has other levels; :func:`code_histogram` gives the shares of any.
+    ``quantized`` is from :func:`lightning_lowbit.quantize`. A cast with other levels is a ``ValueError``:
+    :func:`code_histogram` gives the shares of any.
     """
     if not is_ternary(quantized.cast):
         raise ValueError(
@@ -65,16 +54,9 @@ def ternary_shares(quantized: Quantized) -> Tensor:
 
 @torch.no_grad()
 def flipped(before: Quantized, after: Quantized) -> Tensor:
-    """Which elements are rounded to another level than before, whatever became of the scales.
+    """Which elements are rounded to another level than before, regardless of scales: bool, the shape of the tensor.
 
-    Args:
-        before, after: a tensor at two times, quantized by one cast.
-
-    Returns:
-        bool, the shape of the tensor.
-
-    Raises:
-        ValueError: the casts or the shapes differ.
+    ``before`` and ``after`` are a tensor at two times; a ``ValueError`` if the casts or shapes differ.
     """
     if before.cast != after.cast or before.codes.shape != after.codes.shape:
         raise ValueError(
@@ -87,32 +69,22 @@ def flipped(before: Quantized, after: Quantized) -> Tensor:
 
 
 def flip_rate(before: Quantized, after: Quantized) -> Tensor:
-    """Share of elements that are rounded to another level than before: float32, 0-d; see :func:`flipped`.
-
-    NaN for tensors without elements.
-    """
+    """Share of elements that are :func:`flipped`: float32, 0-d; NaN without elements."""
     return flipped(before, after).mean(dtype=torch.float32)
 
 
 @torch.no_grad()
 def threshold_distance(x: Tensor, cast: Cast, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Mean distance to the nearest rounding threshold, in units of the scale of each element's block.
+    """Mean distance to the nearest rounding threshold, in units of the scale of each element's block: float32, 0-d.
 
-    A threshold lies halfway between two neighboring levels of ``cast.grid``: at ±0.5 for ternary elements, of which
-    normally distributed ones with ``γ = mean|W|`` are 0.66 away. Small values mean that small steps make weights flip.
+    A threshold lies halfway between two neighboring levels of ``cast.grid``: at ±0.5 for ternary elements, for which
+    normally distributed weights with ``γ = mean|W|`` have a mean distance of 0.66. Where it is small, small steps make
+    weights flip. Elements that become NaN or whose block's scale underflowed to 0 are left out; NaN without any others.
 
     Args:
         x: floating point, a matrix.
-        cast: one that rounds to nearest.
+        cast: one that rounds to nearest; any other is a ``ValueError``.
         dim, amax: as in :func:`lightning_lowbit.quantize`.
-
-    Returns:
-        float32, 0-d. Elements that become NaN, and those of blocks whose scale underflowed to 0, which has no units,
-        are left out; NaN where no others are left.
-
-    Raises:
-        ValueError: no matrix; the cast rounds stochastically, so that there are no thresholds; or as in
-            :func:`lightning_lowbit.quantize`.
     """
     if cast.rounding != "nearest":
         raise ValueError(f"Thresholds are those of rounding to nearest, and {cast} rounds stochastically.")
@@ -129,10 +101,7 @@ def threshold_distance(x: Tensor, cast: Cast, dim: int = -1, amax: Tensor | None
 
 @cache
 def _half_steps(cast: Cast, device: torch.device) -> tuple[Tensor, Tensor]:
-    """float32 ``[2^bits]`` each: how far below and above the level of a code the next threshold lies.
-
-    Infinity at the least and at the largest level, beyond which there is none.
-    """
+    """float32 ``[2^bits]`` each: distances from each code's level to the next thresholds, infinite at the ends."""
     codes = torch.arange(2**cast.format.bits, dtype=torch.uint8)
     if cast.scale.statistic == "minmax":  # whole numbers from the zero point on
         values, ascending = codes.float(), codes.float()

@@ -1,16 +1,12 @@
-"""The third stage of a step: Adam, with gradients as the rules have left them (`guards`).
+"""The third stage of a step: Adam, applied to gradients that the rules have clipped (see `guards`).
 
     MoRet         when t mod ΔT = 0:  k ← 0, before g enters the moments       (in `guards`)
     guards        g ← factor·clip(g)
     Adam          μ ← μ + w₁·(g − μ);   ν ← ν + w₂·(g² − ν);   p ← p·(1 − lr·λ) − lr·μ/(√ν + ε);   k ← k + 1
 
-μ and ν are bias-corrected averages: with w = (1 − β)/(1 − βᵏ⁺¹) they are what textbooks write m̂ and v̂. t counts the
-steps taken, k those since the last reset: the averages of the rules outlive resets. A reset is k = 0,
-where w = 1. A step that is not taken multiplies every w, lr and count by 0, without asking the device.
-
-All work is in pieces that fit a cache, so that the extra memory is a few MB; ``p.grad`` is never written. On a CPU,
-where scalars are Python's numbers, torch's fused kernel does Adam's part: with β = 1 − w and a bias correction of 1 it
-is the same rule.
+μ and ν are bias-corrected: with w = (1 − β)/(1 − βᵏ⁺¹) they are the textbooks' m̂ and v̂. t counts the steps taken, k
+those since the last reset; k = 0 makes w = 1. A skipped step multiplies every w, lr and count by 0, on the device.
+Tensors are handled in pieces that fit a cache, and ``p.grad`` is never written.
 """
 
 from typing import Any
@@ -36,8 +32,8 @@ def update(batch: Batch, measured: Measured, clipped: Clipped) -> None:
     weight2 = step.averaging(options["betas"][1], k)  # both are 1 after a reset: the past is gone
     lr = _learning_rate(batch, step)
     master_scales = None
-    if measured.weight_amax is not None:  # a power of two that leaves them room for the step
-        # Weights may be far smaller than a step; Adam's is at most seven learning rates at the usual betas.
+    if measured.weight_amax is not None:  # a power of two that leaves room for the step
+        # Weights may be far smaller than a step, which is at most seven learning rates at the usual betas.
         exponent = torch.frexp(measured.weight_amax + 2 * lr).exponent - 14
         master_scales = torch.ldexp(torch.ones_like(step.weight), exponent)
     rate = lr * step.weight
@@ -65,7 +61,7 @@ def _learning_rate(batch: Batch, step: Step) -> Scalar:
 
 
 def _warmth(batch: Batch, step: Step) -> Tensor:
-    """Share of the learning rate [P]: after each reset a cosine from a hundredth to all over `warmup_steps`."""
+    """Share of the learning rate [P]: after each reset a cosine from 0.01 to 1 over `warmup_steps`."""
     over, k = batch.options["warmup_steps"], step.scalars["steps_since_reset"]
     if not over:
         return torch.ones_like(step.weight)
@@ -103,7 +99,7 @@ def _update_one(
 
 
 def _round_to_master(master: Tensor, work: Tensor, scale: Tensor, taken: Tensor) -> Tensor:
-    """Rounds weights to masters, of which parameters are roundings: a step not taken leaves both alone."""
+    """Rounds weights to fp16 masters, and returns what these decode to; a skipped step changes neither."""
     largest = torch.finfo(torch.float16).max
     scaled = (work / scale).clamp_(-largest, largest).to(torch.float16)
     master.copy_(torch.where(taken, scaled, master))
@@ -116,7 +112,7 @@ def adam_(
     weight1: Scalar, weight2: Scalar, rate: Scalar, decay: Scalar,            # 0-d tensors or numbers
     eps: float,
 ) -> None:  # fmt: on
-    """Apply one piece of a gradient, in place, itself too; with weights, rate and decay of 0 nothing moves, NaN or not.
+    """Applies a piece of a gradient in place, and overwrites it. Weights, rate and decay of 0 change nothing else.
 
     ``rate`` is the learning rate of this step; ``decay``, the share that the parameter loses first.
     """
@@ -135,7 +131,7 @@ def fused_adam_(
     weight1: float, weight2: float, rate: float, decay: float,
     eps: float,
 ) -> None:  # fmt: on
-    """`adam_` in one pass, where scalars are numbers."""
+    """`adam_` by torch's fused kernel, for scalars that are numbers: with β = 1 − w it is the same rule."""
     torch._fused_adamw_(
         [parameter], [gradient.contiguous()], [mean], [mean_square], [], [_LATE],
         lr=rate, beta1=1 - weight1, beta2=1 - weight2, weight_decay=decay / rate if rate else 0.0, eps=eps,
@@ -143,5 +139,5 @@ def fused_adam_(
     )  # fmt: skip
 
 
-# A count of steps at which 1 − βᵗ is 1, so that the fused kernel corrects no bias: the moments are corrected already.
+# A step count at which 1 − βᵗ is 1: the moments are bias-corrected already, and the fused kernel must not do it again.
 _LATE = torch.tensor(1e9, device="cpu")

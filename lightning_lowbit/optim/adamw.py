@@ -1,4 +1,4 @@
-"""AdamW that skips what is not finite, and whose state may be in FP8."""
+"""AdamW that skips steps with NaN or Inf, and can keep its state in FP8."""
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -9,8 +9,8 @@ from lightning_lowbit.optim.guarded_adam import GuardedAdam
 class LowBitAdamW(GuardedAdam):
     """AdamW, for parameters of any real floating dtype on any device, whole or sharded.
 
-    With moments in fp32 it differs from `torch.optim.AdamW` in two points: it keeps the moments of bf16 parameters in
-    fp32, and skips a step with a NaN or Inf in a gradient, or an element beyond 9e18, whose square no fp32 holds.
+    With fp32 moments it differs from `torch.optim.AdamW` in two points: the moments of bf16 parameters are fp32, and a
+    step is skipped if a gradient holds a NaN, an Inf, or an element beyond 9e18, whose square does not fit fp32.
 
     Args:
         params: parameters, groups, or named parameters, as for every `torch.optim.Optimizer`.
@@ -19,13 +19,12 @@ class LowBitAdamW(GuardedAdam):
         eps: ε of the denominator.
         weight_decay: λ, decoupled.
         maximize: ascend.
-        moments: ``"fp8"`` or ``"fp32"``, 2.06 or 8 bytes per parameter; what has fewer than two dimensions keeps fp32.
-        master_weights: ``"fp16"`` for parameters in bfloat16: keeps them once more, three digits longer, with one scale
-            per tensor. Writes into the parameters by other code are then overwritten at the next step.
+        moments: ``"fp8"`` or ``"fp32"``, 2.06 or 8 bytes per parameter; parameters below two dimensions keep fp32.
+        master_weights: ``"fp16"`` keeps a second, three bits longer copy of bfloat16 parameters, with one scale per
+            tensor. Other code's writes into the parameters are then overwritten at the next step.
 
     Raises:
-        ValueError: an option out of range, or, in `step`, a sparse or complex gradient, or a parameter whose
-            sharding is not known.
+        ValueError: an option out of range, or, in `step`, a sparse or complex gradient, or an unknown sharding.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
 """AdaClip and AdaGN around any optimizer.
 
-    optimizer = Adaptive(torch.optim.AdamW(model.parameters(), lr=1e-3))
-
 During a step ``p.grad`` is a clipped copy of the gradient. Groups and state are the wrapped optimizer's own, with a few
 more entries, so that schedulers, checkpoints and strategies see one optimizer.
 
@@ -26,26 +24,22 @@ from lightning_lowbit.optim.guards import Clipped, Measured
 from lightning_lowbit.optim.moments import DenseMoments
 from lightning_lowbit.optim.options import check_options
 
-# Options that wrapped optimizers may have, too; the others in OPTIONS are this package's alone.
+# Options that wrapped optimizers may have, too; only this package knows the others in OPTIONS.
 _USUAL = {"lr", "betas", "eps", "weight_decay", "maximize"}
 
-# Rules of `GuardedAdam` that a wrapped optimizer has none of; what it keeps as exp_avg_sq is not corrected for bias.
+# Rules of `GuardedAdam` that do not exist here. spike_decay is 0 because exp_avg_sq is not bias-corrected.
 _NO_MOMENTS = {"reset_interval": None, "total_steps": None, "master_weights": None, "spike_decay": 0.0}
 
 
 class Adaptive(GuardedOptimizer):
     """Clips the gradients that another optimizer sees.
 
-    A step with a NaN or Inf in a gradient is skipped whole; without ``norm_clip`` also one with an element beyond 8e12,
-    since optimizers may add up squares. torch's fused Adam, AdamW and Adagrad are told on the device; for any other
-    optimizer the host waits for that one answer, as it does under a `GradScaler`.
-
-    State of a parameter: what the wrapped optimizer keeps, and ``steps`` (int64, 0-d), ``threshold``, ``norm_mean``,
-    ``norm_mean_weight``, ``norm_mean_square`` (0-d, fp32; float64 for float64 parameters).
+    A step is skipped if a gradient holds a NaN or Inf, or, without ``norm_clip``, an element beyond 8e12. torch's fused
+    Adam, AdamW and Adagrad skip on the device; for other optimizers the host waits for this one answer.
 
     Args:
-        optimizer: any `torch.optim.Optimizer` that steps without a closure, to be used through the wrapper from then
-            on. Or parameters, for which ``base`` makes it.
+        optimizer: a `torch.optim.Optimizer` that steps without a closure; use it through the wrapper only. Or
+            parameters, for which ``base`` makes it.
         base: makes the optimizer from the parameters; in YAML a ``class_path`` with ``init_args``.
         element_clip: ``"ada_clip"``; ``"spike_clip"``, SPAM's rule, for optimizers that keep ``exp_avg_sq``; or None.
         norm_clip: ``"ada_gn"``; ``"grad_clip"``, a bound on the norm of all gradients together; or None.
@@ -55,11 +49,11 @@ class Adaptive(GuardedOptimizer):
         norm_eps: ε of AdaGN.
         spike_threshold: θ of SpikeClip; 5000.
         max_norm: of GradClip; 1.
-        matrices_only: gradients of parameters of fewer than two dimensions are left as they are.
+        matrices_only: leaves gradients of parameters below two dimensions alone.
 
     Raises:
-        ValueError: an option out of range; ``optimizer`` is none, or one that clips gradients itself, or is given
-            together with a ``base``; or, in `step`, what `StableSPAM` raises.
+        ValueError: an option out of range; ``optimizer`` is no optimizer, clips gradients itself, or is given together
+            with ``base``; or, in `step`, as for `StableSPAM`.
 
     Example:
         >>> Adaptive(torch.optim.AdamW(model.parameters(), lr=1e-3), norm_clip=None)
@@ -113,7 +107,7 @@ class Adaptive(GuardedOptimizer):
         for group in wrapped.param_groups:
             self._check_names(group)
             check_options("Adaptive", {**options, **{name: group[name] for name in options if name in group}})
-        # Not `super().__init__`, which would make groups and a state of its own.
+        # Not `super().__init__`, which would make new groups and a new state.
         self.__setstate__({"optimizer": wrapped, "options": options, "defaults": self.defaults})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,7 +131,7 @@ class Adaptive(GuardedOptimizer):
         return self.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer, also in mid-training; an option out of range is a ValueError."""
+        """Adds a group to the wrapped optimizer, also in mid-training; an option out of range is a ValueError."""
         self._check_names(param_group)
         merged = {**self.options, **param_group}
         check_options("Adaptive", {name: merged[name] for name in self.options})
@@ -145,21 +139,21 @@ class Adaptive(GuardedOptimizer):
         self._remember_parameters()
 
     def reset_moments(self) -> None:
-        """Empties the state of the wrapped optimizer, which builds it again in the next step."""
+        """Empties the wrapped optimizer's state, which it builds again in the next step."""
         for parameter, kept in self.state.items():
             if own := {name: kept[name] for name in self.SCALARS if name in kept}:
                 self._set_aside[parameter] = own
         self.state.clear()
 
     def _check_names(self, param_group: Mapping[str, Any]) -> None:
-        # Some optimizers keep usual options in their groups, and no default of them: Adam-mini its weight_decay.
+        # Some optimizers have usual options in their groups but not in their defaults, as Adam-mini its weight_decay.
         super()._check_names({name: value for name, value in param_group.items() if name not in _USUAL})
 
     def _is_own(self, name: str) -> bool:
         return name in self.SCALARS
 
     def _rules(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the gradients alone. Adafactor, for one, adds up the squares of rows and columns."""
+        """The rules for gradients. Squares are summed: Adafactor, for one, adds up those of rows and columns."""
         return {**_NO_MOMENTS, **{name: group[name] for name in self.options}, "squares_summed": 2**40}
 
     def _kept(
@@ -179,7 +173,7 @@ class Adaptive(GuardedOptimizer):
     def _apply(self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]) -> None:
         taken = torch.stack([seen.finite.to(batches[0].device) for seen in measured]).all()
         with _guarded(batches, clipped):
-            # Not SGD: the momentum with which its fused form leaves a skipped first step is whatever was in memory.
+            # Not SGD: after a skipped first step, the momentum of its fused form is uninitialized memory.
             if getattr(self.optimizer, "_step_supports_amp_scaling", False) and not isinstance(self.optimizer, SGD):
                 self.optimizer.grad_scale, self.optimizer.found_inf = None, (~taken).float()  # type: ignore[attr-defined]
                 self.optimizer.step()
@@ -191,8 +185,8 @@ class Adaptive(GuardedOptimizer):
         for batch, of_batch in zip(batches, clipped, strict=True):
             remember(batch, of_batch.step)
             for member in batch.members:
-                # Only now, and not before the first gradient: most optimizers begin with an empty state. Under FSDP1 a
-                # shard that is empty never has one, and the statistics are kept nevertheless.
+                # Only now, and not before the first gradient: most optimizers expect an empty state at first. An empty
+                # shard of FSDP1 never has a gradient; its statistics are kept nevertheless.
                 if member.parameter.grad is not None or not member.parameter.numel():
                     self.state[member.parameter].update(member.state)
                     self._set_aside.pop(member.parameter, None)
@@ -216,7 +210,7 @@ def _guarded(batches: Sequence[Batch], clipped: Sequence[Clipped]) -> Iterator[N
 
 
 def _clipped_copy(batch: Batch, index: int, clipped: Clipped, factor: Any) -> Tensor:
-    # Laid out as the parameter is: torch's fused optimizers walk through both as they lie in memory.
+    # With the parameter's memory layout: torch's fused optimizers walk through both in memory order.
     copy = torch.empty_like(batch.members[index].shard, dtype=batch.gradients[index].dtype)
     written = clipping.pieces(copy)
     for number, (piece, v) in enumerate(gradient_pieces(batch, index, clipped.step)):

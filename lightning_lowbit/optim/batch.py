@@ -1,4 +1,4 @@
-"""Parameters in batches, and their gradients in pieces: what the stages of a step work on."""
+"""Parameters in batches and gradients in pieces, which the stages of a step work on."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,15 +16,14 @@ SCALARS = ("steps", "threshold", "norm_mean", "norm_mean_weight", "norm_mean_squ
 
 
 class GradientStatistics(NamedTuple):
-    """What the last step saw of one parameter's gradient, whole even if the parameter is sharded; 0-d, on its device.
+    """What the last step measured on one parameter's whole gradient; 0-d tensors on its device.
 
     Attributes:
-        maximum: max|g| before any rule; Inf if the step was skipped for it, −1 if no rank has a gradient.
-        threshold: T of AdaClip, with this maximum in it; 0 without that rule.
-        clipped: elements changed by AdaClip or SpikeClip.
-        norm: ‖g‖₂ after that; NaN if no rule needs it.
-        norm_after: ‖g‖₂ as the optimizer saw it, after AdaGN or GradClip; NaN likewise.
-        steps_since_reset: gradients in the moments, this one included.
+        maximum: max|g| before any rule; Inf if it made the step skip, −1 if no rank has a gradient.
+        threshold: T of AdaClip, which includes this maximum; 0 without that rule.
+        clipped: number of elements changed by AdaClip or SpikeClip.
+        norm, norm_after: ‖g‖₂ before and after AdaGN or GradClip; NaN if no rule needs it.
+        steps_since_reset: number of gradients in the moments, including this one.
     """
 
     maximum: Tensor
@@ -36,16 +35,10 @@ class GradientStatistics(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A parameter in a step.
+    """A parameter in a step; ``number`` is its place in the optimizer.
 
-    Attributes:
-        parameter: as the optimizer was given it.
-        number: its place in the optimizer.
-        shard: the part of the parameter on this rank.
-        gradient: of the shard; None where this rank has none, which only sharded parameters have.
-        state: holds the scalars, which the step reads and writes.
-        moments: the format of the moments in ``kept``.
-        kept: tensors with a row for each row of the shard, by name.
+    ``gradient`` is None where only other ranks have one. The step reads and writes the scalars in ``state``. ``kept``
+    are the tensors of ``moments``, with a row for each row of the shard.
     """
 
     parameter: Tensor
@@ -58,16 +51,7 @@ class Member(NamedTuple):
 
 
 class Batch:
-    """P parameters with the same options, device, dtype of the statistics and process groups.
-
-    Args:
-        options: of the parameter group.
-        device: of the parameters.
-        dtype: of the statistics.
-        groups: process groups over which each parameter is sharded.
-        names: of the scalars in the state of each parameter.
-        on_host: whether the host may read results without waiting.
-    """
+    """P parameters with the same options, device, dtype of the statistics and process groups of their shards."""
 
     def __init__(
         self,
@@ -87,7 +71,6 @@ class Batch:
         self.gradients: list[Tensor] = []  # zeros where this rank has none
 
     def add(self, member: Member) -> None:
-        """Adds a parameter."""
         gradient, shard = member.gradient, member.shard
         self.gradients.append(shard.new_zeros(()).expand(shard.shape) if gradient is None else gradient)
         self.members.append(member)
@@ -98,12 +81,9 @@ class Batch:
 
 
 class Step(NamedTuple):
-    """Which parameters take a step, and their averages.
+    """Which parameters take a step (``taken``, bool [P]; ``weight``, the same in the dtype of the statistics).
 
-    Attributes:
-        taken: which take it, bool [P].
-        weight: the same in the dtype of the statistics.
-        scalars: of the state, [P] each, with this step in all averages; counts follow at its end.
+    ``scalars`` are those of the state, [P] each. Averages include this step; counts follow at its end.
     """
 
     taken: Tensor
@@ -111,16 +91,16 @@ class Step(NamedTuple):
     scalars: dict[str, Tensor]
 
     def steps_since_reset(self) -> Tensor:
-        """Gradients in the moments, [P]."""
+        """Number of gradients in the moments, [P]."""
         return self.scalars.get("steps_since_reset", self.scalars["steps"])
 
     def averaging(self, decay: float, steps_before: Tensor) -> Tensor:
-        """Weight of this step in an average, [P]; 0 where it is not taken."""
+        """Weight of this step in an average, [P]; 0 where it is skipped."""
         return self.weight * clipping.averaging_weight(decay, steps_before, self.weight.dtype)
 
 
 def pieces_of(batch: Batch, index: int, step: Step, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Pieces of tensors of a shard's shape, each with the state of these rows."""
+    """Pieces of tensors with the shard's shape, each with the state of its rows."""
     member, draw, row = batch.members[index], None, 0
     if member.moments.draws:
         steps, own = step.scalars["steps"][index], member.number << 40  # each parameter has its own random bits
@@ -133,7 +113,7 @@ def pieces_of(batch: Batch, index: int, step: Step, *tensors: Tensor) -> Iterato
 
 
 def gradient_pieces(batch: Batch, index: int, step: Step) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Pieces of a gradient, each with v of SpikeClip or None."""
+    """Pieces of a gradient, each with SpikeClip's v or None."""
     gradient, moments = batch.gradients[index], batch.members[index].moments
     if batch.options["element_clip"] != "spike_clip":
         return ((piece, None) for (piece,) in clipping.pieces(gradient))

@@ -1,29 +1,20 @@
 """The rules that clip spikes: AdaClip, SpikeClip, AdaGN, GradClip.
 
-Low-bit training fails by spikes: a few elements, or a whole matrix, suddenly get a gradient far above the usual. Two
-rules learn what is usual for each parameter tensor from its own past; two older ones serve comparison.
-
     AdaClip     T follows M = max|g|;  elements above T are scaled by T/M            (element-wise spikes)
     AdaGN       m, v follow n = ‖g‖₂ and n²;  g is rescaled to the norm m/(√v + ε)   (whole-tensor spikes)
     SpikeClip   where g² > θ·v, v Adam's second moment:  g ← sign(g)·√(θ·v)          (element-wise)
     GradClip    ‖g‖₂ over all parameters is at most a fixed value                    (all tensors at once)
 
-T, m and v are exponential moving averages, kept *bias-corrected*: what the textbook calls T̂ = T/(1 − γᵗ) is the
-state itself. The two forms are equal,
+T, m and v are exponential moving averages. The state keeps the bias-corrected T̂ = T/(1 − γᵗ) itself:
 
-    T̂ₜ = T̂ₜ₋₁ + wₜ·(Mₜ − T̂ₜ₋₁),    wₜ = (1 − γ)/(1 − γᵗ) = 1 / (1 − γ/(1 − γ)·expm1((t − 1)·log γ)),
+    T̂ₜ = T̂ₜ₋₁ + wₜ·(Mₜ − T̂ₜ₋₁),    wₜ = (1 − γ)/(1 − γᵗ) = 1 / (1 − γ/(1 − γ)·expm1((t − 1)·log γ))
 
-but this one is exact at t = 1 (w is 1), divides by nothing small, and keeps its accuracy in fp32 at γ = .99999, where
-γ and 1 − γᵗ rounded to fp32 are wrong by 1e-3. Where γ changes from step to step, 1 − γᵗ is 1 minus the product of all
-γ so far, which the state keeps (`growing_weight`).
+This form is exact at t = 1, and accurate in fp32 at γ = .99999, where γ and 1 − γᵗ rounded to fp32 are wrong by 1e-3.
+Nothing here waits for an accelerator. Statistics are tensors [P], one entry per parameter.
 
-Nothing here synchronizes with an accelerator. Statistics are tensors [P], one entry per parameter; the scalars of one
-parameter may be 0-d tensors or Python's numbers.
-
-Source: the Stable-SPAM thesis, chapter 3 (AdaGN: section 1, AdaClip: section 2) and algorithm A.1, whose norm is ‖g‖₂
-and whose clip compares |g|; SpikeClip is equation 2.1 there, and section 3 of SPAM (arXiv 2501.06842). Two traits of
-AdaClip are kept on purpose: M enters the threshold it is compared with, and the clip is proportional, so that a spike
-just above T may end below its unclipped neighbors.
+Source: the Stable-SPAM thesis, chapter 3 and algorithm A.1; SpikeClip: its equation 2.1, and SPAM (arXiv 2501.06842),
+section 3. As there, M enters the threshold that it is compared with, and the clip is proportional: a spike just above
+T may end below its unclipped neighbors.
 """
 
 import math
@@ -42,10 +33,7 @@ Scalar = Tensor | float
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of tensors of one length, along the first dimension, small enough to be worked on at a time.
-
-    The first tensor decides how many rows are in a piece. In a graph of ``torch.compile`` there is one piece.
-    """
+    """Views of tensors of one length along the first dimension; the first tensor decides the rows of a piece."""
     if tensors[0].numel() == 0:
         return
     tensors = tuple(tensor if tensor.dim() else tensor.unsqueeze(0) for tensor in tensors)
@@ -58,7 +46,7 @@ def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def amax(tensor: Tensor) -> Tensor:
-    """max|x| of a tensor of any real floating dtype: 0-d, that dtype; 0 if it is empty; NaN and Inf come through."""
+    """max|x|: 0-d, in the tensor's dtype; 0 if it is empty; NaN and Inf are kept."""
     if tensor.numel() == 0:
         return tensor.new_zeros(())
     low, high = torch.aminmax(tensor)  # one pass; the infinity norm takes several times as long on a CPU
@@ -66,18 +54,18 @@ def amax(tensor: Tensor) -> Tensor:
 
 
 def sum_of_squares(tensor: Tensor) -> Tensor:
-    """Σx² over all elements, 0-d; more than twice as fast as a norm on a CPU."""
+    """Σx² over all elements, 0-d; on a CPU more than twice as fast as a norm."""
     flat = tensor.flatten()
     return torch.dot(flat, flat)
 
 
 def largest_root(dtype: torch.dtype, summed: int = 1) -> float:
-    """A number of which so many squares, added up, fit with a factor of four to spare: one of 9e18 in fp32."""
+    """A number of which ``summed`` squares, added up, fit with a factor of four to spare: 9e18 for one in fp32."""
     return float((torch.finfo(dtype).max / summed) ** 0.5 / 2)
 
 
 def norm_of(norms: Tensor) -> Tensor:
-    """√Σn², 0-d, of norms whose squares need not fit."""
+    """√Σn², 0-d, of norms whose squares need not fit the dtype."""
     largest = norms.max().clamp(min=torch.finfo(norms.dtype).tiny)
     return largest * (norms / largest).square().sum().sqrt()
 
@@ -85,39 +73,35 @@ def norm_of(norms: Tensor) -> Tensor:
 def averaging_weight(decay: float, steps_before: Tensor, dtype: torch.dtype) -> Tensor:
     """Weight of the newest value in a bias-corrected moving average, (1 − γ)/(1 − γᵗ) with t = steps_before + 1.
 
-    With no step before, the weight is exactly 1 and nothing older survives, which is also how moments are reset.
+    With no step before, it is exactly 1 and nothing older survives, which is also how moments are reset.
     """
     log_decay = math.log(decay) if decay > 0 else -1e30  # γ = 0: expm1 gives 0 or -1, times γ = 0
     return 1 / (1 - decay / (1 - decay) * torch.expm1(steps_before.to(dtype) * log_decay))
 
 
 def growing_weight(new: Scalar, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight of the newest value in a bias-corrected moving average whose γ may change, (1 − γₜ)/(1 − γ₁·γ₂·…·γₜ).
+    """The weight (1 − γₜ)/(1 − γ₁·γ₂·…·γₜ) of the newest value in an average whose γ may change, and the new total.
 
-    Args:
-        new: 1 − γₜ, in (0, 1]; a number, or the shape of ``total``.
-        total: 1 − γ₁·…·γₜ₋₁ of the steps before, 0 at the first and after a reset; any shape.
-
-    Returns:
-        The weight, in (0, 1], and the new total. In fp32 their error is about 6e-8/(1 − γ).
+    ``new`` is 1 − γₜ, in (0, 1]. ``total`` is 1 − γ₁·…·γₜ₋₁, 0 at the first step and after a reset; any shape. In fp32
+    the error of both results is about 6e-8/(1 − γ).
     """
     total = torch.lerp(total, torch.ones_like(total), new)
     return new / total, total
 
 
 def along_cosine(start: float, end: float, steps: Tensor, of: int, dtype: torch.dtype) -> Tensor:
-    """From ``start`` to ``end`` along half a cosine over so many steps, then ``end``; the shape of ``steps``."""
+    """From ``start`` to ``end`` along half a cosine over ``of`` steps, then ``end``; the shape of ``steps``."""
     progress = (steps.to(dtype) / of).clamp(max=1.0)
     return end + (start - end) * (1 + torch.cos(math.pi * progress)) / 2
 
 
 def clip_ratio(maximum: Tensor, threshold: Tensor) -> Tensor:
-    """What AdaClip multiplies the elements above the threshold with: T/M [P], at most 1; 1 where M = 0."""
+    """AdaClip's factor for the elements above the threshold: T/M [P], at most 1; 1 where M = 0."""
     return torch.where(maximum > threshold, threshold / maximum, 1.0)
 
 
 def spikes(gradient: Tensor, threshold: Scalar) -> Tensor:
-    """What AdaClip shrinks: g where |g| > T, elsewhere 0. M of this step has already entered T."""
+    """The elements that AdaClip shrinks: g where |g| > T, elsewhere 0."""
     if isinstance(threshold, Tensor):
         return torch.where(gradient.abs() > threshold, gradient, 0.0)
     return F.hardshrink(gradient, threshold)
@@ -130,24 +114,17 @@ def ada_clip(gradient: Tensor, above: Tensor, ratio: Scalar) -> Tensor:
 
 
 def spike_clip(gradient: Tensor, mean_square: Tensor, factor: Scalar) -> Tensor:
-    """SpikeClip into a new tensor: g limited to ±√(factor·v), where v > 0.
+    """SpikeClip into a new tensor: g limited to ±√(factor·v), where v > 0; v is ``mean_square``, of the shape of g.
 
-    Args:
-        gradient: any shape, the dtype of the statistics; left alone.
-        mean_square: v, of the same shape.
-        factor: θ, or Inf to clip nothing. With a bias-corrected v, θ·(1 − β2ᵏ).
+    ``factor`` is θ, or θ·(1 − β2ᵏ) with a bias-corrected v, or Inf for no clip.
     """
     limit = torch.where(mean_square > 0, mean_square * factor, math.inf).sqrt_()
     return torch.minimum(torch.maximum(gradient, -limit), limit)
 
 
 def norm_ratio(norm: Tensor, norm_mean: Tensor, norm_mean_square: Tensor, eps: float) -> Tensor:
-    """What AdaGN multiplies a gradient with: m/(√v + ε) / n; 0 where n = 0, so that a zero gradient stays zero.
+    """AdaGN's factor for a gradient: m/(√v + ε) / n [P]; 0 where n = 0, so that a zero gradient stays zero.
 
-    Args:
-        norm: n [P] of the whole gradients after the clip (the same unit as the gradient to be scaled).
-        norm_mean: m [P], bias-corrected average of n.
-        norm_mean_square: v [P], bias-corrected average of n².
-        eps: ε.
+    n is the norm after the rule for elements, m and v the bias-corrected averages of n and n².
     """
     return torch.where(norm > 0, norm_mean / (norm_mean_square.sqrt() + eps) / norm, 0.0)

@@ -1,6 +1,6 @@
-"""Adam behind rules that clip: the one engine of StableSPAM, SPAM and LowBitAdamW, which differ in their options only.
+"""Adam behind clipping rules: the engine of StableSPAM, SPAM and LowBitAdamW, which differ only in their options.
 
-A step is `guards.measure`, `guards.clip` and `adam.update`. Here are the options, and what is kept of a parameter.
+A step is `guards.measure`, `guards.clip` and `adam.update`. This file has the options and the state of a parameter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,6 @@ from lightning_lowbit.optim.options import check_options
 
 
 class _Dtypes(NamedTuple):
-    """Dtypes of parameters that an option's value needs, and advice."""
-
     value: str
     of: set[torch.dtype]
     advice: str
@@ -41,26 +39,17 @@ _KEPT = {*FP8Moments.names, "master"}
 class GuardedAdam(GuardedOptimizer):
     """Adam with all options of this package, for parameters of any real floating dtype, whole or sharded.
 
-    Every option belongs to the parameter group and is read at each step. Do not clip gradients elsewhere
-    (``Trainer(gradient_clip_val=None)``): the rules need to see them unclipped.
+    Options (those of `DEFAULTS`, described in `options`) belong to the parameter group and are read at each step.
 
-    State of a parameter, all on its device; statistics are fp32 (float64 for float64 parameters): ``steps`` t and
-    ``steps_since_reset`` k (int64, 0-d); ``threshold``, ``norm_mean``, ``norm_mean_square`` (0-d);
+    State of a parameter, on its device; statistics are fp32 (float64 for float64 parameters) and bias-corrected:
+    ``steps`` t and ``steps_since_reset`` k (int64, 0-d); ``threshold``, ``norm_mean``, ``norm_mean_square`` (0-d);
     ``norm_mean_weight``, ``mean_weight`` (0-d), the total weight in an average; ``mean`` μ and ``mean_square`` ν (the
-    parameter's shape, see `moments`). All averages are bias-corrected.
-
-    Args:
-        params: parameters, groups, or named parameters, as for every `torch.optim.Optimizer`.
-        options: see `options.OPTIONS`; all that `DEFAULTS` has.
-
-    Raises:
-        ValueError: an option out of range; or, in `step`, a sparse or complex gradient, or a parameter whose
-            sharding is not known.
+    parameter's shape, see `moments`).
     """
 
     SCALARS = (*SCALARS, "steps_since_reset", "mean_weight")
 
-    #: The values that options have where a subclass says nothing.
+    #: Values of the options that a subclass does not set.
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "lr": 1e-3,
         "betas": (0.9, 0.999),
@@ -87,7 +76,6 @@ class GuardedAdam(GuardedOptimizer):
         super().__init__(params, {**self.DEFAULTS, **options})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, also in mid-training; an option out of range is a ValueError."""
         check_options(type(self).__name__, options := {**self.defaults, **param_group})
         alone = {"moments": "fp32", "norm_clip": None, "master_weights": None}
         given = {name: options[name] for name in alone}
@@ -112,12 +100,11 @@ class GuardedAdam(GuardedOptimizer):
     def reset_moments(self) -> None:
         """Resets Adam's moments of all parameters, as MoRet does; statistics and master weights stay."""
         for state in self.state.values():
-            for name in ("steps_since_reset", "mean_weight"):  # the rest of a moment has no weight in the next one
+            for name in ("steps_since_reset", "mean_weight"):  # the old moments then have weight 0 in the next step
                 if name in state:
                     state[name].zero_()
 
     def _rules(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """One ε for both denominators."""
         return {**group, "norm_eps": group["eps"], "spike_decay": group["betas"][1], "squares_summed": 1}
 
     def _apply(self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]) -> None:

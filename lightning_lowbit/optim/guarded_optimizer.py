@@ -1,4 +1,4 @@
-"""What all optimizers here share: measure, clip (`guards`), and then a third stage, the optimizer's own."""
+"""The base of all optimizers here: measure, clip (`guards`), then a third stage that each optimizer defines."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from lightning_lowbit.optim.options import OPTIONS, check_options
 # Options of parameters of fewer than two dimensions under matrices_only.
 _UNGUARDED = {"element_clip": None, "norm_clip": None, "reset_interval": None, "warmup_steps": 0, "total_steps": None}
 
-# Options that are names, checked in each step: a misspelled one, set in mid-training, would silently be no rule.
+# Options that are names, checked in each step: a name misspelled in mid-training would silently switch its rule off.
 _RULES = ("element_clip", "norm_clip", "moments", "master_weights")
 
 # Parameters of a batch, and what `GradientStatistics` has of them, [P] each.
@@ -28,8 +28,7 @@ _Statistics = tuple[list[Tensor], list[Tensor | None]]
 class GuardedOptimizer(torch.optim.Optimizer):
     """An optimizer whose gradients are clipped by rules.
 
-    A subclass says which rules (`_rules`), what it keeps of a parameter (`_kept`), and what it does with clipped
-    gradients (`_apply`).
+    A subclass defines the rules (`_rules`), the state of a parameter (`_kept`) and the third stage (`_apply`).
     """
 
     #: Names of the scalars in the state of a parameter.
@@ -46,7 +45,6 @@ class GuardedOptimizer(torch.optim.Optimizer):
         self._remember_parameters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, also in mid-training."""
         self._check_names(param_group)
         super().add_param_group(param_group)
         self._remember_parameters()
@@ -61,11 +59,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
         self._statistics = []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a copy. The base class would cast the statistics and counters of a bf16 parameter to bf16.
-
-        Raises:
-            ValueError: as the base class; or the moments or master weights are kept in another way.
-        """
+        """Loads a copy; the base class would cast the statistics and counters of a bf16 parameter to bf16."""
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
             for name in ("moments", "density", "master_weights"):
                 if saved.get(name) != group.get(name):
@@ -89,12 +83,11 @@ class GuardedOptimizer(torch.optim.Optimizer):
                     self.state[parameter][name] = value.to(parameter.device, dtype, copy=True)
 
     def _is_own(self, name: str) -> bool:
-        """Whether this class keeps a state of that name, rather than a wrapped optimizer."""
         return True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step, or none if a gradient of any group holds a NaN, an Inf, or too large an element (`guards`).
+        """Takes one step, or none if a gradient of any group holds a NaN, an Inf, or an element that is too large.
 
         ``closure`` evaluates the model; it runs first, with gradients enabled, and its loss is returned.
         """
@@ -110,13 +103,12 @@ class GuardedOptimizer(torch.optim.Optimizer):
             measured = measure(batches)
             clipped = clip(batches, measured)
             self._apply(batches, measured, clipped)
-        # In place: what a compiled step assigns to an optimizer's attributes is lost.
+        # In place: an assignment to an optimizer's attribute is lost in a compiled step.
         self._statistics[:] = map(_statistics, batches, measured, clipped)
         return loss
 
     @classmethod
     def new_scalars(cls, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Zeros: int64 counts of steps, the rest statistics."""
         return {
             name: torch.zeros((), dtype=torch.int64 if name.startswith("steps") else dtype, device=device)
             for name in cls.SCALARS
@@ -184,7 +176,7 @@ class GuardedOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _rules(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a group by which its gradients are measured, clipped and applied."""
+        """The options by which a group's gradients are measured, clipped and applied."""
 
     @abstractmethod
     def _kept(
@@ -204,5 +196,5 @@ def _statistics(batch: Batch, measured: Measured, clipped: Clipped) -> _Statisti
 
 
 def statistics_dtype(parameter: Tensor) -> torch.dtype:
-    """In which statistics and moments of a parameter are kept."""
+    """The dtype of a parameter's statistics and moments."""
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32

@@ -5,14 +5,10 @@
                 Σg² after that, and how many elements changed         one SUM, only if a rule needs norms
                 norms: AdaGN or GradClip
 
-Every number is known of the whole tensor before any element changes. The third stage is the optimizer's own.
-
-A NaN or Inf anywhere shows in max|g|, and the step is then not *taken*: every weight of an average and every count is
-multiplied by 0, without asking the device. An element whose square does not fit (9e18 in fp32) counts as Inf, unless a
-rule for norms brings it down. A parameter without a gradient on any rank has max|g| = −1, and does not take the step.
-
-The host need not wait for a CPU's results. There, the scalars of a parameter are Python's numbers, and pieces of a
-gradient without a spike are not searched for one.
+All numbers are of whole tensors, and known before any element changes. A step is skipped if max|g| is NaN or Inf, or if
+an element's square does not fit (9e18 in fp32), unless a rule for norms scales it down: every weight of an average and
+every count is then multiplied by 0, on the device. A parameter without a gradient on any rank has max|g| = −1, and does
+not take the step. The host reads results only of a CPU, where it need not wait.
 """
 
 import math
@@ -40,18 +36,15 @@ SPIKE_CLIP_AFTER = 20
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether the host may read a device's results without waiting."""
     return device.type in HOST_DEVICES and not torch.compiler.is_compiling()
 
 
 class Measured(NamedTuple):
     """What the first pass finds.
 
-    Attributes:
-        amax: max|g| of the whole gradients, [P]: Inf where the step has to be skipped for it, −1 without a gradient.
-        weight_amax: max|p| of the whole parameters, [P], where master weights need a scale.
-        finite: whether all gradients of all parameters are, 0-d bool.
-        piece_amaxes, piece_squares: max|g| and, if they were asked for, Σg² of each piece of each shard.
+    ``amax`` is max|g| of whole gradients, [P]: Inf where the step must be skipped, −1 without a gradient.
+    ``weight_amax`` is max|p| of whole parameters, [P], where master weights need a scale. ``finite`` is 0-d: whether
+    all gradients of all parameters are finite. The rest is max|g| and, where needed, Σg² of each piece of each shard.
     """
 
     amax: Tensor
@@ -62,7 +55,7 @@ class Measured(NamedTuple):
 
 
 class ElementClip(NamedTuple):
-    """The rule for elements, in one step; numbers are one per parameter."""
+    """The rule for elements in one step; its sequences have one entry per parameter."""
 
     rule: str | None
     dtype: torch.dtype
@@ -71,19 +64,12 @@ class ElementClip(NamedTuple):
     touched: Sequence[Sequence[bool]] | None = None  # AdaClip on the host: which pieces have elements above T
 
     def may_change(self, index: int, number: int) -> bool:
-        """Whether elements of a piece of a parameter may change, as far as the host knows."""
         return self.rule is not None if self.touched is None else self.touched[index][number]
 
     def __call__(self, piece: Tensor, index: int, number: int, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Clips a piece of a gradient.
+        """Clips piece ``number`` of parameter ``index``; ``v`` is SpikeClip's second moment of the same elements.
 
-        Args:
-            piece: the piece ``number`` of the gradient of parameter ``index``.
-            index, number: its place.
-            v: second moment of SpikeClip of the same elements.
-
-        Returns:
-            A new tensor, and one that is 0 where nothing changed; or the piece, and None.
+        Returns a new tensor, and one that is 0 where nothing changed; or the piece, and None.
         """
         wide = piece.to(self.dtype)
         if self.rule == "spike_clip" and v is not None:
@@ -95,20 +81,16 @@ class ElementClip(NamedTuple):
         return wide, None
 
     def scaled(self, piece: Tensor, index: int, number: int, v: Tensor | None, factor: Scalar) -> Tensor:
-        """A piece of a gradient, clipped and then multiplied, a new tensor; arguments as above."""
+        """A piece, clipped and multiplied by ``factor``, in a new tensor."""
         clipped, changed = self(piece, index, number, v)
         return clipped * factor if changed is None else clipped.mul_(factor)
 
 
 class Clipped(NamedTuple):
-    """What the rules make of gradients: g ← factor · elements(g).
+    """The result of the rules: g ← factor · elements(g), with ``factor`` [P] from the rule for norms.
 
-    Attributes:
-        step: which parameters take the step, and their averages.
-        elements: the rule for elements.
-        factor: what follows from the rule for norms, [P].
-        changed: elements that the first rule changed, [P].
-        norm, norm_after: norms before and after the second rule, [P]; None where no rule needs them.
+    ``changed`` [P] counts the elements that the first rule changed; ``norm`` and ``norm_after`` [P] are before and
+    after the second rule, None where no rule needs them.
     """
 
     step: Step
@@ -123,10 +105,10 @@ class Clipped(NamedTuple):
 
 
 def measure(batches: Sequence[Batch]) -> list[Measured]:
-    """max|g| of each parameter; one collective per process group, however many parameters and batches there are."""
+    """max|g| of each parameter, with one collective per process group for all batches."""
     groups = [batch.groups for batch in batches]
     own, piece_amaxes, piece_squares = zip(*map(_measure_shards, batches), strict=True)
-    # Rides through every group, so that a rank skips the step for a gradient of which it has no part.
+    # In every group, so that a rank also skips the step for gradients of which it has no part.
     largest = torch.cat([rows[0].to(own[0].device) for rows in own]).amax()
     every_group = tuple(dict.fromkeys(chain.from_iterable(groups)))
     *whole, largest = all_reduce_([*own, largest], [*groups, every_group], dist.ReduceOp.MAX)
@@ -138,10 +120,10 @@ def measure(batches: Sequence[Batch]) -> list[Measured]:
 
 
 def _measure_shards(batch: Batch) -> tuple[Tensor, list[Tensor], list[list[Tensor | None]]]:
-    """The rows max|g| and, where masters need a scale, max|p|; then what pieces have."""
+    """The rows max|g| and, where masters need a scale, max|p|; then the maxima and squares of pieces."""
     piece_amaxes: list[Tensor] = []
     piece_squares: list[list[Tensor | None]] = []
-    # While a piece is in the cache. Most are not clipped, and this is then all that the second pass needs.
+    # Taken while a piece is in the cache. The second pass then reads only the few pieces that are clipped.
     sums = batch.on_host and batch.measures_norms and batch.options["element_clip"] != "spike_clip"
     for gradient in batch.gradients:
         amaxes: list[Tensor] = []
@@ -161,7 +143,7 @@ def _measure_shards(batch: Batch) -> tuple[Tensor, list[Tensor], list[list[Tenso
 
 
 def _largest_usable(batch: Batch) -> float:
-    """The largest element that a gradient may have: one whose square fits, unless it is brought down before."""
+    """The largest element that a gradient may have: its square must fit, unless a rule scales it down first."""
     options = batch.options
     rule, limit = options["norm_clip"], clipping.largest_root(batch.dtype, options["squares_summed"])
     is_brought_down = rule == "ada_gn" or (rule == "grad_clip" and options["max_norm"] <= limit)
@@ -172,7 +154,7 @@ def _largest_usable(batch: Batch) -> float:
 
 
 def clip(batches: Sequence[Batch], measured: Sequence[Measured]) -> list[Clipped]:
-    """Applies the rules; one collective per process group, if any needs norms."""
+    """Applies the rules; one collective per process group, if any rule needs norms."""
     begun = [_begin(batch, seen) for batch, seen in zip(batches, measured, strict=True)]
     normed = [index for index, batch in enumerate(batches) if batch.measures_norms]
     own = [_squares(batches[index], measured[index], *begun[index]) for index in normed]
@@ -193,7 +175,7 @@ def clip(batches: Sequence[Batch], measured: Sequence[Measured]) -> list[Clipped
 
 
 class _Begun(NamedTuple):
-    """What the maxima decide; ``unit``: in which norms are taken, [P], so that their squares fit."""
+    """What the maxima decide; ``unit`` [P] is the unit of norms, chosen so that their squares fit."""
 
     step: Step
     elements: ElementClip
@@ -230,7 +212,7 @@ def _begin(batch: Batch, measured: Measured) -> _Begun:
 
 
 def _squares(batch: Batch, measured: Measured, step: Step, elements: ElementClip, units: Tensor) -> Tensor:
-    """Σg² of the shards after the rule for elements, in units², and how many elements it changed: [2, P]."""
+    """Σg² of the shards after the rule for elements, in units², and the number of changed elements: [2, P]."""
     columns = []
     for index, unit in enumerate(batch.scalars(units)):
         squares, counts = [batch.zero], [batch.zero]
@@ -248,7 +230,7 @@ def _squares(batch: Batch, measured: Measured, step: Step, elements: ElementClip
 
 
 class _Norms(NamedTuple):
-    """Norms of whole gradients after the rule for elements, also in units, and elements that it changed; [P]."""
+    """Norms of whole gradients after the rule for elements, also in units, and numbers of changed elements; [P]."""
 
     whole: Tensor
     in_units: Tensor
@@ -263,7 +245,7 @@ def _norms(begun: _Begun, sums: Tensor) -> _Norms:
 
 
 def _factor(batch: Batch, step: Step, norm: _Norms, total: Tensor | None) -> Tensor:
-    """AdaGN or GradClip: what gradients are multiplied with, [P]. ``total``: the norm of all under GradClip, 0-d."""
+    """The factor of AdaGN or GradClip, [P]. ``total``: the norm of all gradients under GradClip, 0-d."""
     options, scalars = batch.options, step.scalars
     if options["norm_clip"] == "ada_gn":
         decay = options["gamma1"] * decay_factor(batch, step)
@@ -283,6 +265,6 @@ def _factor(batch: Batch, step: Step, norm: _Norms, total: Tensor | None) -> Ten
 
 
 def decay_factor(batch: Batch, step: Step) -> Scalar:
-    """What γ1 and β1 are multiplied with: a cosine from 1 to a half over `total_steps`, then the half; [P], or 1."""
+    """The factor on γ1 and β1: a cosine from 1 to 0.5 over `total_steps`, then 0.5; [P], or 1."""
     total = batch.options["total_steps"]
     return 1.0 if total is None else clipping.along_cosine(1.0, 0.5, step.scalars["steps"] + 1, total, batch.dtype)

@@ -4,20 +4,15 @@
     FP8Moments      E4M3 and E5M2 in blocks of 128 along the last dimension, one fp32 scale each: 2.06 bytes
     SparseMoments   one of n neighbors, drawn anew at each reset, has moments and moves: 8/n bytes
 
-A format makes the state of a parameter. Of a *piece* (some rows) it gives the elements that are updated (``select``,
-``restore``) and their moments in full (``load``, ``store``).
+FP8 moments are rounded stochastically, because rounding to nearest would never change the second one: at β2 = .999 it
+moves by a thousandth, and a step of E5M2 is a quarter. A mean square below 2.7e-10 of the largest in its block becomes
+0 or that number by chance. 0 is read as that number, since the update divides by the root of the mean square.
 
-FP8 moments are rounded stochastically. Rounded to nearest, the second one would stand still: at β2 = .999 it moves by
-a thousandth, and a step of E5M2 is a quarter. Below 2.7e-10 of the largest in a block a mean square becomes 0 or that
-number by chance. 0 is read as that number: an update is the mean over the *root* of the mean square, and a root of 0
-would send the element far away.
-
-Random bits are a pure function of (step, parameter, moment, index of the element in the whole parameter): a resumed run
+Random bits are a function of (step, parameter, moment, index of the element in the whole parameter). So a resumed run
 equals an uninterrupted one, and a parameter sharded along rows equals a whole one.
 
-Source: Scaling FP8 Training to Trillion-Token LLMs (arXiv 2409.12517, section 5) for the two formats, COAT (arXiv
-2410.19313) for blocks of 128, FP8-LM (arXiv 2310.18313) for master weights in fp16; SPAM (arXiv 2501.06842) for sparse
-momentum.
+Source: arXiv 2409.12517, section 5, for the two formats; COAT (arXiv 2410.19313) for blocks of 128; FP8-LM (arXiv
+2310.18313) for master weights in fp16; SPAM (arXiv 2501.06842) for sparse momentum.
 """
 
 from collections.abc import Mapping
@@ -38,14 +33,10 @@ NAMES = ("mean", "mean_square")
 
 
 class Draw(NamedTuple):
-    """All that random bits of some rows of a parameter depend on.
+    """What the random bits of some rows of a parameter depend on.
 
-    Attributes:
-        offsets: index of the first element in the whole parameter, in each dimension.
-        shape: of the whole parameter.
-        key: int64, 0-d, of this parameter in this step.
-        epoch: int64, 0-d, of this parameter since its moments last started anew.
-        taken: bool, 0-d, whether this step is taken.
+    ``offsets`` is the index of their first element in the whole parameter, which has ``shape``. ``key`` and ``epoch``,
+    int64, 0-d, identify the parameter in this step, and since the last reset of its moments. ``taken``: bool, 0-d.
     """
 
     offsets: tuple[int, ...]
@@ -55,12 +46,11 @@ class Draw(NamedTuple):
     taken: Tensor
 
     def at(self, row: int) -> "Draw":
-        """The same, some rows further on."""
         return self._replace(offsets=(self.offsets[0] + row, *self.offsets[1:]))
 
 
 class Piece(NamedTuple):
-    """State of some rows of a parameter, as views by name; and their random bits, if the format draws any."""
+    """State of some rows of a parameter, as views by name; and their random bits, if the format needs any."""
 
     state: Mapping[str, Tensor]
     draw: Draw | None = None
@@ -68,14 +58,13 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class DenseMoments:
-    """Both moments of every element, in the dtype of the statistics."""
+    """Both moments of every element, in the dtype of the statistics; also the interface of all formats."""
 
     names: ClassVar[tuple[str, ...]] = NAMES  # of what is kept
     draws: ClassVar[bool] = False  # whether random bits are needed
     is_sparse: ClassVar[bool] = False  # whether some elements have no moments
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Zeros for a parameter, sharded as it is."""
         return {name: torch.zeros_like(parameter, dtype=dtype) for name in NAMES}
 
     def select(self, rows: Tensor, piece: Piece) -> Tensor:
@@ -83,7 +72,6 @@ class DenseMoments:
         return rows
 
     def restore(self, rows: Tensor, selected: Tensor, piece: Piece) -> None:
-        """Puts the selected elements back."""
         if selected is not rows:
             rows.copy_(selected)
 
@@ -96,21 +84,20 @@ class DenseMoments:
         return piece.state.get("mean_square")
 
     def store(self, piece: Piece, mean: Tensor, mean_square: Tensor) -> None:
-        """Writes them back."""
+        """Writes the moments back."""
 
 
 @dataclass(frozen=True)
 class FP8Moments(DenseMoments):
     """Codes of E4M3 (``mean``) and E5M2 (``mean_square``), of the parameter's shape; fp32 scales per 128 columns.
 
-    Codes are uint8, as everywhere in this package: gloo cannot gather tensors of FP8, and full checkpoints need that.
+    Codes are uint8: gloo cannot gather tensors of FP8, which full checkpoints need.
     """
 
     names: ClassVar[tuple[str, ...]] = (*NAMES, "mean_scale", "mean_square_scale")
     draws: ClassVar[bool] = True
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Zeros for a parameter, sharded as it is."""
         state = {}
         for name in NAMES:
             state[name] = torch.zeros_like(parameter, dtype=torch.uint8, memory_format=torch.contiguous_format)
@@ -118,16 +105,13 @@ class FP8Moments(DenseMoments):
         return state
 
     def load(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """Mean and mean square in fp32."""
         state = piece.state
         return _decode_moment(state["mean"], state["mean_scale"], "mean"), self.mean_square(piece)
 
     def mean_square(self, piece: Piece) -> Tensor:
-        """Mean square in fp32."""
         return _decode_moment(piece.state["mean_square"], piece.state["mean_square_scale"], "mean_square")
 
     def store(self, piece: Piece, mean: Tensor, mean_square: Tensor) -> None:
-        """Rounds both."""
         assert piece.draw is not None
         index = _element_index(mean.shape, piece.draw, mean.device)
         for number, (name, values) in enumerate(zip(NAMES, (mean, mean_square), strict=True)):
@@ -140,17 +124,13 @@ class FP8Moments(DenseMoments):
 
 @dataclass(frozen=True)
 class SparseMoments(DenseMoments):
-    """Moments of one element in each ``every`` neighbors of a row; only those elements move.
-
-    A fixed number of neighbors, rather than a free draw, needs no list of what was drawn.
-    """
+    """Moments of one element in each ``every`` neighbors of a row; only those elements move."""
 
     draws: ClassVar[bool] = True
     is_sparse: ClassVar[bool] = True
     every: int = 1
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Zeros for a parameter, sharded as it is; a ValueError where neighbors lie on different ranks."""
         if local(parameter).shape[-1] != parameter.shape[-1]:
             raise ValueError(
                 f"Sparse moments need whole rows, and a parameter of {tuple(parameter.shape)} is cut along the last "
@@ -159,11 +139,9 @@ class SparseMoments(DenseMoments):
         return {name: zeros_sharded_as(parameter, lambda length: -(-length // self.every), dtype) for name in NAMES}
 
     def select(self, rows: Tensor, piece: Piece) -> Tensor:
-        """The drawn elements."""
         return rows.gather(-1, self._columns(rows, piece))
 
     def restore(self, rows: Tensor, selected: Tensor, piece: Piece) -> None:
-        """Puts the drawn elements back."""
         rows.scatter_(-1, self._columns(rows, piece), selected.to(rows.dtype))
 
     def _columns(self, rows: Tensor, piece: Piece) -> Tensor:
@@ -177,13 +155,7 @@ class SparseMoments(DenseMoments):
 
 
 def moments_of(kind: str, density: float, dims: int) -> DenseMoments:
-    """The format for a parameter.
-
-    Args:
-        kind: ``"fp32"`` or ``"fp8"``.
-        density: share of the elements that have moments, 1/n.
-        dims: of the whole parameter; with fewer than two it is small, and its moments are kept in full.
-    """
+    """The format for a parameter of ``dims`` dimensions; moments of fewer than two dimensions are kept in full."""
     if dims < 2:
         return DenseMoments()
     if density < 1:
@@ -195,10 +167,10 @@ _FP8 = {"mean": ELEMENT_FORMATS["e4m3"], "mean_square": ELEMENT_FORMATS["e5m2"]}
 _SMALLEST = 2.0 ** (_FP8["mean_square"].min_exponent - _FP8["mean_square"].mantissa_bits)
 
 
-# Both are opaque because the compiler of torch 2.13 reads what is not there where rows of FP8 end within a block.
+# Both are opaque because the compiler of torch 2.13 reads out of bounds where rows of FP8 end within a block.
 @opaque(lambda codes, scales, name: torch.empty_like(codes, dtype=torch.float32))
 def _decode_moment(codes: Tensor, scales: Tensor, name: str) -> Tensor:
-    """Codes (uint8) […, columns] and scales […, blocks] as fp32; a mean square of 0 as the smallest number there is."""
+    """Codes (uint8) […, columns] and scales […, blocks] as fp32; a mean square of 0 becomes the smallest number."""
     format = _FP8[name]
     assert format.dtype is not None
     values = codes.view(format.dtype).float()
@@ -227,13 +199,12 @@ def _encode_moment(values: Tensor, index: Tensor, key: Tensor, name: str) -> tup
 
 @compiled
 def _round(blocks: Tensor, scales: Tensor, index: Tensor, key: Tensor, *, format: Format) -> Tensor:
-    """Elements of blocks [n, 128] on the grid; a block of zeros has the scale 0, and stays zeros."""
+    """Rounds blocks [n, 128] to the grid; a block of zeros has the scale 0, and stays zeros."""
     scaled = torch.where(scales > 0, blocks / scales, 0.0)
     return round_stochastic(scaled, format, uniform(index, key))
 
 
 def _cut(values: Tensor) -> Tensor:
-    """[…, columns] as […, blocks, 128], zeros at the end."""
     columns = values.shape[-1]
     if columns % BLOCK:
         values = F.pad(values, (0, -columns % BLOCK))
@@ -245,7 +216,7 @@ def _join(blocks: Tensor, columns: int) -> Tensor:
 
 
 def _element_index(shape: torch.Size, draw: Draw, device: torch.device) -> Tensor:
-    """Index in the whole, flattened, of each element of some rows: int32, beyond 2^32 they repeat."""
+    """Flat index in the whole parameter of each element of some rows: int32, which repeats beyond 2^32."""
     strides = torch.empty(draw.shape, device="meta").stride()
     index = torch.zeros((), dtype=torch.int64, device=device)
     for size, offset, stride in zip(shape, draw.offsets, strides, strict=True):

@@ -1,4 +1,4 @@
-"""The options of optimizers: a table of tests and messages."""
+"""The options of the optimizers: a table of checks and messages."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,8 +10,6 @@ from lightning_lowbit.checks import is_number
 
 
 class Option(NamedTuple):
-    """A test of a value, its demand in words, and advice."""
-
     is_valid: Callable[[Any], bool]
     needed: str
     advice: str
@@ -48,7 +46,7 @@ def _positive(advice: str) -> Option:
 
 _DECAY = Option(_is_decay, "a number in [0, 1)", "it is the decay of an average, such as 0.9")
 
-#: All options of this package's optimizers, by the key that they have in a parameter group.
+#: All options of this package's optimizers, by their key in a parameter group.
 OPTIONS: dict[str, Option] = {
     "lr": Option(
         lambda lr: lr.dim() == 0 if isinstance(lr, Tensor) else is_number(lr) and 0 <= lr < math.inf,

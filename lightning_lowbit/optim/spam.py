@@ -3,9 +3,8 @@
     SpikeClip    where g² > θ·v:  g ← sign(g)·√(θ·v),    from 20 steps after the start or a reset on
     MoRet        every ΔT steps both moments start anew; the learning rate then rises from a hundredth along a cosine
 
-v is Adam's second moment without its bias correction, as the authors have it. Theirs goes on to correct the bias by the
-steps since the start, which makes the first steps after a reset up to 6.6 times too long, under the warm-up; here it
-starts anew with the moments.
+As in the authors' code, v is Adam's second moment without bias correction. Their bias correction counts the steps since
+the start, which makes the first steps after a reset up to 6.6 times too long; here it restarts with the moments.
 
 Source: SPAM (arXiv 2501.06842), algorithm 1 and section 4.1 for the values.
 """
@@ -28,13 +27,12 @@ class SPAM(GuardedAdam):
         spike_threshold: θ; 5000.
         reset_interval: ΔT, steps between resets of the moments; 500. None for no resets.
         warmup_steps: steps of warm-up after each reset; 150.
-        density: share of the elements of a matrix that have moments and move, 1/n: one of n neighbors, drawn anew at
-            each reset; parameters of fewer than two dimensions move whole. 1 for all.
+        density: share of a matrix's elements that have moments and move, 1/n: one of n neighbors, drawn anew at each
+            reset; parameters below two dimensions move whole. 1 for all.
         maximize: ascend.
 
     Raises:
-        ValueError: an option out of range, or, in `step`, a sparse or complex gradient, or a parameter whose
-            sharding is not known.
+        ValueError: an option out of range, or, in `step`, a sparse or complex gradient, or an unknown sharding.
     """
 
     def __init__(

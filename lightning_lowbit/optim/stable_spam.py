@@ -2,10 +2,10 @@
 
     AdaClip       M = max|g|;  T ← avg(M; γ3, t);  where |g| > T:  g ← g·T/M
     AdaGN         n = ‖g‖₂;  m ← avg(n; γ1, t);  v ← avg(n²; γ2, t);   g ← g/n · m/(√v + ε)
-    MoRet, Adam   see `guarded_adam`
+    MoRet, Adam   see `adam`
 
-Source: the Stable-SPAM thesis, chapter 3 and algorithm A.1. ε stands outside the roots, as in the authors' code;
-their single counter, which inflates the clipping threshold after each reset, is not followed.
+Source: the Stable-SPAM thesis, chapter 3 and algorithm A.1. As in the authors' code, ε stands outside the roots. Unlike
+there, the rules and the moments have separate counters: one counter inflates the threshold after each reset.
 """
 
 from types import MappingProxyType
@@ -29,8 +29,8 @@ PRESETS = MappingProxyType(
 class StableSPAM(GuardedAdam):
     """Stable-SPAM, for parameters of any real floating dtype on any device, whole or sharded.
 
-    The four rules can be chosen per parameter group, each alone if wanted. Do not clip gradients elsewhere
-    (``Trainer(gradient_clip_val=None)``): the rules need to see them unclipped.
+    Each rule can be chosen alone and per parameter group. Do not clip gradients elsewhere
+    (``Trainer(gradient_clip_val=None)``): the rules must see them unclipped.
 
     Args:
         params: parameters, groups, or named parameters, as for every `torch.optim.Optimizer`.
@@ -42,25 +42,21 @@ class StableSPAM(GuardedAdam):
         gamma1: γ1, average of the gradient norm; table A.2: .7 for 4 bits, table A.3: .85 for BF16.
         gamma2: γ2, average of its square; table A.2: .9 for 4 bits, table A.3: .99999 for BF16.
         gamma3: γ3 (θ in places), average of the largest element; tables A.2 and A.3: .999.
-        reset_interval: ΔT, steps between resets of the moments; tables A.2 and A.3: 1000 (authors' 4-bit scripts: 500).
-            None for no resets.
-        warmup_steps: after each reset the learning rate rises from a hundredth along a cosine, as in SPAM; 0 for no
-            warm-up.
-        total_steps: β1 and γ1 fall to their halves along a cosine over so many steps, and stay there, as in the
-            authors' scripts; None leaves them as they are.
+        reset_interval: ΔT, steps between resets of the moments; tables A.2 and A.3: 1000 (4-bit scripts: 500); or None.
+        warmup_steps: steps after each reset in which the learning rate rises from a hundredth along a cosine; or 0.
+        total_steps: steps over which β1 and γ1 halve along a cosine, as in the authors' scripts; None for no change.
         element_clip: ``"ada_clip"``; ``"spike_clip"``, SPAM's rule; or None.
         spike_threshold: θ of SpikeClip; section 4.1: 5000.
         norm_clip: ``"ada_gn"``; ``"grad_clip"``, a bound on the norm of all gradients together; or None.
         max_norm: that bound; section 4.1: 1.
-        matrices_only: parameters of fewer than two dimensions get plain Adam.
+        matrices_only: parameters below two dimensions get plain Adam.
         maximize: ascend.
-        moments: ``"fp32"`` or ``"fp8"``, 8 or 2.06 bytes per parameter; what has fewer than two dimensions keeps fp32.
-        master_weights: ``"fp16"`` for parameters in bfloat16: keeps them once more, three digits longer, with one scale
-            per tensor. Writes into the parameters by other code are then overwritten at the next step.
+        moments: ``"fp32"`` or ``"fp8"``, 8 or 2.06 bytes per parameter; parameters below two dimensions keep fp32.
+        master_weights: ``"fp16"`` keeps a second, three bits longer copy of bfloat16 parameters, with one scale per
+            tensor. Other code's writes into the parameters are then overwritten at the next step.
 
     Raises:
-        ValueError: an option out of range, or, in `step`, a sparse or complex gradient, or a parameter whose
-            sharding is not known.
+        ValueError: an option out of range, or, in `step`, a sparse or complex gradient, or an unknown sharding.
 
     Example:
         >>> optimizer = StableSPAM(model.parameters(), lr=1e-3, moments="fp8")
@@ -113,7 +109,7 @@ class StableSPAM(GuardedAdam):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, also in mid-training, also with its own ``preset``; an option out of range is a ValueError."""
+        """Adds a group, also in mid-training, also with its own ``preset``; an option out of range is a ValueError."""
         group = dict(param_group)
         if "preset" in group:
             group = _gammas(group.pop("preset"), group)
@@ -121,5 +117,4 @@ class StableSPAM(GuardedAdam):
 
 
 def _gammas(preset: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The averages of a preset, and what was given."""
     return PRESETS[choose("preset", preset, PRESETS)] | given

@@ -1,4 +1,4 @@
-"""Plain layers with quantized values as weights, for models whose forward pass quantizes weights alone."""
+"""Plain layers with quantized values as weights, for models whose forward pass quantizes only weights."""
 
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -17,22 +17,18 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 @torch.no_grad()
 def bake(model: _Model) -> _Model:
-    """Turns converted layers back into plain ones, with quantized values as weights, in place.
+    """Turns converted layers back into plain ones, with quantized values as weights, in place; returns the model.
 
-    The result does not need this package: any code saves, loads and runs it. Weights keep their dtype and hold the
-    values of the forward pass. It computes the same in float32 (up to the order of sums); under autocast a factor per
-    row or tensor is rounded with the weight, one rounding more.
+    The result does not need this package. Weights keep their dtype and hold the values of the forward pass. Results are
+    the same in float32 (up to the order of sums); under autocast, a factor per row or tensor adds one rounding.
 
     Args:
-        model: converted, or made by :func:`lightning_lowbit.restore`. Weights are rounded to the dtype of autocast
-            first, where that is on: bake under the autocast that the model was trained with. A restored model has it.
-
-    Returns:
-        The model itself.
+        model: converted, or made by :func:`lightning_lowbit.restore`. Call it under the autocast of training, to whose
+            dtype weights are rounded first; a restored model has it.
 
     Raises:
         ValueError: a layer also quantizes activations, rotates, smooths, or rounds its weight stochastically; another
-            module shares a weight that would change; or the model is sharded. Nothing has been changed then.
+            module shares a weight that would change; or the model is sharded. The model is then unchanged.
 
     Example:
         >>> model = bake(restore(MyModule(), "last.ckpt"))  # trained with IntegerPrecision(4, activation_bits=None)
@@ -66,7 +62,7 @@ def bake(model: _Model) -> _Model:
 
 
 def _obstacle(layer: QuantizedLayer) -> str | None:
-    """Why a plain layer cannot compute what a converted one does in its forward pass; None if it can."""
+    """Why a plain layer cannot compute the forward pass of a converted one; None if it can."""
     casts = layer.casts
     if isinstance(layer.weight, DTensor):
         return "its weight is sharded"
@@ -82,7 +78,7 @@ def _obstacle(layer: QuantizedLayer) -> str | None:
 
 
 def _check_tied(model: nn.Module, layers: dict[str, QuantizedLayer]) -> None:
-    """Raises a ``ValueError`` if a weight that will change is also another module's."""
+    """Raises a ``ValueError`` if a weight that will change is shared with another module."""
     changing = {id(layer.weight): name for name, layer in layers.items() if layer.casts.fprop_w is not None}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -100,7 +96,6 @@ def _matrix(layer: Any) -> Tensor:
 
 
 def _quantized(layer: QuantizedLayer) -> Tensor:
-    """The forward pass's weight, float32 ``[out_features, in_features]``."""
     weight, cast = _matrix(layer), layer.casts.fprop_w
     assert isinstance(cast, Cast)
     device = weight.device.type

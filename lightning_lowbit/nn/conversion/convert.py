@@ -1,4 +1,4 @@
-"""Turning the linear layers of any model into quantized ones."""
+"""Turns the linear layers of any model into quantized ones."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import BACKENDS, QuantizedLayer, has_native_gemms, is_linear, quantized_class
 from lightning_lowbit.quant import Cast
 
-# Mappings before LinearCasts: a command line takes the first that fits, and would fill a LinearCasts with defaults.
+# Mapping before LinearCasts: a command line takes the first type that fits, and LinearCasts would fill in defaults.
 CastsLike = str | Mapping[str, Any] | LinearCasts
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -31,30 +31,27 @@ def convert(
     backend: str = "auto",
     smooth_swiglu: str | None = None,
 ) -> _Model:
-    """Quantizes the linear layers of a model in place.
+    """Quantizes the linear layers of a model in place, and returns the model.
 
-    Every ``nn.Linear`` (exactly that class; no subclass) and ``transformers`` ``Conv1D`` changes its class; its
-    parameters, their names in ``state_dict`` and references to it stay. Converting again sets the casts again.
+    Every ``nn.Linear`` (no subclass) and ``transformers`` ``Conv1D`` changes its class; parameters, their names in
+    ``state_dict`` and references stay the same. Converting again replaces the casts.
 
     Args:
         model: any module.
         casts: of all layers without an override: :class:`LinearCasts`, a preset's name, or a mapping of fields.
         skip: patterns of layers to leave alone, see :mod:`lightning_lowbit.nn.conversion.patterns`.
         only: patterns of the layers to convert; None for all.
-        overrides: other casts for some layers, by pattern; the first pattern that matches a layer holds.
+        overrides: other casts by pattern; the first pattern that matches a layer holds.
         exact: GEMMs in float32 over exact operands, rounded once: a slow reference for the emulation.
         backend: ``"auto"`` runs GEMMs of FP8 or integers with scales per tensor or row natively where the device can,
-            all others emulated; ``"emulated"`` all; ``"native"`` is an error where a GEMM that is quantized has no
-            native form.
+            and emulates the others; ``"emulated"`` emulates all; ``"native"`` refuses quantized GEMMs without a native
+            form.
         smooth_swiglu: ``"channel"`` or ``"token"`` smooths the inputs of the down projections of SwiGLU MLPs, see
             :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
 
-    Returns:
-        The model itself.
-
     Raises:
         ValueError: a pattern matches no layer, or no layer is left to convert; an unknown backend, or a native one that
-            the casts do not have; no SwiGLU to smooth. Nothing has been changed then.
+            the casts do not have; no SwiGLU to smooth. The model is then unchanged.
 
     Example:
         >>> convert(model, "nvfp4", skip=["lm_head"], overrides={"layers.0": "fp8-current"})
@@ -67,17 +64,7 @@ def convert(
 def convert_layers(
     model: _Model, planned: Mapping[str, LinearCasts], exact: bool = False, backend: str = "auto"
 ) -> _Model:
-    """Converts the layers that :func:`plan` or :func:`plan_by_name` planned, in place.
-
-    Args:
-        model: any module.
-        planned: the casts of each layer, by name in the model. Layers that were converted before and are not among
-            them go back to high precision.
-        exact, backend: as in :func:`convert`.
-
-    Returns:
-        The model itself.
-    """
+    """Converts the layers of ``planned`` (casts by name in the model) in place; the others go to high precision."""
     ForwardContext.detach(model)  # of casts that it had before
     for name, former in quantized_layers(model).items():
         if name not in planned:  # converted before, and to be left alone now
@@ -131,14 +118,9 @@ def plan(
 
 
 def plan_by_name(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, LinearCasts]:
-    """The casts of each layer of a model, from casts by the layers' names without wrappers.
+    """The casts of each layer of a model, from a checkpoint's casts by names without wrappers.
 
-    Args:
-        model: any module; layers that are not named stay in high precision.
-        casts: as a checkpoint holds them.
-
-    Raises:
-        ValueError: the model has no layer of a name.
+    Layers that are not named stay in high precision. Raises a ``ValueError`` if the model has no layer of a name.
     """
     layers = {clean_name(name): name for name, module in model.named_modules() if is_linear(module)}
     if missing := [name for name in casts if name not in layers]:
@@ -152,7 +134,7 @@ def plan_by_name(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str
 def check_backend(
     planned: Mapping[str, LinearCasts], backend: str, exact: bool = False, device: torch.device | None = None
 ) -> None:
-    """Raises a ``ValueError`` for a backend that does not exist, or that casts of a layer or a device do not have."""
+    """Raises a ``ValueError`` for an unknown backend, or one that the casts of a layer or the device do not support."""
     choose("backend", backend, BACKENDS)
     if backend != "native":
         return
@@ -182,10 +164,9 @@ def check_backend(
 
 
 def set_phase(model: nn.Module, phase: str) -> None:
-    """Puts all converted layers into a phase, see :meth:`LinearCasts.phase`; per-layer casts keep their differences.
+    """Puts all converted layers into a phase, see :meth:`LinearCasts.phase`; an unknown one is a ``ValueError``.
 
-    Raises:
-        ValueError: there is no such phase.
+    Layers keep their differences in casts.
     """
     for layer in quantized_layers(model).values():
         layer.casts = layer.full_casts.phase(phase)
@@ -194,16 +175,12 @@ def set_phase(model: nn.Module, phase: str) -> None:
 def set_blend(model: nn.Module, blend: float | Tensor | None) -> None:
     """Sets the annealing factor λ of all converted layers: each operand that has a cast is ``x + λ (q(x) - x)``.
 
-    While λ is set, operands are dense tensors of the compute dtype, and no GEMM is native. λ may change in place at
-    any time, without recompilation.
+    While λ is set, operands are dense tensors of the compute dtype, and no GEMM is native.
 
     Args:
         model: converted.
-        blend: λ in [0, 1]: a number, or a 0-d float32 tensor on the layers' device, to be changed in place; the number
-            1 or None for full quantization.
-
-    Raises:
-        ValueError: a number outside [0, 1], or another tensor.
+        blend: λ in [0, 1]: a number, or a 0-d float32 tensor on the layers' device, which may change in place without
+            recompilation; 1 or None for full quantization. Anything else is a ``ValueError``.
     """
     if isinstance(blend, Tensor):
         if blend.shape != () or blend.dtype != torch.float32:
@@ -225,6 +202,5 @@ def set_blend(model: nn.Module, blend: float | Tensor | None) -> None:
 
 
 def check_blend(blend: float) -> float:
-    """Returns λ if it is in [0, 1], else raises a ``ValueError``."""
     what = "λ, how far operands are quantized: 0 for high precision, 1 for full quantization"
     return number("blend", blend, what, at_least=0, at_most=1)

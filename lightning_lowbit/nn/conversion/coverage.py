@@ -1,15 +1,14 @@
-"""The share of a model's matrix arithmetic that is low-bit, counted while the model runs.
+"""The low-bit share of a model's matrix arithmetic, counted while the model runs.
 
 A :class:`GemmCounter` counts the FLOPs of every matrix product, attention and convolution by module. A forward
-operation belongs to the innermost module whose ``forward`` is running; a backward one to the module of its forward
-operation, which the number of its autograd node identifies. From the counts and the layers' casts follows, for any
-phase,
+operation belongs to the innermost running module; a backward one to the module of its forward operation, found by the
+number of its autograd node. With the layers' casts this gives, for any phase,
 
     coverage      = FLOPs of GEMMs whose two operands are both quantized / all FLOPs
     average bits  = mean over all FLOPs of the bits of the two operands, block scales included
 
-and the rest, by module, is not covered: attention, fused projections (``nn.MultiheadAttention``), convolutions,
-functional calls, skipped layers.
+Not covered are attention, fused projections (``nn.MultiheadAttention``), convolutions, functional calls and skipped
+layers.
 """
 
 import re
@@ -43,8 +42,8 @@ class Coverage:
         flops: of all matrix products, attentions and convolutions; a multiplication and an addition are two.
         low_bit: those of GEMMs whose two operands are both quantized.
         average_bits: per element of a GEMM operand, block scales included, weighted by FLOPs.
-        uncovered: the other FLOPs by module, largest first; ``""`` stands for no module. Converted layers with some
-            GEMMs in high precision name these: ``"mlp.down_proj (dgrad)"``.
+        uncovered: the other FLOPs by module, largest first; ``""`` is no module, and ``"mlp.down_proj (dgrad)"`` a GEMM
+            in high precision of a converted layer.
         uncounted: operations that look like matrix products but have no FLOP formula.
     """
 
@@ -63,12 +62,8 @@ class Coverage:
 class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts FLOPs by module and GEMM in a ``with`` block; each process counts its own.
 
-    The formulas are those of ``torch.utils.flop_counter``, and some that it lacks. Its ``FlopCounterMode`` would change
-    results: it decomposes operations with kernels of their own, such as the gradient of SiLU, which then round
-    elsewhere.
-
-    Args:
-        model: holds the modules, converted or not.
+    It extends the formulas of ``torch.utils.flop_counter``, but not its ``FlopCounterMode``, which changes results: it
+    decomposes operations such as the gradient of SiLU, which then round elsewhere.
 
     Attributes:
         gemms: FLOPs by (module name, ``"fprop"``, ``"dgrad"`` or ``"wgrad"``) of the converted layers.
@@ -104,8 +99,8 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             register_module_forward_hook(self._leave_module, always_call=True),
         ):
             self._entered.callback(hook.remove)
-        # Compiled code does not tell its modules. Without this, torch would find an active mode, and run the same
-        # functions eagerly ever after.
+        # Compiled code hides its modules. Without this, torch would also find an active mode, and run these functions
+        # eagerly from then on.
         self._entered.enter_context(torch.compiler.set_stance("force_eager"))
         self._entered.enter_context(backend("eager"))
         # torch warns that hooks are called once more for a compiled module, which does no harm here.
@@ -156,8 +151,8 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if node is None or in_module or _is_recomputing(node):
             self.recomputed += 0 if node is None else flops
             name, gemms = self._innermost() if node is None or in_module else "", ["fprop"]
-            # The node of this operation was numbered just before it ran. Without gradients there is none: the number is
-            # that of an earlier operation, which keeps its module.
+            # The node of this operation was numbered just before it ran. Without gradients the number is that of an
+            # earlier operation, which keeps its module.
             self._module_of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, name)
         else:
             name = self._module_of_node.get(node._sequence_nr(), "")
@@ -170,7 +165,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def model_flops(self) -> int:
-        """All counted FLOPs but those of recomputed activations."""
+        """All counted FLOPs except those of recomputed activations."""
         return sum(self.gemms.values()) + sum(self.others.values()) - self.recomputed
 
     def native_shares(self, device: torch.device) -> dict[str, float]:
@@ -183,11 +178,9 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {kind: flops / max(self.model_flops + self.recomputed, 1) for kind, flops in native.items()}
 
     def coverage(self, phase: str | None = None, hp_bits: int = 16) -> Coverage:
-        """The low-bit share of the counted FLOPs.
+        """The low-bit share of the counted FLOPs, in a phase or (None) with the casts in force.
 
-        Args:
-            phase: of the layers' casts; None for the casts in force.
-            hp_bits: bits of an operand in high precision.
+        ``hp_bits`` are the bits of an operand in high precision.
         """
         low_bit, bits, uncovered = 0, 0.0, Counter(self.others)
         whole = Counter[str]()  # of the converted layers whose GEMMs are all in high precision
@@ -260,7 +253,7 @@ def _encoder_layer(x: Any, embed_dim: int, *args: Any) -> int:
 
 
 def _grouped(a: Any, b: Any, *_: Any) -> int:
-    # Groups lie along one dimension of a 2-D operand: the FLOPs are those of the rows that there are.
+    # Groups lie along one dimension of a 2-D operand, whose rows the FLOPs count.
     if len(a) == 2 and len(b) == 2:  # [m, tokens] · [tokens, n] for each group of tokens
         return 2 * a[0] * a[1] * b[1]
     return 2 * prod(a) * b[-1] if len(a) == 2 or len(b) == 3 else 2 * prod(a[:-1]) * prod(b)

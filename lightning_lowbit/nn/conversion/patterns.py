@@ -14,16 +14,9 @@ from lightning_lowbit.nn.keys import clean_name
 
 
 def select(names: Sequence[str], patterns: Iterable[str], argument: str, kind: str = "linear layer") -> set[str]:
-    """The names that a pattern matches.
+    """The names that one of the patterns matches. A pattern that matches nothing or is malformed is a ``ValueError``.
 
-    Args:
-        names: of modules, or of their weights.
-        patterns: regular expressions, see above.
-        argument: the user's name for the patterns.
-        kind: of things that the names are of.
-
-    Raises:
-        ValueError: a pattern is no regular expression, or matches nothing.
+    ``argument`` and ``kind`` are for messages: the user's name for the patterns, and what the names are of.
     """
     if isinstance(patterns, str):
         raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
@@ -59,7 +52,7 @@ _NEGATIVE = re.compile(r"(?<![\w\]])-\d")
 
 
 def _from_the_end(names: Iterable[str]) -> dict[str, list[list[str]]]:
-    """All spellings of each name, as parts: as it is, and with numbers counted from the end of their list."""
+    """All spellings of each name, as parts: unchanged, and with numbers counted from the end of their list."""
     parts = {name: clean_name(name).split(".") for name in names}
     lengths: dict[tuple[str, ...], int] = {}
     for path in parts.values():

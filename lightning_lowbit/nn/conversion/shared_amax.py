@@ -1,9 +1,9 @@
 """Layers whose weights are scaled by one amax.
 
 Inference engines run projections of one input (q, k and v; gate and up) as one GEMM, whose weight has one scale per
-tensor. Where each was trained with a scale of its own, they take the largest and keep the blocks' scales (vLLM, NVFP4),
-or quantize again: either way the weights differ from those of training. Here all weights of a group are scaled by the
-group's amax, of whole weights, however they are sharded.
+tensor. If each was trained with its own scale, engines take the largest and keep the blocks' scales (vLLM, NVFP4), or
+quantize again, and the weights differ from those of training. Here all weights of a group are scaled by the group's
+amax, of whole weights, however they are sharded.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,14 +21,7 @@ from lightning_lowbit.quant.shard import amax_of
 
 
 class SharedAmaxes:
-    """The amaxes of groups of layers.
-
-    Args:
-        model: holds converted layers.
-        patterns: of layers, see :func:`groups`.
-
-    Raises:
-        ValueError: as :func:`check_groups`.
+    """The amaxes of groups of layers, given by patterns as in :func:`groups`.
 
     Example:
         >>> shared = SharedAmaxes(convert(model, "nvfp4"), ["(q|k|v)_proj", "gate_proj|up_proj"])
@@ -47,9 +40,8 @@ class SharedAmaxes:
     def measure(self, of_weights: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None) -> None:
         """Before a forward pass: measures the amaxes of the weights.
 
-        Args:
-            of_weights: gives the amax of each weight, float32, 0-d; for sharded weights
-                :func:`lightning_lowbit.distributed.parameter_amaxes`.
+        ``of_weights`` gives the amax of each weight, float32, 0-d; for sharded weights it is
+        :func:`lightning_lowbit.distributed.parameter_amaxes`.
         """
         weights = [layer.weight for group in self._groups for layer in group]
         each = [amax_of(weight) for weight in weights] if of_weights is None else of_weights(weights)
@@ -69,13 +61,9 @@ class SharedAmaxes:
 def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[list[str]]:
     """Groups of layers that share an amax, by name: a pattern matches two or more of them within one module.
 
-    Args:
-        casts: of each layer, outside any phase.
-        patterns: see :mod:`lightning_lowbit.nn.conversion.patterns`. Groups in high precision are left out.
-
-    Raises:
-        ValueError: a pattern matches no two layers of a module; a layer is in two groups; or the forward pass does not
-            scale the weights of a group by an amax of the weight, all by the same cast.
+    ``casts`` are those of each layer outside any phase. Groups in high precision are left out. It is a ``ValueError``
+    if a pattern matches no two layers of a module, a layer is in two groups, or the weights of a group differ in their
+    casts or are not scaled by an amax.
     """
     select([*casts], patterns, "shared_amax")  # all of them, or else raises
     found: list[list[str]] = []
@@ -107,7 +95,7 @@ def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[li
 
 
 def check_groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[list[str]]:
-    """As :func:`groups`; also a ``ValueError`` if there is none."""
+    """As :func:`groups`, but a ``ValueError`` if there is none."""
     if not (found := groups(casts, patterns)):
         raise ValueError("shared_amax: all layers that the patterns match are in high precision. Leave it out.")
     return found

@@ -1,21 +1,19 @@
-"""Smooth-SwiGLU: the input of an MLP's down projection is scaled to channels, or tokens, of one size.
+"""Smooth-SwiGLU: scales the input of an MLP's down projection to channels, or tokens, of one size.
 
 A SwiGLU multiplies two projections of its input. Once their weights align, late in training, single channels of the
-product leap by orders of magnitude (arXiv 2409.12517, theorem 1 and section 4.4). With one FP8 scale per tensor such a
-leap saturates, or drives all else below the smallest number. Powers of two s, made from each batch and detached,
-prevent it:
+product leap by orders of magnitude (arXiv 2409.12517, theorem 1 and section 4.4). With one FP8 scale per tensor, a leap
+saturates or makes the rest underflow. Powers of two s, made from each batch and detached, prevent this:
 
     h = up(x) ⊙ act(gate(x))
     channel    s = 1 / max over tokens |h|           Y = Q(s ⊙ h) · Q(W · diag(1/s))ᵀ + b
     token      s = 1 / max over channels |up(x)|     Y = Q(s · h) · Q(W)ᵀ / s + b         (what the authors' code does)
 
-Since s are powers of two, the unquantized function is unchanged to the bit. ``W · diag(1/s)`` changes with every batch,
-so its scale is current: with delayed scaling the leap would only move from h into the weight. Evaluation uses the s per
-channel of the last training step, and :func:`fold` multiplies them into the weights.
+The unquantized function is unchanged to the bit. ``W · diag(1/s)`` changes with every batch, so its scale is current:
+delayed scaling would move the leap into the weight. Evaluation uses the s per channel of the last training step, which
+:func:`fold` can multiply into the weights.
 
-This helps FP8 with one scale per tensor. Small blocks, such as NVFP4's, confine a leap already. Per token, s depends on
-the up projection alone: where the gate leaps too, as with aligned weights, half of the leap is left, and only channels
-help.
+Small blocks, such as NVFP4's, confine a leap already. Per token, s depends on the up projection alone: where the gate
+leaps too, as with aligned weights, half of the leap is left.
 """
 
 from collections.abc import Mapping
@@ -35,13 +33,10 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 class SwiGLU(Protocol):
-    """A gated MLP, ``down_proj(up_proj(x) * act(gate_proj(x)))`` with any ``act``.
+    """A gated MLP of linear layers, ``down_proj(up_proj(x) * act(gate_proj(x)))`` with any ``act``.
 
-    The MLPs of LLaMA, Mistral, Qwen and Gemma in ``transformers`` have these attributes. Add properties to a module of
-    your own with other names, such as ``down_proj = property(lambda self: self.w2)``.
-
-    Attributes:
-        gate_proj, up_proj, down_proj: ``nn.Linear`` or ``Conv1D``.
+    The MLPs of LLaMA, Mistral, Qwen and Gemma in ``transformers`` have these attributes. A module with other names can
+    add properties, such as ``down_proj = property(lambda self: self.w2)``.
     """
 
     gate_proj: nn.Module
@@ -87,7 +82,7 @@ def _smoothed(casts: LinearCasts | None, kind: str) -> LinearCasts | None:
 
 
 def _own_weight_scales(casts: LinearCasts) -> dict[str, Cast]:
-    """The weight's casts with delayed scaling, with current scaling instead."""
+    """The weight's casts with delayed scaling, changed to current scaling."""
     return {
         operand: cast.replace(scale={"source": "current", "history": 16, "algorithm": "max"})
         for operand, cast in casts.delayed.items()
@@ -96,15 +91,12 @@ def _own_weight_scales(casts: LinearCasts) -> dict[str, Cast]:
 
 
 def smooth_swiglu(model: _Model, kind: Literal["channel", "token"] = "channel") -> _Model:
-    """Smooths the input of the quantized down projections of all SwiGLU MLPs of a converted model, in place.
+    """Smooths the input of the quantized down projections of all SwiGLU MLPs in place; returns the model.
 
     Args:
         model: converted; ``convert(..., smooth_swiglu=kind)`` does both.
         kind: ``"channel"``, which :func:`fold` can merge into the weights, or ``"token"``, which
             ``torch.compile(fullgraph=True)`` refuses inside an activation checkpoint.
-
-    Returns:
-        The model itself.
 
     Raises:
         ValueError: there is no SwiGLU (see :class:`SwiGLU`), or no down projection is quantized.
@@ -119,7 +111,7 @@ def smooth_swiglu(model: _Model, kind: Literal["channel", "token"] = "channel") 
 
 
 def watch_up_projections(model: nn.Module) -> None:
-    """Hooks up projections to give the amax of each token to down projections that are smoothed by tokens."""
+    """Hooks up projections to pass the amax of each token to down projections that are smoothed by tokens."""
     for module in swiglus(model).values():
         up, down = module.up_proj, module.down_proj
         for key in [key for key, hook in up._forward_hooks.items() if isinstance(hook, _TellTokens)]:
@@ -129,8 +121,6 @@ def watch_up_projections(model: nn.Module) -> None:
 
 
 class _TellTokens:
-    """A forward hook of the up projection."""
-
     def __init__(self, down: QuantizedLayer) -> None:
         self.down = down
 
@@ -145,21 +135,18 @@ class _TellTokens:
 def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Model:
     """Merges the smoothing per channel into the weights, in place: up projections times s, down projections times 1/s.
 
-    The result computes the same function to the bit (the factors are powers of two) without smoothing: a plain model,
-    for an engine that quantizes with one scale per tensor.
+    The model, which is returned, computes the same function to the bit without smoothing, for engines that quantize
+    with one scale per tensor.
 
     Args:
         model: trained with smoothing; or any model of the same layers, with ``channel_amax``.
         channel_amax: by down projection, as named in ``model``, float32 ``[channels]``: a checkpoint's
             ``["lightning_lowbit"]["channel_amax"]``. None takes those of the last training step, which layers hold.
 
-    Returns:
-        The model itself.
-
     Raises:
         ValueError: there is nothing to fold; tokens are smoothed, whose factors no weight can hold; no training step
-            has been taken; the amaxes are those of other layers; or an MLP is not linear in its up projection's
-            output. Nothing has been changed then.
+            was taken; the amaxes are those of other layers; or an MLP is not linear in its up projection's output. The
+            model is then unchanged.
 
     Example:
         >>> model = fold(model, torch.load("last.ckpt")["lightning_lowbit"]["channel_amax"])
@@ -189,7 +176,7 @@ def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Mo
         if up.bias is not None:
             up.bias.mul_(s)
         if isinstance(up, QuantizedLayer) and up.amaxes is not None:
-            # The amaxes in force are of the former weight, and of the former output's gradient, which 1/s multiplies.
+            # The amaxes in force are those before folding, which changed the weight and the output's gradient.
             up.amaxes.in_force[[i for i, operand in enumerate(OPERANDS) if not operand.endswith("_x")]] = 0
         _matrix(down).mul_(s.reciprocal())
         if isinstance(down, QuantizedLayer):
@@ -204,7 +191,6 @@ def _matrix(layer: Any) -> Tensor:
 
 
 def _last_amax(name: str, mlp: Any) -> Tensor | None:
-    """A smoothed down projection's amaxes of the last training step."""
     down = mlp.down_proj
     smooth = down.full_casts.smooth if isinstance(down, QuantizedLayer) else None
     if smooth is None:

@@ -1,1 +1,1 @@
-"""Layers whose weights are spread over processes: tensor parallelism and the quantized all-gather."""
+"""Layers whose weights are sharded over processes: tensor parallelism and the quantized all-gather."""

@@ -1,7 +1,7 @@
-"""Which weights FSDP2 can gather in few bits: results have to stay those of gathering in high precision.
+"""Which weights FSDP2 can gather in few bits with the same results as in high precision.
 
-So a weight is gathered in few bits while both GEMMs that read it can use the operand of the forward pass, if it belongs
-to one ``nn.Linear`` alone, FSDP2 alone shards it along ``out_features``, and shards end where the tiles of its cast do.
+Both GEMMs that read the weight must be able to use the operand of the forward pass. The weight must belong to a single
+``nn.Linear``, only FSDP2 may shard it, along ``out_features``, and shards must end where tiles of its cast do.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ from lightning_lowbit.quant.shard import ends_within
 
 @cache
 def obstacle(casts: LinearCasts) -> str | None:
-    """Why weights with these casts have to be gathered in high precision; None if they need not be."""
+    """Why weights with these casts must be gathered in high precision; None if they need not be."""
     cast = casts.fprop_w
     if not isinstance(cast, Cast):
         return "fprop_w is not quantized"
@@ -45,13 +45,13 @@ def records(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParam]]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
-                # Parameters that are resharded to a smaller mesh do not ask for the two methods.
+                # FSDP2 does not call the extension for parameters that are resharded to a smaller mesh.
                 if not group._use_post_forward_mesh:
                     yield from ((module, p) for p in group.fsdp_params if p._module_info.param_name == "weight")
 
 
 def is_plain(record: FSDPParam) -> bool:
-    """Whether a weight belongs to one layer alone, and FSDP2 alone shards it, along the rows."""
+    """Whether a weight belongs to a single layer, and only FSDP2 shards it, along the rows."""
     info = record._module_info
     layer = quantized_class(type(info.module))  # type: ignore[arg-type]
     return (
@@ -65,12 +65,11 @@ def is_plain(record: FSDPParam) -> bool:
 
 
 def gathered_dtype(record: FSDPParam) -> torch.dtype:
-    """The dtype of the weight that FSDP2 gives the layer."""
     return record.mp_policy.param_dtype or record.sharded_param.dtype
 
 
 def misfit(record: FSDPParam, casts: LinearCasts, dtype: torch.dtype | None) -> str | None:
-    """Why a weight is gathered in high precision though its casts need it not; None if it is not."""
+    """Why a weight is gathered in high precision although its casts would allow few bits; None if it is not."""
     given, (step, *_), cast = gathered_dtype(record), record.padded_sharded_param_size, casts.fprop_w
     assert isinstance(cast, Cast)
     if not is_plain(record):
@@ -85,10 +84,7 @@ def misfit(record: FSDPParam, casts: LinearCasts, dtype: torch.dtype | None) -> 
 def check_gathers(model: nn.Module, casts: Mapping[str, LinearCasts], dtype: torch.dtype | None) -> None:
     """Raises a ``ValueError`` if no weight of a model can be gathered in few bits, or FSDP2 has not sharded the layers.
 
-    Args:
-        model: converted, or to be.
-        casts: of its layers, by name, outside any phase.
-        dtype: of the computation, as in :class:`.gather.WeightGathers`.
+    ``casts`` are those of its layers, by name, outside any phase; ``dtype`` is as in :class:`.gather.WeightGathers`.
     """
     found = {id(record._module_info.module): record for _, record in records(model)}
     reasons: dict[str, list[str]] = {}

@@ -6,12 +6,11 @@
       unpack                     the operand's values, in the dtype that FSDP2 gives the weight
     GEMMs                        use these values as the operand; gradients go straight through
 
-Results are, to the bit, those of gathering in high precision; :mod:`.eligible` says when that is possible. Other
-weights are gathered in high precision. FSDP2 gathers again for the backward pass, and gets the same.
+Results equal those of gathering in high precision to the bit. Weights for which :mod:`.eligible` rules that out are
+gathered in high precision.
 
-FSDP2 asks the local tensor of a sharded parameter for two methods. Tensors are replaced (loading, ``module.to``), which
-would lose them, and optimizers and checkpoints would meet a tensor subclass. Here FSDP2's record of the parameter
-answers instead: it lives as long as the module is sharded, and parameters stay plain.
+FSDP2 looks for extension methods on a parameter's local tensor, which loading and ``module.to`` replace. Here its
+record of the parameter provides them: it lives as long as the module is sharded, and parameters stay plain tensors.
 """
 
 from collections.abc import Mapping
@@ -41,17 +40,14 @@ _W = OPERANDS.index("fprop_w")
 
 
 class WeightGathers:
-    """Has FSDP2 gather the weights of a model's converted layers in few bits wherever results stay the same.
+    """Makes FSDP2 gather the weights of a model's converted layers in few bits wherever results stay the same.
 
     Layers must be called: during a pass ``layer.weight`` holds the quantized elements, without the scale of the tensor.
 
     Args:
         model: converted, and sharded by ``fully_shard``.
         dtype: of autocast; None without it.
-        casts: of the layers, by name, of which one has to allow it; None for the layers' own outside any phase.
-
-    Raises:
-        ValueError: as :func:`.eligible.check_gathers`.
+        casts: of the layers, by name, of which one must allow it (else a ``ValueError``); None for the layers' own.
 
     Example:
         >>> gathers = WeightGathers(convert(sharded_model, "fp8-current"), torch.bfloat16)
@@ -74,15 +70,12 @@ class WeightGathers:
         ]
 
     def release(self) -> None:
-        """Has FSDP2 gather the weights in high precision again."""
+        """Makes FSDP2 gather the weights in high precision again."""
         for gather in self._gathers:
             _release(gather.module, gather.record)
 
     def prepare(self) -> None:
-        """Before a forward pass: measures whole weights where casts need it, in one collective per process group.
-
-        Weights that are still gathered, by another cast than the one in force, are resharded.
-        """
+        """Call before a forward pass: measures weights where casts need it, and reshards outdated ones."""
         self.measure()
         for gather in self._gathers:
             if gather.is_outdated:
@@ -102,7 +95,7 @@ class WeightGathers:
     @torch.inference_mode(False)  # evaluation may come first, and training uses the same tensors
     @torch.no_grad()  # which the line above ends
     def measure(self) -> None:
-        """Measures all weights whose casts need it."""
+        """Measures all weights whose casts need it, with one collective per process group."""
         groups: dict[dist.ProcessGroup, list[_Gather]] = {}
         for gather in self._gathers:
             if gather.needs_statistic:
@@ -118,7 +111,7 @@ class WeightGathers:
 
 
 def release_gathers(model: nn.Module) -> None:
-    """Has FSDP2 gather all weights of a model in high precision again."""
+    """Makes FSDP2 gather all weights of a model in high precision again."""
     for module, record in records(model):
         _release(module, record)
 
@@ -130,7 +123,7 @@ def _release(module: FSDPModule, record: FSDPParam) -> None:
 
 
 class _Record(FSDPParam):
-    """FSDP2's record of a parameter, whose extension is a :class:`_Gather` instead of the local tensor itself."""
+    """FSDP2's record of a parameter, whose extension is a :class:`_Gather` instead of the local tensor."""
 
     gather: "_Gather"
 
@@ -139,13 +132,12 @@ class _Record(FSDPParam):
         return self.gather
 
     def _init_extensions(self) -> None:
-        """FSDP2 calls this anew when training starts: the buffers of the gathered parameter stay."""
+        """FSDP2 calls this again when training starts; the buffers of the gathered parameter stay."""
         buffers = self._unsharded_inner_tensors
         super()._init_extensions()
         self._unsharded_inner_tensors = buffers
 
     def release(self) -> None:
-        """Makes this FSDP2's own record again."""
         self.__class__ = FSDPParam  # type: ignore[assignment]
         self.all_gather_outputs, self._unsharded_inner_tensors = self._unsharded_inner_tensors, []
         vars(self.gather.layer).pop("prequantized_weight", None)
@@ -155,13 +147,8 @@ class _Record(FSDPParam):
 class _Gather:
     """The all-gather of one weight; FSDP2 calls it an extension.
 
-    Attributes:
-        record: FSDP2's record of the weight.
-        layer: the layer of the weight.
-        module: the module that gathers it.
-        group: the process group that holds the shards.
-        measured: what the statistics belong to: the cast, and the weight's version and address.
-        gathered_with: the cast of the last gather; None for high precision.
+    ``measured`` is what the statistics belong to: the cast, and the weight's version and address. ``gathered_with`` is
+    the cast of the last gather; None for high precision.
     """
 
     def __init__(
@@ -194,7 +181,7 @@ class _Gather:
         layer, casts = self.layer, self.layer.casts
         if obstacle(casts) is not None or layer.blend is not None or layer.operand_sums is not None:
             return None
-        if casts.dgrad_w != "fprop":  # shared: GEMMs of which one alone is native would need it in two forms
+        if casts.dgrad_w != "fprop":  # shared: if only one of the GEMMs is native, they need different forms
             native = layer.native_gemms(self.record.device)
             if ("fprop" in native) != ("dgrad" in native):
                 return None
@@ -202,12 +189,11 @@ class _Gather:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the layer has the whole weight now."""
         return not isinstance(self.layer.weight, DTensor)
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the weight is gathered, by another cast than the one in force."""
+        """Whether the weight was gathered by another cast than the one in force."""
         if not self.is_gathered:
             return False
         cast = self._cast
@@ -218,7 +204,6 @@ class _Gather:
 
     @property
     def needs_statistic(self) -> bool:
-        """Whether the cast in force needs one of the whole weight."""
         cast = self._cast
         if cast is not None and cast.scale.needs_amax:
             return self.layer.weight_amax is None
@@ -246,16 +231,15 @@ class _Gather:
         cast = self._cast
         assert cast is not None
         self.measured = self._state(cast)
-        if cast.scale.needs_amax:  # rounding keeps the order, so that the one number may be rounded
+        if cast.scale.needs_amax:  # rounding keeps the order: the rounded amax is the amax of the rounded shard
             return self._rounded(amax_of(self._own())).double()
         return block_sum(self._shard(), (0, 1)).reshape(())
 
     def take(self, amax: Tensor, total: Tensor) -> None:
-        """Keeps the statistic of the whole weight that the cast needs."""
         cast: Cast = self.measured[0]
         if cast.scale.needs_amax:
             self._amax, self._mean = amax.float(), None
-        else:  # by a tensor: torch divides by a number as it multiplies by its reciprocal
+        else:  # divided by a tensor: for a number, torch multiplies by the reciprocal
             self._amax, self._mean = None, (total / torch.full_like(total, self._shape.numel())).float()
 
     # --- as FSDP2 calls it ---
@@ -265,7 +249,7 @@ class _Gather:
         return self.record.padded_sharded_param_size
 
     def to(self, *_: Any, **__: Any) -> "_Gather":
-        """Itself: shards that are offloaded are moved when they are read."""
+        """Returns itself: offloaded shards are moved when they are read."""
         return self
 
     @torch.inference_mode(False)  # evaluation may leave a weight gathered, for training to use

@@ -1,13 +1,12 @@
-"""A layer whose weight is spread over processes: tensor parallelism.
+"""Tensor parallelism: a layer whose weight is sharded over processes.
 
-Its weight is a DTensor, and each process multiplies its shard. These of the three matrices of a layer are sharded:
+The weight is a DTensor, and each process multiplies its shard. These of a layer's matrices are sharded:
 
-    weight cut along            x            w            g, and Y        Y of each process         dX of each process
+    weight sharded along        x            w            g, and Y        Y of each process         dX of each process
     out_features (column)       whole        rows         columns         its columns               a term of the sum
     in_features (row)           columns      columns      whole           a term of the sum         its columns
 
-Shards are quantized as the global matrices that they belong to (:mod:`lightning_lowbit.quant.shard`):
-tensor parallelism changes which process computes something, and not what.
+Shards are quantized like the whole matrices that they belong to (:mod:`lightning_lowbit.quant.shard`).
 """
 
 from collections.abc import Callable
@@ -29,27 +28,18 @@ class Shards(NamedTuple):
     g: Shard | None = None
 
 
-# Compiled code calls it, and does not contain it: from a second number of tokens on, what Inductor of torch 2.13 makes
-# of it leaves the sum over processes out of the gradient of x.
+# Not compiled: from a second number of tokens on, Inductor of torch 2.13 leaves the sum over processes out of the
+# gradient of x.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def tensor_parallel(
     multiply: Callable[[Tensor, Tensor, Tensor | None, Shards], Tensor], x: Tensor, weight: DTensor, bias: Any
 ) -> DTensor:
-    """The output of a layer whose weight is a DTensor.
+    """The output ``[..., out_features]`` of a layer whose weight is a DTensor; ``multiply`` gives x · Wᵀ + b of shards.
 
-    Args:
-        multiply: x · Wᵀ + b of what this process holds.
-        x: ``[..., in_features]``, a DTensor over the same mesh; it is spread anew where it is not spread as the weight
-            asks for.
-        weight: ``[out_features, in_features]``, cut along one of them over one dimension of its mesh, or whole.
-        bias: ``[out_features]``, a DTensor, or None.
-
-    Returns:
-        ``[..., out_features]``: cut along the features where the weight is cut along them; a sum that is still to be
-        made where it is cut along ``in_features``.
-
-    Raises:
-        ValueError: x is no DTensor, or the weight is spread in another way.
+    ``x`` is a DTensor over the weight's mesh, redistributed where needed. The weight, ``[out_features, in_features]``,
+    is whole or sharded over one dimension of its mesh. The output is sharded along the features if the weight is, and a
+    pending sum (``Partial``) if the weight is sharded along ``in_features``. Another input or sharding is a
+    ``ValueError``.
     """
     mesh = weight.device_mesh
     if not isinstance(x, DTensor):
@@ -84,7 +74,7 @@ def tensor_parallel(
     placements = placed(Partial() if is_cut_by_columns else Cut(last))
     stride = torch.empty(shape, device="meta").stride()
     spread = DTensor.from_local(y, mesh, placements, run_check=False, shape=shape, stride=stride)
-    # Of terms of a sum, one has the bias: DTensors know which.
+    # Only one term of the pending sum may have the bias; DTensor sees to that.
     return spread if bias is None or not is_cut_by_columns else spread + bias.to(y.dtype)
 
 
