@@ -1,13 +1,12 @@
-"""One line after the first training step, if less than half of the arithmetic is quantized, and why.
+"""Logs one line after the first training step if less than half of the matrix FLOPs are quantized, and why.
 
-Nothing is hooked into the model. Before the backward pass, autograd's graph tells which products were computed: its
-nodes know the shapes of their results, hence of each other's operands, and its leaves are the parameters:
+Before the backward pass, the autograd graph shows which products were computed, with their shapes and parameters:
 
     AddmmBackward0 [tokens, out]  ──  TBackward0 [in, out]  ──  AccumulateGrad [out, in]     2 · tokens · out · in FLOPs
 
-Saved tensors are not touched, which activation checkpointing would compute again. Only the forward pass is counted,
-close to what ``PrecisionSummary`` measures. Products without a gradient, such as those of a frozen encoder, leave no
-node. A compiled function or a reentrant checkpoint is one node: then weights are counted instead.
+Saved tensors are not read: activation checkpointing would compute them again. Only the forward pass is counted.
+Products without a gradient (a frozen encoder) leave no node. A compiled function or reentrant checkpoint is a single
+node; then weights are counted instead of FLOPs.
 """
 
 import re
@@ -43,13 +42,9 @@ _PRODUCT = re.compile(r"(Mm|Addmm|Bmm|Baddbmm|Addbmm|Linear|GroupedMm|ScaledGrou
 
 @dataclass
 class GraphCoverage:
-    """How much of the products behind a loss is quantized.
+    """Counts the products behind a loss, in ``unit``: ``"FLOPs"``, or ``"weights"`` where FLOPs are unknown.
 
-    Attributes:
-        quantized: FLOPs, or weights, in converted layers that quantize an operand.
-        others: all others, by their kind and why they are not quantized, see :func:`_why`.
-        example: a module of each kind.
-        unit: ``"FLOPs"``, or ``"weights"`` where FLOPs could not be counted.
+    ``others`` counts what is not quantized, by kind of module and reason; ``example`` names a module of each kind.
     """
 
     quantized: int = 0
@@ -59,12 +54,11 @@ class GraphCoverage:
 
     @property
     def share(self) -> float | None:
-        """The quantized share; None where nothing was counted."""
+        """The quantized share; None if nothing was counted."""
         total = self.quantized + sum(self.others.values())
         return self.quantized / total if total else None
 
     def add(self, amount: int, name: str, module: nn.Module | None, why: str | None) -> None:
-        """Counts an amount, which is quantized if there is no ``why``."""
         if why is None:
             self.quantized += amount
             return
@@ -74,30 +68,18 @@ class GraphCoverage:
 
 
 class CoverageLine:
-    """Logs once how little is quantized.
-
-    Attributes:
-        coverage: what was counted in the first training step; None before, and where nothing was.
-        text: the line, also where a ``PrecisionSummary`` shows more instead; empty if enough is quantized.
-    """
+    """Logs once how little is quantized; ``text`` is set even if ``PrecisionSummary`` shows the coverage instead."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Counts the next step again."""
         self.coverage: GraphCoverage | None = None
         self.text = ""
         self._is_done = False
 
     def see(self, loss: Tensor, model: nn.Module, is_quantizing: bool) -> None:
-        """Counts the products behind a loss of the first step, before its backward pass.
-
-        Args:
-            loss: of any shape.
-            model: the modules to name.
-            is_quantizing: whether the phase leaves all casts in force; if not, nothing is counted.
-        """
+        """Counts the products behind a loss of the first step, before its backward pass, if all casts are in force."""
         if self._is_done or loss.grad_fn is None or not is_quantizing:
             return
         try:
@@ -107,7 +89,7 @@ class CoverageLine:
         self._is_done = self.coverage is None
 
     def say(self, trainer: Any) -> None:
-        """Logs the line at the end of a step that was counted; ``trainer`` may be None."""
+        """Logs the line at the end of a counted step."""
         if self._is_done or self.coverage is None or trainer is None:
             return
         self._is_done = True
@@ -120,12 +102,7 @@ class CoverageLine:
 
 
 def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = None) -> GraphCoverage:
-    """How much of the matrix products behind a loss is quantized.
-
-    Args:
-        loss: of any shape, with its graph.
-        model: the converted model.
-        onto: the coverage of another loss, to add to.
+    """Counts how much of the matrix products behind a loss is quantized; ``onto`` is a coverage to add to.
 
     Example:
         >>> graph_coverage(model(x).sum(), model).share
@@ -153,7 +130,6 @@ def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = 
 
 
 def _shape(edge: tuple[Any, int]) -> tuple[int, ...] | None:
-    """The shape of the tensor of an edge; None where it has no gradient."""
     node, index = edge
     return None if node is None else tuple(node._input_metadata[index].shape)
 
@@ -169,7 +145,6 @@ def _is_opaque(node: Any) -> bool:
 
 
 def _operands(node: Any) -> list[tuple[Any, int]]:
-    """The edges of the two matrices of a product."""
     edges, name = list(node.next_functions), node.name()
     if _is_converted(node) or name.startswith(("Linear", "Convolution", "ScaledDotProduct")):
         return edges[:2]
@@ -177,7 +152,7 @@ def _operands(node: Any) -> list[tuple[Any, int]]:
 
 
 def _flops(node: Any) -> int:
-    """FLOPs of a product in the forward pass; 0 for other nodes, and for unknown shapes."""
+    """Forward FLOPs of a product; 0 for other nodes and for unknown shapes."""
     name = node.name()
     if _is_converted(node) or _PRODUCT.fullmatch(name):
         (left, right), out = map(_shape, _operands(node)), node._input_metadata[0].shape
@@ -217,7 +192,6 @@ class _Owners:
                     self._by_shape.setdefault(tuple(parameter.shape), name)
 
     def of_product(self, node: Any) -> tuple[str, nn.Module | None, str | None]:
-        """The name, the module and why it is not quantized."""
         if _is_converted(node):
             return "", None, None if node.settings.casts != LinearCasts() else _UNKNOWN
         if node.name().startswith("ScaledDotProduct"):
@@ -234,7 +208,7 @@ class _Owners:
 
 
 def _parameter(node: Any) -> Tensor | None:
-    """The parameter of which the result of a node is a view, or None."""
+    """The parameter of which a node's result is a view, or None."""
     for _ in range(_VIEWS):
         if node is None or node.name().endswith("AccumulateGrad"):
             return None if node is None else node.variable
@@ -245,7 +219,6 @@ def _parameter(node: Any) -> Tensor | None:
 
 
 def _weights(node: Any) -> list[Tensor]:
-    """The parameters of two and more dimensions that enter a node."""
     entering = [_parameter(edge) for edge, _ in node.next_functions]
     return [parameter for parameter in entering if parameter is not None and parameter.dim() > 1]
 
@@ -280,7 +253,7 @@ def _is_matrix(parameter: Tensor) -> bool:
 
 
 def _of_weights(model: nn.Module) -> GraphCoverage:
-    """Counts weights of two and more dimensions once each, without embeddings."""
+    """Counts weights of two or more dimensions once each, without embeddings."""
     found, counted = GraphCoverage(unit="weights"), set[int]()
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):

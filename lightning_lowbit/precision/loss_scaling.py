@@ -1,7 +1,6 @@
 """Optimizer steps in fp16: unscale_ -> (hooks, clipping) -> step -> update, with a loss scaler of any class.
 
-Learning-rate schedules, ``global_step`` and the plugin's own ``step`` count skipped steps, so that a run has the length
-it was given. Their number is counted on the device, and logged at the end of the run.
+Schedules, ``global_step`` and the plugin's ``step`` count skipped steps, so a run keeps its length.
 """
 
 from collections.abc import Mapping
@@ -20,11 +19,7 @@ from lightning_lowbit.precision.grad_scalers import ConservativeGradScaler, over
 
 
 def scaler_for(compute_dtype: str, given: GradScaler | None) -> GradScaler | None:
-    """The scaler of a plugin: the given one, or a :class:`ConservativeGradScaler` for fp16.
-
-    Raises:
-        ValueError: it is not needed, disabled, or no scaler.
-    """
+    """Returns the given scaler, or for fp16 a new :class:`ConservativeGradScaler`; ``ValueError`` if unsuitable."""
     if compute_dtype != "fp16":
         if given is not None:
             raise ValueError(
@@ -45,20 +40,13 @@ def scaler_for(compute_dtype: str, given: GradScaler | None) -> GradScaler | Non
 
 
 def scaler_of(plugin: Precision) -> GradScaler | None:
-    """The active loss scaler of a precision plugin, of this package or Lightning; None if there is none."""
+    """The enabled loss scaler of a precision plugin, of this package or Lightning; None if there is none."""
     scaler = getattr(plugin, "scaler", None)
     return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
 
 
 class LossScaling:
-    """A loss scaler in use.
-
-    Args:
-        scaler: of any class.
-
-    Attributes:
-        skipped_steps: optimizer steps skipped because of a gradient that was not finite; 0-d int64, on the device.
-    """
+    """A loss scaler in use; ``skipped_steps`` (0-d int64, on the device) counts steps with a non-finite gradient."""
 
     def __init__(self, scaler: GradScaler) -> None:
         self.scaler = scaler
@@ -67,17 +55,15 @@ class LossScaling:
         self._has_stepped = False  # since the last update
 
     def restart(self) -> None:
-        """Begins another run; the last one may have broken off amid a step."""
+        """Resets the scaler for another run; the last one may have failed during a step."""
         self.load_state_dict({"scaler": self._first})
         self.scaler._per_optimizer_states.clear()
         self._has_stepped = False
 
     def check(self, model: nn.Module, strategy: str) -> None:
-        """Checks that this scaler can train a model under a strategy of that name.
+        """Checks that the scaler can train a model under a strategy.
 
-        Raises:
-            MisconfigurationException: the scaler asks other ranks, and there are none.
-            ValueError: parameters are in float16, whose gradients torch's scaler does not unscale.
+        A sharded scaler needs a process group. Parameters must not be float16: torch does not unscale their gradients.
         """
         if isinstance(self.scaler, ShardedGradScaler):
             if not (dist.is_available() and dist.is_initialized()):
@@ -95,15 +81,9 @@ class LossScaling:
                 )
 
     def unscale_(self, optimizer: Optimizer, device: torch.device, over_ranks: bool) -> None:
-        """Divides the gradients by the scale, also for torch's fused optimizers, which then need not.
+        """Divides the gradients by the scale, also for torch's fused optimizers.
 
-        Args:
-            optimizer: of the gradients.
-            device: of the model.
-            over_ranks: whether each rank holds other gradients; all ranks must then take part.
-
-        Raises:
-            MisconfigurationException: for LBFGS, which computes losses within its step.
+        If ``over_ranks``, ranks hold different gradients, and all must call this.
         """
         if isinstance(optimizer, LBFGS):
             raise MisconfigurationException(
@@ -118,7 +98,7 @@ class LossScaling:
         share_overflow(self.scaler, optimizer, device, over_ranks)
 
     def step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Steps with unscaled gradients, or counts a step that is skipped."""
+        """Steps with unscaled gradients, or counts a skipped step."""
         self._has_stepped = True
         skipped = overflow(self.scaler, optimizer)
         assert skipped is not None
@@ -133,11 +113,7 @@ class LossScaling:
         return self.scaler.step(optimizer, **kwargs)
 
     def update(self) -> Tensor | None:
-        """Updates the scale after the steps of all optimizers with gradients of the same backward passes.
-
-        Returns:
-            What the scale was multiplied by, float32, 0-d; None where there was no step.
-        """
+        """Updates the scale after all optimizers stepped; returns its factor (0-d), or None if there was no step."""
         if not self._has_stepped:  # also if gradients were unscaled for clipping, before the step
             return None
         self._has_stepped = False
@@ -146,17 +122,15 @@ class LossScaling:
         return torch.where(before > 0, scale_of(self.scaler) / before, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state and the count, in primitives."""
         return {"scaler": self.scaler.state_dict(), "skipped_steps": int(self.skipped_steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what :meth:`state_dict` returned, or an empty state."""
+        """Loads what :meth:`state_dict` returned, or an empty state."""
         self.skipped_steps = torch.tensor(state.get("skipped_steps", 0), device="cpu")
         if "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
 
     def report(self, steps: int) -> None:
-        """Logs how many steps of a run were skipped."""
         with suppress(RuntimeError):  # after an error of the device nothing can be read
             if skipped := int(self.skipped_steps):
                 rank_zero_info(

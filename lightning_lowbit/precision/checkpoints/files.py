@@ -1,7 +1,6 @@
-"""Reading checkpoints without a Trainer, and checking what they say before anything is changed.
+"""Reads checkpoints without a Trainer, and validates their state before anything is changed.
 
-A checkpoint is a file that ``torch.save`` wrote, or a folder: shards of the weights in torch's distributed format, and
-``meta.pt`` with everything else.
+A checkpoint is a file of ``torch.save``, or a folder: ``meta.pt`` and shards of ``torch.distributed.checkpoint``.
 """
 
 import os
@@ -30,15 +29,10 @@ _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_grow
 
 
 def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mapping[str, Any]:
-    """Loads a checkpoint; of a folder everything but the weights.
+    """Loads a checkpoint, given as a path or as what ``torch.load`` returned; from a folder, all but the weights.
 
-    Args:
-        checkpoint: a path, or what ``torch.load`` has made of one.
-        weights_only: False unpickles any object, which runs code of whoever wrote the file.
-
-    Raises:
-        FileNotFoundError: there is no such path.
-        ValueError: it is no checkpoint, or holds objects that need ``weights_only=False``.
+    ``weights_only=False`` unpickles any object, which can run code from the file. Raises ``FileNotFoundError``, or
+    ``ValueError`` for what is not a checkpoint.
     """
     if isinstance(checkpoint, Mapping):
         return checkpoint
@@ -61,11 +55,7 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mappin
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = True) -> None:
-    """Loads all weights of a model from a checkpoint; arguments are those of :func:`load_checkpoint`.
-
-    Raises:
-        ValueError: the checkpoint lacks weights, or has other shapes.
-    """
+    """Loads all weights of a model from a checkpoint; raises ``ValueError`` if some are missing or differ in shape."""
     own = model.state_dict()
     if isinstance(checkpoint, Mapping) or not Path(checkpoint).expanduser().is_dir():
         given = load_checkpoint(checkpoint, weights_only).get("state_dict")
@@ -86,7 +76,6 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
 
 
 def _load_shards(own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The tensors of a model that a folder holds."""
     reader = FileSystemReader(folder)
     there = reader.read_metadata().state_dict_metadata
     # Lightning's strategies for FSDP1 and FSDP2 put these before the names.
@@ -103,17 +92,10 @@ def _load_shards(own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def entry(state: Mapping[str, Any], key: str, kind: Any, where: str = "", default: Any = _REQUIRED) -> Any:
-    """Returns an entry of a state, after a check of its type.
+    """Returns an entry of the plugin's state, or of a part of it, after checking its type.
 
-    Args:
-        state: a checkpoint's ``["lightning_lowbit"]``, or a part of it.
-        key: of the entry.
-        kind: the type, or a union of types, that it must have.
-        where: what stands before the key in an error, such as ``"trained."``.
-        default: of an entry that older versions did not write.
-
-    Raises:
-        ValueError: the entry is missing and there is no default, or it is of another type.
+    ``where`` is the prefix of the key in error messages, such as ``"trained."``; ``default`` is for entries that older
+    versions did not write. Raises ``ValueError`` if the type is wrong, or the entry is missing without a default.
     """
     value = state.get(key, default)
     if value is _REQUIRED:
@@ -128,11 +110,7 @@ def entry(state: Mapping[str, Any], key: str, kind: Any, where: str = "", defaul
 
 
 def state_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The state of the precision plugin in a checkpoint; None if there is none.
-
-    Raises:
-        ValueError: an entry is missing or invalid; the message names it.
-    """
+    """Returns the validated plugin state of a checkpoint, or None. A ``ValueError`` names an invalid entry."""
     if checkpoint.get(CHECKPOINT_KEY) is None:
         return None
     state: Mapping[str, Any] = entry(checkpoint, CHECKPOINT_KEY, Mapping)

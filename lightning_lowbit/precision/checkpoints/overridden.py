@@ -1,9 +1,8 @@
-"""Options of optimizers and schedulers that a checkpoint overrides.
+"""Warns about options of optimizers and schedulers that a checkpoint overrides.
 
-``Trainer.fit(ckpt_path=...)`` loads the state of each optimizer and scheduler, and options are part of it: the learning
-rate, betas, weight decay, ``T_max``. What a run asks for is then not what it trains with. :func:`asked_options` keeps
-the former, :func:`overridden` compares it with the checkpoint: of a scheduled learning rate, and of a weight decay that
-a callback switches, the initial values. ``ReduceLROnPlateau`` keeps none.
+``Trainer.fit(ckpt_path=...)`` loads the state of optimizers and schedulers, which includes options such as learning
+rate, betas and ``T_max``. So a run may train with other options than its configuration asks for. For a scheduled
+learning rate or weight decay, the initial values are compared. ``ReduceLROnPlateau`` stores none.
 """
 
 import inspect
@@ -21,7 +20,7 @@ Options = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 def asked_options(optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> tuple[Options, Options]:
-    """The options of optimizers and schedulers (or ``LRSchedulerConfig``), before a checkpoint is loaded."""
+    """Records the options of optimizers and schedulers (or ``LRSchedulerConfig``) before a checkpoint is loaded."""
     made = [each for config in schedulers for each in _nested(getattr(config, "scheduler", config))]
     groups = [
         (type(each).__name__, _of_group(group, each, bool(made))) for each in optimizers for group in each.param_groups
@@ -32,12 +31,9 @@ def asked_options(optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) ->
 def overridden(
     asked: tuple[Options, Options], checkpoint: Mapping[str, Any], optimizers: Iterable[Optimizer]
 ) -> list[str]:
-    """The options that a checkpoint overrides, such as ``"AdamW: lr 0.001 (asked for: 0.05)"``.
+    """Lists the options that a checkpoint overrides, such as ``"AdamW: lr 0.001 (asked for: 0.05)"``.
 
-    Args:
-        asked: from :func:`asked_options`.
-        checkpoint: with Lightning's keys.
-        optimizers: of the run, into which a sharded checkpoint, which holds nothing of them, was loaded already.
+    A sharded checkpoint has no optimizer entries, but has already been loaded into ``optimizers``.
     """
     states = checkpoint.get("optimizer_states") or [{"param_groups": each.param_groups} for each in optimizers]
     groups = [group for state in states for group in state["param_groups"]]
@@ -53,7 +49,6 @@ def overridden(
 
 
 def warn_of(lines: Sequence[str]) -> None:
-    """Warns of what :func:`overridden` found."""
     if lines:
         rank_zero_warn(
             f"The checkpoint overrides options that this run asks for. In force are: {'; '.join(lines)}. To change "
@@ -74,13 +69,11 @@ def _of_group(group: Mapping[str, Any], optimizer: Optimizer, is_scheduled: bool
 
 
 def _of_scheduler(scheduler: Any) -> dict[str, Any]:
-    """The arguments of a scheduler that are in its state; ``last_epoch`` is no option."""
     names = inspect.signature(type(scheduler)).parameters.keys() - {"last_epoch"}
     return {name: _plain(value) for name, value in scheduler.state_dict().items() if name in names}
 
 
 def _held(saved: Mapping[str, Any], name: str) -> Iterator[Any]:
-    """The value of an option in a saved group or schedule, if it has one."""
     initial = name if name in ("lr", "initial_lr") else f"initial_{name}"
     for key in (initial, name.removeprefix("initial_")):
         if key in saved:
@@ -89,7 +82,7 @@ def _held(saved: Mapping[str, Any], name: str) -> Iterator[Any]:
 
 
 def _nested(scheduler: Any) -> Iterator[Any]:
-    """A scheduler, or its state, and those within it, as in ``SequentialLR``."""
+    """Yields a scheduler, or its state, and those nested in it, as in ``SequentialLR``."""
     yield scheduler
     within = scheduler.get("_schedulers") if isinstance(scheduler, Mapping) else getattr(scheduler, "_schedulers", None)
     for each in within or ():
@@ -97,7 +90,7 @@ def _nested(scheduler: Any) -> Iterator[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors as numbers and lists as tuples, since checkpoints may hold either."""
+    """Turns tensors into numbers and lists into tuples: checkpoints may hold either."""
     if isinstance(value, Tensor):
         return _plain(value.tolist())
     if isinstance(value, Counter):  # milestones
