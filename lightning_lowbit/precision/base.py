@@ -45,7 +45,7 @@ __all__ = ["LowBitPrecision", "compute_dtype"]
 
 
 def _as_list(patterns: Iterable[str]) -> Iterable[str]:
-    return patterns if isinstance(patterns, str) else list(patterns)  # a string is refused when it is used
+    return patterns if isinstance(patterns, str) else list(patterns)  # a plain string is kept: selecting by it raises
 
 
 class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
@@ -99,7 +99,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
     ) -> None:
         precision, self._compute_dtype = COMPUTE_DTYPES[choose("compute_dtype", compute_dtype, COMPUTE_DTYPES)]
         SavedLayers.__init__(self)
-        FSDPPrecision.__init__(self, "bf16-mixed")  # with "16-mixed" it makes a scaler of its own, which needs CUDA
+        FSDPPrecision.__init__(self, "bf16-mixed")  # "16-mixed" would create a scaler, which needs CUDA
         self.precision = precision
         self.scaler: GradScaler | None = scaler_for(compute_dtype, scaler)  # type: ignore[assignment]  # of any class
         self._scaling = None if self.scaler is None else LossScaling(self.scaler)
@@ -149,7 +149,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         return plugin
 
     def __str__(self) -> str:
-        # The Trainer of the other Lightning quotes this where it refuses the plugin.
+        # If the Trainer belongs to the other Lightning, its error message quotes this.
         return f"{self!r} ({goes_with(self)})" if both_are_imported() else repr(self)
 
     @property
@@ -184,21 +184,21 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         trainer, module = run_of(self, module)
         if self._run is not trainer:
-            if self._trainer is not None:  # another run
+            if self._trainer is not None:  # a new run
                 self.step, self.micro_batch = 0, 0
                 self.coverage_line.restart()
                 self._start_afresh()
             if self._scaling is not None:
-                self._scaling.restart()  # also the first time: another plugin may have used the same scaler
+                self._scaling.restart()  # also at first: another plugin may have used this scaler
         self._trainer = weakref.ref(trainer)
         self._expect(module)
         if self._scaling is not None:
             self._scaling.check(module, type(trainer.strategy).__name__)
         self._device, self._rank = trainer.strategy.root_device, data_rank(trainer)
         planned = self.plan(module)
-        check_backend(planned, self.backend, self.exact, self._device)  # raises before anything is changed
+        check_backend(planned, self.backend, self.exact, self._device)  # raises before the model is changed
         if self.quantize_before_gather:
-            from lightning_lowbit.nn.sharded.eligible import check_gathers  # knows FSDP2 from the inside
+            from lightning_lowbit.nn.sharded.eligible import check_gathers  # imports private parts of FSDP2
             from lightning_lowbit.nn.sharded.gather import WeightGathers
 
             check_gathers(module, planned, self._autocast_dtype)
@@ -237,7 +237,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         with self.forward_context():
             self._record(True)
             yield
-        if not self._is_automatic:  # its backward passes and steps were in here
+        if not self._is_automatic:  # manual backward passes and steps ran in the context
             self._record(False)
             self._update_scale()
             self.coverage_line.say(self._run)
@@ -293,7 +293,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         if self._gathers is not None:
             self._gathers.forget()
         self._share_amaxes()
-        if self._is_automatic:  # also where there was no backward pass
+        if self._is_automatic:  # also if there was no backward pass
             self._record(False)
         return result
 
@@ -333,7 +333,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         """Logs how many steps were skipped, and restores FSDP's own gathering of weights."""
         super().teardown()
         self._release_shared()
-        if self._gathers is not None:  # passes without the plugin may have another dtype
+        if self._gathers is not None:  # later passes without the plugin may use another dtype
             self._gathers.release()
             self._gathers = None
         if self._scaling is not None and self._run is not None and self._run.state.fn == "fit":

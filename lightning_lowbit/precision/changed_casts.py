@@ -42,7 +42,7 @@ def smoothed(
 ) -> dict[str, LinearCasts]:
     """Adds SwiGLU smoothing of a kind to changed casts; ``layers`` are the casts of all layers before the change."""
     raw = {clean_name(name): name for name, _ in model.named_modules() if clean_name(name) in layers}
-    with suppress(ValueError):  # no down projection is quantized any more
+    with suppress(ValueError):  # raised if no down projection is quantized anymore
         found = smooth_casts(model, {raw[name]: changes.get(name, casts) for name, casts in layers.items()}, kind)
         return {name: found[raw[name]] for name in changes}
     return dict(changes)

@@ -24,15 +24,15 @@ from lightning_lowbit.nn.function import QuantizedGemms
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
 
-_ENOUGH = 0.5  # share of quantized FLOPs from which on nothing is logged
-_REASONS, _MENTIONED = 3, 0.005  # at most so many reasons are named, each with at least this share
-_MOST_NODES = 500_000  # of a graph; walking these takes a second or two
-_VIEWS = 20  # at most, between a weight and a product
+_ENOUGH = 0.5  # nothing is logged from this share of quantized FLOPs on
+_REASONS, _MENTIONED = 3, 0.005  # number of reasons to name, and the least share of each
+_MOST_NODES = 500_000  # of a graph: walking it takes one to two seconds
+_VIEWS = 20  # most nodes between a weight and its product
 
 _ATTENTION = "products of activations with each other, as in attention"
 _UNKNOWN = "weights that are frozen, or computed from others"
 
-# What leads from a weight to its operand of a product: other views of it, and its cast by autocast.
+# Nodes between a weight and its product: views, and the cast by autocast.
 _VIEW = re.compile(
     r"(T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Expand|Unsqueeze|Squeeze|Select|Slice|Split|SplitWithSizes|"
     r"Unbind|Alias|Clone|ToCopy|MT|MH)Backward\d*"
@@ -84,7 +84,7 @@ class CoverageLine:
             return
         try:
             self.coverage = graph_coverage(loss, model, self.coverage) if _has_casts(model) else None
-        except Exception:  # the graph of autograd is no public interface, and training does not need it
+        except Exception:  # the autograd graph is no public API; training must not fail
             self.coverage = None
         self._is_done = self.coverage is None
 
@@ -156,7 +156,7 @@ def _flops(node: Any) -> int:
     name = node.name()
     if _is_converted(node) or _PRODUCT.fullmatch(name):
         (left, right), out = map(_shape, _operands(node)), node._input_metadata[0].shape
-        rows = _is_converted(node) or name.startswith("Linear")  # whose weight is [out, in]
+        rows = _is_converted(node) or name.startswith("Linear")  # their weight is [out, in]
         if left is None and right is None:
             return 0
         inner = left[-1] if left is not None else right[-1 if rows else -2]  # type: ignore[index]
@@ -167,9 +167,9 @@ def _flops(node: Any) -> int:
     if name.startswith("ConvolutionBackward"):
         x, weight = map(_shape, _operands(node))
         out = tuple(node._input_metadata[0].shape)
-        outputs = x if node._saved_transposed and x is not None else out  # each of which the weight is used at
+        outputs = x if node._saved_transposed and x is not None else out  # positions where the weight is applied
         return 2 * outputs[0] * prod(outputs[2:]) * prod(weight) if weight is not None else 0
-    if "Rnn" in name:  # each matrix meets each token
+    if "Rnn" in name:  # each token is multiplied by each matrix
         return 2 * prod(node._input_metadata[0].shape[:-1]) * sum(weight.numel() for weight in _weights(node))
     return 0
 
@@ -186,7 +186,7 @@ class _Owners:
         self._by_shape: dict[tuple[int, ...], str] = {}
         for name, module in self._modules.items():
             for parameter in module.parameters(recurse=False):
-                if not isinstance(module, nn.Embedding) or id(parameter) not in self._by_id:  # tied to a product
+                if not isinstance(module, nn.Embedding) or id(parameter) not in self._by_id:  # tied to another layer
                     self._by_id[id(parameter)] = name
                 if not isinstance(module, nn.Embedding) and _why(module) is not None:  # FSDP2 replaces parameters
                     self._by_shape.setdefault(tuple(parameter.shape), name)
@@ -197,7 +197,7 @@ class _Owners:
         if node.name().startswith("ScaledDotProduct"):
             return "", None, _ATTENTION
         edges = node.next_functions if "Rnn" in node.name() else _operands(node)
-        for weight in reversed([_parameter(edge) for edge, _ in edges]):  # of a matrix product, mostly on the right
+        for weight in reversed([_parameter(edge) for edge, _ in edges]):  # usually the right operand
             name = None if weight is None else self._name(weight)
             if name is not None:
                 return name, self._modules[name], _why(self._modules[name])
@@ -249,7 +249,7 @@ def _why(module: nn.Module) -> str | None:
 
 
 def _is_matrix(parameter: Tensor) -> bool:
-    return parameter.dim() > 1 and parameter.shape[0] > 1  # which embeddings of positions, [1, tokens, features], lack
+    return parameter.dim() > 1 and parameter.shape[0] > 1  # not a position embedding [1, tokens, features]
 
 
 def _of_weights(model: nn.Module) -> GraphCoverage:

@@ -5,7 +5,6 @@ from typing import Any
 from lightning_lowbit.checks import choose, flag
 from lightning_lowbit.precision.base import LowBitPrecision
 
-# What each scaling starts from.
 _PRESETS = {"delayed": "fp8-delayed", "current": "fp8-current", "row": "fp8-row", "mx": "mxfp8"}
 
 

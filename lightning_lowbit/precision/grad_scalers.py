@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 from lightning_lowbit.checks import choose, integer, number, positive
 from lightning_lowbit.distributed import all_reduce_, local, local_norms, sharding_of
 
-_SMALLEST, _LARGEST = 2.0**-149, torch.finfo(torch.float32).max  # what a scale, which is float32, can be
+_SMALLEST, _LARGEST = 2.0**-149, torch.finfo(torch.float32).max  # the range of a float32 scale
 
-#: Where the scale starts and how it moves. ``"tiny-loss"``: losses such as DPO's, whose gradients are small.
-#: ``"quantized-fine-tuning"``: runs of hundreds of steps, in which an interval of 2000 would never end, and single
-#: steps with an outlier should not lower the scale. The numbers of the last are this package's choice.
+#: ``"tiny-loss"`` is for losses with small gradients, such as DPO's. ``"quantized-fine-tuning"`` is for runs of
+#: hundreds of steps, where an interval of 2000 would never end and a single outlier should not lower the scale; its
+#: numbers are this package's choice.
 PRESETS = MappingProxyType(
     {
         "default": {"init_scale": 2.0**16, "growth_interval": 2000, "hysteresis": 1},
@@ -127,14 +127,15 @@ class ConservativeGradScaler(GradScaler):
         )
         self.floor, self.cap = float(floor), float(cap)
         self.cooldown, self.hysteresis = cooldown, chosen["hysteresis"]
-        self._tolerated = torch.tensor(self.hysteresis, dtype=torch.int32, device="cpu")  # until the scale falls
+        # Overflows left before the scale falls.
+        self._tolerated = torch.tensor(self.hysteresis, dtype=torch.int32, device="cpu")
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale after the optimizer's step. A given scale is clamped to the bounds."""
         if not self.is_enabled():
             return
-        found = overflow(self)  # which torch's update forgets
+        found = overflow(self)  # torch's update clears this
         scale, tracker = self._check_scale_growth_tracker("update")
         before, grows = scale.clone(), tracker + 1 == self.get_growth_interval()
         super().update(new_scale)
@@ -167,7 +168,7 @@ class ConservativeGradScaler(GradScaler):
                 "growth_factor": self.get_growth_factor(),
                 "backoff_factor": self.get_backoff_factor(),
                 "growth_interval": interval,
-                # Beyond the interval of this run it would never meet it; nor is a cool-down longer than this run's.
+                # A tracker above this run's interval would never equal it; a cool-down may not exceed this run's.
                 "_growth_tracker": min(max(state_dict["_growth_tracker"], -self._wait), interval - 1),
             }
         )
@@ -259,7 +260,7 @@ def share_overflow(scaler: GradScaler, optimizer: Optimizer, device: torch.devic
     has no gradient.
     """
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    if not found:  # which torch's class takes for a mistake
+    if not found:  # torch's class would raise an error
         found[device] = torch.zeros((), device=device)
     _drop_dimensions(scaler, optimizer)
     if over_ranks and not isinstance(scaler, ShardedGradScaler):
@@ -289,7 +290,7 @@ def _device_type(given: str | None) -> str:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else accelerator.type
     try:
-        return torch.device(given).type  # torch's own class asks for "cuda", and does not know "cuda:0"
+        return torch.device(given).type  # torch's class accepts "cuda", but not "cuda:0"
     except RuntimeError:
         raise ValueError(f"device is where it trains, such as 'cuda' or 'cpu'; got {given!r}.") from None
 

@@ -39,7 +39,7 @@ class ConvertedLayers:
         histories: amaxes of previous steps; None before a model is converted.
     """
 
-    # Arguments of the plugin.
+    # Set by the plugin.
     backend: str
     exact: bool
     smooth_swiglu: str | None
@@ -50,14 +50,14 @@ class ConvertedLayers:
         self.is_blending = False
         self.histories: AmaxHistories | None = None
         self._phase = "fqt"
-        self._temporary: dict[str, str | None] = {}  # by owner, the last one on top
+        self._temporary: dict[str, str | None] = {}  # by owner, the last one counts
         self._model: weakref.ref[nn.Module] | None = None
         self._keys: LayerKeys | None = None
         self._planned: dict[str, LinearCasts] = {}
         self._changed: dict[str, LinearCasts] = {}
         self._shared: SharedAmaxes | None = None
         self._device = torch.device("cpu")
-        self._is_copy = False  # of a pickle, in which layers hold copies of keys and amaxes
+        self._is_copy = False  # unpickled: layers hold copies of keys and amaxes
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the model: a weak reference cannot be pickled. Converting the model again restores it."""
@@ -96,7 +96,7 @@ class ConvertedLayers:
         set_phase(model, self.phase)
         before, self.histories = self.histories, AmaxHistories(model)
         self._record(False)
-        if before is not None:  # the same run goes on
+        if before is not None:  # the same run continues
             self.histories.load_state_dict(before.state_dict())
         self.set_blend(float(self.blend))
         self._shared = SharedAmaxes(model, self.shared_amax) if self.shared_amax else None
@@ -192,7 +192,7 @@ class ConvertedLayers:
             changes = smoothed(changes, self._casts, model, self.smooth_swiglu)
         check_backend(changes, self.backend, self.exact, self._device)
         if self.shared_amax:
-            groups({**self.casts_of(".*"), **changes}, self.shared_amax)  # raises if they could share none
+            groups({**self.casts_of(".*"), **changes}, self.shared_amax)  # raises if they could not share an amax
         return changes
 
     def casts_of(self, pattern: str) -> dict[str, LinearCasts]:
@@ -222,7 +222,7 @@ class ConvertedLayers:
         if any(name in had or _remembers(layers[name]) for name in changed):
             self.histories = AmaxHistories(model)
             self.histories.go_on(before, changed)
-            if not keep:  # a checkpoint is about to be loaded, strictly
+            if not keep:  # a checkpoint is loaded next, with strict matching
                 self.histories.renewed.clear()
 
     # --- one step ---
@@ -240,7 +240,7 @@ class ConvertedLayers:
         self.histories.to_(device)
         self._record(False)
         if self.blend.device != with_index(device):
-            with torch.inference_mode(False):  # an evaluation may be what moves λ, and training refills it
+            with torch.inference_mode(False):  # λ may move during evaluation, and training writes to it
                 self.blend = self.blend.to(device)
             self._share_blend()
 
@@ -265,7 +265,8 @@ class ConvertedLayers:
         assert self._keys is not None and self.histories is not None and model is not None
         keys, layers = self._keys.in_use(), self._layers.values()
         rows = [row for layer in layers for row in (layer.operand_sums, layer.gradient_sums) if row is not None]
-        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]  # in a checkpoint
+        # Activation checkpointing runs the forward pass again, which updates running statistics.
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
         buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
         with unchanged([*keys, *rows, *self.histories.staged, *buffers]):
             self._keys.draw_again_(number)

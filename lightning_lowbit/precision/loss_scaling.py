@@ -90,7 +90,7 @@ class LossScaling:
                 "LBFGS computes losses within its step, which no loss scale reaches: train it with "
                 "compute_dtype='bf16' or 'fp32', or use another optimizer."
             )
-        if overflow(self.scaler, optimizer) is not None:  # in manual optimization, for clipping before the step
+        if overflow(self.scaler, optimizer) is not None:  # already unscaled: clipping in manual optimization
             return
         if self.scaler._get_scale_async() is None:  # no loss has been scaled yet
             self.scaler.scale(torch.zeros((), device=device))
@@ -103,10 +103,10 @@ class LossScaling:
         skipped = overflow(self.scaler, optimizer)
         assert skipped is not None
         self.skipped_steps = self.skipped_steps.to(skipped.device, non_blocking=True) + skipped
-        # Schedules count skipped steps on purpose; torch would warn if the first step is skipped.
+        # torch would warn if the first step is skipped: schedules count skipped steps on purpose.
         optimizer._opt_called = True
-        # After a skipped first step, fused SGD would take uninitialized memory for momentum. So until it has a momentum
-        # the host waits for the answer, as it does for any optimizer that is not fused.
+        # After a skipped first step, fused SGD would use uninitialized memory as momentum. So the host waits for the
+        # overflow flag until there is a momentum, as it does for optimizers that are not fused.
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if isinstance(optimizer, SGD) and is_fused and not optimizer.state and skipped:
             return None
@@ -114,7 +114,7 @@ class LossScaling:
 
     def update(self) -> Tensor | None:
         """Updates the scale after all optimizers stepped; returns its factor (0-d), or None if there was no step."""
-        if not self._has_stepped:  # also if gradients were unscaled for clipping, before the step
+        if not self._has_stepped:  # gradients may be unscaled for clipping before the step
             return None
         self._has_stepped = False
         before = scale_of(self.scaler).clone()
@@ -131,7 +131,7 @@ class LossScaling:
             self.scaler.load_state_dict(state["scaler"])
 
     def report(self, steps: int) -> None:
-        with suppress(RuntimeError):  # after an error of the device nothing can be read
+        with suppress(RuntimeError):  # a failed device cannot be read
             if skipped := int(self.skipped_steps):
                 rank_zero_info(
                     f"{skipped} of {steps} optimizer steps were skipped, since a gradient was not finite in fp16; "

@@ -15,7 +15,7 @@ from lightning_lowbit._lightning import (
     Trainer,
 )
 
-#: By the name that plugins take: Lightning's name of the precision, and the dtype.
+#: By the name that plugins take: Lightning's precision name, and the dtype.
 COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], torch.dtype]] = {
     "bf16": ("bf16-mixed", torch.bfloat16),
     "fp16": ("16-mixed", torch.float16),

@@ -18,7 +18,7 @@ class Shown:
         """Stores the arguments: subclass constructors change them before they reach a base class."""
         made = super().__new__(cls)
         defaults = _defaults(cls)
-        first = next(iter(defaults))  # what is quantized: always shown
+        first = next(iter(defaults))  # the casts: always shown
         if not args and defaults[first] is not inspect.Parameter.empty:
             kwargs = {first: defaults[first]} | kwargs
         named = {name: value for name, value in kwargs.items() if name == first or not _same(value, defaults.get(name))}

@@ -33,7 +33,7 @@ class SavedLayers(ConvertedLayers):
         overridden: options of this run that the checkpoint overrides, one line each.
     """
 
-    # Arguments of the plugin, and what it makes of them.
+    # Set by the plugin.
     casts: Any
     seed: int
     scaler: GradScaler | None
@@ -99,7 +99,7 @@ class SavedLayers(ConvertedLayers):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
         state["blend"] = self.blend.cpu().clone()
-        if self.histories:  # amaxes of gradients, too, which Lightning divides by it
+        if self.histories:  # gradients, so their amaxes too, are divided by this
             state["accumulated"] = self._accumulated
         if self._scaling is not None:
             state |= self._scaling.state_dict()
@@ -138,8 +138,8 @@ class SavedLayers(ConvertedLayers):
         else:
             self._compare(Trained.read(state["trained"]), "The checkpoint")
         if not self.fresh_histories:
-            # Amaxes of output gradients were measured under the checkpoint's scale of the loss, 1 if it has none.
-            # Lightning divides the loss by the number of micro-batches, of which more devices take fewer.
+            # Amaxes of output gradients depend on the loss scale, 1 if there is none, and on the number of
+            # micro-batches, by which Lightning divides the loss. Both may differ from the saved run.
             before = state.get("scaler", {}).get("scale", 1.0) / state.get("accumulated", self._accumulated)
             after = (1.0 if self.scaler is None else self.scaler.get_scale()) / self._accumulated
             self._load_histories(state, after / before if before > 0 else 1.0)

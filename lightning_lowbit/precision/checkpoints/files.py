@@ -22,10 +22,10 @@ CHECKPOINT_KEY = "lightning_lowbit"
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
 
-_META = "meta.pt"  # as Lightning's strategies name it
+_META = "meta.pt"  # the name that Lightning's strategies use
 _REQUIRED = object()
 _NUMBER = int | float
-_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # as torch has them
+_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # keys of torch's state
 
 
 def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mapping[str, Any]:
@@ -44,9 +44,9 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mappin
     if not path.exists():
         raise FileNotFoundError(f"The checkpoint {path} does not exist.")
     try:
-        mmap = zipfile.is_zipfile(path)  # tensors are read where they are used
+        mmap = zipfile.is_zipfile(path)  # tensors are read on first use
         loaded = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
-    except Exception as error:  # of pickle, zip files or torch: whatever a damaged file causes
+    except Exception as error:  # damaged files raise errors of pickle, zipfile or torch
         hint = ". If you trust whoever wrote it, give weights_only=False" if weights_only else ""
         raise ValueError(f"{path} cannot be loaded ({_first_line(error)}){hint}.") from error
     if not isinstance(loaded, Mapping):
@@ -71,14 +71,14 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
         )
     try:
         model.load_state_dict({name: given[name] for name in own})
-    except RuntimeError as error:  # of shapes
+    except RuntimeError as error:  # shapes differ
         raise ValueError(str(error)) from error
 
 
 def _load_shards(own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     reader = FileSystemReader(folder)
     there = reader.read_metadata().state_dict_metadata
-    # Lightning's strategies for FSDP1 and FSDP2 put these before the names.
+    # Prefixes of Lightning's strategies for FSDP1 and FSDP2.
     prefix = next((p for p in ("model.", "state_dict.") if any(f"{p}{name}" in there for name in own)), "")
     names = [name for name in own if f"{prefix}{name}" in there]
     found = {f"{prefix}{name}": torch.empty_like(own[name], device="cpu") for name in names}
@@ -119,7 +119,7 @@ def state_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
             raise ValueError(f"The checkpoint's state of {CHECKPOINT_KEY} has {key} = {state[key]}, below 0: {_ADVICE}")
     entry(state, "seed", int)
     choose("phase in the checkpoint", entry(state, "phase", str), PHASES)
-    blend = entry(state, "blend", Tensor | _NUMBER, default=1.0)  # λ came with a later version
+    blend = entry(state, "blend", Tensor | _NUMBER, default=1.0)  # older versions had no λ
     if isinstance(blend, Tensor) and blend.numel() != 1:
         raise ValueError(f"The checkpoint's blend is one number; got {_shown(blend)}: {_ADVICE}")
     if entry(state, "accumulated", int, default=1) < 1:

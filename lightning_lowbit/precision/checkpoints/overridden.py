@@ -45,7 +45,7 @@ def overridden(
         for held in _held(saved, name)
         if held != value
     ]
-    return list(dict.fromkeys(lines))  # once for all groups
+    return list(dict.fromkeys(lines))  # parameter groups may repeat a line
 
 
 def warn_of(lines: Sequence[str]) -> None:
@@ -58,11 +58,11 @@ def warn_of(lines: Sequence[str]) -> None:
 
 
 def _of_group(group: Mapping[str, Any], optimizer: Optimizer, is_scheduled: bool) -> dict[str, Any]:
-    # Schedules that change the momentum leave its bounds in the group.
+    # Schedulers that change the momentum store its bounds in the group.
     moved = {"momentum", "betas"} if "base_momentum" in group else set[str]()
     if is_scheduled:
         moved.add("lr")
-    # Some optimizers count their steps beside their options.
+    # Some optimizers store counters in their groups, next to their options.
     names = optimizer.defaults.keys() & inspect.signature(type(optimizer)).parameters.keys()
     initial = {"initial_lr": _plain(group["initial_lr"])} if is_scheduled and "initial_lr" in group else {}
     return initial | {n: _plain(group[n]) for n in optimizer.defaults if n in names & group.keys() - moved}
@@ -93,6 +93,6 @@ def _plain(value: Any) -> Any:
     """Turns tensors into numbers and lists into tuples: checkpoints may hold either."""
     if isinstance(value, Tensor):
         return _plain(value.tolist())
-    if isinstance(value, Counter):  # milestones
+    if isinstance(value, Counter):  # milestones of MultiStepLR
         return tuple(sorted(value.elements()))
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value

@@ -44,7 +44,7 @@ def restore(
     """
     loaded = load_checkpoint(checkpoint, weights_only)
     plugin = LowBitPrecision.from_checkpoint(loaded)
-    if plugin.backend == "native":  # which is an error where the hardware cannot; results are the same
+    if plugin.backend == "native":  # would raise on other hardware; emulation gives the same results
         plugin.backend = "auto"
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(

@@ -146,7 +146,7 @@ class Origin(NamedTuple):
                 f"The checkpoint holds {what}, so that it does not tell the casts. Make the plugin as it was made for "
                 "training, e.g. FP4Precision('nvfp4', skip=['lm_head']), or call convert(model, casts)."
             )
-        # A copy: tensors may lie in the checkpoint's file, which may be overwritten.
+        # A copy: tensors may be memory-mapped from the file, which may be overwritten.
         return cls(copy.deepcopy(state), Trained.read(state["trained"]))
 
     def arguments(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class Origin(NamedTuple):
 LACKING = "the state of a version of lightning_lowbit that did not record the casts"
 _ARGUMENTS = ("compute_dtype", "smooth_swiglu", "shared_amax", "exact", "backend")
 
-# The arguments of a plugin from a checkpoint that do not change what its model computes.
+# Arguments that do not change what a model computes.
 CHANGEABLE = ("backend", "casts_of_checkpoint", "exact", "fresh_histories", "quantize_before_gather", "scaler", "seed")
 
 
