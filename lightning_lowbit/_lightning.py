@@ -22,7 +22,6 @@ _FABRICS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "light
 
 
 def _decide(imported: Iterable[str]) -> str:
-    """The first Lightning among module names in import order."""
     return next((name for name in imported if name in _FABRICS), "lightning.pytorch")
 
 
@@ -150,7 +149,6 @@ def is_local(path: str | Path) -> bool:
 
 
 def random_states() -> dict[str, Any]:
-    """The random states of torch, NumPy and Python."""
     return fabric.utilities.seed._collect_rng_states()
 
 

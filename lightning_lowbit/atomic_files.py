@@ -31,7 +31,6 @@ _STALE = 3600  # seconds without a change, after which another machine is assume
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file atomically."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8", errors="replace")
@@ -82,7 +81,6 @@ def discard(path: Path, how: Callable[[Path], object] | None = None) -> None:
 
 
 def replace_link(path: Path, target: Path) -> None:
-    """Creates or replaces a relative symbolic link."""
     with _lock(path.parent):
         partial = _own(path, _PARTIAL)
         remove(partial)
@@ -91,7 +89,6 @@ def replace_link(path: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, link or directory if it exists."""
     if _is_directory(path):
         shutil.rmtree(path, ignore_errors=True)  # another process may be removing it
     else:

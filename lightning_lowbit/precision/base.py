@@ -163,9 +163,8 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """Number of optimizer steps that fp16 skipped because of a non-finite gradient; 0-d int64, on the device.
-
-        ``step``, ``global_step`` and learning-rate schedules count skipped steps.
+        """Optimizer steps skipped because of a non-finite gradient in fp16, which ``step`` counts too; 0-d int64, on
+        the device.
         """
         return torch.tensor(0, device="cpu") if self._scaling is None else self._scaling.skipped_steps
 
@@ -263,7 +262,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         return super().pre_backward(tensor, module)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """Stops recording: hooks may run evaluations before the next micro-batch."""
+        """Stops recording only now: activation checkpointing runs forward passes within the backward pass."""
         if self._is_automatic:
             self._record(False)
             self.coverage_line.say(self._run)

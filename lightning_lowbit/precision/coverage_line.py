@@ -54,7 +54,6 @@ class GraphCoverage:
 
     @property
     def share(self) -> float | None:
-        """The quantized share; None if nothing was counted."""
         total = self.quantized + sum(self.others.values())
         return self.quantized / total if total else None
 
@@ -89,7 +88,6 @@ class CoverageLine:
         self._is_done = self.coverage is None
 
     def say(self, trainer: Any) -> None:
-        """Logs the line at the end of a counted step."""
         if self._is_done or self.coverage is None or trainer is None:
             return
         self._is_done = True
@@ -139,7 +137,6 @@ def _is_converted(node: Any) -> bool:
 
 
 def _is_opaque(node: Any) -> bool:
-    """Whether a node hides layers of the model."""
     name = node.name()
     return name == "CheckpointFunctionBackward" or (name.startswith("CompiledFunction") and bool(_weights(node)))
 
@@ -178,8 +175,6 @@ def _flops(node: Any) -> int:
 
 
 class _Owners:
-    """Finds the module of a product by its parameter."""
-
     def __init__(self, model: nn.Module) -> None:
         self._modules = {clean_name(name): module for name, module in model.named_modules()}
         self._by_id: dict[int, str] = {}

@@ -202,9 +202,6 @@ class GradientNormGradScaler(ConservativeGradScaler):
     Args:
         threshold: from this norm on α is 1; above 0. The rule's source uses 1e-2.
         **kwargs: those of :class:`ConservativeGradScaler`.
-
-    Raises:
-        ValueError: an argument is invalid.
     """
 
     def __init__(self, threshold: float = 1e-2, **kwargs: Any) -> None:
@@ -214,7 +211,6 @@ class GradientNormGradScaler(ConservativeGradScaler):
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscales the gradients and multiplies them by α."""
         super().unscale_(optimizer)
         if self.is_enabled():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -279,7 +275,6 @@ def _drop_dimensions(scaler: GradScaler, optimizer: Optimizer) -> None:
 
 
 def _norm(parameters: list[Tensor], device: torch.device) -> Tensor:
-    """The norm of all gradients together: float32, 0-d, the same on all ranks that share them."""
     squares = local_norms(parameters, device).square()
     groups = [sharding_of(parameter).groups for parameter in parameters]
     return torch.stack([squares.new_zeros(()), *all_reduce_(squares.unbind(), groups, dist.ReduceOp.SUM)]).sum().sqrt()

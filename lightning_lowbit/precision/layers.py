@@ -83,7 +83,6 @@ class ConvertedLayers:
         self.set_blend(1.0)
 
     def _expect(self, model: nn.Module) -> None:
-        """Prepares for a model's conversion; drops the amaxes of another model."""
         if self._model is not None and self._converted_model is not model:
             self.histories = None
         self._model = weakref.ref(model)
@@ -249,7 +248,6 @@ class ConvertedLayers:
             self.histories.recording = on
 
     def _share_amaxes(self) -> None:
-        """Measures the weights that share an amax, if they have changed."""
         if self._shared is not None:
             self._shared.measure(partial(parameter_amaxes, device=self._device))
 

@@ -98,7 +98,6 @@ class LossScaling:
         share_overflow(self.scaler, optimizer, device, over_ranks)
 
     def step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Steps with unscaled gradients, or counts a skipped step."""
         self._has_stepped = True
         skipped = overflow(self.scaler, optimizer)
         assert skipped is not None

@@ -64,7 +64,6 @@ class SavedLayers(ConvertedLayers):
 
     @property
     def _accumulated(self) -> int:
-        """Micro-batches per optimizer step on one device, as Lightning counts them."""
         return 1 if self._run is None else int(self._run.accumulate_grad_batches)
 
     @property
@@ -89,7 +88,6 @@ class SavedLayers(ConvertedLayers):
         self._load(self._origin.state)
 
     def move_to(self, device: torch.device) -> None:
-        """Sets the device of a model without a Trainer."""
         self._device = device
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,7 +126,6 @@ class SavedLayers(ConvertedLayers):
         self._load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Loads validated state, except the loss scale."""
         self._load_casts(state)
         if state.get("trained") is None:
             rank_zero_warn(

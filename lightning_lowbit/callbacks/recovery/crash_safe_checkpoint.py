@@ -91,7 +91,7 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
     always has a target.
 
     ``ckpt_path="last"`` takes the newest by step of ``last.ckpt``, ``last-v1.ckpt`` and so on, and verifies its
-    checksums. If it is damaged, the error names the newest complete checkpoint of the folder.
+    checksums. If it is damaged, a :class:`DamagedCheckpointError` names the newest complete checkpoint of the folder.
 
     A checkpoint due at the same step as a validation is saved after it, so a run that dies in the validation repeats
     it. Arguments and state are those of ``ModelCheckpoint``. While a checkpoint replaces another, both need disk space.
@@ -99,7 +99,6 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
 
     Raises:
         MisconfigurationException: when training starts: ``dirpath`` is remote, or an ``AsyncCheckpointIO`` is used.
-        DamagedCheckpointError: ``ckpt_path="last"`` is damaged; a ``ValueError``.
 
     Example:
         >>> Trainer(callbacks=[CrashSafeCheckpoint(every_n_train_steps=500, save_last=True)])
@@ -109,7 +108,6 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """The key of a ``ModelCheckpoint``."""
         return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -130,7 +128,6 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Removes leftovers of a crash."""
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero:
             mend(Path(str(self.dirpath)), self.FILE_EXTENSION)

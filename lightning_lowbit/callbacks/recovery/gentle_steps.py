@@ -50,14 +50,12 @@ class GentleSteps:
         self.release_rates()
 
     def end(self) -> None:
-        """Restores phase and learning rates."""
         if self.until is not None and self._plugin is not None:
             self._plugin.pop_phase(self._owner)
         self.until = None
         self.release_rates()
 
     def release_rates(self) -> None:
-        """Restores the learning rates, also if a step failed."""
         for lowered in self._lowered:
             lowered.release()
         self._lowered = []

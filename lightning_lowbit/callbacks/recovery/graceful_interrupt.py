@@ -52,7 +52,6 @@ class GracefulInterrupt(LowBitCallback):
         self._taken: dict[int, Any] = {}  # by signal, the replaced handler of Lightning
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stores the handlers before Lightning sets its own."""
         super().setup(trainer, pl_module, stage)
         numbers = [signal.SIGINT, signal.SIGTERM]
         environment = cluster_environment(trainer)

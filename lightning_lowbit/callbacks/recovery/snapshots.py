@@ -22,12 +22,10 @@ _SCHEDULED |= {"betas", "momentum", "base_momentum", "max_momentum"}
 
 
 class TrainingState(NamedTuple):
-    """The objects to copy.
+    """The objects to copy: weights and buffers, optimizers without scheduled options such as learning rates, and
+    others.
 
-    Attributes:
-        weights: parameters and buffers, always in this order.
-        optimizers: with states and options, except scheduled options such as learning rates.
-        others: objects with ``state_dict`` (the same on all ranks) and ``load_state_dict``.
+    The others have ``load_state_dict``, and a ``state_dict`` that is the same on all ranks.
     """
 
     weights: Sequence[Tensor]
@@ -108,8 +106,6 @@ def forget_gathered(model: nn.Module) -> None:
 
 
 class _Copy(NamedTuple):
-    """The local shard of a tensor, its device, and how the tensor is sharded."""
-
     shard: Tensor
     device: torch.device
     spread: Mapping[str, Any] | None = None
@@ -120,7 +116,6 @@ class _Copy(NamedTuple):
 
 
 def _put_back(kept: Any, value: Any) -> Any:
-    """Restores a copy, in place where it fits."""
     if isinstance(kept, _Copy):
         if not isinstance(value, Tensor) or not _alike(local(value), kept.shard):
             return kept.new()

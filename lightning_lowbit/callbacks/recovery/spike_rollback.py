@@ -161,7 +161,6 @@ class SpikeRollback(LowBitCallback):
             self._candidate.take(step, self._state_of(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        """Adds up the losses of micro-batches, and starts the copy to the host after the step."""
         self._losses.add(outputs)
         if is_mid_step(trainer):
             return
@@ -180,7 +179,6 @@ class SpikeRollback(LowBitCallback):
             self._judge(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Judges all steps of the epoch before a checkpoint is saved."""
         self._judge(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -191,7 +189,6 @@ class SpikeRollback(LowBitCallback):
         self._gentle.release_rates()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Frees the memory of the snapshots."""
         self._parameters, self._trusted, self._candidate = [], Snapshot(self.device), Snapshot(self.device)
 
     # --- what ---

@@ -47,7 +47,6 @@ class StepLosses:
             self._micro_batches.append(local(loss).detach().float().reshape(()))
 
     def end_step(self, trainer: Trainer) -> None:
-        """Sums the losses over micro-batches and ranks, and starts the copy to the host."""
         # Lightning divides each loss by accumulate_grad_batches, but the last step of an epoch may have fewer
         # micro-batches. A rank without losses must still take part in the collective.
         none = torch.zeros((), device=trainer.strategy.root_device)

@@ -26,12 +26,9 @@ _HEAD = 2**16  # bytes that contain the step: Lightning writes it before large e
 
 
 class DamagedCheckpointError(ValueError):
-    """The newest checkpoint is damaged.
+    """The newest checkpoint is damaged; ``damaged`` says what is wrong with each, the newest first.
 
-    Args:
-        damaged: what is wrong with each damaged checkpoint, the newest first.
-        instead: the newest complete checkpoint, or None.
-        option: the option that takes it.
+    ``instead`` is the newest complete checkpoint or None, and ``option`` the option that takes it.
     """
 
     def __init__(self, damaged: dict[Path, str], instead: Path | None, option: str) -> None:
@@ -59,7 +56,6 @@ def first_whole(paths: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
 
 
 def find(*folders: Path, suffix: str, below: bool = True) -> list[Path]:
-    """The checkpoints in some folders, newest first."""
     for _ in range(3):  # another process may rename or remove some meanwhile
         paths = {path for folder in folders for path in named(folder, suffix, below)}
         found = newest_first(paths)

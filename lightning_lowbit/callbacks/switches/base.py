@@ -34,10 +34,6 @@ class Switch(LowBitCallback):
     Attributes:
         changes: what it changes; switches with equal ``changes`` conflict.
         composes: whether conflicting switches all act in turn, not only the last.
-
-    Raises:
-        ValueError: an argument is out of range, or not exactly one of those in ``when`` is given.
-        MisconfigurationException: the run lacks what the trigger needs.
     """
 
     changes: str
@@ -80,7 +76,6 @@ class Switch(LowBitCallback):
             self._start_afresh()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds conflicting switches, and checks that the run has what the trigger needs."""
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._conflicting = [each for each in callbacks if isinstance(each, Switch) and each.changes == self.changes]
         self._resolve(trainer, pl_module)

@@ -25,11 +25,8 @@ class Plateau:
         monitor: name in ``trainer.callback_metrics``. Log it with ``sync_dist=True``: if ranks have different values, a
             plateau on one of them is enough.
         patience: number of validations, at least 1.
-        min_delta: least improvement, at least 0; improvements must exceed it.
+        min_delta: improvements must exceed it; at least 0.
         mode: ``"min"`` if smaller is better, or ``"max"``.
-
-    Raises:
-        ValueError: an argument is invalid.
     """
 
     monitor: str = "val_loss"
@@ -59,8 +56,6 @@ class Plateau:
 
 
 class AtPlateau(Trigger):
-    """Due at a plateau of a metric."""
-
     def __init__(self, plateau: Plateau | Mapping[str, Any]) -> None:
         super().__init__()
         self.plateau = from_fields(Plateau, "a plateau", plateau) if isinstance(plateau, Mapping) else plateau
@@ -119,9 +114,6 @@ class Below:
         monitor: the metric's name.
         threshold: a finite number.
         measurements: how many in a row, at least 1.
-
-    Raises:
-        ValueError: an argument is invalid.
     """
 
     monitor: str = "gradient_noise/ratio"
@@ -136,8 +128,6 @@ class Below:
 
 
 class AtBelow(Trigger):
-    """Due when a metric is below a threshold."""
-
     def __init__(self, below: Below | Mapping[str, Any]) -> None:
         super().__init__()
         self.below = from_fields(Below, "below", below) if isinstance(below, Mapping) else below
@@ -172,7 +162,6 @@ class AtBelow(Trigger):
         )
 
     def _news(self) -> list[tuple[int, float]]:
-        """Measurements not used yet, oldest first."""
         found = {step: value for step, value in self._waiting if step > self._seen}
         measured: Sequence[tuple[int, float]] = (
             [] if self._source is None else self._source.measurements(self.below.monitor)

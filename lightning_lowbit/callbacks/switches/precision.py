@@ -282,7 +282,6 @@ class PrecisionSwitch(Switch):
 
 
 def _casts_of(plugin: LowBitPrecision, pattern: str) -> str:
-    """The casts of the layers that a pattern matches, without repetition."""
     return " / ".join(dict.fromkeys(map(str, plugin.casts_of(pattern).values())))
 
 

@@ -20,11 +20,7 @@ from lightning_lowbit.checks import integer, number
 
 
 class Trigger:
-    """Base class of triggers.
-
-    ``due`` is the number of optimizer steps before it, infinity while unknown; ``is_known``: known when training
-    starts.
-    """
+    """Base class. ``due`` is a number of optimizer steps or infinity; ``is_known``: known when training starts."""
 
     is_known: ClassVar[bool] = False
 
@@ -60,8 +56,6 @@ class Trigger:
 
 
 class AtStep(Trigger):
-    """A number of optimizer steps."""
-
     is_known = True
 
     def __init__(self, step: int) -> None:
@@ -76,8 +70,6 @@ class AtStep(Trigger):
 
 
 class AtFraction(Trigger):
-    """A fraction of all optimizer steps."""
-
     is_known = True
 
     def __init__(self, at: float) -> None:

@@ -61,8 +61,6 @@ def restore(
 
 
 class _AsTrained:
-    """The context in which each forward pass of a restored model runs."""
-
     def __init__(self, plugin: LowBitPrecision, trained: Trained) -> None:
         self.plugin, self.trained = plugin, trained
 
