@@ -1,10 +1,8 @@
 """Chooses the Lightning package of this process, and holds every name that lightning_lowbit needs of it.
 
-Lightning is installed as ``lightning.pytorch`` and as ``pytorch_lightning``: the same code, but different classes, so
-the Trainer of one rejects plugins of the other. The first import of this module chooses the one that was imported
-first, else ``lightning.pytorch``. Some packages import both (neuralforecast, through ray).
-
-Only this module uses private attributes of Lightning, in the functions at the end.
+``lightning.pytorch`` and ``pytorch_lightning`` are the same code with different classes: the Trainer of one rejects
+plugins of the other. The first import of this module chooses the one that was imported first, else
+``lightning.pytorch``. (Some packages import both.) Only this module uses private attributes of Lightning.
 """
 
 import sys

@@ -232,7 +232,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """Adds the random bits of this micro-batch, which its backward pass uses too."""
+        """The forward context with the random bits of this micro-batch, which its backward pass uses too."""
         with self.forward_context():
             self._record(True)
             yield

@@ -239,7 +239,7 @@ class ConvertedLayers:
         self.histories.to_(device)
         self._record(False)
         if self.blend.device != with_index(device):
-            with torch.inference_mode(False):  # λ may move during evaluation, and training writes to it
+            with torch.inference_mode(False):  # not an inference tensor: training writes to it
                 self.blend = self.blend.to(device)
             self._share_blend()
 

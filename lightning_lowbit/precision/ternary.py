@@ -16,9 +16,9 @@ class TernaryPrecision(LowBitPrecision):
         w_q = γ · clamp(round(W / γ), -1, 1)      γ = scale_factor · mean|W|, of each weight matrix
         x_q = round(x · s) / s                    s = (2^(bits - 1) - 1) / max|x|, of each token
 
-    The gradient is a straight-through estimate: backward passes use w_q and x_q, and are not quantized themselves. The
-    forward GEMM runs on int8 units of GPUs and CPUs, exactly. BitNet's RMSNorm before each layer (SubLN) has
-    parameters, so it belongs to the model: the recipes' ``network: bitnet-small`` has it.
+    The gradient is a straight-through estimate: backward passes use w_q and x_q, and are not quantized themselves.
+    Where the hardware has int8 units, the forward GEMM runs on them, exactly. BitNet's RMSNorm before each layer
+    (SubLN) has parameters, so it belongs to the model: the recipes' ``network: bitnet-small`` has it.
 
     Args:
         activation_bits: 2 to 8; None leaves activations in high precision.

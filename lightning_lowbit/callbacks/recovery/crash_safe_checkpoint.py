@@ -1,8 +1,8 @@
 """Checkpoints that stay complete if a process dies while writing.
 
-Lightning writes a file to a temporary folder and moves it. Across file systems, as on many clusters, the move is a copy
-over the old checkpoint. Lightning also overwrites a directory of shards file by file: after a crash, shards of two
-different steps load without an error. And ``ckpt_path="last"`` takes directories that are half removed.
+Lightning moves a file from a temporary folder. Across file systems, this copies over the old checkpoint. It also
+overwrites a directory of shards file by file: after a crash, shards of two steps load without an error. And
+``ckpt_path="last"`` takes directories that are half removed.
 """
 
 import os

@@ -1,12 +1,9 @@
 """Rolls weights back to before a spike of the training loss, while the data continue.
 
-    loss of step i      depends on the updates 0 … i-1 and on batch i
-    snapshot at S       weights after the updates 0 … S-1; trusted once the losses of steps S … S + good_for - 1 are
-    good
-
 A bad update shows in the loss of its own batch or a later one, so a new snapshot may already contain it. Hence there
-are two snapshots: the last trusted one, which a rollback restores, and a candidate. Losses are copied to the host
-asynchronously, and judged one step late: the extra step is undone as well.
+are two: the last trusted one, which a rollback restores, and a candidate. A candidate taken before step S is trusted
+once the losses of steps S … S + good_for - 1 are good. Losses are copied to the host asynchronously and judged one step
+late; that extra step is undone as well.
 """
 
 import math

@@ -1,10 +1,8 @@
-"""Triggers: when something is due, as a number of optimizer steps.
+"""Triggers: when something is due, as a number of optimizer steps; the same on all ranks.
 
-    at=0.5, step=500    known when training starts, so a resumed run needs no state
-    tokens              known once that many tokens have been trained on
-    plateau, below      known once a metric meets a condition, see :mod:`.metric_triggers`
-
-A trigger gives the same answer on all ranks. It is asked before the first micro-batch of an optimizer step.
+at=0.5, step=500    known when training starts, so a resumed run needs no state
+tokens              known once that many tokens have been trained on
+plateau, below      known once a metric meets a condition, see :mod:`.metric_triggers`
 """
 
 import math

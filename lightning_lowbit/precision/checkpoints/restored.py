@@ -22,7 +22,7 @@ def restore(
     """Makes a plain model compute as it was trained, in place: weights, casts, phase, λ, amaxes and autocast.
 
     The model is put in evaluation mode. Only its forward passes run under autocast; for code outside them, use
-    ``torch.autocast``.
+    ``torch.autocast``. Returns the same model.
 
     Args:
         model: built as for training, not sharded.
@@ -30,9 +30,6 @@ def restore(
         prefix: the model's name within the trained module, if it is a submodule, e.g. ``"model"``.
         weights: False if the weights are already loaded.
         weights_only: as in ``torch.load``; False loads any object, for trusted files only.
-
-    Returns:
-        The same model.
 
     Raises:
         FileNotFoundError: the checkpoint does not exist.
