@@ -2,10 +2,8 @@
 
     NAME.HOST-PID.partial     being written or removed
     NAME.HOST-PID.previous    the old version, while one directory replaces another
-    NAME                      complete
 
-Renaming is atomic even if the process dies. A writer holds a lock on the folder, which ends with its process. This
-tells leftovers of dead processes from files that are being written.
+A writer locks the folder until its process ends. This tells leftovers of dead processes from files being written.
 """
 
 import errno

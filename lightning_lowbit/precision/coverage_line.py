@@ -1,12 +1,11 @@
 """Logs one line after the first training step if less than half of the matrix FLOPs are quantized, and why.
 
-Before the backward pass, the autograd graph shows which products were computed, with their shapes and parameters:
+The autograd graph shows, before the backward pass, the products of the forward pass with shapes and parameters:
 
     AddmmBackward0 [tokens, out]  ──  TBackward0 [in, out]  ──  AccumulateGrad [out, in]     2 · tokens · out · in FLOPs
 
-Saved tensors are not read: activation checkpointing would compute them again. Only the forward pass is counted.
-Products without a gradient (a frozen encoder) leave no node. A compiled function or reentrant checkpoint is a single
-node; then weights are counted instead of FLOPs.
+Saved tensors are not read: activation checkpointing would compute them again. Products without a gradient leave no
+node. A compiled function or reentrant checkpoint is a single node; then weights are counted instead of FLOPs.
 """
 
 import re

@@ -36,10 +36,10 @@ class GracefulInterrupt(LowBitCallback):
     ``default_root_dir``, and is written as by :class:`CrashSafeCheckpoint`. All ranks stop at the same step, whichever
     of them gets the signal.
 
-    After SIGTERM, sent by SLURM, ``timeout`` and ``docker stop``, the exit status is 143. These kill the process after
-    a delay, which must suffice for the rest of the step, a validation and a save. Further SIGTERMs have no effect. The
-    signal at which Lightning requeues a SLURM job (``SLURMEnvironment(auto_requeue=True)``) also waits for the end of
-    the step. Signals ignored at the start of training stay ignored, such as Ctrl-C in background jobs of a script.
+    After SIGTERM, sent by SLURM, ``timeout`` and ``docker stop``, the exit status is 143. Their delay before killing
+    the process must suffice for the rest of the step, a validation and a save. The signal at which Lightning requeues a
+    SLURM job (``SLURMEnvironment(auto_requeue=True)``) also waits for the end of the step. Signals ignored at the start
+    of training stay ignored, such as Ctrl-C in background jobs of a script.
 
     Example:
         >>> Trainer(callbacks=[GracefulInterrupt(), CrashSafeCheckpoint(every_n_train_steps=500, save_last=True)])

@@ -15,10 +15,7 @@ class WeightDecaySwitch(Switch):
 
     Ternary weights flip while the latent weights are small; weight decay keeps them small, and without it they settle.
     "The Era of 1-bit LLMs: Training Tips, Code and FAQ" (in the repository microsoft/unilm) goes from 0.1 to 0 halfway,
-    where the learning rate drops too.
-
-    The weight decay in force is saved with the optimizers; this callback has no state. If several switches are due, the
-    last one wins.
+    where the learning rate drops too. The weight decay in force is saved with the optimizers.
 
     Args:
         to: the new weight decay, at least 0.
