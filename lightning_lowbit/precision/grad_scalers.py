@@ -1,8 +1,7 @@
 """Loss scalers for fp16. torch doubles the scale every 2000 steps without limit, and lets it fall to 0; these bound it.
 
     step without infinities      tracker ← tracker + 1; at growth_interval: scale ← scale · growth_factor, tracker ← 0
-    step with infinities         tracker ← -cooldown; from the hysteresis-th since growth: scale ← scale ·
-    backoff_factor
+    step with infinities         tracker ← -cooldown; the hysteresis-th and later: scale ← scale · backoff_factor
     always                       scale ← clamp(scale, floor, cap)
 
 Only `update` and the state differ from torch's. Everything is computed on the device.
