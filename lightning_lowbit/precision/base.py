@@ -1,8 +1,10 @@
 """The precision plugin: it converts a model's linear layers and keeps the state that quantization needs.
 
-convert_module          each linear layer becomes a QuantLinear, in place
-train_step_context      autocast; random keys of this micro-batch; layers stage their amaxes
-optimizer_step          counts the step; staged amaxes enter the histories
+    convert_module          each linear layer becomes a QuantLinear, in place
+    train_step_context      autocast; random keys of this micro-batch; layers stage their amaxes
+    optimizer_step          counts the step; staged amaxes enter the histories
+
+Its base classes are in ``layers.py`` (converted layers) and ``state.py`` (checkpoints).
 """
 
 import weakref
@@ -124,8 +126,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, *, weights_only: bool = True, **changes: Any) -> "LowBitPrecision":
-        """Makes the plugin that a checkpoint was trained with: the same casts of the same layers, whatever its class
-        was.
+        """Makes the plugin that a checkpoint was trained with: the same casts of the same layers, whatever its class.
 
         In ``validate``, ``test`` and ``predict`` it also restores phase, λ and amaxes, with or without ``ckpt_path``.
         In ``fit`` it restores them only from ``ckpt_path``; without it, a new run begins.
@@ -163,9 +164,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """Optimizer steps skipped because of a non-finite gradient in fp16, which ``step`` counts too; 0-d int64, on
-        the device.
-        """
+        """Optimizer steps skipped in fp16 because of a non-finite gradient; 0-d int64. ``step`` counts them too."""
         return torch.tensor(0, device="cpu") if self._scaling is None else self._scaling.skipped_steps
 
     # --- conversion ---

@@ -1,9 +1,11 @@
 """The converted layers of a model, and their state from step to step.
 
-planned, changed    by layer, its casts at conversion, and other casts set since
-phases              which GEMMs are quantized: one phase for all layers, and a stack of temporary ones above it
-λ, keys             how much operands are quantized; keys of this micro-batch's random bits
-histories           amaxes of previous steps; changing a layer's casts resets its own
+    planned, changed    by layer, its casts at conversion, and other casts set since
+    phases              which GEMMs are quantized: one phase for all layers, and a stack of temporary ones above it
+    λ, keys             how much operands are quantized; keys of this micro-batch's random bits
+    histories           amaxes of previous steps; changing a layer's casts resets its own
+
+Layer names are without wrapper prefixes, also in checkpoints.
 """
 
 import weakref

@@ -8,9 +8,7 @@ from lightning_lowbit.nn.casts import PRESETS, LinearCasts
 
 
 class Shown:
-    """Gives a class the ``repr`` of its constructor call, without defaults: ``FP4Precision('nvfp4',
-    skip=['lm_head'])``.
-    """
+    """Gives a class the ``repr`` of its constructor call, such as ``FP4Precision('nvfp4', skip=['lm_head'])``."""
 
     _arguments: str
 

@@ -39,8 +39,7 @@ _T = TypeVar("_T")
 
 
 def save_checkpoint(trainer: Trainer, path: str | Path, weights_only: bool | None = None) -> None:
-    """``trainer.save_checkpoint``, after which the path holds a complete checkpoint or the old one. Call it on all
-    ranks.
+    """Saves a checkpoint from all ranks; at a crash, the path holds the complete new checkpoint or the old one.
 
     It writes ``NAME.HOST-PID.partial`` and renames it once all ranks are done. If writing fails, as on a full disk, the
     partial file is removed. Remote file systems cannot rename, and ``AsyncCheckpointIO`` does not say when it is done:

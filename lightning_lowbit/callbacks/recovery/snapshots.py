@@ -22,10 +22,10 @@ _SCHEDULED |= {"betas", "momentum", "base_momentum", "max_momentum"}
 
 
 class TrainingState(NamedTuple):
-    """The objects to copy: weights and buffers, optimizers without scheduled options such as learning rates, and
-    others.
+    """The objects to copy: weights and buffers, optimizers, and others such as a loss scaler.
 
-    The others have ``load_state_dict``, and a ``state_dict`` that is the same on all ranks.
+    The others have ``load_state_dict``, and a ``state_dict`` that is the same on all ranks. Scheduled options of
+    optimizers, such as learning rates, are not copied.
     """
 
     weights: Sequence[Tensor]

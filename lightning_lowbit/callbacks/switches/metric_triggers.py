@@ -1,7 +1,9 @@
-"""Triggers that follow a metric; what they have seen is saved in checkpoints.
+"""Triggers that follow a metric.
 
-plateau    a validation metric has stopped improving
-below      a metric measured in training has stayed below a threshold
+    plateau    a validation metric has stopped improving
+    below      a metric measured in training has stayed below a threshold
+
+What they have seen is saved in checkpoints.
 """
 
 import math

@@ -1,8 +1,10 @@
-"""Triggers: when something is due, as a number of optimizer steps; the same on all ranks.
+"""Triggers: when something is due, as a number of optimizer steps.
 
-at=0.5, step=500    known when training starts, so a resumed run needs no state
-tokens              known once that many tokens have been trained on
-plateau, below      known once a metric meets a condition, see :mod:`.metric_triggers`
+    at=0.5, step=500    known when training starts, so a resumed run needs no state
+    tokens              known once that many tokens have been trained on
+    plateau, below      known once a metric meets a condition, see :mod:`.metric_triggers`
+
+All ranks get the same answer, before the first micro-batch of an optimizer step.
 """
 
 import math
@@ -168,9 +170,7 @@ def count_tokens(batch: Any) -> int:
 def steps_of(
     argument: str, share: float, instead: str, owner: str, trainer: Trainer, pl_module: LightningModule
 ) -> int:
-    """Converts a fraction of all optimizer steps to steps; raises ``MisconfigurationException`` if their number is
-    unknown.
-    """
+    """Converts a fraction of all optimizer steps to steps; ``MisconfigurationException`` if their number is unknown."""
     if not pl_module.automatic_optimization and trainer.max_steps == -1:
         raise MisconfigurationException(
             f"{owner}({argument}={share}) is a fraction of all optimizer steps, and how many manual optimization takes "

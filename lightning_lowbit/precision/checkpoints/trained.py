@@ -1,8 +1,10 @@
-"""The record in a checkpoint of how the model was trained: tensors and primitives, for ``weights_only=True``.
+"""The record in a checkpoint of how the model was trained.
 
-checkpoint["lightning_lowbit"]
-    step, micro_batch, seed, phase, blend, …      see ``precision/state.py``
-    trained                                       :meth:`Trained.record`; casts are stored by name, once each
+    checkpoint["lightning_lowbit"]
+        step, micro_batch, seed, phase, blend, …      see ``precision/state.py``
+        trained                                       :meth:`Trained.record`; casts are stored by name, once each
+
+It holds only tensors and primitives, so it loads with ``weights_only=True``.
 """
 
 import copy
