@@ -3,7 +3,7 @@
     NAME.HOST-PID.partial     being written or removed
     NAME.HOST-PID.previous    the old version, while one directory replaces another
 
-A writer locks the folder until its process ends. This tells leftovers of dead processes from files being written.
+A writer holds a lock on the folder, which a dying process loses. So leftovers differ from files being written.
 """
 
 import errno
