@@ -1,12 +1,8 @@
-"""Which of the two Lightnings this process uses, every name of it that the package needs, and its private parts.
+"""Chooses the Lightning package of this process, and holds every name that lightning_lowbit needs of it.
 
-Lightning is installed twice: as ``lightning.pytorch`` and as ``pytorch_lightning``. The code is the same, the classes
-are not: the Trainer of one does not accept a plugin of the other. The first import of this module chooses, once, the
-one that was imported first, or ``lightning.pytorch`` if neither was. (Packages that use ``pytorch_lightning`` may
-import both: neuralforecast does, through ray.)
-
-No other module of the package touches an attribute of Lightning whose name begins with an underscore: the functions
-at the end do, each for one purpose. A new version of Lightning can break these, and nothing else.
+``lightning.pytorch`` and ``pytorch_lightning`` are the same code with different classes: the Trainer of one rejects
+plugins of the other. The first import of this module chooses the one that was imported first, else
+``lightning.pytorch``. (Some packages import both.) Only this module uses private attributes of Lightning.
 """
 
 import sys
@@ -24,7 +20,6 @@ _FABRICS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "light
 
 
 def _decide(imported: Iterable[str]) -> str:
-    """The Lightning to use, of modules in the order in which they were imported."""
     return next((name for name in imported if name in _FABRICS), "lightning.pytorch")
 
 
@@ -81,7 +76,7 @@ def both_are_imported() -> bool:
 
 
 def goes_with(user: object) -> str:
-    """Says which Trainer an object of this package needs, and what to do to use the other one."""
+    """Says which Trainer an object of this package needs, and how to use the other one."""
     return (
         f"{type(user).__name__} goes with the Trainer, LightningModule and callbacks of {NAME} here, not with those of "
         f"{OTHER}. To use {OTHER}, import it before {NAME} and before the first use of lightning_lowbit"
@@ -89,18 +84,14 @@ def goes_with(user: object) -> str:
 
 
 def check_trainer(user: object, trainer: object) -> None:
-    """Refuses a Trainer of the other Lightning.
-
-    Raises:
-        MisconfigurationException: it is one.
-    """
+    """Raises ``MisconfigurationException`` if the Trainer belongs to the other Lightning."""
     if both_are_imported() and isinstance(trainer, sys.modules[OTHER].Trainer):
         raise MisconfigurationException(f"The Trainer is of {OTHER}. {goes_with(user)}.")
 
 
 @cache
 def say_once(text: str) -> None:
-    """Logs a line the first time it is called with it."""
+    """Logs a line once per process."""
     rank_zero_info(text)
 
 
@@ -108,58 +99,56 @@ def say_once(text: str) -> None:
 
 
 def is_logging_step(trainer: Trainer) -> bool:
-    """Whether the logger takes what the optimizer step under way logs; the same for all its micro-batches."""
+    """Whether loggers record the current optimizer step; the same for all its micro-batches."""
     return trainer._logger_connector.should_update_logs
 
 
 def is_mid_step(trainer: Trainer) -> bool:
-    """Whether more micro-batches of the optimizer step under way follow the current one."""
+    """Whether more micro-batches of the current optimizer step follow."""
     return trainer.fit_loop._should_accumulate()
 
 
 def logger_step(trainer: Trainer) -> int:
-    """The step under which the logger files what the current batch logs: the optimizer steps before this one."""
+    """The step under which loggers file the current batch: the number of optimizer steps before it."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def validation_is_due(trainer: Trainer) -> bool:
-    """Whether a validation follows the batch that ends; a run resumed from before it would leave it out."""
+    """Whether a validation follows this batch. A run resumed from before that validation would skip it."""
     loop = trainer.fit_loop
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))  # type: ignore[arg-type]
 
 
 def logged_metrics(trainer: Trainer) -> dict[str, Any]:
-    """What was logged so far, without the reduction over processes that ``trainer.callback_metrics`` may start."""
+    """Metrics logged so far. ``trainer.callback_metrics`` may start a reduction over processes; this does not."""
     return trainer._logger_connector._callback_metrics
 
 
 def forget_logged(trainer: Trainer, names: Iterable[str]) -> None:
-    """Drops metrics that ``on_train_batch_end`` logged, which Lightning would log again until the epoch ends."""
+    """Drops metrics logged in ``on_train_batch_end``, which Lightning would repeat until the epoch ends."""
     assert trainer._results is not None
     for name in names:
         trainer._results.pop(f"on_train_batch_end.{name}", None)
 
 
 def cluster_environment(trainer: Trainer) -> Any:
-    """The environment that started the processes, such as SLURM's; also set if there is one process alone."""
+    """The environment that started the processes, such as SLURM's; also set for a single process."""
     return trainer._accelerator_connector.cluster_environment
 
 
 def checkpoint_folder(checkpoint: ModelCheckpoint, trainer: Trainer) -> Any:
-    """Where a ``ModelCheckpoint`` saves, before its ``setup`` has said so in ``dirpath``."""
+    """The folder of a ``ModelCheckpoint``, even before its ``setup`` sets ``dirpath``."""
     return checkpoint._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
 
 
 def is_local(path: str | Path) -> bool:
-    """Whether a path lies on a local (or mounted) file system, not in an object store."""
+    """Whether a path is on a local or mounted file system, not in an object store."""
     return fabric.utilities.cloud_io._is_local_file_protocol(path)
 
 
 def random_states() -> dict[str, Any]:
-    """The states of the random generators of torch, NumPy and Python."""
     return fabric.utilities.seed._collect_rng_states()
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restores what :func:`random_states` returned."""
     fabric.utilities.seed._set_rng_states(states)

@@ -1,11 +1,9 @@
-"""Atomic writing of files and directories: under their name they are always whole.
+"""Atomic writing of files and directories: what has the final name is always complete.
 
-    NAME.HOST-PID.partial     while it is written, and while it is removed
-    NAME.HOST-PID.previous    the former owner of the name, while one directory replaces another
-    NAME                      whole
+    NAME.HOST-PID.partial     being written or removed
+    NAME.HOST-PID.previous    the old version, while one directory replaces another
 
-Renaming is atomic, whenever a process dies. A writing process holds a lock on the folder, which ends with the process,
-so that leftovers of a dead process can be told from what a living one writes.
+A writer holds a lock on the folder, which a dying process loses. So leftovers differ from files being written.
 """
 
 import errno
@@ -25,13 +23,12 @@ except ImportError:  # Windows
 
 _PARTIAL, _PREVIOUS = ".partial", ".previous"
 _HOST = platform.node().replace(".", "_")
-# Earlier versions wrote no host: of such names only checkpoints are ours.
+# Earlier versions wrote names without a host, for checkpoints only.
 _LEFT = re.compile(rf"(?P<name>.+?)((?<=\.ckpt)|\.(?P<host>[^.]+)-\d+)(?P<kind>{_PARTIAL}|{_PREVIOUS})")
-_STALE = 3600  # seconds without a change after which no other machine is taken to write it any more
+_STALE = 3600  # seconds without a change, after which another machine is assumed dead
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file atomically."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8", errors="replace")
@@ -42,7 +39,7 @@ def replace_file(path: Path, text: str) -> None:
 
 @contextmanager
 def being_written(path: Path) -> Iterator[Path]:
-    """Gives a path to write to before :func:`put_in_place`, or else :func:`remove`; removes leftovers in the folder."""
+    """Yields a path to write to, for :func:`put_in_place` or :func:`remove`; first removes leftovers in the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     mend(path.parent, path.suffix, below=False)
     with _lock(path.parent):
@@ -52,15 +49,15 @@ def being_written(path: Path) -> Iterator[Path]:
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Renames a file, a directory or a link atomically, whatever has the name now.
+    """Renames a file, directory or link atomically, replacing what has the name.
 
-    It is flushed to the disk before, so that the name is whole after a power failure, too.
+    The data are first flushed to the disk, so the result also survives a power failure.
     """
     previous = _own(path, _PREVIOUS)
     _sync(partial)
     if os.path.lexists(path) and (_is_directory(path) or _is_directory(partial)):
         remove(previous)
-        os.rename(path, previous)  # a directory replaces only an empty one
+        os.rename(path, previous)  # a directory can replace only an empty one
     try:
         os.replace(partial, path)
     finally:
@@ -70,12 +67,7 @@ def put_in_place(partial: Path, path: Path) -> None:
 
 
 def discard(path: Path, how: Callable[[Path], object] | None = None) -> None:
-    """Removes a file or a directory atomically.
-
-    Args:
-        path: of the file or directory.
-        how: removes a path in another way than the operating system; not called for a link.
-    """
+    """Removes a file or directory atomically; ``how`` replaces the removal of anything that is not a link."""
     with _lock(path.parent):
         partial = _own(path, _PARTIAL)
         remove(partial)
@@ -87,7 +79,6 @@ def discard(path: Path, how: Callable[[Path], object] | None = None) -> None:
 
 
 def replace_link(path: Path, target: Path) -> None:
-    """Makes or replaces a relative symbolic link."""
     with _lock(path.parent):
         partial = _own(path, _PARTIAL)
         remove(partial)
@@ -96,7 +87,6 @@ def replace_link(path: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a directory, if there is one."""
     if _is_directory(path):
         shutil.rmtree(path, ignore_errors=True)  # another process may be removing it
     else:
@@ -104,15 +94,10 @@ def remove(path: Path) -> None:
 
 
 def mend(folder: Path, suffix: str, below: bool = True) -> None:
-    """Restores or removes what dead processes left of names with a suffix.
+    """Restores or removes what dead processes left in a folder, and ``below`` it, of names with a suffix.
 
-    What a living process may be writing stays: everything in a folder to which a process of this machine writes, and
-    what changed within an hour if it is from another machine or the file system has no locks.
-
-    Args:
-        folder: where to look.
-        suffix: of the names.
-        below: also in the folders below.
+    Left alone is what may still be written: everything in a folder that a process of this machine has locked. Where
+    locks do not help (another machine, a file system without locks), it is what changed within an hour.
     """
     for left in _leftovers(folder, suffix, below):
         with suppress(OSError), _lock(left.parent, alone=True) as alone:
@@ -124,9 +109,9 @@ def mend(folder: Path, suffix: str, below: bool = True) -> None:
 
 
 def named(folder: Path, suffix: str, below: bool = True) -> set[Path]:
-    """The whole files and directories with a suffix in a folder; nothing is changed.
+    """The complete files and directories with a suffix in a folder. Changes nothing.
 
-    Where a process died between the two renames of :func:`put_in_place`, the former one counts, under its present path.
+    If a process died between the two renames of :func:`put_in_place`, the old version counts, under its present path.
     """
     found = {path for path in _entries(folder, suffix, below) if path.suffix == suffix}
     before = {left for left in _leftovers(folder, suffix, below) if _parts(left)["kind"] == _PREVIOUS}
@@ -134,7 +119,7 @@ def named(folder: Path, suffix: str, below: bool = True) -> set[Path]:
 
 
 def name_of(path: Path) -> str:
-    """The name of what :func:`named` found, also of a former one that a dead process left renamed."""
+    """The final name of a path that :func:`named` found."""
     return _parts(path)["name"] if _LEFT.fullmatch(path.name) else path.name
 
 
@@ -167,27 +152,27 @@ def _put_back(previous: Path, path: Path) -> None:
 
 
 def _age(path: Path) -> float:
-    """Seconds since anything of it was written or renamed."""
+    """Seconds since any part of it was written or renamed."""
     parts = [path, *(Path(place, name) for place, _, files in os.walk(path) for name in files)]
     return time.time() - max(part.lstat().st_ctime for part in parts)
 
 
 @contextmanager
 def _lock(folder: Path, alone: bool = False) -> Iterator[bool]:
-    """Locks a folder, shared with others that write there or alone; gives whether that worked."""
+    """Locks a folder, shared or ``alone``; yields whether it succeeded."""
     if fcntl is None:
         yield False
         return
     descriptor, has = os.open(folder, os.O_RDONLY), True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
-    except OSError:  # another process has it, or there are none on this file system
+    except OSError:  # another process holds the lock, or the file system has none
         has = False
     try:
         yield has
     finally:
         if has:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # children that began meanwhile inherited it
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # child processes inherited the descriptor
         os.close(descriptor)
 
 
@@ -197,7 +182,7 @@ def _is_directory(path: Path) -> bool:
 
 def _sync(path: Path, within: bool = True) -> None:
     """Waits until a file, or a directory with its contents, is on the disk."""
-    if path.is_symlink() or os.name == "nt":  # Windows flushes only what is open for writing
+    if path.is_symlink() or os.name == "nt":  # Windows flushes only files that are open for writing
         return
     if within and path.is_dir():
         for entry in path.iterdir():
@@ -205,7 +190,7 @@ def _sync(path: Path, within: bool = True) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # some mounted file systems flush files alone
+    except OSError as error:  # some mounted file systems cannot flush directories
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
             raise
     finally:

@@ -1,11 +1,10 @@
-"""One precision plugin for every Trainer: it converts the model, and keeps all state that quantization needs.
+"""The precision plugin: it converts a model's linear layers and keeps the state that quantization needs.
 
-    Trainer.fit ── convert_module          the model's linear layers become QuantLinear, in place
-                ── train_step_context      autocast; keys of this micro-batch's random bits; amaxes are staged
-                ── optimizer_step          counts the step; amaxes enter their histories
+    convert_module          each linear layer becomes a QuantLinear, in place
+    train_step_context      autocast; random keys of this micro-batch; layers stage their amaxes
+    optimizer_step          counts the step; staged amaxes enter the histories
 
-The plugin is made of parts: the converted layers (``layers.py``), their state in a checkpoint (``state.py``), and what
-the Trainer calls, here. The scale of the loss has a class of its own (``loss_scaling.py``).
+Its base classes are in ``layers.py`` (converted layers) and ``state.py`` (checkpoints).
 """
 
 import weakref
@@ -48,38 +47,35 @@ __all__ = ["LowBitPrecision", "compute_dtype"]
 
 
 def _as_list(patterns: Iterable[str]) -> Iterable[str]:
-    return patterns if isinstance(patterns, str) else list(patterns)  # a string is refused when it is used
+    return patterns if isinstance(patterns, str) else list(patterns)  # a plain string is kept: selecting by it raises
 
 
 class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
     """Trains the linear layers of any ``LightningModule`` with the given casts.
 
     Args:
-        casts: a preset's name, :class:`LinearCasts`, or a mapping of its fields (and ``preset`` to start from).
-        skip: patterns of layers to leave in high precision, e.g. ``["lm_head"]``; see :func:`convert`.
-        only: patterns of the layers to convert; None for all.
-        overrides: other casts for some layers, by pattern.
-        compute_dtype: ``"bf16"``, ``"fp16"`` (autocast) or ``"fp32"``: what everything else computes in, and what
-            operands are rounded to before they are quantized. Parameters keep their dtype.
-        scaler: of the loss, for ``"fp16"``: any ``torch.amp.GradScaler``, under any strategy; None for a
-            :class:`ConservativeGradScaler`. See ``docs/guides/loss_scaling.md``.
-        seed: of the random bits of stochastic rounding; None takes that of ``seed_everything``, or 0.
+        casts: a preset's name, a :class:`LinearCasts`, or a mapping of its fields (with ``preset`` to start from one).
+        skip: name patterns of layers to leave in high precision, e.g. ``["lm_head"]``; see :func:`convert`.
+        only: name patterns of layers to convert; None for all.
+        overrides: other casts for some layers, by name pattern.
+        compute_dtype: ``"bf16"``, ``"fp16"`` (autocast) or ``"fp32"``: the dtype of everything that is not quantized.
+            Operands are rounded to it before they are quantized. Parameters keep their dtype.
+        scaler: any ``torch.amp.GradScaler``, for ``"fp16"`` only; None for a :class:`ConservativeGradScaler`.
+        seed: of stochastic rounding; None takes that of ``seed_everything``, or 0.
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
-        backend: ``"auto"`` runs GEMMs of FP8 or integers natively where the hardware can (scales per tensor or row),
-            and emulates all others; ``"native"`` refuses what would be emulated; ``"emulated"`` emulates all.
+        backend: ``"auto"`` runs FP8 and integer GEMMs natively where the hardware can (scales per tensor or row), and
+            emulates all others. ``"native"`` raises instead of emulating. ``"emulated"`` emulates all.
         smooth_swiglu: ``"channel"`` or ``"token"``, see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
-        fresh_histories: delayed scaling and smoothing start again, whatever a checkpoint holds of them.
-        shared_amax: patterns of layers whose weights share an amax within a module, such as
-            ``["(q|k|v)_proj", "gate_proj|up_proj"]``; see :mod:`lightning_lowbit.nn.conversion.shared_amax`.
-        quantize_before_gather: FSDP2 gathers weights as codes and scales, see
-            :mod:`lightning_lowbit.nn.sharded.gather`.
-        casts_of_checkpoint: False lets ``validate``, ``test`` and ``predict`` evaluate a checkpoint that was trained
-            with other casts, which is an error otherwise.
+        fresh_histories: start with empty amax histories, even if a checkpoint holds some.
+        shared_amax: patterns of layers whose weights share an amax within a module, such as ``["(q|k|v)_proj"]``; see
+            :mod:`lightning_lowbit.nn.conversion.shared_amax`.
+        quantize_before_gather: FSDP2 gathers codes and scales, see :mod:`lightning_lowbit.nn.sharded.gather`.
+        casts_of_checkpoint: evaluating a checkpoint that was trained with other casts is an error; False allows it.
 
     Raises:
-        ValueError: an argument is not one of the above; or, in conversion, patterns do not fit the model; or a loaded
-            checkpoint is damaged, or was trained with other casts than those to be evaluated.
-        MisconfigurationException: the plugin is used outside a Trainer, with DeepSpeed, or with an unsuitable scaler.
+        ValueError: an argument is invalid, a pattern does not fit the model, or a checkpoint is damaged or has other
+            casts.
+        MisconfigurationException: used outside a Trainer, with DeepSpeed, or with an unsuitable scaler.
 
     Example:
         >>> Trainer(plugins=[LowBitPrecision("nvfp4", skip=["lm_head"])])
@@ -105,7 +101,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
     ) -> None:
         precision, self._compute_dtype = COMPUTE_DTYPES[choose("compute_dtype", compute_dtype, COMPUTE_DTYPES)]
         SavedLayers.__init__(self)
-        FSDPPrecision.__init__(self, "bf16-mixed")  # with "16-mixed" it makes a scaler of its own, which needs CUDA
+        FSDPPrecision.__init__(self, "bf16-mixed")  # "16-mixed" would create a scaler, which needs CUDA
         self.precision = precision
         self.scaler: GradScaler | None = scaler_for(compute_dtype, scaler)  # type: ignore[assignment]  # of any class
         self._scaling = None if self.scaler is None else LossScaling(self.scaler)
@@ -130,19 +126,20 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, *, weights_only: bool = True, **changes: Any) -> "LowBitPrecision":
-        """The plugin that trained a checkpoint: the same casts of the same layers, whatever its class was.
+        """Makes the plugin that a checkpoint was trained with: the same casts of the same layers, whatever its class.
 
-        In ``validate``, ``test`` and ``predict`` it also has the checkpoint's phase, λ and amaxes, with or without
-        ``ckpt_path``. In ``fit`` it takes them from ``ckpt_path``, and begins a run of its own without one.
+        In ``validate``, ``test`` and ``predict`` it also restores phase, λ and amaxes, with or without ``ckpt_path``.
+        In ``fit`` it restores them only from ``ckpt_path``; without it, a new run begins.
 
         Args:
-            checkpoint: a path, also of a folder of shards, or what ``torch.load`` has made of one.
+            checkpoint: a path to a file or a folder of shards, or what ``torch.load`` returned.
             weights_only: as in ``torch.load``.
-            **changes: arguments of :class:`LowBitPrecision` that do not change what is computed: ``scaler``, ``seed``,
-                ``exact``, ``backend``, ``fresh_histories``, ``quantize_before_gather``, ``casts_of_checkpoint``.
+            **changes: arguments of :class:`LowBitPrecision` that do not change what the model computes: ``scaler``,
+                ``seed``, ``exact``, ``backend``, ``fresh_histories``, ``quantize_before_gather``,
+                ``casts_of_checkpoint``.
 
         Raises:
-            ValueError: the checkpoint does not say how it was trained, is damaged, or ``changes`` has another argument.
+            ValueError: the checkpoint has no record of its training or is damaged, or ``changes`` has another argument.
 
         Example:
             >>> Trainer(plugins=[LowBitPrecision.from_checkpoint("last.ckpt")]).validate(model, ckpt_path="last.ckpt")
@@ -153,12 +150,12 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         return plugin
 
     def __str__(self) -> str:
-        # The Trainer of the other Lightning quotes this where it refuses the plugin.
+        # If the Trainer belongs to the other Lightning, its error message quotes this.
         return f"{self!r} ({goes_with(self)})" if both_are_imported() else repr(self)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What everything that is not quantized computes in."""
+        """The dtype of everything that is not quantized."""
         return self._compute_dtype
 
     @property
@@ -167,16 +164,13 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """Steps of fp16 that were skipped because a gradient was not finite; 0-d int64, on the device.
-
-        ``step``, ``global_step`` and learning-rate schedules count them, so that a run has the length it was given.
-        """
+        """Optimizer steps skipped in fp16 because of a non-finite gradient; 0-d int64. ``step`` counts them too."""
         return torch.tensor(0, device="cpu") if self._scaling is None else self._scaling.skipped_steps
 
     # --- conversion ---
 
     def plan(self, model: nn.Module) -> dict[str, LinearCasts]:
-        """The casts that each layer of a model would get, by name, without changing it. Raises as conversion does."""
+        """Returns the casts of each layer by name, without changing the model. Raises the same errors as conversion."""
         if self._origin is not None:
             planned = plan_by_name(model, self._origin.trained.planned)
         else:
@@ -186,24 +180,23 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         return planned
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Converts the model in place."""
         trainer, module = run_of(self, module)
         if self._run is not trainer:
-            if self._trainer is not None:  # another run
+            if self._trainer is not None:  # a new run
                 self.step, self.micro_batch = 0, 0
                 self.coverage_line.restart()
                 self._start_afresh()
             if self._scaling is not None:
-                self._scaling.restart()  # also the first time: another plugin may have used the same scaler
+                self._scaling.restart()  # also at first: another plugin may have used this scaler
         self._trainer = weakref.ref(trainer)
         self._expect(module)
         if self._scaling is not None:
             self._scaling.check(module, type(trainer.strategy).__name__)
         self._device, self._rank = trainer.strategy.root_device, data_rank(trainer)
         planned = self.plan(module)
-        check_backend(planned, self.backend, self.exact, self._device)  # raises before anything is changed
+        check_backend(planned, self.backend, self.exact, self._device)  # raises before the model is changed
         if self.quantize_before_gather:
-            from lightning_lowbit.nn.sharded.eligible import check_gathers  # knows FSDP2 from the inside
+            from lightning_lowbit.nn.sharded.eligible import check_gathers  # imports private parts of FSDP2
             from lightning_lowbit.nn.sharded.gather import WeightGathers
 
             check_gathers(module, planned, self._autocast_dtype)
@@ -221,12 +214,11 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
     # --- one step ---
 
     def convert_input(self, data: Any) -> Any:
-        """Leaves batches as they are, as Lightning's ``bf16-mixed`` does (FSDP's would cast them)."""
+        """Leaves batches unchanged, as Lightning's ``bf16-mixed`` does. (The FSDP plugin would cast them.)"""
         return data
 
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        """Autocast to the compute dtype."""
         self._prepare(self.step, self.micro_batch, self._rank)
         if self._gathers is not None:
             self._gathers.prepare()
@@ -239,11 +231,11 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        """The forward context, with random bits of this micro-batch's own (the backward pass still uses them)."""
+        """The forward context with the random bits of this micro-batch, which its backward pass uses too."""
         with self.forward_context():
             self._record(True)
             yield
-        if not self._is_automatic:  # its backward passes and steps were in here
+        if not self._is_automatic:  # manual backward passes and steps ran in the context
             self._record(False)
             self._update_scale()
             self.coverage_line.say(self._run)
@@ -251,29 +243,25 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
 
     @contextmanager
     def another_draw(self, number: int = 0) -> Generator[None, None, None]:
-        """A context for another backward pass over the graph of the micro-batch, with other random bits.
+        """Context for another backward pass over the same graph, with other random bits for stochastic rounding.
 
-        Call it between the forward and the backward pass of training, and :meth:`expect_draws` before the forward
-        pass. Only what the backward pass rounds stochastically is drawn again; what it records in layers and histories
-        is discarded.
-
-        Args:
-            number: of the draw, 0 or more; each has other bits.
+        Call :meth:`expect_draws` before the forward pass. What this backward pass records in layers and histories is
+        discarded. ``number`` is the index of the draw, 0 or more; each has its own bits.
 
         Raises:
-            MisconfigurationException: the forward pass does not say which random bits it used.
+            MisconfigurationException: the forward pass did not record which random bits it used.
         """
         with self._other_keys(number):
             yield
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """Scales the loss of fp16; in manual optimization, the first backward pass after steps updates the scale."""
+        """Scales the loss in fp16. In manual optimization, the first backward pass after a step updates the scale."""
         self._update_scale()
         self.coverage_line.see(tensor, module, self.phase == "fqt")
         return super().pre_backward(tensor, module)
 
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        """Ends what belongs to a micro-batch: the backward pass may compute activations again, hooks may evaluate."""
+        """Stops recording only now: activation checkpointing runs forward passes within the backward pass."""
         if self._is_automatic:
             self._record(False)
             self.coverage_line.say(self._run)
@@ -281,14 +269,13 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
 
     @property
     def _is_automatic(self) -> bool:
-        """Whether Lightning runs backward passes and steps after ``training_step``, which otherwise does so itself."""
         model = self._converted_model
         return not isinstance(model, LightningModule) or model.automatic_optimization
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Steps, and counts the step; staged amaxes enter the histories, by one collective for all layers."""
+        """Steps and counts the step. One collective for all layers moves staged amaxes into the histories."""
         if self._scaling is None:
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
         else:
@@ -304,7 +291,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         if self._gathers is not None:
             self._gathers.forget()
         self._share_amaxes()
-        if self._is_automatic:  # also where there was no backward pass
+        if self._is_automatic:  # also if there was no backward pass
             self._record(False)
         return result
 
@@ -320,7 +307,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
     # --- gradient clipping, under every strategy ---
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Keeps the wrapped model: only the root of FSDP1 can compute a norm of flat gradients."""
+        """Keeps the wrapped model: only the root module of FSDP1 can compute the norm of flat gradients."""
         self._root, self._is_sharded = model, is_sharded(model)
         connect(model)
         self._asked, self.overridden = asked_options(optimizers, lr_schedulers), []
@@ -332,20 +319,19 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         return super().connect(model, optimizers, lr_schedulers)
 
     def clip_gradients(self, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
-        """Clips the gradients, after unscaling them (in manual optimization, clipping comes before the step)."""
+        """Unscales the gradients, then clips them. (In manual optimization, clipping comes before the step.)"""
         if clip_val > 0:
             self._unscale_(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
         super().clip_gradients(optimizer, clip_val, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
-        """Clips the gradients to a total norm."""
         clip_gradients_(list(self.main_params(optimizer)), clip_val, self._root, self._is_sharded)
 
     def teardown(self) -> None:
-        """Logs how many steps of a training were skipped; weights are gathered as they are again."""
+        """Logs how many steps were skipped, and restores FSDP's own gathering of weights."""
         super().teardown()
         self._release_shared()
-        if self._gathers is not None:  # passes without the plugin may have another dtype
+        if self._gathers is not None:  # later passes without the plugin may use another dtype
             self._gathers.release()
             self._gathers = None
         if self._scaling is not None and self._run is not None and self._run.state.fn == "fit":

@@ -1,4 +1,4 @@
-"""Which layers get which casts when casts change in mid-training, by patterns of layer names."""
+"""Resolves changes of casts during training: from name patterns to the casts of each layer."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -14,11 +14,7 @@ from lightning_lowbit.nn.linear import is_linear
 
 
 def named_casts(value: CastsLike) -> LinearCasts | str:
-    """The casts that :meth:`LowBitPrecision.set_casts` takes, or the name of a phase.
-
-    Raises:
-        ValueError: there is no such phase or preset, or a field is wrong.
-    """
+    """Parses what :meth:`LowBitPrecision.set_casts` takes: casts, or the name of a phase. Raises ``ValueError``."""
     if isinstance(value, str):
         choose("phase or preset", value, [*PHASES, *PRESETS])
         return value if value in PHASES else LinearCasts.preset(value)
@@ -28,15 +24,10 @@ def named_casts(value: CastsLike) -> LinearCasts | str:
 def changed_casts(
     casts: Mapping[str, CastsLike], planned: Mapping[str, LinearCasts], model: nn.Module
 ) -> dict[str, LinearCasts]:
-    """The new casts of each layer that a pattern matches; of several patterns the first one counts.
+    """Returns the new casts of each layer that a pattern in ``casts`` matches; the first matching pattern counts.
 
-    Args:
-        casts: by pattern, casts, or a phase of the planned casts.
-        planned: by layer, the casts it was converted with.
-        model: with these layers, and those that stayed in high precision.
-
-    Raises:
-        ValueError: a pattern matches no converted layer, or there is no such preset or phase.
+    A phase instead of casts means the planned casts in that phase. ``ValueError`` if a pattern matches no converted
+    layer.
     """
     given = {pattern: named_casts(value) for pattern, value in casts.items()}
     changes: dict[str, LinearCasts] = {}
@@ -49,27 +40,16 @@ def changed_casts(
 def smoothed(
     changes: Mapping[str, LinearCasts], layers: Mapping[str, LinearCasts], model: nn.Module, kind: str
 ) -> dict[str, LinearCasts]:
-    """Changed casts with the smoothing of SwiGLU that the changed model has.
-
-    Args:
-        changes: by layer.
-        layers: the casts of all converted layers before the change, by name.
-        model: with these layers.
-        kind: of smoothing, ``"channel"`` or ``"token"``.
-    """
+    """Adds SwiGLU smoothing of a kind to changed casts; ``layers`` are the casts of all layers before the change."""
     raw = {clean_name(name): name for name, _ in model.named_modules() if clean_name(name) in layers}
-    with suppress(ValueError):  # no down projection is quantized any more
+    with suppress(ValueError):  # raised if no down projection is quantized anymore
         found = smooth_casts(model, {raw[name]: changes.get(name, casts) for name, casts in layers.items()}, kind)
         return {name: found[raw[name]] for name in changes}
     return dict(changes)
 
 
 def match(pattern: str, converted: Iterable[str], model: nn.Module) -> set[str]:
-    """The converted layers that a pattern matches.
-
-    Raises:
-        ValueError: it matches none; the message says if it matches layers that were not converted.
-    """
+    """Returns the converted layers that a pattern matches; raises ``ValueError`` if there are none."""
     converted = list(converted)
     try:
         return select(converted, [pattern], "casts", "converted layer")

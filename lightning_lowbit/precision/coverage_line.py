@@ -1,13 +1,11 @@
-"""One line after the first training step, if less than half of the arithmetic is quantized, and why.
+"""Logs one line after the first training step if less than half of the matrix FLOPs are quantized, and why.
 
-Nothing is hooked into the model. Before the backward pass, autograd's graph tells which products were computed: its
-nodes know the shapes of their results, hence of each other's operands, and its leaves are the parameters:
+The autograd graph shows, before the backward pass, the products of the forward pass with shapes and parameters:
 
     AddmmBackward0 [tokens, out]  ──  TBackward0 [in, out]  ──  AccumulateGrad [out, in]     2 · tokens · out · in FLOPs
 
-Saved tensors are not touched, which activation checkpointing would compute again. Only the forward pass is counted,
-close to what ``PrecisionSummary`` measures. Products without a gradient, such as those of a frozen encoder, leave no
-node. A compiled function or a reentrant checkpoint is one node: then weights are counted instead.
+Saved tensors are not read: activation checkpointing would compute them again. Products without a gradient leave no
+node. A compiled function or reentrant checkpoint is a single node; then weights are counted instead of FLOPs.
 """
 
 import re
@@ -25,15 +23,15 @@ from lightning_lowbit.nn.function import QuantizedGemms
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
 
-_ENOUGH = 0.5  # share of quantized FLOPs from which on nothing is logged
-_REASONS, _MENTIONED = 3, 0.005  # at most so many reasons are named, each with at least this share
-_MOST_NODES = 500_000  # of a graph; walking these takes a second or two
-_VIEWS = 20  # at most, between a weight and a product
+_ENOUGH = 0.5  # nothing is logged from this share of quantized FLOPs on
+_REASONS, _MENTIONED = 3, 0.005  # number of reasons to name, and the least share of each
+_MOST_NODES = 500_000  # of a graph: walking it takes one to two seconds
+_VIEWS = 20  # most nodes between a weight and its product
 
 _ATTENTION = "products of activations with each other, as in attention"
 _UNKNOWN = "weights that are frozen, or computed from others"
 
-# What leads from a weight to its operand of a product: other views of it, and its cast by autocast.
+# Nodes between a weight and its product: views, and the cast by autocast.
 _VIEW = re.compile(
     r"(T|Transpose|Permute|View|UnsafeView|ReshapeAlias|Expand|Unsqueeze|Squeeze|Select|Slice|Split|SplitWithSizes|"
     r"Unbind|Alias|Clone|ToCopy|MT|MH)Backward\d*"
@@ -43,13 +41,9 @@ _PRODUCT = re.compile(r"(Mm|Addmm|Bmm|Baddbmm|Addbmm|Linear|GroupedMm|ScaledGrou
 
 @dataclass
 class GraphCoverage:
-    """How much of the products behind a loss is quantized.
+    """Counts the products behind a loss, in ``unit``: ``"FLOPs"``, or ``"weights"`` where FLOPs are unknown.
 
-    Attributes:
-        quantized: FLOPs, or weights, in converted layers that quantize an operand.
-        others: all others, by their kind and why they are not quantized, see :func:`_why`.
-        example: a module of each kind.
-        unit: ``"FLOPs"``, or ``"weights"`` where FLOPs could not be counted.
+    ``others`` counts what is not quantized, by kind of module and reason; ``example`` names a module of each kind.
     """
 
     quantized: int = 0
@@ -59,12 +53,10 @@ class GraphCoverage:
 
     @property
     def share(self) -> float | None:
-        """The quantized share; None where nothing was counted."""
         total = self.quantized + sum(self.others.values())
         return self.quantized / total if total else None
 
     def add(self, amount: int, name: str, module: nn.Module | None, why: str | None) -> None:
-        """Counts an amount, which is quantized if there is no ``why``."""
         if why is None:
             self.quantized += amount
             return
@@ -74,40 +66,27 @@ class GraphCoverage:
 
 
 class CoverageLine:
-    """Logs once how little is quantized.
-
-    Attributes:
-        coverage: what was counted in the first training step; None before, and where nothing was.
-        text: the line, also where a ``PrecisionSummary`` shows more instead; empty if enough is quantized.
-    """
+    """Logs once how little is quantized; ``text`` is set even if ``PrecisionSummary`` shows the coverage instead."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Counts the next step again."""
         self.coverage: GraphCoverage | None = None
         self.text = ""
         self._is_done = False
 
     def see(self, loss: Tensor, model: nn.Module, is_quantizing: bool) -> None:
-        """Counts the products behind a loss of the first step, before its backward pass.
-
-        Args:
-            loss: of any shape.
-            model: the modules to name.
-            is_quantizing: whether the phase leaves all casts in force; if not, nothing is counted.
-        """
+        """Counts the products behind a loss of the first step, before its backward pass, if all casts are in force."""
         if self._is_done or loss.grad_fn is None or not is_quantizing:
             return
         try:
             self.coverage = graph_coverage(loss, model, self.coverage) if _has_casts(model) else None
-        except Exception:  # the graph of autograd is no public interface, and training does not need it
+        except Exception:  # the autograd graph is no public API; training must not fail
             self.coverage = None
         self._is_done = self.coverage is None
 
     def say(self, trainer: Any) -> None:
-        """Logs the line at the end of a step that was counted; ``trainer`` may be None."""
         if self._is_done or self.coverage is None or trainer is None:
             return
         self._is_done = True
@@ -120,12 +99,7 @@ class CoverageLine:
 
 
 def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = None) -> GraphCoverage:
-    """How much of the matrix products behind a loss is quantized.
-
-    Args:
-        loss: of any shape, with its graph.
-        model: the converted model.
-        onto: the coverage of another loss, to add to.
+    """Counts how much of the matrix products behind a loss is quantized; ``onto`` is a coverage to add to.
 
     Example:
         >>> graph_coverage(model(x).sum(), model).share
@@ -153,7 +127,6 @@ def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = 
 
 
 def _shape(edge: tuple[Any, int]) -> tuple[int, ...] | None:
-    """The shape of the tensor of an edge; None where it has no gradient."""
     node, index = edge
     return None if node is None else tuple(node._input_metadata[index].shape)
 
@@ -163,13 +136,11 @@ def _is_converted(node: Any) -> bool:
 
 
 def _is_opaque(node: Any) -> bool:
-    """Whether a node hides layers of the model."""
     name = node.name()
     return name == "CheckpointFunctionBackward" or (name.startswith("CompiledFunction") and bool(_weights(node)))
 
 
 def _operands(node: Any) -> list[tuple[Any, int]]:
-    """The edges of the two matrices of a product."""
     edges, name = list(node.next_functions), node.name()
     if _is_converted(node) or name.startswith(("Linear", "Convolution", "ScaledDotProduct")):
         return edges[:2]
@@ -177,11 +148,11 @@ def _operands(node: Any) -> list[tuple[Any, int]]:
 
 
 def _flops(node: Any) -> int:
-    """FLOPs of a product in the forward pass; 0 for other nodes, and for unknown shapes."""
+    """Forward FLOPs of a product; 0 for other nodes and for unknown shapes."""
     name = node.name()
     if _is_converted(node) or _PRODUCT.fullmatch(name):
         (left, right), out = map(_shape, _operands(node)), node._input_metadata[0].shape
-        rows = _is_converted(node) or name.startswith("Linear")  # whose weight is [out, in]
+        rows = _is_converted(node) or name.startswith("Linear")  # their weight is [out, in]
         if left is None and right is None:
             return 0
         inner = left[-1] if left is not None else right[-1 if rows else -2]  # type: ignore[index]
@@ -192,9 +163,9 @@ def _flops(node: Any) -> int:
     if name.startswith("ConvolutionBackward"):
         x, weight = map(_shape, _operands(node))
         out = tuple(node._input_metadata[0].shape)
-        outputs = x if node._saved_transposed and x is not None else out  # each of which the weight is used at
+        outputs = x if node._saved_transposed and x is not None else out  # positions where the weight is applied
         return 2 * outputs[0] * prod(outputs[2:]) * prod(weight) if weight is not None else 0
-    if "Rnn" in name:  # each matrix meets each token
+    if "Rnn" in name:  # each token is multiplied by each matrix
         return 2 * prod(node._input_metadata[0].shape[:-1]) * sum(weight.numel() for weight in _weights(node))
     return 0
 
@@ -203,27 +174,24 @@ def _flops(node: Any) -> int:
 
 
 class _Owners:
-    """Finds the module of a product by its parameter."""
-
     def __init__(self, model: nn.Module) -> None:
         self._modules = {clean_name(name): module for name, module in model.named_modules()}
         self._by_id: dict[int, str] = {}
         self._by_shape: dict[tuple[int, ...], str] = {}
         for name, module in self._modules.items():
             for parameter in module.parameters(recurse=False):
-                if not isinstance(module, nn.Embedding) or id(parameter) not in self._by_id:  # tied to a product
+                if not isinstance(module, nn.Embedding) or id(parameter) not in self._by_id:  # tied to another layer
                     self._by_id[id(parameter)] = name
                 if not isinstance(module, nn.Embedding) and _why(module) is not None:  # FSDP2 replaces parameters
                     self._by_shape.setdefault(tuple(parameter.shape), name)
 
     def of_product(self, node: Any) -> tuple[str, nn.Module | None, str | None]:
-        """The name, the module and why it is not quantized."""
         if _is_converted(node):
             return "", None, None if node.settings.casts != LinearCasts() else _UNKNOWN
         if node.name().startswith("ScaledDotProduct"):
             return "", None, _ATTENTION
         edges = node.next_functions if "Rnn" in node.name() else _operands(node)
-        for weight in reversed([_parameter(edge) for edge, _ in edges]):  # of a matrix product, mostly on the right
+        for weight in reversed([_parameter(edge) for edge, _ in edges]):  # usually the right operand
             name = None if weight is None else self._name(weight)
             if name is not None:
                 return name, self._modules[name], _why(self._modules[name])
@@ -234,7 +202,7 @@ class _Owners:
 
 
 def _parameter(node: Any) -> Tensor | None:
-    """The parameter of which the result of a node is a view, or None."""
+    """The parameter of which a node's result is a view, or None."""
     for _ in range(_VIEWS):
         if node is None or node.name().endswith("AccumulateGrad"):
             return None if node is None else node.variable
@@ -245,7 +213,6 @@ def _parameter(node: Any) -> Tensor | None:
 
 
 def _weights(node: Any) -> list[Tensor]:
-    """The parameters of two and more dimensions that enter a node."""
     entering = [_parameter(edge) for edge, _ in node.next_functions]
     return [parameter for parameter in entering if parameter is not None and parameter.dim() > 1]
 
@@ -276,11 +243,11 @@ def _why(module: nn.Module) -> str | None:
 
 
 def _is_matrix(parameter: Tensor) -> bool:
-    return parameter.dim() > 1 and parameter.shape[0] > 1  # which embeddings of positions, [1, tokens, features], lack
+    return parameter.dim() > 1 and parameter.shape[0] > 1  # not a position embedding [1, tokens, features]
 
 
 def _of_weights(model: nn.Module) -> GraphCoverage:
-    """Counts weights of two and more dimensions once each, without embeddings."""
+    """Counts weights of two or more dimensions once each, without embeddings."""
     found, counted = GraphCoverage(unit="weights"), set[int]()
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):

@@ -13,11 +13,11 @@ class FP4Precision(LowBitPrecision):
 
     Args:
         casts: as in :class:`LowBitPrecision`; NVFP4 by default.
-        rounding: other roundings for some operands, e.g. ``{"wgrad_x": "nearest"}``; overrides are left as given.
+        rounding: other roundings for some operands, e.g. ``{"wgrad_x": "nearest"}``; ``overrides`` are not changed.
         **kwargs: those of :class:`LowBitPrecision`.
 
     Raises:
-        ValueError: ``rounding`` names no operand, no rounding, or an operand in high precision.
+        ValueError: ``rounding`` names an unknown operand or rounding, or an operand in high precision.
 
     Example:
         >>> Trainer(plugins=[FP4Precision("nvfp4", rounding={"wgrad_x": "nearest"}, skip=["lm_head"])])

@@ -1,13 +1,10 @@
-"""Scalers of the loss for fp16, which adapt within bounds; ``docs/guides/loss_scaling.md`` says when to use which.
+"""Loss scalers for fp16. torch doubles the scale every 2000 steps without limit, and lets it fall to 0; these bound it.
 
-torch grows the scale by 2 every 2000 steps without end, and lets it fall to 0. The classes here bound it:
-
-    a step without infinities    tracker ← tracker + 1; at growth_interval: scale ← scale · growth_factor, tracker ← 0
-    a step with one              tracker ← -cooldown; the hysteresis-th since the scale grew, and each after that:
-                                 scale ← scale · backoff_factor
+    step without infinities      tracker ← tracker + 1; at growth_interval: scale ← scale · growth_factor, tracker ← 0
+    step with infinities         tracker ← -cooldown; the hysteresis-th and later: scale ← scale · backoff_factor
     always                       scale ← clamp(scale, floor, cap)
 
-Only `update` and the state differ from torch's, and all of it happens on the device.
+Only `update` and the state differ from torch's. Everything is computed on the device.
 """
 
 from types import MappingProxyType
@@ -23,11 +20,11 @@ from torch.optim import Optimizer
 from lightning_lowbit.checks import choose, integer, number, positive
 from lightning_lowbit.distributed import all_reduce_, local, local_norms, sharding_of
 
-_SMALLEST, _LARGEST = 2.0**-149, torch.finfo(torch.float32).max  # what a scale, which is float32, can be
+_SMALLEST, _LARGEST = 2.0**-149, torch.finfo(torch.float32).max  # the range of a float32 scale
 
-#: Where the scale starts and how it moves. ``"tiny-loss"``: losses such as DPO's, whose gradients are small.
-#: ``"quantized-fine-tuning"``: runs of hundreds of steps, in which an interval of 2000 would never end, and single
-#: steps with an outlier should not lower the scale. The numbers of the last are this package's choice.
+#: ``"tiny-loss"`` is for losses with small gradients, such as DPO's. ``"quantized-fine-tuning"`` is for runs of
+#: hundreds of steps, where an interval of 2000 would never end and a single outlier should not lower the scale; its
+#: numbers are this package's choice.
 PRESETS = MappingProxyType(
     {
         "default": {"init_scale": 2.0**16, "growth_interval": 2000, "hysteresis": 1},
@@ -38,14 +35,9 @@ PRESETS = MappingProxyType(
 
 
 def overflow(scaler: GradScaler, optimizer: Optimizer | None = None) -> Tensor | None:
-    """Whether a gradient was not finite when it was unscaled.
+    """Whether a gradient of an optimizer, or of all, was non-finite when it was unscaled.
 
-    Args:
-        scaler: of any class.
-        optimizer: whose gradients; None for those of all.
-
-    Returns:
-        Bool, 0-d, on the device of the scale; None where nothing has been unscaled since the last update.
+    0-d bool on the scale's device; None if nothing has been unscaled since the last update.
     """
     if not scaler.is_enabled():
         return None
@@ -59,44 +51,39 @@ def overflow(scaler: GradScaler, optimizer: Optimizer | None = None) -> Tensor |
 
 
 def scale_of(scaler: GradScaler) -> Tensor:
-    """The scale of a scaler that has scaled something, float32, 0-d, on the device."""
+    """The scale of a scaler that has been used: float32, 0-d, on the device."""
     scale = scaler._get_scale_async()
     assert scale is not None
     return scale
 
 
 def loss_factor(norm: Tensor, threshold: float) -> Tensor:
-    """α = clamp(1 + (1 - ‖g‖ / threshold), 1, 2): up to twice the loss while gradients are small.
-
-    Args:
-        norm: ‖g‖, any shape, 0 or more.
-        threshold: the norm from which on the loss is left as it is, above 0.
-    """
+    """α = clamp(1 + (1 - ‖g‖ / threshold), 1, 2): up to twice the loss while gradients are small."""
     return (2 - norm / threshold).clamp(1, 2)
 
 
 class ConservativeGradScaler(GradScaler):
     """torch's ``GradScaler`` with a floor, a cap, a cool-down and hysteresis, for training in fp16.
 
-    With ``growth_factor=2, floor=0, cap=inf, cooldown=0`` it is torch's, to the bit. A checkpoint brings the scale and
-    the counters; the settings stay those given here.
+    With ``growth_factor=2, floor=0, cap=inf, cooldown=0`` it equals torch's bit for bit. A checkpoint restores the
+    scale and the counters, not the settings.
 
     Args:
         preset: ``"default"``, ``"tiny-loss"`` or ``"quantized-fine-tuning"``: the values of arguments that are None.
-        init_scale: the first scale; of the presets: 2^16, 2^18 and 2^17.
-        growth_factor: what the scale is multiplied by when it grows, above 1. torch: 2.
-        backoff_factor: what it is multiplied by when it falls, between 0 and 1.
-        growth_interval: steps without an overflow before the scale grows; 2000, 2000 and 200.
+        init_scale: the first scale. By preset: 2^16, 2^18, 2^17.
+        growth_factor: factor by which the scale grows, above 1. torch: 2.
+        backoff_factor: factor by which the scale falls, between 0 and 1.
+        growth_interval: steps without overflow before the scale grows. By preset: 2000, 2000, 200.
         floor: the smallest scale; 0 for none, as in torch, where a scale may fall to 0 and stay there.
         cap: the largest scale; infinity for none.
-        cooldown: steps after an overflow that do not count towards growth; None for as many as ``growth_interval``.
-        hysteresis: the number of overflows since the scale grew before it falls; each further one lets it fall again.
-            1, 1 and 2; torch: 1.
-        device: where it trains, a type such as ``"cuda"``; None for an accelerator where there is one, or the CPU.
-        **kwargs: ``enabled``, as in torch's class; for sharded ones ``process_group``.
+        cooldown: steps after an overflow that do not count toward growth; None for ``growth_interval``.
+        hysteresis: overflows since the scale last grew before it falls; each further one lowers it again. By preset: 1,
+            1, 2. torch: 1.
+        device: device type, such as ``"cuda"``; None for the accelerator if there is one, else the CPU.
+        **kwargs: ``enabled``, as in torch; sharded classes also take ``process_group``.
 
     Raises:
-        ValueError: an argument is not one of these.
+        ValueError: an argument is invalid.
 
     Example:
         >>> Trainer(plugins=[FP4Precision(compute_dtype="fp16", scaler=ConservativeGradScaler(preset="tiny-loss"))])
@@ -137,14 +124,15 @@ class ConservativeGradScaler(GradScaler):
         )
         self.floor, self.cap = float(floor), float(cap)
         self.cooldown, self.hysteresis = cooldown, chosen["hysteresis"]
-        self._tolerated = torch.tensor(self.hysteresis, dtype=torch.int32, device="cpu")  # until the scale falls
+        # Overflows left before the scale falls.
+        self._tolerated = torch.tensor(self.hysteresis, dtype=torch.int32, device="cpu")
 
     @torch.no_grad()
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Updates the scale, after the optimizer's step; a given one has the same bounds."""
+        """Updates the scale after the optimizer's step. A given scale is clamped to the bounds."""
         if not self.is_enabled():
             return
-        found = overflow(self)  # which torch's update forgets
+        found = overflow(self)  # torch's update clears this
         scale, tracker = self._check_scale_growth_tracker("update")
         before, grows = scale.clone(), tracker + 1 == self.get_growth_interval()
         super().update(new_scale)
@@ -161,12 +149,12 @@ class ConservativeGradScaler(GradScaler):
         return self.get_growth_interval() if self.cooldown is None else self.cooldown
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, and how many overflows are left before the scale falls; to be taken after `update`."""
+        """torch's state, and the overflows left before the scale falls. Call it after `update`."""
         state = super().state_dict()
         return state | {"_tolerated": int(self._tolerated)} if state else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes scale and counters, also of torch's own class; the settings stay, and so do the bounds."""
+        """Loads scale and counters, also of torch's class; the settings stay."""
         if not self.is_enabled():
             return
         interval = self.get_growth_interval()
@@ -177,7 +165,7 @@ class ConservativeGradScaler(GradScaler):
                 "growth_factor": self.get_growth_factor(),
                 "backoff_factor": self.get_backoff_factor(),
                 "growth_interval": interval,
-                # Beyond the interval of this run it would never meet it; nor is a cool-down longer than this run's.
+                # A tracker above this run's interval would never equal it; a cool-down may not exceed this run's.
                 "_growth_tracker": min(max(state_dict["_growth_tracker"], -self._wait), interval - 1),
             }
         )
@@ -186,15 +174,12 @@ class ConservativeGradScaler(GradScaler):
 
 
 class StaticGradScaler(ConservativeGradScaler):
-    """A constant loss scale; a step with a gradient that is not finite is skipped nonetheless.
+    """A constant loss scale. Steps with a non-finite gradient are still skipped.
 
     Args:
-        scale: above 0; a power of two changes no digit of a gradient.
-        device: where it trains, a type such as ``"cuda"``; None for an accelerator where there is one, or the CPU.
-        enabled: as in torch's class.
-
-    Raises:
-        ValueError: the scale is no finite number above 0.
+        scale: above 0; a power of two keeps gradients exact. Another value raises ``ValueError``.
+        device: device type, such as ``"cuda"``; None for the accelerator if there is one, else the CPU.
+        enabled: as in torch.
     """
 
     def __init__(self, scale: float = 2.0**16, *, device: str | None = None, enabled: bool = True) -> None:
@@ -203,20 +188,17 @@ class StaticGradScaler(ConservativeGradScaler):
 
 
 class GradientNormGradScaler(ConservativeGradScaler):
-    """A conservative scaler that gives small gradients more weight: the loss is multiplied by α, from 1 to 2.
+    """A :class:`ConservativeGradScaler` that also multiplies the loss by α, from 1 to 2, while gradients are small.
 
         α = clamp(1 + (1 - ‖g‖ / threshold), 1, 2)
 
-    ‖g‖ is the norm of all gradients of an optimizer, unscaled, whole also where they are sharded. Unlike the loss
-    scale, α is not divided out again. Gradients are linear in the loss, so α multiplies them once their norm is known.
-    Adam ignores a constant factor; see ``docs/guides/loss_scaling.md`` for what to expect.
+    ‖g‖ is the norm of all unscaled gradients of an optimizer, over all shards. Unlike the loss scale, α is not divided
+    out again. Gradients are linear in the loss, so α multiplies them once their norm is known. Adam ignores a constant
+    factor; see ``docs/guides/loss_scaling.md``.
 
     Args:
-        threshold: the norm from which on the loss is left as it is, above 0; the rule's source: 1e-2.
+        threshold: from this norm on α is 1; above 0. The rule's source uses 1e-2.
         **kwargs: those of :class:`ConservativeGradScaler`.
-
-    Raises:
-        ValueError: an argument is not one of these.
     """
 
     def __init__(self, threshold: float = 1e-2, **kwargs: Any) -> None:
@@ -226,7 +208,6 @@ class GradientNormGradScaler(ConservativeGradScaler):
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscales the gradients, and multiplies them by α."""
         super().unscale_(optimizer)
         if self.is_enabled():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -237,15 +218,13 @@ class GradientNormGradScaler(ConservativeGradScaler):
                     gradient.mul_(factor.to(gradient.device, non_blocking=True))
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Steps; optimizers that would unscale by themselves (torch's fused ones) get unscaled gradients."""
+        """Steps. torch's fused optimizers, which would unscale by themselves, get unscaled gradients."""
         if self.is_enabled() and overflow(self, optimizer) is None:
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
 
 class _Sharded(ShardedGradScaler):
-    """torch's class, whose flags fused optimizers can take, too."""
-
     def unscale_(self, optimizer: Optimizer) -> None:
         super().unscale_(optimizer)
         if self.is_enabled():
@@ -253,34 +232,28 @@ class _Sharded(ShardedGradScaler):
 
 
 class ShardedConservativeGradScaler(ConservativeGradScaler, _Sharded):
-    """:class:`ConservativeGradScaler` for FSDP without a :class:`LowBitPrecision`: all ranks learn of an overflow.
-
-    Takes ``process_group`` besides, as torch's ``ShardedGradScaler`` does.
-    """
+    """:class:`ConservativeGradScaler` for FSDP without a :class:`LowBitPrecision`; takes ``process_group`` as well."""
 
 
 class ShardedStaticGradScaler(StaticGradScaler, _Sharded):
-    """:class:`StaticGradScaler` for FSDP without a :class:`LowBitPrecision`: all ranks learn of an overflow."""
+    """:class:`StaticGradScaler` for FSDP without a :class:`LowBitPrecision`; ranks share overflows."""
 
 
 class ShardedGradientNormGradScaler(GradientNormGradScaler, _Sharded):
-    """:class:`GradientNormGradScaler` for FSDP without a :class:`LowBitPrecision`: all ranks learn of an overflow.
+    """:class:`GradientNormGradScaler` for FSDP without a :class:`LowBitPrecision`; ranks share overflows.
 
-    FSDP1 has to be shown to it once: ``lightning_lowbit.optim.connect(fsdp_module)``.
+    Under FSDP1, call ``lightning_lowbit.optim.connect(fsdp_module)`` once.
     """
 
 
 def share_overflow(scaler: GradScaler, optimizer: Optimizer, device: torch.device, over_ranks: bool) -> None:
-    """Tells all ranks whether a gradient was not finite on one of them, whatever the class of the scaler.
+    """Tells all ranks whether a gradient was non-finite on any of them, for scalers of any class.
 
-    Args:
-        scaler: has just unscaled the gradients.
-        optimizer: of these gradients.
-        device: where a rank that holds no gradient keeps its flag.
-        over_ranks: whether each rank holds other gradients; all ranks must then take part.
+    If ``over_ranks``, ranks hold different gradients, and all must call this. ``device`` is for the flag of a rank that
+    has no gradient.
     """
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    if not found:  # which torch's class takes for a mistake
+    if not found:  # torch's class would raise an error
         found[device] = torch.zeros((), device=device)
     _drop_dimensions(scaler, optimizer)
     if over_ranks and not isinstance(scaler, ShardedGradScaler):
@@ -293,13 +266,12 @@ def share_overflow(scaler: GradScaler, optimizer: Optimizer, device: torch.devic
 
 
 def _drop_dimensions(scaler: GradScaler, optimizer: Optimizer) -> None:
-    """Makes flags 0-d: torch's sharded class has vectors of one element, and fused optimizers take scalars."""
+    """Makes flags 0-d: torch's sharded class has vectors of one element, and fused optimizers need scalars."""
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     found.update({device: flag.reshape(()) for device, flag in found.items()})
 
 
 def _norm(parameters: list[Tensor], device: torch.device) -> Tensor:
-    """The norm of all gradients together, float32, 0-d, the same on all ranks of the groups that share them."""
     squares = local_norms(parameters, device).square()
     groups = [sharding_of(parameter).groups for parameter in parameters]
     return torch.stack([squares.new_zeros(()), *all_reduce_(squares.unbind(), groups, dist.ReduceOp.SUM)]).sum().sqrt()
@@ -310,7 +282,7 @@ def _device_type(given: str | None) -> str:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if accelerator is None else accelerator.type
     try:
-        return torch.device(given).type  # torch's own class asks for "cuda", and does not know "cuda:0"
+        return torch.device(given).type  # torch's class accepts "cuda", but not "cuda:0"
     except RuntimeError:
         raise ValueError(f"device is where it trains, such as 'cuda' or 'cpu'; got {given!r}.") from None
 

@@ -15,19 +15,18 @@ class IntegerPrecision(LowBitPrecision):
 
         q(x) = s · clamp(round(x / s), -(2^(bits - 1) - 1), 2^(bits - 1) - 1)      s = max|x| / (2^(bits - 1) - 1)
 
-    Gradients pass straight through the rounding: backward passes use what the forward pass used, and are not quantized
-    themselves (Jacob et al., arXiv 1712.05877, section 3). Where groups are rows or tensors, and the hardware has int8
-    units, the forward GEMM runs on these.
+    The gradient is a straight-through estimate: backward passes use the quantized operands, and are not quantized
+    themselves (Jacob et al., arXiv 1712.05877, section 3). With groups ``"row"`` or ``"tensor"``, the forward GEMM runs
+    on int8 units where the hardware has them.
 
     Args:
         weight_bits: 2 to 8; None leaves weights in high precision.
         activation_bits: the same for activations.
-        group: elements of a weight that share a scale: a number along in_features, ``"row"`` (an output channel) or
-            ``"tensor"``. A row that is shorter than a group is one group. With a number, code times scale is rounded to
-            the compute dtype before the GEMM; scales per row or tensor multiply its result.
+        group: weights that share a scale: a number of elements along in_features, ``"row"`` (an output channel) or
+            ``"tensor"``. With a number, code times scale is rounded to the compute dtype before the GEMM.
         activation_group: the same for activations, where ``"row"`` is a token; None for ``group``.
-        symmetric: False gives each group of a weight a zero point, so that all 2^bits levels lie between its least
-            and its largest element; activations stay symmetric.
+        symmetric: False gives each group of weights a zero point, so all 2^bits levels span its range. Activations stay
+            symmetric.
         **kwargs: those of :class:`LowBitPrecision`.
 
     Raises:
@@ -60,14 +59,14 @@ class IntegerPrecision(LowBitPrecision):
 
 
 def _groups(argument: str, group: Group, statistic: Any) -> Cast:
-    """The cast of a tensor with fp32 scales; with groups within a row, code times scale is rounded."""
+    """The cast of a tensor with fp32 scales. With groups within a row, code times scale is rounded."""
     if group not in ("row", "tensor") and (type(group) is not int or group < 1):
         raise ValueError(f"{argument} is a number of elements such as 128, 'row' or 'tensor'; got {group!r}.")
     return Cast("int8", Scale("fp32", group, statistic=statistic), rounded=isinstance(group, int))
 
 
 def integer_cast(argument: str, bits: int | None, cast: Cast) -> Cast | None:
-    """A cast with integers of so many bits for elements; None for None."""
+    """Returns the cast with integers of so many bits as elements; None if ``bits`` is None."""
     if bits is None:
         return None
     if type(bits) is not int or not 2 <= bits <= 8:

@@ -1,13 +1,11 @@
-"""The converted layers of a model, and what a precision plugin keeps of them from step to step.
+"""The converted layers of a model, and their state from step to step.
 
-    planned      by layer, the casts it was converted with
-    changed      by layer, other casts that it was given since
-    phases       which GEMMs of all layers are quantized: one phase, and temporary ones on top of it
-    λ            how far operands are quantized, one tensor that all layers share
-    keys         of the random bits of this micro-batch
-    histories    the amaxes that outlive a step; those of a layer start again with its casts
+    planned, changed    by layer, its casts at conversion, and other casts set since
+    phases              which GEMMs are quantized: one phase for all layers, and a stack of temporary ones above it
+    λ, keys             how much operands are quantized; keys of this micro-batch's random bits
+    histories           amaxes of previous steps; changing a layer's casts resets its own
 
-Layers are known by their names without wrappers, also in checkpoints.
+Layer names are without wrapper prefixes, also in checkpoints.
 """
 
 import weakref
@@ -37,15 +35,13 @@ from lightning_lowbit.precision.changed_casts import changed_casts, match, smoot
 class ConvertedLayers:
     """The part of :class:`LowBitPrecision` that owns the converted layers.
 
-    Before there is a model, it holds the phase and λ of the layers to come.
-
     Attributes:
         blend: λ of progressive quantization, 0-d float32, set by :meth:`set_blend`.
         is_blending: whether λ is below 1.
-        histories: the amaxes that outlive a step; None before a model is converted.
+        histories: amaxes of previous steps; None before a model is converted.
     """
 
-    # Arguments of the plugin.
+    # Set by the plugin.
     backend: str
     exact: bool
     smooth_swiglu: str | None
@@ -56,22 +52,21 @@ class ConvertedLayers:
         self.is_blending = False
         self.histories: AmaxHistories | None = None
         self._phase = "fqt"
-        self._temporary: dict[str, str | None] = {}  # by owner, the last one on top
+        self._temporary: dict[str, str | None] = {}  # by owner, the last one counts
         self._model: weakref.ref[nn.Module] | None = None
         self._keys: LayerKeys | None = None
         self._planned: dict[str, LinearCasts] = {}
         self._changed: dict[str, LinearCasts] = {}
         self._shared: SharedAmaxes | None = None
         self._device = torch.device("cpu")
-        self._is_copy = False  # of a pickle, in which layers hold copies of keys and amaxes
+        self._is_copy = False  # unpickled: layers hold copies of keys and amaxes
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the model, of which a weak reference cannot be pickled; converting it again brings it back."""
+        """Leaves out the model: a weak reference cannot be pickled. Converting the model again restores it."""
         return {**vars(self), "_model": None, "_is_copy": True}
 
     @property
     def _converted_model(self) -> nn.Module | None:
-        """The model that was converted last, or is about to be; None if there is none, or if it is gone."""
         return None if self._model is None else self._model()
 
     @property
@@ -80,31 +75,21 @@ class ConvertedLayers:
 
     @property
     def _casts(self) -> dict[str, LinearCasts]:
-        """By layer, the casts in force outside any phase."""
         return {name: layer.full_casts for name, layer in self._layers.items()}
 
     # --- conversion ---
 
     def _start_afresh(self) -> None:
-        """Forgets another run."""
         self._changed, self.histories = {}, None
         self._phase, self._temporary = "fqt", {}
         self.set_blend(1.0)
 
     def _expect(self, model: nn.Module) -> None:
-        """Prepares for the conversion of a model; amaxes of another one are forgotten."""
         if self._model is not None and self._converted_model is not model:
             self.histories = None
         self._model = weakref.ref(model)
 
     def _convert(self, model: nn.Module, planned: Mapping[str, LinearCasts], seed: int) -> None:
-        """Converts a model: its layers get casts, phase, λ, keys and histories.
-
-        Args:
-            model: in place.
-            planned: by name in the model, the casts of each layer.
-            seed: of the keys.
-        """
         convert_layers(model, planned, self.exact, self.backend)
         self._keys = LayerKeys(model, seed)
         self._planned = {clean_name(name): casts for name, casts in planned.items()}
@@ -112,7 +97,7 @@ class ConvertedLayers:
         set_phase(model, self.phase)
         before, self.histories = self.histories, AmaxHistories(model)
         self._record(False)
-        if before is not None:  # the same run goes on
+        if before is not None:  # the same run continues
             self.histories.load_state_dict(before.state_dict())
         self.set_blend(float(self.blend))
         self._shared = SharedAmaxes(model, self.shared_amax) if self.shared_amax else None
@@ -121,31 +106,19 @@ class ConvertedLayers:
 
     @property
     def phase(self) -> str:
-        """The phase in force: the last temporary one, or else that of :meth:`set_phase`."""
+        """The phase in force: the latest temporary one, or else that of :meth:`set_phase`."""
         return next((phase for phase in reversed(self._temporary.values()) if phase is not None), self._phase)
 
     def set_phase(self, phase: str) -> None:
-        """Puts all layers into a phase, and ends temporary ones.
-
-        Args:
-            phase: ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``.
-
-        Raises:
-            ValueError: there is no such phase.
-        """
+        """Puts all layers into ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``, and ends temporary phases."""
         self._phase = choose("phase", phase, PHASES)
         self._temporary.clear()
         self._apply_phase()
 
     def push_phase(self, owner: str, phase: str | None) -> None:
-        """Puts all layers into a temporary phase, until its owner pops it or somebody sets a phase.
+        """Puts all layers into a temporary phase, until its owner pops it or :meth:`set_phase` is called.
 
-        Args:
-            owner: a name; what it pushed before is replaced.
-            phase: None keeps the owner's place, but leaves the phase below in force.
-
-        Raises:
-            ValueError: there is no such phase.
+        An owner (a name) has one temporary phase. None keeps its entry, but leaves the phase below in force.
         """
         if phase is not None:
             choose("phase", phase, PHASES)
@@ -154,13 +127,13 @@ class ConvertedLayers:
         self._apply_phase()
 
     def pop_phase(self, owner: str) -> None:
-        """Ends the temporary phase of an owner, if it is still there."""
+        """Ends an owner's temporary phase, if it is still there."""
         if self.has_pushed(owner):
             del self._temporary[owner]
             self._apply_phase()
 
     def has_pushed(self, owner: str) -> bool:
-        """Whether an owner has a temporary phase: nobody has set a phase since it was pushed."""
+        """Whether an owner's temporary phase is still there, so :meth:`set_phase` was not called since."""
         return owner in self._temporary
 
     def _apply_phase(self) -> None:
@@ -169,13 +142,10 @@ class ConvertedLayers:
             layer.casts = layer.full_casts.phase(phase)
 
     def set_blend(self, value: float) -> None:
-        """Sets λ, how far operands are quantized: from 0 (high precision) to 1 (quantized).
+        """Sets λ, from 0 (high precision) to 1 (quantized).
 
-        Operands that have a cast are ``x + λ (q(x) - x)``. Changes of λ below 1 compile nothing again; at 1 operands
-        are again what hardware takes.
-
-        Raises:
-            ValueError: a number outside [0, 1].
+        Operands that have a cast become ``x + λ (q(x) - x)``. Changing λ below 1 does not recompile. At 1, native GEMMs
+        are used again. A number outside [0, 1] raises ``ValueError``.
         """
         self.blend.fill_(check_blend(value))
         self.is_blending = value < 1
@@ -188,20 +158,20 @@ class ConvertedLayers:
     # --- casts ---
 
     def set_casts(self, casts: Mapping[str, CastsLike]) -> None:
-        """Gives layers other casts; the phase stays in force on top of them.
+        """Gives layers other casts; the phase still applies to them.
 
-        Changed casts are part of a checkpoint. A run with another Trainer begins with those of the constructor.
-        Delayed scaling and smoothing start again for these layers, and go on for all others.
+        Changed casts are saved in checkpoints. A run with another Trainer begins with those of the constructor. Delayed
+        scaling and smoothing restart for the changed layers only.
 
         Args:
-            casts: by pattern of layers (see :func:`lightning_lowbit.convert`; the first that matches a layer counts),
-                what :meth:`LinearCasts.of` takes, or a phase's name: the constructor's casts in this phase, so that
-                ``"fqt"`` restores them. Layers that no pattern matches keep theirs.
+            casts: by name pattern (see :func:`lightning_lowbit.convert`; the first match counts), what
+                :meth:`LinearCasts.of` takes, or a phase: the constructor's casts in this phase, so ``"fqt"`` restores
+                them.
 
         Raises:
-            ValueError: a pattern matches no converted layer, there is no such preset or phase, the backend has no
-                native form of such casts, or layers could no longer share an amax; then nothing has changed.
-            MisconfigurationException: there is no model yet; give ``overrides`` to the constructor.
+            ValueError: a pattern matches no converted layer, a preset or phase does not exist, the backend has no
+                native form of such casts, or layers could no longer share an amax. Nothing has changed then.
+            MisconfigurationException: no model is converted yet; give ``overrides`` to the constructor.
 
         Example:
             >>> trainer.precision_plugin.set_casts({"lm_head": "bf16", "down_proj": "nvfp4-4over6"})
@@ -211,10 +181,7 @@ class ConvertedLayers:
         self._renew_casts(changes)
 
     def resolve_casts(self, casts: Mapping[str, CastsLike]) -> dict[str, LinearCasts]:
-        """The casts that :meth:`set_casts` would give to each layer that a pattern matches, without changing anything.
-
-        Arguments and errors are the same.
-        """
+        """Returns the casts by layer that :meth:`set_casts` would set, with the same errors."""
         model = self._converted_model
         if self._keys is None or model is None:
             raise MisconfigurationException(
@@ -226,22 +193,17 @@ class ConvertedLayers:
             changes = smoothed(changes, self._casts, model, self.smooth_swiglu)
         check_backend(changes, self.backend, self.exact, self._device)
         if self.shared_amax:
-            groups({**self.casts_of(".*"), **changes}, self.shared_amax)  # raises if they could share none
+            groups({**self.casts_of(".*"), **changes}, self.shared_amax)  # raises if they could not share an amax
         return changes
 
     def casts_of(self, pattern: str) -> dict[str, LinearCasts]:
-        """The casts, outside any phase, of the converted layers that a pattern matches, by name.
-
-        Raises:
-            ValueError: it matches none.
-        """
+        """The casts by name of the layers that a pattern matches, regardless of the phase; ``ValueError`` if none."""
         model = self._converted_model
         if self._keys is None or model is None:
             return {}
         return {name: self._layers[name].full_casts for name in sorted(match(pattern, self._planned, model))}
 
     def _change_casts(self, casts: Mapping[str, LinearCasts], model: nn.Module) -> set[str]:
-        """Sets casts outside any phase; returns the layers that had others."""
         layers = self._layers
         changed = {name for name, new in casts.items() if layers[name].full_casts != new}
         for name in changed:
@@ -252,7 +214,7 @@ class ConvertedLayers:
         return changed
 
     def _renew_casts(self, casts: Mapping[str, LinearCasts], keep: bool = True) -> None:
-        """Sets casts outside any phase, and makes histories for those that need amaxes of former steps."""
+        """Sets casts, and rebuilds the histories if changed layers have or need one."""
         model, before, layers = self._converted_model, self.histories, self._layers
         if model is None or before is None:
             return
@@ -261,13 +223,13 @@ class ConvertedLayers:
         if any(name in had or _remembers(layers[name]) for name in changed):
             self.histories = AmaxHistories(model)
             self.histories.go_on(before, changed)
-            if not keep:  # a checkpoint is about to be loaded, strictly
+            if not keep:  # a checkpoint is loaded next, with strict matching
                 self.histories.renewed.clear()
 
     # --- one step ---
 
     def _prepare(self, step: int, micro_batch: int, rank: int) -> None:
-        """Before a forward pass, which stages no amaxes: fills its keys, and moves what layers need to their device."""
+        """Before a forward pass: fills its random keys and moves state to the device; recording is off."""
         device = self._device
         if self._keys is None or self.histories is None:
             return
@@ -279,33 +241,32 @@ class ConvertedLayers:
         self.histories.to_(device)
         self._record(False)
         if self.blend.device != with_index(device):
-            with torch.inference_mode(False):  # an evaluation may be what moves λ, and training refills it
+            with torch.inference_mode(False):  # not an inference tensor: training writes to it
                 self.blend = self.blend.to(device)
             self._share_blend()
 
     def _record(self, on: bool) -> None:
-        """Whether passes stage amaxes from now on."""
         if self.histories is not None:
             self.histories.recording = on
 
     def _share_amaxes(self) -> None:
-        """Measures the weights that share an amax, where they have changed."""
         if self._shared is not None:
             self._shared.measure(partial(parameter_amaxes, device=self._device))
 
     def expect_draws(self, on: bool = True) -> None:
-        """Says before a forward pass whether :meth:`LowBitPrecision.another_draw` will follow it."""
+        """Before a forward pass, says whether :meth:`LowBitPrecision.another_draw` will follow."""
         if self._keys is not None:
             self._keys.expect_draws(on)
 
     @contextmanager
     def _other_keys(self, number: int) -> Generator[None, None, None]:
-        """A context for a backward pass with other random bits, after which everything is as before."""
+        """Context for a backward pass with other random bits; restores all state afterwards."""
         model = self._converted_model
         assert self._keys is not None and self.histories is not None and model is not None
         keys, layers = self._keys.in_use(), self._layers.values()
         rows = [row for layer in layers for row in (layer.operand_sums, layer.gradient_sums) if row is not None]
-        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]  # in a checkpoint
+        # Activation checkpointing runs the forward pass again, which updates running statistics.
+        norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
         buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
         with unchanged([*keys, *rows, *self.histories.staged, *buffers]):
             self._keys.draw_again_(number)
@@ -318,17 +279,14 @@ class ConvertedLayers:
             )
 
     def _advance_histories(self) -> None:
-        """Ends an optimizer step: the staged amaxes enter the histories, by one collective for all layers."""
         if self.histories is not None:
             self.histories.advance_(partial(all_reduce_world_, op=dist.ReduceOp.MAX))
 
     def _release_shared(self) -> None:
-        """Nobody measures shared amaxes any more."""
         if self._shared is not None:
             self._shared.release()
             self._shared = None
 
 
 def _remembers(layer: QuantizedLayer) -> bool:
-    """Whether the casts of a layer need amaxes of former steps."""
     return layer.full_casts.is_delayed or layer.full_casts.smooth == "channel"

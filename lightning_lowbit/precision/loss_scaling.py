@@ -1,7 +1,6 @@
 """Optimizer steps in fp16: unscale_ -> (hooks, clipping) -> step -> update, with a loss scaler of any class.
 
-Learning-rate schedules, ``global_step`` and the plugin's own ``step`` count skipped steps, so that a run has the length
-it was given. Their number is counted on the device, and logged at the end of the run.
+Schedules, ``global_step`` and the plugin's ``step`` count skipped steps, so a run keeps its length.
 """
 
 from collections.abc import Mapping
@@ -20,11 +19,7 @@ from lightning_lowbit.precision.grad_scalers import ConservativeGradScaler, over
 
 
 def scaler_for(compute_dtype: str, given: GradScaler | None) -> GradScaler | None:
-    """The scaler of a plugin: the given one, or a :class:`ConservativeGradScaler` for fp16.
-
-    Raises:
-        ValueError: it is not needed, disabled, or no scaler.
-    """
+    """Returns the given scaler, or for fp16 a new :class:`ConservativeGradScaler`; ``ValueError`` if unsuitable."""
     if compute_dtype != "fp16":
         if given is not None:
             raise ValueError(
@@ -45,20 +40,13 @@ def scaler_for(compute_dtype: str, given: GradScaler | None) -> GradScaler | Non
 
 
 def scaler_of(plugin: Precision) -> GradScaler | None:
-    """The active loss scaler of a precision plugin, of this package or Lightning; None if there is none."""
+    """The enabled loss scaler of a precision plugin, of this package or Lightning; None if there is none."""
     scaler = getattr(plugin, "scaler", None)
     return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
 
 
 class LossScaling:
-    """A loss scaler in use.
-
-    Args:
-        scaler: of any class.
-
-    Attributes:
-        skipped_steps: optimizer steps skipped because of a gradient that was not finite; 0-d int64, on the device.
-    """
+    """A loss scaler in use; ``skipped_steps`` (0-d int64, on the device) counts steps with a non-finite gradient."""
 
     def __init__(self, scaler: GradScaler) -> None:
         self.scaler = scaler
@@ -67,17 +55,15 @@ class LossScaling:
         self._has_stepped = False  # since the last update
 
     def restart(self) -> None:
-        """Begins another run; the last one may have broken off amid a step."""
+        """Resets the scaler for another run; the last one may have failed during a step."""
         self.load_state_dict({"scaler": self._first})
         self.scaler._per_optimizer_states.clear()
         self._has_stepped = False
 
     def check(self, model: nn.Module, strategy: str) -> None:
-        """Checks that this scaler can train a model under a strategy of that name.
+        """Checks that the scaler can train a model under a strategy.
 
-        Raises:
-            MisconfigurationException: the scaler asks other ranks, and there are none.
-            ValueError: parameters are in float16, whose gradients torch's scaler does not unscale.
+        A sharded scaler needs a process group. Parameters must not be float16: torch does not unscale their gradients.
         """
         if isinstance(self.scaler, ShardedGradScaler):
             if not (dist.is_available() and dist.is_initialized()):
@@ -95,22 +81,16 @@ class LossScaling:
                 )
 
     def unscale_(self, optimizer: Optimizer, device: torch.device, over_ranks: bool) -> None:
-        """Divides the gradients by the scale, also for torch's fused optimizers, which then need not.
+        """Divides the gradients by the scale, also for torch's fused optimizers.
 
-        Args:
-            optimizer: of the gradients.
-            device: of the model.
-            over_ranks: whether each rank holds other gradients; all ranks must then take part.
-
-        Raises:
-            MisconfigurationException: for LBFGS, which computes losses within its step.
+        If ``over_ranks``, ranks hold different gradients, and all must call this.
         """
         if isinstance(optimizer, LBFGS):
             raise MisconfigurationException(
                 "LBFGS computes losses within its step, which no loss scale reaches: train it with "
                 "compute_dtype='bf16' or 'fp32', or use another optimizer."
             )
-        if overflow(self.scaler, optimizer) is not None:  # in manual optimization, for clipping before the step
+        if overflow(self.scaler, optimizer) is not None:  # already unscaled: clipping in manual optimization
             return
         if self.scaler._get_scale_async() is None:  # no loss has been scaled yet
             self.scaler.scale(torch.zeros((), device=device))
@@ -118,27 +98,22 @@ class LossScaling:
         share_overflow(self.scaler, optimizer, device, over_ranks)
 
     def step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Steps with unscaled gradients, or counts a step that is skipped."""
         self._has_stepped = True
         skipped = overflow(self.scaler, optimizer)
         assert skipped is not None
         self.skipped_steps = self.skipped_steps.to(skipped.device, non_blocking=True) + skipped
-        # Schedules count skipped steps on purpose; torch would warn if the first step is skipped.
+        # torch would warn if the first step is skipped: schedules count skipped steps on purpose.
         optimizer._opt_called = True
-        # After a skipped first step, fused SGD would take uninitialized memory for momentum. So until it has a momentum
-        # the host waits for the answer, as it does for any optimizer that is not fused.
+        # After a skipped first step, fused SGD would use uninitialized memory as momentum. So the host waits for the
+        # overflow flag until there is a momentum, as it does for optimizers that are not fused.
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if isinstance(optimizer, SGD) and is_fused and not optimizer.state and skipped:
             return None
         return self.scaler.step(optimizer, **kwargs)
 
     def update(self) -> Tensor | None:
-        """Updates the scale after the steps of all optimizers with gradients of the same backward passes.
-
-        Returns:
-            What the scale was multiplied by, float32, 0-d; None where there was no step.
-        """
-        if not self._has_stepped:  # also if gradients were unscaled for clipping, before the step
+        """Updates the scale after all optimizers stepped; returns its factor (0-d), or None if there was no step."""
+        if not self._has_stepped:  # gradients may be unscaled for clipping before the step
             return None
         self._has_stepped = False
         before = scale_of(self.scaler).clone()
@@ -146,18 +121,16 @@ class LossScaling:
         return torch.where(before > 0, scale_of(self.scaler) / before, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state and the count, in primitives."""
         return {"scaler": self.scaler.state_dict(), "skipped_steps": int(self.skipped_steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what :meth:`state_dict` returned, or an empty state."""
+        """Loads what :meth:`state_dict` returned, or an empty state."""
         self.skipped_steps = torch.tensor(state.get("skipped_steps", 0), device="cpu")
         if "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
 
     def report(self, steps: int) -> None:
-        """Logs how many steps of a run were skipped."""
-        with suppress(RuntimeError):  # after an error of the device nothing can be read
+        with suppress(RuntimeError):  # a failed device cannot be read
             if skipped := int(self.skipped_steps):
                 rank_zero_info(
                     f"{skipped} of {steps} optimizer steps were skipped, since a gradient was not finite in fp16; "

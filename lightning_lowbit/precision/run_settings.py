@@ -1,4 +1,4 @@
-"""Settings of a run: its Trainer, its seed, its data-parallel rank, and the dtype of what is not quantized."""
+"""Settings of a run: Trainer, seed, data-parallel rank, and the dtype of what is not quantized."""
 
 import os
 from typing import Literal
@@ -15,7 +15,7 @@ from lightning_lowbit._lightning import (
     Trainer,
 )
 
-#: By the name that plugins take: Lightning's name of the precision, and the dtype.
+#: By the name that plugins take: Lightning's precision name, and the dtype.
 COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], torch.dtype]] = {
     "bf16": ("bf16-mixed", torch.bfloat16),
     "fp16": ("16-mixed", torch.float16),
@@ -24,11 +24,7 @@ COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], to
 
 
 def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModule]:
-    """The Trainer of a module that a plugin is to convert, and the module.
-
-    Raises:
-        MisconfigurationException: there is no Trainer, or its strategy is DeepSpeed.
-    """
+    """Returns the Trainer of a module and the module; raises ``MisconfigurationException`` outside a Trainer."""
     name = type(plugin).__name__
     trainer = getattr(module, "_trainer", None)
     if trainer is None or not isinstance(module, LightningModule):
@@ -46,18 +42,18 @@ def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModu
 
 
 def data_rank(trainer: Trainer) -> int:
-    """The data-parallel rank of this process: processes that share tensors see the same data."""
+    """The data-parallel rank of this process: model-parallel ranks that see the same data have the same."""
     sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return int(sampler.get("rank", trainer.global_rank))
 
 
 def global_seed() -> int:
-    """The seed of ``lightning.seed_everything``, which leaves it in the environment; 0 without one."""
+    """The seed of ``seed_everything``, which stores it in the environment; 0 without one."""
     return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
 def compute_dtype(plugin: Precision) -> torch.dtype:
-    """The dtype of high-precision matrix products under a precision plugin, of this package or Lightning."""
+    """The dtype of high-precision matrix products under a precision plugin of this package or Lightning."""
     dtype = getattr(plugin, "compute_dtype", None)  # of this package's plugins
     if isinstance(dtype, torch.dtype):
         return dtype

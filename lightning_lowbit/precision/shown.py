@@ -1,4 +1,4 @@
-"""How a plugin is shown: the call that makes another like it."""
+"""The ``repr`` of plugins: the constructor call that makes an equal one."""
 
 import inspect
 from collections.abc import Mapping
@@ -8,18 +8,15 @@ from lightning_lowbit.nn.casts import PRESETS, LinearCasts
 
 
 class Shown:
-    """Has a ``repr`` of the constructor's arguments, without defaults: ``FP4Precision('nvfp4', skip=['lm_head'])``.
-
-    Casts are named by their preset, or else described in angle brackets.
-    """
+    """Gives a class the ``repr`` of its constructor call, such as ``FP4Precision('nvfp4', skip=['lm_head'])``."""
 
     _arguments: str
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keeps the arguments, which the constructors of subclasses replace."""
+        """Stores the arguments: subclass constructors change them before they reach a base class."""
         made = super().__new__(cls)
         defaults = _defaults(cls)
-        first = next(iter(defaults))  # what is quantized: always shown
+        first = next(iter(defaults))  # the casts: always shown
         if not args and defaults[first] is not inspect.Parameter.empty:
             kwargs = {first: defaults[first]} | kwargs
         named = {name: value for name, value in kwargs.items() if name == first or not _same(value, defaults.get(name))}
@@ -32,7 +29,6 @@ class Shown:
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    """The defaults of the arguments of a constructor and of its bases, in order."""
     defaults: dict[str, Any] = {}
     for base in cls.__mro__:
         if issubclass(base, Shown) and "__init__" in vars(base):

@@ -1,7 +1,7 @@
-"""The state of a precision plugin in a checkpoint: how it is saved, compared with a run, and loaded.
+"""The plugin's state in a checkpoint: saving, loading, and comparison with the current run.
 
-It lies under one key whatever the class of the plugin, as tensors and primitives, the same on all ranks. The model's
-``state_dict`` is untouched: its weights load into the unconverted model.
+All plugin classes use one key. The state is tensors and primitives, the same on all ranks. The model's ``state_dict``
+does not change, so its weights load into the unconverted model.
 """
 
 import weakref
@@ -25,15 +25,15 @@ _DTYPE_NAMES = {dtype: name for name, (_, dtype) in COMPUTE_DTYPES.items()}
 
 
 class SavedLayers(ConvertedLayers):
-    """The part of :class:`LowBitPrecision` that outlives a process: converted layers, counters and the loss scale.
+    """The part of :class:`LowBitPrecision` that checkpoints save: converted layers, counters and the loss scale.
 
     Attributes:
         step: optimizer steps taken.
-        micro_batch: training steps taken since the last optimizer step.
-        overridden: the options of this run that the checkpoint overrides, a line each.
+        micro_batch: training steps since the last optimizer step.
+        overridden: options of this run that the checkpoint overrides, one line each.
     """
 
-    # Arguments of the plugin, and what it makes of them.
+    # Set by the plugin.
     casts: Any
     seed: int
     scaler: GradScaler | None
@@ -51,27 +51,24 @@ class SavedLayers(ConvertedLayers):
         self._trainer: weakref.ref[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the Trainer: whoever pickles the plugin has it already."""
         return {**super().__getstate__(), "_trainer": None}
 
     @property
     def _run(self) -> Any:
-        """The Trainer; None if there is none, or none any more."""
         return None if self._trainer is None else self._trainer()
 
     @property
     def _is_evaluating(self) -> bool:
-        """Whether the Trainer validates, tests or predicts; validation within ``fit`` does not count."""
+        """Whether the Trainer validates, tests or predicts, outside ``fit``."""
         return self._run is not None and self._run.state.fn not in (None, TrainerFn.FITTING)
 
     @property
     def _accumulated(self) -> int:
-        """Micro-batches of an optimizer step on one device, as Lightning counts them."""
         return 1 if self._run is None else int(self._run.accumulate_grad_batches)
 
     @property
     def trained(self) -> Trained:
-        """What decides, besides the weights, what the model computes."""
+        """The settings that decide, with the weights, what the model computes."""
         return Trained(
             self._casts,
             _DTYPE_NAMES[self._compute_dtype],
@@ -84,37 +81,30 @@ class SavedLayers(ConvertedLayers):
         )
 
     def attach(self, model: nn.Module, planned: Mapping[str, LinearCasts]) -> None:
-        """Converts a model that no Trainer runs, for a plugin :meth:`from_checkpoint`; see :func:`restore`."""
+        """Converts a model without a Trainer, for a plugin made by :meth:`from_checkpoint`; see :func:`restore`."""
         assert self._origin is not None
         self._expect(model)
         self._convert(model, planned, self.seed)
         self._load(self._origin.state)
 
     def move_to(self, device: torch.device) -> None:
-        """Sets the device on which a model computes that no Trainer runs."""
         self._device = device
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: Lightning would file it under the name of the class, see :meth:`on_save_checkpoint`."""
+        """Empty: Lightning would save it under the class name. See :meth:`on_save_checkpoint`."""
         return {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the state under a key that does not depend on the plugin's class."""
         state: dict[str, Any] = {name: getattr(self, name) for name in ("step", "micro_batch", "phase", "seed")}
         state["blend"] = self.blend.cpu().clone()
-        if self.histories:  # amaxes of gradients, too, which Lightning divides by it
+        if self.histories:  # gradients, so their amaxes too, are divided by this
             state["accumulated"] = self._accumulated
         if self._scaling is not None:
             state |= self._scaling.state_dict()
         checkpoint[CHECKPOINT_KEY] = state | self._layer_state() | {"trained": self.trained.record()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes the state of a checkpoint; one that was saved without this plugin, or weights only, has none.
-
-        Raises:
-            ValueError: its state is damaged; it was trained with other casts than are to be evaluated; or its amax
-                histories are those of other layers, or of another length.
-        """
+        """Loads the plugin's state; raises ``ValueError`` if it is damaged or does not fit the model."""
         self.overridden = overridden(self._asked, checkpoint, () if self._run is None else self._run.optimizers)
         warn_of(self.overridden)
         state = state_of(checkpoint)
@@ -136,7 +126,6 @@ class SavedLayers(ConvertedLayers):
         self._load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Takes a state that has been checked, except for the loss scale."""
         self._load_casts(state)
         if state.get("trained") is None:
             rank_zero_warn(
@@ -146,8 +135,8 @@ class SavedLayers(ConvertedLayers):
         else:
             self._compare(Trained.read(state["trained"]), "The checkpoint")
         if not self.fresh_histories:
-            # Amaxes of output gradients were measured under the checkpoint's scale of the loss, 1 if it has none.
-            # Lightning divides the loss by the number of micro-batches, of which more devices take fewer.
+            # Amaxes of output gradients depend on the loss scale, 1 if there is none, and on the number of
+            # micro-batches, by which Lightning divides the loss. Both may differ from the saved run.
             before = state.get("scaler", {}).get("scale", 1.0) / state.get("accumulated", self._accumulated)
             after = (1.0 if self.scaler is None else self.scaler.get_scale()) / self._accumulated
             self._load_histories(state, after / before if before > 0 else 1.0)
@@ -156,14 +145,12 @@ class SavedLayers(ConvertedLayers):
         self.set_blend(float(state.get("blend", 1.0)))
 
     def _layer_state(self) -> dict[str, Any]:
-        """Changed casts and histories, if there are any; tensors and primitives, the same on all ranks."""
         state: dict[str, Any] = {}
         if self._changed:
             state["casts"] = {name: primitive(casts) for name, casts in self._changed.items()}
         return state | self.histories.state_dict() if self.histories else state
 
     def _load_casts(self, state: Mapping[str, Any]) -> None:
-        """Takes the changed casts of :meth:`_layer_state`."""
         self._changed = {name: LinearCasts.of(casts) for name, casts in state.get("casts", {}).items()}
         if self._keys is None:
             return
@@ -176,15 +163,7 @@ class SavedLayers(ConvertedLayers):
         self._renew_casts({n: self._changed.get(n, planned) for n, planned in self._planned.items()}, keep=False)
 
     def _load_histories(self, state: Mapping[str, Any], growth: float) -> None:
-        """Takes the histories of :meth:`_layer_state`; after :meth:`_load_casts`, to which they belong.
-
-        Args:
-            state: it may hold more.
-            growth: this run's scale of the loss over that of the run that saved the state.
-
-        Raises:
-            ValueError: its amax histories are those of other layers, or of another length.
-        """
+        """Loads histories after their casts; ``growth`` is this run's loss scale over that of the saved run."""
         if not self.histories:
             return
         if "amax_history" not in state:
@@ -197,11 +176,7 @@ class SavedLayers(ConvertedLayers):
         self.histories.scale_gradients_(torch.tensor(growth, device="cpu"))
 
     def _compare(self, trained: Trained, what: str) -> None:
-        """Reports what this plugin computes otherwise than it was trained; in evaluation that is an error.
-
-        Raises:
-            ValueError: in evaluation, unless ``casts_of_checkpoint`` is False.
-        """
+        """Reports differences from the recorded training; in evaluation they are an error by default."""
         here = self.trained
         differences = trained.differences(here)
         if trained.scaler != here.scaler and not self._is_evaluating:

@@ -16,17 +16,14 @@ class TernaryPrecision(LowBitPrecision):
         w_q = γ · clamp(round(W / γ), -1, 1)      γ = scale_factor · mean|W|, of each weight matrix
         x_q = round(x · s) / s                    s = (2^(bits - 1) - 1) / max|x|, of each token
 
-    Gradients pass straight through the rounding: backward passes use w_q and x_q, and are not quantized themselves. On
-    GPUs and CPUs with int8 units the forward GEMM runs on these, exactly. The RMSNorm that BitNet has before each layer
-    (SubLN) has parameters, and is the model's: ``network: bitnet-small`` of the recipes has it.
+    The gradient is a straight-through estimate: backward passes use w_q and x_q, and are not quantized themselves.
+    Where the hardware has int8 units, the forward GEMM runs on them, exactly. BitNet's RMSNorm before each layer
+    (SubLN) has parameters, so it belongs to the model: the recipes' ``network: bitnet-small`` has it.
 
     Args:
         activation_bits: 2 to 8; None leaves activations in high precision.
-        scale_factor: of γ. With 1 about 31 % of normally distributed weights are 0, with 2/√3 = 1.1547 35.5 %.
+        scale_factor: factor in γ. Of normally distributed weights, 1 makes about 31 % zero, and 2/√3 = 1.1547 35.5 %.
         **kwargs: those of :class:`LowBitPrecision`.
-
-    Raises:
-        ValueError: bits or a factor out of range.
 
     Example:
         >>> Trainer(plugins=[TernaryPrecision(skip=["lm_head"])])

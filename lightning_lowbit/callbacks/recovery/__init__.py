@@ -1,1 +1,1 @@
-"""Callbacks that bring a run through spikes, signals and crashes."""
+"""Callbacks for loss spikes, signals and crashes."""

@@ -1,9 +1,8 @@
-"""Checkpoints that are whole, whenever a process dies.
+"""Checkpoints that stay complete if a process dies while writing.
 
-Lightning writes a file to the temporary folder and moves it, which is atomic only on one file system, and on a cluster
-it is a copy over the former checkpoint. It writes a directory of shards over the former one, file by file: what a crash
-leaves loads without an error, some shards of one step and some of another. And ``ckpt_path="last"`` takes a directory
-that a crash left half removed.
+Lightning moves a file from a temporary folder. Across file systems, this copies over the old checkpoint. It also
+overwrites a directory of shards file by file: after a crash, shards of two steps load without an error. And
+``ckpt_path="last"`` takes directories that are half removed.
 """
 
 import os
@@ -40,16 +39,11 @@ _T = TypeVar("_T")
 
 
 def save_checkpoint(trainer: Trainer, path: str | Path, weights_only: bool | None = None) -> None:
-    """``trainer.save_checkpoint``, after which the path has a whole checkpoint, or the former one.
+    """Saves a checkpoint from all ranks; at a crash, the path holds the complete new checkpoint or the old one.
 
-    It is written as ``NAME.HOST-PID.partial``, and renamed once all ranks are done; if writing fails, as on a full
-    disk, the rest is removed. Remote file systems, which cannot rename, and ``AsyncCheckpointIO``, which does not say
-    when it is done, get the final name at once.
-
-    Args:
-        trainer: on all ranks.
-        path: of a file or a directory, as the strategy writes it; on a file system that all ranks share.
-        weights_only: as in Lightning.
+    It writes ``NAME.HOST-PID.partial`` and renames it once all ranks are done. If writing fails, as on a full disk, the
+    partial file is removed. Remote file systems cannot rename, and ``AsyncCheckpointIO`` does not say when it is done:
+    these write to the final name.
     """
     if not is_local(path) or _writes_later(trainer):
         trainer.save_checkpoint(path, weights_only)
@@ -66,7 +60,7 @@ def save_checkpoint(trainer: Trainer, path: str | Path, weights_only: bool | Non
 
 
 def _on_first_rank(trainer: Trainer, path: Path, change: Callable[[], _T]) -> _T:
-    """Runs a change of files on the first rank; returns its result, or raises its error, on all ranks."""
+    """Changes files on the first rank; returns its result, or raises its error, on all ranks."""
     result: _T | None = None
     error: OSError | None = None
     if trainer.is_global_zero:
@@ -87,39 +81,35 @@ def _writes_later(trainer: Trainer) -> bool:
 
 
 class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
-    """Lightning's ``ModelCheckpoint``, which leaves only whole checkpoints at a crash.
+    """Lightning's ``ModelCheckpoint``, which leaves only complete checkpoints after a crash.
 
-    Files and directories are written and removed as ``NAME.ckpt.HOST-PID.partial``, and get their name atomically once
-    all ranks are done and they are on the disk. While a directory replaces another, the former one is
-    ``NAME.ckpt.HOST-PID.previous``, where ``ckpt_path="last"`` finds it after a crash. The next run that trains in the
-    folder removes leftovers: at once on the same machine, after an hour on another one, which cannot tell whether the
-    process lives. A link (``save_last="link"``) always has a target.
+    Checkpoints are written and removed as ``NAME.ckpt.HOST-PID.partial``, and renamed atomically once all ranks are
+    done and the data are on the disk. While a directory replaces another, the old one is
+    ``NAME.ckpt.HOST-PID.previous``, where ``ckpt_path="last"`` finds it after a crash. The next training run in the
+    folder removes leftovers: at once on the same machine, after an hour on another. A link (``save_last="link"``)
+    always has a target.
 
-    ``ckpt_path="last"`` is the newest by step of ``last.ckpt``, ``last-v1.ckpt`` and so on, and is checked against its
-    checksums. A damaged one is an error that names the newest whole checkpoint of the folder.
+    ``ckpt_path="last"`` takes the newest by step of ``last.ckpt``, ``last-v1.ckpt`` and so on, and verifies its
+    checksums. If it is damaged, a :class:`DamagedCheckpointError` names the newest complete checkpoint of the folder.
 
-    A checkpoint that is due at the same step as a validation is saved after it, so that a run that dies in a validation
-    repeats it. Arguments and state are those of ``ModelCheckpoint``. Two checkpoints of one name need disk space at the
-    same time. Runs that train at the same time need folders of their own.
+    A checkpoint due at the same step as a validation is saved after it, so a run that dies in the validation repeats
+    it. Arguments and state are those of ``ModelCheckpoint``. While a checkpoint replaces another, both need disk space.
+    Concurrent runs need separate folders.
 
     Raises:
-        MisconfigurationException: when training starts: ``dirpath`` is remote, where nothing can be renamed; or an
-            ``AsyncCheckpointIO`` writes checkpoints.
-        DamagedCheckpointError: ``ckpt_path="last"`` is damaged; a ``ValueError``.
+        MisconfigurationException: when training starts: ``dirpath`` is remote, or an ``AsyncCheckpointIO`` is used.
 
     Example:
         >>> Trainer(callbacks=[CrashSafeCheckpoint(every_n_train_steps=500, save_last=True)])
     """
 
-    _until_validated: tuple[Any, ...] | None = None  # arguments of the batch before a validation
+    _until_validated: tuple[Any, ...] | None = None  # batch arguments, kept until after the validation
 
     @property
     def state_key(self) -> str:
-        """The key of a ``ModelCheckpoint``."""
         return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finds the folder, and refuses one where nothing can be renamed."""
         super().setup(trainer, pl_module, stage)
         assert self.dirpath is not None
         if stage != "fit":
@@ -137,19 +127,17 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Removes what a crash left in the folder."""
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero:
             mend(Path(str(self.dirpath)), self.FILE_EXTENSION)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """Saves if that is due; if a validation is due as well, after it."""
+        """Saves if due, but after the validation if one is due too."""
         self._until_validated = batch if validation_is_due(trainer) else None
         if self._until_validated is None:
             super().on_train_batch_end(trainer, pl_module, *batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves if that is due."""
         batch, self._until_validated = self._until_validated, None
         if batch is not None:
             super().on_train_batch_end(trainer, pl_module, *batch)
@@ -180,8 +168,8 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         if not trainer.is_global_zero:
             return
-        target, newest = Path(filepath), Path(self._last_checkpoint_saved)  # which was saved just before
-        # Also a link of an earlier run, which `last_model_path` need not know.
+        target, newest = Path(filepath), Path(self._last_checkpoint_saved)  # saved just before
+        # A link may be from an earlier run, so `last_model_path` may not name it.
         for folder in {target.parent, Path(self.dirpath or target.parent)}:
             for link in folder.glob(f"*{self.FILE_EXTENSION}"):
                 if link.is_symlink() and link != target and link.resolve() == target.resolve() and newest.exists():

@@ -1,4 +1,4 @@
-"""Optimizer steps after a rollback: smaller learning rates, and a phase of higher precision, for some steps."""
+"""Optimizer steps after a rollback with lower learning rates and a phase of higher precision."""
 
 from typing import Any
 
@@ -8,27 +8,21 @@ from lightning_lowbit.precision import LowBitPrecision
 
 
 class GentleSteps:
-    """Lowers learning rates and sets a temporary phase until a step; a phase that anybody sets meanwhile stays.
+    """Lowers learning rates and sets a temporary phase, until the step ``until``; None when inactive.
 
-    Args:
-        owner: the name under which the plugin keeps the phase.
-        lr_factor: what learning rates are multiplied by.
-        phase: None leaves it alone.
-
-    Attributes:
-        until: the step before which it ends; None outside of it.
+    ``owner`` is the name under which the plugin keeps the phase. If ``set_phase`` is called meanwhile, that phase
+    stays.
     """
 
     def __init__(self, owner: str, lr_factor: float, phase: str | None) -> None:
         self.until: int | None = None
         self._owner, self._lr_factor, self._phase = owner, lr_factor, phase
         self._phase_before: str | None = None
-        self._loaded: bool | None = None  # of a checkpoint, until training starts: whether the phase was still ours
+        self._loaded: bool | None = None  # from a checkpoint: whether the phase was still ours
         self._plugin: LowBitPrecision | None = None
         self._lowered: list[LowerRates] = []
 
     def begin(self, trainer: Trainer, until: int) -> None:
-        """Begins, also in the middle of former ones."""
         self.end()
         self.until = until
         self._find_plugin(trainer)
@@ -38,32 +32,30 @@ class GentleSteps:
         self._lower_rates(trainer)
 
     def resume(self, trainer: Trainer) -> None:
-        """Training starts: goes on with what was in force when it ended, or when a checkpoint was saved."""
+        """When training starts: continues what was in force when training ended or the checkpoint was saved."""
         loaded, self._loaded = self._loaded, None
         self._find_plugin(trainer)
         if self.until is None:
             return
         if (plugin := self._plugin) is not None and (plugin.has_pushed(self._owner) if loaded is None else loaded):
             if loaded and self._phase is not None and self._phase_before is not None:
-                plugin.set_phase(self._phase_before)  # the checkpoint holds the phase that was in force
+                plugin.set_phase(self._phase_before)  # the plugin restored the temporary phase
             plugin.push_phase(self._owner, self._phase)
         self._lower_rates(trainer)
 
     def suspend(self) -> None:
-        """Training ends: phase and learning rates are those of the run; :meth:`resume` goes on."""
+        """When training ends: restores phase and learning rates, until :meth:`resume`."""
         if self.until is not None and self._plugin is not None and self._plugin.has_pushed(self._owner):
             self._plugin.push_phase(self._owner, None)
         self.release_rates()
 
     def end(self) -> None:
-        """Restores phase and learning rates."""
         if self.until is not None and self._plugin is not None:
             self._plugin.pop_phase(self._owner)
         self.until = None
         self.release_rates()
 
     def release_rates(self) -> None:
-        """Restores the learning rates, also amid a step that broke off."""
         for lowered in self._lowered:
             lowered.release()
         self._lowered = []
@@ -76,7 +68,6 @@ class GentleSteps:
             self._lowered = [LowerRates(optimizer, self._lr_factor) for optimizer in trainer.optimizers]
 
     def state(self) -> dict[str, Any]:
-        """In primitives."""
         if self._loaded is not None:
             is_ours = self._loaded
         else:
@@ -85,7 +76,7 @@ class GentleSteps:
         return {"until": self.until, "phase_before": self._phase_before, "is_phase_ours": is_ours}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes what :meth:`state` returned; before :meth:`resume`."""
+        """Loads what :meth:`state` returned; call it before :meth:`resume`."""
         self.until, self._phase_before, self._loaded = (
             state[name] for name in ("until", "phase_before", "is_phase_ours")
         )

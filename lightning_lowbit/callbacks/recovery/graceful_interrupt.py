@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM that lose nothing."""
+"""Saves a checkpoint on Ctrl-C and SIGTERM."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ from lightning_lowbit._lightning import (
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.recovery.crash_safe_checkpoint import save_checkpoint
 
-TERMINATED = 128 + signal.SIGTERM  # the exit status of what SIGTERM has ended, for shells and schedulers
+TERMINATED = 128 + signal.SIGTERM  # exit status after SIGTERM, by convention of shells
 
 _STOPS = {signal.SIGINT, signal.SIGTERM}
 
@@ -31,16 +31,15 @@ _STOPS = {signal.SIGINT, signal.SIGTERM}
 class GracefulInterrupt(LowBitCallback):
     """On Ctrl-C or SIGTERM, finishes the optimizer step, saves a checkpoint and stops; a second Ctrl-C stops at once.
 
-    No run can be resumed exactly from the middle of a step. A validation that is due at that step, or running, comes
-    first. The checkpoint is ``interrupted.ckpt`` in the folder of the Trainer's ``ModelCheckpoint``, or else in
-    ``default_root_dir``, and is written as :class:`CrashSafeCheckpoint` does. All ranks stop at the same step,
-    whichever of them gets the signal.
+    A run cannot be resumed exactly from the middle of a step. A validation that is running or due at that step comes
+    first. The checkpoint is ``interrupted.ckpt``, in the folder of the Trainer's ``ModelCheckpoint`` or else in
+    ``default_root_dir``, and is written as by :class:`CrashSafeCheckpoint`. All ranks stop at the same step, whichever
+    of them gets the signal.
 
-    After SIGTERM, which SLURM, ``timeout`` and ``docker stop`` send, the exit status is 143. They kill the process
-    after a while: the rest of a step, a validation and a save have to fit into that time. Further SIGTERMs change
-    nothing. The signal at which Lightning saves and requeues a SLURM job (``SLURMEnvironment(auto_requeue=True)``)
-    waits for the end of the step, too. A signal that is ignored when training begins stays ignored, as Ctrl-C in
-    background jobs of a script.
+    After SIGTERM, sent by SLURM, ``timeout`` and ``docker stop``, the exit status is 143. Their delay before killing
+    the process must suffice for the rest of the step, a validation and a save. The signal at which Lightning requeues a
+    SLURM job (``SLURMEnvironment(auto_requeue=True)``) also waits for the end of the step. Signals ignored at the start
+    of training stay ignored, such as Ctrl-C in background jobs of a script.
 
     Example:
         >>> Trainer(callbacks=[GracefulInterrupt(), CrashSafeCheckpoint(every_n_train_steps=500, save_last=True)])
@@ -49,11 +48,10 @@ class GracefulInterrupt(LowBitCallback):
     def __init__(self) -> None:
         self._process = 0
         self._requested: set[int] = set()  # signals
-        self._given: dict[int, Any] = {}  # by signal, the handler before the training
-        self._taken: dict[int, Any] = {}  # by signal, the handler of Lightning that is replaced
+        self._given: dict[int, Any] = {}  # by signal, the handler before training
+        self._taken: dict[int, Any] = {}  # by signal, the replaced handler of Lightning
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remembers the handlers before Lightning sets its own."""
         super().setup(trainer, pl_module, stage)
         numbers = [signal.SIGINT, signal.SIGTERM]
         environment = cluster_environment(trainer)
@@ -62,28 +60,26 @@ class GracefulInterrupt(LowBitCallback):
         self._given = {number: signal.getsignal(number) for number in numbers}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Handles the signals (which only a main thread may do)."""
+        """Installs the handlers, which only the main thread may do."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._process = os.getpid()
         self._requested = {signal.SIGTERM} if trainer.received_sigterm else set()
         for number, given in self._given.items():
             if number not in _STOPS and given not in (None, signal.SIG_DFL):
-                continue  # Lightning leaves this one to the user
+                continue  # Lightning keeps the user's handler
             self._taken[number] = signal.signal(number, given if given is signal.SIG_IGN else self._request)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Saves and stops, at the end of an optimizer step without a validation."""
         if not validation_is_due(trainer):
             self._answer(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves and stops, at the end of an optimizer step with a validation."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._answer(trainer)
 
     def _answer(self, trainer: Trainer) -> None:
-        if is_mid_step(trainer):  # a validation may come in the middle of an optimizer step
+        if is_mid_step(trainer):  # a validation may run in the middle of a step
             return
         requested = self._requested_of_any_rank(trainer)
         self._requested -= requested
@@ -98,10 +94,7 @@ class GracefulInterrupt(LowBitCallback):
         raise SIGTERMException(_status(trainer)) if signal.SIGTERM in requested else KeyboardInterrupt
 
     def _requested_of_any_rank(self, trainer: Trainer) -> set[int]:
-        """The signals that any rank got; a signal may reach some ranks only, or one of them a step late.
-
-        Ranks exchange them after each step: ``docker stop`` waits for ten seconds only.
-        """
+        """Signals that any rank got, exchanged after each step: ``docker stop`` waits only ten seconds."""
         if trainer.world_size == 1:
             return set(self._requested)
         flags = torch.tensor([number in self._requested for number in self._given], dtype=torch.int32)
@@ -109,19 +102,18 @@ class GracefulInterrupt(LowBitCallback):
         return {number for number, flag in zip(self._given, flags.tolist(), strict=True) if flag}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restores the handlers."""
         self._give_back()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restores the handlers, unless a signal ends the run: then Lightning does so."""
-        if isinstance(exception, SIGTERMException) and exception.code is None:  # from Lightning, before the first step
+        """Restores the handlers, unless a signal ended the run: then Lightning does."""
+        if isinstance(exception, SIGTERMException) and exception.code is None:  # Lightning, before the first step
             exception.code = _status(trainer)
         if isinstance(exception, SIGTERMException | KeyboardInterrupt):
             self._taken.clear()
         self._give_back()
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a worker of a loader inherited this handler
+        if os.getpid() != self._process:  # a data-loader worker inherited this handler
             if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
@@ -150,6 +142,6 @@ class GracefulInterrupt(LowBitCallback):
 
 
 def _status(trainer: Trainer) -> int:
-    """The exit status: 0 in processes that Lightning started, since it kills the first one if these fail."""
+    """The exit status; 0 in child processes of Lightning, which kills the main process if one fails."""
     environment = cluster_environment(trainer)
     return 0 if isinstance(environment, LightningEnvironment) and trainer.local_rank != 0 else TERMINATED

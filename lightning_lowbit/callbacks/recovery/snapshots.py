@@ -1,7 +1,7 @@
-"""Copies of what training changes, in memory that the next copy reuses, restored in place.
+"""Copies of the training state, in memory that the next copy reuses, restored in place.
 
-Parameters, the tensors of an optimizer's state and its dictionaries stay the same objects, to which DDP's buckets and
-compiled steps refer. Of sharded tensors, the local shard is copied.
+Parameters, optimizer-state tensors and dictionaries keep their identity: DDP's buckets and compiled steps refer to
+them. Of sharded tensors, the local shard is copied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,19 +15,17 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.distributed import local
 
-# The options of an optimizer that schedules and switches set. All others are its own state, such as Prodigy's estimate
-# of the learning rate or the counters of schedule-free optimizers.
+# Optimizer options that schedules and switches set. All others are the optimizer's state, such as Prodigy's estimate of
+# the learning rate or the counters of schedule-free optimizers.
 _SCHEDULED = {"params", "lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "initial_weight_decay"}
 _SCHEDULED |= {"betas", "momentum", "base_momentum", "max_momentum"}
 
 
 class TrainingState(NamedTuple):
-    """What a snapshot is of.
+    """The objects to copy: weights and buffers, optimizers, and others such as a loss scaler.
 
-    Attributes:
-        weights: parameters and buffers, always in this order.
-        optimizers: with their states and options, but for scheduled options such as learning rates.
-        others: objects with a ``state_dict`` that is the same on all ranks, and a ``load_state_dict``.
+    The others have ``load_state_dict``, and a ``state_dict`` that is the same on all ranks. Scheduled options of
+    optimizers, such as learning rates, are not copied.
     """
 
     weights: Sequence[Tensor]
@@ -36,13 +34,9 @@ class TrainingState(NamedTuple):
 
 
 class Snapshot:
-    """A copy, which may be taken again and again.
+    """A reusable copy, kept on ``device`` or, if ``"same"``, on that of the original.
 
-    Args:
-        device: where it is kept: ``"same"`` as what is copied, or another one.
-
-    Attributes:
-        step: the optimizer steps before it; None if there is no copy.
+    ``step`` is the number of optimizer steps before it, or None if there is no copy.
     """
 
     def __init__(self, device: str = "same") -> None:
@@ -52,7 +46,6 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, step: int, trained: TrainingState) -> None:
-        """Copies."""
         kept = [
             list(trained.weights),
             [optimizer.state for optimizer in trained.optimizers],
@@ -63,20 +56,20 @@ class Snapshot:
 
     @torch.no_grad()
     def put_back(self, trained: TrainingState) -> None:
-        """Restores the copy; states that optimizers did not have then are removed."""
+        """Restores the copy; removes optimizer states that did not exist then."""
         weights, states, options, others = self._kept
         for weight, copied in zip(trained.weights, weights, strict=True):
             local(weight).copy_(copied.shard)
         for optimizer, state in zip(trained.optimizers, states, strict=True):
             _put_back(state, optimizer.state)
         groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
-        for group, kept in zip(groups, options, strict=False):  # a group may have been added since
+        for group, kept in zip(groups, options, strict=False):  # groups may have been added since
             group.update({name: _put_back(value, group.get(name)) for name, value in kept.items()})
         for other, kept in zip(trained.others, others, strict=True):
             other.load_state_dict(_put_back(kept, None))
 
     def _keep(self, value: Any, slot: Any) -> Any:
-        """Copies a value, into the tensors of a former copy where they fit."""
+        """Copies a value, reusing the tensors of the previous copy where they fit."""
         if isinstance(value, Tensor):
             return self._keep_tensor(value, slot)
         if isinstance(value, Mapping):
@@ -102,11 +95,7 @@ class Snapshot:
 
 
 def forget_gathered(model: nn.Module) -> None:
-    """Makes FSDP gather changed weights again: it keeps those of the root after a forward pass without a backward pass.
-
-    Args:
-        model: as its strategy has wrapped it.
-    """
+    """Makes FSDP gather changed weights again; it keeps those of the root after a forward pass alone."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -117,8 +106,6 @@ def forget_gathered(model: nn.Module) -> None:
 
 
 class _Copy(NamedTuple):
-    """The local shard of a tensor, its device, and how the tensor is sharded."""
-
     shard: Tensor
     device: torch.device
     spread: Mapping[str, Any] | None = None
@@ -129,7 +116,6 @@ class _Copy(NamedTuple):
 
 
 def _put_back(kept: Any, value: Any) -> Any:
-    """Restores a copy, in the present value where it fits."""
     if isinstance(kept, _Copy):
         if not isinstance(value, Tensor) or not _alike(local(value), kept.shard):
             return kept.new()

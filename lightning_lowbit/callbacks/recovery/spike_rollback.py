@@ -1,16 +1,9 @@
-"""Going back from a spike of the training loss to weights from before it, while the data go on.
+"""Rolls weights back to before a spike of the training loss, while the data continue.
 
-    loss of step i      what the updates 0 … i-1 have made of the weights, and what batch i is like
-    snapshot at S       weights with the updates 0 … S-1, a candidate until the losses of steps S … S + good_for - 1
-                        were good
-
-A bad update shows in the loss of its own batch, or of one of the next. So a snapshot that was just taken may hold it,
-and there are two: the last one that has proved good, and a candidate. Only the former is restored.
-
-    on_train_batch_end      of a step: its loss, summed over ranks, is sent to the host (`step_losses`)
-    on_train_batch_start    of the next step but one, the loss has arrived, and is judged (`metrics.spikes`). So one
-                            more step is taken, and undone with the others (`snapshots`); those after it may be
-                            gentle (`gentle_steps`)
+A bad update shows in the loss of its own batch or a later one, so a new snapshot may already contain it. Hence there
+are two: the last trusted one, which a rollback restores, and a candidate. A candidate taken before step S is trusted
+once the losses of steps S … S + good_for - 1 are good. Losses are copied to the host asynchronously and judged one step
+late; that extra step is undone as well.
 """
 
 import math
@@ -42,33 +35,32 @@ from lightning_lowbit.report.html import Section, Table, Text
 
 
 class SpikeRollback(LowBitCallback):
-    """Undoes the steps around a spike of the training loss, and leaves out their batches.
+    """Undoes the steps around a spike of the training loss, and skips their batches.
 
-    A loss spikes where it is not finite, or above ``mean + threshold · max(deviation, 0.01 · |mean|)`` of the last
-    ``history`` good ones. Then weights, buffers and the states of optimizers, scaler and amaxes become what they were
-    in the last snapshot that proved good; counters, schedules and data go on. See ``docs/guides/spikes.md``.
+    A loss is a spike if it is not finite, or above ``mean + threshold · max(deviation, 0.01 · |mean|)`` of the last
+    ``history`` good losses. Then weights, buffers, optimizer states, loss scale and amaxes are restored from the last
+    trusted snapshot; counters, schedules and data continue. See ``docs/guides/spikes.md``.
 
-    **Memory**: two snapshots, each as large as the parameters, buffers and the optimizer's state on this rank.
+    **Memory**: two snapshots, each the size of this rank's parameters, buffers and optimizer state.
 
     Args:
-        threshold: of the loss, in standard deviations above the mean, above 0.
-        history: the number of good losses of which mean and deviation are taken, at least 2.
+        threshold: standard deviations above the mean, above 0.
+        history: number of good losses for mean and deviation, at least 2.
         warmup_steps: good losses before a finite one can be a spike, at least 2.
         every_n_steps: optimizer steps between snapshots, at least 1.
-        good_for: good steps that prove a snapshot, fewer than ``every_n_steps``.
-        device: where snapshots are kept: ``"same"`` as what is copied, or ``"cpu"``.
+        good_for: good steps until a snapshot is trusted, fewer than ``every_n_steps``.
+        device: where snapshots are kept: ``"same"`` (as the original) or ``"cpu"``.
         recovery_steps: optimizer steps with ``lr_factor`` and ``phase`` after a rollback, at least 1.
-        lr_factor: what learning rates are multiplied by in these steps, in (0, 1].
-        phase: of the precision in these steps, such as ``"bf16"``; None leaves it alone.
-        max_rollbacks: the most rollbacks within ``within`` steps, and to one and the same snapshot, at least 1.
+        lr_factor: factor of learning rates in these steps, in (0, 1].
+        phase: precision phase in these steps, such as ``"bf16"``; None for no change.
+        max_rollbacks: most rollbacks within ``within`` steps, and to the same snapshot, at least 1.
         within: a number of optimizer steps, at least 1.
 
     Raises:
         ValueError: an argument is out of range.
-        MisconfigurationException: when training starts: manual optimization, DeepSpeed, or ``phase`` without a
-            :class:`LowBitPrecision`.
-        RuntimeError: one more rollback than ``max_rollbacks`` is due (the weights are restored before), or nothing
-            can be restored: the checkpoint of a resumed run was saved after the spike.
+        MisconfigurationException: manual optimization, DeepSpeed, or ``phase`` without a :class:`LowBitPrecision`.
+        RuntimeError: ``max_rollbacks`` is exceeded (weights are restored before), or a checkpoint was saved after a
+            spike.
 
     Example:
         >>> Trainer(plugins=[FP4Precision()], callbacks=[SpikeRollback(phase="bf16", lr_factor=0.5)])
@@ -120,13 +112,12 @@ class SpikeRollback(LowBitCallback):
     # --- when ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets another run."""
         super().setup(trainer, pl_module, stage)
-        if stage == "fit" and trainer.global_step == 0:  # or else the same Trainer goes on; checkpoints come later
+        if stage == "fit" and trainer.global_step == 0:  # otherwise the Trainer continues; checkpoints load later
             self._start_afresh()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the parameters, now: after a sanity check FSDP may not have taken apart again what it gathered."""
+        """Collects the parameters now: after the sanity check, FSDP may not have resharded them."""
         name, plugin = type(self).__name__, trainer.precision_plugin
         if not pl_module.automatic_optimization:
             raise MisconfigurationException(
@@ -148,7 +139,7 @@ class SpikeRollback(LowBitCallback):
         self._parameters = list(dict.fromkeys([*optimized, *pl_module.parameters()]))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the first snapshot, which nothing precedes, and resumes gentle steps."""
+        """Takes the first snapshot, trusted from the start, and resumes gentle steps."""
         self._trusted.take(trainer.global_step, self._state_of(trainer))
         self._candidate.step = None
         self._begins_step = True
@@ -156,7 +147,7 @@ class SpikeRollback(LowBitCallback):
         self._gentle.resume(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Before an optimizer step: judges the loss of the last but one, and takes a snapshot if it is time."""
+        """Before an optimizer step: judges the loss of the second-last step, and takes a snapshot if due."""
         if not self._begins_step:
             return
         self._judge(trainer, leave=1)
@@ -167,7 +158,6 @@ class SpikeRollback(LowBitCallback):
             self._candidate.take(step, self._state_of(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        """Adds up the losses of micro-batches; after the step the sum is sent to the host."""
         self._losses.add(outputs)
         if is_mid_step(trainer):
             return
@@ -178,28 +168,24 @@ class SpikeRollback(LowBitCallback):
             if (limit := self._detector.limit) < math.inf:
                 numbers |= {"mean": fmean(self._good.values), "limit": limit}
             metrics = {f"spike_rollback/{name}": torch.tensor(float(value)) for name, value in numbers.items()}
-            pl_module.log_dict(metrics, batch_size=1)  # tensors on the host: a float would be copied to the device
+            pl_module.log_dict(metrics, batch_size=1)  # CPU tensors: a float would be copied to the device
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Judges before a validation; not amid micro-batches, whose gradients are those of the weights as they are."""
+        """Judges before a validation, unless gradients are being accumulated: they belong to the current weights."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking and self._begins_step:
             self._judge(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Judges all steps of the epoch, before a checkpoint is saved."""
         self._judge(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Judges the last steps, and restores phase and learning rates; a longer run resumes gentle steps."""
         self._judge(trainer)
         self._gentle.suspend()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restores learning rates, also if the step of an optimizer broke off."""
         self._gentle.release_rates()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Frees the snapshots' memory; a longer run takes a new one."""
         self._parameters, self._trusted, self._candidate = [], Snapshot(self.device), Snapshot(self.device)
 
     # --- what ---
@@ -245,14 +231,14 @@ class SpikeRollback(LowBitCallback):
     def _state_of(self, trainer: Trainer) -> TrainingState:
         plugin = trainer.precision_plugin
         histories = plugin.histories if isinstance(plugin, LowBitPrecision) else None
-        # With a state_dict, the same on all ranks; of the plugin neither its counters nor its phase.
+        # The plugin's counters and phase are not restored.
         others = [one for one in (scaler_of(plugin), histories) if one is not None]
         return TrainingState([*self._parameters, *trainer.lightning_module.buffers()], trainer.optimizers, others)
 
     # --- state and report ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Statistics, rollbacks and what is in force, without snapshots; reads the losses that are on their way."""
+        """Statistics, rollbacks and gentle steps, without snapshots. Waits for pending losses."""
         return {
             "good": list(self._good.values),
             "seen": self._good.count,
@@ -262,21 +248,19 @@ class SpikeRollback(LowBitCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with it; of good losses, with as many of the last ones as this callback looks at."""
         self._good.load(state_dict["good"], state_dict["seen"])
         self._losses.load(state_dict["pending"])
         self._rollbacks = [dict(one) for one in state_dict["rollbacks"]]
         self._gentle.load(state_dict)
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        """The rollbacks: at which step, the step whose loss spiked, that loss, the mean before it, and where to."""
+        """The rollbacks: current step, step and loss of the spike, mean loss before it, and step restored."""
         return {"rollbacks": [dict(one) for one in self._rollbacks]}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        """The same as a table."""
         if not self._rollbacks:
             return [Section("Spikes", [Text("No loss spiked.")])]
-        # The first step is that before which none was taken; charts, and so this table, count it as step 1.
+        # The table counts steps from 1, as charts do.
         header = ["spike in step", "its loss", "mean before it", "seen after step", "back to the weights after step"]
         rows = [[int(r["spike"]) + 1, r["loss"], r["mean"], int(r["step"]), int(r["to"])] for r in self._rollbacks]
         return [Section("Spikes", [Text(f"Rollbacks: {len(rows)}."), Table(header, rows)])]

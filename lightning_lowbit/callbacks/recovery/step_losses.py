@@ -1,4 +1,4 @@
-"""Training losses by optimizer step, which reach the host without that anything waits for the device."""
+"""Training losses by optimizer step, copied to the host asynchronously."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -12,12 +12,10 @@ from lightning_lowbit.distributed import local
 
 
 class StepLoss(NamedTuple):
-    """The loss of an optimizer step, on its way to the host.
+    """The loss of the optimizer step after ``step`` steps, on its way to the host.
 
-    Attributes:
-        step: the optimizer steps before it.
-        values: the sum over micro-batches and ranks, and the number of these, float32, ``[2]``.
-        arrived: when the copy is done; None on the CPU.
+    ``values`` is float32 ``[2]``: the sum over micro-batches and ranks, and their number. ``arrived`` is None on the
+    CPU.
     """
 
     step: int
@@ -25,7 +23,7 @@ class StepLoss(NamedTuple):
     arrived: torch.Event | None = None
 
     def read(self) -> float | None:
-        """The mean; None where no training step returned a loss."""
+        """Waits for the copy and returns the mean; None if no training step returned a loss."""
         if self.arrived is not None:
             self.arrived.synchronize()
         total, count = self.values.tolist()
@@ -33,30 +31,24 @@ class StepLoss(NamedTuple):
 
 
 class StepLosses:
-    """Sums losses of micro-batches, and keeps those of optimizer steps until they are read.
-
-    Attributes:
-        pending: the steps whose loss was not read yet, in order.
-    """
+    """Sums losses of micro-batches; ``pending`` holds the steps whose loss has not been read, in order."""
 
     def __init__(self) -> None:
         self.pending: deque[StepLoss] = deque()
         self._micro_batches: list[Tensor] = []
 
     def begin_step(self) -> None:
-        """Forgets micro-batches of a step that broke off."""
         self._micro_batches = []
 
     def add(self, outputs: Any) -> None:
-        """Adds the loss of a micro-batch, of what Lightning makes of the output of ``training_step``."""
+        """Adds the loss of a micro-batch, from Lightning's version of the output of ``training_step``."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):  # otherwise training_step returned None
             self._micro_batches.append(local(loss).detach().float().reshape(()))
 
     def end_step(self, trainer: Trainer) -> None:
-        """Sums the losses over micro-batches and ranks, and starts the copy to the host."""
-        # Lightning has divided each by the number of micro-batches that a step has, of which the last one of an epoch
-        # may have fewer. A rank that has none takes part all the same.
+        # Lightning divides each loss by accumulate_grad_batches, but the last step of an epoch may have fewer
+        # micro-batches. A rank without losses must still take part in the collective.
         none = torch.zeros((), device=trainer.strategy.root_device)
         total = sum(self._micro_batches, none) * trainer.accumulate_grad_batches
         values = torch.stack([total, none + len(self._micro_batches)])
@@ -69,17 +61,15 @@ class StepLosses:
         self.pending.append(StepLoss(trainer.global_step - 1, values, arrived))
 
     def read(self, leave: int = 0) -> Iterator[tuple[int, float]]:
-        """Removes the oldest losses, but for the last few: (step, loss) where there was one."""
+        """Removes the oldest losses except the last few; yields (step, loss) of steps with a loss."""
         while len(self.pending) > leave:
             oldest = self.pending.popleft()
             if (loss := oldest.read()) is not None:
                 yield oldest.step, loss
 
     def state(self) -> list[tuple[int, float | None]]:
-        """The pending losses, in primitives."""
         return [(one.step, one.read()) for one in self.pending]
 
     def load(self, state: Iterable[tuple[int, float | None]]) -> None:
-        """Takes what :meth:`state` returned."""
         values = [(step, [0.0, 0.0] if loss is None else [loss, 1.0]) for step, loss in state]
         self.pending = deque(StepLoss(step, torch.tensor(pair, device="cpu")) for step, pair in values)

@@ -1,8 +1,8 @@
-"""Which checkpoints are whole, and which of them is the newest.
+"""Finds complete checkpoints, and the newest of them.
 
-torch writes a CRC-32 with every tensor, and does not check it when it loads: damaged tensors load silently. Here it is
-checked once, when a run is resumed. The newest checkpoint is that of the highest step recorded in it: times of files
-change when a folder is copied.
+torch writes a CRC-32 with every tensor, but does not verify it: damaged tensors load silently. Here it is verified
+once, when a run is resumed. The newest checkpoint has the highest recorded step: file times change when a folder is
+copied.
 """
 
 import io
@@ -19,19 +19,16 @@ from lightning_lowbit._lightning import rank_zero_only
 from lightning_lowbit.atomic_files import name_of, named
 
 FOREIGN = "is not a file that torch.save wrote"
-_REST, _INDEX = "meta.pt", ".metadata"  # Lightning's file beside the shards; torch's, which says where each tensor lies
-_ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a"  # first bytes of what torch.save writes, and wrote before 1.6
-_THREADS, _CHUNK = 4, 2**20  # checksums are computed without Python's lock
-_HEAD = 2**16  # bytes, in which the step lies: Lightning writes it before everything that is large
+_REST, _INDEX = "meta.pt", ".metadata"  # Lightning's file; torch's index of tensors in shards
+_ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a"  # first bytes of torch.save's files, since and before 1.6
+_THREADS, _CHUNK = 4, 2**20  # threads help: checksums release the GIL
+_HEAD = 2**16  # bytes that contain the step: Lightning writes it before large entries
 
 
 class DamagedCheckpointError(ValueError):
-    """The newest checkpoint is damaged.
+    """The newest checkpoint is damaged; ``damaged`` says what is wrong with each, the newest first.
 
-    Args:
-        damaged: what is wrong with each, the newest first.
-        instead: the newest whole checkpoint, if there is any.
-        option: the option that takes it.
+    ``instead`` is the newest complete checkpoint or None, and ``option`` the option that takes it.
     """
 
     def __init__(self, damaged: dict[Path, str], instead: Path | None, option: str) -> None:
@@ -45,22 +42,21 @@ class DamagedCheckpointError(ValueError):
 
 
 def first_whole(paths: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
-    """The first whole checkpoint, or None, and what is wrong with those before it."""
+    """The first complete checkpoint or None, and what is wrong with those before it."""
     damaged: dict[Path, str] = {}
     for path in paths:
-        for place in (path, path.with_name(name_of(path))):  # another process may have put it back
+        for place in (path, path.with_name(name_of(path))):  # another process may have renamed it back
             wrong = damage(place)
             if wrong is None:
                 return place, damaged
-            if os.path.lexists(place):  # otherwise it was removed meanwhile
+            if os.path.lexists(place):  # otherwise it has been removed
                 damaged[place] = wrong
                 break
     return None, damaged
 
 
 def find(*folders: Path, suffix: str, below: bool = True) -> list[Path]:
-    """The checkpoints in some folders, the newest first."""
-    for _ in range(3):  # another process may put one back, or remove one, while this one looks
+    for _ in range(3):  # another process may rename or remove some meanwhile
         paths = {path for folder in folders for path in named(folder, suffix, below)}
         found = newest_first(paths)
         if len(found) == len(paths):
@@ -69,9 +65,9 @@ def find(*folders: Path, suffix: str, below: bool = True) -> list[Path]:
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Sorts checkpoints by the number of their run (``version_3``), then by step, then by time.
+    """Sorts checkpoints by run number (``version_3``), then step, then time, and drops those that no longer exist.
 
-    A checkpoint without a step counts as the last of its run. What vanishes meanwhile is left out.
+    A checkpoint without a step counts as the last of its run.
     """
     versions = {path: re.findall(r"version_(\d+)", str(path.parent)) for path in paths}
     newest = max((int(found[-1]) for found in versions.values() if found), default=0)
@@ -86,7 +82,7 @@ def newest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def step_of(path: Path) -> float:
-    """The optimizer steps of a checkpoint, from its first bytes or else its name; infinite if neither has it."""
+    """The optimizer steps of a checkpoint, from its first bytes or else its name; infinity if unknown."""
     try:
         with (path / _REST if path.is_dir() else path).open("rb") as file:
             head = file.read(_HEAD)
@@ -102,23 +98,22 @@ def step_of(path: Path) -> float:
 
 
 def _integer(pickled: bytes, key: str) -> int | None:
-    """The first integer under a key in pickles, or the beginning of one, which are parsed and not executed."""
+    """The first integer under a key in a pickle or its beginning; the pickle is parsed, not executed."""
     stream, after = io.BytesIO(pickled), False
     try:
-        while True:  # until the bytes end, which is an error
+        while True:  # ends with an error at the end of the bytes
             for operation, argument, _ in pickletools.genops(stream):
                 if after and isinstance(argument, int) and operation.name.startswith(("BININT", "LONG1")):
                     return argument
                 after = argument == key or (after and operation.name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"))
-    except Exception:  # whatever bytes these are
+    except Exception:  # any bytes may raise any error
         return None
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint ("is cut off"), or None.
+    """What is wrong with a checkpoint (``"is cut off"``), or None; directories in unknown formats are not checked.
 
-    The tensors in a directory are read on the first rank alone, whose path strategies take for all. Directories in
-    unknown formats are not checked.
+    Only the first rank reads the tensors in a directory: strategies broadcast its path.
     """
     if not path.exists():
         return f"is a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
@@ -148,7 +143,7 @@ def _damage_of_shards(path: Path) -> str | None:
         ends = {place.relative_path: 0 for place in places}
         for place in places:
             ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
-    except Exception:  # whatever a damaged pickle raises
+    except Exception:  # a damaged pickle may raise any error
         return f"has a {_INDEX} that cannot be read"
     for name, end in ends.items():
         if not (path / name).exists():
@@ -178,7 +173,7 @@ def _damage_of_file(file: IO[bytes], threads: int = _THREADS) -> str | None:
         return None if head == _LEGACY else FOREIGN
     try:
         archive = zipfile.ZipFile(file)
-    except Exception:  # whatever damaged headers cause; here and below
+    except Exception:  # damaged headers may raise any error; also below
         return "is cut off"
     entries = archive.infolist()
     if not any(entry.CRC for entry in entries):  # torch.serialization.set_crc32_options(False)
@@ -187,7 +182,7 @@ def _damage_of_file(file: IO[bytes], threads: int = _THREADS) -> str | None:
     def wrong(entry: zipfile.ZipInfo) -> bool:
         try:
             with archive.open(entry) as content:
-                while content.read(_CHUNK):  # which compares the checksum at the end
+                while content.read(_CHUNK):  # compares the checksum at the end
                     pass
         except Exception:
             return True

@@ -1,1 +1,1 @@
-"""Callbacks that change the precision or the weight decay in mid-training."""
+"""Callbacks that change the precision or the weight decay during training."""

@@ -1,9 +1,9 @@
 """Triggers that follow a metric.
 
-    plateau    a validation metric has not improved for a while
-    below      a metric that a callback measures in training has been small for a while
+    plateau    a validation metric has stopped improving
+    below      a metric measured in training has stayed below a threshold
 
-Neither is known when training starts, so that what a trigger has seen is part of a checkpoint.
+What they have seen is saved in checkpoints.
 """
 
 import math
@@ -18,20 +18,17 @@ from lightning_lowbit.checks import choose, from_fields, integer, number
 
 @dataclass(frozen=True)
 class Plateau:
-    """Several validations in a row in which a metric did not improve; those of sanity checks do not count.
+    """A number of validations in a row without improvement of a metric; sanity checks do not count.
 
-    Their number is part of a checkpoint. (A run resumed from between a step and its validation lacks this validation:
-    Lightning leaves it out.)
+    The number is saved in checkpoints. (A run resumed from between a step and its validation lacks this validation:
+    Lightning skips it.)
 
     Args:
-        monitor: the metric's name in ``trainer.callback_metrics``. Log it with ``sync_dist=True``: if ranks have
-            different values, one that sees a plateau is enough.
-        patience: the number of validations, at least 1.
-        min_delta: what an improvement exceeds, at least 0.
-        mode: ``"min"``: smaller is better; or ``"max"``.
-
-    Raises:
-        ValueError: an argument is not one of the above.
+        monitor: name in ``trainer.callback_metrics``. Log it with ``sync_dist=True``: if ranks have different values, a
+            plateau on one of them is enough.
+        patience: number of validations, at least 1.
+        min_delta: improvements must exceed it; at least 0.
+        mode: ``"min"`` if smaller is better, or ``"max"``.
     """
 
     monitor: str = "val_loss"
@@ -45,7 +42,6 @@ class Plateau:
         number("min_delta", self.min_delta, "what an improvement exceeds", at_least=0)
 
     def read(self, trainer: Trainer) -> float:
-        """The value of the metric after a validation."""
         metrics = trainer.callback_metrics
         if self.monitor not in metrics:
             raise MisconfigurationException(
@@ -55,15 +51,13 @@ class Plateau:
         return float(metrics[self.monitor])
 
     def improves(self, value: float, best: float | None) -> bool:
-        """Whether a value is better than the best one before, if there is any; one that is not finite never is."""
+        """Whether a value is better than the best so far; non-finite values never are."""
         if not math.isfinite(value) or best is None:
             return math.isfinite(value)
         return (best - value if self.mode == "min" else value - best) > self.min_delta
 
 
 class AtPlateau(Trigger):
-    """A plateau of a metric."""
-
     def __init__(self, plateau: Plateau | Mapping[str, Any]) -> None:
         super().__init__()
         self.plateau = from_fields(Plateau, "a plateau", plateau) if isinstance(plateau, Mapping) else plateau
@@ -83,7 +77,7 @@ class AtPlateau(Trigger):
             )
 
     def after_validation(self, trainer: Trainer) -> None:
-        """Looks for a plateau; it is due at the next optimizer step that begins."""
+        """Checks for a plateau; it is due at the next optimizer step that begins."""
         if self.due < math.inf:
             return
         value = self.plateau.read(trainer)
@@ -107,24 +101,21 @@ class AtPlateau(Trigger):
 
 @dataclass(frozen=True)
 class Below:
-    """Several consecutive measurements of a metric below a threshold; NaN is never below.
+    """A number of consecutive measurements of a metric below a threshold; NaN is never below.
 
-    The default is the ratio of the gradient to the noise of quantization: below √3 noise takes over (FP4 All the Way,
-    arXiv 2505.19115, section 4).
+    The default is the ratio of gradient to quantization noise: below √3, noise dominates (FP4 All the Way, arXiv
+    2505.19115, section 4).
 
-    Measurements come from a callback of the Trainer, such as ``GradientNoiseMonitor``, by its method
-    ``measurements(monitor) -> Sequence[tuple[int, float]]``: optimizer steps, counted from 1, and values that the host
-    knows, oldest first; a ``KeyError`` for another metric. Steps are the same on all ranks; if values differ, one that
-    is below is enough. The measurement of step i is known after ``on_train_batch_start`` of step i + 1, and is used
-    before step i + 2, so that neither the order of callbacks nor a resume changes when.
+    A callback of the Trainer, such as ``GradientNoiseMonitor``, must offer the metric by a method
+    ``measurements(monitor) -> Sequence[tuple[int, float]]``: optimizer steps from 1, the same on all ranks, and values
+    on the host, oldest first; ``KeyError`` for other metrics. If values differ between ranks, one below is enough. The
+    measurement of step i is known after ``on_train_batch_start`` of step i + 1 and used before step i + 2, whatever the
+    order of callbacks.
 
     Args:
         monitor: the metric's name.
         threshold: a finite number.
         measurements: how many in a row, at least 1.
-
-    Raises:
-        ValueError: an argument is not one of the above.
     """
 
     monitor: str = "gradient_noise/ratio"
@@ -139,8 +130,6 @@ class Below:
 
 
 class AtBelow(Trigger):
-    """A metric that is below a threshold."""
-
     def __init__(self, below: Below | Mapping[str, Any]) -> None:
         super().__init__()
         self.below = from_fields(Below, "below", below) if isinstance(below, Mapping) else below
@@ -150,9 +139,9 @@ class AtBelow(Trigger):
     def start_afresh(self) -> None:
         super().start_afresh()
         self._in_a_row = 0
-        self._value = math.nan  # the last one that was used
+        self._value = math.nan  # the last measurement that was used
         self._seen = -1  # its step
-        self._waiting: list[tuple[int, float]] = []  # measurements of a checkpoint that were not used yet
+        self._waiting: list[tuple[int, float]] = []  # from a checkpoint, not used yet
         self._source: Any = None
 
     def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -175,7 +164,6 @@ class AtBelow(Trigger):
         )
 
     def _news(self) -> list[tuple[int, float]]:
-        """Measurements that were not used yet, oldest first."""
         found = {step: value for step, value in self._waiting if step > self._seen}
         measured: Sequence[tuple[int, float]] = (
             [] if self._source is None else self._source.measurements(self.below.monitor)
@@ -187,11 +175,10 @@ class AtBelow(Trigger):
         return sorted(found.items())
 
     def look(self, trainer: Trainer) -> None:
-        """Counts measurements below the threshold."""
         if self.due < math.inf:
             return
         for step, value in self._news():
-            if step >= trainer.global_step:  # callbacks that come later in the list do not know it yet
+            if step >= trainer.global_step:  # a callback later in the list may not have it yet
                 break
             self._seen, self._value = step, value
             is_below = trainer.strategy.reduce_boolean_decision(value < self.below.threshold, all=False)

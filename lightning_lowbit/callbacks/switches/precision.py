@@ -1,8 +1,8 @@
-"""Changing the precision in mid-training, at once or progressively, of all layers or of some.
+"""Changes the precision during training, at once or gradually, of all layers or of some.
 
-to a phase      from a step on all layers are in it
-  gradually     and each operand that has a cast is x + λ (q(x) - x), where λ goes from 0 to 1 within some steps
-to a mapping    from a step on some layers have other casts; the phase stays in force on top of them
+phase            all layers are in it from a step on
+phase, gradual   operands with a cast are x + λ (q(x) - x), where λ rises from 0 to 1 over some steps
+mapping          some layers have other casts from a step on; the phase still applies to them
 """
 
 import math
@@ -31,43 +31,41 @@ from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.changed_casts import named_casts
 from lightning_lowbit.report.html import Section, Table
 
-# λ as a function of u in [0, 1], the part of the switch that is over. Each rises from exactly 0 to exactly 1.
+# λ as a function of the progress u of a switch, in [0, 1]. Each rises from exactly 0 to exactly 1.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda u: u,
     "cosine": lambda u: (1 - math.cos(math.pi * u)) / 2,
-    # The logistic curve of 10 (u - 1/2), whose ends are 0.7 % off 0 and 1 and stretched to meet them. Half-way it is
-    # 2.5 times as steep as "linear": a flatter one would hardly be another schedule, a steeper one nearly be sudden.
+    # The logistic curve of 10 (u - 1/2), stretched to meet 0 and 1, which it misses by 0.7 %. Its slope halfway is 2.5
+    # times that of "linear": a flatter curve would be close to "linear", a steeper one close to a sudden switch.
     "sigmoid": lambda u: (1 + math.tanh(5 * (u - 0.5)) / math.tanh(2.5)) / 2,
     "delayed": lambda u: max(0.0, 2 * u - 1),
 }
 
 
 class PrecisionSwitch(Switch):
-    """Puts all layers into a phase from a step on, at once or progressively, or gives some layers other casts.
+    """Puts all layers into a phase from a step on, at once or gradually, or gives some layers other casts.
 
     See ``docs/guides/switches.md`` for triggers, gradual switches, switches of some layers, and resuming.
 
     Args:
-        to: ``"qaf"``, ``"hp-forward"``, ``"bf16"`` or ``"fqt"``, see :meth:`LinearCasts.phase`; or, by pattern of
-            layers, one of these, a preset's name, or casts.
-        at: when, as a fraction of all optimizer steps, in [0, 1]. One of ``at``, ``step``, ``tokens``, ``plateau`` and
-            ``below`` is given.
+        to: ``"qaf"``, ``"hp-forward"``, ``"bf16"`` or ``"fqt"``, see :meth:`LinearCasts.phase`; or a mapping from name
+            patterns of layers to one of these, a preset's name, or casts.
+        at: when, as a fraction of all optimizer steps, in [0, 1]. Give one of ``at`` to ``below``.
         step: when, as a number of optimizer steps.
-        tokens: when, as a number of tokens that were trained on, over all data-parallel ranks.
-        count: the number of tokens of a batch, an int; None: the elements of ``batch["input_ids"]``, or of a batch
-            that is a tensor of integers.
+        tokens: when, as a number of tokens trained on, over all data-parallel ranks.
+        count: returns the tokens of a batch as an int; None counts the elements of ``batch["input_ids"]``, or of a
+            batch that is an integer tensor.
         plateau: when, as a :class:`Plateau` of a validation metric, or its fields.
         below: when, as a :class:`Below` of a measured metric, or its fields.
-        over: how long a gradual switch takes, as a fraction of all optimizer steps, in (0, 1).
-        steps: the same as a number of optimizer steps, at least 1; instead of ``over``.
+        over: length of a gradual switch, as a fraction of all optimizer steps, in (0, 1).
+        steps: length of a gradual switch in optimizer steps, at least 1; instead of ``over``.
         schedule: of λ: ``"linear"``, ``"cosine"``, ``"sigmoid"`` or ``"delayed"`` (0 for the first half, then linear).
-        rewarm: optimizer steps, at least 1, over which the learning rate rises linearly to that of the schedule.
-        moments: ``"keep"``, or ``"reset"``, which empties the states of all optimizers.
+        rewarm: optimizer steps, at least 1, of linear learning-rate warmup after the switch.
+        moments: ``"keep"``, or ``"reset"`` to clear the states of all optimizers.
 
     Raises:
         ValueError: an argument is unknown, out of range, or would have no effect.
-        MisconfigurationException: when training starts: the run lacks what the arguments need. Later: the metric is
-            not there, or tokens cannot be counted.
+        MisconfigurationException: the run lacks what the arguments need, such as the metric.
 
     Example:
         >>> Trainer(plugins=[TernaryPrecision()], callbacks=[PrecisionSwitch("fqt", at=0.1, over=0.1)])
@@ -96,14 +94,14 @@ class PrecisionSwitch(Switch):
             if not self.to:
                 raise ValueError("to maps patterns of layers to casts, at least one; got {}.")
             for value in self.to.values():
-                named_casts(value)  # or else raises
+                named_casts(value)  # raises if invalid
             self.changes, self.composes = "casts", True
         super().__init__(count, at=at, step=step, tokens=tokens, plateau=plateau, below=below)
         self.over, self.steps, self.schedule = over, steps, choose("schedule", schedule, SCHEDULES)
         self.rewarm, self.moments = rewarm, choose("moments", moments, ("keep", "reset"))
         self._length = 0  # in steps
-        self._record: dict[str, Any] | None = None  # what it did in this run, and when
-        self._set: int | None = None  # the step at which it set the phase, unless another switch has set it since
+        self._record: dict[str, Any] | None = None  # what it did in this run, for reports
+        self._set: int | None = None  # when it set the phase; None if another switch did since
         self._check_arguments()
         self._rates = Rewarm(rewarm or 1)
 
@@ -141,11 +139,9 @@ class PrecisionSwitch(Switch):
 
     @property
     def is_gradual(self) -> bool:
-        """Whether λ rises step by step."""
         return self.over is not None or self.steps is not None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resolves the fractions, and checks that the run has what the arguments need."""
         plugin, name = trainer.precision_plugin, type(self).__name__
         if not isinstance(plugin, LowBitPrecision):
             raise MisconfigurationException(
@@ -167,7 +163,7 @@ class PrecisionSwitch(Switch):
                 plugin.resolve_casts(self.to)
             except ValueError as error:
                 raise MisconfigurationException(f"{name}(to={self.to}) cannot be: {error}") from None
-            self._done = self._record is not None  # the checkpoint holds the casts
+            self._done = self._record is not None  # the checkpoint restored the casts
         else:
             self._warn_of_checkpoint(plugin, trainer, pl_module)
 
@@ -191,13 +187,12 @@ class PrecisionSwitch(Switch):
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Acts when it is due, and warms up after that."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._record is not None:
             self._rates.follow(trainer.optimizers, trainer.global_step - self._record["step"])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warns where a run ends amid a gradual switch."""
+        """Warns if the run ends during a gradual switch."""
         self._rates.release()
         plugin: Any = trainer.precision_plugin
         if plugin.is_blending and not self.composes and self is self._conflicting[0]:
@@ -207,13 +202,12 @@ class PrecisionSwitch(Switch):
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restores learning rates, also if the step of an optimizer broke off."""
         self._rates.release()
 
     # --- what ---
 
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sets the phase, or casts; the first time in a run, also resets moments."""
+        """Sets the phase or casts; the first time in a run, also resets moments."""
         plugin: Any = trainer.precision_plugin
         if isinstance(self.to, dict):
             before = _described({pattern: _casts_of(plugin, pattern) for pattern in self.to})
@@ -222,13 +216,13 @@ class PrecisionSwitch(Switch):
             plugin.set_casts(self.to)
         else:
             before, to = plugin.phase, self.to
-            if self._set is None or self._set < self._due:  # otherwise the checkpoint holds the phase
+            if self._set is None or self._set < self._due:  # otherwise the checkpoint restored the phase
                 self._set_phase(trainer, plugin, self.to)
-        if self._record is not None:  # the run was resumed, or goes on
+        if self._record is not None:  # the run was resumed or continues
             return
         self._record = {"step": trainer.global_step, "from": before, "to": to, "why": self._trigger.why()}
         for optimizer in trainer.optimizers if self.moments == "reset" else ():
-            # A state is emptied, and not replaced: others, such as a wrapper, may refer to it.
+            # Clears the state instead of replacing it: wrappers may refer to it.
             getattr(optimizer, "reset_moments", optimizer.state.clear)()
 
     def _set_phase(self, trainer: Trainer, plugin: Any, phase: str) -> None:
@@ -238,12 +232,11 @@ class PrecisionSwitch(Switch):
             rank_zero_info(f"Step {trainer.global_step}: precision phase {plugin.phase!r} -> {phase!r}.")
             for logger in trainer.loggers:
                 logger.log_metrics({"phase": float(list(PHASES).index(phase))}, step=trainer.global_step)
-        plugin.set_phase(phase)  # also the one in force: a temporary phase ends here
+        plugin.set_phase(phase)  # also if unchanged: this ends temporary phases
         for switch in self._conflicting:
             switch._set = trainer.global_step if switch.state_key == self.state_key else None
 
     def proceed(self, trainer: Trainer, pl_module: LightningModule, steps: int) -> bool:
-        """Sets λ."""
         if self.composes:
             return True
         plugin: Any = trainer.precision_plugin
@@ -252,8 +245,8 @@ class PrecisionSwitch(Switch):
         plugin.set_blend(blend)
         is_end = progress == 1
         if (plugin.is_blending and is_logging_step(trainer)) or (was_blending and is_end):
-            # The end always: Lightning repeats the last value until the epoch is over. A tensor on the host: a float
-            # would be copied to the device, which waits for it.
+            # The end is always logged: Lightning repeats the last value until the epoch ends. A CPU tensor: a float
+            # would be copied to the device, which is synchronous.
             pl_module.log("blend", torch.tensor(blend), batch_size=1)
         return is_end
 
@@ -269,28 +262,26 @@ class PrecisionSwitch(Switch):
         self._record, self._set = state.get("record"), state.get("set")
 
     def _records(self, trainer: Trainer) -> list[dict[str, Any]]:
-        """What all switches did, for the first of them; nothing for the others."""
+        """The records of all switches, from the first switch; empty from the others."""
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         switches = [switch for switch in callbacks if isinstance(switch, PrecisionSwitch)]
         if switches[0] is not self:
             return []
-        records = {switch.state_key: switch._record for switch in switches}  # of equal switches, one
+        records = {switch.state_key: switch._record for switch in switches}  # equal switches count once
         return sorted((dict(record) for record in records.values() if record), key=lambda record: record["step"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        """The step, the precision before and after, and the reason of each switch that acted."""
+        """Step, precision before and after, and reason of each switch that acted."""
         records = self._records(trainer)
         return {"precision_switches": records} if records else {}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        """The same as a table."""
         header = ["step", "from", "to", "why"]
         rows = [[record[name] for name in header] for record in self._records(trainer)]
         return [Section("Precision", [Table(header, rows)])] if rows else []
 
 
 def _casts_of(plugin: LowBitPrecision, pattern: str) -> str:
-    """The casts of the layers that a pattern matches, each once."""
     return " / ".join(dict.fromkeys(map(str, plugin.casts_of(pattern).values())))
 
 
@@ -299,17 +290,19 @@ def _described(casts: Mapping[str, str]) -> str:
 
 
 class QAFSwitch(PrecisionSwitch):
-    """Quantization-aware finetuning: from a step on the forward pass stays quantized and the backward pass computes in
-    high precision (FP4 All the Way, arXiv 2505.19115, section 4).
+    """Quantization-aware finetuning: from a step on, only the forward pass is quantized.
+
+    The backward pass computes in high precision (FP4 All the Way, arXiv 2505.19115, section 4). Arguments are those of
+    :class:`PrecisionSwitch`.
 
     Args:
         at: when, as a fraction of all optimizer steps.
-        step: when, as a number of optimizer steps. All arguments are those of :class:`PrecisionSwitch`.
+        step: when, as a number of optimizer steps.
         tokens: when, as a number of tokens.
-        count: the number of tokens of a batch.
+        count: returns the tokens of a batch.
         plateau: when, as a plateau of a validation metric.
-        below: when, as a threshold of a measured metric; that of the paper is ``below={}``.
-        rewarm: optimizer steps over which the learning rate rises again.
+        below: when, as a threshold of a measured metric; ``below={}`` is the paper's.
+        rewarm: optimizer steps of learning-rate warmup.
         moments: ``"keep"`` or ``"reset"``.
 
     Example:

@@ -1,10 +1,10 @@
 """Triggers: when something is due, as a number of optimizer steps.
 
-    at=0.5, step=500    known when training starts, so that a resumed run needs no state
-    tokens              known once so many tokens were trained on
-    plateau, below      known once a metric has done something, see :mod:`.metric_triggers`
+    at=0.5, step=500    known when training starts, so a resumed run needs no state
+    tokens              known once that many tokens have been trained on
+    plateau, below      known once a metric meets a condition, see :mod:`.metric_triggers`
 
-A trigger answers alike on all ranks, and is asked before the first micro-batch of an optimizer step.
+All ranks get the same answer, before the first micro-batch of an optimizer step.
 """
 
 import math
@@ -20,12 +20,7 @@ from lightning_lowbit.checks import integer, number
 
 
 class Trigger:
-    """What all triggers have in common.
-
-    Attributes:
-        due: the optimizer steps before it; infinity while that is not known.
-        is_known: whether it is known when training starts.
-    """
+    """Base class. ``due`` is a number of optimizer steps or infinity; ``is_known``: known when training starts."""
 
     is_known: ClassVar[bool] = False
 
@@ -33,40 +28,34 @@ class Trigger:
         self.start_afresh()
 
     def start_afresh(self) -> None:
-        """Forgets another run."""
+        """Resets the state of a previous run."""
         self.due: float = math.inf
 
     def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training starts or goes on; may be called several times.
-
-        Raises:
-            MisconfigurationException: the run lacks what the trigger needs.
-        """
+        """Called when training starts or resumes, maybe repeatedly; raises ``MisconfigurationException``."""
 
     def look(self, trainer: Trainer) -> None:
-        """Finds out whether it is due, before the first micro-batch of an optimizer step."""
+        """Decides whether it is due, before the first micro-batch of an optimizer step."""
 
     def see(self, trainer: Trainer, batch: Any) -> None:
-        """Sees each micro-batch before it is trained on, after :meth:`look`."""
+        """Called with each micro-batch before it is trained on, after :meth:`look`."""
 
     def after_validation(self, trainer: Trainer) -> None:
-        """Sees the metrics of a validation within training."""
+        """Called after each validation during training."""
 
     def why(self) -> str:
-        """What made it due, in words."""
+        """Says why it became due."""
         raise NotImplementedError
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        """What it has seen, in primitives, the same on all ranks; called on all of them. Empty if it needs nothing."""
+        """What it has seen, in primitives, the same on all ranks, all of which call this; may be empty."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what :meth:`state_dict` returned."""
+        """Loads what :meth:`state_dict` returned."""
 
 
 class AtStep(Trigger):
-    """A number of optimizer steps."""
-
     is_known = True
 
     def __init__(self, step: int) -> None:
@@ -81,8 +70,6 @@ class AtStep(Trigger):
 
 
 class AtFraction(Trigger):
-    """A fraction of all optimizer steps."""
-
     is_known = True
 
     def __init__(self, at: float) -> None:
@@ -97,11 +84,11 @@ class AtFraction(Trigger):
 
 
 class AtTokens(Trigger):
-    """A number of tokens, over all data-parallel ranks.
+    """Due after a number of tokens, over all data-parallel ranks.
 
-    Each rank counts its own on the host. At some steps, the same on all ranks, one collective sums them: if R tokens
-    are missing, at p tokens per step so far, the next sum is taken R / 2p steps later. That is some log2 times in a
-    run, and exact as long as steps do not get more than twice as large as they were on average.
+    Each rank counts its own tokens on the host. At some steps, one collective sums them: if R tokens are missing, at p
+    tokens per step so far, the next sum is R / 2p steps later. That makes a logarithmic number of sums, and is exact
+    unless steps become more than twice as large as their average.
     """
 
     def __init__(self, tokens: int, count: Callable[[Any], int] | None = None) -> None:
@@ -111,10 +98,10 @@ class AtTokens(Trigger):
 
     def start_afresh(self) -> None:
         super().start_afresh()
-        self._began: int | None = None  # the step from which on they are counted
-        self._agreed = 0  # tokens of all ranks, at the last check
-        self._own = 0  # of this rank, since then
-        self._check = 0  # the step before which they are added up next
+        self._began: int | None = None  # the step at which counting began
+        self._agreed = 0  # tokens of all ranks at the last sum
+        self._own = 0  # tokens of this rank since then
+        self._check = 0  # the step at which they are summed next
 
     def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._began is None:
@@ -126,7 +113,6 @@ class AtTokens(Trigger):
                 )
 
     def look(self, trainer: Trainer) -> None:
-        """Sums over ranks at some steps."""
         step = trainer.global_step
         if self.due < math.inf or (step < self._check and trainer.world_size > 1):
             return
@@ -139,7 +125,6 @@ class AtTokens(Trigger):
         self._check = step + max(1, missing * steps // (2 * self._agreed) if self._agreed else 1)
 
     def see(self, trainer: Trainer, batch: Any) -> None:
-        """Counts the tokens of a micro-batch."""
         if self.due < math.inf:
             return
         tokens = self._count(batch)
@@ -154,7 +139,7 @@ class AtTokens(Trigger):
         if trainer.world_size == 1:
             return self._agreed + self._own
         own = torch.tensor(self._own, dtype=torch.int64, device=trainer.strategy.root_device)
-        sharding = trainer.distributed_sampler_kwargs  # ranks that share a batch count as one
+        sharding = trainer.distributed_sampler_kwargs  # model-parallel ranks share a batch
         alike = trainer.world_size // (sharding["num_replicas"] if sharding else 1)
         return self._agreed + int(trainer.strategy.reduce(own, reduce_op="sum")) // alike
 
@@ -171,11 +156,7 @@ class AtTokens(Trigger):
 
 
 def count_tokens(batch: Any) -> int:
-    """The number of elements of ``batch["input_ids"]``, or of a batch of integers.
-
-    Raises:
-        MisconfigurationException: it is neither.
-    """
+    """The number of elements of ``batch["input_ids"]``, or of a batch that is an integer tensor."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         kind = f"{type(batch).__name__} of {batch.dtype}" if isinstance(batch, Tensor) else type(batch).__name__
@@ -189,11 +170,7 @@ def count_tokens(batch: Any) -> int:
 def steps_of(
     argument: str, share: float, instead: str, owner: str, trainer: Trainer, pl_module: LightningModule
 ) -> int:
-    """A fraction of all optimizer steps, in steps.
-
-    Raises:
-        MisconfigurationException: the number of steps of the run is not known.
-    """
+    """Converts a fraction of all optimizer steps to steps; ``MisconfigurationException`` if their number is unknown."""
     if not pl_module.automatic_optimization and trainer.max_steps == -1:
         raise MisconfigurationException(
             f"{owner}({argument}={share}) is a fraction of all optimizer steps, and how many manual optimization takes "

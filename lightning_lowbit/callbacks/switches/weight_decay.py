@@ -1,4 +1,4 @@
-"""Changing the weight decay in mid-training."""
+"""Changes the weight decay during training."""
 
 from typing import Any
 
@@ -6,30 +6,25 @@ from lightning_lowbit._lightning import LightningModule, MisconfigurationExcepti
 from lightning_lowbit.callbacks.switches.base import Switch
 from lightning_lowbit.checks import number
 
-# The weight decay that a group began with, also after a switch to 0 and a resume; torch's schedulers have "initial_lr".
+# Like "initial_lr" of torch's schedulers: tells, after a switch to 0 and a resume, which groups had a weight decay.
 _INITIAL = "initial_weight_decay"
 
 
 class WeightDecaySwitch(Switch):
-    """Sets the weight decay of all optimizers from a step on; parameters without one stay without.
+    """Sets the weight decay of all optimizers from a step on; parameters without weight decay stay without.
 
-    Ternary weights flip as long as the latent weights are small, which weight decay keeps them, and settle without it:
-    "The Era of 1-bit LLMs: Training Tips, Code and FAQ" (in the repository microsoft/unilm) goes from 0.1 to 0
-    half-way, where the learning rate drops, too.
-
-    The switch happens before the first micro-batch of that optimizer step. Of several switches, the last one that is
-    due holds. The weight decay in force is part of the optimizers' checkpoint; this callback has no state.
+    Ternary weights flip while the latent weights are small; weight decay keeps them small, and without it they settle.
+    "The Era of 1-bit LLMs: Training Tips, Code and FAQ" (in the repository microsoft/unilm) goes from 0.1 to 0 halfway,
+    where the learning rate drops too. The weight decay in force is saved with the optimizers.
 
     Args:
-        to: the weight decay from then on, at least 0.
+        to: the new weight decay, at least 0.
         at: when, as a fraction of all optimizer steps, in [0, 1].
         step: when, as a number of optimizer steps; instead of ``at``.
 
     Raises:
-        ValueError: ``to`` is negative or not finite, or not exactly one of ``at`` and ``step`` is given, or one out of
-            range.
-        MisconfigurationException: when training starts: an optimizer has no weight decay, or a fraction is asked for of
-            a run whose number of steps is not known.
+        ValueError: an argument is out of range, or not exactly one of ``at`` and ``step`` is given.
+        MisconfigurationException: an optimizer has no weight decay, or the run's number of steps is unknown.
 
     Example:
         >>> Trainer(plugins=[TernaryPrecision()], callbacks=[WeightDecaySwitch(at=0.5)])
@@ -42,7 +37,6 @@ class WeightDecaySwitch(Switch):
         super().__init__(at=at, step=step)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resolves the fraction."""
         for optimizer in trainer.optimizers:
             if not any("weight_decay" in group for group in optimizer.param_groups):
                 raise MisconfigurationException(
@@ -60,7 +54,6 @@ class WeightDecaySwitch(Switch):
         super().on_train_start(trainer, pl_module)
 
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sets it."""
         decaying = [group for group in _groups(trainer) if group.get(_INITIAL)]
         before = sorted({group["weight_decay"] for group in decaying} - {self.to})
         if before:

@@ -1,1 +1,1 @@
-"""What a checkpoint says of how it was trained, and models that compute so."""
+"""Reading from a checkpoint how a model was trained, and restoring models that compute the same way."""

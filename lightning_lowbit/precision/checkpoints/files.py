@@ -1,7 +1,6 @@
-"""Reading checkpoints without a Trainer, and checking what they say before anything is changed.
+"""Reads checkpoints without a Trainer, and validates their state before anything is changed.
 
-A checkpoint is a file that ``torch.save`` wrote, or a folder: shards of the weights in torch's distributed format, and
-``meta.pt`` with everything else.
+A checkpoint is a file of ``torch.save``, or a folder: ``meta.pt`` and shards of ``torch.distributed.checkpoint``.
 """
 
 import os
@@ -23,22 +22,17 @@ CHECKPOINT_KEY = "lightning_lowbit"
 
 Checkpoint = str | os.PathLike[str] | Mapping[str, Any]
 
-_META = "meta.pt"  # as Lightning's strategies name it
+_META = "meta.pt"  # the name that Lightning's strategies use
 _REQUIRED = object()
 _NUMBER = int | float
-_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # as torch has them
+_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # keys of torch's state
 
 
 def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mapping[str, Any]:
-    """Loads a checkpoint; of a folder everything but the weights.
+    """Loads a checkpoint, given as a path or as what ``torch.load`` returned; from a folder, all but the weights.
 
-    Args:
-        checkpoint: a path, or what ``torch.load`` has made of one.
-        weights_only: False unpickles any object, which runs code of whoever wrote the file.
-
-    Raises:
-        FileNotFoundError: there is no such path.
-        ValueError: it is no checkpoint, or holds objects that need ``weights_only=False``.
+    ``weights_only=False`` unpickles any object, which can run code from the file. Raises ``FileNotFoundError``, or
+    ``ValueError`` for what is not a checkpoint.
     """
     if isinstance(checkpoint, Mapping):
         return checkpoint
@@ -50,9 +44,9 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mappin
     if not path.exists():
         raise FileNotFoundError(f"The checkpoint {path} does not exist.")
     try:
-        mmap = zipfile.is_zipfile(path)  # tensors are read where they are used
+        mmap = zipfile.is_zipfile(path)  # tensors are read on first use
         loaded = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
-    except Exception as error:  # of pickle, zip files or torch: whatever a damaged file causes
+    except Exception as error:  # damaged files raise errors of pickle, zipfile or torch
         hint = ". If you trust whoever wrote it, give weights_only=False" if weights_only else ""
         raise ValueError(f"{path} cannot be loaded ({_first_line(error)}){hint}.") from error
     if not isinstance(loaded, Mapping):
@@ -61,11 +55,7 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mappin
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = True) -> None:
-    """Loads all weights of a model from a checkpoint; arguments are those of :func:`load_checkpoint`.
-
-    Raises:
-        ValueError: the checkpoint lacks weights, or has other shapes.
-    """
+    """Loads all weights of a model from a checkpoint; raises ``ValueError`` if some are missing or differ in shape."""
     own = model.state_dict()
     if isinstance(checkpoint, Mapping) or not Path(checkpoint).expanduser().is_dir():
         given = load_checkpoint(checkpoint, weights_only).get("state_dict")
@@ -81,15 +71,14 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
         )
     try:
         model.load_state_dict({name: given[name] for name in own})
-    except RuntimeError as error:  # of shapes
+    except RuntimeError as error:  # shapes differ
         raise ValueError(str(error)) from error
 
 
 def _load_shards(own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The tensors of a model that a folder holds."""
     reader = FileSystemReader(folder)
     there = reader.read_metadata().state_dict_metadata
-    # Lightning's strategies for FSDP1 and FSDP2 put these before the names.
+    # Prefixes of Lightning's strategies for FSDP1 and FSDP2.
     prefix = next((p for p in ("model.", "state_dict.") if any(f"{p}{name}" in there for name in own)), "")
     names = [name for name in own if f"{prefix}{name}" in there]
     found = {f"{prefix}{name}": torch.empty_like(own[name], device="cpu") for name in names}
@@ -103,17 +92,10 @@ def _load_shards(own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def entry(state: Mapping[str, Any], key: str, kind: Any, where: str = "", default: Any = _REQUIRED) -> Any:
-    """Returns an entry of a state, after a check of its type.
+    """Returns an entry of the plugin's state, or of a part of it, after checking its type.
 
-    Args:
-        state: a checkpoint's ``["lightning_lowbit"]``, or a part of it.
-        key: of the entry.
-        kind: the type, or a union of types, that it must have.
-        where: what stands before the key in an error, such as ``"trained."``.
-        default: of an entry that older versions did not write.
-
-    Raises:
-        ValueError: the entry is missing and there is no default, or it is of another type.
+    ``where`` is the prefix of the key in error messages, such as ``"trained."``; ``default`` is for entries that older
+    versions did not write. Raises ``ValueError`` if the type is wrong, or the entry is missing without a default.
     """
     value = state.get(key, default)
     if value is _REQUIRED:
@@ -128,11 +110,7 @@ def entry(state: Mapping[str, Any], key: str, kind: Any, where: str = "", defaul
 
 
 def state_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The state of the precision plugin in a checkpoint; None if there is none.
-
-    Raises:
-        ValueError: an entry is missing or invalid; the message names it.
-    """
+    """Returns the validated plugin state of a checkpoint, or None. A ``ValueError`` names an invalid entry."""
     if checkpoint.get(CHECKPOINT_KEY) is None:
         return None
     state: Mapping[str, Any] = entry(checkpoint, CHECKPOINT_KEY, Mapping)
@@ -141,7 +119,7 @@ def state_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
             raise ValueError(f"The checkpoint's state of {CHECKPOINT_KEY} has {key} = {state[key]}, below 0: {_ADVICE}")
     entry(state, "seed", int)
     choose("phase in the checkpoint", entry(state, "phase", str), PHASES)
-    blend = entry(state, "blend", Tensor | _NUMBER, default=1.0)  # λ came with a later version
+    blend = entry(state, "blend", Tensor | _NUMBER, default=1.0)  # older versions had no λ
     if isinstance(blend, Tensor) and blend.numel() != 1:
         raise ValueError(f"The checkpoint's blend is one number; got {_shown(blend)}: {_ADVICE}")
     if entry(state, "accumulated", int, default=1) < 1:

@@ -1,9 +1,8 @@
-"""Options of optimizers and schedulers that a checkpoint overrides.
+"""Warns about options of optimizers and schedulers that a checkpoint overrides.
 
-``Trainer.fit(ckpt_path=...)`` loads the state of each optimizer and scheduler, and options are part of it: the learning
-rate, betas, weight decay, ``T_max``. What a run asks for is then not what it trains with. :func:`asked_options` keeps
-the former, :func:`overridden` compares it with the checkpoint: of a scheduled learning rate, and of a weight decay that
-a callback switches, the initial values. ``ReduceLROnPlateau`` keeps none.
+``Trainer.fit(ckpt_path=...)`` loads the state of optimizers and schedulers, which includes options such as learning
+rate, betas and ``T_max``. So a run may train with other options than its configuration asks for. For a scheduled
+learning rate or weight decay, the initial values are compared. ``ReduceLROnPlateau`` stores none.
 """
 
 import inspect
@@ -21,7 +20,7 @@ Options = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 def asked_options(optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> tuple[Options, Options]:
-    """The options of optimizers and schedulers (or ``LRSchedulerConfig``), before a checkpoint is loaded."""
+    """Records the options of optimizers and schedulers (or ``LRSchedulerConfig``) before a checkpoint is loaded."""
     made = [each for config in schedulers for each in _nested(getattr(config, "scheduler", config))]
     groups = [
         (type(each).__name__, _of_group(group, each, bool(made))) for each in optimizers for group in each.param_groups
@@ -32,12 +31,9 @@ def asked_options(optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) ->
 def overridden(
     asked: tuple[Options, Options], checkpoint: Mapping[str, Any], optimizers: Iterable[Optimizer]
 ) -> list[str]:
-    """The options that a checkpoint overrides, such as ``"AdamW: lr 0.001 (asked for: 0.05)"``.
+    """Lists the options that a checkpoint overrides, such as ``"AdamW: lr 0.001 (asked for: 0.05)"``.
 
-    Args:
-        asked: from :func:`asked_options`.
-        checkpoint: with Lightning's keys.
-        optimizers: of the run, into which a sharded checkpoint, which holds nothing of them, was loaded already.
+    A sharded checkpoint has no optimizer entries, but has already been loaded into ``optimizers``.
     """
     states = checkpoint.get("optimizer_states") or [{"param_groups": each.param_groups} for each in optimizers]
     groups = [group for state in states for group in state["param_groups"]]
@@ -49,11 +45,10 @@ def overridden(
         for held in _held(saved, name)
         if held != value
     ]
-    return list(dict.fromkeys(lines))  # once for all groups
+    return list(dict.fromkeys(lines))  # parameter groups may repeat a line
 
 
 def warn_of(lines: Sequence[str]) -> None:
-    """Warns of what :func:`overridden` found."""
     if lines:
         rank_zero_warn(
             f"The checkpoint overrides options that this run asks for. In force are: {'; '.join(lines)}. To change "
@@ -63,24 +58,22 @@ def warn_of(lines: Sequence[str]) -> None:
 
 
 def _of_group(group: Mapping[str, Any], optimizer: Optimizer, is_scheduled: bool) -> dict[str, Any]:
-    # Schedules that change the momentum leave its bounds in the group.
+    # Schedulers that change the momentum store its bounds in the group.
     moved = {"momentum", "betas"} if "base_momentum" in group else set[str]()
     if is_scheduled:
         moved.add("lr")
-    # Some optimizers count their steps beside their options.
+    # Some optimizers store counters in their groups, next to their options.
     names = optimizer.defaults.keys() & inspect.signature(type(optimizer)).parameters.keys()
     initial = {"initial_lr": _plain(group["initial_lr"])} if is_scheduled and "initial_lr" in group else {}
     return initial | {n: _plain(group[n]) for n in optimizer.defaults if n in names & group.keys() - moved}
 
 
 def _of_scheduler(scheduler: Any) -> dict[str, Any]:
-    """The arguments of a scheduler that are in its state; ``last_epoch`` is no option."""
     names = inspect.signature(type(scheduler)).parameters.keys() - {"last_epoch"}
     return {name: _plain(value) for name, value in scheduler.state_dict().items() if name in names}
 
 
 def _held(saved: Mapping[str, Any], name: str) -> Iterator[Any]:
-    """The value of an option in a saved group or schedule, if it has one."""
     initial = name if name in ("lr", "initial_lr") else f"initial_{name}"
     for key in (initial, name.removeprefix("initial_")):
         if key in saved:
@@ -89,7 +82,7 @@ def _held(saved: Mapping[str, Any], name: str) -> Iterator[Any]:
 
 
 def _nested(scheduler: Any) -> Iterator[Any]:
-    """A scheduler, or its state, and those within it, as in ``SequentialLR``."""
+    """Yields a scheduler, or its state, and those nested in it, as in ``SequentialLR``."""
     yield scheduler
     within = scheduler.get("_schedulers") if isinstance(scheduler, Mapping) else getattr(scheduler, "_schedulers", None)
     for each in within or ():
@@ -97,9 +90,9 @@ def _nested(scheduler: Any) -> Iterator[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors as numbers and lists as tuples, since checkpoints may hold either."""
+    """Turns tensors into numbers and lists into tuples: checkpoints may hold either."""
     if isinstance(value, Tensor):
         return _plain(value.tolist())
-    if isinstance(value, Counter):  # milestones
+    if isinstance(value, Counter):  # milestones of MultiStepLR
         return tuple(sorted(value.elements()))
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value

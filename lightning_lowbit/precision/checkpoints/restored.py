@@ -1,4 +1,4 @@
-"""A plain model that computes as it was trained, without a Trainer."""
+"""Restores a plain model that computes as it did in training, without a Trainer."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -21,22 +21,19 @@ def restore(
 ) -> _Model:
     """Makes a plain model compute as it was trained, in place: weights, casts, phase, λ, amaxes and autocast.
 
-    The model evaluates; each of its forward passes computes in the dtype of the training. What is computed outside of
-    any ``forward`` is left alone: use ``torch.autocast`` there.
+    The model is put in evaluation mode. Only its forward passes run under autocast; for code outside them, use
+    ``torch.autocast``. Returns the same model.
 
     Args:
         model: built as for training, not sharded.
-        checkpoint: a path, also of a folder of shards, or what ``torch.load`` has made of one.
-        prefix: the model's name in the module that was trained, if it is a submodule of that, e.g. ``"model"``.
-        weights: False leaves the weights alone, if they are loaded already.
-        weights_only: as in ``torch.load``; False loads any object, from a file that you trust.
-
-    Returns:
-        The model itself.
+        checkpoint: a path to a file or a folder of shards, or what ``torch.load`` returned.
+        prefix: the model's name within the trained module, if it is a submodule, e.g. ``"model"``.
+        weights: False if the weights are already loaded.
+        weights_only: as in ``torch.load``; False loads any object, for trusted files only.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
-        ValueError: it does not say how it was trained, is that of another model, or is damaged.
+        FileNotFoundError: the checkpoint does not exist.
+        ValueError: the checkpoint has no record of its training, belongs to another model, or is damaged.
 
     Example:
         >>> model = restore(MyModule(), "last.ckpt")
@@ -44,7 +41,7 @@ def restore(
     """
     loaded = load_checkpoint(checkpoint, weights_only)
     plugin = LowBitPrecision.from_checkpoint(loaded)
-    if plugin.backend == "native":  # which is an error where the hardware cannot; results are the same
+    if plugin.backend == "native":  # would raise on other hardware; emulation gives the same results
         plugin.backend = "auto"
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(
@@ -61,8 +58,6 @@ def restore(
 
 
 class _AsTrained:
-    """Makes the context of a forward pass of the plugin that trained the model; ``trained`` says how it was trained."""
-
     def __init__(self, plugin: LowBitPrecision, trained: Trained) -> None:
         self.plugin, self.trained = plugin, trained
 
@@ -80,7 +75,7 @@ class _AsTrained:
 
 
 def _within(model: nn.Module, prefix: str) -> nn.Module:
-    """A module that contains a model under a name; the model itself without one."""
+    """Nests a model in empty modules, so that its parameter names get the prefix."""
     for name in reversed(prefix.split(".") if prefix else []):
         holder = nn.Module()
         holder.add_module(name, model)

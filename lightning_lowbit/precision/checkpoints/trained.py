@@ -1,16 +1,10 @@
-"""How a model was trained, as recorded in its checkpoint.
+"""The record in a checkpoint of how the model was trained.
 
     checkpoint["lightning_lowbit"]
         step, micro_batch, seed, phase, blend, …      see ``precision/state.py``
-        trained
-            version          of this record
-            layers           by layer, the name of its casts in force (outside any phase)
-            started          the same when the run started, of layers that were given other casts since
-            casts            by name, the fields of these casts
-            compute_dtype, smooth_swiglu, shared_amax, exact, backend, scaler
+        trained                                       :meth:`Trained.record`; casts are stored by name, once each
 
-All of it is tensors and primitives, so that it loads with ``weights_only=True``. Layers are known by their names
-without wrappers. Two runs compute the same function if their layers, dtype and shared amaxes are the same.
+It holds only tensors and primitives, so it loads with ``weights_only=True``.
 """
 
 import copy
@@ -31,16 +25,13 @@ _HP = LinearCasts()
 
 @dataclass(frozen=True)
 class Trained:
-    """What decides, besides the weights, what a trained model computes.
+    """The settings that decide, with the weights, what a trained model computes.
 
     Attributes:
-        layers: by name, the casts of each converted layer, outside any phase.
-        started: the casts when the run started, of layers that were given other casts since.
-        compute_dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
-        smooth_swiglu: ``"channel"``, ``"token"`` or None.
+        layers: by name, the casts of each converted layer, regardless of the phase.
+        started: the casts at the start of the run, for layers whose casts changed since.
         shared_amax: patterns of layers that share an amax.
-        exact, backend: how GEMMs are computed.
-        scaler: the class of the loss scaler; None without one.
+        scaler: class name of the loss scaler, or None.
     """
 
     layers: Mapping[str, LinearCasts]
@@ -53,17 +44,15 @@ class Trained:
     started: Mapping[str, LinearCasts] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """The casts, and how many layers have them."""
         counted = Counter(map(str, self.layers.values())).most_common()
         return ", ".join(f"{casts} in {count} layer{'s' * (count > 1)}" for casts, count in counted)
 
     @property
     def planned(self) -> dict[str, LinearCasts]:
-        """The casts with which the run started, by layer."""
+        """By layer, the casts at the start of the run."""
         return {**self.layers, **self.started}
 
     def record(self) -> dict[str, Any]:
-        """The record in primitives; casts that layers share are written once."""
         names: dict[LinearCasts, str] = {}
         for casts in (*self.layers.values(), *self.started.values()):
             if casts not in names:
@@ -81,11 +70,7 @@ class Trained:
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "Trained":
-        """Reads what :meth:`record` wrote.
-
-        Raises:
-            ValueError: an entry is missing or invalid, or a later version wrote it.
-        """
+        """Reads what :meth:`record` wrote; a ``ValueError`` names an invalid entry or a newer version."""
         version = entry(record, "version", int, "trained.")
         if version > VERSION:
             raise ValueError(
@@ -117,7 +102,7 @@ class Trained:
         )
 
     def differences(self, other: "Trained") -> list[str]:
-        """How another model (here) differs from this one (in the checkpoint), a line for each difference."""
+        """Lists how this model (in the checkpoint) and another one (here) differ, one line per difference."""
         there, here = ({n: c for n, c in each.layers.items() if c != _HP} for each in (self, other))
         found: dict[tuple[LinearCasts, LinearCasts], list[str]] = {}
         for name in {**there, **here}:
@@ -135,7 +120,6 @@ class Trained:
 
 
 def _difference(there: LinearCasts, here: LinearCasts) -> str:
-    """The names of two casts, or else the fields that differ."""
     if _HP in (there, here) or {str(there), str(here)} <= PRESETS.keys():
         return f"{there} in the checkpoint, {here} here"
     found: dict[tuple[str, str], list[str]] = {}
@@ -148,18 +132,14 @@ def _difference(there: LinearCasts, here: LinearCasts) -> str:
 
 
 class Origin(NamedTuple):
-    """The checkpoint from which a plugin was made: its state, and how it was trained."""
+    """The state and the training record of the checkpoint from which a plugin was made."""
 
     state: Mapping[str, Any]
     trained: Trained
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> "Origin":
-        """Reads a checkpoint.
-
-        Raises:
-            ValueError: it does not say how it was trained, or its state is damaged.
-        """
+        """Reads a checkpoint; raises ``ValueError`` if it is damaged or has no training record."""
         state = state_of(checkpoint)
         if state is None or state.get("trained") is None:
             nothing = "no state of lightning_lowbit (saved without the plugin, or weights only)"
@@ -168,11 +148,11 @@ class Origin(NamedTuple):
                 f"The checkpoint holds {what}, so that it does not tell the casts. Make the plugin as it was made for "
                 "training, e.g. FP4Precision('nvfp4', skip=['lm_head']), or call convert(model, casts)."
             )
-        # A copy: tensors may lie in the checkpoint's file, which may be overwritten.
+        # A copy: tensors may be memory-mapped from the file, which may be overwritten.
         return cls(copy.deepcopy(state), Trained.read(state["trained"]))
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the plugin; casts of single layers come on top."""
+        """The plugin's constructor arguments; ``casts`` are those of most layers, not of each."""
         common = Counter(self.trained.planned.values()).most_common(1)
         return {
             "casts": common[0][0] if common else _HP,
@@ -184,19 +164,19 @@ class Origin(NamedTuple):
 LACKING = "the state of a version of lightning_lowbit that did not record the casts"
 _ARGUMENTS = ("compute_dtype", "smooth_swiglu", "shared_amax", "exact", "backend")
 
-# The arguments of a plugin from a checkpoint that do not change what its model computes.
+# Arguments that do not change what a model computes.
 CHANGEABLE = ("backend", "casts_of_checkpoint", "exact", "fresh_histories", "quantize_before_gather", "scaler", "seed")
 
 
 def check_changes(changes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns arguments that a plugin from a checkpoint may take; raises a ``ValueError`` for others."""
+    """Returns arguments that :meth:`LowBitPrecision.from_checkpoint` accepts; raises ``ValueError`` for others."""
     for name in changes:
         choose("argument of from_checkpoint (what else decides what is computed is the checkpoint's)", name, CHANGEABLE)
     return changes
 
 
 def primitive(value: Any) -> Any:
-    """Casts as a mapping of primitives, which :meth:`LinearCasts.of` takes."""
+    """Converts casts to a mapping of primitives, which :meth:`LinearCasts.of` takes."""
     if is_dataclass(value):
         return {f.name: primitive(getattr(value, f.name)) for f in fields(value) if f.init}
     if isinstance(value, Mapping):
