@@ -1,14 +1,13 @@
 """Text data from one argument: a folder, a file, or a stream from the Hugging Face Hub.
 
-The default is the source code of Python's standard library with bytes as tokens, without any download. Documents are
-joined by a separator, and the tokens are cut into sequences that share one token at each border,
+Documents are joined by a separator, and the tokens are cut into sequences that share one token at each border:
 
     tokens    t0 t1 t2 t3 t4 t5 t6 …            sequence_length = 3
     sequence  0: inputs t0 t1 t2, targets t1 t2 t3
     sequence  1: inputs t3 t4 t5, targets t4 t5 t6
 
-so each token is a target exactly once. Files are read into memory and shuffled in each epoch (`loader.py`); paths that
-begin with ``hf:`` are read while the model trains (`stream.py`).
+So each token is a target exactly once. Files are read into memory and shuffled in each epoch (`loader.py`). Paths that
+begin with ``hf:`` are read during training (`stream.py`).
 """
 
 import hashlib
@@ -49,11 +48,7 @@ def kind_of(file: Path) -> str | None:
 
 
 def find_files(path: str | None) -> list[Path]:
-    """The files of the corpus, ordered by a hash of their names, so that the first ones are a fair sample.
-
-    Raises:
-        ValueError: there is no such path, or no text file in it.
-    """
+    """The files of the corpus, ordered by a hash of their names, so that the first ones are a fair sample."""
     root = Path(sysconfig.get_path("stdlib") if path is None else path).expanduser().absolute()
     if root.is_file():
         if kind_of(root) is None and root.suffix.lower() in PACKED:
@@ -81,17 +76,13 @@ def find_files(path: str | None) -> list[Path]:
 
 
 def read_rows(file: Path, kind: str) -> Iterator[dict[str, Any]]:
-    """The rows of a JSON or Parquet file.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """The rows of a JSON or Parquet file."""
     import datasets
 
     read = {"json": datasets.IterableDataset.from_json, "parquet": datasets.IterableDataset.from_parquet}[kind]
     # Streaming keeps no copy of the text; the temporary folder is for its lock file.
     with no_progress_bars(), tempfile.TemporaryDirectory() as cache:
-        # A symlink with a plain name: `datasets` takes names for patterns, and those of packed files for addresses.
+        # A symlink with a plain name: `datasets` takes names as patterns, and those of packed files as addresses.
         plain = Path(cache, "rows" + file.suffix.lower())
         plain.symlink_to(file.absolute())
         try:
@@ -108,9 +99,6 @@ def read_documents(files: list[Path], column: str = "text") -> Iterator[bytes]:
     """The documents of files as UTF-8: each text file is one, and each row of JSON or Parquet.
 
     In text files, invalid UTF-8 becomes U+FFFD, and line ends become ``\\n``.
-
-    Raises:
-        ValueError: a file cannot be read, or has no ``column`` of text.
     """
     for file in files:
         kind = kind_of(file)
@@ -137,7 +125,7 @@ def take_bytes(documents: Iterable[bytes], number: int | None) -> list[bytes]:
 def hold_out(documents: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
     """Splits documents into training and validation text: validation gets the first ones that fit into the fraction.
 
-    If they fill less than half of it (with one or a few large files), validation gets the tail of the text.
+    If they fill less than half of it, because files are few and large, validation gets the tail of the text.
     """
     ends = list(accumulate(len(document) + 1 for document in documents))
     wanted = int(fraction * ends[-1])
@@ -155,23 +143,21 @@ class TextDataModule(LightningDataModule):
     """Language modeling on any text; batches are int64 (batch_size, sequence_length + 1).
 
     Args:
-        path: a file; a folder (its ``*.txt``, ``*.md`` and ``*.py`` files, the rows of its ``*.jsonl``, ``*.json``,
-            also ``.gz`` or ``.zst``, and ``*.parquet``, hidden files left out); None for the standard library of the
-            running Python, without its tests; or ``hf:NAME[:CONFIG]``, e.g. ``hf:allenai/c4:en``, for a data set of
-            the Hugging Face Hub or a folder in that shape, read as a stream without end (and without epochs: give
-            the trainer ``max_steps``).
+        path: a file; a folder (its ``*.txt``, ``*.md`` and ``*.py`` files, and rows of ``*.jsonl``, ``*.json``, also
+            ``.gz`` or ``.zst``, and ``*.parquet``, no hidden files); None for Python's standard library without its
+            tests; or ``hf:NAME[:CONFIG]``, e.g. ``hf:allenai/c4:en``, a data set of the Hugging Face Hub or a folder
+            in that shape, read as an endless stream (without epochs: set the trainer's ``max_steps``).
         tokenizer: ``bytes``, or a name or folder for ``AutoTokenizer.from_pretrained``.
         column: the one with the text, in JSON, Parquet and data sets.
         sequence_length: targets per sequence.
         batch_size: sequences per batch and rank.
-        val_fraction: share of the text held out for validation, as whole documents chosen by a hash of their files'
-            names; the tail of the text where there is one document, or a few large ones. A stream does not use it.
-        val_batches: at most so many validation batches, of the same sequences on any number of ranks; None for all.
+        val_fraction: share of the text for validation: whole documents chosen by a hash of their files' names, or the
+            tail of the text if documents are too few and large. Not used for streams.
+        val_batches: maximum number of validation batches, of the same sequences on any number of ranks; None for all.
             A stream takes them from its split ``validation`` or ``test``, or else from its first documents.
-        seed: chooses the order of the training sequences, not the validation text; None takes that of
-            ``seed_everything``, or 0.
-        max_bytes: at most so much text; None for all. Not for streams.
-        num_workers: processes that fetch batches; usually best are 0 for text in memory, and 1 or 2 for a stream.
+        seed: of the order of training sequences; None takes that of ``seed_everything``, or 0.
+        max_bytes: maximum size of the text; None for all. Not for streams.
+        num_workers: processes that fetch batches; usually best: 0 for text in memory, 1 or 2 for a stream.
 
     Raises:
         ValueError: an argument is invalid; or (in ``prepare_data``, before any logger writes) text, column or tokenizer
@@ -221,7 +207,6 @@ class TextDataModule(LightningDataModule):
         return self._tokenizer.vocab_size
 
     def _shard(self) -> dict[str, int]:
-        """The number of data-parallel ranks, and this rank."""
         sharding = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
         return sharding or {"num_replicas": 1, "rank": 0}
 
@@ -238,7 +223,6 @@ class TextDataModule(LightningDataModule):
             )
 
     def _read(self) -> tuple[PackedSequences | SequenceStream, PackedSequences]:
-        """Training and validation sequences."""
         if self._streams:
             wanted = None if self.val_batches is None else self.val_batches * self.batch_size
             stream, val = open_stream(str(self.path), self.column, self._tokenizer, self.sequence_length, wanted)
@@ -261,16 +245,15 @@ class TextDataModule(LightningDataModule):
         self._sequences = self._read()
 
     def setup(self, stage: str) -> None:
-        """Reads the text in processes where ``prepare_data`` was not called."""
         self._sequences = self._sequences or self._read()
         self._stream_loader, self._restored = None, {}  # a new run starts at the first batch
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Batches of this rank, in an order that depends on ``seed`` and the epoch only; a stream has no epochs."""
+        """Batches of this rank, in an order that depends only on ``seed`` and the epoch; a stream has no epochs."""
         assert self._sequences is not None
         train, val = self._sequences
         shard, overfit = self._shard(), getattr(self.trainer, "overfit_batches", 0)
-        if overfit:  # the same few batches, again and again
+        if overfit:  # the same few batches, repeated
             if isinstance(train, SequenceStream):
                 if not isinstance(overfit, int):
                     raise ValueError(
@@ -281,7 +264,7 @@ class TextDataModule(LightningDataModule):
         if isinstance(train, PackedSequences):
             sampler = ShuffledShard(train, shard["num_replicas"], shard["rank"], seed=self.seed, drop_last=True)
             return ResumableLoader(train, sampler, self.batch_size, self.num_workers)
-        if self._stream_loader is None:  # else Lightning asks again, in mid-run
+        if self._stream_loader is None:  # otherwise Lightning asks again during the run
             names = {"path": self.path, "column": self.column, "tokenizer": self.tokenizer}
             self._stream_loader = StreamLoader(
                 train,

@@ -1,6 +1,6 @@
-"""Training sequences in a reproducible order that resumes anywhere.
+"""Training sequences in a reproducible order that can be resumed at any batch.
 
-The order is a function of (seed, epoch), so a loader saves the epoch and the number of batches it has given.
+The order is a function of (seed, epoch), so a loader saves the epoch and the number of batches that it gave.
 """
 
 import hashlib
@@ -31,10 +31,9 @@ class PackedSequences(Dataset[Tensor]):
 
 
 class ShuffledShard(DistributedSampler[Tensor]):
-    """One rank's share of an epoch's permutation, from its ``start``-th sample on.
+    """One rank's share of an epoch's permutation from its ``start``-th sample on; shares are disjoint and equally long.
 
-    It is a ``DistributedSampler`` also on one device: Lightning then calls ``set_epoch`` and never replaces it. The
-    shards of the ranks are disjoint and equally long.
+    Always a ``DistributedSampler``, so that Lightning calls ``set_epoch`` and does not replace it.
     """
 
     start = 0
@@ -47,11 +46,7 @@ class ShuffledShard(DistributedSampler[Tensor]):
 
 
 def refuse_another_order(saved: dict[str, Any], order: dict[str, Any]) -> None:
-    """Checks that a saved position belongs to this order of batches.
-
-    Raises:
-        ValueError: it belongs to another one.
-    """
+    """Raises a ``ValueError`` unless a saved position belongs to this order of batches."""
     if changed := [name for name in order if saved.get(name) != order[name]]:
         raise ValueError(
             "The checkpoint was taken in another order of batches: "
@@ -61,10 +56,10 @@ def refuse_another_order(saved: dict[str, Any], order: dict[str, Any]) -> None:
 
 
 class ResumableLoader(DataLoader[Tensor]):
-    """A ``DataLoader`` that Lightning saves and restores with the checkpoint, in the middle of an epoch too.
+    """A ``DataLoader`` that Lightning saves and restores with the checkpoint, also within an epoch.
 
-    It counts the batches that it gave, not those that workers have prefetched. The incomplete last batch is dropped.
-    The length is that of the whole epoch, because Lightning continues its own count of batches after a restart.
+    It counts the batches that it gave, without those that workers prefetched. The incomplete last batch is dropped. The
+    length is that of the whole epoch, because Lightning continues its own count of batches after a restart.
     """
 
     def __init__(self, dataset: PackedSequences, sampler: ShuffledShard, batch_size: int, num_workers: int = 0) -> None:
@@ -104,11 +99,7 @@ class ResumableLoader(DataLoader[Tensor]):
         return {**position, "order": self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next iteration continue at the saved position.
-
-        Raises:
-            ValueError: the state belongs to another order of batches.
-        """
+        """Continues at the saved position in the next iteration; raises a ``ValueError`` if the order differs."""
         refuse_another_order(state["order"], self._order)
         self._epoch, self._trainer_epoch = state["epoch"], state["trainer_epoch"]
         self._batches, self._restored = state["batches"], True

@@ -1,7 +1,7 @@
 """Causal language models: LLaMA in the papers' sizes, LLaMA and BitNet for a laptop, or any of ``transformers``.
 
-A network is a name and changes to its configuration, so a YAML file describes it completely. Low precision comes from
-outside: the precision plugin, and the callables ``optimizer`` and ``scheduler``.
+A name and changes to its configuration define a network, so YAML describes it completely. Low precision is added by the
+precision plugin, and by the callables ``optimizer`` and ``scheduler``.
 """
 
 import math
@@ -43,7 +43,7 @@ def count_tokens(batch: Tensor) -> int:
 
 
 class Perplexity(MeanMetric):
-    """exp of the mean loss over all tokens and ranks, which is not the mean of the batches' perplexities."""
+    """exp of the mean loss over all tokens and ranks, not the mean of the batches' perplexities."""
 
     def compute(self) -> Tensor:
         return super().compute().exp()
@@ -79,8 +79,8 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
     """The configuration of a causal language model of ``transformers``.
 
     Args:
-        network: a name in ``NETWORKS``; or a folder with a ``config.json``, or that file; or a model type of
-            ``transformers`` such as ``"gpt2"`` or ``"qwen3"``; or a model's name on the Hugging Face Hub.
+        network: a name in ``NETWORKS``; a folder with a ``config.json``, or that file; a model type of ``transformers``
+            such as ``"gpt2"`` or ``"qwen3"``; or a model's name on the Hugging Face Hub.
         config: values of the configuration to change.
 
     Raises:
@@ -115,29 +115,26 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
 class CausalLM(LightningModule):
     """Next-token prediction on batches of int64 tokens (batch, length + 1), by any network of ``transformers``.
 
-    Under ``ModelParallelStrategy`` the network is tensor-parallel as ``transformers`` plans it, and sharded by blocks;
-    see :mod:`lightning_lowbit.recipes.sharding`. :meth:`load_from_checkpoint` restores the casts of the training, and
+    Logs ``loss``, ``grad_norm`` (global L2 norm before clipping), ``val_loss`` (mean over tokens) and
+    ``val_perplexity``. Under ``ModelParallelStrategy`` the network is tensor-parallel and sharded, see
+    :mod:`lightning_lowbit.recipes.sharding`. :meth:`load_from_checkpoint` restores the casts of the training, and
     ``model.save_pretrained`` refuses to write latent weights.
 
-    Logs ``loss``, ``grad_norm`` (global L2 norm of all parameters before clipping), ``val_loss`` (mean over tokens) and
-    ``val_perplexity``.
-
     Args:
-        network: ``"llama-small"`` (3.3 million parameters), ``"bitnet-small"`` (the same with the norms and the
-            activation of BitNet b1.58, for ternary weights), ``"llama-60m"``, ``"llama-130m"``, ``"llama-350m"``,
-            ``"llama-1b"``, ``"llama-7b"``, or anything else that :func:`network_config` takes.
+        network: ``"llama-small"`` (3.3 million parameters), ``"bitnet-small"`` (the same with BitNet b1.58's norms and
+            activation, for ternary weights), ``"llama-60m"``, ``"llama-130m"``, ``"llama-350m"``, ``"llama-1b"``,
+            ``"llama-7b"``, or anything else that :func:`network_config` takes.
         config: values of the network's configuration to change, e.g. ``{"num_hidden_layers": 2}``.
-        pretrained: whether to load the weights at the path (or Hub name) ``network``, instead of drawing them.
+        pretrained: whether to load the weights at ``network``, a path or Hub name.
         gradient_checkpointing: whether to recompute activations instead of keeping them.
-        gather_dtype: ``"bf16"``: with ``ModelParallelStrategy`` FSDP2 gathers parameters in bf16, half the bytes, and
-            the residual stream is in bf16, too. Without it autocast keeps a bf16 copy of all weights on each device.
-        seed: of the initial weights, independent of the global random generator; None takes that of
-            ``seed_everything``, or 0.
+        gather_dtype: ``"bf16"``: FSDP2 (``ModelParallelStrategy``) gathers parameters in bf16, and the residual stream
+            is in bf16. Otherwise autocast keeps a bf16 copy of all weights on each device.
+        seed: of the initial weights, independent of the global generator; None takes that of ``seed_everything``, or 0.
         optimizer: creates the optimizer from the parameters; in YAML a ``class_path`` with ``init_args``.
         scheduler: creates the learning-rate schedule, stepped once per optimizer step; None for a constant rate.
 
     Raises:
-        ValueError: as in :func:`network_config`; or (before training) the data has more tokens than the vocabulary, or
+        ValueError: as in :func:`network_config`; or (before training) the data has more tokens than the vocabulary or
             longer sequences than positions, or the strategy does not gather in ``gather_dtype``.
     """
 
@@ -190,14 +187,14 @@ class CausalLM(LightningModule):
             )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the casts of the training where no plugin does: without a Trainer, or in evaluation."""
+        """Restores the casts of the training if no plugin does: without a Trainer, or in evaluation."""
         trainer = self._trainer
         evaluates = trainer is None or trainer.state.fn != TrainerFn.FITTING
         if evaluates and not (trainer and isinstance(trainer.precision_plugin, LowBitPrecision)):
             restore_casts(self, checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the casts to a checkpoint of weights alone, to which the plugin does not."""
+        """Adds the casts to a checkpoint of weights alone, where the plugin does not."""
         plugin = self.trainer.precision_plugin
         if CHECKPOINT_KEY not in checkpoint and isinstance(plugin, LowBitPrecision):
             plugin.on_save_checkpoint(checkpoint)
@@ -226,18 +223,15 @@ class CausalLM(LightningModule):
         return self.model(input_ids=tokens).logits
 
     def _loss(self, batch: Tensor) -> Tensor:
-        """Mean cross entropy of the tokens 1 … length, in float32."""
         logits = self(batch[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """One micro-batch."""
         loss = self._loss(batch)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Adds one batch to the means, weighted by its tokens."""
         loss, tokens = self._loss(batch), batch[:, 1:].numel()
         self.val_loss.update(loss, tokens)
         self.val_perplexity.update(loss, tokens)
@@ -245,11 +239,10 @@ class CausalLM(LightningModule):
         self.log("val_perplexity", self.val_perplexity, prog_bar=True)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Logs the gradient norm as a tensor on the device, without a host synchronization."""
+        """Logs the gradient norm as a tensor on the device, without synchronization."""
         self.log("grad_norm", gradient_norm([*self.parameters()]), prog_bar=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer and, if given, the schedule, stepped once per optimizer step."""
         trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
         optimizer = self.make_optimizer(trained)
         if self.make_scheduler is None:

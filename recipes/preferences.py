@@ -2,11 +2,9 @@
 
     L = -log σ(β [(log π(y|x) - log π_ref(y|x)) - (log π(y'|x) - log π_ref(y'|x))])        mean over pairs
 
-prefers the answer y to y' (arXiv 2305.18290, equation 7; here with log-probabilities per token, as in Tülu 3, arXiv
-2411.15124, section 5). It starts at ln 2 for every model, but with tiny gradients: with respect to a logit at most β/2
-over the number of tokens of all answers y.
-
-Pairs come from any text: x is the first half of a sequence, y the second half, and y' is y backwards.
+prefers the answer y to y' (arXiv 2305.18290, equation 7; log-probabilities are per token as in Tülu 3, arXiv
+2411.15124, section 5). The loss starts at ln 2 with tiny gradients: with respect to a logit at most β/2 over the number
+of tokens of all answers y. x is the first half of a sequence of any text, y the second half, and y' is y reversed.
 """
 
 import copy
@@ -28,16 +26,13 @@ class PreferenceLM(CausalLM):
     """Learns to prefer text to the reversed text, on batches of int64 tokens (batch, length + 1).
 
     The reference π_ref is a frozen copy of the initial model. Logs ``loss``, ``margin`` (the factor of β, averaged over
-    pairs), ``accuracy`` (share of pairs with a positive margin), ``grad_norm`` and ``zero_gradients`` (share of zero
-    elements in all gradients). In validation it logs ``val_accuracy``, and ``val_loss`` with β = 1, because the loss
-    with a small β hardly changes.
+    pairs), ``accuracy`` (share of pairs with a positive margin), ``grad_norm`` and ``zero_gradients`` (share of zeros
+    in all gradients). In validation it logs ``val_accuracy``, and ``val_loss`` with β = 1, because the loss hardly
+    changes if β is small.
 
     Args:
-        beta: β, the weight of the margin.
+        beta: β, the weight of the margin, above 0.
         **kwargs: arguments of :class:`CausalLM`.
-
-    Raises:
-        ValueError: β is not a number above 0; or as in :class:`CausalLM`.
     """
 
     def __init__(self, beta: float = 0.1, **kwargs: Any) -> None:
@@ -59,7 +54,6 @@ class PreferenceLM(CausalLM):
         return preferred - other
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """One micro-batch."""
         margins = self._margins(batch)
         loss = -F.logsigmoid(self.beta * margins).mean()
         self.log("loss", loss, prog_bar=True)
@@ -68,7 +62,6 @@ class PreferenceLM(CausalLM):
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Adds one batch to the validation metrics."""
         margins = self._margins(batch)
         self.val_loss.update(-F.logsigmoid(margins))
         self.val_accuracy.update((margins > 0).float())
@@ -76,7 +69,6 @@ class PreferenceLM(CausalLM):
         self.log("val_accuracy", self.val_accuracy, prog_bar=True)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Logs the norm of the gradients and the share of zeros in them."""
         super().on_before_optimizer_step(optimizer)
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         zeros = torch.stack([(gradient == 0).sum() for gradient in gradients]).sum()

@@ -1,12 +1,12 @@
-"""Gradient descent on a quadratic loss with an error in every gradient: what noise costs, and what bias costs.
+"""Gradient descent on a quadratic loss with an error in every gradient: the cost of noise, and of bias.
 
-On the loss L(θ) = λ/2 ‖θ‖² in d dimensions the gradient is g = λθ, and a step of η with an error ε makes
+On L(θ) = λ/2 ‖θ‖² in d dimensions the gradient is g = λθ. A step of η with an error ε makes
 
     θ  ->  θ - η (g + ε) = (1 - ηλ) θ - η ε
 
 Noise has E ε = 0 and the standard deviation k σ_critical, with σ_critical = ‖g‖ / √(3d) (FP4 All the Way, arXiv
-2505.19115, section 4 and figure 4). Bias has E ε = m with ‖m‖ = μ (appendix B.2): the loss ends at μ² / (2λ).
-``docs/guides/noise_and_bias.md`` has the theory.
+2505.19115, section 4 and figure 4). Bias has E ε = m with ‖m‖ = μ (appendix B.2); its loss ends at μ² / (2λ). See
+``docs/guides/noise_and_bias.md``.
 """
 
 import math
@@ -30,8 +30,8 @@ class Curve(NamedTuple):
     """One run of gradient descent.
 
     Attributes:
-        error: kind of error: ``"noise"`` shrinks with the gradient; ``"biased"`` and ``"unbiased"`` have constant size.
-        size: k, the standard deviation over σ_critical, of noise; else μ, the root mean square length.
+        error: ``"noise"`` shrinks with the gradient; ``"biased"`` and ``"unbiased"`` errors have constant size.
+        size: k for noise, else μ, the root mean square length.
         step: ηλ, the step in units of 1/λ.
     """
 
@@ -48,12 +48,12 @@ class Curve(NamedTuple):
 class Quadratic(LightningModule):
     """All runs at once: each is a row of the float64 matrix ``points`` (curves, dimensions), with the minimum at 0.
 
-    They start at the same random point, where the loss is 1. Logs the loss of each run before the step, under the names
-    of ``curves``, and draws ``quadratic.png`` into the run's folder when fit ends. Needs ``max_steps``, and no data.
+    They start at the same random point with loss 1. Logs the loss of each run before the step, by the names of
+    ``curves``, and draws ``quadratic.png`` into the run's folder when fit ends. Needs ``max_steps``, and no data.
 
     Args:
-        noises: values of k; those of figure 4, and noiseless descent for comparison.
-        errors: values of μ; each both as bias, equal in all dimensions, and as unbiased noise.
+        noises: values of k; by default those of figure 4, and 0.
+        errors: values of μ, each both as bias, equal in all dimensions, and as unbiased noise.
         steps: values of ηλ; each is combined with all errors.
         dimensions: d.
         curvature: λ.
@@ -99,19 +99,15 @@ class Quadratic(LightningModule):
         return torch.tensor(list(values), dtype=torch.float64)[:, None]
 
     def forward(self) -> Tensor:
-        """The loss of each row, (curves,)."""
         return self.curvature / 2 * self.points.square().sum(1)
 
     def train_dataloader(self) -> Iterable[int]:
-        """A placeholder for each step, because the loss needs no data."""
         return range(self.trainer.max_steps)
 
     def on_fit_start(self) -> None:
-        """Clears the history of an earlier fit."""
         self.history.clear()
 
     def training_step(self, batch: int, batch_idx: int) -> Tensor:
-        """The sum of the losses; its gradient holds that of each row."""
         losses = self()
         self.history.append(losses.detach())
         names = (curve.name for curve in self.curves)
@@ -119,7 +115,6 @@ class Quadratic(LightningModule):
         return losses.sum()
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Adds the errors to the gradients (curves, d), and scales each row by its step."""
         gradient = self.points.grad
         assert gradient is not None
         # The root mean square length of the noise is √d times its standard deviation, and σ_critical √d = ‖g‖ / √3.
@@ -136,7 +131,6 @@ class Quadratic(LightningModule):
         return dict(zip(self.curves, torch.stack(self.history).cpu().T, strict=True))
 
     def on_fit_end(self) -> None:
-        """Draws the picture."""
         self.history.append(self().detach())
         folder = self.trainer.log_dir
         if folder is not None and self.trainer.is_global_zero:
@@ -153,12 +147,7 @@ _WINDOW = {"xlim": (-1, 40), "ylim": (1e-12, 1e6)}  # of the left panel
 
 
 def draw(losses: Mapping[Curve, Tensor], curvature: float) -> Figure:
-    """Loss over steps: on the left with noise, on the right with errors of constant size; dotted the floors of bias.
-
-    Args:
-        losses: of each curve, (steps + 1,), from the start on.
-        curvature: λ.
-    """
+    """Loss over steps: left with noise, right with errors of constant size; dotted lines are the floors of bias."""
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     step_sizes = dict.fromkeys(curve.step for curve in losses)

@@ -1,4 +1,4 @@
-"""Loading of models with the casts of their training, and refusal of saves that would lose them."""
+"""Restores the casts of the training with a model, and refuses saves that would lose them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +13,7 @@ from lightning_lowbit.precision.checkpoints.trained import LACKING
 
 
 def restore_casts(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Restores the casts of a checkpoint, if it was trained with any; leaves weights and mode alone.
-
-    Raises:
-        ValueError: its state is damaged.
-    """
+    """Restores the casts of a checkpoint, if any; leaves weights and mode alone. Raises a ``ValueError`` if damaged."""
     state = state_of(checkpoint)
     if state is None:
         return
@@ -34,8 +30,8 @@ def restore_casts(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
 class SavePretrained:
     """``save_pretrained`` of a ``transformers`` model that refuses to write latent weights.
 
-    In quantization-aware training the optimizer updates latent weights, and the forward pass computes with their
-    quantized values. Loaded elsewhere, without the casts, latent weights give other results.
+    In quantization-aware training the optimizer updates latent weights, and the forward pass quantizes them. Loaded
+    without the casts, latent weights give other results.
     """
 
     def __init__(self, model: Any) -> None:
@@ -43,10 +39,6 @@ class SavePretrained:
 
     def __call__(self, *args: Any, latent: bool = False, **kwargs: Any) -> Any:
         """Calls ``save_pretrained`` of the model's class.
-
-        Args:
-            *args, **kwargs: passed on.
-            latent: whether to write latent weights.
 
         Raises:
             ValueError: layers were trained quantization-aware, and ``latent`` is False.

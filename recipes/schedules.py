@@ -1,13 +1,13 @@
 """Learning-rate schedules: a linear warm-up, then a decay that ends with the run.
 
-Step t = 0 … T - 1 of a run of T steps, of which w warm up, has f(t) times the peak, the optimizer's learning rate:
+Step t = 0 … T - 1 of T, with w warm-up steps, has f(t) times the peak, the optimizer's learning rate:
 
     t < w     f = (t + 1) / w
     t >= w    f = e + (1 - e) (1 + cos πp) / 2     p = (t - w) / (T - w)     WarmupCosine, e is the last factor
               f = (1 - p) s                        s = 1, from half-way 2/3  TwoStageLinear
 
-No step is wasted on a learning rate of zero: the first has 1 / w of the peak, and p reaches 1 one step after the last.
-A warm-up given as a share of the run, such as 0.1, is w = round(0.1 T) steps, however long the run.
+No step has a learning rate of zero: p reaches 1 one step after the last. A share of the run, such as 0.1, warms up for
+w = round(0.1 T) steps.
 """
 
 import inspect
@@ -20,14 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 class WarmupSchedule(LambdaLR):
-    """Raises the learning rate linearly over ``warmup_steps``, then lowers it as the subclass says in :meth:`decay`.
+    """A linear warm-up, then a decay that the subclass defines in :meth:`decay`; see its subclasses for the arguments.
 
     A subclass sets its own arguments, as attributes of the same names, before it calls this constructor.
-
-    Args:
-        optimizer: its learning rates are the peak.
-        warmup_steps: optimizer steps until the peak; 0 starts there. A number below 1 is a share of all steps.
-        total_steps: optimizer steps of the whole run; with None, :class:`CausalLM` fills in those of its Trainer.
 
     Raises:
         ValueError: the warm-up is negative, leaves no step to the decay, or is neither a whole number of steps nor a
@@ -43,12 +38,11 @@ class WarmupSchedule(LambdaLR):
         super().__init__(optimizer, self._factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position. A resumed run takes all arguments from its own configuration."""
+        """The position only; a resumed run takes all arguments from its own configuration."""
         shape = {*inspect.signature(type(self)).parameters, "warmup"}
         return {name: value for name, value in super().state_dict().items() if name not in shape}
 
     def set_total_steps(self, total_steps: float) -> None:
-        """Sets the length of the run; raises as the constructor does."""
         is_share = 0 < self.warmup_steps < 1
         if not 0 <= self.warmup_steps < total_steps or not (is_share or self.warmup_steps == int(self.warmup_steps)):
             raise ValueError(
@@ -111,7 +105,6 @@ class WarmupCosine(WarmupSchedule):
         super().__init__(optimizer, warmup_steps, total_steps)
 
     def decay(self, step: int, progress: float) -> float:
-        """Half a cosine from 1 to ``final_fraction``."""
         return self.final_fraction + (1 - self.final_fraction) * (1 + math.cos(math.pi * progress)) / 2
 
 
@@ -121,20 +114,20 @@ class TwoStageLinear(WarmupSchedule):
     Ternary weights need a high learning rate to change at all, and settle in the second stage. Weight decay ends at the
     same step, see :class:`lightning_lowbit.WeightDecaySwitch`.
 
-    Source: "The Era of 1-bit LLMs: Training Tips, Code and FAQ" (microsoft/unilm), which warms up for 375 of 100 000
-    steps and goes from 1.5e-3 to 1e-3 with 700M parameters, and from 1.2e-3 to 8e-4 with 1.3B and 3.9B. BitNet b1.58
-    2B4T (arXiv 2504.12285, section 3.1) makes each stage a cosine.
+    Source: "The Era of 1-bit LLMs: Training Tips, Code and FAQ" (microsoft/unilm): warm-up for 375 of 100 000 steps,
+    peaks of 1.5e-3 and 1e-3 with 700M parameters, 1.2e-3 and 8e-4 with 1.3B and 3.9B. BitNet b1.58 2B4T (arXiv
+    2504.12285, section 3.1) makes each stage a cosine.
 
     Args:
         optimizer: its learning rates are the peak of the first stage.
         warmup_steps: optimizer steps until the peak; 0 starts there. A number below 1 is a share of all steps.
         total_steps: optimizer steps of the whole run; with None, :class:`CausalLM` fills in those of its Trainer.
         second_peak: the peak of the second stage over that of the first.
-        at: when the second stage starts, as a fraction of all optimizer steps.
+        at: start of the second stage, as a fraction of all optimizer steps.
 
     Raises:
-        ValueError: the warm-up is negative or not over when the second stage starts, or the first stage has no step;
-            or ``second_peak`` is not in (0, 1], or ``at`` not in (0, 1).
+        ValueError: the warm-up is negative or not over when the second stage starts, the first stage has no step,
+            ``second_peak`` is not in (0, 1], or ``at`` not in (0, 1).
     """
 
     def __init__(
@@ -157,11 +150,10 @@ class TwoStageLinear(WarmupSchedule):
 
     @property
     def second_stage(self) -> float:
-        """The step at which the second stage starts, rounded like ``at`` of callbacks."""
+        """The first step of the second stage, rounded like ``at`` of callbacks."""
         return math.inf if self.total_steps == math.inf else round(self.at * self.total_steps)
 
     def set_total_steps(self, total_steps: float) -> None:
-        """Sets the length of the run; raises as the constructor does."""
         super().set_total_steps(total_steps)
         if self.second_stage < max(1, self.warmup):
             raise ValueError(
@@ -170,5 +162,4 @@ class TwoStageLinear(WarmupSchedule):
             )
 
     def decay(self, step: int, progress: float) -> float:
-        """The line from 1 to 0, in the second stage from ``second_peak`` to 0."""
         return (1 - progress) * (1 if step < self.second_stage else self.second_peak)

@@ -1,4 +1,4 @@
-"""Distribution of a network of ``transformers``: tensor parallelism and FSDP2."""
+"""Distributes a network of ``transformers``: tensor parallelism and FSDP2."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ def spread(model: Any, mesh: DeviceMesh, gather_dtype: torch.dtype | None = None
 
     Args:
         model: of ``transformers``.
-        mesh: with dimensions ``"data_parallel"`` and ``"tensor_parallel"``, as Lightning's ``ModelParallelStrategy``
-            creates it. A dimension of size 1 changes nothing.
+        mesh: with dimensions ``"data_parallel"`` and ``"tensor_parallel"``, as ``ModelParallelStrategy`` creates it. A
+            dimension of size 1 changes nothing.
         gather_dtype: the dtype that parameters are gathered in; None for their own. Gradients are reduced in float32.
         **kwargs: passed to ``fully_shard``.
 
@@ -41,17 +41,13 @@ def spread(model: Any, mesh: DeviceMesh, gather_dtype: torch.dtype | None = None
 
 
 def blocks(model: Any) -> list[nn.Module]:
-    """The decoder blocks of a network, whose parameters are gathered together."""
+    """The decoder blocks of a network; FSDP2 gathers the parameters of each together."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
 
 
 def tensor_parallel_plan(model: Any, size: int) -> dict[str, ParallelStyle]:
-    """The style of each linear layer over ``size`` processes, by patterns of names.
-
-    Raises:
-        ValueError: as :func:`spread`.
-    """
+    """The style of each linear layer over ``size`` processes, by patterns of names; raises as :func:`spread`."""
     config, advice = model.config, "Train it with tensor_parallel_size=1."
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:

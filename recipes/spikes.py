@@ -1,9 +1,6 @@
-"""Deliberate spikes, to measure what optimizers and callbacks do about them.
+"""Deliberate spikes, to test optimizers and callbacks.
 
-    GradientSpikes    in one step of a hundred, drawn at random, multiplies the gradient, or a share of it, by 1000
-    CorruptBatches    in given steps replaces the batch by noise, or the loss by NaN
-
-Stable-SPAM's paper finds such spikes in four-bit training (arXiv 2502.17055, section 2) and SPAM's in all training of
+Stable-SPAM's paper finds such spikes in four-bit training (arXiv 2502.17055, section 2), and SPAM's in all training of
 language models (arXiv 2501.06842, section 2), where they are rare and models are large.
 """
 
@@ -23,9 +20,9 @@ from lightning_lowbit.quant.rounding import mix_key
 
 
 class GradientSpikes(Callback):
-    """Multiplies some elements of all gradients in some steps, before anything clips them.
+    """Multiplies some elements of all gradients in random steps, before they are clipped.
 
-    Steps and elements depend on the seed and the step alone: they are the same for every optimizer, after a resume, and
+    Steps and elements depend only on the seed and the step: they are the same for every optimizer, after a resume, and
     sharded or not (except under FSDP1, which cuts flattened parameters). Each of several optimizers has its own steps.
     Logs ``gradient_spike``: 1 in such a step, else 0; of several optimizer steps in a training step, that of the last.
 
@@ -52,7 +49,6 @@ class GradientSpikes(Callback):
         self.probability, self.factor, self.share, self.seed = probability, factor, share, seed
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Draws whether this is a step with a spike, and which elements."""
         seed = torch.tensor(global_seed() if self.seed is None else self.seed)
         mixed = int(mix_key((seed << 32) + trainer.global_step))
         generator = torch.Generator().manual_seed(mixed % 2**32)  # which ignores more bits
@@ -73,10 +69,10 @@ class CorruptBatches(Callback):
     Args:
         steps: optimizer steps, counted from 0 like ``global_step``.
         kind: ``"noise"`` draws new tokens uniformly from 0 to the largest of the batch; ``"shuffle"`` permutes them;
-            ``"nan"`` makes the output of the model's last linear layer NaN, and with it the loss and all gradients.
+            ``"nan"`` makes the output of the last linear layer NaN, and with it the loss and all gradients.
 
     Raises:
-        ValueError: a step is not an integer from 0 on, or there is no such kind; in such a step: the batch is not a
+        ValueError: a step is not an integer from 0 on, or there is no such kind; or, in such a step, the batch is not a
             tensor of integers.
     """
 
@@ -87,7 +83,6 @@ class CorruptBatches(Callback):
         self._hook: Any = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Corrupts the batch, or the model for it."""
         if trainer.global_step not in self.steps:
             return
         if self.kind == "nan":
@@ -105,7 +100,6 @@ class CorruptBatches(Callback):
                 batch.copy_((uniform * (batch.max() + 1)).to(batch.dtype))
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Restores the model."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -1,7 +1,7 @@
-"""Text that is read while the model trains, in a reproducible order that resumes anywhere.
+"""Text that is read during training, in a reproducible order that can be resumed at any batch.
 
-The documents of the data set, repeated in their own order, are one endless row of tokens. It is cut into numbered
-sequences that share one token at each border:
+The documents, repeated without end, are one row of tokens. It is cut into numbered sequences that share one token at
+each border:
 
     tokens     t0 t1 t2 t3 t4 t5 t6 …         sequence_length = 3
     sequence   0: t0 … t3     1: t3 … t6      …
@@ -10,8 +10,7 @@ sequences that share one token at each border:
     batch b    the next `ranks * batch_size` sequences of the order; a rank takes every `ranks`-th of them
 
 So the sequences of a step depend neither on the number of ranks that share its batch nor on workers, and each sequence
-is seen once before the data repeats. The price: every rank and worker tokenizes the whole stream. There are no epochs;
-the next batch depends only on the number of batches given before.
+is seen once before the data repeats. The price: every rank and worker tokenizes the whole stream.
 """
 
 import hashlib
@@ -38,7 +37,6 @@ Position = dict[str, Any]  # integers, strings, None, and dictionaries of them, 
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """``datasets`` without its progress bars."""
     import datasets  # imported late, because it takes a second
 
     bars_were_on = not datasets.utils.are_progress_bars_disabled()
@@ -51,11 +49,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def text_of(row: dict[str, Any], column: str, source: str) -> bytes:
-    """The text of a row as UTF-8, empty for None.
-
-    Raises:
-        ValueError: there is no such column, or it does not hold text.
-    """
+    """The text of a row as UTF-8, empty for None; raises a ``ValueError`` if there is no ``column`` of text."""
     if column not in row:
         columns = ", ".join(repr(name) for name in row)
         raise ValueError(f"{source} has no column {column!r}, but has {columns}; name the one with text in `column`.")
@@ -67,10 +61,7 @@ def text_of(row: dict[str, Any], column: str, source: str) -> bytes:
 
 
 class Documents:
-    """The documents of one split, as UTF-8, from any position on.
-
-    ``start`` is the position of the first document; moved forward, every pass skips the documents before it.
-    """
+    """The documents of one split, as UTF-8, from any position on; every pass skips those before ``start``."""
 
     def __init__(self, dataset: Any, column: str, source: str) -> None:
         self._dataset, self._column, self._source = dataset, column, source
@@ -81,7 +72,7 @@ class Documents:
         return self._dataset.state_dict()
 
     def read(self, position: Position) -> Iterator[bytes]:
-        """From the position to the end of the data, without blank documents."""
+        """The documents from a position to the end of the data, without blank ones."""
         self._dataset.load_state_dict(position)
         # Not `iter(dataset)`, which gives each worker of a `DataLoader` only a part of the rows. One row at a time,
         # because positions are exact only between batches of `iter`.
@@ -98,7 +89,7 @@ class Documents:
             position = self.position()
 
     def first_tokens(self, tokenizer: Tokenizer, number: int | None) -> Tensor:
-        """The first ``number`` tokens, or fewer if there are no more; all for None."""
+        """The first ``number`` tokens, or all for None."""
         parts, total = [torch.empty(0, dtype=torch.uint8)], 0
         for _, tokens in self.tokens(tokenizer, self.start, BATCH if number is None else 1):
             parts.append(tokens)
@@ -109,11 +100,7 @@ class Documents:
 
 
 def open_splits(path: str, column: str) -> dict[str, Documents]:
-    """The splits of ``hf:NAME[:CONFIG]``; NAME is a data set of the Hugging Face Hub, or a folder in that shape.
-
-    Raises:
-        ValueError: it cannot be opened, or has no split ``train``.
-    """
+    """The splits of ``hf:NAME[:CONFIG]``, a data set of the Hugging Face Hub or a folder in that shape."""
     name, _, config = path.removeprefix(HUB).partition(":")
     with no_progress_bars():
         import datasets
@@ -141,7 +128,6 @@ class SequenceStream(Dataset[Tensor]):
         self.seek(None)
 
     def _read(self, position: Position) -> Iterator[tuple[Position, Tensor]]:
-        """The tokens from a position on, repeated without end."""
         while True:
             number = 0
             whole = position == self.documents.start
@@ -157,11 +143,7 @@ class SequenceStream(Dataset[Tensor]):
             position = self.documents.start
 
     def check(self) -> None:
-        """Reads the first sequence.
-
-        Raises:
-            ValueError: the data is too short.
-        """
+        """Reads the first sequence; raises a ``ValueError`` if the data is too short."""
         needed = self.length + 1
         for _, tokens in self._read(self.documents.start):
             needed -= len(tokens)
@@ -169,7 +151,6 @@ class SequenceStream(Dataset[Tensor]):
                 return
 
     def first(self, number: int) -> PackedSequences:
-        """The first sequences of the stream, in memory."""
         tokens = self.documents.first_tokens(self.tokenizer, number * self.length + 1)
         return PackedSequences(tokens, self.length)
 
@@ -190,7 +171,7 @@ class SequenceStream(Dataset[Tensor]):
                 offset -= len(held.popleft()[1])
 
     def seek(self, position: Position | None) -> None:
-        """Goes to a block, None for the first. Reads nothing yet: a worker process may do it."""
+        """Moves to a block, None for the first; reads nothing, so that a worker process can do it."""
         position = position or {"block": 0, "documents": self.documents.start, "offset": 0}
         if self._blocks is None or self.position["block"] != position["block"]:
             self.position, self._blocks, self._tokens = position, None, torch.empty(0)
@@ -214,7 +195,7 @@ class SequenceStream(Dataset[Tensor]):
 class StreamShard(DistributedSampler[Tensor]):
     """One rank's share of the order, from its ``start``-th sequence on, without end.
 
-    It is a ``DistributedSampler`` also on one device, so that Lightning does not replace it.
+    Always a ``DistributedSampler``, so that Lightning does not replace it.
     """
 
     start = 0
@@ -245,17 +226,16 @@ def as_it_is(batch: tuple[Tensor, Position]) -> tuple[Tensor, Position]:
 class StreamLoader(DataLoader[Tensor]):
     """An endless ``DataLoader`` that Lightning saves and restores with the checkpoint.
 
-    A new iteration continues where the last one stopped, also after a checkpoint or in a new epoch. The state
-    is the number of used batches, and the position of the block of the next one.
+    A new iteration continues where the last one stopped. The state is the number of used batches, and the position of
+    the next one's block.
 
     Args:
-        dataset: the sequences.
-        sampler: the order of this rank.
+        dataset, sampler: the sequences, and the order of this rank.
         batch_size: sequences per batch and rank.
         num_workers: processes that fetch batches.
         order: what the order depends on besides seed, ranks and sizes.
-        ahead: whether the consumer (Lightning) prefetches, and calls `use` for each batch that it uses. Else a batch is
-            used when it is given.
+        ahead: whether the consumer (Lightning) prefetches and calls `use` for each used batch. Otherwise a batch counts
+            as used when it is given.
     """
 
     def __init__(
@@ -287,20 +267,14 @@ class StreamLoader(DataLoader[Tensor]):
             yield batch
 
     def use(self) -> None:
-        """Counts one more of the given batches as used."""
         self._position = self._unused.popleft()
         self._batches += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, equal on all ranks, and the order that it belongs to."""
         return {"batches": self._batches, "position": self._position, "order": self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next iteration continue at the saved position.
-
-        Raises:
-            ValueError: the state belongs to another order of batches.
-        """
+        """Continues at the saved position in the next iteration; raises a ``ValueError`` if the order differs."""
         refuse_another_order(state["order"], self._order)
         self._batches, self._position = state["batches"], state["position"]
 

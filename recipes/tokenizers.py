@@ -1,6 +1,4 @@
-"""Tokenization of documents.
-
-A document is UTF-8 bytes. A separator ends each, so that a model can learn where texts end:
+"""Tokenization of documents, which are UTF-8 bytes; a separator ends each:
 
     documents  b"ab", b"c"
     tokens     a b | c |            | is the separator: byte 0, or the end token of a pretrained tokenizer
@@ -40,19 +38,14 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode(self, documents: list[bytes]) -> Tensor:
-        """See `Tokenizer`."""
         text = bytearray(b"\0".join([*documents, b""]))
         return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
 
 class PretrainedTokenizer:
-    """Any tokenizer of ``transformers``.
+    """Any tokenizer of ``transformers``; ``name`` is what ``AutoTokenizer.from_pretrained`` takes.
 
-    ``vocab_size`` excludes special tokens that no text produces: of T5's 32100 entries the last 100 are sentinels, so
-    its value is 32000.
-
-    Args:
-        name: what ``AutoTokenizer.from_pretrained`` takes, a name on the Hugging Face Hub or a folder.
+    ``vocab_size`` excludes special tokens that no text produces, such as T5's 100 sentinels: it is 32000, not 32100.
 
     Raises:
         ValueError: there is no such tokenizer, or it has no token that can end a document.
@@ -84,7 +77,6 @@ class PretrainedTokenizer:
         self._dtype = torch.uint8 if self.vocab_size <= 256 else torch.int32
 
     def encode(self, documents: list[bytes]) -> Tensor:
-        """See `Tokenizer`."""
         texts = [document.decode(errors="ignore") for document in documents]
         settings = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
         encoded = self._tokenizer(texts, **settings, verbose=False)["input_ids"] if texts else []
@@ -95,11 +87,7 @@ class PretrainedTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes.
-
-    Raises:
-        ValueError: see `PretrainedTokenizer`.
-    """
+    """``"bytes"``, or what :class:`PretrainedTokenizer` takes."""
     return ByteTokenizer() if name == "bytes" else PretrainedTokenizer(name)
 
 

@@ -4,7 +4,7 @@ from lightning_lowbit._lightning import Callback, LightningModule, Trainer, chec
 
 
 class LowBitCallback(Callback):
-    """A callback that refuses a Trainer of the other Lightning, under which it would find none of its classes."""
+    """A callback that refuses the Trainer of the other Lightning package (``lightning`` or ``pytorch_lightning``)."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks the Trainer. Subclasses call ``super()`` first."""

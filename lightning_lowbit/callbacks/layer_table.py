@@ -1,4 +1,4 @@
-"""Tables of the layers of a model and their casts; layers whose names differ only by numbers share a row."""
+"""Tables of a model's layers and their casts. Layers whose names differ only in numbers share a row."""
 
 import re
 from collections import Counter
@@ -13,11 +13,11 @@ from lightning_lowbit.report.console import Table
 
 
 def layer_table(model: nn.Module) -> Table:
-    """The layers of a model with parameters and casts; layers alike but for numbers in their names are one row."""
+    """A table of the layers with their parameters and casts."""
     rows: dict[tuple[Any, ...], list[str]] = {}
     parameters: Counter[tuple[Any, ...]] = Counter()
     labels = _labels(model)
-    counted: set[nn.Parameter] = set()  # tied ones belong to several modules
+    counted: set[nn.Parameter] = set()  # tied parameters belong to several modules
     for name, module in model.named_modules():
         name = clean_name(name)
         if isinstance(module, QuantizedLayer):
@@ -46,7 +46,6 @@ def layer_table(model: nn.Module) -> Table:
 
 
 def _executed(layer: QuantizedLayer) -> str:
-    """Where the quantized GEMMs of a layer run: natively, emulated, or some so and some so."""
     casts, quantized = layer.full_casts, layer.full_casts.quantized_gemms
     native = layer.native_gemms(layer.weight.device, casts)
     if not quantized or not native:
@@ -56,7 +55,7 @@ def _executed(layer: QuantizedLayer) -> str:
 
 
 def cast_legend(model: nn.Module) -> list[Table]:
-    """What the casts in the table are, operand by operand; ``~`` is stochastic rounding."""
+    """The cast of each operand, one column for each combination in the layer table; ``~`` is stochastic rounding."""
     labels = _labels(model)
     shown = [_describe(casts) for casts in labels]
     names = dict.fromkeys(name for casts in shown for name in casts)
@@ -65,7 +64,6 @@ def cast_legend(model: nn.Module) -> list[Table]:
 
 
 def _describe(casts: LinearCasts) -> dict[str, str]:
-    """The six operands in words, and what there is beside them."""
     beside = {
         "hadamard": ", ".join(f"{gemm} {transform}" for gemm, transform in casts.hadamard.items()),
         "subtract_mean": ", ".join(casts.subtract_mean),
@@ -85,7 +83,7 @@ def _labels(model: nn.Module) -> dict[LinearCasts, str]:
 
 
 def layer_data(model: nn.Module) -> Iterable[dict[str, Any]]:
-    """Each converted layer with its size and casts, for a machine."""
+    """The name, size and casts of each converted layer, for ``run.json``."""
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
             out_features, in_features = module.weight_matrix().shape[-2:]
@@ -95,7 +93,7 @@ def layer_data(model: nn.Module) -> Iterable[dict[str, Any]]:
 
 
 def merge_numbers(flops: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """(names, how many, FLOPs) of entries alike but for the numbers in their names, largest first."""
+    """(names, count, FLOPs) of entries whose names differ only in numbers, largest first."""
     groups: dict[str, list[str]] = {}
     for name in flops:
         groups.setdefault(re.sub(r"\d+", "*", name), []).append(name)
@@ -127,7 +125,6 @@ def _count(number: int) -> str:
 
 
 def flops_text(number: int) -> str:
-    """FLOPs in a unit that fits."""
     return _scaled(number, (("PFLOPs", 1e15), ("TFLOPs", 1e12), ("GFLOPs", 1e9), ("MFLOPs", 1e6), ("FLOPs", 1)))
 
 

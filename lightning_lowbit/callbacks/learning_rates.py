@@ -1,8 +1,7 @@
-"""Learning rates that are smaller for a while, of which no schedule knows.
+"""Learning rates that are lowered for some steps without the schedule's knowledge.
 
-Within the step of an optimizer, and nowhere else, the learning rates of its groups are multiplied with a factor. Some
-schedules compute a learning rate from the last one, and would go on from a smaller one; and what a checkpoint holds,
-and a ``LearningRateMonitor`` logs, is what the schedule says.
+A factor multiplies the learning rates only within ``optimizer.step()``. Outside of it they are those of the schedule.
+So schedules that compute a rate from the last one, checkpoints and ``LearningRateMonitor`` see the original rates.
 """
 
 from collections.abc import Sequence
@@ -13,14 +12,9 @@ from torch.optim import Optimizer
 
 
 class LowerRates:
-    """Multiplies the learning rates of an optimizer within its steps. Several of one optimizer multiply.
+    """Multiplies the learning rates of an optimizer within its steps by ``factor``, which may be set between steps.
 
-    Args:
-        optimizer: any; its learning rates are numbers or tensors, which are replaced for the step and put back.
-        factor: what they are multiplied with.
-
-    Attributes:
-        factor: may be set between steps; with 1 they are left alone.
+    Factors of several instances multiply.
 
     Example:
         >>> lower = LowerRates(optimizer, 0.5)
@@ -34,23 +28,19 @@ class LowerRates:
         self._hooks.add(self)
 
     def release(self) -> None:
-        """Ends it, also amid a step that broke off."""
+        """Restores the learning rates for good, also after a step that raised."""
         self._hooks.remove(self)
 
 
 class Rewarm:
-    """Lets the learning rate rise linearly to what the schedule says: the i-th step has i / ``steps`` of it.
-
-    Args:
-        steps: how many it takes, at least 1.
-    """
+    """Raises the learning rate linearly to that of the schedule: the i-th step has i / ``steps`` of it."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._lowered: list[LowerRates] = []
 
     def follow(self, optimizers: Sequence[Optimizer], taken: int) -> None:
-        """Sets the learning rate of the next step, ``taken`` steps after the first; before, it is the schedule's."""
+        """Sets the factor of the next step, ``taken`` steps after the first; a negative ``taken`` means no factor."""
         factor = 1.0 if taken < 0 else min(1.0, (taken + 1) / self._steps)
         if factor == 1:
             self.release()
@@ -60,21 +50,21 @@ class Rewarm:
             lowered.factor = factor
 
     def release(self) -> None:
-        """Ends it, or interrupts it; it may be followed again."""
+        """Ends or interrupts the ramp; :meth:`follow` may start it again."""
         for lowered in self._lowered:
             lowered.release()
         self._lowered = []
 
 
 class _Hooks:
-    """Those of one optimizer: hooks after a step run in the order of those before it, so two would not be nested."""
+    """The only pair of step hooks of an optimizer: torch runs post-hooks in registration order, so two do not nest."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._lower_rates: list[LowerRates] = []
         self._handles: list[Any] = []
         self._rates: list[Any] = []
-        self._depth = 0  # torch calls hooks once more where the step of a class calls that of its base
+        self._depth = 0  # torch calls the hooks again if step() calls the base class's step()
 
     def add(self, one: LowerRates) -> None:
         if not self._handles:
@@ -111,4 +101,4 @@ class _Hooks:
                 group["lr"] = rate
 
 
-_HOOKS: dict[Optimizer, _Hooks] = {}  # of optimizers whose learning rates are lower now
+_HOOKS: dict[Optimizer, _Hooks] = {}  # of optimizers with lowered learning rates

@@ -1,11 +1,11 @@
-"""Ending the oscillation of latent weights around rounding thresholds (OsciReset of TetraJet-v2).
+"""Ends the oscillation of latent weights around rounding thresholds (OsciReset of TetraJet-v2).
 
-A latent weight w next to a threshold is rounded to the one level and to the other in turn: its quantized value q jumps
-back and forth while w hardly moves. Over a window of optimizer steps a ratio tells it from one that travels, or rests:
+The quantized value q of a latent weight w near a threshold jumps between two levels while w hardly moves. Over a window
+of optimizer steps a ratio finds such weights:
 
     ratio  =  Σ |q_t - q_{t-1}| / Σ |w_t - w_{t-1}|
 
-Where it is large, w is set to q, the center of its bin, away from the thresholds on either side.
+Where the ratio is large, w is set to q, the center of its bin.
 """
 
 from collections.abc import Mapping
@@ -26,13 +26,7 @@ from lightning_lowbit.precision.run_settings import compute_dtype
 
 @dataclass
 class _Paths:
-    """How far the elements of a weight have come in a window, all ``[out_features, in_features]``.
-
-    Attributes:
-        last: the latent weight after the last step, in its own dtype.
-        latent: Σ |w_t - w_{t-1}|, float32.
-        quantized: Σ |q_t - q_{t-1}|, float32.
-    """
+    """How far the elements of a weight moved in a window, all ``[out_features, in_features]``; the sums are float32."""
 
     last: Tensor
     latent: Tensor
@@ -40,40 +34,39 @@ class _Paths:
 
     @classmethod
     def begin(cls, matrix: Tensor) -> "_Paths":
-        """From where a latent weight is."""
         return cls(matrix.clone(), *(torch.zeros_like(matrix, dtype=torch.float32) for _ in range(2)))
 
     def add_(self, matrix: Tensor, weight: LatentWeight) -> None:
-        """One step, to where the latent weight is now."""
         before, after = weight._replace(values=self.last.to(weight.values.dtype)).quantize(), weight.quantize()
         jump = (after.dequantize() - before.dequantize()).abs_()
-        self.quantized += jump.where(flipped(before, after), 0)  # a change of the scale alone is no jump
+        self.quantized += jump.where(flipped(before, after), 0)  # a change of the scale alone does not count as a jump
         self.latent += (matrix.float() - self.last.float()).abs_()
         self.last.copy_(matrix)
 
     def oscillating(self, threshold: float) -> Tensor:
-        """Where the ratio reaches a threshold; nowhere that the latent weight has not moved."""
+        """Where the ratio reaches a threshold; False where the latent weight did not move."""
         return (self.latent > 0) & (self.quantized >= threshold * self.latent)
 
 
 class OsciReset(LowBitCallback):
     """Sets latent weights that oscillate between two levels to the center of their bin.
 
-    After TetraJet-v2 (arXiv 2510.27527); the ratio is that of TetraJet (arXiv 2502.20853). In windows of ``window``
-    optimizer steps it sums up, for each element of every weight that is rounded to nearest, how far the latent weight
-    moves and how far its quantized value jumps between levels. After the window, elements that have jumped
-    ``threshold`` times as far as they have moved are set to their quantized value; the optimizer's moments stay. When a
-    window ends, ``reset/fprop_w/<layer>`` is logged: the share of elements that were set.
+    In windows of ``window`` optimizer steps it sums up, for each element of every weight that is rounded to nearest,
+    how far the latent weight moves and how far its quantized value jumps. After the window, elements whose jumps add up
+    to ``threshold`` times their movement are set to their quantized value; the optimizer's moments stay. It then logs
+    the share of these elements as ``reset/fprop_w/<layer>``.
 
-    ``window``, ``every`` and ``threshold`` are those of the authors' configurations for 70 and 150 million parameters
-    in NVFP4 (github.com/thu-ml/TetraJet-v2-NVFP4Training), who begin at 60 to 70 % of a run: set ``start``. A window
-    takes two float32 tensors, which a checkpoint keeps, and a copy of each weight, and quantizes each weight twice more
-    in each step. See ``docs/guides/monitoring.md`` for the weights that are left out.
+    The default ``window``, ``every`` and ``threshold`` are the authors' for 70 and 150 million parameters in NVFP4
+    (github.com/thu-ml/TetraJet-v2-NVFP4Training). They begin at 60 to 70 % of a run, so set ``start``. A window takes
+    two float32 tensors, which a checkpoint keeps, and a copy of each weight. Each of its steps quantizes each weight
+    two more times. See ``docs/guides/monitoring.md`` for the weights that are left out.
+
+    Source: TetraJet-v2 (arXiv 2510.27527); the ratio is from TetraJet (arXiv 2502.20853).
 
     Args:
-        window: optimizer steps in which paths are summed up, at least 2.
-        every: optimizer steps from the beginning of one window to that of the next, at least ``window``.
-        threshold: of the ratio, above 1, which is about that of a weight that travels through several bins.
+        window: optimizer steps in which movements are summed up, at least 2.
+        every: optimizer steps between the starts of two windows, at least ``window``.
+        threshold: of the ratio, above 1. A weight that travels through several bins has a ratio of about 1.
         start: optimizer steps before the first window.
 
     Raises:
@@ -101,13 +94,12 @@ class OsciReset(LowBitCallback):
     # --- when ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets another run."""
         super().setup(trainer, pl_module, stage)
-        if stage == "fit" and trainer.global_step == 0:  # or else the same Trainer goes on; checkpoints come later
+        if stage == "fit" and trainer.global_step == 0:  # otherwise the same Trainer continues; checkpoints load later
             self._start_afresh()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the layers, and goes on with the window of a checkpoint."""
+        """Finds the layers, and continues the window of a checkpoint."""
         layers = whole_layers(self, trainer, pl_module)
         self._layers = {name: layer for name, layer in layers.items() if nearest_cast(layer.full_casts) is not None}
         if not self._layers:
@@ -122,10 +114,9 @@ class OsciReset(LowBitCallback):
         self._loaded = {}
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Opens a window before its first step."""
         step, before = trainer.global_step, trainer.global_step - 1 if self._step is None else self._step
         self._step = step
-        # A batch may have several optimizer steps, so that none begins at the very step.
+        # A batch may have several optimizer steps, so the first step of a window may fall inside one.
         if step >= self.start and (step - self.start) // self.every > (before - self.start) // self.every:
             weights = latent_weights(self._layers, compute_dtype(trainer.precision_plugin))
             self._paths = {name: _Paths.begin(self._matrix(name)) for name, _ in weights}
@@ -133,7 +124,7 @@ class OsciReset(LowBitCallback):
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Adds a step, unless gradients were accumulated only; the last one of a window resets."""
+        """Adds an optimizer step if there was one; the last step of a window resets."""
         step = trainer.global_step
         if self._end is None or step == self._step:
             return
@@ -156,12 +147,11 @@ class OsciReset(LowBitCallback):
             self._log(trainer, shares)
 
     def _matrix(self, name: str) -> Tensor:
-        """A layer's latent weight itself, ``[out_features, in_features]``."""
         return self._layers[name].weight_matrix().detach()
 
     @staticmethod
     def _log(trainer: Trainer, shares: dict[str, Tensor]) -> None:
-        # A window ends when it ends, and not when the logger is to be written to: as Lightning's own monitors do it.
+        # Written directly, as Lightning's own monitors do: a window rarely ends in a step that the logger takes.
         if shares:
             metrics = dict(zip(shares, torch.stack(list(shares.values())).tolist(), strict=True))
             for logger in trainer.loggers:
@@ -171,15 +161,14 @@ class OsciReset(LowBitCallback):
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The window that is open. The copies of last values are left out: between steps these are the weights."""
+        """The open window, without the last values: between steps they equal the weights."""
         paths = {name: {"latent": p.latent, "quantized": p.quantized} for name, p in self._paths.items()}
         return {"step": self._step, "end": self._end, "paths": self._loaded or paths}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with it when training starts."""
         self._step, self._end, self._loaded = (state_dict[name] for name in ("step", "end", "paths"))
 
 
 def _quantized(path: Mapping[str, Tensor]) -> Tensor:
-    """The quantized path of a layer in a state, which checkpoints before version 0.1 spell as in British English."""
+    """The quantized path of a layer in a state; checkpoints before version 0.1 spell its key as in British English."""
     return path["quantized"] if "quantized" in path else path["quantised"]

@@ -1,4 +1,4 @@
-"""What is trained in few bits, and what is not: said at the start, measured in the first step, averaged at the end."""
+"""Which layers compute in few bits, and how much of the arithmetic: measured in the first step, averaged at the end."""
 
 import json
 from collections import Counter
@@ -19,22 +19,20 @@ from lightning_lowbit.report.console import Table, Text, show
 from lightning_lowbit.report.html import Section
 from lightning_lowbit.report.run_folder import run_folder
 
-# Steps of progressive quantization, whatever their phase: operands are on their way, and still dense.
+# Steps of progressive quantization in any phase: with λ below 1, operands are still in high precision.
 _BLENDING = "blending"
 
 
 class PrecisionSummary(LowBitCallback):
     """Shows which layers compute in which casts, and how much of the arithmetic that is.
 
-    When training starts, a table of layers, parameters and casts. After the first training step, the coverage: FLOPs of
-    GEMMs whose operands are both quantized over the FLOPs of all matrix products, attentions and convolutions, counted
-    while they ran, and which modules make up the rest. At the end, the bits of a GEMM operand, block scales included,
-    averaged over FLOPs and over the steps in each phase; steps of progressive quantization, with λ below 1, count as
-    high precision.
+    When training starts, it prints a table of layers, parameters and casts. After the first training step it prints the
+    coverage: FLOPs of GEMMs with two quantized operands over the FLOPs of all matrix products, attentions and
+    convolutions. At the end it prints the bits of a GEMM operand, block scales included, averaged over FLOPs and over
+    the steps in each phase; steps of progressive quantization (λ below 1) count as high precision.
 
-    Printed by the first process, as wide as the terminal or the notebook, and written to the logger's directory. The
-    counts are those of one micro-batch in one process. The counted step runs as eager code: several times slower, with
-    more memory, and with the same results.
+    The first process prints, and writes a JSON file to the logger's directory. FLOPs are counted in one micro-batch of
+    one process. The counted step runs as eager code: several times slower, with more memory and the same results.
 
     Args:
         filename: of the JSON file in the logger's directory.
@@ -42,7 +40,7 @@ class PrecisionSummary(LowBitCallback):
 
     Attributes:
         counter: FLOPs of the first training step, by module and GEMM; None before.
-        shows_coverage: so that the plugin need not.
+        shows_coverage: tells the plugin not to print the coverage.
 
     Example:
         >>> Trainer(plugins=[FP4Precision("nvfp4")], callbacks=[PrecisionSummary()])
@@ -64,7 +62,6 @@ class PrecisionSummary(LowBitCallback):
     # --- when ---
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Shows the layers."""
         self.counter, self._counting, self._model = None, False, pl_module
         if trainer.global_step == 0:  # another run
             self._steps.clear()
@@ -74,35 +71,31 @@ class PrecisionSummary(LowBitCallback):
         self._show(trainer, layer_table(pl_module), *cast_legend(pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Begins to count, in the first step."""
         if self.counter is None:
             self.counter = GemmCounter(pl_module)
             self.counter.__enter__()
             self._counting = True
 
     def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
-        """Counts again after an optimizer step."""
         if self.counter is not None:
             self.counter.paused = False
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Ends the count before the optimizer's own arithmetic; notes the phase of the step."""
+        """Stops counting before the optimizer's own arithmetic; notes the phase of the step."""
         self._steps[self._phase(trainer)] += 1
         if pl_module.automatic_optimization:
             self._stop(trainer)
         elif self._counting and self.counter is not None:
-            self.counter.paused = True  # until the next forward or backward pass: the batch may have other steps
+            self.counter.paused = True  # until the next forward or backward pass: a batch may have several steps
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Ends the count at the latest."""
         self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends the count of a batch that was skipped, which has no end."""
+        """Stops counting after a skipped batch, for which ``on_train_batch_end`` is not called."""
         self._abandon()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Shows and writes the average."""
         if self.counter is not None and self._steps:
             steps = ", ".join(f"{phase}: {count}" for phase, count in self._steps.items())
             text = (
@@ -112,7 +105,6 @@ class PrecisionSummary(LowBitCallback):
             self._write(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leaves no counter behind, nor half a measurement."""
         self._abandon()
 
     def _abandon(self) -> None:
@@ -134,11 +126,7 @@ class PrecisionSummary(LowBitCallback):
     # --- what ---
 
     def coverage(self, phase: str | None = None) -> Coverage:
-        """What was measured in the first training step, for the casts of a phase or those in force.
-
-        Raises:
-            RuntimeError: there was no training step yet.
-        """
+        """The measured coverage, for the casts of a phase or those in force; ``RuntimeError`` before the first step."""
         if self.counter is None or self._counting:
             raise RuntimeError("Coverage is measured in the first training step, and there was none yet.")
         return self.counter.coverage(phase, self._hp_bits)
@@ -152,7 +140,6 @@ class PrecisionSummary(LowBitCallback):
         return self.coverage("bf16" if phase == _BLENDING else phase).average_bits
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        """What a machine wants to know."""
         data: dict[str, Any] = {"layers": list(layer_data(self._model)) if self._model is not None else []}
         if self.counter is not None and not self._counting:
             measured = self.coverage("fqt")
@@ -168,7 +155,6 @@ class PrecisionSummary(LowBitCallback):
         return data
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        """The tables, for a report."""
         if self._model is None:
             return []
         measured = self.counter is not None and not self._counting
@@ -215,9 +201,8 @@ class PrecisionSummary(LowBitCallback):
             replace_file(folder / self.filename, json.dumps(self.report_data(trainer), indent=1))
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps in each phase: a resumed run's average is that of the whole run."""
+        """The steps in each phase, so that a resumed run averages over the whole run."""
         return {"steps": dict(self._steps)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes them up."""
         self._steps = Counter(state_dict["steps"])

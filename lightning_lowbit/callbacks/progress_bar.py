@@ -18,7 +18,6 @@ class LowBitProgressBar(LowBitCallback, TQDMProgressBar):
         super().__init__(refresh_rate)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """The logged metrics and the phase."""
         metrics = super().get_metrics(trainer, pl_module)
         plugin = trainer.precision_plugin
         phase = plugin.phase if isinstance(plugin, LowBitPrecision) else str(plugin.precision)

@@ -1,7 +1,4 @@
-"""A page about a run, written when it ends, also by an exception.
-
-    every log step      records metrics, learning rates and phase of the optimizer step, as tensors on the device
-    end or exception    writes report.html (for readers) and run.json (for programs) into the run's folder
+"""Writes a page about a run when it ends, also after an exception.
 
 Other callbacks contribute by methods, called in the order of the Trainer's list:
 
@@ -9,7 +6,7 @@ Other callbacks contribute by methods, called in the order of the Trainer's list
     report_sections(trainer) -> list[Section]     shown between the metrics and the environment
     report_data(trainer) -> dict                  merged into "summary" of run.json
 
-They are called in the first process alone, also after an exception, so they must not use collectives.
+Only the first process calls them, also after an exception, so they must not use collectives.
 """
 
 import json
@@ -47,22 +44,22 @@ from lightning_lowbit.report.trackers import begin, finish
 class RunReport(LowBitCallback):
     """Writes ``report.html`` and ``run.json`` into the logger's directory when ``fit`` ends or raises.
 
-    Without a logger they go to ``default_root_dir``; a dry run (``fast_dev_run``) writes nothing. Where the logger has
-    no folder for each run, the first run writes into that folder, later ones into ``version_1`` and so on in it, and a
-    resumed run into its own. ``WandbLogger`` and ``MLFlowLogger`` also get casts, coverage and the page.
+    Without a logger they go to ``default_root_dir``; a dry run (``fast_dev_run``) writes nothing. If runs share the
+    directory, the first one writes into it and later ones into ``version_1`` and so on in it; a resumed run writes into
+    its own. ``WandbLogger`` and ``MLFlowLogger`` also get casts, coverage and the page.
 
-    The history is saved with the checkpoint, so that the page of a resumed run shows the whole run. Values logged
-    during the k-th optimizer step are shown at k, and so are those of a validation after it. Recording does not
-    synchronize host and device, except for one copy in many steps.
+    The history of metrics is saved with the checkpoint, so that the page of a resumed run shows the whole run. Values
+    logged during the k-th optimizer step, or in a validation after it, are shown at k. Recording copies values to the
+    host once in many steps, and does not synchronize otherwise.
 
     With launchers that start processes inside ``fit`` (``ddp_spawn``, ``ddp_fork``) an exception is not reported:
-    Lightning calls no callback in the process where it happened.
+    Lightning calls no callback in the process that raised it.
 
     Args:
         filename: of the page.
 
     Raises:
-        ValueError: ``filename`` does not end in ``.html`` or has folders in it.
+        ValueError: ``filename`` does not end in ``.html`` or contains folders.
 
     Example:
         >>> Trainer(plugins=[FP4Precision()], callbacks=[PrecisionSummary(), RunReport()])
@@ -85,14 +82,14 @@ class RunReport(LowBitCallback):
         self._max_steps: int | None = None
         self._trained = False
         self._begin = self._recorded = 0  # optimizer steps: at the start of training, and the last one recorded
-        self._seen: dict[str, Tensor] = {}  # logged values that are recorded
-        self._late: int | None = None  # the step whose late values are still to be recorded
+        self._seen: dict[str, Tensor] = {}  # logged values that are already recorded
+        self._late: int | None = None  # a step whose last values are not recorded yet
         self._rates: dict[str, Tensor] = {}
 
     # --- when ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Asks for the folder, here because ``log_dir`` is a broadcast among all processes."""
+        """Chooses the folder; here, because ``log_dir`` is a broadcast among all processes."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._trainer = trainer
@@ -106,7 +103,6 @@ class RunReport(LowBitCallback):
             self._trained, self._started = False, datetime.now().astimezone()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock; tells experiment trackers about the run."""
         self._trained = True
         if self._folder is not None and trainer.is_global_zero:
             begin(trainer, contents.precision_of(trainer))
@@ -119,47 +115,40 @@ class RunReport(LowBitCallback):
         self._max_steps = int(steps) if 0 < steps < math.inf else None
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Takes the learning rates of the step; by its end the schedule has changed them."""
         self._take_late(trainer)
         if trainer.is_global_zero and is_logging_step(trainer):
             self._rates = dict(learning_rates(trainer))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Completes the last step."""
         self._take_late(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Records the metrics of the epoch before."""
         self._take_epoch(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Records the metrics of the last epoch, and stops the clock."""
         self._take_epoch(trainer)
         self._seconds, self._since = self._elapsed(), None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Marks what is logged so far, so that the rest belongs to the validation."""
         if self._is_validation_of_fit(trainer):
             self._take_late(trainer)
             self._seen.update(scalars(logged_metrics(trainer)))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the report."""
         self._write(trainer, pl_module, None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Writes the report of a run that raised."""
         if trainer.state.fn == "fit" and self._trained:  # before that, there is nothing to report
             self._seconds, self._since = self._elapsed(), None
             self._write(trainer, pl_module, exception)
 
     def record_layers(self, numbers: Mapping[str, Mapping[str, float]], step: int) -> None:
-        """Records numbers of layers, by quantity and layer, which a monitor has read."""
+        """Records numbers by quantity and layer; monitors call this."""
         if self._trainer is not None and self._trainer.is_global_zero:
             self._history.add_layers(numbers, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The history. Another callback may save at the end of a step that is not recorded yet: records it first."""
+        """The history. Another callback may save before the last step is recorded, so this records it first."""
         if self._trainer is not None and self._since is not None:
             if self._trainer.is_global_zero:
                 contents.ask(
@@ -170,7 +159,6 @@ class RunReport(LowBitCallback):
         return {**state, "seconds": self._elapsed(), "id": self._id}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the history."""
         self._history.load_state_dict(state_dict["history"])
         self._validation, self._seconds = list(state_dict["validation"]), state_dict["seconds"]
         self._id = state_dict.get("id", self._id)  # older checkpoints have none
@@ -181,7 +169,6 @@ class RunReport(LowBitCallback):
     # --- which value belongs to which step ---
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Records the optimizer step that has just been done, once, if it is a log step."""
         step, plugin = trainer.global_step, trainer.precision_plugin
         in_mid_step = trainer.lightning_module.automatic_optimization and is_mid_step(trainer)
         if not trainer.is_global_zero or in_mid_step or step <= self._recorded:
@@ -196,16 +183,12 @@ class RunReport(LowBitCallback):
             self._late = step
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
-        """Records the validation."""
         if self._is_validation_of_fit(trainer):
             new = self._take(logged_metrics(trainer), trainer.global_step)
             self._validation += [name for name in new if name not in self._validation]
 
     def _take(self, metrics: Mapping[str, Any], step: int, forked: bool = True) -> list[str]:
-        """Adds what was logged since the last call, and returns the names.
-
-        Lightning keeps values of earlier steps, but makes a new tensor whenever something is logged.
-        """
+        """Adds newly logged metrics, and returns their names. Lightning keeps old tensors, but logs new ones."""
         new = []
         for name, value in scalars(metrics).items():
             stem, _, suffix = name.rpartition("_")
@@ -213,22 +196,18 @@ class RunReport(LowBitCallback):
             is_mean = not forked and f"{name}_step" in metrics
             seen = self._seen.get(name)
             if not is_twin and not is_mean and (seen is None or seen.data_ptr() != value.data_ptr()):
-                self._seen[name] = value  # kept, so that no other tensor gets its address
+                self._seen[name] = value  # keeps the tensor alive, so that no other one gets its address
                 if self._history.add(name, step, value):
                     new.append(name)
         return new
 
     def _take_late(self, trainer: Trainer) -> None:
-        """Adds what the module and later callbacks logged in ``on_train_batch_end``.
-
-        Not from `trainer.callback_metrics`, which at the end of an epoch is a collective, called here in one process.
-        """
+        """Adds values logged in ``on_train_batch_end``, without a collective (``callback_metrics`` may run one)."""
         if self._late is not None:
             self._take(logged_metrics(trainer), self._late)
             self._late = None
 
     def _take_epoch(self, trainer: Trainer) -> None:
-        """Adds the metrics of an epoch, without the means of metrics that have a value for each step."""
         if trainer.is_global_zero:
             self._take(logged_metrics(trainer), trainer.global_step, forked=False)
 
@@ -243,7 +222,7 @@ class RunReport(LowBitCallback):
             return
         try:
             self._write_files(trainer, pl_module, exception)
-        except Exception as error:  # a failed report must not hide the end of a training, or its error
+        except Exception as error:  # a failed report must not hide the end or the error of a training
             with suppress(Warning):  # where warnings are errors
                 rank_zero_warn(f"RunReport could not be written: {type(error).__name__}: {error}")
 
@@ -254,7 +233,7 @@ class RunReport(LowBitCallback):
         alerts = [text for texts in contents.ask(trainer, "report_alerts", failures) for text in texts]
         try:
             history = self._history.points()
-        except Exception:  # after an error of the device, which copies nothing any more
+        except Exception:  # after a device error nothing can be copied
             self._history.drop_pending()
             history = self._history.points()
         folder = run_folder(trainer, self._folder, self.filename)

@@ -21,10 +21,8 @@ _SUFFIX = ".ckpt"
 def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
     """The checkpoint to resume from, or an alias that Lightning resolves itself.
 
-    Args:
-        path: ``last`` is the newest checkpoint of this recipe's runs; ``last-good`` the newest that is not damaged.
-        trainer: the configuration of the Trainer, which names the folders of the runs.
-        trains: whether to remove leftovers of crashed runs.
+    ``last`` is the newest checkpoint of this recipe's runs, ``last-good`` the newest undamaged one. ``trainer`` is the
+    configuration of the Trainer; training (``trains``) removes files that crashed runs left behind.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -51,7 +49,7 @@ def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
 
 
 def find_checkpoints(*folders: Path) -> list[Path]:
-    """All ``*.ckpt`` below some folders, the newest first."""
+    """All ``*.ckpt`` below some folders, newest first."""
     return find(*folders, suffix=_SUFFIX)
 
 

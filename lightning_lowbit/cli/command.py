@@ -107,7 +107,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _is_mistake(error: Exception) -> bool:
-    """Whether an error is a mistake of the user, told in one line; other errors keep their traceback."""
+    """Whether an error is the user's mistake, shown in one line without a traceback."""
     if isinstance(error, ValueError | OSError):
         return True
     from jsonargparse import ArgumentError
@@ -118,7 +118,7 @@ def _is_mistake(error: Exception) -> bool:
 
 
 def _reader_is_gone() -> bool:
-    """Whether the reader of the output is gone, as ``head`` does; then sends the rest of the output to /dev/null."""
+    """Whether the reader of a pipe has closed it, as ``head`` does; then redirects stdout to /dev/null."""
     poll = select.poll()
     poll.register(sys.stdout, 0)
     gone = any(event & select.POLLERR for _, event in poll.poll(0))

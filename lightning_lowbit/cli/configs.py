@@ -1,9 +1,8 @@
 """Recipes by name, and merging of configurations.
 
-Mappings merge key by key, lists of callbacks are concatenated, and of everything else the last value holds. A null at
-the head of an overlay's callbacks drops those before it. Fields of casts change the preset of an earlier configuration.
-Where an overlay names another class, arguments that the new class also takes stay: the learning rate of a recipe's
-optimizer holds for the optimizer that replaces it.
+Mappings merge key by key, lists of callbacks are concatenated; any other value is replaced. A null at the head of an
+overlay's callbacks drops earlier callbacks. Fields of casts change the preset of an earlier configuration. If an
+overlay names another class, arguments that the new class also takes stay, such as an optimizer's learning rate.
 """
 
 import re
@@ -24,13 +23,11 @@ _NEEDS_NO_RECIPE = r"--(model|model\.class_path|print_config|help|[\w.]+\.help)(
 
 
 def recipes() -> dict[str, Path]:
-    """The configurations that come with the package, by name."""
     found = Path(str(files("lightning_lowbit.recipes")))
     return {path.stem: path for path in sorted(found.rglob("*.yaml"), key=lambda path: path.stem)}
 
 
 def headline(path: Path) -> str:
-    """The first line of a configuration: what it is for."""
     return path.read_text().splitlines()[0].lstrip("# ")
 
 
@@ -40,11 +37,7 @@ def kind(path: Path) -> str:
 
 
 def find_config(name: str, option: str = "--config") -> Path:
-    """The file that an option names: a path, or a recipe, overlay or study of this package, also with hyphens.
-
-    Raises:
-        FileNotFoundError: there is neither.
-    """
+    """The file of an option: a path, or a recipe, overlay or study of this package; hyphens stand for underscores."""
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -60,11 +53,10 @@ def find_config(name: str, option: str = "--config") -> Path:
 
 
 def merge(base: Any, overlay: Any, key: str = "") -> Any:
-    """Puts one configuration on top of another."""
     if key == "callbacks" and isinstance(overlay, list) and overlay[:1] == [None]:
         return overlay[1:]
     if key == "callbacks" and base and overlay:
-        # Without duplicates: Lightning refuses most callbacks twice.
+        # Without duplicates: Lightning refuses most duplicate callbacks.
         return as_list(base) + [callback for callback in as_list(overlay) if callback not in as_list(base)]
     if key == "plugins" and isinstance(base, list) and isinstance(overlay, Mapping):
         if len(base) != 1:
@@ -102,11 +94,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A YAML file as a mapping.
-
-    Raises:
-        ValueError: it is not YAML, or no mapping.
-    """
+    """A YAML file as a mapping; raises ``ValueError`` if it is not one."""
     try:
         config = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
@@ -117,13 +105,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def merge_all(configs: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges configurations, each on top of those before it: names, paths, or contents of files.
+    """Merges configurations in order: names, paths, or contents of files; none may be a study.
 
-    Without a folder for its runs the result gets ``runs/<names>``, so that each combination has its own.
-
-    Raises:
-        ValueError: one of them is a study, or no mapping.
-        FileNotFoundError: there is no such file.
+    Without a folder for its runs the result gets ``runs/<names>``.
     """
     config: Any = {}
     for each in configs:
@@ -144,12 +128,11 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def combined_name(names: Sequence[str]) -> str:
-    """The name of a combination of configurations."""
     return "+".join(find_config(name).stem for name in names)
 
 
 def split_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits a command line into the values of all ``--config`` and the rest."""
+    """Splits a command line into the values of all ``--config`` and the other arguments."""
     names, rest = [], []
     remaining = iter(arguments)
     for argument in remaining:
@@ -162,11 +145,7 @@ def split_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
-    """Replaces all ``--config`` of a command line by a single one, the file ``merged``, which it writes.
-
-    Raises:
-        ValueError: nothing names a model, or as :func:`merge_all`.
-    """
+    """Replaces all ``--config`` of a command line by one, the file ``merged``, which it writes."""
     names, rest = split_configs(arguments)
     config = merge_all(names) if names else {}
     model = config.get("model")

@@ -1,4 +1,4 @@
-"""Evaluation of a checkpoint in the precision of its training, whatever the configuration says."""
+"""Evaluation of a checkpoint in the precision of its training, independent of the configuration."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,16 +10,10 @@ from lightning_lowbit.precision.checkpoints.files import load_checkpoint, state_
 
 
 def as_trained(trainer: Mapping[str, Any], path: str | None, weights_only: bool = True) -> dict[str, Any]:
-    """Arguments of the Trainer to override, so that it evaluates a checkpoint as it was trained.
+    """Overrides of the Trainer's arguments that evaluate a checkpoint as it was trained.
 
-    Args:
-        trainer: the instantiated arguments of the configuration.
-        path: of the checkpoint; None, or a path that is not local, overrides nothing.
-        weights_only: as in ``torch.load``.
-
-    Returns:
-        The overrides; empty if the checkpoint does not hold its casts, or the configured plugin has
-        ``casts_of_checkpoint=False``.
+    Empty if the path is None or not local, the checkpoint does not hold its casts, or the configured plugin has
+    ``casts_of_checkpoint=False``. ``trainer`` holds instantiated arguments.
     """
     plugins = as_list(trainer.get("plugins") or [])
     own = next((plugin for plugin in plugins if isinstance(plugin, LowBitPrecision)), None)
@@ -28,7 +22,7 @@ def as_trained(trainer: Mapping[str, Any], path: str | None, weights_only: bool 
     checkpoint = load_checkpoint(path, weights_only)
     state = state_of(checkpoint)
     if state is None or state.get("trained") is None:
-        return {}  # the plugin warns of it
+        return {}  # the plugin warns about it
     same: dict[str, Any] = {} if own is None else {"exact": own.exact, "backend": own.backend}
     plugin = LowBitPrecision.from_checkpoint(checkpoint, **same)
     return {"plugins": [*(each for each in plugins if each is not own), plugin], "precision": None}

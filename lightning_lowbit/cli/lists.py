@@ -1,7 +1,7 @@
-"""A single item in place of a list of one, on the command line and in YAML, where an argument of a class takes a list.
+"""Accepts a single item for arguments of classes that take a list, on the command line and in YAML.
 
-``--trainer.plugins.init_args.skip lm_head`` means ``skip: [lm_head]``. In Python the classes refuse a string there,
-because it is an iterable of letters.
+``--trainer.plugins.init_args.skip lm_head`` means ``skip: [lm_head]``. In Python the classes refuse a string, because
+it is an iterable of letters.
 """
 
 import inspect
@@ -54,7 +54,7 @@ def _parsed(value: str) -> Any:
 
 
 def _class_path(config: Any, path: str) -> Any:
-    """The class path of what an option changes; of a list, that of the last element."""
+    """The class path of the object that an option changes; of a list, that of the last element."""
     for part in path.split("."):
         within = config.get("init_args") if isinstance(config, Mapping) and part not in config else config
         config = within.get(part) if isinstance(within, Mapping) else None
@@ -63,7 +63,7 @@ def _class_path(config: Any, path: str) -> Any:
 
 
 def class_at(path: Any) -> Any:
-    """The class with a path, or a name in this package; None if there is none or its module does not import."""
+    """The class with a path, or a name in this package; None if it cannot be imported."""
     try:
         cls = locate(str(path)) or locate(f"lightning_lowbit.{path}")
     except ErrorDuringImport:
@@ -72,7 +72,6 @@ def class_at(path: Any) -> Any:
 
 
 def _is_item(value: Any, cls: Any, argument: str) -> bool:
-    """Whether an argument of a class takes a list, and ``value`` can only be an item of it."""
     if cls is None or not isinstance(value, str | int | float):
         return False
     try:

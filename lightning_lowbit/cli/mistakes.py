@@ -1,4 +1,4 @@
-"""Messages of the parser in one line, with the nearest valid name."""
+"""Shortens messages of the parser to one line, with the nearest valid name."""
 
 import difflib
 import re
@@ -14,8 +14,8 @@ from lightning_lowbit.cli.lists import class_at
 def explain(error: BaseException) -> str:
     """The message of an error in one line.
 
-    The parser tries every type that an argument may have and reports each attempt, indented. Only the first attempt is
-    kept: that of the class which the configuration names. A missing module hides everything else.
+    The parser reports an indented attempt for every type of an argument. Only the first is kept: that of the configured
+    class. A missing module replaces the whole message.
     """
 
     def missing(found: re.Match[str]) -> str:
@@ -29,12 +29,7 @@ def explain(error: BaseException) -> str:
 
 
 def suggest(message: str, keys: Collection[str]) -> str:
-    """A hint for a message about an unknown key or class; empty for others.
-
-    Args:
-        message: of the parser, from :func:`explain`.
-        keys: the valid options.
-    """
+    """A hint for a message about an unknown key or class, from the valid ``keys``; empty for other messages."""
     no_class = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message)
     if no_class is not None:
         return nearest(no_class[2], dir(locate(no_class[1]))).strip()
@@ -51,7 +46,7 @@ def suggest(message: str, keys: Collection[str]) -> str:
 
 
 def without_value(arguments: Sequence[str], message: str) -> str | None:
-    """The option that lacks its value. The message of the parser names only the class that the option belongs to."""
+    """The option that lacks its value; the parser's message names only the class of the option."""
     found = re.search(r"argument (--\w+)\S*: expected one argument", message)
     if found is None:
         return None
@@ -72,7 +67,6 @@ def option_of(error: BaseException, config: Mapping[str, Any]) -> str | None:
 
 
 def _arguments(config: Mapping[str, Any], prefix: str = "", owner: Any = None) -> Iterator[tuple[str, Any]]:
-    """Paths of all arguments, each with the path of the class that takes it."""
     for key, value in config.items():
         if key != "class_path":
             yield prefix + key, owner
@@ -94,7 +88,7 @@ def _first_cause(lines: list[str]) -> str:
 
 
 def arguments_of(class_path: str) -> set[str] | None:
-    """Names of the arguments of a class, including those that it passes on to its bases; None if unknown."""
+    """Names of a class's arguments, with those passed on to its bases; None if unknown."""
     from jsonargparse import ArgumentParser
 
     cls = class_at(class_path)

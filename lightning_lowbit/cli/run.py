@@ -31,7 +31,7 @@ from lightning_lowbit.cli.evaluation import as_trained
 from lightning_lowbit.cli.mistakes import explain, option_of, suggest, without_value
 from lightning_lowbit.precision import LowBitPrecision
 
-# Warnings that the user need not act on: Lightning 2.6.6 uses what torch 2.13 deprecates; text in memory needs no
+# Warnings that users need not act on: Lightning 2.6.6 uses what torch 2.13 deprecates; text in memory needs no
 # loader processes; a resumed run has its own folder.
 _NOISE = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> None:
             warnings.filterwarnings("ignore", message)
         try:
             _make(LowBitCLI, merge_configs(arguments, Path(folder) / "merged.yaml"))
-        except SIGTERMException as stopped:  # has no status: a scheduler would take it for success
+        except SIGTERMException as stopped:  # without an exit status a job scheduler would see success
             if stopped.code is None and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
                 raise SystemExit(TERMINATED) from stopped
             raise
@@ -62,7 +62,6 @@ class SaveConfig(SaveConfigCallback):
         """Does nothing yet."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the file; comments at its head list options that the checkpoint overrides."""
         super().setup(trainer, pl_module, "fit")
         overridden = getattr(trainer.precision_plugin, "overridden", ())
         folder = trainer.log_dir  # all processes ask for it together
@@ -76,7 +75,7 @@ class LowBitCLI(LightningCLI):
     """Lightning's command line, with checks before anything is written."""
 
     def before_instantiate_classes(self) -> None:
-        """Sets the default logger, and resolves the checkpoint to resume from."""
+        """Sets the default logger; resolves the checkpoint to resume from."""
         config = self.config[str(self.subcommand)]
         folder = config.trainer.default_root_dir
         if config.trainer.logger in (None, True) and folder is not None:
@@ -95,7 +94,6 @@ class LowBitCLI(LightningCLI):
             plugin.plan(self.model)
 
     def before_validate(self) -> None:
-        """Prints which weights are evaluated, and in which precision."""
         if self.trainer.is_global_zero:
             subcommand = str(self.subcommand)
             path = self.config[subcommand].ckpt_path
@@ -107,14 +105,12 @@ class LowBitCLI(LightningCLI):
     before_test = before_predict = before_validate
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Creates the Trainer; to evaluate a checkpoint it gets the plugin that trained it."""
         config = self.config_init[str(self.subcommand)]
         if self.subcommand != "fit":
             kwargs = as_trained(config.trainer, config.ckpt_path, config.get("weights_only") is not False) | kwargs
         return super().instantiate_trainer(**kwargs)
 
     def instantiate_classes(self) -> None:
-        """Creates model, data and Trainer."""
         with self._naming_options():
             super().instantiate_classes()
 
@@ -124,7 +120,6 @@ class LowBitCLI(LightningCLI):
 
     @contextmanager
     def _naming_options(self) -> Generator[None, None, None]:
-        """Adds the option to an error that begins with the name of an argument."""
         try:
             yield
         except ValueError as error:
@@ -134,7 +129,6 @@ class LowBitCLI(LightningCLI):
             raise
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses, and turns a message of the parser into one line."""
         try:
             self.config = parser.parse_args(args)
         except ArgumentError as error:
@@ -151,7 +145,7 @@ class LowBitCLI(LightningCLI):
 
 @contextmanager
 def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
-    """Removes the files of loggers, and their folders, of a run that fails before training starts."""
+    """Removes the loggers' files and folders if the run fails before training starts."""
     loggers = trainer.loggers if trainer.is_global_zero else []  # other ranks would count their own versions
     logged = [Path(folder) for logger in loggers if (folder := getattr(logger, "log_dir", None)) is not None]
     made = [path for folder in logged for path in (folder, *folder.parents) if not path.exists()]
@@ -168,22 +162,14 @@ def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Parses a command line of :func:`run`, and creates nothing but the plugin.
-
-    Raises:
-        ValueError: an argument, a key of a configuration or a cast is wrong.
-    """
+    """Parses a command line of :func:`run`, and creates only the plugin; a ``ValueError`` tells what is wrong."""
     with tempfile.TemporaryDirectory() as folder:
         merged = merge_configs(arguments, Path(folder) / "merged.yaml")
         _make(_Parsed, merged)
 
 
 def make_on_meta(arguments: Sequence[str]) -> "OnMeta":
-    """Creates the model, the data module and the plugin of :func:`run` on the meta device, without a Trainer.
-
-    Raises:
-        ValueError: an argument, a key of a configuration or a cast is wrong.
-    """
+    """Creates the model, the data module and the plugin of :func:`run` on the meta device; errors as :func:`check`."""
     with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
         return _make(OnMeta, merge_configs(arguments, Path(folder) / "merged.yaml"))
 
@@ -202,8 +188,6 @@ def _make(kind: type[_CLI], arguments: list[str]) -> _CLI:
 
 
 class _Parsed(LowBitCLI):
-    """Only parses."""
-
     def _set_seed(self) -> None:
         pass
 
@@ -211,7 +195,7 @@ class _Parsed(LowBitCLI):
         """Does nothing."""
 
     def instantiate_classes(self) -> None:
-        """Creates the plugin, which checks its casts: to the parser they are any mapping."""
+        """Creates the plugin, which checks its casts; the parser accepts any mapping for them."""
         name = str(self.subcommand)
         plugins = Namespace(plugins=self.config[name].trainer.plugins)  # type: ignore[no-untyped-call]
         self._subcommand_parsers[name].instantiate(Namespace(trainer=plugins))  # type: ignore[no-untyped-call]
@@ -221,7 +205,7 @@ class _Parsed(LowBitCLI):
 
 
 class OnMeta(_Parsed):
-    """Creates the parts of a run, but no Trainer, which would look for devices."""
+    """Creates the parts of a run without a Trainer, which would look for devices."""
 
     def instantiate_classes(self) -> None:
         """Sets the attributes ``model``, ``datamodule`` (or None) and ``plugins``."""

@@ -1,1 +1,1 @@
-"""The page of a run: text, tables and charts in one HTML file, and the same on a terminal."""
+"""The report of a run: text, tables and charts in one HTML file, and tables on a terminal."""

@@ -17,7 +17,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells. Columns of numbers are aligned to the right. Without a header, the first column is one."""
+    """Rows of cells; columns of numbers are aligned to the right. Without a header, the first column is one."""
 
     header: Sequence[Any]
     rows: Sequence[Sequence[Any]]
@@ -26,16 +26,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over steps. Several charts in a row are drawn small, side by side.
+    """Lines over steps; several charts in a row are drawn small, side by side.
 
     Args:
-        title: above the chart.
-        series: (xs, ys) by name. Values that are not finite leave a gap and are counted below the chart.
-        y_label: the unit of the values.
+        title, note: text above and below the chart.
+        series: (xs, ys) by name; values that are not finite leave a gap and are counted below the chart.
+        y_label: unit of the values.
         x_label: what the xs count.
-        log: whether the y axis is logarithmic; it stays linear where a value is not positive.
+        log: whether the y axis is logarithmic; ignored if a value is not positive.
         spans: (start, end, label) of shaded intervals.
-        note: a remark below the chart.
     """
 
     title: str
@@ -49,15 +48,14 @@ class Chart:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A table of numbers of one kind. Worse values have stronger colors.
+    """A table of numbers of one kind; worse values have stronger colors.
 
     Args:
         rows: names of the rows, such as layers; a common prefix is shown once.
         columns: names of the columns, such as operands.
-        values: [rows][columns]; None leaves a cell empty. NaN and infinity are written as words, without a color.
+        values: [rows][columns]; None leaves a cell empty. Values that are not finite have no color.
         unit: of the values.
-        low: where the color scale begins; lower values have the same color.
-        high: where it ends, above ``low``.
+        low, high: ends of the color scale.
         small_is_good: whether large values are bad, instead of small ones.
         caption: above the table.
     """
@@ -77,7 +75,7 @@ Block = Text | Table | Chart | HeatMap
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks under a title; ``is_alarming`` marks the section that readers must see first."""
+    """Blocks under a title; sections that readers must see first have ``is_alarming``."""
 
     title: str
     blocks: Sequence[Block]

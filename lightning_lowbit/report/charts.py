@@ -1,11 +1,11 @@
-"""Charts of a page about a run, as HTML and SVG without a script.
+"""Charts of a report, as HTML and SVG without scripts.
 
-    <div class="plot">      of any width; everything in it is placed by shares of its size
+    <div class="plot">      of any width; its contents have relative positions
       <svg>                 grid and lines, stretched to the plot; strokes and dots keep their widths
-      <span class="x">      ticks, as text that keeps its size
-      <div class="at">      a band of the plot: while the pointer is over it, it shows the values there
+      <span class="x">      ticks, as text of constant size
+      <div class="at">      a band of the plot that shows its values while the pointer is over it
 
-Neighboring points share a band where there are too many, which then shows the range of their values.
+If there are many points, neighbors share a band, which shows the range of their values.
 """
 
 import math
@@ -18,7 +18,7 @@ from lightning_lowbit.report.blocks import Chart
 from lightning_lowbit.report.formatting import common_parent, number, number_range, short_number
 
 _LINES, _SPANS = 8, 4  # colors of the style sheet
-_FEW = 30  # points of a series that are drawn as dots, too
+_FEW = 30  # points of a series that also get dots
 _MOST_DRAWN = 8000  # points of all series together: a page may have dozens of charts
 _LARGEST = 1e300  # beyond it differences overflow
 _MOST_BANDS = {"single": 120, "multiples": 30}
@@ -28,7 +28,7 @@ _Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis from ``low`` to ``high``; these are base-10 logarithms where it is logarithmic."""
+    """An axis from ``low`` to ``high``, their base-10 logarithms if it is logarithmic."""
 
     low: float
     high: float
@@ -36,7 +36,7 @@ class Axis:
 
     @classmethod
     def around(cls, values: Iterable[float], room: float, log: bool = False) -> "Axis":
-        """An axis that leaves a share ``room`` of its length free at both ends."""
+        """An axis with a share ``room`` of its length free at both ends."""
         places = [_place(value, log) for value in values] or [0.0]
         low, high = min(places), max(places)
         is_constant = high - low <= 1e-12 * max(abs(low), abs(high), 1e-280)
@@ -44,11 +44,11 @@ class Axis:
         return cls(low - pad, high + pad, log)
 
     def share(self, value: float) -> float:
-        """The place of a value: 0 at the low end, 1 at the high end."""
+        """The position of a value: 0 at the low end, 1 at the high end."""
         return (_place(value, self.log) - self.low) / (self.high - self.low)
 
     def ticks(self, most: int, integer: bool = False) -> list[float]:
-        """Round values on the axis, about ``most`` of them."""
+        """About ``most`` round values on the axis."""
         low, high = self.low, self.high
         if self.log:
             decades = range(max(math.floor(low), -307), min(math.ceil(high), 307) + 1)
@@ -73,12 +73,7 @@ def _round_up(value: float, factors: Sequence[float]) -> float:
 
 
 def draw(chart: Chart, kind: str) -> str:
-    """A chart as a figure.
-
-    Args:
-        chart: what to draw.
-        kind: ``"single"``, as wide as the page, or ``"multiples"``, small.
-    """
+    """A chart as a figure: of ``kind`` ``"single"``, as wide as the page, or ``"multiples"``, small."""
     values = [y for _, ys in chart.series.values() for y in ys if math.isfinite(y)]
     log = chart.log and bool(values) and min(values) > 0
     notes = _not_finite(chart)
@@ -127,7 +122,7 @@ def _is_named_by_title(chart: Chart) -> bool:
 
 
 def _colored(chart: Chart) -> dict[str, str]:
-    """Colors of the series that the legend names: all, or of many the lowest and the highest in the end."""
+    """Colors of the series in the legend: of all, or, if there are many, of the highest and lowest final values."""
     names = list(chart.series)
     if len(names) > _LINES:
         last = {name: ys[-1] for name, (_, ys) in chart.series.items() if len(ys) and math.isfinite(ys[-1])}
@@ -136,7 +131,6 @@ def _colored(chart: Chart) -> dict[str, str]:
 
 
 def _span_colors(chart: Chart) -> dict[str, str]:
-    """Colors of the labels of spans; none where all spans have the same label."""
     labels = list(dict.fromkeys(label for _, _, label in chart.spans))
     return {label: f"var(--p{i % _SPANS})" for i, label in enumerate(labels)} if len(labels) > 1 else {}
 
@@ -158,7 +152,7 @@ def _plot(chart: Chart, log: bool, kind: str) -> str:
     colored = _colored(chart)
     lines = [
         _line(series[name], across, up, colored.get(name, ""), max(20, _MOST_DRAWN // len(series)))
-        for name in sorted(series, key=lambda name: name in colored)  # in front of the others
+        for name in sorted(series, key=lambda name: name in colored)  # drawn last, in front of the others
     ]
     label = escape(chart.title or ", ".join(chart.series))
     unit = f'<span class="unit">{escape(chart.x_label)}</span>' if kind == "single" or chart.x_label != "step" else ""
@@ -178,7 +172,6 @@ def _percent(share: float) -> str:
 
 
 def _spans(chart: Chart, across: Axis) -> tuple[str, str]:
-    """Shaded rectangles, and their labels above the plot."""
     colors, rectangles, labels = _span_colors(chart), [], []
     for start, end, label in chart.spans if colors else ():
         left, right = (min(max(across.share(x), 0.0), 1.0) for x in (start, end))
@@ -190,7 +183,6 @@ def _spans(chart: Chart, across: Axis) -> tuple[str, str]:
 
 
 def _line(points: _Points, across: Axis, up: Axis, color: str, most: int) -> str:
-    """A series as a path, with a gap for values that are not finite, and dots where there are few."""
     size = math.ceil(2 * len(points) / most) if len(points) > most else 1
     groups = [points[start : start + size] for start in range(0, len(points), size)]
     path, dots, pen = "", "", "M"
@@ -199,7 +191,7 @@ def _line(points: _Points, across: Axis, up: Axis, color: str, most: int) -> str
             pen = "M"
             continue
         place = f"{1000 * across.share(x):.1f} {1000 * (1 - up.share(y)):.1f}"
-        path += f"{pen}{place}{'h0' if pen == 'M' else ''}"  # so that a point between gaps is a dot
+        path += f"{pen}{place}{'h0' if pen == 'M' else ''}"  # a point between gaps becomes a dot
         dots += f"M{place}h0"
         pen = "L"
     if not color:
@@ -209,7 +201,7 @@ def _line(points: _Points, across: Axis, up: Axis, color: str, most: int) -> str
 
 
 def _extremes(points: _Points) -> _Points:
-    """The lowest and the highest of some points, in their order, so that no spike is lost."""
+    """The lowest and highest of some points, in their order, so that no spike is lost."""
     finite = [point for point in points if math.isfinite(point[1])]
     return sorted({min(finite, key=_height), max(finite, key=_height)}) if finite else []
 
@@ -251,5 +243,4 @@ def _bands(chart: Chart, points: dict[str, _Points], across: Axis, up: Axis, mos
 
 
 def _within(share: float, left: float, right: float) -> str:
-    """A place in the plot as a place in a band of it."""
     return _percent((share - left) / (right - left))

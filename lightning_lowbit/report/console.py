@@ -13,11 +13,11 @@ _NOTEBOOK = 88  # columns that notebooks show without cutting them
 
 
 def show(trainer: Trainer, *blocks: Table | Text) -> None:
-    """Prints blocks above the progress bar, if there is one, folded to the width of the terminal or notebook."""
+    """Prints blocks above the progress bar, if any, folded to the width of the terminal or notebook."""
     text = plain(*blocks, width=_width())
     bar = trainer.progress_bar_callback
     if isinstance(bar, TQDMProgressBar):
-        Tqdm.write(text)  # bar.print is silent while no bar is drawn: before training, at its end, at a rate of 0
+        Tqdm.write(text)  # bar.print is silent while no bar is drawn, as before training
     elif bar is not None:
         bar.print(text)
     else:
@@ -25,7 +25,7 @@ def show(trainer: Trainer, *blocks: Table | Text) -> None:
 
 
 def _width() -> int | None:
-    """The number of columns; None in a file or a pipe, where nothing is folded."""
+    """Columns of the terminal; None for a file or a pipe, where nothing is folded."""
     if sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     return _NOTEBOOK if "ipykernel" in sys.modules else None

@@ -1,4 +1,4 @@
-"""What a report says beside metrics: how the run ended, precision, configuration, environment, callbacks."""
+"""The contents of a report beside metrics: outcome, precision, configuration, environment, other callbacks."""
 
 import importlib.metadata
 import math
@@ -38,20 +38,17 @@ def ask(trainer: Trainer, method: str, failures: list[Section]) -> list[Any]:
 
 
 def status_of(exception: BaseException | None) -> str:
-    """How a run ended, in a word."""
     if exception is None:
         return "finished"
     return "interrupted" if isinstance(exception, (KeyboardInterrupt, SIGTERMException)) else "failed"
 
 
 def name_of(folder: Path) -> str:
-    """The name of a run, from its folder."""
     parts = folder.resolve().parts
     return "/".join(parts[-2:] if parts[-1].startswith("version_") else parts[-1:])
 
 
 def precision_of(trainer: Trainer) -> dict[str, str]:
-    """The class and the casts of the precision plugin."""
     plugin = trainer.precision_plugin
     if not isinstance(plugin, LowBitPrecision):
         return {"plugin": type(plugin).__name__, "casts": str(plugin.precision)}
@@ -62,7 +59,7 @@ def precision_of(trainer: Trainer) -> dict[str, str]:
 
 
 def configuration_of(folder: Path, trainer: Trainer, pl_module: LightningModule) -> str:
-    """The configuration file of the command line, or else hyperparameters and settings of the plugin."""
+    """The configuration file of the command line, else hyperparameters and settings of the plugin."""
     if any(isinstance(callback, SaveConfigCallback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         with suppress(OSError):
             return (folder / "config.yaml").read_text(errors="replace")  # which Lightning's command line wrote
@@ -78,7 +75,7 @@ def configuration_of(folder: Path, trainer: Trainer, pl_module: LightningModule)
 def best_values(
     trainer: Trainer, names: Iterable[str], extremes: Mapping[str, tuple[float, float]]
 ) -> dict[str, float]:
-    """The best values of validation metrics: of losses, and of what a callback monitors."""
+    """The best values of validation losses and of metrics that a callback monitors."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     modes = {getattr(callback, "monitor", None): getattr(callback, "mode", "min") for callback in callbacks}
     known = [name for name in names if name in modes or re.search("loss|perplexity|ppl", name)]
@@ -86,7 +83,7 @@ def best_values(
 
 
 def strict(value: Any) -> Any:
-    """A value as strict JSON can hold it: null for NaN and infinity, text for objects of other types."""
+    """A value for strict JSON: null for NaN and infinity, text for other types."""
     if isinstance(value, Mapping):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -99,21 +96,19 @@ def strict(value: Any) -> Any:
 
 
 def coverage_of(trainer: Trainer) -> float | None:
-    """The plugin's estimate of the share of FLOPs in quantized layers; None without one."""
     plugin = trainer.precision_plugin
     coverage = plugin.coverage_line.coverage if isinstance(plugin, LowBitPrecision) else None
     return None if coverage is None or coverage.unit != "FLOPs" else coverage.share
 
 
 def coverage_alerts(trainer: Trainer) -> list[str]:
-    """The plugin's warning that little is quantized."""
     plugin = trainer.precision_plugin
     text = plugin.coverage_line.text if isinstance(plugin, LowBitPrecision) else ""
     return [text] if text else []
 
 
 def cast_sections(pl_module: LightningModule) -> list[Section]:
-    """A legend of the notation of a model's casts, such as ``e2m1/e4m3:1x16+fp32~``."""
+    """A legend of the casts' notation, such as ``e2m1/e4m3:1x16+fp32~``."""
     layers = [module for module in pl_module.modules() if isinstance(module, QuantizedLayer)]
     distinct = dict.fromkeys(layer.full_casts for layer in layers)
     casts = dict.fromkeys(cast for casts in distinct for name in OPERANDS if (cast := casts.cast_of(name)) is not None)
@@ -122,7 +117,6 @@ def cast_sections(pl_module: LightningModule) -> list[Section]:
 
 
 def environment(trainer: Trainer, started: datetime) -> dict[str, Any]:
-    """What a reader needs to know to run it again."""
     versions = {"python": platform.python_version()}
     for package in ("torch", "lightning", "lightning_lowbit", "transformers", "datasets"):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -149,7 +143,7 @@ def _cpu_name() -> str:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Peak bytes of this process: of GPU memory on a GPU, else of main memory; None where it cannot be measured."""
+    """Peak bytes of this process, on the GPU if it uses one; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

@@ -1,4 +1,4 @@
-"""Numbers, durations and names as a reader of a report sees them."""
+"""Numbers, durations and names as a report shows them."""
 
 import math
 import os
@@ -20,7 +20,7 @@ def number(value: float) -> str:
 
 
 def number_range(values: Sequence[float]) -> str:
-    """The lowest and the highest number, or one where they look the same."""
+    """The lowest and the highest number, or one number if they look the same."""
     low, high = number(min(values)), number(max(values))
     return low if low == high else f"{low} – {high}"
 
@@ -34,13 +34,11 @@ def short_number(value: float) -> str:
 
 
 def cell(value: object) -> str:
-    """A cell of a table."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return number(value) if is_number else str(value)  # type: ignore[arg-type]
 
 
 def duration(seconds: float) -> str:
-    """Hours and minutes, minutes and seconds, or seconds."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -49,5 +47,5 @@ def duration(seconds: float) -> str:
 
 
 def common_parent(names: Sequence[str]) -> str:
-    """The dotted prefix of all names: ``model.layers`` of ``model.layers.0`` and ``model.layers.1``."""
+    """The common dotted prefix: ``model.layers`` of ``model.layers.0`` and ``model.layers.1``."""
     return os.path.commonprefix(list(names)).rpartition(".")[0] if len(names) > 1 else ""

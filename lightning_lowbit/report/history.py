@@ -1,4 +1,4 @@
-"""The metrics of a run by optimizer step: recorded without host synchronization, bounded in size, resumable."""
+"""The metrics of a run by optimizer step: recorded without synchronizing the device, bounded in size, resumable."""
 
 import math
 from collections import Counter
@@ -18,18 +18,18 @@ _MOST_PENDING, _STEPS_PENDING = 200, 4
 
 
 class History:
-    """Points (step, value) by metric, and phases by step. Values are copied from their device in batches."""
+    """Points (step, value) by metric, and phases by step. Values are copied to the host in batches."""
 
     def __init__(self) -> None:
         self.phases: list[tuple[int, int, str]] = []
-        self.extremes: dict[str, tuple[float, float]] = {}  # lowest and highest of all values, thinned or not
+        self.extremes: dict[str, tuple[float, float]] = {}  # lowest and highest of all values, before thinning
         self.quantities: dict[str, str] = {}  # what the metrics of `add_layers` measure, by name
         self._points: dict[str, list[tuple[int, float]]] = {}
         self._pending: list[tuple[str, int, Tensor]] = []
         self._last: dict[str, int] = {}
 
     def add(self, name: str, step: int, value: Tensor) -> bool:
-        """Adds a value; returns False if the step has one already."""
+        """Adds a value; returns False if the step already has one."""
         if step <= self._last.get(name, -1):
             return False
         self._last[name] = step
@@ -39,7 +39,7 @@ class History:
         return True
 
     def add_layers(self, numbers: Mapping[str, Mapping[str, float]], step: int) -> None:
-        """Adds numbers of layers, by quantity and layer, that are on the host already."""
+        """Adds numbers by quantity and layer that are already on the host."""
         for quantity, row in numbers.items():
             for layer, number in row.items():
                 name = f"{quantity}/{layer}"
@@ -48,13 +48,12 @@ class History:
                     self._append(name, step, number)
 
     def add_phase(self, phase: str, begin: int, step: int) -> None:
-        """Adds the phase of an optimizer step. The first phase starts at ``begin``, the steps done before this run."""
+        """Adds the phase of an optimizer step; the first phase starts after ``begin`` steps of an earlier run."""
         start, end, last = self.phases[-1] if self.phases else (begin, begin, phase)
         if step > end:
             self.phases[-1:] = [(start, step, phase)] if phase == last else [(start, end, last), (end, step, phase)]
 
     def points(self) -> dict[str, list[tuple[int, float]]]:
-        """Points of all metrics by name."""
         self._convert()
         return self._points
 
@@ -63,7 +62,7 @@ class History:
         for i, (_, _, value) in enumerate(self._pending):
             alike.setdefault((value.device, value.dtype), []).append(i)
         values: dict[int, float] = {}
-        for indices in alike.values():  # one copy to the host for each device and dtype
+        for indices in alike.values():  # one copy to the host per device and dtype
             values.update(zip(indices, torch.stack([self._pending[i][2] for i in indices]).tolist(), strict=True))
         for i, (name, step, _) in enumerate(self._pending):
             self._append(name, step, float(values[i]))
@@ -86,17 +85,14 @@ class History:
         return min(MOST_POINTS, max(100, MOST_OF_LAYERS // max(layers, 1)))
 
     def drop_pending(self) -> None:
-        """Drops the values that are still on a device."""
         self._pending.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The history as tensors and primitives."""
         points = {name: torch.tensor(points, dtype=torch.float64) for name, points in self.points().items()}
         state = {"points": points, "phases": list(self.phases), "extremes": dict(self.extremes)}
         return state | ({"quantities": dict(self.quantities)} if self.quantities else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the history of a checkpoint."""
         self._pending = []
         self._points = {name: [(int(x), y) for x, y in table.tolist()] for name, table in state["points"].items()}
         self._last = {name: points[-1][0] for name, points in self._points.items()}
@@ -105,7 +101,7 @@ class History:
 
 
 def thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """Returns about half of ``most`` points, evenly spaced in steps, with the first and the last."""
+    """About half of ``most`` points, evenly spaced in steps, with the first and the last."""
     spacing = (points[-1][0] - points[0][0]) / (most // 2)
     kept = points[:1]
     for point in points[1:-1]:
@@ -115,13 +111,13 @@ def thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The metrics that are single numbers, as tensors of this process."""
+    """The single numbers among metrics, as local tensors."""
     local = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in metrics.items()}
     return {name: value for name, value in local.items() if isinstance(value, Tensor) and value.numel() == 1}
 
 
 def learning_rates(trainer: Trainer) -> Iterable[tuple[str, Tensor]]:
-    """(name, rate) of each optimizer's first parameter group, and of other groups whose rate differs.
+    """(name, rate) of each optimizer's first group, and of groups with another rate.
 
     The names are those of ``LearningRateMonitor``.
     """

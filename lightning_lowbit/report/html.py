@@ -1,4 +1,4 @@
-"""A page about a run as one HTML file that fetches nothing: titled sections of text, tables, charts and heat maps.
+"""A report as one HTML file that fetches nothing: titled sections of text, tables, charts and heat maps.
 
     page = render("my run", [Section("Loss", [Chart("loss", {"training": ([1, 2, 3], [2.5, 2.2, 2.1])})])])
 
@@ -34,8 +34,7 @@ def render(
     """The page as HTML.
 
     Args:
-        title: of the page.
-        sections: in their order.
+        title, sections: the heading and the contents.
         status: a word beside the title; ``"finished"``, ``"interrupted"`` and ``"failed"`` have colors.
         lead: a sentence below the title.
         facts: (label, value, remark) of the numbers at the top.
@@ -113,7 +112,7 @@ def _heat_map(block: HeatMap) -> str:
         raise ValueError(
             f"The color scale of a HeatMap needs finite low < high; got low={block.low}, high={block.high}."
         )
-    decimals = max(0, 2 - math.floor(math.log10(block.high - block.low)))  # a few hundred steps on the scale
+    decimals = max(0, 2 - math.floor(math.log10(block.high - block.low)))  # a few hundred distinct values on the scale
 
     def show(value: float) -> str:
         text = f"{round(value, decimals) + 0.0:.{decimals}f}"  # no -0.0
@@ -139,7 +138,6 @@ def _heat_map(block: HeatMap) -> str:
 
 
 def _scale(block: HeatMap) -> str:
-    """The legend of the colors, from low to high."""
     steps, ends = list(range(_HEAT_COLORS)), ["good", "bad"]
     if not block.small_is_good:
         steps, ends = steps[::-1], ends[::-1]

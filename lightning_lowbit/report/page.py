@@ -1,4 +1,4 @@
-"""The page of a run, made from what ``run.json`` holds: which metric is shown where."""
+"""The page of a run from ``run.json``: which metric is shown where."""
 
 import math
 import re
@@ -20,7 +20,7 @@ _NORMS = [f"grad_norm/{stage}" for stage in ("unclipped", "clipped", "used")]  #
 def render_run(
     run: Mapping[str, Any], contributed: Iterable[Section], exception: BaseException | None, configuration: str
 ) -> str:
-    """The page of what ``run.json`` holds, with the sections that other callbacks contribute."""
+    """The page for the content of ``run.json`` and the sections of other callbacks."""
     sections = [*_metric_sections(run), *contributed]
     if run["alerts"]:
         sections.insert(0, Section("Alerts", [Text(text) for text in run["alerts"]], is_alarming=True))
@@ -36,7 +36,7 @@ def render_run(
 
 
 def _find(names: Iterable[str], pattern: str) -> str | None:
-    """The metric that a pattern means: the shortest name, so that the whole comes before its parts or layers."""
+    """The metric with the shortest name that matches a pattern: the whole comes before its parts or layers."""
     return min((name for name in names if re.search(pattern, name.lower())), key=len, default=None)
 
 
@@ -62,7 +62,6 @@ def _facts(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _when(run: Mapping[str, Any], name: str) -> str:
-    """The step of a metric's last value, and its best value where it is known which is best."""
     last, best = run["history"][name][-1], run["best"].get(name)
     text = f"at step {number(last[0])}"
     if best is None:
@@ -99,7 +98,7 @@ def _other_sections(run: Mapping[str, Any], names: Sequence[str]) -> list[Sectio
     is_of_layer = {name: name in quantities or name.count("/") > 1 for name in names}
     constant = [name for name in names if not is_of_layer[name] and len({y for _, y in history[name]}) == 1]
     groups: dict[str, list[str]] = {}
-    # What monitors recorded of layers comes last, because there may be too much; else in the order of logging.
+    # In the order of logging, but numbers of layers come last, because there may be many.
     for name in sorted(names, key=lambda name: (name in quantities, name.split("/")[0])):
         if name not in constant:
             groups.setdefault(quantities.get(name, "/".join(name.split("/")[:2])), []).append(name)
@@ -123,7 +122,7 @@ def _chart(run: Mapping[str, Any], title: str, names: Iterable[str | None], log:
     found = {name: run["history"][name] for name in names if name}
     series = {name.removeprefix(f"{title}/"): tuple(zip(*points, strict=True)) for name, points in found.items()}
     values = [y for _, ys in series.values() for y in ys if math.isfinite(y)]
-    if log is None:  # a linear axis would show the largest values alone
+    if log is None:  # a linear axis would show only the largest values
         log = bool(values) and min(values) > 0 and max(values) > 20 * min(values)
     return Chart(title, series, log=log, spans=run["phases"])  # type: ignore[arg-type]
 
@@ -133,7 +132,7 @@ def _constant_at(steps: Sequence[int]) -> str:
 
 
 def _throughput_chart(run: Mapping[str, Any], name: str) -> Chart:
-    """Leaves out the first points while compilation keeps them below half the median, and says so in a note."""
+    """Leaves out the first points while compilation keeps them below half the median, and notes it."""
     points = run["history"][name]
     usual = statistics.median([y for _, y in points if math.isfinite(y)] or [0.0])
     slow = next((i for i, (_, y) in enumerate(points) if not y < usual / 2), 0)

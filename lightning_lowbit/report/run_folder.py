@@ -1,8 +1,7 @@
 """The folder of a run's files; no run overwrites the files of another.
 
-Lightning's own loggers have a folder for each run, ``version_N``. Other loggers share one folder between runs, and so
-does a Trainer without a logger: the first run writes into it, the next ones into ``version_1``, ``version_2`` … in it.
-A resumed run keeps its folder.
+Some loggers, and a Trainer without a logger, share one folder between runs. The first run writes into it, the next ones
+into ``version_1``, ``version_2`` … in it. A resumed run keeps its folder.
 """
 
 import json
@@ -12,17 +11,14 @@ from weakref import WeakKeyDictionary
 
 from lightning_lowbit._lightning import CSVLogger, TensorBoardLogger, Trainer, rank_zero_info
 
-_FILES = ("run.json", "precision_summary.json")  # a folder with one of them belongs to a run
+_FILES = ("run.json", "precision_summary.json")  # a folder that has one of them belongs to a run
 _CHOSEN: WeakKeyDictionary[Trainer, tuple[Path, Path]] = WeakKeyDictionary()  # (folder of all runs, folder of this one)
 
 
 def run_folder(trainer: Trainer, folder: Path, filename: str) -> Path:
-    """The folder of a run, always the same one. Ask for it right before writing: it may be created.
+    """The folder of a run, always the same one; may create it, so call it right before writing.
 
-    Args:
-        trainer: of the run.
-        folder: ``trainer.log_dir``, or its substitute.
-        filename: of the file to write; a folder that has one belongs to another run.
+    ``folder`` is ``trainer.log_dir`` or its substitute. A folder that has a ``filename`` belongs to another run.
     """
     if trainer.loggers and isinstance(trainer.loggers[0], (TensorBoardLogger, CSVLogger)):
         return folder
@@ -39,8 +35,7 @@ def run_folder(trainer: Trainer, folder: Path, filename: str) -> Path:
 def continue_in(trainer: Trainer, folder: Path, identity: str) -> None:
     """Gives a resumed run the folder of the run that it continues.
 
-    That run was cut off, or ended at the step where this one begins. If it ended later, it keeps its files: the new run
-    is another one from the same checkpoint.
+    That run was interrupted, or ended at the step where this one begins. A run that ended later keeps its files.
     """
     for place in [folder, *folder.glob("version_*")]:
         with suppress(OSError, ValueError):

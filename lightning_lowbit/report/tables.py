@@ -1,4 +1,4 @@
-"""One table, three ways to write it: as text for a terminal, as HTML and as markdown."""
+"""Writes a table as text for a terminal, as HTML or as markdown."""
 
 import re
 import textwrap
@@ -18,13 +18,11 @@ def _rows(table: Table) -> list[list[str]]:
 
 
 def as_markdown(table: Table) -> str:
-    """A table as markdown, with every column but the first aligned to the right."""
     lines = [[*map(str, table.header)], ["---", *["---:"] * (len(table.header) - 1)], *_rows(table)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def as_html(table: Table) -> str:
-    """A table as HTML, in a box that scrolls sideways."""
     rows = _rows(table)
     columns = zip_longest(*rows, fillvalue="") if table.header else ()
     numeric = {i for i, column in enumerate(columns) if all(_NUMBER.fullmatch(text) for text in column)}
@@ -42,7 +40,7 @@ def as_html(table: Table) -> str:
 
 
 def framed(table: str, caption: str, kind: str = "table") -> str:
-    """The HTML of a table in a box that scrolls; a <caption> would be as narrow as the table."""
+    """HTML of a table in a box that scrolls; the caption is outside, because a <caption> is as narrow as the table."""
     scrolled = f'<div class="scroll">{table}</div>'
     if not caption:
         return scrolled
@@ -83,7 +81,6 @@ def _folded_row(row: list[str], widths: list[int]) -> list[str]:
 
 
 def _folded(text: str, width: int, indent: str) -> list[str]:
-    """Breaks the text of a cell into lines, after a dot, a blank or the like where possible."""
     if len(text) <= width:
         return [text]
     lines = [""]

@@ -10,7 +10,7 @@ _LONGEST = 5000  # characters of a tag in MLflow
 
 
 def begin(trainer: Trainer, precision: Mapping[str, str]) -> None:
-    """Sends plugin and casts to the trackers. Call it in the first process."""
+    """Sends plugin and casts to the trackers; only for the first process."""
 
     def to_wandb(logger: WandbLogger) -> None:
         settings = {f"lightning_lowbit/{name}": text for name, text in precision.items()}
@@ -24,13 +24,7 @@ def begin(trainer: Trainer, precision: Mapping[str, str]) -> None:
 
 
 def finish(trainer: Trainer, run: Mapping[str, Any], page: Path) -> None:
-    """Sends the page, and how much of the arithmetic was quantized. Call it in the first process.
-
-    Args:
-        trainer: of the run.
-        run: the content of ``run.json``.
-        page: the HTML file; ``run.json`` lies beside it.
-    """
+    """Sends the page, with ``run.json`` beside it, and the coverage; only for the first process."""
     bits = run["summary"].get("average_bits")
     numbers = {"coverage": run["coverage"], "average_bits": bits, "alerts": len(run["alerts"])}
     numbers = {f"lightning_lowbit/{name}": number for name, number in numbers.items() if number is not None}
@@ -55,7 +49,7 @@ def finish(trainer: Trainer, run: Mapping[str, Any], page: Path) -> None:
 
 
 def _send(trainer: Trainer, to_wandb: Callable[[Any], None], to_mlflow: Callable[[Any], None]) -> None:
-    """Calls the function of each logger; a tracker that cannot be reached does not end the training."""
+    """Calls the functions; a tracker that cannot be reached does not end the training."""
     for logger in trainer.loggers:
         try:
             if isinstance(logger, WandbLogger):

@@ -1,11 +1,11 @@
-"""What callbacks warn of: of all layers together, once until it is much worse; and again on the page of the run."""
+"""Warnings of callbacks: one per kind for all layers, repeated only when much worse, and listed in the run's report."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lightning_lowbit._lightning import rank_zero_warn
 
-# What lasts is said again where so many times as many layers are concerned, or the worst is so many times as bad.
+# A warning is repeated if this many times as many layers are affected, or the worst is this many times as bad.
 MUCH_WORSE = 4.0
 
 
@@ -16,18 +16,13 @@ class _Found(NamedTuple):
 
 
 class _Level(NamedTuple):
-    """How bad something was when it was said."""
-
     step: int
     layers: int
     severity: float
 
 
 class Alerts:
-    """Warnings by kind, of which each names the worst layer and says how many there are.
-
-    Args:
-        owner: what warns, which a warning begins with.
+    """Warnings of ``owner`` by kind; each names the worst layer and the number of layers.
 
     Example:
         >>> alerts.note("layers.0", "underflow", 0.6, "60% became 0.")
@@ -43,21 +38,14 @@ class Alerts:
         self._texts: list[str] = []
 
     def note(self, subject: str, kind: str, severity: float, message: str) -> None:
-        """Notes what is wrong in a step, for :meth:`say`.
-
-        Args:
-            subject: what something is wrong with, such as a layer's name.
-            kind: what is wrong with it.
-            severity: how much: any number above 0 that is larger where it is worse.
-            message: the same in words, and what to do.
-        """
+        """Notes a problem for :meth:`say`; ``severity`` is above 0 and larger where the problem is worse."""
         self._noted.setdefault(kind, []).append(_Found(severity, subject, message))
         kinds = self._kinds.setdefault(subject, [])
         if kind not in kinds:
             kinds.append(kind)
 
     def say(self, step: int) -> None:
-        """Warns of what was noted in an optimizer step: once of each kind, unless it was said and is not much worse."""
+        """Warns of what was noted in an optimizer step, once per kind; again if it is much worse."""
         noted, self._noted = self._noted, {}
         for kind, found in noted.items():
             worst = max(found, key=lambda one: one.severity)
@@ -71,25 +59,22 @@ class Alerts:
             rank_zero_warn(f"{self._owner}: {self._texts[-1]}")
 
     def subjects(self) -> list[str]:
-        """All that something was wrong with."""
         return list(self._kinds)
 
     def kinds(self, subject: str) -> list[str]:
-        """What was wrong with a subject, whether a warning named it or counted it."""
+        """The kinds of problems of a subject, whether a warning named it or only counted it."""
         return list(self._kinds.get(subject, []))
 
     def texts(self) -> list[str]:
-        """All that was said."""
         return list(self._texts)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was said, and how bad it was."""
         levels = {kind: dict(level._asdict()) for kind, level in self._levels.items()}
         kinds = {subject: list(kinds) for subject, kinds in self._kinds.items()}
         return {"levels": levels, "kinds": kinds, "texts": list(self._texts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what :meth:`state_dict` gave; or, of older checkpoints, texts by subject and kind."""
+        """Takes a :meth:`state_dict`; those of older checkpoints hold texts by subject and kind."""
         self._noted = {}
         if not isinstance(state.get("texts"), list):
             self._kinds = {subject: list(of_subject) for subject, of_subject in state.items()}

@@ -1,13 +1,13 @@
-"""What all monitors share: when they measure, when they read, and where their numbers go.
+"""The base class of monitors: when they measure, when they read, and where their numbers go.
 
-    during a batch          tensors are measured on the device, and kept under a name: `_keep`
+    during a batch          tensors are measured and kept on the device: `_keep`
     on_train_batch_end      means over layers are logged through Lightning: `_log`
-    on_train_batch_start    of the next batch: one copy brings all that was kept to the host: `_judge`, alerts
-                            numbers of layers go to the loggers and to the history of the run: `_emit`
+    on_train_batch_start    of the next batch: one copy to the host, then `_judge` notes alerts and
+                            `_emit` sends numbers of layers to the loggers and the history of the run
     on_train_end            the same, for the last batch
 
-The copy waits for nothing: Lightning's logger has already waited for the values that were logged with it. Lightning
-would log such a value again in every batch until the epoch ends, so it is dropped once it was logged.
+The copy does not wait: Lightning's logger has already waited for values of the same step. Lightning would log such a
+value again in every batch until the epoch ends, so it is dropped once it was logged.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ LayerNumbers = Mapping[str, Mapping[str, float]]
 
 
 class Monitor(LowBitCallback):
-    """Measures on the device, reads one batch later, and hands the numbers to loggers and history.
+    """Measures on the device, reads one batch later, and sends the numbers to loggers and history.
 
     A subclass measures in its own hooks, calls :meth:`_keep` and :meth:`_log`, and interprets the numbers in
     :meth:`_judge`. It calls ``super()`` in the hooks that are defined here.
@@ -37,43 +37,38 @@ class Monitor(LowBitCallback):
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        """Forgets another run."""
         self._alerts = Alerts(self)
         self._forget()
 
     def _forget(self) -> None:
-        """Forgets what was measured between two batches: training begins or resumes."""
+        """Drops unread measurements when training begins or resumes."""
         self._unread: list[tuple[Any, Mapping[str, Tensor]]] = []
         self._loggers: list[Logger] = []
         self._reports: list[Any] = []
         self._logged: list[str] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forgets another run."""
         super().setup(trainer, pl_module, stage)
-        if stage == "fit" and trainer.global_step == 0:  # otherwise the same Trainer resumes; checkpoints load later
+        if stage == "fit" and trainer.global_step == 0:  # else the same Trainer continues; checkpoints load later
             self._start_afresh()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins, also after a checkpoint was loaded."""
         self._forget()
         self._loggers = list(trainer.loggers)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._reports = [callback for callback in callbacks if hasattr(callback, "record_layers")]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Reads what was measured, if it was logged."""
+        """Reads the measurements of the last batch, if it was logged."""
         if self._logged or len(self._unread) >= _MOST_UNREAD:
             self._read()
         forget_logged(trainer, self._logged)
         self._logged = []
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads the numbers of the last steps."""
         self._read()
 
     def report_alerts(self, trainer: Trainer) -> list[str]:
-        """All warnings so far, for the report of the run."""
         self._read()
         return self._alerts.texts()
 
@@ -81,45 +76,31 @@ class Monitor(LowBitCallback):
 
     @staticmethod
     def _is_logged(trainer: Trainer) -> bool:
-        """Whether the logger takes the optimizer step under way; the same for all its micro-batches."""
+        """Whether the logger takes the current optimizer step; the same for all its micro-batches."""
         return is_logging_step(trainer)
 
     def _log(self, pl_module: LightningModule, metrics: Mapping[str, Tensor]) -> None:
-        """Logs 0-d tensors through Lightning, where other callbacks see them; in ``on_train_batch_end``."""
+        """Logs 0-d tensors for other callbacks to see; only in ``on_train_batch_end``."""
         pl_module.log_dict(dict(metrics), batch_size=1)
         self._logged += list(metrics)
 
     @staticmethod
     def _logger_step(trainer: Trainer) -> int:
-        """The step that the logger assigns to this batch: the number of optimizer steps before it."""
+        """The logger's step of this batch: the number of optimizer steps before it."""
         return logger_step(trainer)
 
     def _keep(self, what: Any, columns: Mapping[str, Tensor]) -> None:
-        """Keeps named tensors of any shape on the device; :meth:`_judge` gets ``what`` and their numbers."""
+        """Keeps named tensors on the device until :meth:`_judge` gets ``what`` and their values."""
         self._unread.append((what, columns))
 
     def _judge(self, what: Any, columns: Mapping[str, Any]) -> int:
-        """Interprets what was kept: notes alerts, emits numbers of layers.
-
-        Args:
-            what: from :meth:`_keep`.
-            columns: its tensors by name, as numbers in nested lists.
-
-        Returns:
-            The optimizer step that was measured.
-        """
+        """Interprets the tensors of :meth:`_keep` as nested lists; returns the optimizer step that was measured."""
         raise NotImplementedError
 
     def _emit(self, numbers: LayerNumbers, step: int, logger_step: int) -> None:
-        """Sends numbers of layers to the loggers and to the history of the run.
+        """Sends numbers of layers, measured after ``step`` optimizer steps, to the loggers and the history.
 
-        Not through ``log_dict``: there are hundreds, and Lightning takes about a millisecond for each. So they are no
-        metrics that a callback can monitor.
-
-        Args:
-            numbers: by quantity and layer.
-            step: optimizer steps taken when they were measured.
-            logger_step: what the logger counts, see :meth:`_logger_step`.
+        Not by ``log_dict``, which takes about a millisecond per number. So callbacks cannot monitor these numbers.
         """
         flat = {f"{quantity}/{layer}": number for quantity, row in numbers.items() for layer, number in row.items()}
         for logger in self._loggers:
@@ -128,7 +109,6 @@ class Monitor(LowBitCallback):
             report.record_layers(numbers, step)
 
     def _read(self) -> None:
-        """Copies all that was kept to the host, at once, and interprets it."""
         unread, self._unread = self._unread, []
         tensors = [tensor.flatten() for _, columns in unread for tensor in columns.values()]
         try:
@@ -143,10 +123,9 @@ class Monitor(LowBitCallback):
 
 
 def _nested(numbers: Iterator[float], shape: Sequence[int]) -> Any:
-    """The next numbers in nested lists, as ``tolist`` of a tensor of that shape gives them."""
     return [_nested(numbers, shape[1:]) for _ in range(shape[0])] if shape else next(numbers)
 
 
 def is_of_device(error: RuntimeError) -> bool:
-    """Whether an error is one of the accelerator, after which nothing can be copied from it."""
+    """Whether an accelerator raised the error; nothing can be copied from it afterwards."""
     return isinstance(error, torch.AcceleratorError) or any(name in str(error) for name in ("CUDA error", "HIP error"))

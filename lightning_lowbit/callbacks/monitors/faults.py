@@ -1,4 +1,4 @@
-"""What is wrong with an operand, a weight or an activation, judged by its numbers, and the remedies not yet in use."""
+"""Judges the numbers of an operand, weight or activation, and suggests remedies that are not yet in use."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,12 +8,12 @@ from lightning_lowbit.metrics import expected_zeros
 from lightning_lowbit.nn import LinearCasts, QuantizedLayer
 from lightning_lowbit.quant import Cast
 
-_SMALL_BLOCK = 16  # elements, than which no hardware has smaller ones
-_NARROW_SCALES = ("e4m3",)  # formats of scales with less range than the operands that they are made for
+_SMALL_BLOCK = 16  # elements in the smallest blocks of any hardware
+_NARROW_SCALES = ("e4m3",)  # scale formats with less range than the operands
 
 
 class Fault(NamedTuple):
-    """What is wrong: its kind, how bad it is (see :class:`Alerts`), and what to do in words."""
+    """A problem: its kind, its severity (see :class:`Alerts`), and what to do."""
 
     kind: str
     severity: float
@@ -21,14 +21,7 @@ class Fault(NamedTuple):
 
 
 def of_operand(operand: str, casts: LinearCasts, found: Mapping[str, float], underflow_limit: float) -> Iterator[Fault]:
-    """Of an operand.
-
-    Args:
-        operand: its name.
-        casts: of its layer.
-        found: its ``sqnr`` and ``underflow``.
-        underflow_limit: share of elements that became 0 which is tolerated.
-    """
+    """Judges an operand by its ``sqnr`` and ``underflow``; ``casts`` are those of its layer."""
     if math.isnan(found["sqnr"]):
         message = (
             f"{operand} holds a NaN or an infinity. Look at the data of this step and the learning rate; with a "
@@ -46,7 +39,6 @@ def of_operand(operand: str, casts: LinearCasts, found: Mapping[str, float], und
 
 
 def _remedies(operand: str, casts: LinearCasts) -> str:
-    """What keeps more of an operand, and is not on."""
     cast = casts.cast_of(operand)
     found = []
     if isinstance(cast, Cast):
@@ -62,13 +54,7 @@ def _remedies(operand: str, casts: LinearCasts) -> str:
 
 
 def of_weight(row: Mapping[str, float], cast: Cast, zeros_tolerance: float) -> Iterator[Fault]:
-    """Of a weight that is rounded to nearest.
-
-    Args:
-        row: what columns gave.
-        cast: of the weight.
-        zeros_tolerance: how far a share of zeros may be from the expected one.
-    """
+    """Judges a weight that is rounded to nearest; ``zeros_tolerance`` bounds the deviation of its share of zeros."""
     zeros, expected = row.get("zeros"), expected_zeros(cast.scale.factor)
     if math.isnan(row.get("distance", 0.0)):
         message = "no element of its weight is a number. Look for the step that broke it."
@@ -89,12 +75,7 @@ def of_weight(row: Mapping[str, float], cast: Cast, zeros_tolerance: float) -> I
 
 
 def of_codes(quiet: int, no_flips_for: int) -> Iterator[Fault]:
-    """Of the codes of a weight that is trained.
-
-    Args:
-        quiet: optimizer steps for which none has changed.
-        no_flips_for: of these, how many are too many.
-    """
+    """Judges the codes of a trained weight after ``quiet`` optimizer steps without a change."""
     if quiet >= no_flips_for:
         message = (
             f"no code of its weight has changed in a logged step for {quiet} optimizer steps, where training "
@@ -105,7 +86,7 @@ def of_codes(quiet: int, no_flips_for: int) -> Iterator[Fault]:
 
 
 def of_input(layer: Any) -> Fault:
-    """What enters a layer is not finite."""
+    """The input of a layer is not finite."""
     message = (
         "what enters it is not finite. Look at the data of this step, and at the weights of the layers before it for "
         "the step that broke them."
@@ -114,15 +95,7 @@ def of_input(layer: Any) -> Fault:
 
 
 def of_channel(layer: Any, channel: int, amax: float, mean: float, takeoff: float) -> Fault:
-    """A channel of what enters a layer takes off.
-
-    Args:
-        layer: converted or not.
-        channel: its number.
-        amax: the largest magnitude in it.
-        mean: running mean of the largest magnitude of all channels before.
-        takeoff: how many times the mean is too much.
-    """
+    """An input channel exceeds ``takeoff`` times ``mean``, the running mean of its layer's largest magnitude."""
     message = (
         f"channel {channel} of what enters it reaches {amax:.4g}, where the largest of all was {mean:.4g} on average "
         f"(takeoff={takeoff:g}). Look at the data of this step and at the learning rate."
@@ -131,7 +104,7 @@ def of_channel(layer: Any, channel: int, amax: float, mean: float, takeoff: floa
 
 
 def _of_scales(layer: Any) -> str:
-    """What an outlier does to the others that share its scale."""
+    """What an outlier does to the elements that share its scale."""
     cast = layer.full_casts.cast_of("fprop_x") if isinstance(layer, QuantizedLayer) else None
     if cast is None:  # it takes no levels from the rest
         return ""
@@ -148,14 +121,7 @@ def _of_scales(layer: Any) -> str:
 
 
 def of_mlp(mlp: Any, pairs: Sequence[tuple[float, float]], beyond: int, limit: float) -> Fault:
-    """Channels of a SwiGLU whose rows of gate and up projection are aligned.
-
-    Args:
-        mlp: with a ``down_proj``.
-        pairs: number and ``|cos|`` of some of them, the largest first.
-        beyond: how many there are.
-        limit: of ``|cos|``.
-    """
+    """Aligned channels of a SwiGLU: the worst as (channel, ``|cos|``); ``beyond`` channels exceed ``limit``."""
     told = ", ".join(f"{channel:.0f} ({cosine:.3f})" for channel, cosine in pairs)
     more = f" and {beyond - len(pairs)} more channels have" if beyond > len(pairs) else ""
     more = more or (" has" if beyond == 1 else " have")

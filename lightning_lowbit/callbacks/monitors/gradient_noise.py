@@ -1,10 +1,4 @@
-"""Does the gradient still stand out from the noise of quantization? If not, quantization no longer pays.
-
-    on_train_batch_start    of a step to be measured: its source is prepared
-    on_before_backward      two draws of the gradient, over the graph of training: sums, one collective
-    on_after_backward       or what layers left of the backward pass of training
-    on_train_batch_end      the ratio, averaged over the last measurements, is logged once the logger takes it
-    on_train_batch_start    of the next batch: its number, for a warning and for PrecisionSwitch(below=...)
+"""Measures whether the gradient still stands out from the noise of quantization. If not, quantization no longer pays.
 
 See :mod:`lightning_lowbit.metrics.noise` for the definition of the ratio.
 """
@@ -44,27 +38,26 @@ _SWITCH = "To go on in higher precision from here, give PrecisionSwitch('qaf', b
 class GradientNoiseMonitor(Monitor):
     """Measures how far the gradient stands out from the noise of quantization: ``‖∇L‖ / (σ √d)``.
 
-    d counts the weights of all quantized layers, and σ² is the variance that stochastic rounding and random rotations
-    give to an element of their gradient. At √3 training is most sensitive to noise; below, it gets little further in
-    this precision (FP4 All the Way, arXiv 2505.19115, section 4): ``PrecisionSwitch("qaf", below=...)`` switches to
-    quantization-aware finetuning by what this callback measures.
+    d is the number of weights of all quantized layers. σ² is the variance that stochastic rounding and random rotations
+    give to an element of their gradient. Below √3, training gets little further in this precision (FP4 All the Way,
+    arXiv 2505.19115, section 4): ``PrecisionSwitch("qaf", below=...)`` switches to quantization-aware finetuning.
 
     Logs ``gradient_noise/ratio``, and ``gradient_noise/ratio/<layer>`` of chosen layers, in the measured step or the
-    next one that is logged; infinite without noise. Two ``"draws"`` of the gradient are exact, and cost two backward
-    passes over one graph; ``"layers"`` is cheap, and works everywhere. See ``docs/guides/monitoring.md``.
+    next one that is logged. Without noise it is infinite. ``"draws"`` are exact and cost two more backward passes;
+    ``"layers"`` is approximate, cheap, and works with every strategy. See ``docs/guides/monitoring.md``.
 
     Args:
-        every_n_steps: how often to measure, in optimizer steps as the logger counts them.
+        every_n_steps: optimizer steps between measurements, as the logger counts them.
         kind: ``"draws"`` or ``"layers"``.
-        average: the number of last measurements, all of the same casts, over which the squares are averaged.
+        average: number of last measurements with the same casts over which the squares are averaged.
         threshold: the ratio below which to warn.
         layers: patterns of layers to log as well, see :func:`lightning_lowbit.convert`.
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no quantized layer.
         MisconfigurationException: when training starts: the Trainer has no plugin of lightning_lowbit, or optimization
-            is manual; for two draws, also under DeepSpeed, FSDP1, FSDP2 with accumulated gradients, and if the forward
-            pass has random bits. In a measurement of two draws: activation checkpointing is the reentrant kind.
+            is manual; for draws also under DeepSpeed, FSDP1, FSDP2 with accumulated gradients, or with random bits in
+            the forward pass. In a measurement by draws: activation checkpointing is reentrant.
 
     Example:
         >>> Trainer(plugins=[FP4Precision()], callbacks=[GradientNoiseMonitor(), PrecisionSwitch("qaf", below={})])
@@ -84,26 +77,25 @@ class GradientNoiseMonitor(Monitor):
         self.threshold = positive("threshold", threshold, "a ratio of gradient to noise")
         self.layers = layers
         self._chosen: set[str] = set()
-        self._switches = False  # something waits for what is measured, to go over to higher precision
+        self._switches = False  # a switch to higher precision depends on the measurements
         self._source: Source = _SOURCES[kind]()
         super().__init__()
 
     def _start_afresh(self) -> None:
         super()._start_afresh()
-        # Of the last measurements: names (of no layer for all together), and noise and signal of each, [names, 2].
+        # The last measurements: layer names ("" for the whole model), and noise and signal of each, [names, 2].
         self._window: deque[tuple[tuple[str, ...], Tensor]] = deque(maxlen=self.average)
-        self._casts = ""  # in which they were taken
+        self._casts = ""  # of the last measurements
         self._measurements: list[tuple[int, float]] = []
         self._to_log = False  # the last measurement is still to be logged
 
     def _forget(self) -> None:
         super()._forget()
-        self._is_due = False  # in the micro-batch under way
+        self._is_due = False  # in the current micro-batch
 
     # --- when ---
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the layers."""
         super().on_train_start(trainer, pl_module)
         _check(trainer, pl_module)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -116,7 +108,6 @@ class GradientNoiseMonitor(Monitor):
             self._chosen = select(list(converted_layers(pl_module)), self.layers, "layers", "quantized layer")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Reads what was measured, and gets ready to measure."""
         if self._unread:
             self._read()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -126,12 +117,10 @@ class GradientNoiseMonitor(Monitor):
             self._source.prepare(trainer, pl_module)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Measures, if two gradients are drawn."""
         if self._is_due:
             self._take(trainer, pl_module, self._source.before_backward(trainer, loss, _quantized(pl_module)))
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measures, if layers are asked."""
         if self._is_due:
             self._take(trainer, pl_module, self._source.after_backward(trainer, _quantized(pl_module)))
             self._cancel(trainer)  # an optimizer may run several backward passes in a step
@@ -141,7 +130,7 @@ class GradientNoiseMonitor(Monitor):
             return
         if (casts := _casts_in_force(trainer, converted_layers(pl_module))) != self._casts:
             self._casts = casts
-            self._window.clear()  # noise of other casts says nothing about these
+            self._window.clear()  # noise of other casts does not apply to these
         names = [name for name in sums if name in self._chosen]
         whole = torch.stack([*sums.values()]).sum(0)
         self._window.append((("", *names), torch.stack([whole, *(sums[name] for name in names)])))
@@ -149,7 +138,6 @@ class GradientNoiseMonitor(Monitor):
         self._keep(_step(trainer), {"ratio": self._ratios()[""]})
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Logs, if the logger takes it."""
         self._cancel(trainer)
         if self._to_log and self._is_logged(trainer) and not is_mid_step(trainer):
             self._to_log = False
@@ -157,12 +145,10 @@ class GradientNoiseMonitor(Monitor):
             self._log(pl_module, {f"{METRIC}/{name}" if name else METRIC: ratio for name, ratio in ratios.items()})
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ends the measurement."""
         self._cancel(trainer)
         self._source.end()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads the last number."""
         self._cancel(trainer)
         self._source.end()
         super().on_train_end(trainer, pl_module)
@@ -175,7 +161,7 @@ class GradientNoiseMonitor(Monitor):
             self._source.cancel(trainer)
 
     def _ratios(self) -> dict[str, Tensor]:
-        """By layer, averaged over the last measurements, of those that were in the very last one: float32, 0-d."""
+        """Averaged ratios by layer, of the layers in the last measurement: float32, 0-d."""
         names, latest = self._window[-1]
         unknown = torch.full_like(latest[0], math.nan)
         rows = [dict(zip(of_one, sums.to(latest).unbind(), strict=True)) for of_one, sums in self._window]
@@ -184,7 +170,7 @@ class GradientNoiseMonitor(Monitor):
 
     def _judge(self, what: int, columns: Mapping[str, Any]) -> int:
         ratio: float = columns["ratio"]
-        if not math.isnan(ratio):  # as where no measurement was finite
+        if not math.isnan(ratio):  # NaN if no measurement was finite
             self._measurements.append((what, ratio))
         if ratio < self.threshold:
             advice = _ADVICE.format(ratio=ratio, threshold=self.threshold, switch="" if self._switches else _SWITCH)
@@ -194,14 +180,9 @@ class GradientNoiseMonitor(Monitor):
     # --- for PrecisionSwitch ---
 
     def measurements(self, monitor: str = METRIC) -> list[tuple[int, float]]:
-        """What was measured so far, as far as the host knows: all up to the step before the last one.
+        """Optimizer steps from 1, and averaged ratios of a metric, oldest first; the same on all ranks.
 
-        Args:
-            monitor: the metric's name.
-
-        Returns:
-            Optimizer steps, counted from 1, and ratios averaged as they are logged, oldest first; the same on all
-            ranks. Measurements that were not finite are left out; without noise the ratio is infinite.
+        The host knows all measurements up to the step before the last one. Those that were not finite are left out.
 
         Raises:
             KeyError: there is no such metric.
@@ -213,7 +194,6 @@ class GradientNoiseMonitor(Monitor):
     # --- what is left of it ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums of the last measurements, the ratios and the alerts."""
         self._read()
         return {
             "kind": self.kind,
@@ -225,7 +205,7 @@ class GradientNoiseMonitor(Monitor):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with it; of sums, with as many of the last ones as this one averages, and none of another kind."""
+        """Restores the measurements: at most ``average`` of them, and none of another kind."""
         rows = [(tuple(row["names"]), torch.tensor(row["sums"], dtype=torch.float64)) for row in state_dict["window"]]
         is_same = state_dict["kind"] == self.kind
         self._window, self._casts = deque(rows if is_same else [], maxlen=self.average), state_dict["casts"]
@@ -234,13 +214,11 @@ class GradientNoiseMonitor(Monitor):
         self._alerts.load_state_dict(state_dict["alerts"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        """All ratios, and the warning."""
         self._read()
         rows = [{"step": step, "ratio": ratio} for step, ratio in self._measurements]
         return {"gradient_noise": {"threshold": self.threshold, "ratios": rows, "alerts": self._alerts.texts()}}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        """The same as a chart."""
         self._read()
         blocks: list[Chart | Text] = [Text(f"Not measured: every {self.every_n_steps} steps, in quantized layers.")]
         if self._measurements:
@@ -260,21 +238,19 @@ class GradientNoiseMonitor(Monitor):
 
 
 def _step(trainer: Trainer) -> int:
-    """The optimizer step under way, as the logger counts them, from 1."""
     return logger_step(trainer) + 1
 
 
 def _quantized(pl_module: LightningModule) -> dict[str, QuantizedLayer]:
-    """The layers that quantize anything now."""
     layers = converted_layers(pl_module)
     return {name: layer for name, layer in layers.items() if layer.casts != LinearCasts()}
 
 
 def _casts_in_force(trainer: Trainer, layers: Mapping[str, QuantizedLayer]) -> str:
-    """A digest of the phase, whether λ is on its way, and the casts of all layers."""
+    """A digest of the phase, whether λ is changing, and the casts of all layers."""
     plugin = trainer.precision_plugin
     assert isinstance(plugin, LowBitPrecision)
-    texts = {casts: str(casts) for casts in {layer.casts for layer in layers.values()}}  # of many layers, few casts
+    texts = {casts: str(casts) for casts in {layer.casts for layer in layers.values()}}  # many layers share few casts
     text = str([plugin.phase, plugin.is_blending, *((name, texts[layer.casts]) for name, layer in layers.items())])
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -1,10 +1,7 @@
-"""Norms of gradients: their curves, their spikes, and warnings where they are not what they should be.
+"""Norms of gradients: their curves, spikes, and warnings.
 
-    on_before_optimizer_step    norm of each parameter's gradient, of its part on this rank, before clipping
-    on_train_batch_end          the same after clipping; then one collective, norms, and is this a spike? Logged
-    on_train_batch_start        of the batch after one that was logged: the numbers, for warnings
-
-Squares of whole parameters add up to those of layers and of all, so that one collective serves every norm:
+Norms of this rank's part of each parameter's gradient are taken before and after clipping. Squares add up over
+parameters and ranks, so one collective serves every norm:
 
     ‖g‖ = √Σ_p Σ_ranks Σ g²
 """
@@ -40,9 +37,9 @@ from lightning_lowbit.precision.grad_scalers import overflow
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Table, Text
 
-_ENOUGH = 10  # norms in the mean before any is a spike, since first gradients say little; spikes in a row: a new level
+_ENOUGH = 10  # norms in the mean before any is a spike; and consecutive spikes that count as a new level
 _NAMED = 3  # layers that a warning names
-_MOST_SPIKES = 100  # that are listed, the last ones
+_MOST_SPIKES = 100  # the last ones, which the report lists
 
 _ADVICE = {
     "not finite": (
@@ -58,38 +55,37 @@ _ADVICE = {
         "More are counted in grad_norm/spikes."
     ),
 }
-# What is advised where nothing clips.
+# The advice if nothing clips.
 _OR_CLIP = ", or clip (gradient_clip_val, StableSPAM)"
 _CLIP = " Clipping (gradient_clip_val, StableSPAM) bounds what a spike does."
 _CLIPS = ("element_clip", "norm_clip")  # options of optimizers of this package
 
 _TIMES = re.compile(r"(\d+(\.\d*)?)x")
-_MOST_NORMS = 1000  # of which the median is taken; beyond, every other one is forgotten
+_MOST_NORMS = 1000  # for the median; beyond it every other one is dropped
 
 
 class GradientNormMonitor(Monitor):
     """Logs norms of gradients, and warns when one spikes, is too large, or is not finite.
 
-    Of all gradients together, and of chosen layers (``grad_norm/unclipped/layers.3.mlp.up_proj``), in each step that is
-    logged: ``grad_norm/unclipped``, ``grad_norm/clipped`` if the Trainer or the module clips, ``grad_norm/used`` as the
-    rules of an optimizer of this package left it, and ``grad_norm/spikes``, the number of spikes so far. Norms are
-    those of whole gradients on one device and under DDP, FSDP and tensor parallelism. A spike exceeds ``spike_factor``
-    times the running mean of the norms before it, at least 10. See ``docs/guides/monitoring.md`` for manual
-    optimization, loss scaling, the alerts and the cost.
+    In each step that is logged, of all gradients together and of chosen layers (as
+    ``grad_norm/unclipped/layers.3.mlp.up_proj``): ``grad_norm/unclipped``; ``grad_norm/clipped`` if the Trainer or the
+    module clips; ``grad_norm/used``, as an optimizer of this package used it; and ``grad_norm/spikes``, the number of
+    spikes so far. Norms are of whole gradients on one device and under DDP, FSDP and tensor parallelism. A spike
+    exceeds ``spike_factor`` times the running mean of earlier norms, at least 10 of them. See
+    ``docs/guides/monitoring.md`` for manual optimization, loss scaling, the alerts and the cost.
 
     Args:
-        layers: patterns of layers, see :func:`lightning_lowbit.convert`; any module with parameters of its own is one,
-            and a pattern that matches a block stands for all layers in it.
-        every_n_steps: look for spikes in each n-th step, too, as the logger counts them; None: only in logged steps.
-        spike_factor: how many times the running mean is a spike, above 1. Norms of healthy batches scatter by some ten
-            per cent, and drift over many steps.
-        decay: of the running mean, in [0, 1): it reaches back some 1 / (1 - decay) norms.
-        limit: the norm above which to warn; a text such as ``"10x"`` means times the median of the run so far, which
-            is of 10 norms or more. None: no limit.
+        layers: patterns of layers, see :func:`lightning_lowbit.convert`. Any module with parameters of its own is a
+            layer; a pattern that matches a block stands for all layers in it.
+        every_n_steps: also look for spikes in each n-th step, as the logger counts them; None: only in logged steps.
+        spike_factor: how many times the running mean is a spike, above 1. Healthy norms vary by some ten per cent.
+        decay: of the running mean, in [0, 1): it reaches back about 1 / (1 - decay) norms.
+        limit: the norm above which to warn; a text such as ``"10x"`` is relative to the median norm of the run so far
+            (10 norms or more). None: no limit.
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
-        MisconfigurationException: when training starts: DeepSpeed keeps the gradients to itself.
+        MisconfigurationException: when training starts: the strategy is DeepSpeed, which hides the gradients.
 
     Example:
         >>> Trainer(callbacks=[GradientNormMonitor(layers=["lm_head"], every_n_steps=1)])
@@ -129,7 +125,6 @@ class GradientNormMonitor(Monitor):
     # --- when ---
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the layers."""
         super().on_train_start(trainer, pl_module)
         self._chosen = set()
         if isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -148,7 +143,6 @@ class GradientNormMonitor(Monitor):
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Measures what is on this rank, before clipping."""
         step = logger_step(trainer) + 1
         is_due = self.every_n_steps is not None and step % self.every_n_steps == 0
         if is_due or self._is_logged(trainer):
@@ -161,7 +155,6 @@ class GradientNormMonitor(Monitor):
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Measures after clipping, and logs."""
         steps, self._steps = self._steps, {}
         parameters = [parameter for of_one, _ in steps.values() for parameter in of_one]
         if not parameters:
@@ -177,7 +170,7 @@ class GradientNormMonitor(Monitor):
             squares = torch.cat([squares, _used([*steps], parameters, squares)[:, None]], 1)
         norms = {"": squares.sum(0).sqrt()}  # by layer: [stages]
         indices = {id(parameter): index for index, parameter in enumerate(parameters)}
-        for name, of_layer in _layers(pl_module).items() if self._chosen else ():  # as they are now: layers may thaw
+        for name, of_layer in _layers(pl_module).items() if self._chosen else ():  # found anew, because layers may thaw
             members = [indices[id(parameter)] for parameter in of_layer if id(parameter) in indices]
             if name in self._chosen and members:
                 norms[f"/{name}"] = torch.stack([squares[index] for index in members]).sum(0).sqrt()
@@ -220,10 +213,9 @@ class GradientNormMonitor(Monitor):
         return step
 
     def _limit(self, is_spike: bool) -> tuple[float, str]:
-        """The norm above which to warn, and what that is in words."""
         if self._times is None:
             return (math.inf, "") if self.limit is None else (float(self.limit), f"the limit of {self.limit:g}")
-        if is_spike or len(self._norms) < _ENOUGH:  # of a spike another warning tells
+        if is_spike or len(self._norms) < _ENOUGH:  # a spike has its own warning
             return math.inf, ""
         median = statistics.median(self._norms)
         return self._times * median or math.inf, f"{self._times:g} times the median of {median:.4g} so far (limit)"
@@ -231,27 +223,23 @@ class GradientNormMonitor(Monitor):
     # --- what is left of it ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The running mean, the spikes, and what was said."""
         self._read()
         running = dict(zip(SPIKE_STATE, self._running.tolist(), strict=True))
         kept = {"running": running, "spikes": list(self._spikes), "norms": list(self._norms)}
         return kept | {"alerts": self._alerts.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with it."""
         self._running = torch.tensor([state_dict["running"][name] for name in SPIKE_STATE], dtype=torch.float32)
         self._spikes = deque(state_dict["spikes"], maxlen=_MOST_SPIKES)
-        self._norms = list(state_dict.get("norms", ()))  # which older checkpoints lack
+        self._norms = list(state_dict.get("norms", ()))  # older checkpoints have none
         self._alerts.load_state_dict(state_dict["alerts"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        """The last spikes, and all warnings."""
         self._read()
         spikes = [dict(zip(("step", "norm", "mean"), spike, strict=True)) for spike in self._spikes]
         return {"gradient_norm": {"spikes": spikes, "alerts": self._alerts.texts()}}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        """The same as a table; the curves are among the metrics."""
         self._read()
         blocks: list[Table | Text] = [Text(f"No gradient norm exceeded {self.spike_factor:g} times its running mean.")]
         if self._spikes:
@@ -261,13 +249,13 @@ class GradientNormMonitor(Monitor):
 
 
 def _layers(pl_module: LightningModule) -> dict[str, list[Tensor]]:
-    """Parameters of the modules that have any of their own, by names without wrappers."""
+    """Parameters of each module that has any of its own, by its name without wrappers."""
     found = {clean_name(name): [*module.parameters(recurse=False)] for name, module in pl_module.named_modules()}
     return {name: parameters for name, parameters in found.items() if name and parameters}
 
 
 def _used(optimizers: list[Optimizer], parameters: list[Tensor], squares: Tensor) -> Tensor:
-    """Σg² as the optimizers' own rules left it, or as they got it where they have none: [P]; 0 in a skipped step."""
+    """Σg² after the optimizers' own clipping, or as given to those without any: [P]; 0 in a skipped step."""
     guarded = [optimizer for optimizer in optimizers if isinstance(optimizer, GuardedOptimizer)]
     seen = {parameter: row for optimizer in guarded for parameter, row in optimizer.gradient_statistics().items()}
     unknown = torch.full_like(squares[0, 0], math.nan)
@@ -277,6 +265,5 @@ def _used(optimizers: list[Optimizer], parameters: list[Tensor], squares: Tensor
 
 
 def _clips(trainer: Trainer, pl_module: LightningModule) -> bool:
-    """Whether Lightning, or the module by its hook, may clip."""
     asks = trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", pl_module)
     return pl_module.automatic_optimization and bool(asks)

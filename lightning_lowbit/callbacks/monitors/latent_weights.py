@@ -1,7 +1,7 @@
-"""The weights that callbacks watch: of layers whose forward pass rounds them to nearest, as that pass takes them.
+"""The weights that callbacks watch: of layers whose forward pass rounds them to nearest.
 
-What the optimizer moves is the *latent* weight. The forward pass rounds it to the dtype of the computation, then
-quantizes it; a callback that quantizes it likewise sees the same codes, between steps, when nothing else computes.
+The optimizer updates the *latent* weight. The forward pass rounds it to the compute dtype, then quantizes it. A
+callback that does the same between steps sees the same codes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,12 +23,12 @@ _FPROP_W = OPERANDS.index("fprop_w")
 
 
 class LatentWeight(NamedTuple):
-    """A weight as a forward pass takes it.
+    """A weight as a forward pass uses it.
 
     Attributes:
-        values: ``[out_features, in_features]``, the latent weight in the dtype of the computation.
+        values: ``[out_features, in_features]``, the latent weight in the compute dtype.
         cast: how it is quantized, to nearest.
-        amax: 0-d, what it is scaled by; None for its own.
+        amax: 0-d, the magnitude that its scale is made for; None for its own.
     """
 
     values: Tensor
@@ -36,11 +36,10 @@ class LatentWeight(NamedTuple):
     amax: Tensor | None = None
 
     def quantize(self) -> Quantized:
-        """What becomes of it."""
         return quantize(self.values, self.cast, amax=self.amax)
 
     def sample(self) -> "LatentWeight":
-        """Some rows of a large one, always the same, whose scales are those of the whole."""
+        """A fixed choice of rows of a large weight, with the scales of the whole."""
         amax = amax_of(self.values) if self.amax is None and self.cast.scale.needs_amax else self.amax
         return LatentWeight(sample(self.values, self.values.shape, self.cast, -1), self.cast, amax)
 
@@ -51,17 +50,13 @@ def converted_layers(pl_module: LightningModule) -> dict[str, QuantizedLayer]:
 
 
 def has_flat_weights(trainer: Trainer) -> bool:
-    """Whether FSDP1 keeps weights as stretches of flat buffers, of which none is a matrix."""
+    """Whether FSDP1 keeps weights in flat buffers, so that none is a matrix."""
     assert trainer.model is not None
     return any(isinstance(module, FullyShardedDataParallel) for module in trainer.model.modules())
 
 
 def whole_layers(callback: Callback, trainer: Trainer, pl_module: LightningModule) -> dict[str, QuantizedLayer]:
-    """The converted layers of a model, by their names without wrappers.
-
-    Raises:
-        MisconfigurationException: their weights are sharded.
-    """
+    """The converted layers by name; raises a ``MisconfigurationException`` if weights are sharded."""
     layers = converted_layers(pl_module)
     if layers and (has_flat_weights(trainer) or any(isinstance(layer.weight, DTensor) for layer in layers.values())):
         raise MisconfigurationException(
@@ -72,11 +67,7 @@ def whole_layers(callback: Callback, trainer: Trainer, pl_module: LightningModul
 
 
 def nearest_cast(casts: LinearCasts) -> Cast | None:
-    """The cast of a weight that itself is rounded to nearest.
-
-    None where it is not quantized, or stochastically, and where it is rotated or smoothed first: the elements that are
-    rounded then are not those of the weight.
-    """
+    """The cast of a weight that is rounded to nearest; None for others, and for rotated or smoothed weights."""
     cast = casts.cast_of("fprop_w")
     if cast is None or cast.rounding != "nearest" or "fprop" in casts.hadamard or casts.smooth == "channel":
         return None
@@ -84,14 +75,10 @@ def nearest_cast(casts: LinearCasts) -> Cast | None:
 
 
 def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> Iterator[tuple[str, LatentWeight]]:
-    """The weights that the casts in force round to nearest, by name, one after the other; none while λ is 0.
+    """Yields the weights that the current casts round to nearest, with their names; none while λ is 0.
 
-    While λ is on its way this waits for the device, which alone knows it: once, since all layers share it. Weights that
-    are DTensors are gathered, each when it is asked for: all ranks ask alike.
-
-    Args:
-        layers: by name.
-        dtype: of the computation, which weights are rounded to before they are quantized.
+    Reading λ while it changes waits for the device once. DTensors are gathered one by one as the iteration reaches
+    them, so all ranks must iterate alike. ``dtype`` is the compute dtype.
     """
     blends = {id(layer.blend): layer.blend for layer in layers.values() if layer.blend is not None}
     off = {key for key, blend in blends.items() if not blend}

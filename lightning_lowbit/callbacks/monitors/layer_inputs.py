@@ -1,7 +1,7 @@
-"""What enters linear layers: sums of powers and channel amaxes, from forward pre-hooks that can be switched on and off.
+"""Statistics of the inputs of linear layers, from forward pre-hooks that can be switched on and off.
 
-torch.compile makes two graphs of a model, since the switch is a bool. Each layer has its own tensors instead of a row
-of a shared one: nothing in the graph of a block then says which block it is, and blocks compiled one by one share it.
+torch.compile makes two graphs of a model, because the switch is a bool. Each layer has its own tensors, not a row of a
+shared one: then the graphs of all blocks are alike, and blocks that are compiled one by one share a graph.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,20 +20,14 @@ from lightning_lowbit.quant.statistics import wide_dtype
 
 
 class _Input(NamedTuple):
-    """What entered a layer since the last measurement: ``SUMS``, and amaxes ``[in_features]``."""
+    """Statistics of a layer's input since the last measurement: ``SUMS``, and amaxes ``[in_features]``."""
 
     sums: Tensor
     channel_amax: Tensor
 
 
 class LayerInputs:
-    """Hooks into some layers; they cost a Python call each while they are off.
-
-    Args:
-        layers: linear layers, by name.
-        device: that computes.
-        k: how many times the root mean square an outlier exceeds.
-    """
+    """Forward pre-hooks of linear layers, by name; outliers exceed ``k`` times the root mean square."""
 
     def __init__(self, layers: Mapping[str, nn.Module], device: torch.device, k: float) -> None:
         self.layers, self._switch = dict(layers), [False]
@@ -47,7 +41,7 @@ class LayerInputs:
 
     @property
     def is_on(self) -> bool:
-        """Whether passes are seen."""
+        """Whether the hooks measure."""
         return self._switch[0]
 
     @is_on.setter
@@ -55,11 +49,10 @@ class LayerInputs:
         self._switch[0] = on
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What entered since the last call, on all ranks together: two collectives.
+        """The statistics since the last call, over all ranks: two collectives.
 
-        Returns:
-            ``SUMS`` ``[layers, 6]``; the amax of each layer ``[layers]``, NaN if its input is not finite or there was
-            none; and the number of its channel ``[layers]``.
+        Returns ``SUMS`` ``[layers, 6]``; the amax of each layer ``[layers]``, NaN for an input that is missing or not
+        finite; and the channel of the amax ``[layers]``.
         """
         sums = torch.stack([seen.sums for seen in self._inputs])
         amaxes = pad_sequence([seen.channel_amax for seen in self._inputs], batch_first=True)
@@ -72,14 +65,12 @@ class LayerInputs:
         return sums, torch.where(sums[:, SUMS.index("first")].isnan() | (sums[:, 0] == 0), torch.nan, amax), channel
 
     def remove(self) -> None:
-        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self.is_on, self._handles = False, []
 
 
 def _hook(switch: list[bool], sums: Tensor, channel_amax: Tensor, k: float) -> Callable[..., None]:
-    """A forward pre-hook that adds what enters a layer to its sums, while it is switched on."""
 
     def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if switch[0]:
@@ -95,7 +86,7 @@ def _hook(switch: list[bool], sums: Tensor, channel_amax: Tensor, k: float) -> C
 
 
 def _local(x: DTensor) -> tuple[Tensor, int]:
-    """This rank's shard of an activation, and the first of its channels."""
+    """This rank's shard of an activation, and the index of its first channel."""
     _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
     return x.to_local(), offset[-1]
 

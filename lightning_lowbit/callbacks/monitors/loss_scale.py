@@ -1,9 +1,4 @@
-"""What the loss scale of fp16 does: its curve, the steps it cost, and warnings where it does not settle.
-
-on_before_optimizer_step    were gradients finite, as they were unscaled?
-on_train_batch_end          did the scale fall? Everything is logged, as tensors on the device
-on_train_batch_start        of the batch after one that was logged: the numbers, for warnings
-"""
+"""Watches the loss scale of fp16: its curve, the steps that it skips, and warnings where it does not settle."""
 
 import math
 from collections.abc import Mapping
@@ -21,8 +16,8 @@ from lightning_lowbit.precision.grad_scalers import overflow
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Text
 
-# What is counted, in one float32 tensor, which counts up to 2^24 steps. "falls" is whether they ever were too many,
-# which few steps between two logged ones may decide.
+# Counts in one float32 tensor, exact up to 2^24 steps. "falls" is whether there ever were too many: steps between
+# two logged ones count, too.
 _COUNTS = ("step", "scale", "skipped_steps", "overflows", "falls", "at_floor", "at_cap")
 _LOGGED = ("scale", "growth_tracker", "overflows", "skipped_steps")
 
@@ -49,18 +44,18 @@ _ADVICE = {
 
 
 class LossScaleMonitor(Monitor):
-    """Logs the scale of the loss, and warns where it does not settle.
+    """Logs the loss scale, and warns where it does not settle.
 
-    It watches any ``GradScaler``: that of a :class:`LowBitPrecision`, or of Lightning's ``MixedPrecision``. In each
-    step that is logged: ``loss_scale/scale``; ``loss_scale/growth_tracker``, the steps without an overflow, below 0
-    while the scale cools down; ``loss_scale/overflows``, the steps with a gradient that was not finite since the last
-    point of the curve; ``loss_scale/skipped_steps``, all of these since training began. It warns if overflows let the
-    scale fall ``falls`` times within ``within`` optimizer steps, or would at its floor, and if it stays at its floor or
-    cap for as many; falls before the first step that is taken do not count. See ``docs/guides/monitoring.md``.
+    It watches the ``GradScaler`` of a :class:`LowBitPrecision` or of Lightning's ``MixedPrecision``. In each step that
+    is logged: ``loss_scale/scale``; ``loss_scale/growth_tracker``, the steps without an overflow, below 0 while the
+    scale cools down; ``loss_scale/overflows``, the steps with a gradient that was not finite since the last logged
+    step; ``loss_scale/skipped_steps``, all of these since training began. It warns if overflows lower the scale
+    ``falls`` times within ``within`` optimizer steps, or would at its floor, or if it stays at its floor or cap for
+    ``within`` steps. Falls before the first step that is taken do not count. See ``docs/guides/monitoring.md``.
 
     Args:
-        falls: how many of them are too many, at least 1.
-        within: of how many optimizer steps, at least ``falls``.
+        falls: falls of the scale that are too many, at least 1.
+        within: window in optimizer steps, at least ``falls``.
 
     Raises:
         ValueError: an argument is out of range.
@@ -88,12 +83,11 @@ class LossScaleMonitor(Monitor):
     # --- when ---
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks for the scaler."""
         super().on_train_start(trainer, pl_module)
         _scaler(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Counts the previous step of the batch, and notes whether this one will be skipped."""
+        """Counts the previous step of the batch; notes whether this one will be skipped."""
         scaler = _scaler(trainer)
         self._count(scaler)
         scale = scaler._get_scale_async()
@@ -101,7 +95,6 @@ class LossScaleMonitor(Monitor):
             self._under_way = scale.clone(), scaler._growth_tracker.clone(), overflow(scaler, optimizer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Counts the last step of the batch, and logs."""
         scaler = _scaler(trainer)
         if self._under_way is None:  # no optimizer step
             return
@@ -112,11 +105,10 @@ class LossScaleMonitor(Monitor):
             assert scaler._growth_tracker is not None
             values["growth_tracker"] = scaler._growth_tracker.float()
             self._log(pl_module, {f"loss_scale/{name}": values[name] for name in _LOGGED})
-            self._counts = self._counts.clone()  # the logger may look at what it was given later
+            self._counts = self._counts.clone()  # the logger may read the old tensor later
             self._counts[_COUNTS.index("overflows")] = 0
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads the numbers of the last step."""
         self._keep_counts(trainer)
         super().on_train_end(trainer, pl_module)
 
@@ -131,11 +123,11 @@ class LossScaleMonitor(Monitor):
         self._counts, self._fell = self._counts.to(scale.device), self._fell.to(scale.device)
         fell = scale < before
         if found is None:  # torch's fused optimizers under Lightning's MixedPrecision: unscaled within their step
-            grew = (tracker + 1 == scaler.get_growth_interval()) & ~fell  # or would, were it not at its cap
+            grew = (tracker + 1 == scaler.get_growth_interval()) & ~fell  # or would, if it were not at its cap
             found = (scaler._growth_tracker != tracker + 1) & ~grew
         floor, cap = _bounds(scaler)
         step, _, skipped, overflows, falls, at_floor, at_cap = self._counts.unbind()
-        # At its floor it cannot fall; and before a step was taken, it is on its way to where it belongs.
+        # At its floor it cannot fall. Falls before the first taken step only correct the initial scale.
         stopped = (fell & (step > skipped)) | (found & (scale <= floor))
         self._fell = torch.where(stopped, torch.cat([self._fell[1:], step[None] + 1]), self._fell)
         falls = falls.maximum(self._fell[-1] - self._fell[0] < self.within)
@@ -163,19 +155,17 @@ class LossScaleMonitor(Monitor):
     # --- what is left of it ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts and the alerts."""
         counts, fell = self._counts.tolist(), self._fell.tolist()
         return {"counts": dict(zip(_COUNTS, counts, strict=True)), "fell": fell, "alerts": self._alerts.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resumes from it, with as many of the last falls as this monitor looks at."""
+        """Restores the counts, with at most ``falls`` of the last falls."""
         self._counts = torch.tensor([state_dict["counts"][name] for name in _COUNTS])
         fell = [-math.inf] * self.falls + state_dict["fell"]
         self._fell = torch.tensor(fell[-self.falls :])
         self._alerts.load_state_dict(state_dict["alerts"])
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        """The number of skipped steps; the curves are among the metrics."""
         self._read()
         try:
             counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
@@ -202,5 +192,5 @@ def _scaler(trainer: Trainer) -> GradScaler:
 
 
 def _bounds(scaler: GradScaler) -> tuple[float, float]:
-    """Of torch's own scaler, which has none: 1, below which something is wrong, and infinity."""
+    """Floor and cap. Torch's scaler has none: 1, below which something is wrong, and infinity."""
     return getattr(scaler, "floor", 1.0), getattr(scaler, "cap", math.inf)

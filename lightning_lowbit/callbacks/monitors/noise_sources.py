@@ -1,10 +1,7 @@
-"""Where the sums of gradient and noise come from: from two draws of the gradient, or from what layers leave of one.
+"""Sources of the gradient and noise sums of :class:`lightning_lowbit.GradientNoiseMonitor`.
 
-    draws     before the backward pass of training, two others over the same graph, with other random bits each
-    layers    in the backward pass of training, see `lightning_lowbit.nn.watch`
-
-A source is prepared before the last micro-batch of a step that is to be measured. See
-:class:`lightning_lowbit.GradientNoiseMonitor`.
+draws     before the backward pass of training, two others over the same graph, each with other random bits
+layers    in the backward pass of training, see `lightning_lowbit.nn.watch`
 """
 
 from collections.abc import Generator, Mapping
@@ -42,35 +39,27 @@ Sums = dict[str, Tensor]  # by layer, noise and signal [2], of whole weights
 
 
 class Source(Protocol):
-    """Where the sums of a measurement come from.
-
-    Attributes:
-        without_noise: what it means if there is none, in words.
-    """
+    """Where the sums of a measurement come from; ``without_noise`` says in words what it means if there is no noise."""
 
     without_noise: str
 
     def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training starts.
-
-        Raises:
-            MisconfigurationException: it cannot measure this run.
-        """
+        """Called when training starts; raises a ``MisconfigurationException`` if it cannot measure this run."""
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The last micro-batch of a step that is to be measured begins."""
+        """Called when the last micro-batch of a step to be measured begins."""
 
     def before_backward(self, trainer: Trainer, loss: Tensor, layers: Layers) -> Sums | None:
-        """Measures before the backward pass of training, or does nothing."""
+        """The sums, or None: called before the backward pass of training."""
 
     def after_backward(self, trainer: Trainer, layers: Layers) -> Sums | None:
-        """Measures after it, or does nothing."""
+        """The sums, or None: called after the backward pass of training."""
 
     def cancel(self, trainer: Trainer) -> None:
-        """That micro-batch is over, or will not come."""
+        """Called when the micro-batch is over, or does not come."""
 
     def end(self) -> None:
-        """Training is over."""
+        """Called when training is over."""
 
 
 class FromDraws:
@@ -79,10 +68,10 @@ class FromDraws:
     without_noise = "Both draws of the gradient were always the same: nothing was rounded stochastically."
 
     def __init__(self) -> None:
-        self._donated: bool | None = None  # what was set for compiled code before training
+        self._donated: bool | None = None  # the setting before training
 
     def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuses strategies that cannot run a backward pass twice, and noise that it would not see."""
+        """Refuses strategies that cannot run a backward pass twice, and noise that the draws would not show."""
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise MisconfigurationException(
                 "GradientNoiseMonitor reads gradients of parameters, which DeepSpeed keeps to itself: use "
@@ -101,16 +90,14 @@ class FromDraws:
                 "accumulates before it reduces them: use kind='layers', or accumulate_grad_batches=1."
             )
         _check_forward(converted_layers(pl_module))
-        self.end()  # of a training that broke off
-        self._donated, functorch.donated_buffer = functorch.donated_buffer, False  # a second pass needs them, too
+        self.end()  # after a training that raised
+        self._donated, functorch.donated_buffer = functorch.donated_buffer, False  # a second pass needs the buffers
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Asks for the keys of the random bits."""
         _check_forward(converted_layers(pl_module))  # casts may have changed
         _plugin(trainer).expect_draws()
 
     def before_backward(self, trainer: Trainer, loss: Tensor, layers: Layers) -> Sums | None:
-        """Draws two gradients."""
         weights: dict[str, Tensor] = {}
         for name, layer in layers.items():
             if layer.weight.requires_grad and not any(layer.weight is weight for weight in weights.values()):
@@ -128,17 +115,15 @@ class FromDraws:
         """Nothing."""
 
     def cancel(self, trainer: Trainer) -> None:
-        """Asks no more."""
         _plugin(trainer).expect_draws(False)
 
     def end(self) -> None:
-        """Compiled code may free buffers again."""
         if self._donated is not None:
             functorch.donated_buffer, self._donated = self._donated, None
 
 
 class FromLayers:
-    """Takes what layers leave of their gradients in both precisions, see :mod:`lightning_lowbit.nn.watch`."""
+    """Takes gradients that layers compute in both precisions, see :mod:`lightning_lowbit.nn.watch`."""
 
     without_noise = "Gradients of weights were always those in high precision: none of their operands was quantized."
 
@@ -146,10 +131,9 @@ class FromLayers:
         self._watch: Watch | None = None
 
     def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes any run: layers see their own gradients."""
+        """Accepts any run."""
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Asks the layers."""
         self._watch = Watch(converted_layers(pl_module), "gradient_sums")
         self._watch.start(trainer.strategy.root_device)
 
@@ -157,7 +141,6 @@ class FromLayers:
         """Nothing."""
 
     def after_backward(self, trainer: Trainer, layers: Layers) -> Sums | None:
-        """Adds up over ranks."""
         watch = self._watch
         self.cancel(trainer)
         trained = [name for name, layer in layers.items() if layer.weight.requires_grad]
@@ -168,7 +151,6 @@ class FromLayers:
         return {name: rows[name] for name in trained}
 
     def cancel(self, trainer: Trainer) -> None:
-        """Asks no more."""
         if self._watch is not None:
             self._watch.stop()
         self._watch = None
@@ -183,7 +165,6 @@ def _plugin(trainer: Trainer) -> LowBitPrecision:
 
 
 def _check_forward(layers: Layers) -> None:
-    """Refuses forward passes with random bits, which another backward pass does not draw anew."""
     for name, layer in layers.items():
         casts = layer.casts
         given = [cast for cast in (casts.fprop_x, casts.fprop_w) if isinstance(cast, Cast)]
@@ -196,7 +177,6 @@ def _check_forward(layers: Layers) -> None:
 
 
 def _unscaled(sums: Tensor, trainer: Trainer) -> Tensor:
-    """Without the scale of the loss, which squares of gradients have twice."""
     scaler = scaler_of(trainer.precision_plugin)
     scale = None if scaler is None else scaler._get_scale_async()
     return sums if scale is None else sums / scale.to(sums).square()
@@ -210,10 +190,7 @@ def _compare(first: Tensor | None, second: Tensor | None, weight: Tensor) -> Ten
 
 
 def _draw(trainer: Trainer, number: int, loss: Tensor, weights: list[Tensor]) -> list[Tensor | None]:
-    """Gradients of weights, of their shards on this rank, with other random bits; the run is not changed.
-
-    Dispatch modes are off: those that count FLOPs count training.
-    """
+    """Gradients of this rank's shards with other random bits; nothing else changes, and FLOPs are not counted."""
     model, states = trainer.model, random_states()
     assert model is not None
     try:
@@ -234,7 +211,7 @@ def _gradients(model: nn.Module, loss: Tensor, weights: list[Tensor]) -> list[Te
             "cannot give: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), in transformers "
             "gradient_checkpointing_kwargs={'use_reentrant': False}."
         )
-    # Past what accumulates gradients: hooks there belong to others, such as DDP.
+    # Bypasses gradient accumulation, where others such as DDP have hooks.
     with _without_delayed_reduction(model):
         found = torch.autograd.grad(loss, weights, allow_unused=True, retain_graph=True)
     pairs = zip(found, weights, strict=True)
@@ -252,7 +229,7 @@ def _gradients(model: nn.Module, loss: Tensor, weights: list[Tensor]) -> list[Te
 
 @contextmanager
 def _without_delayed_reduction(model: nn.Module) -> Generator[None, None, None]:
-    """DDP with a static graph reduces gradients at the end of its first backward pass, which is to be training's."""
+    """DDP with a static graph reduces at the end of its first backward pass, which must be training's."""
     name = "_static_graph_delay_allreduce_enqueued"
     before = vars(model).get(name)
     if before is None:
@@ -266,7 +243,7 @@ def _without_delayed_reduction(model: nn.Module) -> Generator[None, None, None]:
 
 
 def _is_reentrant(loss: Tensor) -> bool:
-    """Whether weights are hidden in checkpoints that run a backward pass of their own: asked for them, none would."""
+    """Whether reentrant checkpointing hides weights: gradients with respect to them would be missing."""
     waiting, seen = [loss.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
@@ -281,7 +258,6 @@ def _is_reentrant(loss: Tensor) -> bool:
 
 @contextmanager
 def _set_aside(model: nn.Module) -> Generator[None, None, None]:
-    """Within this context no parameter has a gradient; afterwards each has its own again."""
     saved = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in saved:
         parameter.grad = None

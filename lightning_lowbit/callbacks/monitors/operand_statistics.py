@@ -1,12 +1,11 @@
-"""What casts do to the operands of layers: numbers by layer and operand, their means, and pictures of them.
+"""What casts do to the operands of layers: numbers by layer and operand, their means and charts.
 
     sqnr                   10 log10(Σ x² / Σ (x - q)²), in dB
-    underflow              of the elements that are not 0, the share that became 0
+    underflow              share of the nonzero elements that became 0
     saturation             share of the elements beyond the largest magnitude that their scale can express
     scale_min, scale_max   the range of the scales, without blocks of zeros; 0 if all blocks are
 
-The layers leave sums while they compute (:mod:`lightning_lowbit.nn.watch`). An operand that was not quantized has no
-numbers.
+The layers sum up while they compute (:mod:`lightning_lowbit.nn.watch`). Only quantized operands have numbers.
 """
 
 from collections.abc import Mapping
@@ -30,26 +29,19 @@ OperandNumbers = dict[str, dict[str, dict[str, float]]]
 
 NAMES = ("sqnr", "underflow", "saturation", "scale_min", "scale_max")
 
-# The ends of the color scale of SQNR: at 5 dB a third of a tensor's energy is noise, as in ternary weights. NVFP4 has
+# Ends of the color scale of SQNR: at 5 dB a third of a tensor's energy is noise, as in ternary weights. NVFP4 has
 # about 20 dB, and FP8 with scales per tensor about 30, above which training has not been seen to suffer.
 _POOR, _GOOD = 5.0, 30.0
 
 
 class QuantizedOperands(Watch):
-    """The operands of some layers.
-
-    Args:
-        layers: converted layers, by name.
-    """
+    """The operands of converted layers, by the layers' names."""
 
     def __init__(self, layers: Mapping[str, QuantizedLayer]) -> None:
         super().__init__(layers, "operand_sums")
 
     def measure(self) -> dict[str, Tensor]:
-        """The numbers by name, and ``elements``, 0 for an operand without numbers: each ``[layers, 6]``.
-
-        Sums are those of all ranks, each operand as often as it was used: two collectives.
-        """
+        """Numbers over all ranks by name, and ``elements`` (0: no numbers), each ``[layers, 6]``: two collectives."""
         added, maxima = self.sums[..., : len(SUMS)].contiguous(), self.sums[..., len(SUMS) :].contiguous()
         if len(self.sums):
             all_reduce_world_(added)
@@ -61,10 +53,9 @@ class QuantizedOperands(Watch):
         return {"elements": sums["elements"], **dict(zip(NAMES, values, strict=True))}
 
     def means(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Means of SQNR, underflow and saturation over the layers that quantize an operand, on the device.
+        """Means over the layers that quantize an operand, on the device; NaN if none does.
 
-        The mean SQNR leaves out layers where it is infinite, such as one whose weight is all zeros, unless it is
-        infinite in every layer. NaN for an operand that no layer used.
+        The mean SQNR leaves out infinite ones, such as those of all-zero weights, unless all are infinite.
         """
         seen = found["elements"] > 0
         is_noisy = seen & ~found["sqnr"].isinf()
@@ -81,7 +72,6 @@ class QuantizedOperands(Watch):
         return {f"{name}/{operand}": mean[index] for operand, index in used.items() for name, mean in means.items()}
 
     def numbers(self, columns: Mapping[str, Any]) -> OperandNumbers:
-        """What :meth:`measure` found, once it is read; only of operands that were quantized."""
         found: OperandNumbers = {layer: {} for layer in self.layers}
         for row, layer in enumerate(found):
             for place, operand in enumerate(OPERANDS):
@@ -90,13 +80,12 @@ class QuantizedOperands(Watch):
         return found
 
     def is_ternary(self, layer: str, operand: str) -> bool:
-        """Whether an operand has the levels -1, 0 and 1."""
         cast = getattr(self.layers[layer].full_casts, operand)
         return isinstance(cast, Cast) and is_ternary(cast)
 
 
 def operand_blocks(found: OperandNumbers, at: str) -> list[Block]:
-    """A heat map of SQNR by layer and operand, and a table of the other numbers; empty if there are none."""
+    """A heat map of SQNR by layer and operand, and a table of the other numbers; empty without numbers."""
     used = [operand for operand in OPERANDS if any(operand in row for row in found.values())]
     if not used:
         return []

@@ -1,9 +1,6 @@
-"""Outliers in what enters linear layers, and in the weights that are about to cause them.
+"""Outliers in the inputs of linear layers, and in the weights that are about to cause them.
 
-on_train_batch_start    of a step that is logged: the hooks of layers are switched on until the end of the batch
-forward passes          sums and amaxes of each layer's input, see `LayerInputs`
-on_train_batch_end      of the step: two collectives, and the weights of the MLPs
-on_train_batch_start    of the next batch: the numbers go to loggers, history, alerts and the report
+In a step that is logged, forward pre-hooks measure the inputs; two collectives add them up over ranks.
 """
 
 import math
@@ -31,8 +28,8 @@ from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import is_linear
 from lightning_lowbit.report.html import Section, Table, Text
 
-_ENOUGH = 10  # amaxes in the mean before any takes off, since activations grow fast in the beginning
-_MEMORY = 50  # amaxes that the mean reaches back, so that it follows slow growth
+_ENOUGH = 10  # amaxes in the mean before any warning, since activations grow fast in the beginning
+_MEMORY = 50  # amaxes that the mean covers, so that it follows slow growth
 _NAMED = 3  # channels of an MLP that a warning names
 
 _OF_LAYERS = ("activation_max", "kurtosis", "outliers")
@@ -40,8 +37,6 @@ _OF_MLPS = ("alignment", "gate_norm")
 
 
 class _Measured(NamedTuple):
-    """What the numbers of a step describe."""
-
     step: int
     logger_step: int
     layers: list[str]
@@ -49,24 +44,24 @@ class _Measured(NamedTuple):
 
 
 class OutlierMonitor(Monitor):
-    """Logs how far outliers stand out in what enters linear layers, and warns before and when they take off.
+    """Logs outliers in the inputs of linear layers, and warns before and when they grow suddenly.
 
     In each step that is logged, of each layer's input: ``activation_max``, ``kurtosis`` (3 if normally distributed; see
     arXiv 2306.12929, section 3) and ``outliers``, the share of elements beyond ``k`` times the root mean square. Of
     each SwiGLU: ``alignment``, the largest ``|cos|`` between rows of gate and up projection (near 1 the channel squares
     its input, arXiv 2409.12517, theorem 1), and ``gate_norm``. Metrics have names such as
-    ``kurtosis/layers.3.mlp.up_proj``; the largest of all, such as ``kurtosis``, can be monitored by other callbacks.
-    See ``docs/guides/monitoring.md`` for the exact definitions, the alerts and the cost.
+    ``kurtosis/layers.3.mlp.up_proj``. Callbacks can monitor the largest over all layers, such as ``kurtosis``. See
+    ``docs/guides/monitoring.md`` for the exact definitions, the alerts and the cost.
 
     Args:
-        layers: patterns of linear layers, see :func:`lightning_lowbit.convert`, quantized or not; None for the
-            quantized ones, or for all if none is.
-        swiglu: whether to look at the weights of SwiGLUs; None: if there are any, and they are not flattened.
-        k: how many times the root mean square an outlier exceeds, above 0 (LLM.int8(), arXiv 2208.07339, uses 6).
+        layers: patterns of linear layers, see :func:`lightning_lowbit.convert`; None for the quantized ones, or for all
+            if none is.
+        swiglu: whether to look at the weights of SwiGLUs; None: if there are any whose weights are not flattened.
+        k: how many times the root mean square makes an outlier, above 0 (LLM.int8(), arXiv 2208.07339, uses 6).
         alignment_limit: ``|cos|`` above which to warn, in (0, 1]; None for never. Independent rows of 64 elements never
             reach 0.9 (chance 1e-22 for each channel).
         takeoff: how many times the running mean of a layer's amax a channel must reach for a warning, above 1; None for
-            never. The mean is of 10 measurements or more, and reaches back about 50.
+            never. The mean covers about 50 measurements, and starts to count at 10.
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
@@ -98,7 +93,7 @@ class OutlierMonitor(Monitor):
     def _start_afresh(self) -> None:
         super()._start_afresh()
         self._means: dict[str, RunningMean] = {}  # of the amaxes of layers
-        self._step = 0  # the last one that was logged, and its numbers
+        self._step = 0  # the last logged one, and its numbers
         self._rows: dict[str, dict[str, float]] = {}
         self._mlp_rows: dict[str, dict[str, float]] = {}
 
@@ -106,37 +101,31 @@ class OutlierMonitor(Monitor):
 
     @torch.no_grad()
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the layers and hooks into them."""
         super().on_train_start(trainer, pl_module)
         self._let_go()
         layers, self._mlps = self._find_layers(pl_module), self._find_mlps(trainer, pl_module)
         self._inputs = LayerInputs(layers, trainer.strategy.root_device, self.k)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Reads what was measured; switches hooks on if the step is logged."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._inputs is not None:
             self._inputs.is_on = self._is_logged(trainer)
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Switches hooks off; measures and logs at the end of the step."""
         if self._inputs is not None and self._inputs.is_on:
             self._inputs.is_on = False
             if not is_mid_step(trainer):
                 self._measure(trainer, pl_module, self._inputs)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads the numbers of the last step, and removes the hooks."""
         super().on_train_end(trainer, pl_module)
         self._let_go()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Removes the hooks."""
         self._let_go()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Removes the hooks."""
         self._let_go()
 
     def _let_go(self) -> None:
@@ -184,7 +173,7 @@ class OutlierMonitor(Monitor):
         sums, amax, channel = inputs.take()
         elements = sums[:, 0]
         columns = {"activation_max": amax, "kurtosis": kurtosis(sums).float(), "outliers": outlier_share(sums).float()}
-        unseen = elements == 0  # where nothing was called, NaN; where something was not finite, that
+        unseen = elements == 0  # the maximum is NaN if no layer was called, and keeps values that are not finite
         largest = {
             name: torch.where(unseen.all(), torch.nan, column.where(~unseen, -math.inf).amax())
             for name, column in columns.items()
@@ -236,26 +225,22 @@ class OutlierMonitor(Monitor):
     # --- what is left of it ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The running means and the alerts."""
         self._read()
         means = {layer: {"count": one.count, "mean": one.mean} for layer, one in self._means.items()}
         return {"means": means, "alerts": self._alerts.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resumes from it."""
         for layer, known in state_dict["means"].items():
             self._means[layer] = mean = self._new_mean()
             mean.count, mean.mean = known["count"], known["mean"]
         self._alerts.load_state_dict(state_dict["alerts"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        """The numbers of the last step that was logged, and all alerts."""
         self._read()
         found = {"step": self._step, "layers": self._rows, "mlps": self._mlp_rows, "alerts": self._alerts.texts()}
         return {"outliers": found}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        """The same as tables."""
         self._read()
         at = f"At step {self._step}, the last one that was logged"
         caption = f"{at}; outliers: share of elements beyond {self.k:g} times the rms."
@@ -276,7 +261,7 @@ class OutlierMonitor(Monitor):
 
 
 def _aligned(mlp: Any, limit: float | None) -> dict[str, Tensor]:
-    """Of an MLP: the largest cosine and gate norm, the number of cosines above the limit, and the largest few."""
+    """Of an MLP: the largest ``|cos|`` and gate norm, the number of ``|cos|`` above the limit, and the largest few."""
     gate, up = (_whole(layer) for layer in (mlp.gate_proj, mlp.up_proj))
     found = swiglu_alignment(gate, up)
     cosines, channels = found.cosine.topk(min(_NAMED, len(found.cosine)))

@@ -1,11 +1,7 @@
-"""What quantization does to the tensors of a run: to the six operands of each layer, and to its weight between steps.
+"""What quantization does to the six operands of each layer, and to its weight between steps.
 
-    on_train_batch_start        of a step that is logged: layers begin to sum up what casts do to their operands
-    on_before_optimizer_step    the codes of the weights are kept
-    on_train_batch_end          sums over all ranks; the codes of the weights before and after the step are compared
-    on_train_batch_start        of the next batch: the numbers go to loggers, history, alerts and the report
-
-Metrics are named ``<quantity>/<operand>/<layer>``.
+In a step that is logged, layers sum up what casts do to their operands, and codes of weights before and after the
+optimizer step are compared. Metrics are named ``<quantity>/<operand>/<layer>``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,8 +30,6 @@ from lightning_lowbit.report.html import Block, Section, Table, Text
 
 
 class _Measured(NamedTuple):
-    """What the numbers of a step describe."""
-
     step: int
     logger_step: int
     casts: dict[str, Cast]  # of the weights that were measured
@@ -46,20 +40,19 @@ class QuantizationMonitor(Monitor):
     """Logs what becomes of quantized operands and weights, and warns where something is wrong.
 
     In each step that is logged, for each layer: ``sqnr`` (dB), ``underflow``, ``saturation``, ``scale_min`` and
-    ``scale_max`` of every operand that is quantized; for every weight that is rounded to nearest ``flips`` (the share
-    of codes that the step changed), ``distance`` (of its elements from rounding thresholds, in units of their scales)
-    and, if it is ternary, the shares ``minus``, ``zeros`` and ``plus``. Metrics have names such as
-    ``sqnr/wgrad_g/layers.3.mlp.up_proj``; means over layers, such as ``sqnr/wgrad_g``, can be monitored by other
-    callbacks. See ``docs/guides/monitoring.md`` for the exact definitions, the alerts and the cost.
+    ``scale_max`` of every quantized operand. For every weight that is rounded to nearest: ``flips`` (the share of codes
+    that the step changed), ``distance`` (of its elements from rounding thresholds, in units of their scales) and, if it
+    is ternary, the shares ``minus``, ``zeros`` and ``plus``. Metrics have names such as
+    ``sqnr/wgrad_g/layers.3.mlp.up_proj``. Callbacks can monitor means over layers, such as ``sqnr/wgrad_g``. See
+    ``docs/guides/monitoring.md`` for the exact definitions, the alerts and the cost.
 
     Args:
         only: patterns of layers to watch, see :func:`lightning_lowbit.convert`; None for all.
         no_flips_for: optimizer steps without a flip after which to warn.
         zeros_tolerance: how far the share of zeros of a ternary weight may be from the expected one, in (0, 1].
-        underflow_limit: share of an operand's elements that became 0 above which to warn, in (0, 1]; not for ternary
-            operands.
+        underflow_limit: share of elements that became 0 above which to warn, in (0, 1]; not for ternary operands.
         operands: whether to look at operands.
-        weights: whether to look at weights; None: if they are matrices, which they are not under FSDP1.
+        weights: whether to look at weights; None: unless FSDP1 flattens them.
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
@@ -103,7 +96,6 @@ class QuantizationMonitor(Monitor):
     # --- when ---
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the layers."""
         super().on_train_start(trainer, pl_module)
         layers = converted_layers(pl_module)
         is_flat = has_flat_weights(trainer)
@@ -120,41 +112,36 @@ class QuantizationMonitor(Monitor):
         self._watched = QuantizedOperands(layers if self.operands else {})
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Reads the numbers of the last step if it was logged; starts measuring if this one is."""
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if not self._is_watching and self._is_logged(trainer):
             self._is_watching = True
             self._watched.start(trainer.strategy.root_device)
 
     def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
-        """Keeps the codes before the first optimizer step of a batch that is logged."""
         if not self._before and self._is_logged(trainer):
             weights = latent_weights(self._weights, compute_dtype(trainer.precision_plugin))
             self._before = {layer: weight.sample().quantize() for layer, weight in weights}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Measures and logs after the last optimizer step of the batch."""
         if self._is_watching and not is_mid_step(trainer):
             self._let_go()
             self._measure(trainer, pl_module)
         self._before = {}
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stops measuring, also between two micro-batches."""
+        """Stops measuring; a validation may come between two micro-batches."""
         self._watched.stop()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continues the step."""
         if self._is_watching:
             self._watched.resume()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reads the numbers of the last step, and stops measuring: a step may have been cut short."""
+        """Reads the last numbers, and stops measuring: a step may be incomplete."""
         super().on_train_end(trainer, pl_module)
         self._let_go()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stops measuring."""
         self._let_go()
         self._before = {}
 
@@ -183,7 +170,7 @@ class QuantizationMonitor(Monitor):
         for (layer, name), number in zip(what.weights, columns["weights"], strict=True):
             rows[layer][name] = number
         self._publish(what, operands, rows)
-        # Whether a layer flipped that was not seen this time is unknown: its count starts again.
+        # A layer that was not measured may have flipped: its count starts again.
         self._last_flip = {layer: step for layer, step in self._last_flip.items() if layer in what.casts}
         for layer, of_one in rows.items():
             self._last_flip[layer] = what.step if of_one.get("flips") else self._last_flip.get(layer, what.step)
@@ -200,7 +187,6 @@ class QuantizationMonitor(Monitor):
     def _publish(
         self, what: _Measured, operands: Mapping[str, Any], weights: Mapping[str, Mapping[str, float]]
     ) -> None:
-        """Emits the numbers of a step, and keeps them for the report."""
         numbers: dict[str, dict[str, float]] = {}
         for layer, row in operands.items():
             for operand, found in row.items():
@@ -212,7 +198,7 @@ class QuantizationMonitor(Monitor):
         if not numbers:  # nothing was quantized: the report keeps the last step with numbers
             return
         self._step, self._rows = what.step, {layer: dict(row) for layer, row in weights.items()}
-        for layer, row in operands.items():  # the report keeps the last numbers of what a phase no longer quantizes
+        for layer, row in operands.items():  # the report keeps the last numbers if a phase no longer quantizes
             self._operands.setdefault(layer, {}).update(row)
         self._emit(numbers, what.step, what.logger_step)
 
@@ -229,17 +215,14 @@ class QuantizationMonitor(Monitor):
     # --- what is left of it ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The alerts, and the step of each layer's last flip."""
         self._read()
         return {"alerts": self._alerts.state_dict(), "last_flip": dict(self._last_flip)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resumes from it."""
         self._alerts.load_state_dict(state_dict["alerts"])
         self._last_flip = dict(state_dict["last_flip"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        """The numbers of the last step that was logged, and all alerts."""
         self._read()
         return {
             "quantized_weights": {"step": self._step, "layers": self._rows, "alerts": self._alerts.texts()},
@@ -247,7 +230,6 @@ class QuantizationMonitor(Monitor):
         }
 
     def report_sections(self, trainer: Trainer) -> list[Section]:
-        """A heat map of SQNR by layer and operand, and tables."""
         self._read()
         at = f"At step {self._step}, the last one that was logged"
         operands = operand_blocks(self._operands, at)
@@ -266,7 +248,7 @@ class QuantizationMonitor(Monitor):
 
 
 def _of_weight(weight: LatentWeight, before: Quantized | None) -> dict[str, Tensor]:
-    """Numbers of a weight after an optimizer step, by name: 0-d; ``before``, as it was quantized before the step."""
+    """Numbers of a weight after an optimizer step, by name: 0-d; ``before`` has its codes before the step."""
     after = weight.quantize()
     shares = zip(("minus", "zeros", "plus"), ternary_shares(after), strict=True) if is_ternary(weight.cast) else ()
     found = dict(shares)

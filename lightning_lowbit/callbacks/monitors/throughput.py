@@ -1,4 +1,4 @@
-"""How fast a run is, and what share of the hardware's peak that is."""
+"""The speed of a run, and its share of the hardware's peak."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,18 +15,16 @@ from lightning_lowbit.precision.run_settings import compute_dtype
 
 
 class Throughput(LowBitCallback):
-    """Logs ``<unit>/s`` over all processes and, where FLOPs and peak are known, ``tflops`` and ``mfu`` per device.
+    """Logs ``<unit>/s`` over all processes and, if FLOPs and peak are known, ``tflops`` and ``mfu`` per device.
 
-    Model FLOPs utilization is the time that the model's FLOPs would take at the device's dense peak over the time they
-    took. The peak is that of what GEMMs are executed in: an emulated FP4 GEMM runs in bf16, and counts as one, since a
-    share of a peak that the hardware was not asked for says nothing; native FP8 and int8 GEMMs, which
-    :class:`PrecisionSummary` tells apart, count at the peaks of these. Recomputed activations do not count, but for the
-    one of five products that the gradient of fused attention computes again.
+    Model FLOPs utilization (MFU) is the time that the model's FLOPs would take at the device's dense peak over the time
+    they took. The peak is that of the executed arithmetic: an emulated FP4 GEMM counts as bf16, native FP8 and int8
+    GEMMs at their own peaks if :class:`PrecisionSummary` measures them. Recomputed activations do not count, except for
+    one of the five products in the gradient of fused attention.
 
-    FLOPs of a batch are those that :class:`PrecisionSummary` measures where it is among the callbacks, or the module's
-    ``flops_per_batch`` where it has one. Validation, and the first batch of a run, which compiles and allocates, are
-    left out of the time. Written as often as the logger takes it, without waiting for the device: the host cannot run
-    ahead by more than a few steps, so that over a logging interval its clock is the device's.
+    FLOPs of a batch come from :class:`PrecisionSummary` if it is among the callbacks, or from the module's
+    ``flops_per_batch``. The time excludes validation and the first batch, which compiles and allocates. Logging does
+    not wait for the device: the host is at most a few steps ahead, so its clock is good over a logging interval.
 
     Args:
         unit: what is counted.
@@ -53,7 +51,6 @@ class Throughput(LowBitCallback):
         self._restart()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks up what the rates are relative to."""
         sharding = trainer.distributed_sampler_kwargs  # ranks that share a batch count as one
         self._replicas = sharding["num_replicas"] if sharding else 1
         self._peaks = peaks_of(trainer.strategy.root_device) if self.peak_flops is None else self.peak_flops
@@ -66,7 +63,6 @@ class Throughput(LowBitCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts, and logs when it is time."""
         if not self._begun:
             self._begun = True
             self._restart()
@@ -84,7 +80,7 @@ class Throughput(LowBitCallback):
             if peak := _peak(trainer, self._peaks):
                 metrics["mfu"] = rate / peak
         for name, value in metrics.items():
-            # A tensor on the host: a float would be copied to the device, which waits for it.
+            # A tensor on the host: copying a float to the device would synchronize.
             pl_module.log(name, torch.tensor(value), prog_bar=name != "tflops", batch_size=1)
         self._restart()
 
@@ -94,7 +90,7 @@ class Throughput(LowBitCallback):
 
 
 def _peak(trainer: Trainer, peaks: Mapping[str, float]) -> float | None:
-    """FLOP/s if all of the model's FLOPs ran at the peak of what they are executed in; None if one is not known."""
+    """FLOP/s if all FLOPs of the model ran at the peaks of their arithmetic; None if one is unknown."""
     counter, device = _counter(trainer), trainer.strategy.root_device
     native = counter.native_shares(device) if counter is not None else {}
     rest = {str(compute_dtype(trainer.precision_plugin)).removeprefix("torch."): 1 - sum(native.values())}

@@ -1,9 +1,8 @@
 """``lowbit compare``: runs the rows of a study with their seeds, and makes one table of them.
 
-Each run is a process with its own folder, ``<output>/<row>/seed_<n>``, and its whole configuration is in
-``recipe.yaml`` there. Finished runs are not repeated; interrupted ones resume from their last checkpoint. Studies may
-share a folder: a common row runs once. Table and pictures are written again after each run, from the ``run.json`` of
-:class:`RunReport`.
+Each run is a process with its own folder, ``<output>/<row>/seed_<n>``, with its configuration in ``recipe.yaml``.
+Finished runs are not repeated; interrupted ones resume from their last checkpoint. Studies may share a folder: a common
+row runs once. Table and pictures are updated after each run, from the ``run.json`` of :class:`RunReport`.
 """
 
 import argparse
@@ -54,7 +53,7 @@ class Run:
         return next((result for result in self._finished() if result["begin"] < result["steps"]), None)
 
     def was_at_its_end(self) -> bool:
-        """Whether its last checkpoint is at the last step, so that a resumed run neither trains nor validates."""
+        """Whether its last checkpoint is at the last step, so that a resumed run would do nothing."""
         return any(result["begin"] >= result["steps"] for result in self._finished())
 
     def _finished(self) -> list[dict[str, Any]]:
@@ -152,11 +151,7 @@ def _items(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
 
 
 def plan(rows: Sequence[Row], output: Path, arguments: Sequence[str]) -> list[Run]:
-    """All runs, row by row, without writing anything.
-
-    Raises:
-        ValueError: two rows, or two seeds of a row, are the same; or an argument would be the same for all runs.
-    """
+    """All runs, row by row; writes nothing."""
     for argument in arguments:
         if argument.partition("=")[0] in _OWN:
             raise ValueError(
@@ -190,11 +185,7 @@ def _with(config: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
 
 
 def prepare(runs: Sequence[Run]) -> None:
-    """Writes ``recipe.yaml`` of each run, if it has none.
-
-    Raises:
-        ValueError: a folder holds a run of another configuration. Then nothing is written.
-    """
+    """Writes ``recipe.yaml`` of each run that has none; nothing if a folder holds a run of another configuration."""
     changed = {}
     for run in runs:
         content = f"# lowbit fit --config recipe.yaml {shlex.join(run.arguments)}\n{run.recipe}"

@@ -20,14 +20,14 @@ LOSS, RATIO = "val_loss", "gradient_noise/ratio"
 def write_comparison(results: Results, baseline: str, output: Path, name: str | None = None) -> str:
     """Writes a table and pictures into a folder; returns the table.
 
-    ========== =========================================================================================
+    ========== =======================================================================================
     table.md   a row for each row of the study
     loss.png   validation loss over steps
     gap.png    final validation loss minus that of the baseline
     rates.png  loss over learning rate, of rows such as ``adamw@1e-3`` with three rates or more
-    noise.png  ratio of gradient to quantization noise, above the gap to the baseline, where it was
-               measured; as figure 5 of FP4 All the Way (arXiv 2505.19115)
-    ========== =========================================================================================
+    noise.png  measured ratio of gradient to quantization noise, above the gap to the baseline;
+               as figure 5 of FP4 All the Way (arXiv 2505.19115)
+    ========== =======================================================================================
 
     The files of a study with a name are ``<name>.md``, ``<name>_loss.png`` and so on.
     """
@@ -100,7 +100,7 @@ def _gaps(runs: Mapping[int, Mapping[str, Any]], baseline: Mapping[int, Mapping[
 
 
 def _curves(results: Results) -> dict[str, dict[float, list[float]]]:
-    """Losses of the seeds, by the name of a row before its learning rate, and by that rate in ascending order."""
+    """Losses of the seeds by a row's name without its learning rate, and by learning rate in ascending order."""
     curves: dict[str, dict[float, list[float]]] = {}
     for row, runs in results.items():
         match = re.fullmatch(r"(.+)(?:@|,lr=)((?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", row, re.IGNORECASE)
@@ -122,13 +122,12 @@ def _spread(values: Sequence[float], digits: int = 4, signed: bool = False) -> s
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
-# Axes are cut, or one row that diverges would flatten all others: losses at this multiple of the highest loss of the
+# Axes are cut, because one diverging row would flatten all others: losses at this multiple of the highest loss of the
 # row that stays lowest, and gaps at this multiple of the median gap.
 _HIGHEST_LOSS, _WIDEST_GAP = 1.5, 10.0
 
 
 def _figure(height: float, rows: int = 1) -> tuple[Any, Any]:
-    """A figure 9 inches wide, and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, height), layout="constrained")
@@ -272,7 +271,6 @@ def _gap_history(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[tu
 
 
 def _by_step(curves: Iterable[Sequence[tuple[float, float]]]) -> dict[float, list[float]]:
-    """The values of all curves at each step, in ascending order of steps."""
     by_step: dict[float, list[float]] = {}
     for step, value in chain.from_iterable(curves):
         by_step.setdefault(step, []).append(value)

@@ -40,13 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Study:
-    """The rows to compare.
-
-    Args:
-        rows: in the order of the table.
-        baseline: name of the row that gaps are relative to; None for the first row.
-        name: of the study's file, and of its table and pictures; None without a file.
-    """
+    """The rows to compare; gaps are relative to ``baseline``, or to the first row. ``name`` is that of the file."""
 
     rows: Sequence[Row]
     baseline: str | None = None
@@ -56,12 +50,7 @@ class Study:
 def product(
     base: Sequence[str], vary: Sequence[Sequence[str]], rates: Sequence[str], seeds: Sequence[int]
 ) -> list[Row]:
-    """A row for each combination of overlays and learning rates.
-
-    Raises:
-        ValueError: a learning rate is not a number or is given twice, or the recipe names no optimizer.
-        FileNotFoundError: a configuration does not exist.
-    """
+    """A row for each combination of overlays and learning rates."""
     distinct("learning rate", [str(_number(rate)) for rate in rates])
     rows = []
     for choice in itertools.product(*vary):
@@ -74,16 +63,7 @@ def product(
 
 
 def read_study(name: str, seeds: Sequence[int] | None = None) -> Study:
-    """The study in a file.
-
-    Args:
-        name: of a study in `lowbit ls`, or a path.
-        seeds: replace the seeds of the file.
-
-    Raises:
-        ValueError: the file is not a study, or has a mistake.
-        FileNotFoundError: the file, or a configuration that it names, does not exist.
-    """
+    """The study of a name in `lowbit ls`, or of a path; ``seeds`` replace those of the file."""
     path = find_config(name, "--study")
     given = _parse(path)
     for row in given.more_seeds:
@@ -135,7 +115,6 @@ def _number(rate: str) -> float:
 
 
 def distinct(what: str, names: Sequence[str]) -> None:
-    """Raises a ``ValueError`` if a name is given twice."""
     for name in names:
         if names.count(name) > 1:
             raise ValueError(

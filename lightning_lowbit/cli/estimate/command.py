@@ -1,6 +1,6 @@
-"""``lowbit estimate``: memory and time of a training step, before there are devices to measure them on.
+"""``lowbit estimate``: memory and time of a training step without the devices.
 
-The configured model is built on the meta device, and its optimizer takes one step there. The rest is formulas:
+The configured model is built on the meta device, and its optimizer takes one step there. The rest is computed in
 :mod:`lightning_lowbit.cli.estimate.formulas`.
 """
 
@@ -122,13 +122,11 @@ def _positive(name: str, value: str) -> float:
 
 
 def _gather_option(model: Any, plugin: LowBitPrecision | None) -> str:
-    """What FSDP gathers in the configured run."""
     casts = "casts" if plugin is not None and plugin.quantize_before_gather else None
     return "+".join(filter(None, (casts, getattr(model, "gather_dtype", None)))) or "stored"
 
 
 def _layout(given: argparse.Namespace, trainer: Any, gathered: str) -> Layout:
-    """Devices and strategy: from the options, or else from the configuration, whose FSDP gathers ``gathered``."""
     named, per_node = trainer.strategy, _devices_of_a_node(trainer.devices)
     devices = given.devices
     if devices is None:
@@ -154,7 +152,7 @@ def _layout(given: argparse.Namespace, trainer: Any, gathered: str) -> Layout:
 
 
 def _devices_of_a_node(devices: Any) -> int | None:
-    """The number of devices in ``trainer.devices``; None for all that a machine has."""
+    """The number in ``trainer.devices``; None for all of a machine."""
     if isinstance(devices, str):
         devices = int(devices) if devices.isdigit() else [part for part in devices.split(",") if part]
         if devices == ["auto"]:

@@ -8,14 +8,10 @@ from lightning_lowbit.nn.casts import LinearCasts
 
 @dataclass(frozen=True)
 class Device:
-    """The data sheet of a device.
+    """The data sheet of a device: memory in bytes; ``link`` (within a node) and ``network`` (between nodes) in bytes/s.
 
-    Attributes:
-        memory: bytes.
-        peaks: dense FLOP/s by arithmetic: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"fp8"`` (scales of tensors or rows),
-            ``"mxfp8"`` (of blocks), ``"fp4"``.
-        link: bytes/s to devices of its node.
-        network: bytes/s to other nodes.
+    ``peaks`` are dense FLOP/s by arithmetic: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"fp8"`` (scales of tensors or rows),
+    ``"mxfp8"`` (scales of blocks) and ``"fp4"``.
     """
 
     memory: float
@@ -25,7 +21,7 @@ class Device:
 
 
 def _device(memory: float, link: float, network: float, **peaks: float) -> Device:
-    """A device from GB, GB/s in one direction and TFLOP/s."""
+    """A device from GB, GB/s in one direction, and TFLOP/s."""
     return Device(memory * 1e9, {kind: peak * 1e12 for kind, peak in peaks.items()}, link * 1e9, network * 1e9)
 
 
@@ -46,7 +42,7 @@ _BLOCK_SCALED = {
 
 
 def arithmetic(casts: LinearCasts, gemm: str, high: str = "bf16") -> str:
-    """The arithmetic of a GEMM, a key of :attr:`Device.peaks`; ``high`` where no hardware multiplies its casts."""
+    """The arithmetic of a GEMM, a key of :attr:`Device.peaks`; ``high`` if no hardware multiplies its casts."""
     if gemm not in casts.quantized_gemms:
         return high
     if gemm in casts.native_gemms:

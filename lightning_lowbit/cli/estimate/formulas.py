@@ -1,7 +1,7 @@
 """Formulas of ``lowbit estimate``: memory, FLOPs, communication and time of a training step.
 
-``docs/guides/estimating.md`` derives them and names their sources. Its symbols here: d data-parallel groups of t
-tensor-parallel devices, m micro-batches; b bytes of the compute dtype, r bytes of the dtype of parameters.
+``docs/guides/estimating.md`` derives them and names their sources. Symbols: d data-parallel groups of t tensor-parallel
+devices, m micro-batches; b bytes of the compute dtype, r bytes of the dtype of parameters.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from lightning_lowbit.nn.casts import GEMMS
 from lightning_lowbit.quant.operand import operand_dtype
 from lightning_lowbit.quant.shard import ends_within
 
-_STATISTICS = 4  # bytes of what is always fp32: norms, log-probabilities, log-sum-exp
+_STATISTICS = 4  # bytes of an element of norms, log-probabilities and log-sum-exp, always fp32
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class Collective:
         name: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
         of: ``"parameters"``, ``"gradients"`` or ``"activations"``.
         payload: bytes of the whole tensors.
-        ranks: number of devices in the ring.
-        stride: distance between neighbors of the ring, in devices.
+        ranks, stride: number of devices in the ring, and distance between its neighbors.
     """
 
     name: str
@@ -41,11 +40,10 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that each device sends, in a ring."""
+        """Bytes that each device sends in a ring."""
         return (2 if self.name == "all_reduce" else 1) * (self.ranks - 1) / self.ranks * self.payload
 
     def bandwidth(self, device: Device, per_node: int) -> float:
-        """Peak bytes/s of the ring."""
         if self.ranks * self.stride <= per_node:
             return device.link
         return min(device.link, device.network * max(per_node // self.stride, 1))
@@ -53,13 +51,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The duration of a step, in seconds.
-
-    Attributes:
-        gemms: by arithmetic.
-        tensor_parallel: communication that GEMMs wait for.
-        data_parallel: communication that may overlap with GEMMs.
-    """
+    """Seconds of a step: GEMMs by arithmetic, tensor-parallel communication, and data-parallel, which may overlap."""
 
     gemms: Mapping[str, float] = field(default_factory=dict)
     tensor_parallel: float = 0.0
@@ -67,12 +59,10 @@ class StepTime:
 
     @property
     def hidden(self) -> float:
-        """Seconds with data-parallel communication overlapped."""
         return max(sum(self.gemms.values()) + self.tensor_parallel, self.data_parallel)
 
     @property
     def exposed(self) -> float:
-        """Seconds without overlap."""
         return sum(self.gemms.values()) + self.tensor_parallel + self.data_parallel
 
 
@@ -80,11 +70,7 @@ class StepTime:
 
 
 def memory(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
-    """Bytes on the first device at the peak of the backward pass, by purpose.
-
-    Raises:
-        ValueError: as :func:`check`.
-    """
+    """Bytes on the first device at the peak of the backward pass, by purpose; raises as :func:`check`."""
     check(model, layout)
     found = {
         "parameters": sum(_local(w, w.shape, layout) * w.itemsize for w in model.weights),
@@ -135,7 +121,7 @@ def _norm(decoder: Decoder, residual: int) -> int:
 
 
 def backward_peak(model: Model, batch: Batch, layout: Layout) -> int:
-    """Bytes on top of saved activations: gradients of the logits, or later a recomputed block's activations."""
+    """Bytes beyond saved activations: gradients of the logits, or a recomputed block's activations."""
     if model.decoder is None:
         return 0
     gradients = (_STATISTICS + model.compute) * model.decoder.vocabulary
@@ -144,7 +130,7 @@ def backward_peak(model: Model, batch: Batch, layout: Layout) -> int:
 
 
 def weight_copies(model: Model, layout: Layout) -> int:
-    """Bytes of matrices in the compute dtype, where they are stored or gathered in another one."""
+    """Bytes of matrices in the compute dtype, if they are stored or gathered in another one."""
     if model.compute == _residual(model, layout):
         return 0
     matrices = [w for w in model.weights if w.matrix]
@@ -158,14 +144,13 @@ def weight_copies(model: Model, layout: Layout) -> int:
 
 
 def _gathered(model: Model, layout: Layout) -> int:
-    """Bytes of what belongs to no block and of the block that computes, and of the next block as it is gathered."""
+    """Bytes of parameters outside of blocks, in the current block, and in the next block."""
     blocks = sorted(_units(model).values(), key=lambda weights: _whole(weights, layout))
     taken = [_rest(model), *blocks[-1:]]
     return sum(_whole(weights, layout) for weights in taken) + sum(_payload(each, layout) for each in blocks[-2:-1])
 
 
 def _units(model: Model) -> dict[str, list[Weight]]:
-    """The weights of each decoder block."""
     units: dict[str, list[Weight]] = {}
     for weight in model.weights:
         if weight.block is not None:
@@ -174,7 +159,6 @@ def _units(model: Model) -> dict[str, list[Weight]]:
 
 
 def _rest(model: Model) -> list[Weight]:
-    """The weights outside of decoder blocks."""
     return [weight for weight in model.weights if weight.block is None]
 
 
@@ -187,7 +171,7 @@ def _tensor_parallel(weight: Weight, layout: Layout) -> int:
 
 
 def _local(weight: Weight, shape: tuple[int, ...], layout: Layout) -> int:
-    """Elements of a tensor of a weight on the first device: whole rows, if it is sharded like the weight."""
+    """Elements on the first device of a tensor like the weight; if sharded, it has whole rows."""
     if not shape or not weight.shape or shape[0] != weight.shape[0]:
         return prod(shape)
     whole = -(-shape[0] // layout.shards) * prod(shape[1:])
@@ -195,21 +179,20 @@ def _local(weight: Weight, shape: tuple[int, ...], layout: Layout) -> int:
 
 
 def _residual(model: Model, layout: Layout) -> int:
-    """Bytes of an element between blocks: of the outputs of embeddings and norms."""
+    """Bytes of an element of the residual stream."""
     return max((_given(weight, layout) for weight in model.weights), default=4)
 
 
 def _given(weight: Weight, layout: Layout) -> int:
-    """Bytes of an element as a layer finds it: in the dtype that FSDP gathers in, if it gathers."""
+    """Bytes of a weight's element as its layer gets it, after gathering."""
     return 2 if "bf16" in layout.gather and layout.shards > 1 else weight.itemsize
 
 
 def check(model: Model, layout: Layout) -> None:
-    """Checks that a model fits a layout.
+    """Raises a ``ValueError`` if a model does not fit a layout.
 
-    Raises:
-        ValueError: tensor parallelism would cut a head, or the model has no blocks; or no weight can be gathered as its
-            casts quantize it, although ``gather`` asks for it.
+    Tensor parallelism needs decoder blocks, and must not cut a head. If ``gather`` asks for quantized weights, at least
+    one must allow it.
     """
     if "casts" in layout.gather and layout.shards > 1 and not any(_is_packed(w, layout) for w in model.weights):
         raise ValueError(
@@ -233,7 +216,7 @@ def check(model: Model, layout: Layout) -> None:
 
 
 def flops(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
-    """FLOPs of a device in a step, by arithmetic; those of attention under ``"attention"``."""
+    """FLOPs of a device in a step, by arithmetic, and under ``"attention"``."""
     counted = Counter[str]()
     for layer in model.layers:
         share = layout.tensor_parallel if layer.in_block else 1
@@ -270,7 +253,7 @@ def communication(model: Model, batch: Batch, layout: Layout) -> list[Collective
 
 
 def _payload(weights: Sequence[Weight], layout: Layout) -> int:
-    """Bytes of gathered weights on the wire; each device sends equally many rows."""
+    """Bytes of gathered weights in communication; each device sends equally many rows."""
 
     def bits(weight: Weight) -> float:
         return weight.packed.bits if weight.packed and _is_packed(weight, layout) else 8.0 * _given(weight, layout)
@@ -279,7 +262,6 @@ def _payload(weights: Sequence[Weight], layout: Layout) -> int:
 
 
 def _whole(weights: Sequence[Weight], layout: Layout) -> int:
-    """Bytes of gathered weights as layers use them."""
     return sum(layout.shards * _local(w, w.shape, layout) * _given(w, layout) for w in weights)
 
 
@@ -295,11 +277,7 @@ def _is_packed(weight: Weight, layout: Layout) -> bool:
 
 
 def times(model: Model, batch: Batch, layout: Layout, device: Device, assumed: Assumptions | None = None) -> StepTime:
-    """Seconds of a step. Arithmetic that a device lacks runs in the compute dtype.
-
-    Raises:
-        ValueError: the device lacks the compute dtype's arithmetic, too; or as :func:`check`.
-    """
+    """The time of a step; arithmetic that a device lacks runs in the compute dtype, which it must have."""
     assumed = assumed or Assumptions()
     counted = Counter[str]()
     for kind, count in flops(model, batch, layout).items():

@@ -1,4 +1,4 @@
-"""The setting of an estimate: the data of a step, the layout over devices, and what is assumed of their speed."""
+"""The settings of an estimate: data of a step, layout over devices, and assumed speeds."""
 
 from dataclasses import dataclass
 
@@ -24,19 +24,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over devices.
+    """How a model is spread over devices; raises a ``ValueError`` if the attributes contradict each other.
 
     Attributes:
-        devices: number of all devices.
-        strategy: ``"ddp"``, a whole model on each; or ``"fsdp"``: FSDP2, one unit for each decoder block and one more.
+        devices, per_node: number of all devices, and of those of a node.
+        strategy: ``"ddp"``; or ``"fsdp"``: FSDP2 with one unit per decoder block and one for the rest.
         tensor_parallel: number of devices that share a block's matrices.
-        gather: what FSDP gathers: parameters as they are ``"stored"``, or in ``"bf16"``; or matrices as their casts
-            quantize them, where possible, and the rest as stored, ``"casts"``, or in bf16, ``"casts+bf16"``. Gradients
-            are reduced in the dtype of the parameters.
-        per_node: devices of a node.
-
-    Raises:
-        ValueError: these contradict each other.
+        gather: FSDP gathers parameters ``"stored"`` (in their dtype) or in ``"bf16"``. With ``"casts"`` it gathers
+            quantized matrices where possible, other parameters as stored; with ``"casts+bf16"`` others in bf16.
+            Gradients are reduced in the dtype of the parameters.
     """
 
     devices: int = 1
@@ -62,18 +58,16 @@ class Layout:
 
     @property
     def data_parallel(self) -> int:
-        """Number of groups that see different batches."""
         return self.devices // self.tensor_parallel
 
     @property
     def shards(self) -> int:
-        """Number of FSDP shards of each parameter."""
         return self.data_parallel if self.strategy == "fsdp" else 1
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumed, not measured, shares of the peak of GEMMs and links."""
+    """Assumed shares of the peak speed of GEMMs and links."""
 
     utilization: float = 0.4
     link_utilization: float = 0.7

@@ -19,22 +19,20 @@ from lightning_lowbit.nn.linear import QuantizedLayer, is_linear, quantized_clas
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.quant import Cast
 
-# (shape, bytes of an element) of the tensors that an optimizer keeps for a parameter.
+# (shape, bytes of an element) of an optimizer's tensors for a parameter.
 State = tuple[tuple[tuple[int, ...], int], ...]
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter.
+    """A parameter; ``itemsize`` is in bytes.
 
     Attributes:
-        shape: of the parameter.
-        itemsize: bytes of an element.
         trained: whether it has a gradient.
-        state: (shape, bytes of an element) of the tensors that the optimizer keeps for it.
-        block: name of its decoder block; None outside of them.
+        state: (shape, bytes of an element) of the optimizer's tensors for it.
+        block: name of its decoder block, or None.
         matrix: whether it is the weight of a linear layer.
-        packed: the cast that can quantize its shards before they are gathered; None if there is none.
+        packed: the cast that can quantize its shards before they are gathered, or None.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +46,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer: its name, features, the arithmetic of each GEMM, and whether it is in a decoder block."""
+    """A linear layer: its name, features, arithmetic of each GEMM, and whether it is in a decoder block."""
 
     name: str
     out_features: int
@@ -72,7 +70,7 @@ class Decoder:
 
     @property
     def readers(self) -> int:
-        """Number of linear layers of a block that read the residual stream: q, k, v, and those of the MLP."""
+        """Number of linear layers of a block that read the residual stream: q, k, v and those of the MLP."""
         return 3 + (2 if self.gated else 1)
 
 
@@ -81,9 +79,7 @@ class Model:
     """A model to be trained.
 
     Attributes:
-        weights: all parameters.
-        layers: the linear layers.
-        decoder: the architecture; None for another one, whose activations are the inputs of its linear layers.
+        decoder: the architecture; None if unknown, then only inputs of linear layers count as activations.
         compute: bytes of the compute dtype.
         checkpointing: whether blocks recompute their activations.
     """
@@ -96,12 +92,10 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
         return sum(prod(weight.shape) for weight in self.weights)
 
     @property
     def high(self) -> str:
-        """The arithmetic of GEMMs that are not quantized."""
         return _high(self.compute)
 
 
@@ -114,14 +108,10 @@ def describe(
 ) -> tuple[Model, list[str]]:
     """The model of a ``LightningModule`` on the meta device, and remarks for the user.
 
-    Args:
-        module: its optimizers take a step here.
-        plugin: gives the casts of the layers and the compute dtype.
-        precision: the Trainer's, without a plugin.
-        trainer: arguments of the Trainer.
+    Its optimizers take a step there. The plugin, or else ``precision``, gives the casts and the compute dtype.
 
     Raises:
-        ValueError: the model has no linear layer, or its optimizer takes no step without numbers.
+        ValueError: the model has no linear layer, or its optimizer needs values for its step.
     """
     if plugin is None and precision in ("bf16-true", "16-true"):
         module.to(torch.bfloat16)
@@ -168,20 +158,19 @@ def describe(
 
 
 def _matrix(layer: Any) -> Tensor:
-    """The weight of a linear layer, [out_features, in_features]."""
     return quantized_class(type(layer)).weight_matrix(layer)  # type: ignore[union-attr, arg-type]
 
 
 def _packed(layer: Any, casts: LinearCasts) -> Cast | None:
-    """What FSDP2 can gather the weight of a layer in, if it is the layer's alone."""
-    from lightning_lowbit.nn.sharded.eligible import obstacle  # knows FSDP2 from the inside
+    """The cast in which FSDP2 can gather the weight of a layer, if no other layer shares it."""
+    from lightning_lowbit.nn.sharded.eligible import obstacle  # depends on internals of FSDP2
 
     of_rows = quantized_class(type(layer)).weight_matrix is QuantizedLayer.weight_matrix  # type: ignore[union-attr, arg-type]
     return casts.cast_of("fprop_w") if of_rows and obstacle(casts) is None else None
 
 
 def _find_decoder(module: nn.Module) -> tuple[Any, Decoder | None]:
-    """The outermost network of ``transformers`` in a module, and its shape; None if there is none, or more than one."""
+    """The outermost ``transformers`` network in a module, and its shape; None unless there is exactly one."""
     found: list[Any] = []
     inside: set[nn.Module] = set()
     for part in module.modules():
@@ -207,7 +196,6 @@ def _find_decoder(module: nn.Module) -> tuple[Any, Decoder | None]:
 
 
 def _blocks(module: nn.Module, decoder: Decoder | None) -> Callable[[str], str | None]:
-    """A function from the name of a parameter to its decoder block."""
     lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList)]
     lists = [name for name in lists if decoder and len(module.get_submodule(name)) == decoder.blocks]  # type: ignore[arg-type]
 
@@ -221,12 +209,9 @@ def _blocks(module: nn.Module, decoder: Decoder | None) -> Callable[[str], str |
 
 
 def optimizer_state(module: Any, trainer: Any = None) -> dict[str, State]:
-    """(shape, bytes of an element) of the tensors that the optimizers keep for each parameter, by name.
+    """(shape, bytes of an element) of the optimizers' tensors for each parameter, by name.
 
-    The optimizers take one step on the meta device, where tensors have shapes and no values.
-
-    Raises:
-        ValueError: an optimizer needs values for its step.
+    The optimizers take one step on the meta device; a ``ValueError`` says that one needs values for it.
     """
     steps = getattr(trainer, "max_steps", None)
     module.trainer = SimpleNamespace(estimated_stepping_batches=steps if steps and steps > 0 else 1, max_steps=steps)
@@ -252,7 +237,6 @@ def optimizer_state(module: Any, trainer: Any = None) -> dict[str, State]:
 
 
 def _optimizers(found: Any) -> Iterator[Optimizer]:
-    """The optimizers in the return value of ``configure_optimizers``."""
     if isinstance(found, Optimizer):
         yield found
     elif isinstance(found, Mapping):

@@ -1,8 +1,8 @@
-"""``lowbit inspect``: the errors that casts would make in the weights of a checkpoint, without any training.
+"""``lowbit inspect``: the errors that casts would make in the weights of a checkpoint.
 
-Every matrix is quantized as a converted layer quantizes its weight in the forward pass: rounded to bfloat16, rotated
-where the preset has a Hadamard transform in fprop, in blocks along in_features. Checkpoints of low-bit training work,
-too, because they hold plain weights.
+Matrices are quantized as converted layers quantize weights in the forward pass: rounded to bfloat16, rotated if the
+preset has a Hadamard transform in fprop, in blocks along in_features. Checkpoints of low-bit training hold plain
+weights, so they work, too.
 """
 
 import argparse
@@ -96,11 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse_casts(text: str) -> list[Candidate]:
-    """The candidates in ``--casts``: presets, or mappings of fields of a cast, separated by commas.
-
-    Raises:
-        ValueError: it is no list of these, there is no such preset, or a preset leaves weights in high precision.
-    """
+    """The candidates in ``--casts``: presets, or mappings of fields of a cast, separated by commas."""
     try:
         items = yaml.safe_load(f"[{text}]")
     except yaml.YAMLError:
@@ -153,12 +149,7 @@ def operand(weight: Tensor, candidate: Candidate) -> Tensor:
 
 
 def matrices(path: Path) -> dict[str, Tensor]:
-    """The floating point matrices of a checkpoint. A module's ``weight`` goes by the name of the module.
-
-    Raises:
-        FileNotFoundError: there is no such file or folder.
-        ValueError: it is no checkpoint, or holds no matrix.
-    """
+    """The floating point matrices of a checkpoint; a module's ``weight`` has the name of the module."""
     files = _files(path)
     found = {
         clean_name(name).removesuffix(".weight"): value
@@ -174,7 +165,6 @@ def matrices(path: Path) -> dict[str, Tensor]:
 
 
 def _check_numbers(weights: Mapping[str, Tensor]) -> None:
-    """Raises a ``ValueError`` where a weight has no values to quantize."""
     for name, weight in weights.items():
         reason = None
         if weight.is_meta:
@@ -188,7 +178,6 @@ def _check_numbers(weights: Mapping[str, Tensor]) -> None:
 
 
 def _check_layout(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Raises a ``ValueError`` where the length of a bias shows that a weight is stored transposed."""
     for file in _files(path):
         for key, bias in _read(file).items():
             name = clean_name(key).removesuffix(".bias")
@@ -228,7 +217,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """The tensors of the state in a file, by name, memory-mapped: only those in use are read."""
+    """The tensors of a file by name, memory-mapped, so that only those in use are read."""
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file

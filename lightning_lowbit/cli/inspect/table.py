@@ -14,7 +14,7 @@ from lightning_lowbit.quant.statistics import sqnr_db
 from lightning_lowbit.report.blocks import Table
 from lightning_lowbit.report.tables import plain
 
-_MANY = 40  # weights that have a row of the picture each; of more, all layers of a kind share one
+_MANY = 40  # weights with a row of the picture each; if there are more, all layers of a kind share one
 _MARKERS = "osD^vPXph*"  # without ">", which stands for exact
 
 
@@ -28,22 +28,18 @@ class Candidate:
 
 
 class Inspection:
-    """The errors of some casts in the weights of a checkpoint.
+    """The errors of some casts in the weights of a checkpoint; raises a ``ValueError`` if no weight is finite.
 
     Args:
         candidates: the casts.
-        shapes: of the stored weights, by name.
-        errors: by name of the weight, one for each candidate.
+        shapes, errors: by name of the weight: its stored shape, and one error for each candidate.
 
     Attributes:
-        numbers: by name of the weight, one mapping for each candidate; see :meth:`CastStatistics.floats`.
-        finite: names of the weights without NaN and infinity; the other weights are not in the attributes below.
-        totals: one mapping for each candidate: means over the weights, weighted by their numbers of elements. Errors
-            are relative to each weight; the error of all elements together would be that of the largest weights.
-        codes: one histogram for each candidate: int64 counts.
-
-    Raises:
-        ValueError: no weight is finite.
+        numbers: by name of the weight, one mapping per candidate; see :meth:`CastStatistics.floats`.
+        finite: names of the weights without NaN and infinity; the attributes below exclude others.
+        totals: one mapping per candidate: means of the weights' relative errors, weighted by their sizes. (The error of
+            all elements together would depend mostly on the largest weights.)
+        codes: one histogram per candidate: int64 counts.
     """
 
     def __init__(
@@ -73,7 +69,7 @@ class Inspection:
         return {**total, "sqnr": sqnr_db(1.0, total["relative_mse"])}
 
     def table(self) -> str:
-        """Rows for each weight and candidate, and below a second header for each candidate over all weights."""
+        """Rows for each weight and candidate, then, below a second header, for each candidate over all weights."""
         header = ["weight", "shape", "cast", "bits", "SQNR dB", "relative MSE", "underflow %", "saturation %", "bias %"]
         shapes = {name: " x ".join(map(str, shape)) for name, shape in self.shapes.items()}
 
@@ -92,11 +88,7 @@ class Inspection:
     # --- the picture --------------------------------------------------------------------------------------------------
 
     def draw(self, title: str, output: Path) -> None:
-        """Writes a PNG: on the left the SQNR of each weight and cast, on the right the histogram of codes of each cast.
-
-        Raises:
-            ValueError: matplotlib is not installed.
-        """
+        """Writes a PNG: SQNR of each weight and cast, and the histogram of codes of each cast; needs matplotlib."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -180,7 +172,6 @@ def _cells(numbers: Mapping[str, float]) -> list[str]:
 
 
 def _row_height(names: Sequence[str], casts: int) -> float:
-    """Inches of a row of the picture."""
     return 0.8 if len(names) > 1 else 0.24 * max(1, casts / 4)
 
 
