@@ -100,3 +100,11 @@ def test_private_parts_of_lightning_are_touched_by_one_module_alone(path):
     if path != ROOT / "_lightning.py":
         found = [*private_parts(path.read_text())]
         assert not found, f"{path.name} touches {found}: write a function for it in lightning_lowbit._lightning"
+
+
+def test_a_file_fits_in_one_reading_and_a_folder_on_one_screen():
+    long = {str(path.relative_to(ROOT)): n for path in FILES if (n := len(path.read_text().splitlines())) > 350}
+    assert not long, f"lines: {long}; 350 at most"
+    folders = {path.parent for path in FILES}
+    full = {str(folder.relative_to(ROOT)): n for folder in folders if (n := len(list(folder.glob("*.py")))) > 14}
+    assert not full, f"files: {full}; 14 at most"
