@@ -12,6 +12,9 @@ class LowBitProgressBar(LowBitCallback, TQDMProgressBar):
 
     Args:
         refresh_rate: batches between updates; 0 disables the bar.
+
+    Example:
+        >>> Trainer(plugins=[FP4Precision()], callbacks=[LowBitProgressBar(refresh_rate=10)])
     """
 
     def __init__(self, refresh_rate: int = 1) -> None:

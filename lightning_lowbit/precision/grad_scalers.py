@@ -180,6 +180,9 @@ class StaticGradScaler(ConservativeGradScaler):
         scale: above 0; a power of two keeps gradients exact. Another value raises ``ValueError``.
         device: device type, such as ``"cuda"``; None for the accelerator if there is one, else the CPU.
         enabled: as in torch.
+
+    Example:
+        >>> Trainer(plugins=[FP4Precision(compute_dtype="fp16", scaler=StaticGradScaler(1024.0))])
     """
 
     def __init__(self, scale: float = 2.0**16, *, device: str | None = None, enabled: bool = True) -> None:
@@ -199,6 +202,9 @@ class GradientNormGradScaler(ConservativeGradScaler):
     Args:
         threshold: from this norm on α is 1; above 0. The rule's source uses 1e-2.
         **kwargs: those of :class:`ConservativeGradScaler`.
+
+    Example:
+        >>> Trainer(plugins=[FP4Precision(compute_dtype="fp16", scaler=GradientNormGradScaler())])
     """
 
     def __init__(self, threshold: float = 1e-2, **kwargs: Any) -> None:
@@ -232,17 +238,28 @@ class _Sharded(ShardedGradScaler):
 
 
 class ShardedConservativeGradScaler(ConservativeGradScaler, _Sharded):
-    """:class:`ConservativeGradScaler` for FSDP without a :class:`LowBitPrecision`; takes ``process_group`` as well."""
+    """:class:`ConservativeGradScaler` for FSDP without a :class:`LowBitPrecision`; takes ``process_group`` as well.
+
+    Example:
+        >>> scaler = ShardedConservativeGradScaler()  # then scaler.scale(loss).backward(), as with torch
+    """
 
 
 class ShardedStaticGradScaler(StaticGradScaler, _Sharded):
-    """:class:`StaticGradScaler` for FSDP without a :class:`LowBitPrecision`; ranks share overflows."""
+    """:class:`StaticGradScaler` for FSDP without a :class:`LowBitPrecision`; ranks share overflows.
+
+    Example:
+        >>> scaler = ShardedStaticGradScaler(1024.0)  # then scaler.scale(loss).backward(), as with torch
+    """
 
 
 class ShardedGradientNormGradScaler(GradientNormGradScaler, _Sharded):
     """:class:`GradientNormGradScaler` for FSDP without a :class:`LowBitPrecision`; ranks share overflows.
 
     Under FSDP1, call ``lightning_lowbit.optim.connect(fsdp_module)`` once.
+
+    Example:
+        >>> scaler = ShardedGradientNormGradScaler()  # then scaler.scale(loss).backward(), as with torch
     """
 
 

@@ -37,6 +37,9 @@ class Hadamard:
 
     Raises:
         ValueError: an argument is not one of these.
+
+    Example:
+        >>> LinearCasts.preset("nvfp4").replace(hadamard={"wgrad": Hadamard(32, signs="keyed")})
     """
 
     size: int = 16

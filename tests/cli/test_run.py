@@ -280,7 +280,7 @@ OPTIMIZER, SCHEDULER = (f"--model.init_args.{part}.init_args" for part in ("opti
         (["--trainer.precision=16-mixed"], "Received both `precision=16-mixed` and `plugins="),
         (
             ["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwitch, init_args: {at: 2}}"],
-            "between 0 and 1; got 2",
+            "0 or more and at most 1; got 2",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -24,6 +24,9 @@ class ExactResume(LowBitCallback):
 
     Args:
         seed: any integer; None takes that of ``seed_everything``, or 0.
+
+    Example:
+        >>> Trainer(plugins=[FP4Precision()], callbacks=[ExactResume()])
     """
 
     def __init__(self, seed: int | None = None) -> None:

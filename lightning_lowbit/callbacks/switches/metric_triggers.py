@@ -29,6 +29,9 @@ class Plateau:
         patience: number of validations, at least 1.
         min_delta: improvements must exceed it; at least 0.
         mode: ``"min"`` if smaller is better, or ``"max"``.
+
+    Example:
+        >>> QAFSwitch(plateau=Plateau("val_loss", patience=3))
     """
 
     monitor: str = "val_loss"
@@ -116,6 +119,9 @@ class Below:
         monitor: the metric's name.
         threshold: a finite number.
         measurements: how many in a row, at least 1.
+
+    Example:
+        >>> QAFSwitch(below=Below("gradient_noise/ratio", measurements=5))
     """
 
     monitor: str = "gradient_noise/ratio"

@@ -100,6 +100,9 @@ def smooth_swiglu(model: _Model, kind: Literal["channel", "token"] = "channel") 
 
     Raises:
         ValueError: there is no SwiGLU (see :class:`SwiGLU`), or no down projection is quantized.
+
+    Example:
+        >>> model = smooth_swiglu(convert(llama, "fp8-current"), "token")
     """
     layers = quantized_layers(model)
     casts = smooth_casts(model, {name: layer.full_casts for name, layer in layers.items()}, kind)
