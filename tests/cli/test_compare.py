@@ -145,6 +145,7 @@ def test_a_wrong_study_writes_nothing(arguments, line, capsys):
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_runs_once_and_tabulates(capsys):
     study = ["--vary=bf16,nvfp4", "--seeds=0,1", "--jobs=2"]
     assert compare(*study, "--dry_run") == 0

@@ -47,6 +47,7 @@ def check(leading: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
     assert 0 < share < 0.1, "the sample has no outliers"
 
 
+@pytest.mark.slow
 def test_of_known_distributions() -> None:
     x = normal(2000, 500)
     found = activation_outliers(x)

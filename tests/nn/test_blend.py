@@ -311,7 +311,7 @@ def test_it_changes_in_place_and_for_all_layers() -> None:
         identical(found, gradients(other, x), f"λ = {number}:")
 
 
-@pytest.mark.fast("ternary")
+@pytest.mark.slow
 @pytest.mark.parametrize("casts", ["ternary", "surrogates, delayed"])
 def test_it_costs_no_compilation_to_change(casts: str) -> None:
     torch._dynamo.reset()

@@ -32,14 +32,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     "fp8-delayed",
     "ternary",
     "stochastic",
-    "bf16 policy",
     "phases",
-    "accumulated",
-    "shared",
-    "recomputed",
-    "odd",
     "odd blocks",
-    "offloaded",
 )
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_and_weights_are_the_same(ranks: list[dict[str, Any]], name: str) -> None:

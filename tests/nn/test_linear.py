@@ -609,7 +609,7 @@ def test_torch_compile_gives_the_same_bits(casts: str, autocast: bool) -> None:
         identical(found, expected, f"compiled, step {step}")
 
 
-@pytest.mark.fast("nvfp4")
+@pytest.mark.slow
 @pytest.mark.parametrize("casts", ["nvfp4", "surrogates", "fp8-delayed"])
 def test_a_phase_costs_one_compilation(casts: str) -> None:
     torch._dynamo.reset()

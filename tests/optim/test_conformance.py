@@ -471,6 +471,7 @@ UNTAMED = {
 }
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("entry", [pytest.param(entry, id=name) for name, entry in {**ENTRIES, **UNTAMED}.items()])
 def test_weights_stay_finite_and_go_on_moving_after_gradients_of_any_size(
     entry: Entry, monkeypatch: pytest.MonkeyPatch

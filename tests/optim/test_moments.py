@@ -363,7 +363,7 @@ def final_loss(
     return sum(losses[-20:]) / 20
 
 
-@pytest.mark.fast("LowBitAdamW")
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [LowBitAdamW, StableSPAM])
 def test_training_in_fp8_is_nearly_as_good(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     ratios = []
@@ -484,6 +484,7 @@ def test_masters_take_steps_below_a_place_of_bf16() -> None:
     assert abs(moved["masters"] - moved["fp32"]) < 0.025 * moved["fp32"] + 2**-8, f"moved: {moved}"
 
 
+@pytest.mark.slow
 def test_training_with_masters_is_nearly_as_good_as_in_fp32() -> None:
     """At a rate of 2e-4 and less, half a place of bf16 or less for most weights here."""
     full, masters, bare = (

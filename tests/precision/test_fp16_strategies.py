@@ -36,6 +36,8 @@ from tests.precision.ranks_fp16 import (
     train,
 )
 
+pytestmark = pytest.mark.slow
+
 Results = list[dict[str, Any]]
 
 

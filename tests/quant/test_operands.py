@@ -67,7 +67,7 @@ def whole(operand: Operand) -> Tensor:
     return operand.values.float() * (1.0 if operand.factor is None else operand.factor)
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("element", "block"),

@@ -33,6 +33,7 @@ def dequantized_both_ways(x: Tensor, cast: Cast, key: Any = None, amax: Any = No
     return {"quantize": quantize(x, cast, dim, key, amax).dequantize(), "quantize_operand": values}
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize(
     ("element", "block"),
     [(element, 16) for element in ELEMENT_FORMATS]
@@ -84,6 +85,7 @@ def test_blocks_of_other_shapes_equal_reference(element: str, block: Any) -> Non
         check_against_reference(sample(18, 40), cast, dim=number % 2)
 
 
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("block", [1, 7, 16, 32, 128, (16, 16), (1, 16), (8, 4), (128, 128), (3, 1), "row", "tensor"])
 def test_blocks_of_any_size(block: Any) -> None:
     x = sample(13, 60)

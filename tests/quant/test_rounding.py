@@ -252,7 +252,7 @@ def test_integer_and_tensor_keys_agree() -> None:
     )
 
 
-@pytest.mark.fast("cast0")
+@pytest.mark.slow
 @pytest.mark.parametrize("cast", [Cast(rounding="stochastic"), Cast("int8", Scale("e5m2", 32), "stochastic")])
 def test_compiled_code_draws_the_same_bits(cast: Cast) -> None:
     x = torch.randn(48, 96)

@@ -170,7 +170,7 @@ def test_stochastic_equals_reference(cast: Cast) -> None:
         check_stochastic(ragged(torch.float32), replace(in_block(cast, block), rounding="stochastic"), dim)
 
 
-@pytest.mark.fast("int8/fp32:tensor(minmax)--1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cast", "dim"),
     [

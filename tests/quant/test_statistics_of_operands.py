@@ -206,7 +206,7 @@ def test_a_sample_tells_of_the_whole(cast: Cast, shape: tuple[int, int]) -> None
         assert found["inverse_scale"] <= whole["inverse_scale"]
 
 
-@pytest.mark.fast("256")
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [64, 256, 512])
 def test_a_sample_is_no_choice_of_places_in_sequences(length: int) -> None:
     """First tokens are far larger than others, as attention makes them."""

@@ -81,6 +81,7 @@ def test_the_loss_falls_by_the_factor_expected_of_noise_and_step(curvature: floa
         assert measured.std().item() == pytest.approx(deviation, rel=4 / math.sqrt(2 * STEPS), abs=EXACT)
 
 
+@pytest.mark.slow
 def test_each_row_has_noise_of_its_own() -> None:
     first, second = (factors(descend_all(1.0)[Curve("noise", noise, 1)]) for noise in (2, 1))
     assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 4 / math.sqrt(STEPS)
@@ -111,7 +112,7 @@ def test_the_best_step_takes_off_a_share_of_what_the_noiseless_one_takes() -> No
         assert mean[noise, share] == min(mean[noise, step] for step in shares.values())
 
 
-@pytest.mark.fast("0.5")
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1.0, 0.5, 0.1])
 def test_descent_stops_at_the_noise_that_a_step_bears(step: float) -> None:
     limit = math.sqrt(3 * (2 / step - 1))
@@ -122,6 +123,7 @@ def test_descent_stops_at_the_noise_that_a_step_bears(step: float) -> None:
 # --- errors of constant size ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("curvature", [1.0, 2.5])
 def test_bias_leaves_a_floor_that_the_step_does_not_move(curvature: float) -> None:
     start = begin(curvature=curvature, errors=(1.0,)).points[0].detach()

@@ -750,6 +750,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     return launch("tests.callbacks.monitors.ranks_gradient_noise", RANKS, tmp_path_factory.mktemp("noisy"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run[0]}, {run[1]}, {run[2]} micro-batches")
 class TestTwoProcesses:
     def test_measure_the_same(self, run: Any, results: list[dict[Any, Any]]) -> None:
@@ -780,6 +781,7 @@ class TestTwoProcesses:
         assert found["layers"] == pytest.approx(same["layers"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ASKED)
 class TestTwoProcessesAsk:
     """Layers, of their part of the tokens."""

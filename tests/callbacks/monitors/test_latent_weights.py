@@ -151,7 +151,7 @@ def test_sharded_weights_are_gathered_or_refused(tmp_path: Any) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.fast("ternary")
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["nvfp4", "nvfp4-nvidia", "fp8-current", "ternary"])
 def test_a_sample_of_a_large_weight_has_the_scales_of_the_whole(preset: str) -> None:
     layer = convert(nn.Linear(256, 512), LinearCasts.preset(preset))

@@ -237,7 +237,7 @@ def test_manual_optimization() -> None:
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast("model")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # from Dynamo
 @pytest.mark.parametrize("part", ["model", "blocks"])
 def test_compiled(part: str) -> None:

@@ -48,7 +48,7 @@ def crashes(request, tmp_path_factory):
     return {case: json.loads((folder / f"{case}.json").read_text()) for cases in together for case in cases}
 
 
-@pytest.mark.fast("a directory")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OURS)
 def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(crashes, case):
     moments = crashes[case]

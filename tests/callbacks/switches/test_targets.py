@@ -359,7 +359,7 @@ def test_by_hand_before_there_is_a_model() -> None:
         FP4Precision().set_casts({"head": "bf16"})
 
 
-@pytest.mark.fast("True")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it itself
 @pytest.mark.parametrize("changes", [False, True])
 def test_compiled_before_training_it_computes_the_same(changes: bool) -> None:
