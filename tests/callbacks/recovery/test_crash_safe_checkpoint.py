@@ -68,6 +68,7 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(crashes, case):
 
 
 @pytest.mark.parametrize("case", ["a directory"])
+@pytest.mark.slow
 def test_steps_have_weights_of_their_own(crashes, case):
     """Or else the above would not notice a mixture."""
     starts = {moment["step"]: moment["start"] for moment in crashes[case]}
