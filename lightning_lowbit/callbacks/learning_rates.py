@@ -16,7 +16,7 @@ class LowerRates:
 
     Factors of several instances multiply.
 
-    Example:
+    Examples:
         >>> lower = LowerRates(optimizer, 0.5)
         >>> optimizer.step()
         >>> lower.release()

@@ -73,7 +73,7 @@ class OsciReset(LowBitCallback):
         ValueError: an argument is out of range.
         MisconfigurationException: when training starts: weights are sharded, or none is rounded to nearest.
 
-    Example:
+    Examples:
         >>> Trainer(max_steps=10_000, plugins=[FP4Precision()], callbacks=[OsciReset(start=6_000)])
     """
 

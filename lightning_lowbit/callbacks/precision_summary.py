@@ -42,7 +42,7 @@ class PrecisionSummary(LowBitCallback):
         counter: FLOPs of the first training step, by module and GEMM; None before.
         shows_coverage: tells the plugin not to print the coverage.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[FP4Precision("nvfp4")], callbacks=[PrecisionSummary()])
     """
 

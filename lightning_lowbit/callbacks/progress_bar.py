@@ -13,7 +13,7 @@ class LowBitProgressBar(LowBitCallback, TQDMProgressBar):
     Args:
         refresh_rate: batches between updates; 0 disables the bar.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[FP4Precision()], callbacks=[LowBitProgressBar(refresh_rate=10)])
     """
 

@@ -61,7 +61,7 @@ class RunReport(LowBitCallback):
     Raises:
         ValueError: ``filename`` does not end in ``.html`` or contains folders.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[FP4Precision()], callbacks=[PrecisionSummary(), RunReport()])
     """
 

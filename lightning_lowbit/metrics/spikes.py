@@ -100,7 +100,7 @@ class SpikeDetector:
         warmup: learned values before a finite one can be a spike.
         learns_spikes: whether the baseline also learns finite spikes, so that a value that stays high becomes normal.
 
-    Example:
+    Examples:
         >>> detector = SpikeDetector(Window(100, mean_limit(6.0)), warmup=2)
         >>> [detector.judge(loss) for loss in (2.0, 2.1, 9.0, 2.0)]
         [False, False, True, False]

@@ -47,7 +47,7 @@ class AmaxHistories:
             amaxes of the last training step.
         renewed: the layers whose casts have changed since training started, see :meth:`go_on`.
 
-    Example:
+    Examples:
         >>> histories = AmaxHistories(convert(model, "fp8-delayed"))
         >>> for batch in batches:
         ...     model(batch).backward()

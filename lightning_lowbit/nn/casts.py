@@ -76,7 +76,7 @@ class LinearCasts:
     Raises:
         ValueError: a field has another value, or contradicts another field.
 
-    Example:
+    Examples:
         >>> LinearCasts.preset("nvfp4").replace(wgrad_x=None).quantized_gemms
         ('fprop', 'dgrad')
     """

@@ -45,7 +45,7 @@ class LayerKeys:
         model: holds converted layers; their names are those in this model.
         seed: any integer.
 
-    Example:
+    Examples:
         >>> keys = LayerKeys(convert(model, "nvfp4"), seed=0)
         >>> for step, batch in enumerate(batches):
         ...     keys.fill_(step)

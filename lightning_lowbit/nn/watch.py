@@ -24,7 +24,7 @@ class Watch:
     Attributes:
         sums: float64 (float32 on Apple's GPUs) ``[layers, 6, 8]`` or ``[layers, 2]``: of passes since the start.
 
-    Example:
+    Examples:
         >>> watch = Watch({"up": model.up}, "operand_sums")
         >>> watch.start(torch.device("cpu"))
         >>> model(x).sum().backward()

@@ -26,7 +26,7 @@ class LowBitAdamW(GuardedAdam):
     Raises:
         ValueError: an option out of range, or, in `step`, a sparse or complex gradient, or an unknown sharding.
 
-    Example:
+    Examples:
         >>> optimizer = LowBitAdamW(model.parameters(), lr=1e-3, moments="fp8")
     """
 

@@ -55,7 +55,7 @@ class Adaptive(GuardedOptimizer):
         ValueError: an option out of range; ``optimizer`` is no optimizer, clips gradients itself, or is given together
             with ``base``; or, in `step`, as for `StableSPAM`.
 
-    Example:
+    Examples:
         >>> Adaptive(torch.optim.AdamW(model.parameters(), lr=1e-3), norm_clip=None)
     """
 

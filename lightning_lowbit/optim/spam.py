@@ -34,7 +34,7 @@ class SPAM(GuardedAdam):
     Raises:
         ValueError: an option out of range, or, in `step`, a sparse or complex gradient, or an unknown sharding.
 
-    Example:
+    Examples:
         >>> optimizer = SPAM(model.parameters(), lr=1e-3, reset_interval=500)
     """
 

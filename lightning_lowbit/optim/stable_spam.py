@@ -58,7 +58,7 @@ class StableSPAM(GuardedAdam):
     Raises:
         ValueError: an option out of range, or, in `step`, a sparse or complex gradient, or an unknown sharding.
 
-    Example:
+    Examples:
         >>> optimizer = StableSPAM(model.parameters(), lr=1e-3, moments="fp8")
     """
 

@@ -77,7 +77,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
             casts.
         MisconfigurationException: used outside a Trainer, with DeepSpeed, or with an unsuitable scaler.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[LowBitPrecision("nvfp4", skip=["lm_head"])])
     """
 
@@ -141,7 +141,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         Raises:
             ValueError: the checkpoint has no record of its training or is damaged, or ``changes`` has another argument.
 
-        Example:
+        Examples:
             >>> Trainer(plugins=[LowBitPrecision.from_checkpoint("last.ckpt")]).validate(model, ckpt_path="last.ckpt")
         """
         origin = Origin.read(load_checkpoint(checkpoint, weights_only))

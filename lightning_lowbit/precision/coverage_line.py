@@ -101,7 +101,7 @@ class CoverageLine:
 def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = None) -> GraphCoverage:
     """Counts how much of the matrix products behind a loss is quantized; ``onto`` is a coverage to add to.
 
-    Example:
+    Examples:
         >>> graph_coverage(model(x).sum(), model).share
     """
     found = GraphCoverage() if onto is None else onto

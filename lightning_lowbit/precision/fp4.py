@@ -19,7 +19,7 @@ class FP4Precision(LowBitPrecision):
     Raises:
         ValueError: ``rounding`` names an unknown operand or rounding, or an operand in high precision.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[FP4Precision("nvfp4", rounding={"wgrad_x": "nearest"}, skip=["lm_head"])])
     """
 

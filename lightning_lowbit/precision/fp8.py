@@ -28,7 +28,7 @@ class FP8Precision(LowBitPrecision):
     Raises:
         ValueError: an argument is invalid, or belongs to another scaling.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[FP8Precision("delayed", overrides={"up_proj": "bf16"}, skip=["lm_head"])])
     """
 

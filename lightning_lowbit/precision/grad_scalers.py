@@ -85,7 +85,7 @@ class ConservativeGradScaler(GradScaler):
     Raises:
         ValueError: an argument is invalid.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[FP4Precision(compute_dtype="fp16", scaler=ConservativeGradScaler(preset="tiny-loss"))])
         >>> Trainer(plugins=[MixedPrecision("16-mixed", "cuda", scaler=ConservativeGradScaler())])
     """
@@ -181,7 +181,7 @@ class StaticGradScaler(ConservativeGradScaler):
         device: device type, such as ``"cuda"``; None for the accelerator if there is one, else the CPU.
         enabled: as in torch.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[FP4Precision(compute_dtype="fp16", scaler=StaticGradScaler(1024.0))])
     """
 
@@ -203,7 +203,7 @@ class GradientNormGradScaler(ConservativeGradScaler):
         threshold: from this norm on α is 1; above 0. The rule's source uses 1e-2.
         **kwargs: those of :class:`ConservativeGradScaler`.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[FP4Precision(compute_dtype="fp16", scaler=GradientNormGradScaler())])
     """
 
@@ -240,7 +240,7 @@ class _Sharded(ShardedGradScaler):
 class ShardedConservativeGradScaler(ConservativeGradScaler, _Sharded):
     """:class:`ConservativeGradScaler` for FSDP without a :class:`LowBitPrecision`; takes ``process_group`` as well.
 
-    Example:
+    Examples:
         >>> scaler = ShardedConservativeGradScaler()  # then scaler.scale(loss).backward(), as with torch
     """
 
@@ -248,7 +248,7 @@ class ShardedConservativeGradScaler(ConservativeGradScaler, _Sharded):
 class ShardedStaticGradScaler(StaticGradScaler, _Sharded):
     """:class:`StaticGradScaler` for FSDP without a :class:`LowBitPrecision`; ranks share overflows.
 
-    Example:
+    Examples:
         >>> scaler = ShardedStaticGradScaler(1024.0)  # then scaler.scale(loss).backward(), as with torch
     """
 
@@ -258,7 +258,7 @@ class ShardedGradientNormGradScaler(GradientNormGradScaler, _Sharded):
 
     Under FSDP1, call ``lightning_lowbit.optim.connect(fsdp_module)`` once.
 
-    Example:
+    Examples:
         >>> scaler = ShardedGradientNormGradScaler()  # then scaler.scale(loss).backward(), as with torch
     """
 

@@ -32,7 +32,7 @@ class IntegerPrecision(LowBitPrecision):
     Raises:
         ValueError: bits out of range, or None for both; an unknown group; an argument without effect.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[IntegerPrecision(4, activation_bits=8, group=128, activation_group="row")])
     """
 

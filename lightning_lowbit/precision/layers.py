@@ -173,7 +173,7 @@ class ConvertedLayers:
                 native form of such casts, or layers could no longer share an amax. Nothing has changed then.
             MisconfigurationException: no model is converted yet; give ``overrides`` to the constructor.
 
-        Example:
+        Examples:
             >>> trainer.precision_plugin.set_casts({"lm_head": "bf16", "down_proj": "nvfp4-4over6"})
         """
         changes = self.resolve_casts(casts)

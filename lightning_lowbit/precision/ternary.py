@@ -25,7 +25,7 @@ class TernaryPrecision(LowBitPrecision):
         scale_factor: factor in γ. Of normally distributed weights, 1 makes about 31 % zero, and 2/√3 = 1.1547 35.5 %.
         **kwargs: those of :class:`LowBitPrecision`.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[TernaryPrecision(skip=["lm_head"])])
     """
 

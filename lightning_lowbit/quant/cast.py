@@ -125,7 +125,7 @@ class Scale:
     Raises:
         ValueError: an unknown value, or a combination that has no meaning (see ``REFUSED``).
 
-    Example:
+    Examples:
         >>> Scale("e4m3", 16, two_level=True)  # NVFP4's
     """
 
@@ -246,7 +246,7 @@ class Cast:
     Raises:
         ValueError: an unknown value, or a combination that has no meaning (see ``REFUSED``).
 
-    Example:
+    Examples:
         >>> Cast("e2m1", Scale("e4m3", 16, two_level=True), "stochastic")
     """
 

@@ -38,7 +38,7 @@ class Hadamard:
     Raises:
         ValueError: an argument is not one of these.
 
-    Example:
+    Examples:
         >>> LinearCasts.preset("nvfp4").replace(hadamard={"wgrad": Hadamard(32, signs="keyed")})
     """
 

@@ -81,7 +81,7 @@ def quantize(
     Raises:
         ValueError: stochastic rounding without a key; ``amax`` for a cast that does not use it; a wrong dtype or shape.
 
-    Example:
+    Examples:
         >>> q = quantize(torch.randn(4, 64), Cast("e2m1", Scale("e4m3", 16, two_level=True)))
         >>> q.codes.shape, q.scales.shape
         (torch.Size([4, 64]), torch.Size([4, 4]))

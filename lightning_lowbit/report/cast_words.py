@@ -14,7 +14,7 @@ _STATISTICS = {
 def in_words(cast: Cast) -> str:
     """A cast in words, in the order of its notation.
 
-    Example:
+    Examples:
         >>> in_words(Cast.from_spec('{"element": "e4m3", "scale": {"format": "fp32", "block": "tensor"}}'))
         'elements in e4m3, rounded to nearest; one scale in fp32 for the tensor'
     """

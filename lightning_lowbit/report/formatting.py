@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def number(value: float) -> str:
     """Formats a number with four digits, or an integer with all of them.
 
-    Example:
+    Examples:
         >>> number(1234567), number(1.23456), number(math.nan)
         ('1,234,567', '1.235', 'not finite')
     """

@@ -24,7 +24,7 @@ class _Level(NamedTuple):
 class Alerts:
     """Warnings of ``owner`` by kind; each names the worst layer and the number of layers.
 
-    Example:
+    Examples:
         >>> alerts.note("layers.0", "underflow", 0.6, "60% became 0.")
         >>> alerts.note("layers.1", "underflow", 0.9, "90% became 0.")
         >>> alerts.say(step=3)  # 2 layers, the worst layers.1, step 3: 90% became 0.

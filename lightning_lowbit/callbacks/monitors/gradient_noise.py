@@ -59,7 +59,7 @@ class GradientNoiseMonitor(Monitor):
             is manual; for draws also under DeepSpeed, FSDP1, FSDP2 with accumulated gradients, or with random bits in
             the forward pass. In a measurement by draws: activation checkpointing is reentrant.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[FP4Precision()], callbacks=[GradientNoiseMonitor(), PrecisionSwitch("qaf", below={})])
     """
 

@@ -87,7 +87,7 @@ class GradientNormMonitor(Monitor):
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
         MisconfigurationException: when training starts: the strategy is DeepSpeed, which hides the gradients.
 
-    Example:
+    Examples:
         >>> Trainer(callbacks=[GradientNormMonitor(layers=["lm_head"], every_n_steps=1)])
     """
 

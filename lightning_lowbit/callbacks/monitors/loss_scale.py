@@ -61,7 +61,7 @@ class LossScaleMonitor(Monitor):
         ValueError: an argument is out of range.
         MisconfigurationException: when training starts: there is no scaler.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[FP8Precision(compute_dtype="fp16")], callbacks=[LossScaleMonitor()])
     """
 

@@ -68,7 +68,7 @@ class OutlierMonitor(Monitor):
         MisconfigurationException: when training starts: there is no linear layer; with ``swiglu=True``, no SwiGLU, or
             its weights are flattened by FSDP1 or ZeRO.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[FP8Precision()], callbacks=[OutlierMonitor(layers=["down_proj", "lm_head"])])
     """
 

@@ -58,7 +58,7 @@ class QuantizationMonitor(Monitor):
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
         MisconfigurationException: when training starts: ``weights=True`` under FSDP1.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[TernaryPrecision()], callbacks=[QuantizationMonitor()])
     """
 

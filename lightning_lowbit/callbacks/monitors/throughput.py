@@ -32,7 +32,7 @@ class Throughput(LowBitCallback):
         peak_flops: FLOP/s of one device by ``"bfloat16"``, ``"float8"``, ``"int8"``, ``"float32"``, …; None looks the
             device up.
 
-    Example:
+    Examples:
         >>> Trainer(callbacks=[PrecisionSummary(), Throughput("tokens", count=lambda batch: batch.numel())])
     """
 

@@ -99,7 +99,7 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
     Raises:
         MisconfigurationException: when training starts: ``dirpath`` is remote, or an ``AsyncCheckpointIO`` is used.
 
-    Example:
+    Examples:
         >>> Trainer(callbacks=[CrashSafeCheckpoint(every_n_train_steps=500, save_last=True)])
     """
 

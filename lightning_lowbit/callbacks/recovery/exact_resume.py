@@ -25,7 +25,7 @@ class ExactResume(LowBitCallback):
     Args:
         seed: any integer; None takes that of ``seed_everything``, or 0.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[FP4Precision()], callbacks=[ExactResume()])
     """
 

@@ -41,7 +41,7 @@ class GracefulInterrupt(LowBitCallback):
     SLURM job (``SLURMEnvironment(auto_requeue=True)``) also waits for the end of the step. Signals ignored at the start
     of training stay ignored, such as Ctrl-C in background jobs of a script.
 
-    Example:
+    Examples:
         >>> Trainer(callbacks=[GracefulInterrupt(), CrashSafeCheckpoint(every_n_train_steps=500, save_last=True)])
     """
 

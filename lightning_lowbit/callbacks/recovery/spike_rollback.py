@@ -62,7 +62,7 @@ class SpikeRollback(LowBitCallback):
         RuntimeError: ``max_rollbacks`` is exceeded (weights are restored before), or a checkpoint was saved after a
             spike.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[FP4Precision()], callbacks=[SpikeRollback(phase="bf16", lr_factor=0.5)])
     """
 

@@ -30,7 +30,7 @@ class Plateau:
         min_delta: improvements must exceed it; at least 0.
         mode: ``"min"`` if smaller is better, or ``"max"``.
 
-    Example:
+    Examples:
         >>> QAFSwitch(plateau=Plateau("val_loss", patience=3))
     """
 
@@ -120,7 +120,7 @@ class Below:
         threshold: a finite number.
         measurements: how many in a row, at least 1.
 
-    Example:
+    Examples:
         >>> QAFSwitch(below=Below("gradient_noise/ratio", measurements=5))
     """
 

@@ -67,7 +67,7 @@ class PrecisionSwitch(Switch):
         ValueError: an argument is unknown, out of range, or would have no effect.
         MisconfigurationException: the run lacks what the arguments need, such as the metric.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[TernaryPrecision()], callbacks=[PrecisionSwitch("fqt", at=0.1, over=0.1)])
     """
 
@@ -305,7 +305,7 @@ class QAFSwitch(PrecisionSwitch):
         rewarm: optimizer steps of learning-rate warmup.
         moments: ``"keep"`` or ``"reset"``.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[FP4Precision("nvfp4")], callbacks=[QAFSwitch(at=0.9)])
     """
 

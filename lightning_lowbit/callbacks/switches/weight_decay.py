@@ -26,7 +26,7 @@ class WeightDecaySwitch(Switch):
         ValueError: an argument is out of range, or not exactly one of ``at`` and ``step`` is given.
         MisconfigurationException: an optimizer has no weight decay, or the run's number of steps is unknown.
 
-    Example:
+    Examples:
         >>> Trainer(plugins=[TernaryPrecision()], callbacks=[WeightDecaySwitch(at=0.5)])
     """
 

@@ -30,7 +30,7 @@ def bake(model: _Model) -> _Model:
         ValueError: a layer also quantizes activations, rotates, smooths, or rounds its weight stochastically; another
             module shares a weight that would change; or the model is sharded. The model is then unchanged.
 
-    Example:
+    Examples:
         >>> model = bake(restore(MyModule(), "last.ckpt"))  # trained with IntegerPrecision(4, activation_bits=None)
         >>> torch.save(model.state_dict(), "int4_values.pt")
     """

@@ -53,7 +53,7 @@ def convert(
         ValueError: a pattern matches no layer, or no layer is left to convert; an unknown backend, or a native one that
             the casts do not have; no SwiGLU to smooth. The model is then unchanged.
 
-    Example:
+    Examples:
         >>> convert(model, "nvfp4", skip=["lm_head"], overrides={"layers.0": "fp8-current"})
     """
     planned = plan(model, casts, skip, only, overrides, smooth_swiglu)

@@ -71,7 +71,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recomputed: FLOPs of both that were spent on activations a second time.
         paused: nothing is counted while true; becomes false when a module runs.
 
-    Example:
+    Examples:
         >>> with GemmCounter(model) as counter:
         ...     model(x).sum().backward()
         >>> counter.coverage().share

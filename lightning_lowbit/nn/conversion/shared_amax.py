@@ -23,7 +23,7 @@ from lightning_lowbit.quant.shard import amax_of
 class SharedAmaxes:
     """The amaxes of groups of layers, given by patterns as in :func:`groups`.
 
-    Example:
+    Examples:
         >>> shared = SharedAmaxes(convert(model, "nvfp4"), ["(q|k|v)_proj", "gate_proj|up_proj"])
         >>> for batch in batches:
         ...     shared.measure()

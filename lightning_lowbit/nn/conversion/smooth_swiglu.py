@@ -101,7 +101,7 @@ def smooth_swiglu(model: _Model, kind: Literal["channel", "token"] = "channel") 
     Raises:
         ValueError: there is no SwiGLU (see :class:`SwiGLU`), or no down projection is quantized.
 
-    Example:
+    Examples:
         >>> model = smooth_swiglu(convert(llama, "fp8-current"), "token")
     """
     layers = quantized_layers(model)
@@ -151,7 +151,7 @@ def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Mo
             was taken; the amaxes are those of other layers; or an MLP is not linear in its up projection's output. The
             model is then unchanged.
 
-    Example:
+    Examples:
         >>> model = fold(model, torch.load("last.ckpt")["lightning_lowbit"]["channel_amax"])
     """
     found = {id(module.down_proj): module for module in swiglus(model).values()}

@@ -49,7 +49,7 @@ class WeightGathers:
         dtype: of autocast; None without it.
         casts: of the layers, by name, of which one must allow it (else a ``ValueError``); None for the layers' own.
 
-    Example:
+    Examples:
         >>> gathers = WeightGathers(convert(sharded_model, "fp8-current"), torch.bfloat16)
         >>> for batch in batches:
         ...     gathers.prepare()

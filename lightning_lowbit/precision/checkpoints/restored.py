@@ -35,7 +35,7 @@ def restore(
         FileNotFoundError: the checkpoint does not exist.
         ValueError: the checkpoint has no record of its training, belongs to another model, or is damaged.
 
-    Example:
+    Examples:
         >>> model = restore(MyModule(), "last.ckpt")
         >>> logits = model(tokens)
     """
