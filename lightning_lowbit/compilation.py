@@ -141,7 +141,7 @@ def _mark_dynamic(tensor: Tensor) -> tuple[Any, ...]:
 @cache
 def _can_compile(device_type: str) -> bool:
     """Whether code can be generated here; warns once where it cannot."""
-    _tell(f"lightning_lowbit compiles its casts for {device_type!r}: the first steps take some seconds longer.")
+    tell(f"lightning_lowbit compiles its casts for {device_type!r}: the first steps take some seconds longer.")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # importing the compiler warns, which is an error in some programs
@@ -155,7 +155,7 @@ def _can_compile(device_type: str) -> bool:
     return True
 
 
-def _tell(message: str) -> None:
+def tell(message: str) -> None:
     """Informs in the first process, through the logger where logging is set up, or else on stderr."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
         return

@@ -1,0 +1,1 @@
+"""Kernels: one call for what touches every element of an operand or a parameter."""
