@@ -1,8 +1,8 @@
 """The C++ kernels as a shared library, compiled when first needed and kept in the user's cache.
 
-The sources in ``source/`` use C++ and OpenMP alone, no headers of torch: they compile in seconds, and are called through
-ctypes with addresses and sizes. A library is built for one compiler and one kind of CPU, which its name tells. Where none
-can be built, :func:`library` warns once and returns None.
+The sources in ``source/`` use C++ and OpenMP alone, no headers of torch: they compile in seconds, and are called
+through ctypes with addresses and sizes. A library is built for one compiler and one kind of CPU, which its name tells.
+Where none can be built, :func:`library` warns once and returns None.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from lightning_lowbit.compilation import tell
 _SOURCE = Path(__file__).parent / "source"
 
 # No contraction of a * b + c into one rounding: results equal those of separate operations to the bit.
-_FLAGS = "-std=c++17 -O3 -shared -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math -fvisibility=hidden".split()
+_FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 
 # The most that a compiler takes is used. Some ARM compilers want -mcpu, and Apple's has no OpenMP.
 _EXTRAS = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-fopenmp"], [])
@@ -37,8 +37,8 @@ def library() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(_built()))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         warnings.warn(
-            f"The C++ kernels cannot be built here ({error}). Casts and optimizers run on slower code with the same bits. "
-            "Install g++ or clang, or set CXX to a C++17 compiler, and LOWBIT_CACHE_DIR to a folder that can be written.",
+            f"The C++ kernels cannot be built here ({error}). Casts and optimizers run on slower code, with the same "
+            "bits. Install g++ or clang, or set CXX to a C++17 compiler and LOWBIT_CACHE_DIR to a folder to write to.",
             stacklevel=2,
         )
         return None

@@ -6,6 +6,9 @@
 #include <cstdint>
 #include <cstring>
 
+// A function that Python calls.
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
 constexpr int kLanes = 16;
 
 typedef float F32 __attribute__((vector_size(4 * kLanes)));
