@@ -50,7 +50,7 @@ def quantize_operand(
 def _fake_operand(
     x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype, shard: str | None
 ) -> tuple[Tensor, Tensor]:
-    factor = x.new_empty(_factor_shape(x, Cast.from_spec(spec), dim), dtype=torch.float32)
+    factor = x.new_empty(factor_shape(x, Cast.from_spec(spec), dim), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=dtype), factor
 
 
@@ -66,7 +66,7 @@ def _quantize_operand(
     values = round_blocks(*scaled, key, offset, cast=cast, scaled=cast.scale.per_block, dtype=rounded)
     factor = scaled.decode
     if not cast.scale.per_block:
-        factor = (stored_scales(scaled.scales, cast) * factor).reshape(_factor_shape(x, cast, dim))
+        factor = (stored_scales(scaled.scales, cast) * factor).reshape(factor_shape(x, cast, dim))
     return from_blocks(values.to(dtype), x.shape, tile).contiguous(), factor
 
 
@@ -98,7 +98,7 @@ def has_factor(cast: Cast) -> bool:
     return cast.scale.two_level or cast.scale.prescale != 1 or not cast.scale.per_block
 
 
-def _factor_shape(x: Tensor, cast: Cast, dim: int) -> tuple[int, ...]:
+def factor_shape(x: Tensor, cast: Cast, dim: int) -> tuple[int, ...]:
     if cast.scale.block != "row":
         return ()
     return (1, x.shape[1]) if dim in (0, -2) else (x.shape[0], 1)

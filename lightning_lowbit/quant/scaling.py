@@ -222,9 +222,8 @@ def zero_points(low: Tensor, scales: Tensor, cast: Cast) -> Tensor:
 def scales_of(amax: Tensor, encode_scale: Tensor, cast: Cast) -> Tensor:
     """s (for fp32 scales e) from the statistics of blocks, such as amaxes: float32, any shape."""
     if cast.scale.format == "fp32":
-        size = {"absmax": cast.format.max * 2.0**-cast.scale.margin, "absmean": 1.0, "minmax": cast.grid.max}
         amount = amax.clamp(min=cast.scale.epsilon) * cast.scale.factor
-        scales = _divide(size[cast.scale.statistic], amount).clamp(_FLOAT32_LEAST, _FLOAT32_MAX)
+        scales = _divide(fp32_numerator(cast), amount).clamp(_FLOAT32_LEAST, _FLOAT32_MAX)
         if cast.scale.rounding == "power_of_two":
             exponent = binary_exponent(scales)[0]  # rounds e down, so that nothing saturates
             scales = power_of_two(exponent.clamp(min=-127))  # so that the reciprocal is a finite float32
@@ -237,24 +236,36 @@ def scales_of(amax: Tensor, encode_scale: Tensor, cast: Cast) -> Tensor:
     return torch.where(torch.isfinite(amax), scales, torch.nan)
 
 
+def fp32_numerator(cast: Cast) -> float:
+    """What an fp32 scale divides by the statistic of a block."""
+    if cast.scale.statistic == "absmean":
+        return 1.0
+    return cast.grid.max if cast.scale.statistic == "minmax" else cast.format.max * 2.0**-cast.scale.margin
+
+
 def _round_exmy(wanted: Tensor, cast: Cast) -> Tensor:
     return (round_up if cast.scale.rounding == "up" else round_nearest)(wanted, cast.scale.storage)
 
 
 def _round_e8m0(amax: Tensor, element: Format, rounding: str | None) -> Tensor:
+    exponent, threshold = e8m0_rule(element, rounding)
+    k, m = binary_exponent(amax)
+    scale = k - exponent + (m >= threshold).to(torch.int32)
+    return power_of_two(torch.where(amax > 0, scale, -127).clamp(-127, 127))
+
+
+def e8m0_rule(element: Format, rounding: str | None) -> tuple[int, float]:
+    """The exponent of ``element.max``, and the m from which the scale of an amax 2^k * m is one power of two larger."""
     fraction, exponent = math.frexp(element.max)
     top, exponent = 2 * fraction, exponent - 1  # element.max = top * 2^exponent
     digits = element.mantissa_bits - max(element.min_exponent - exponent, 0)  # of element.max, after the leading one
-    # With amax = 2^k * m, the scale is one power of two larger from this m on.
     threshold = {
         "floor": 2.0,  # never
         "even": 2 - 2.0 ** (-digits - 1),  # where m, rounded to that many digits, becomes 2
         "rceil": top + 2.0**-23,  # the first float32 above: where element.max would be exceeded
         "ceil": 1 + 2.0**-23,
-    }[str(rounding)]
-    k, m = binary_exponent(amax)
-    scale = k - exponent + (m >= threshold).to(torch.int32)
-    return power_of_two(torch.where(amax > 0, scale, -127).clamp(-127, 127))
+    }
+    return exponent, threshold[str(rounding)]
 
 
 def binary_exponent(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,9 +286,18 @@ def four_over_six_scales(blocks: Tensor, encode_scale: Tensor, cast: Cast, dims:
     wanted = _divide_by(amax, cast.format.max) * encode_scale
     six, four = _round_exmy(wanted, cast), _round_exmy(wanted * 1.5, cast)
     gain = _excess_error(blocks, four, six, torch.reciprocal(encode_scale), cast=cast)
-    # Summed in eager code: generated code sums in another order, and might choose otherwise.
-    scales = torch.where(gain.sum(dims, keepdim=True) < 0, four, six)
+    scales = torch.where(_sum_in_halves(gain, dims) < 0, four, six)
     return torch.where(torch.isfinite(amax), scales, torch.nan)
+
+
+def _sum_in_halves(values: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Sums over some dimensions, which keep the size 1, in one order everywhere: the first half plus the second one."""
+    for dim in dims:
+        while (size := values.shape[dim]) > 1:
+            half = 1 << (size - 1).bit_length() - 1  # the power of two below the size
+            first, second = values.narrow(dim, 0, half), values.narrow(dim, half, size - half)
+            values = torch.cat([first.narrow(dim, 0, size - half) + second, first.narrow(dim, size - half, 2 * half - size)], dim)
+    return values
 
 
 @compiled

@@ -66,13 +66,18 @@ class Shard(NamedTuple):
             )
 
     def offset(self, shape: torch.Size, tile: Tile, device: torch.device) -> Tensor:
-        """Where a shard of this shape lies, for :func:`lightning_lowbit.quant.blocks.element_index`."""
+        """:meth:`place` as int32 ``[3]``, for :func:`lightning_lowbit.quant.blocks.element_index`."""
+        numbers = self.place(shape, tile)
+        return torch.stack([torch.full((), n, dtype=torch.int32, device=device) for n in numbers])
+
+    def place(self, shape: torch.Size, tile: Tile) -> tuple[int, int, int]:
+        """Where a shard of this shape lies: its columns, those of the global matrix, both padded to whole tiles, and the
+        global index of its first element; each wrapped as int32 does."""
         rows, columns = (n if k == ALL else n + -n % k for n, k in zip(shape, tile, strict=True))
         all_columns = self.global_shape(torch.Size((rows, columns)))[1]
         all_columns += 0 if ALL in tile else -all_columns % tile[1]
         first = self.start * all_columns if self.dim == 0 else self.start
-        numbers = [max(columns, 1), all_columns, first]
-        return torch.stack([torch.full((), int32(n), dtype=torch.int32, device=device) for n in numbers])
+        return int32(max(columns, 1)), int32(all_columns), int32(first)
 
     def cuts(self, tile: Tile) -> bool:
         """Whether elements that share a scale lie on several processes: those of a row, column or tensor, never of a

@@ -30,11 +30,18 @@ _FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-
 _EXTRAS = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-fopenmp"], [])
 
 
+_P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_SIGNATURES = {
+    "lowbit_cast": (_P, _I, _L, _L, _P, _P, _I, _I),
+    "lowbit_amax": (_P, _I, _L, _P, _I),
+}
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The loaded kernels; None, with one warning in the process, where they cannot be built or loaded."""
     try:
-        return ctypes.CDLL(str(_built()))
+        kernels = ctypes.CDLL(str(_built()))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         warnings.warn(
             f"The C++ kernels cannot be built here ({error}). Casts and optimizers run on slower code, with the same "
@@ -42,6 +49,9 @@ def library() -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
+    for name, arguments in _SIGNATURES.items():
+        getattr(kernels, name).argtypes, getattr(kernels, name).restype = arguments, None
+    return kernels
 
 
 def _built() -> Path:

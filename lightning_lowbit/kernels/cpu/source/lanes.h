@@ -5,6 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#ifdef __AVX512BW__
+#include <immintrin.h>
+#endif
 
 // A function that Python calls.
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -15,6 +18,7 @@ typedef float F32 __attribute__((vector_size(4 * kLanes)));
 typedef int32_t I32 __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t U32 __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t U16 __attribute__((vector_size(2 * kLanes)));
+typedef uint16_t U16x2 __attribute__((vector_size(4 * kLanes)));
 
 // A bfloat16: the upper half of a float.
 struct BF16 {
@@ -38,15 +42,27 @@ inline T read(const void *source) {
     return value;
 }
 
-inline F32 widen(U16 value) { return from_bits(__builtin_convertvector(value, U32) << 16); }
+// Compilers do not find these two instructions in general code.
+#ifdef __AVX512BW__
+inline U32 lengthen(U16 value) { return (U32)_mm512_cvtepu16_epi32((__m256i)value); }
+inline U16 shorten(U32 value) { return (U16)_mm512_cvtepi32_epi16((__m512i)value); }
+#else
+inline U32 lengthen(U16 value) { return __builtin_convertvector(value, U32); }
+inline U16 shorten(U32 value) { return __builtin_convertvector(value, U16); }
+#endif
+
+inline F32 widen(U16 value) { return from_bits(lengthen(value) << 16); }
 
 // To the nearest bfloat16, ties to even; NaN stays NaN.
 inline U16 narrow(F32 value) {
     U32 word = bits(value);
     U32 rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
     U32 quiet = (word >> 16) | 0x40u;
-    return __builtin_convertvector((word & 0x7fffffffu) > 0x7f800000u ? quiet : rounded, U16);
+    return shorten((word & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
 }
+
+// The bfloat16 with the upper bits of a float that is one, or NaN.
+inline U16 truncate(F32 value) { return shorten(bits(value) >> 16); }
 
 inline F32 load(const float *source) { return read<F32>(source); }
 inline F32 load(const BF16 *source) { return widen(read<U16>(source)); }

@@ -1,0 +1,393 @@
+// The cast of an operand: blocks, their scales, elements rounded in units of them.
+//
+// A matrix is cut into rectangles of whole tiles that fit a cache. Within one, the largest magnitudes of its columns are
+// reduced over each tile, become scales, and the elements are read again and rounded. Threads share no rectangle, and no
+// result depends on their number.
+
+#include <type_traits>
+#include <vector>
+
+#include "rounding.h"
+
+// One result of a call: as casts.py declares it.
+struct Output {
+    const Plan *plan;
+    void *values;            // [rows, columns] contiguous
+    float *factor;           // one per row, one per column or one, by the plan; null if unused
+    const int64_t *key;      // of stochastic rounding
+    int32_t dtype;           // 0 float, 1 bfloat16, 2 int8
+    int32_t all_columns, first;  // random bits belong to element `row * all_columns + column + first`
+};
+
+namespace {
+
+constexpr int64_t kPanel = 512;  // columns of a rectangle
+
+template <class T>
+T *buffer(size_t size, int which) {
+    static thread_local std::vector<T> buffers[4];
+    if (buffers[which].size() < size + kLanes) buffers[which].resize(size + kLanes);
+    return buffers[which].data();
+}
+
+inline I32 larger(I32 a, I32 b) { return a > b ? a : b; }
+
+// Neighbors compared: lane i has the larger of lanes 2i and 2i + 1 of `a` followed by `b`.
+inline I32 larger_of_pairs(I32 a, I32 b) {
+    return larger(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+                  __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
+}
+
+// Lane i has the largest lane of vector i.
+inline I32 largest_lanes(const I32 *vectors) {
+    I32 pairs[8], fours[4];
+    for (int i = 0; i < 8; i++) pairs[i] = larger_of_pairs(vectors[2 * i], vectors[2 * i + 1]);
+    for (int i = 0; i < 4; i++) fours[i] = larger_of_pairs(pairs[2 * i], pairs[2 * i + 1]);
+    return larger_of_pairs(larger_of_pairs(fours[0], fours[1]), larger_of_pairs(fours[2], fours[3]));
+}
+
+inline U16x2 larger_of_pairs(U16x2 a, U16x2 b) {
+    U16x2 even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38,
+                                         40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62);
+    U16x2 odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39,
+                                        41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63);
+    return even > odd ? even : odd;
+}
+
+// The same for 16 neighboring blocks of 2 * kVectors bfloat16 numbers each, whose upper bits are enough.
+template <int kVectors>
+inline I32 largest_of_blocks(const BF16 *x) {
+    U16x2 vectors[kVectors];
+    for (int i = 0; i < kVectors; i++) vectors[i] = read<U16x2>(x + i * 2 * kLanes) & 0x7fff;
+    for (int count = kVectors / 2; count > 0; count /= 2)
+        for (int i = 0; i < count; i++) vectors[i] = larger_of_pairs(vectors[2 * i], vectors[2 * i + 1]);
+    U32 pairs = (U32)vectors[0];
+    return larger((I32)(pairs << 16), (I32)(pairs & 0xffff0000u));
+}
+
+// Magnitudes as integers have the order of the numbers, with infinity and NaN above.
+template <class In>
+inline I32 peak_of_column(const In *x, int64_t stride, int64_t rows, int count) {
+    I32 peak = {};
+    for (int64_t row = 0; row < rows; row++) peak = larger(peak, (I32)magnitude(load(x + row * stride, count)));
+    return peak;
+}
+
+// Part of a matrix in whole tiles: one tile high, `columns` wide.
+template <class In>
+struct Strip {
+    const In *x;
+    int64_t stride, rows, columns, row, column;
+
+    int count(int64_t at) const { return int(columns - at < kLanes ? columns - at : kLanes); }
+};
+
+struct Scales {
+    float *encode, *stored;
+    int64_t columns_per_entry;  // a multiple of kLanes, or 1
+};
+
+// The largest magnitude of each tile of a strip.
+template <class In>
+void block_peaks(const Strip<In> &strip, int64_t width, int32_t *peaks) {
+    if (width == 1) {
+        for (int64_t at = 0; at < strip.columns; at += kLanes) {
+            I32 peak = peak_of_column(strip.x + at, strip.stride, strip.rows, strip.count(at));
+            memcpy(peaks + at, &peak, sizeof peak);
+        }
+    } else if (width % kLanes == 0) {
+        int64_t blocks = (strip.columns + width - 1) / width;
+        for (int64_t block = 0; block < blocks; block += kLanes) {
+            I32 of_blocks[kLanes] = {};
+            int64_t end = (block + kLanes) * width;
+            if constexpr (std::is_same<In, BF16>::value) {
+                if (end <= strip.columns && strip.rows == 1 && (width == 16 || width == 32)) {
+                    const In *x = strip.x + block * width;
+                    I32 largest = width == 16 ? largest_of_blocks<8>(x) : largest_of_blocks<16>(x);
+                    memcpy(peaks + block, &largest, sizeof largest);
+                    continue;
+                }
+            }
+            if (end <= strip.columns) {
+                for (int64_t row = 0; row < strip.rows; row++)
+                    for (int i = 0; i < kLanes; i++)
+                        for (const In *x = strip.x + row * strip.stride + (block + i) * width, *stop = x + width;
+                             x < stop; x += kLanes)
+                            of_blocks[i] = larger(of_blocks[i], (I32)magnitude(load(x)));
+            } else {
+                for (int64_t at = block * width; at < strip.columns; at += kLanes) {
+                    I32 &of_block = of_blocks[at / width - block];
+                    of_block = larger(of_block,
+                                      peak_of_column(strip.x + at, strip.stride, strip.rows, strip.count(at)));
+                }
+            }
+            I32 largest = largest_lanes(of_blocks);
+            memcpy(peaks + block, &largest, sizeof largest);
+        }
+    } else {
+        for (int64_t column = 0; column < strip.columns; column++) {
+            I32 peak = peak_of_column(strip.x + column, strip.stride, strip.rows, 1);
+            int32_t &of_block = peaks[column / width];
+            of_block = column % width == 0 || peak[0] > of_block ? peak[0] : of_block;
+        }
+    }
+}
+
+// Sums over tiles: rows, then columns, each in halves, so that the order is fixed.
+void add_halves(float *values, int64_t stride, int64_t count) {
+    int64_t half = 1;
+    while (half < count) half *= 2;
+    for (half /= 2; half > 0; half /= 2)
+        for (int64_t i = 0; i < half && i + half < count; i++) values[i * stride] += values[(i + half) * stride];
+}
+
+// Replaces the scales of blocks (6) by those of 4 where the error of the whole tile is smaller.
+template <class In>
+void choose_four(const Strip<In> &strip, int64_t width, const Plan &plan, Level level, float *six, const float *four) {
+    int64_t padded = strip.columns + kLanes;
+    float *gains = buffer<float>(strip.rows * padded, 3);
+    for (int64_t row = 0; row < strip.rows; row++) {
+        for (int64_t at = 0; at < strip.columns; at += kLanes) {
+            F32 x = load(strip.x + row * strip.stride + at, strip.count(at)), errors[2];
+            for (int i = 0; i < 2; i++) {
+                F32 scales;
+                for (int lane = 0; lane < kLanes; lane++) scales[lane] = (i ? six : four)[(at + lane) / width];
+                F32 codes = round_nearest(x * encode_factor(scales, level, plan), plan.element);
+                F32 difference = codes * (scales * level.decode) - x;
+                errors[i] = plan.four_over_six == kSquared ? difference * difference : magnitude(difference);
+            }
+            store(gains + row * padded + at, errors[0] - errors[1], strip.count(at));
+        }
+    }
+    for (int64_t at = 0; at < strip.columns; at += width) {
+        int64_t columns = strip.columns - at < width ? strip.columns - at : width;
+        for (int64_t i = 0; i < columns; i++) add_halves(gains + at + i, padded, strip.rows);
+        add_halves(gains + at, 1, columns);
+        if (gains[at] < 0.0f) six[at / width] = four[at / width];
+    }
+}
+
+// Scales of the tiles of a strip from its elements.
+template <class In>
+Scales scales_of_strip(const Strip<In> &strip, const Plan &plan, Level level) {
+    int64_t width = plan.tile_columns ? plan.tile_columns : (strip.columns + kLanes - 1) / kLanes * kLanes;
+    int64_t blocks = (strip.columns + width - 1) / width;
+    float *encode = buffer<float>(strip.columns + width, 0), *stored = buffer<float>(strip.columns + width, 1);
+    block_peaks(strip, width, buffer<int32_t>(blocks, 0));
+    float *scales = plan.four_over_six ? stored : encode, *four = encode;
+    for (int64_t at = 0; at < blocks; at += kLanes) {
+        F32 peaks = load((const float *)buffer<int32_t>(blocks, 0) + at);
+        if (plan.four_over_six) {
+            F32 wanted = peaks / plan.element.max * level.encode;
+            store(scales + at, select_nan(peaks, scale_exmy(wanted, plan)));
+            store(four + at, select_nan(peaks, scale_exmy(wanted * 1.5f, plan)));
+        } else {
+            store(scales + at, scales_of(peaks, level.encode, plan));
+        }
+    }
+    if (plan.four_over_six) choose_four(strip, width, plan, level, scales, four);
+    for (int64_t at = 0; at < blocks; at += kLanes) {
+        F32 of_blocks = load(scales + at);
+        store(encode + at, encode_factor(of_blocks, level, plan));
+        store(stored + at, stored_scale(of_blocks, plan));
+    }
+    if (width == 1 || width % kLanes == 0) return {encode, stored, width};
+    for (int64_t column = strip.columns - 1; column >= 0; column--) {  // one entry per column, from the last one
+        encode[column] = encode[column / width];
+        stored[column] = stored[column / width];
+    }
+    return {encode, stored, 1};
+}
+
+inline void put(int8_t *target, F32 value, int count) {
+    I32 whole = __builtin_convertvector(value, I32);
+    for (int lane = 0; lane < count; lane++) target[lane] = int8_t(whole[lane]);
+}
+inline void put(float *target, F32 value, int count) { store(target, value, count); }
+inline void put(BF16 *target, F32 value, int count) { store(target, value, count); }
+
+// Constants of the generated code: the bits of a style are stochastic (1), per_block (2), wide (4), exact (8).
+
+template <unsigned kStyle, class In, class Out>
+void round_strip(const Strip<In> &strip, const Scales &scales, const Plan &plan, const Output &output) {
+    constexpr bool kStochastic = kStyle & 1, kPerBlock = kStyle & 2, kWide = kStyle & 4, kExact = kStyle & 8;
+    const Grid grid = plan.element;
+    const bool is_tensor = plan.statistic != kBlockMax, through = plan.through_bf16;
+    const int64_t columns = strip.columns, per_entry = scales.columns_per_entry;
+    uint32_t low = 0, high = 0;
+    if (kStochastic) low = uint32_t(*output.key), high = uint32_t(*output.key >> 32);
+    U32 lane;
+    for (int i = 0; i < kLanes; i++) lane[i] = i;
+    for (int64_t row = 0; row < strip.rows; row++) {
+        const In *x = strip.x + row * strip.stride;
+        Out *values = (Out *)output.values + (strip.row + row) * strip.stride + strip.column;
+        U32 index = lane + (uint32_t(strip.row + row) * uint32_t(output.all_columns) +
+                            uint32_t(strip.column + output.first));
+        auto cast = [&](F32 value, F32 encode, F32 stored, int64_t at) __attribute__((always_inline)) {
+            if (!kPerBlock && is_tensor) value = value + (value - value);  // infinities become NaN
+            value = value * encode;
+            value = kStochastic ? round_stochastic(value, grid, random_bits(index + uint32_t(at), low, high))
+                                : round_nearest(value, grid);
+            if (kPerBlock) value = value * stored;
+            return through ? widen(narrow(value)) : value;
+        };
+        auto cast_whole = [&](int64_t at, F32 encode, F32 stored) __attribute__((always_inline)) {
+            F32 value = cast(load(x + at), encode, stored, at);
+            if constexpr (kExact) {
+                U16 narrowed = truncate(value);
+                memcpy(values + at, &narrowed, sizeof narrowed);
+            } else {
+                put(values + at, value, kLanes);
+            }
+        };
+        int64_t at = 0, whole = columns / kLanes * kLanes;
+        if (!kWide)
+            for (; at < whole; at += kLanes) cast_whole(at, load(scales.encode + at), load(scales.stored + at));
+        else if (per_entry == kLanes)
+            for (; at < whole; at += kLanes)
+                cast_whole(at, all(scales.encode[at / kLanes]), all(scales.stored[at / kLanes]));
+        else
+            for (int64_t entry = 0; at < whole; entry++)
+                for (int64_t end = at + per_entry < whole ? at + per_entry : whole; at < end; at += kLanes)
+                    cast_whole(at, all(scales.encode[entry]), all(scales.stored[entry]));
+        if (int count = int(columns - at)) {
+            F32 encode = kWide ? all(scales.encode[at / per_entry]) : load(scales.encode + at);
+            F32 stored = kWide ? all(scales.stored[at / per_entry]) : load(scales.stored + at);
+            put(values + at, cast(load(x + at, count), encode, stored, at), count);
+        }
+    }
+}
+
+template <class In, class Out>
+void cast_strip(const Strip<In> &strip, const Output &output, Level level, const Scales *of_tensor) {
+    const Plan &plan = *output.plan;
+    Scales scales = of_tensor ? *of_tensor : scales_of_strip(strip, plan, level);
+    using Round = void (*)(const Strip<In> &, const Scales &, const Plan &, const Output &);
+    constexpr bool kBF16 = std::is_same<Out, BF16>::value;
+    constexpr unsigned kExact = kBF16 ? 8 : 0;
+    static const Round rounds[16] = {
+        round_strip<0, In, Out>, round_strip<1, In, Out>, round_strip<2, In, Out>, round_strip<3, In, Out>,
+        round_strip<4, In, Out>, round_strip<5, In, Out>, round_strip<6, In, Out>, round_strip<7, In, Out>,
+        round_strip<0 + kExact, In, Out>, round_strip<1 + kExact, In, Out>,
+        round_strip<2 + kExact, In, Out>, round_strip<3 + kExact, In, Out>,
+        round_strip<4 + kExact, In, Out>, round_strip<5 + kExact, In, Out>,
+        round_strip<6 + kExact, In, Out>, round_strip<7 + kExact, In, Out>,
+    };
+    unsigned style = (plan.stochastic ? 1 : 0) + (plan.per_block ? 2 : 0) + (scales.columns_per_entry != 1 ? 4 : 0) +
+                     (plan.exact ? 8 : 0);
+    rounds[style](strip, scales, plan, output);
+    if (output.factor == nullptr || plan.per_block || of_tensor) return;
+    if (plan.tile_rows == 0)
+        for (int64_t i = 0; i < strip.columns; i++) output.factor[strip.column + i] = scales.stored[i] * level.decode;
+    else
+        output.factor[strip.row] = scales.stored[0] * level.decode;
+}
+
+template <class In>
+float amax_of(const In *x, int64_t count, int threads) {
+    int64_t chunks = (count + kPanel * 64 - 1) / (kPanel * 64);
+    int32_t largest = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(max : largest) if (threads > 1 && chunks > 1)
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        int64_t end = (chunk + 1) * kPanel * 64 < count ? (chunk + 1) * kPanel * 64 : count;
+        I32 peaks[4] = {};
+        int64_t at = chunk * kPanel * 64;
+        for (; at + 4 * kLanes <= end; at += 4 * kLanes)
+            for (int i = 0; i < 4; i++) peaks[i] = larger(peaks[i], (I32)magnitude(load(x + at + i * kLanes)));
+        for (; at < end; at += kLanes)
+            peaks[0] = larger(peaks[0], (I32)magnitude(load(x + at, int(end - at < kLanes ? end - at : kLanes))));
+        I32 peak = larger(larger(peaks[0], peaks[1]), larger(peaks[2], peaks[3]));
+        for (int lane = 0; lane < kLanes; lane++) largest = peak[lane] > largest ? peak[lane] : largest;
+    }
+    float result;
+    memcpy(&result, &largest, sizeof result);
+    return result;
+}
+
+// The mean magnitude, summed in double by rows.
+template <class In>
+float mean_of(const In *x, int64_t rows, int64_t columns, int threads) {
+    std::vector<double> sums(rows);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 64)
+    for (int64_t row = 0; row < rows; row++) {
+        double sum[kLanes] = {};
+        for (int64_t at = 0; at < columns; at += kLanes) {
+            F32 value = magnitude(load(x + row * columns + at, int(columns - at < kLanes ? columns - at : kLanes)));
+            for (int lane = 0; lane < kLanes; lane++) sum[lane] += value[lane];
+        }
+        for (double part : sum) sums[row] += part;
+    }
+    double total = 0;
+    for (double sum : sums) total += sum;
+    return float(total / double(rows * columns > 1 ? rows * columns : 1));
+}
+
+template <class In>
+void cast_all(const In *x, int64_t rows, int64_t columns, const float *amax, const Output *outputs,
+              int count, int threads) {
+    struct Ready {
+        Level level;
+        Scales tensor;
+        float encode, stored;
+    } ready[2];
+    int64_t height = 1, width = kPanel, measured = 0;
+    float peak = amax ? *amax : 0.0f;
+    for (int i = 0; i < count; i++) {
+        const Plan &plan = *outputs[i].plan;
+        if (amax == nullptr && !measured++ && (plan.two_level || plan.statistic == kTensorMax))
+            peak = amax_of(x, rows * columns, threads);
+        Level level = ready[i].level = level_of(peak, plan);
+        if (plan.statistic != kBlockMax) {
+            float statistic = plan.statistic == kTensorMax ? peak : mean_of(x, rows, columns, threads);
+            F32 scales = scales_of(all(statistic), level.encode, plan);
+            ready[i].encode = encode_factor(scales, level, plan)[0];
+            ready[i].stored = stored_scale(scales, plan)[0];
+            ready[i].tensor = {&ready[i].encode, &ready[i].stored, (columns + kLanes) * kLanes};
+            if (outputs[i].factor) *outputs[i].factor = ready[i].stored * level.decode;
+        } else if (plan.per_block) {
+            if (outputs[i].factor) *outputs[i].factor = level.decode;
+        }
+        bool tensor = plan.statistic != kBlockMax;
+        if (!tensor && plan.tile_rows == 0) height = rows, width = 64;
+        if (!tensor && plan.tile_rows > height) height = plan.tile_rows;
+        if (!tensor && plan.tile_columns == 0) width = columns;
+        if (!tensor && plan.tile_columns > 1 && width != columns)
+            width = (width + plan.tile_columns - 1) / plan.tile_columns * plan.tile_columns;
+    }
+    if (height == 1) height = 8;
+    if (rows == 0 || columns == 0) return;
+    int64_t down = (rows + height - 1) / height, across = (columns + width - 1) / width;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * columns > 8192)
+    for (int64_t part = 0; part < down * across; part++) {
+        int64_t top = part / across * height, left = part % across * width;
+        int64_t bottom = top + height < rows ? top + height : rows;
+        int64_t wide = left + width < columns ? width : columns - left;
+        for (int i = 0; i < count; i++) {
+            const Plan &plan = *outputs[i].plan;
+            bool tensor = plan.statistic != kBlockMax;
+            int64_t step = tensor || plan.tile_rows == 0 ? height : plan.tile_rows;
+            auto cast = outputs[i].dtype == 0 ? cast_strip<In, float> : outputs[i].dtype == 1 ? cast_strip<In, BF16> : cast_strip<In, int8_t>;
+            for (int64_t row = top; row < bottom; row += step) {
+                Strip<In> strip = {x + row * columns + left, columns, row + step < bottom ? step : bottom - row,
+                                   wide, row, left};
+                cast(strip, outputs[i], ready[i].level, tensor ? &ready[i].tensor : nullptr);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+// Casts a contiguous matrix [rows, columns] in one reading, to one or two outputs; `dtype` is 0 for float, 1 for bfloat16.
+EXPORT void lowbit_cast(const void *x, int32_t dtype, int64_t rows, int64_t columns, const float *amax,
+                        const Output *outputs, int32_t count, int32_t threads) {
+    if (dtype == 0)
+        cast_all((const float *)x, rows, columns, amax, outputs, count, threads);
+    else
+        cast_all((const BF16 *)x, rows, columns, amax, outputs, count, threads);
+}
+
+// The largest magnitude of `count` contiguous elements; infinite or NaN if one of them is.
+EXPORT void lowbit_amax(const void *x, int32_t dtype, int64_t count, float *result, int32_t threads) {
+    *result = dtype == 0 ? amax_of((const float *)x, count, threads) : amax_of((const BF16 *)x, count, threads);
+}

@@ -1,0 +1,139 @@
+// Rounding to the grid of a format, and the scales of blocks: the arithmetic of quant/rounding.py and quant/scaling.py,
+// operation by operation, sixteen values at a time.
+#pragma once
+
+#include <cfloat>
+
+#include "lanes.h"
+
+// The fields of a format that its grid needs.
+struct Grid {
+    float max;
+    int32_t min_exponent, mantissa_bits;
+};
+
+enum Statistic : int32_t { kBlockMax, kTensorMax, kTensorMean };
+enum ScaleKind : int32_t { kNearest, kUp, kPowerOfTwo, kFloat, kFloatPowerOfTwo };
+enum FourOverSix : int32_t { kOff, kSquared, kAbsolute };
+
+// A cast along one dimension, as casts.py fills it in. A side of a tile is 0 for all there is.
+struct Plan {
+    Grid element, scale;
+    int32_t tile_rows, tile_columns;
+    int32_t statistic, kind, four_over_six;
+    int32_t two_level, per_block, stochastic;
+    int32_t exact, through_bf16;  // elements times scales are bfloat16 numbers; or are rounded to them first
+    int32_t top_exponent;     // of kPowerOfTwo: element.max = top * 2^top_exponent
+    float round_up_from;      // of kPowerOfTwo: mantissas from which the scale is one power of two larger
+    float numerator;          // of two levels: the tensor's scale times its amax
+    float prescale, epsilon, factor, size;
+};
+
+// The tensor's scale S, and 1/S or 1/prescale.
+struct Level {
+    float encode, decode;
+};
+
+inline F32 select_nan(F32 finite_where, F32 value) {
+    return (bits(finite_where) & 0x7fffffffu) < 0x7f800000u ? value : all(__builtin_nanf(""));
+}
+
+// Bits of the power of two below each magnitude, not below that of the smallest binade.
+inline U32 binade(F32 value, const Grid &grid) {
+    U32 exponent = bits(value) & 0x7f800000u;
+    uint32_t least = uint32_t(grid.min_exponent + 127) << 23;
+    return exponent > least ? exponent : all_words(least);
+}
+
+// A sum with 1.5 * 2^23 steps keeps no digit below a step.
+inline F32 to_multiple(F32 value, U32 binade, const Grid &grid) {
+    F32 magic = from_bits(binade + ((uint32_t(23 - grid.mantissa_bits) << 23) + 0x00400000u));
+    return (value + magic) - magic;
+}
+
+inline F32 clamp(F32 value, float limit) { return at_most(at_least(value, -limit), limit); }
+
+inline F32 round_nearest(F32 value, const Grid &grid) {
+    value = clamp(value, grid.max);
+    return to_multiple(value, binade(value, grid), grid);
+}
+
+inline F32 round_up(F32 value, const Grid &grid) {
+    F32 nearest = round_nearest(value, grid);
+    F32 step = from_bits(binade(nearest, grid) - (uint32_t(grid.mantissa_bits) << 23));
+    F32 above = at_most(nearest + step, grid.max);
+    return nearest < value ? above : nearest;
+}
+
+// With 16 random bits r: the value plus (r + 1/2 - 2^15) * 2^-16 steps, rounded to nearest.
+inline F32 round_stochastic(F32 value, const Grid &grid, U32 random) {
+    value = clamp(value, grid.max);
+    U32 power = binade(value, grid);
+    F32 draw = __builtin_convertvector((I32)(random >> 16), F32) - 32767.5f;
+    F32 noise = draw * from_bits(power - (uint32_t(grid.mantissa_bits + 16) << 23));
+    return to_multiple(value + noise, power, grid);
+}
+
+// 2^exponent for exponents from -127 to 127.
+inline F32 power_of_two(I32 exponent) {
+    return from_bits(exponent >= -126 ? (U32)(exponent + 127) << 23 : all_words(1u << 22));
+}
+
+// The exponent k of values 2^k * m > 0, and m in [1, 2).
+inline I32 split_exponent(F32 value, F32 &mantissa) {
+    I32 is_subnormal = value < FLT_MIN;
+    U32 word = bits(is_subnormal ? value * 0x1p24f : value);
+    mantissa = from_bits((word & 0x007fffffu) | 0x3f800000u);
+    return (I32)(word >> 23) - 127 - (is_subnormal & 24);
+}
+
+inline F32 scale_exmy(F32 wanted, const Plan &plan) {
+    return plan.kind == kUp ? round_up(wanted, plan.scale) : round_nearest(wanted, plan.scale);
+}
+
+// s of blocks (e for float scales) from their statistics.
+inline F32 scales_of(F32 amax, float encode, const Plan &plan) {
+    F32 scales;
+    if (plan.kind == kFloat || plan.kind == kFloatPowerOfTwo) {
+        F32 amount = at_least(amax, plan.epsilon) * plan.factor;
+        scales = at_most(at_least(all(plan.size) / amount, 0x1p-128f + 0x1p-149f), FLT_MAX);
+        if (plan.kind == kFloatPowerOfTwo) {
+            F32 mantissa;
+            I32 exponent = split_exponent(scales, mantissa);
+            scales = power_of_two(exponent < -127 ? exponent * 0 - 127 : exponent);
+        }
+        scales = amount > 0.0f ? scales : all(1.0f);
+    } else if (plan.kind == kPowerOfTwo) {
+        F32 wanted = at_most(amax * encode, FLT_MAX), mantissa;
+        I32 exponent = split_exponent(wanted, mantissa) - plan.top_exponent;
+        exponent -= mantissa >= plan.round_up_from;  // a comparison that holds is -1
+        exponent = wanted > 0.0f ? exponent : exponent * 0 - 127;
+        exponent = exponent < -127 ? exponent * 0 - 127 : exponent;
+        exponent = exponent > 127 ? exponent * 0 + 127 : exponent;
+        scales = power_of_two(exponent);
+    } else {
+        scales = scale_exmy(amax * (encode * (1.0f / plan.element.max)), plan);
+    }
+    return select_nan(amax, scales);
+}
+
+// What elements are multiplied by before rounding, and after it.
+inline F32 encode_factor(F32 scales, const Level &level, const Plan &plan) {
+    if (plan.kind >= kFloat) return scales;
+    return at_most(1.0f / (scales * level.decode), FLT_MAX);
+}
+inline F32 stored_scale(F32 scales, const Plan &plan) { return plan.kind >= kFloat ? 1.0f / scales : scales; }
+
+inline Level level_of(float amax, const Plan &plan) {
+    Level level = {1.0f, 1.0f};
+    if (plan.two_level) {
+        if (amax > 0.0f && amax <= FLT_MAX) {
+            float scale = plan.numerator / amax;
+            level.encode = scale < FLT_MIN ? FLT_MIN : scale > FLT_MAX ? FLT_MAX : scale;
+        }
+        level.decode = 1.0f / level.encode;
+    } else if (plan.prescale != 1.0f) {
+        level.decode = 1.0f / plan.prescale;
+    }
+    return level;
+}
