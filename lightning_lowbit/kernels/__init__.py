@@ -1,1 +1,9 @@
-"""Kernels: one call for what touches every element of an operand or a parameter."""
+"""Kernels: one call for what touches every element of an operand, on CPUs and GPUs.
+
+The plain code of :mod:`lightning_lowbit.quant` is the specification, and serves where no kernel does.
+"""
+
+from lightning_lowbit.compilation import backend
+from lightning_lowbit.kernels.operands import amax_of, quantize_operand
+
+__all__ = ["amax_of", "backend", "quantize_operand"]

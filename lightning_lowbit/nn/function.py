@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_lowbit.kernels import amax_of, quantize_operand
 from lightning_lowbit.nn.casts import CONTRACTION, OPERANDS, SHARED, LinearCasts
 from lightning_lowbit.nn.gemm import matmul, mean_times
 from lightning_lowbit.nn.layer_amaxes import amax_in_force, stage_
 from lightning_lowbit.nn.sharded.parallel import Shards
 from lightning_lowbit.nn.watch import add_gradients_
-from lightning_lowbit.quant import Cast, Operand, blend, quantize_operand, rotate, split_mean, through_rounding
-from lightning_lowbit.quant.shard import Shard, amax_of
+from lightning_lowbit.quant import Cast, Operand, blend, rotate, split_mean, through_rounding
+from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.statistics import merge_statistics_, operand_statistics
 
 

@@ -43,21 +43,23 @@ def quantize_operand(
             must call this together. A ValueError if a shard boundary splits a block.
     """
     dtype, spec = dtype or operand_dtype(x.dtype, cast), None if shard is None else shard.spec
-    values, factor = _quantize_operand(x, cast.spec, dim, key, amax, dtype, spec)
+    values, factor = plain_operand(x, cast.spec, dim, key, amax, dtype, spec)
     return Operand(values, factor if has_factor(cast) else None)
 
 
-def _fake_operand(
+def fake_operand(
     x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype, shard: str | None
 ) -> tuple[Tensor, Tensor]:
+    """Empty results of :func:`plain_operand`."""
     factor = x.new_empty(factor_shape(x, Cast.from_spec(spec), dim), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=dtype), factor
 
 
-@opaque(_fake_operand)
-def _quantize_operand(
+@opaque(fake_operand)
+def plain_operand(
     x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype, shard: str | None
 ) -> tuple[Tensor, Tensor]:
+    """Values and factor of :func:`quantize_operand`, which has no factor where this one is without meaning."""
     cast, of_global = Cast.from_spec(spec), None if shard is None else Shard.from_spec(shard)
     tile = tile_of(cast, dim, x.dim())
     scaled, key = make_scales(x, cast, tile, amax, of_global), rounding_key(cast, key, x.device)
@@ -99,6 +101,7 @@ def has_factor(cast: Cast) -> bool:
 
 
 def factor_shape(x: Tensor, cast: Cast, dim: int) -> tuple[int, ...]:
+    """The shape of the factor of an operand: that of all scales that are not in its values."""
     if cast.scale.block != "row":
         return ()
     return (1, x.shape[1]) if dim in (0, -2) else (x.shape[0], 1)

@@ -291,12 +291,13 @@ def four_over_six_scales(blocks: Tensor, encode_scale: Tensor, cast: Cast, dims:
 
 
 def _sum_in_halves(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Sums over some dimensions, which keep the size 1, in one order everywhere: the first half plus the second one."""
+    """Sums over some dimensions, which keep the size 1, in one order everywhere: halves are added to each other."""
     for dim in dims:
         while (size := values.shape[dim]) > 1:
-            half = 1 << (size - 1).bit_length() - 1  # the power of two below the size
-            first, second = values.narrow(dim, 0, half), values.narrow(dim, half, size - half)
-            values = torch.cat([first.narrow(dim, 0, size - half) + second, first.narrow(dim, size - half, 2 * half - size)], dim)
+            half = 1 << (size - 1).bit_length() - 1  # the largest power of two below the size
+            first, second = values.split([half, size - half], dim)
+            added = first.narrow(dim, 0, size - half) + second
+            values = torch.cat([added, first.narrow(dim, size - half, 2 * half - size)], dim)
     return values
 
 

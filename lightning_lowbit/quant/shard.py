@@ -54,11 +54,15 @@ class Shard(NamedTuple):
         """The same shard of a global matrix that is padded to a multiple of ``multiple``."""
         return self._replace(size=self.size + -self.size % multiple)
 
+    def splits(self, side: int) -> bool:
+        """Whether a shard boundary splits a unit of ``side`` elements along ``dim``."""
+        return ends_within(self.step, self.size, side)
+
     def check(self, shape: torch.Size, side: int, what: str) -> None:
         """Raises a ValueError, alike on all processes, if a shard boundary splits a unit of ``side`` elements along
         ``dim``.
         """
-        if ends_within(self.step, self.size, side):
+        if self.splits(side):
             raise ValueError(
                 f"A matrix of {tuple(self.global_shape(shape))} is cut after each {self.step} of dimension {self.dim}, "
                 f"in the middle of {what} {side}: no process has all that shares a scale. Choose sizes of which each "
@@ -71,8 +75,8 @@ class Shard(NamedTuple):
         return torch.stack([torch.full((), n, dtype=torch.int32, device=device) for n in numbers])
 
     def place(self, shape: torch.Size, tile: Tile) -> tuple[int, int, int]:
-        """Where a shard of this shape lies: its columns, those of the global matrix, both padded to whole tiles, and the
-        global index of its first element; each wrapped as int32 does."""
+        """Where a shard of this shape lies: its columns and those of the global matrix, both padded to whole tiles, and
+        the global index of its first element; each wrapped as int32 does."""
         rows, columns = (n if k == ALL else n + -n % k for n, k in zip(shape, tile, strict=True))
         all_columns = self.global_shape(torch.Size((rows, columns)))[1]
         all_columns += 0 if ALL in tile else -all_columns % tile[1]

@@ -1,19 +1,19 @@
-"""Casts by the C++ kernels, which equal :func:`lightning_lowbit.quant.quantize_operand` to the bit."""
+"""Casts by the C++ kernels; they equal :func:`lightning_lowbit.quant.quantize_operand` to the bit."""
 
 import ctypes
-from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_lowbit.formats import Format
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.kernels.wanted import Wanted
-from lightning_lowbit.quant.blocks import ALL, tile_of
+from lightning_lowbit.quant.blocks import ALL, Tile, tile_of
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import factor_shape, is_rounded
+from lightning_lowbit.quant.operand import is_rounded
 from lightning_lowbit.quant.scaling import e8m0_rule, fp32_numerator
+from lightning_lowbit.quant.shard import Shard
 
 # The numbers of dtypes in source/casts.cpp.
 _INPUTS = {torch.float32: 0, torch.bfloat16: 1}
@@ -31,7 +31,7 @@ class _Grid(ctypes.Structure):
         return cls(format.max, format.min_exponent, format.mantissa_bits)
 
 
-class _Plan(ctypes.Structure):
+class _Settings(ctypes.Structure):
     """``Plan`` of source/rounding.h."""
 
     _fields_ = [
@@ -48,24 +48,35 @@ class _Output(ctypes.Structure):
     """``Output`` of source/casts.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("plan", "values", "factor", "key")),
+        *((name, ctypes.c_void_p) for name in ("values", "factor", "key")),
         *((name, ctypes.c_int32) for name in ("dtype", "all_columns", "first")),
     ]
 
 
-def obstacle(x: Tensor, wanted: Wanted) -> str | None:
-    """Why the kernels do not make an operand, in words; None where they do."""
-    if x.dtype not in _INPUTS or wanted.dtype not in _OUTPUTS:
-        return f"operands from {x.dtype} to {wanted.dtype}"
-    if x.numel() == 0:
-        return "empty tensors"
-    if wanted.shard is not None and wanted.shard.cuts(tile_of(wanted.cast, wanted.dim, 2)):
-        return "statistics over several processes"
-    return cast_obstacle(wanted.cast)
+class Plan(NamedTuple):
+    """A cast along one dimension, from one dtype to another, as the kernels take it.
+
+    Attributes:
+        settings, address: the structure that the kernels read.
+        from_dtype, to_dtype: the kernels' numbers of the dtypes.
+        tile: the tile of the cast.
+        factor_dim: the dimension along which the factor varies; None for a 0-d factor.
+        draws, needs_amax: whether the cast needs a key, and the amax of the tensor.
+    """
+
+    settings: ctypes.Structure
+    address: int
+    from_dtype: int
+    dtype: torch.dtype
+    to_dtype: int
+    tile: Tile
+    factor_dim: int | None
+    draws: bool
+    needs_amax: bool
 
 
 @cache
-def cast_obstacle(cast: Cast) -> str | None:
+def obstacle(cast: Cast) -> str | None:
     """Why the kernels do not cover a cast, in words; None where they do."""
     if cast.element == "e3m0":
         return "elements without a mantissa"
@@ -77,13 +88,15 @@ def cast_obstacle(cast: Cast) -> str | None:
 
 
 @cache
-def _plan(spec: str, dim: int, through_bfloat16: bool) -> tuple[_Plan, int, int]:
-    """The plan of a cast along a dimension, its address, and the columns that indices of elements are padded to."""
+def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype) -> Plan | None:
+    """The plan of a cast from the dtype ``source`` to ``dtype``; None where the kernels do not cover it."""
     cast = Cast.from_spec(spec)
+    if obstacle(cast) is not None or source not in _INPUTS or dtype not in _OUTPUTS or library() is None:
+        return None
     scale, tile = cast.scale, tile_of(cast, dim, 2)
     exponent, round_up_from = e8m0_rule(cast.format, scale.rounding) if scale.format == "e8m0" else (0, 0.0)
     kind = {"e8m0": 2, "fp32": 4 if scale.rounding == "power_of_two" else 3}.get(scale.format)
-    plan = _Plan(
+    settings = _Settings(
         element=_Grid.of(cast.grid),
         scale=_Grid.of(scale.storage),
         tile_rows=tile[0],
@@ -95,7 +108,7 @@ def _plan(spec: str, dim: int, through_bfloat16: bool) -> tuple[_Plan, int, int]
         per_block=scale.per_block,
         stochastic=cast.rounding == "stochastic",
         exact=cast.fits_bfloat16 and scale.format not in ("e8m0", "fp32"),  # those reach subnormal numbers
-        through_bf16=through_bfloat16,
+        through_bf16=dtype != source == torch.bfloat16 and is_rounded(source, cast),
         top_exponent=exponent,
         round_up_from=round_up_from,
         numerator=scale.largest * cast.format.max,
@@ -104,39 +117,56 @@ def _plan(spec: str, dim: int, through_bfloat16: bool) -> tuple[_Plan, int, int]
         factor=scale.factor,
         size=fp32_numerator(cast) if scale.format == "fp32" else 0.0,
     )
-    return plan, ctypes.addressof(plan), max(tile[1], 1)
+    factor_dim = None if scale.block != "row" else 1 if tile[0] == ALL else 0
+    address, draws = ctypes.addressof(settings), cast.rounding == "stochastic"
+    return Plan(settings, address, _INPUTS[source], dtype, _OUTPUTS[dtype], tile, factor_dim, draws, scale.needs_amax)
 
 
-def quantize(x: Tensor, operands: Sequence[Wanted], amax: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-    """Values and factors of one or two operands, from one reading of ``x`` ``[rows, columns]``; ``amax`` is 0-d float32
-    or None. Factors without meaning (:func:`lightning_lowbit.quant.operand.has_factor`) are arbitrary."""
-    x, (rows, columns) = x.contiguous(), x.shape
-    outputs, results = (_Output * len(operands))(), []
-    for output, (cast, dim, key, dtype, shard) in zip(outputs, operands, strict=True):
-        through = dtype != x.dtype == torch.bfloat16 and is_rounded(x.dtype, cast)
-        plan, address, side = _plan(cast.spec, dim, through)
-        values = torch.empty((rows, columns), dtype=dtype)
-        factor = torch.empty(factor_shape(x, cast, dim))
-        output.plan, output.values, output.factor = address, values.data_ptr(), factor.data_ptr()
-        output.dtype, output.all_columns = _OUTPUTS[dtype], columns + -columns % side
-        if plan.stochastic:
-            assert key is not None
-            output.key = key.data_ptr()
-        if shard is not None:
-            _, output.all_columns, output.first = shard.place(x.shape, tile_of(cast, dim, 2))
-        results.append((values, factor))
-    kernels = library()
-    assert kernels is not None
-    given = None if amax is None else amax.data_ptr()
-    threads = torch.get_num_threads()
-    kernels.lowbit_cast(x.data_ptr(), _INPUTS[x.dtype], rows, columns, given, outputs, len(operands), threads)
-    return results
+def takes(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard: Shard | None) -> bool:
+    """Whether the kernels take these arguments: not empty matrices, nor those that share statistics with other
+    processes, nor anything that the plain code refuses."""
+    if plan.draws and (key is None or key.dtype != torch.int64 or key.numel() != 1):
+        return False
+    if amax is not None and not (plan.needs_amax and amax.dtype == torch.float32 and amax.numel() == 1):
+        return False
+    is_whole = shard is None or not (shard.cuts(plan.tile) or shard.splits(plan.tile[shard.dim]))
+    return is_whole and x.numel() > 0
+
+
+def quantize(
+    x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard: Shard | None
+) -> tuple[Tensor, Tensor]:
+    """Values and factor of :func:`lightning_lowbit.quant.operand.plain_operand`; ``amax`` is float32 or None."""
+    x, (rows, columns), side = x.contiguous(), x.shape, plan.tile[1]
+    values = torch.empty((rows, columns), dtype=plan.dtype)
+    factor = torch.empty(() if plan.factor_dim is None else (rows, 1) if plan.factor_dim == 0 else (1, columns))
+    all_columns, first = columns + (-columns % side if side else 0), 0
+    if shard is not None:
+        _, all_columns, first = shard.place(x.shape, plan.tile)
+    key_address = key.data_ptr() if plan.draws and key is not None else None
+    output = _Output(values.data_ptr(), factor.data_ptr(), key_address, plan.to_dtype, all_columns, first)
+    kernels, amax_address = library(), None if amax is None else amax.data_ptr()
+    kernels.lowbit_cast(  # type: ignore[union-attr]
+        x.data_ptr(),
+        plan.from_dtype,
+        rows,
+        columns,
+        amax_address,
+        plan.address,
+        ctypes.byref(output),
+        torch.get_num_threads(),
+    )
+    return values, factor
+
+
+def measures(x: Tensor) -> bool:
+    """Whether the kernels measure the amax of a tensor."""
+    return x.dtype in _INPUTS and x.numel() > 0 and library() is not None
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """max|x|: 0-d float32; not finite if an element is not."""
+    """max|x| of a float32 or bfloat16 tensor: 0-d float32; not finite if an element is not."""
     x, result = x.contiguous(), torch.empty(())
-    kernels = library()
-    assert kernels is not None
-    kernels.lowbit_amax(x.data_ptr(), _INPUTS[x.dtype], x.numel(), result.data_ptr(), torch.get_num_threads())
+    kernels, dtype = library(), _INPUTS[x.dtype]
+    kernels.lowbit_amax(x.data_ptr(), dtype, x.numel(), result.data_ptr(), torch.get_num_threads())  # type: ignore[union-attr]
     return result

@@ -9,13 +9,12 @@
 
 #include "rounding.h"
 
-// One result of a call: as casts.py declares it.
+// What a call writes: as casts.py declares it.
 struct Output {
-    const Plan *plan;
-    void *values;            // [rows, columns] contiguous
-    float *factor;           // one per row, one per column or one, by the plan; null if unused
-    const int64_t *key;      // of stochastic rounding
-    int32_t dtype;           // 0 float, 1 bfloat16, 2 int8
+    void *values;   // [rows, columns] contiguous
+    float *factor;  // one per row, one per column, or one
+    const int64_t *key;          // of stochastic rounding
+    int32_t dtype;               // 0 float, 1 bfloat16, 2 int8
     int32_t all_columns, first;  // random bits belong to element `row * all_columns + column + first`
 };
 
@@ -259,8 +258,7 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const Plan &plan,
 }
 
 template <class In, class Out>
-void cast_strip(const Strip<In> &strip, const Output &output, Level level, const Scales *of_tensor) {
-    const Plan &plan = *output.plan;
+void cast_strip(const Strip<In> &strip, const Plan &plan, const Output &output, Level level, const Scales *of_tensor) {
     Scales scales = of_tensor ? *of_tensor : scales_of_strip(strip, plan, level);
     using Round = void (*)(const Strip<In> &, const Scales &, const Plan &, const Output &);
     constexpr bool kBF16 = std::is_same<Out, BF16>::value;
@@ -276,7 +274,7 @@ void cast_strip(const Strip<In> &strip, const Output &output, Level level, const
     unsigned style = (plan.stochastic ? 1 : 0) + (plan.per_block ? 2 : 0) + (scales.columns_per_entry != 1 ? 4 : 0) +
                      (plan.exact ? 8 : 0);
     rounds[style](strip, scales, plan, output);
-    if (output.factor == nullptr || plan.per_block || of_tensor) return;
+    if (plan.per_block || of_tensor) return;
     if (plan.tile_rows == 0)
         for (int64_t i = 0; i < strip.columns; i++) output.factor[strip.column + i] = scales.stored[i] * level.decode;
     else
@@ -323,68 +321,50 @@ float mean_of(const In *x, int64_t rows, int64_t columns, int threads) {
 }
 
 template <class In>
-void cast_all(const In *x, int64_t rows, int64_t columns, const float *amax, const Output *outputs,
-              int count, int threads) {
-    struct Ready {
-        Level level;
-        Scales tensor;
-        float encode, stored;
-    } ready[2];
-    int64_t height = 1, width = kPanel, measured = 0;
+void cast_all(const In *x, int64_t rows, int64_t columns, const float *amax, const Plan &plan, const Output &output,
+              int threads) {
+    const bool is_tensor = plan.statistic != kBlockMax;
     float peak = amax ? *amax : 0.0f;
-    for (int i = 0; i < count; i++) {
-        const Plan &plan = *outputs[i].plan;
-        if (amax == nullptr && !measured++ && (plan.two_level || plan.statistic == kTensorMax))
-            peak = amax_of(x, rows * columns, threads);
-        Level level = ready[i].level = level_of(peak, plan);
-        if (plan.statistic != kBlockMax) {
-            float statistic = plan.statistic == kTensorMax ? peak : mean_of(x, rows, columns, threads);
-            F32 scales = scales_of(all(statistic), level.encode, plan);
-            ready[i].encode = encode_factor(scales, level, plan)[0];
-            ready[i].stored = stored_scale(scales, plan)[0];
-            ready[i].tensor = {&ready[i].encode, &ready[i].stored, (columns + kLanes) * kLanes};
-            if (outputs[i].factor) *outputs[i].factor = ready[i].stored * level.decode;
-        } else if (plan.per_block) {
-            if (outputs[i].factor) *outputs[i].factor = level.decode;
-        }
-        bool tensor = plan.statistic != kBlockMax;
-        if (!tensor && plan.tile_rows == 0) height = rows, width = 64;
-        if (!tensor && plan.tile_rows > height) height = plan.tile_rows;
-        if (!tensor && plan.tile_columns == 0) width = columns;
-        if (!tensor && plan.tile_columns > 1 && width != columns)
-            width = (width + plan.tile_columns - 1) / plan.tile_columns * plan.tile_columns;
+    if (amax == nullptr && (plan.two_level || plan.statistic == kTensorMax)) peak = amax_of(x, rows * columns, threads);
+    Level level = level_of(peak, plan);
+    float encode = 1.0f, stored = 1.0f;
+    if (is_tensor) {
+        float statistic = plan.statistic == kTensorMax ? peak : mean_of(x, rows, columns, threads);
+        F32 scales = scales_of(all(statistic), level.encode, plan);
+        encode = encode_factor(scales, level, plan)[0], stored = stored_scale(scales, plan)[0];
     }
-    if (height == 1) height = 8;
-    if (rows == 0 || columns == 0) return;
+    const Scales of_tensor = {&encode, &stored, (columns + kLanes) * kLanes};
+    if (is_tensor || plan.per_block) *output.factor = stored * level.decode;
+
+    // Rectangles of whole tiles: strips of one tile each, some rows of strips that are one row high.
+    int64_t tile_rows = is_tensor ? 8 : plan.tile_rows ? plan.tile_rows : rows, height = tile_rows > 1 ? tile_rows : 8;
+    int64_t width = tile_rows > 64 ? 64 : kPanel, side = is_tensor ? 1 : plan.tile_columns ? plan.tile_columns : columns;
+    width = (width + side - 1) / side * side;
     int64_t down = (rows + height - 1) / height, across = (columns + width - 1) / width;
+    auto cast = output.dtype == 0   ? cast_strip<In, float>
+                : output.dtype == 1 ? cast_strip<In, BF16>
+                                    : cast_strip<In, int8_t>;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * columns > 8192)
     for (int64_t part = 0; part < down * across; part++) {
-        int64_t top = part / across * height, left = part % across * width;
+        int64_t left = part % across * width, top = part / across * height;
         int64_t bottom = top + height < rows ? top + height : rows;
-        int64_t wide = left + width < columns ? width : columns - left;
-        for (int i = 0; i < count; i++) {
-            const Plan &plan = *outputs[i].plan;
-            bool tensor = plan.statistic != kBlockMax;
-            int64_t step = tensor || plan.tile_rows == 0 ? height : plan.tile_rows;
-            auto cast = outputs[i].dtype == 0 ? cast_strip<In, float> : outputs[i].dtype == 1 ? cast_strip<In, BF16> : cast_strip<In, int8_t>;
-            for (int64_t row = top; row < bottom; row += step) {
-                Strip<In> strip = {x + row * columns + left, columns, row + step < bottom ? step : bottom - row,
-                                   wide, row, left};
-                cast(strip, outputs[i], ready[i].level, tensor ? &ready[i].tensor : nullptr);
-            }
+        for (int64_t row = top; row < bottom; row += tile_rows) {
+            Strip<In> strip = {x + row * columns + left, columns, row + tile_rows < bottom ? tile_rows : bottom - row,
+                               left + width < columns ? width : columns - left, row, left};
+            cast(strip, plan, output, level, is_tensor ? &of_tensor : nullptr);
         }
     }
 }
 
 }  // namespace
 
-// Casts a contiguous matrix [rows, columns] in one reading, to one or two outputs; `dtype` is 0 for float, 1 for bfloat16.
+// Casts a contiguous matrix [rows, columns], float where `dtype` is 0 and bfloat16 where it is 1. `amax` may be null.
 EXPORT void lowbit_cast(const void *x, int32_t dtype, int64_t rows, int64_t columns, const float *amax,
-                        const Output *outputs, int32_t count, int32_t threads) {
+                        const Plan *plan, const Output *output, int32_t threads) {
     if (dtype == 0)
-        cast_all((const float *)x, rows, columns, amax, outputs, count, threads);
+        cast_all((const float *)x, rows, columns, amax, *plan, *output, threads);
     else
-        cast_all((const BF16 *)x, rows, columns, amax, outputs, count, threads);
+        cast_all((const BF16 *)x, rows, columns, amax, *plan, *output, threads);
 }
 
 // The largest magnitude of `count` contiguous elements; infinite or NaN if one of them is.

@@ -1,0 +1,57 @@
+"""Operands of GEMMs, each by one call of a kernel where one serves, else by the plain code.
+
+All implementations give the same bits. The plain code of :mod:`lightning_lowbit.quant` is the specification.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.compilation import current_backend, opaque
+from lightning_lowbit.kernels.cpu import casts
+from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.operand import Operand, fake_operand, has_factor, operand_dtype, plain_operand
+from lightning_lowbit.quant.shard import Shard
+from lightning_lowbit.quant.shard import amax_of as plain_amax
+
+
+def quantize_operand(
+    x: Tensor,
+    cast: Cast,
+    dim: int,
+    key: Tensor | None = None,
+    amax: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    shard: Shard | None = None,
+) -> Operand:
+    """Quantizes one operand of a GEMM, as :func:`lightning_lowbit.quant.quantize_operand`, by the fastest code.
+
+    Examples:
+        >>> quantize_operand(torch.randn(4, 64), Cast("e2m1", Scale("e4m3", 16)), dim=1).values.shape
+        torch.Size([4, 64])
+    """
+    dtype, spec = dtype or operand_dtype(x.dtype, cast), None if shard is None else shard.spec
+    values, factor = _operand(x, cast.spec, dim, key, amax, dtype, spec)
+    return Operand(values, factor if has_factor(cast) else None)
+
+
+@opaque(fake_operand)
+def _operand(
+    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype, shard: str | None
+) -> tuple[Tensor, Tensor]:
+    if x.is_cpu and current_backend() in ("auto", "cpp"):
+        plan, of_global = casts.plan_of(spec, dim, x.dtype, dtype), None if shard is None else Shard.from_spec(shard)
+        if plan is not None and casts.takes(x, plan, key, amax, of_global):
+            return casts.quantize(x, plan, key, amax, of_global)
+    return plain_operand(x, spec, dim, key, amax, dtype, shard)
+
+
+def amax_of(x: Tensor, shard: Shard | None = None) -> Tensor:
+    """max|x|, as :func:`lightning_lowbit.quant.shard.amax_of`, by the fastest code."""
+    return plain_amax(x, shard) if shard is not None else _amax(x)
+
+
+@opaque(lambda x: x.new_empty((), dtype=torch.float32))
+def _amax(x: Tensor) -> Tensor:
+    if x.is_cpu and current_backend() in ("auto", "cpp") and casts.measures(x):
+        return casts.amax_of(x)
+    return plain_amax(x)
