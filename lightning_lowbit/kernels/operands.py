@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_lowbit.compilation import current_backend, opaque
 from lightning_lowbit.kernels.cpu import casts
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import Operand, fake_operand, has_factor, operand_dtype, plain_operand
+from lightning_lowbit.quant.operand import Operand, factor_shape, fake_operand, has_factor, operand_dtype, plain_operand
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.shard import amax_of as plain_amax
 
@@ -29,20 +29,39 @@ def quantize_operand(
         >>> quantize_operand(torch.randn(4, 64), Cast("e2m1", Scale("e4m3", 16)), dim=1).values.shape
         torch.Size([4, 64])
     """
+    if not torch.compiler.is_compiling() and (made := _by_kernel(x, cast.spec, dim, key, amax, dtype, shard)):
+        return made
     dtype, spec = dtype or operand_dtype(x.dtype, cast), None if shard is None else shard.spec
     values, factor = _operand(x, cast.spec, dim, key, amax, dtype, spec)
     return Operand(values, factor if has_factor(cast) else None)
+
+
+def _by_kernel(
+    x: Tensor,
+    spec: str,
+    dim: int,
+    key: Tensor | None,
+    amax: Tensor | None,
+    dtype: torch.dtype | None,
+    shard: Shard | None,
+) -> Operand | None:
+    """The operand where a kernel makes it; None where none does, or where the plain code refuses the arguments."""
+    if x.is_cpu and current_backend() in ("auto", "cpp"):
+        plan = casts.plan_of(spec, dim, x.dtype, dtype)
+        if plan is not None and casts.takes(x, plan, key, amax, shard):
+            return casts.quantize(x, plan, key, amax, shard)
+    return None
 
 
 @opaque(fake_operand)
 def _operand(
     x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype, shard: str | None
 ) -> tuple[Tensor, Tensor]:
-    if x.is_cpu and current_backend() in ("auto", "cpp"):
-        plan, of_global = casts.plan_of(spec, dim, x.dtype, dtype), None if shard is None else Shard.from_spec(shard)
-        if plan is not None and casts.takes(x, plan, key, amax, of_global):
-            return casts.quantize(x, plan, key, amax, of_global)
-    return plain_operand(x, spec, dim, key, amax, dtype, shard)
+    made = _by_kernel(x, spec, dim, key, amax, dtype, None if shard is None else Shard.from_spec(shard))
+    if made is None:
+        return plain_operand(x, spec, dim, key, amax, dtype, shard)
+    shape = () if made.factor is not None else factor_shape(x, Cast.from_spec(spec), dim)
+    return made.values, x.new_empty(shape, dtype=torch.float32) if made.factor is None else made.factor
 
 
 def amax_of(x: Tensor, shard: Shard | None = None) -> Tensor:

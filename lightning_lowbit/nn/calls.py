@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.compilation import opaque
-from lightning_lowbit.nn.casts import OPERANDS, LinearCasts
-from lightning_lowbit.quant import Cast
 
 
 class Calls:
@@ -64,7 +62,7 @@ class Calls:
 
 def keys_of_call(layer: Any) -> Tensor | None:
     """The keys of a call that begins now, safe from refilling where they are used; None for a layer without keys."""
-    if layer.keys is None or not draws(layer.casts):
+    if layer.keys is None or not layer.casts.plan.draws:
         return layer.keys
     return _keys_in_graph(layer.keys, _site()) if torch.compiler.is_compiling() else _keys_of_call(layer)
 
@@ -86,12 +84,6 @@ def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
     return keys
 
 
-def draws(casts: LinearCasts) -> bool:
-    given = [getattr(casts, operand) for operand in OPERANDS]
-    rounds = any(isinstance(cast, Cast) and cast.rounding == "stochastic" for cast in given)
-    return rounds or any(hadamard.signs == "keyed" for hadamard in casts.hadamard.values())
-
-
 @cache
 def _hash(number: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"call {number}".encode(), digest_size=8).digest(), "little", signed=True)
@@ -106,9 +98,8 @@ _SITES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the last site of ea
 @opaque(lambda keys, site: torch.empty_like(keys))
 def _keys_in_graph(keys: Tensor, site: int) -> Tensor:
     layer = _LAYERS.get(keys.data_ptr())
-    if (
-        layer is None or layer.keys.data_ptr() != keys.data_ptr()
-    ):  # a copy, as CUDA graphs make it: every call counts as the first
+    # Keys elsewhere are a copy, as CUDA graphs make it: every call counts as the first.
+    if layer is None or layer.keys.data_ptr() != keys.data_ptr():
         return keys.clone()
     return _keys_of_call(layer, site)
 

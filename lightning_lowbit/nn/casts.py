@@ -12,7 +12,7 @@ the gradient of quantization-aware training.
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lightning_lowbit.checks import choose, from_fields
 from lightning_lowbit.nn.casts_from_yaml import Settings, change_every, on_top, read_hadamard, read_surrogate
@@ -29,6 +29,13 @@ SHARED = {"dgrad_w": "fprop_w", "wgrad_g": "dgrad_g"}
 
 # The dimension of each operand that its GEMM contracts.
 CONTRACTION = dict(zip(OPERANDS, (1, 1, 1, 0, 0, 0), strict=True))
+
+# The names of the two operands of a GEMM, the one with tokens in its rows first.
+OPERANDS_OF = {gemm: tuple(operand for operand in OPERANDS if operand.startswith(gemm)) for gemm in GEMMS}
+
+# Of each operand, its GEMM and its place in OPERANDS.
+GEMM = {operand: operand.partition("_")[0] for operand in OPERANDS}
+INDEX = {operand: i for i, operand in enumerate(OPERANDS)}
 
 # Operands that each phase sets to None. "qaf" is quantization-aware finetuning (FP4 All the Way, arXiv 2505.19115,
 # section 4): forward as trained, backward in high precision.
@@ -54,6 +61,28 @@ def _renamed(old: str, new: str) -> Any:
         return getattr(casts, new)
 
     return property(get)
+
+
+class Plan(NamedTuple):
+    """What a pass through a layer needs to know of its casts, worked out once.
+
+    Attributes:
+        is_empty: whether nothing is quantized.
+        draws: whether random bits depend on keys.
+        delayed: the casts with delayed scaling, by operand.
+        scaled_by_amax: the operands whose scales need the amax of the whole tensor.
+        altered: the operands of GEMMs with a transform, or without means: they are not the tensor itself.
+        shared: the operands that equal the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis.
+        native_gemms: the GEMMs that hardware may compute on quantized elements, and how (:mod:`.native`).
+    """
+
+    is_empty: bool
+    draws: bool
+    delayed: dict[str, Cast]
+    scaled_by_amax: frozenset[str]
+    altered: frozenset[str]
+    shared: frozenset[str]
+    native_gemms: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -91,6 +120,7 @@ class LinearCasts:
     subtract_mean: tuple[str, ...] = ()
     surrogate: Mapping[str, str] = field(default_factory=Settings)
     smooth: Literal["channel", "token"] | None = None
+    plan: Plan = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for operand in OPERANDS:
@@ -116,8 +146,28 @@ class LinearCasts:
         object.__setattr__(self, "subtract_mean", tuple(gemm for gemm in GEMMS if gemm in means))
         if self.smooth is not None:
             choose("kind of LinearCasts.smooth", self.smooth, SMOOTHINGS)
+        object.__setattr__(self, "plan", self._planned())
         for problem in self._contradictions():
             raise ValueError(f"{problem} Got {self}.")
+
+    def _planned(self) -> Plan:
+        casts = {operand: cast for operand in OPERANDS if isinstance(cast := getattr(self, operand), Cast)}
+        keyed = any(hadamard.signs == "keyed" for hadamard in self.hadamard.values())
+        altered = frozenset(name for gemm in (*self.hadamard, *self.subtract_mean) for name in OPERANDS_OF[gemm])
+        without_axis = {name for name, cast in casts.items() if isinstance(cast.scale.block, tuple)}
+        without_axis |= {name for name, cast in casts.items() if cast.scale.block == "tensor"}
+        repeated = {a for a, b in SHARED.items() if a in casts and casts[a] == casts.get(b) and not altered & {a, b}}
+        nearest = {name for name, cast in casts.items() if cast.rounding == "nearest"}
+        kinds = {gemm: native_kind(self, gemm) for gemm in GEMMS}
+        return Plan(
+            is_empty=all(getattr(self, operand) is None for operand in OPERANDS),
+            draws=keyed or len(nearest) < len(casts),
+            delayed={name: cast for name, cast in casts.items() if cast.scale.source == "delayed"},
+            scaled_by_amax=frozenset(name for name, cast in casts.items() if cast.scale.needs_amax),
+            altered=altered,
+            shared=frozenset(repeated & nearest & without_axis),
+            native_gemms={gemm: kind for gemm, kind in kinds.items() if kind is not None},
+        )
 
     def _checked(self, name: str, keys: tuple[str, ...], read: Callable[[Any], Any], example: object) -> Settings:
         given = getattr(self, name) or {}
@@ -189,22 +239,16 @@ class LinearCasts:
 
     def shared(self, operand: str) -> bool:
         """Whether an operand equals the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis."""
-        other, cast = SHARED[operand], getattr(self, operand)
-        alike = isinstance(cast, Cast) and cast == getattr(self, other) and cast.rounding == "nearest"
-        if not alike or not (cast.scale.block == "tensor" or isinstance(cast.scale.block, tuple)):
-            return False
-        gemms = {operand.partition("_")[0], other.partition("_")[0]}
-        return not gemms & {*self.hadamard, *self.subtract_mean}
+        return operand in self.plan.shared
 
     @property
     def delayed(self) -> dict[str, Cast]:
         """The casts with delayed scaling, by operand (:class:`lightning_lowbit.nn.AmaxHistories`)."""
-        casts = {operand: getattr(self, operand) for operand in OPERANDS}
-        return {name: c for name, c in casts.items() if isinstance(c, Cast) and c.scale.source == "delayed"}
+        return self.plan.delayed
 
     @property
     def is_delayed(self) -> bool:
-        return bool(self.delayed)
+        return bool(self.plan.delayed)
 
     @property
     def quantized_gemms(self) -> tuple[str, ...]:
@@ -214,8 +258,7 @@ class LinearCasts:
     @property
     def native_gemms(self) -> dict[str, str]:
         """The GEMMs that hardware may compute on quantized elements, in ``"fp8"`` or ``"int8"`` (:mod:`.native`)."""
-        kinds = {gemm: native_kind(self, gemm) for gemm in GEMMS}
-        return {gemm: kind for gemm, kind in kinds.items() if kind is not None}
+        return self.plan.native_gemms
 
     quantised_gemms = _renamed("quantised_gemms", "quantized_gemms")
     quantises_x_or_w = _renamed("quantises_x_or_w", "quantizes_x_or_w")
@@ -223,7 +266,7 @@ class LinearCasts:
     @staticmethod
     def operands_of(gemm: str) -> tuple[str, ...]:
         """The names of the two operands of a GEMM, the one with tokens in its rows first."""
-        return tuple(operand for operand in OPERANDS if operand.startswith(gemm))
+        return OPERANDS_OF[gemm]
 
     def _casts_of(self, gemm: str) -> list[Cast]:
         values = [getattr(self, operand) for operand in self.operands_of(gemm)]
@@ -258,7 +301,7 @@ class LinearCasts:
             raise ValueError(f"Casts are a LinearCasts, a preset's name or a mapping of fields; got {value!r}.")
         given = dict(value)
         base = cls.preset(given.pop("preset")) if "preset" in given else cls()
-        start = {f.name: getattr(base, f.name) for f in fields(cls)}
+        start = {f.name: getattr(base, f.name) for f in fields(cls) if f.init}
         if "every" in given:
             start.update(change_every(start, given.pop("every")))
         given = {name: on_top(start.get(name), value) for name, value in given.items()}
@@ -267,7 +310,7 @@ class LinearCasts:
     def replace(self, **changes: Any) -> "LinearCasts":
         """A copy with other fields; a ValueError for an unknown field, or a wrong value."""
         for name in changes:
-            choose("field of LinearCasts", name, [f.name for f in fields(self)])
+            choose("field of LinearCasts", name, [f.name for f in fields(self) if f.init])
         return replace(self, **changes)
 
     def with_rounding(self, rounding: Mapping[str, str]) -> "LinearCasts":

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_lowbit.kernels import amax_of, quantize_operand
-from lightning_lowbit.nn.casts import CONTRACTION, OPERANDS, SHARED, LinearCasts
+from lightning_lowbit.nn.autocast import no_autocast
+from lightning_lowbit.nn.casts import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED, LinearCasts
 from lightning_lowbit.nn.gemm import matmul, mean_times
 from lightning_lowbit.nn.layer_amaxes import amax_in_force, stage_
 from lightning_lowbit.nn.sharded.parallel import Shards
@@ -60,20 +61,22 @@ class Settings(NamedTuple):
     def shard_of(self, operand: str) -> Shard | None:
         """The shard that an operand is, padded as its GEMM takes it; None if it is whole."""
         shard: Shard | None = getattr(self.shards, operand[-1])
-        gemm = operand.partition("_")[0]
-        if shard is not None and gemm in self.casts.hadamard and shard.dim == CONTRACTION[operand]:
-            return shard.padded(self.casts.hadamard[gemm].size)
+        hadamard = self.casts.hadamard
+        if shard is not None and GEMM[operand] in hadamard and shard.dim == CONTRACTION[operand]:
+            return shard.padded(hadamard[GEMM[operand]].size)
         return shard
 
     def dtype_of(self, operand: str, cast: Cast) -> torch.dtype | None:
         """The dtype in which the GEMM takes an operand; None for the default of `quantize_operand`."""
-        native = cast.grid.gemm_dtype if operand.partition("_")[0] in self.native else None
-        return torch.float32 if self.exact else native
+        if self.exact:
+            return torch.float32
+        return cast.grid.gemm_dtype if GEMM[operand] in self.native else None
 
     def reuses(self, operand: str) -> bool:
         """Whether another GEMM has quantized the operand in the form that this one takes."""
-        gemms = (operand.partition("_")[0], SHARED[operand].partition("_")[0])
-        return self.casts.shared(operand) and len({gemm in self.native for gemm in gemms}) == 1
+        return operand in self.casts.plan.shared and (
+            not self.native or (GEMM[operand] in self.native) == (GEMM[SHARED[operand]] in self.native)
+        )
 
 
 class _Source(NamedTuple):
@@ -130,7 +133,7 @@ class QuantizedGemms(torch.autograd.Function):
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         reused = torch.float32 if settings.exact else ctx.dtype
         dx = dw = db = None
-        with torch.autocast(g.device.type, enabled=False):
+        with no_autocast(g.device.type):
             source_g = _Source(g, _amax(g, settings, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
             if needs_x:
                 # dX = dY · W           [tokens, out] · [out, in]
@@ -158,7 +161,7 @@ def _prequantized(w: Tensor, prequantized: PrequantizedWeight, settings: Setting
     cast = settings.casts.fprop_w
     assert isinstance(cast, Cast)
     if cast.scale.source == "delayed":
-        _scale_amax("fprop_w", cast, _Source(w, prequantized.amax), settings)  # stages the amax
+        _scale_amax("fprop_w", _Source(w, prequantized.amax), settings)  # stages the amax
     dtype = settings.dtype_of("fprop_w", cast) or prequantized.dtype
     return _Source(w.to(dtype), None, prequantized.factor, is_operand=True)
 
@@ -166,7 +169,7 @@ def _prequantized(w: Tensor, prequantized: PrequantizedWeight, settings: Setting
 def _operands(
     gemm: str, left: _Source, right: _Source, settings: Settings, bias: Tensor | None = None
 ) -> tuple[Operand, Operand, Tensor | None]:
-    casts, names = settings.casts, settings.casts.operands_of(gemm)
+    casts, names = settings.casts, OPERANDS_OF[gemm]
     if gemm in casts.subtract_mean:
         left, right, bias = _split_means(names, left, right, casts, bias)
     if gemm in casts.hadamard:
@@ -184,13 +187,13 @@ def _rotated(name: str, source: _Source, transform: Tensor, settings: Settings) 
 
 
 def _operand(name: str, source: _Source, settings: Settings) -> Operand:
-    cast, i, sums = getattr(settings.casts, name), OPERANDS.index(name), settings.operand_sums
+    cast, i, sums = getattr(settings.casts, name), INDEX[name], settings.operand_sums
     if source.is_operand or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": the operand of that GEMM
         if source.is_operand and sums is not None:
-            sums[i].copy_(sums[OPERANDS.index(SHARED[name])])
+            sums[i].copy_(sums[INDEX[SHARED[name]]])
         return Operand(source.values, source.factor)
     key = None if settings.keys is None else settings.keys[i]
-    amax, dtype = _scale_amax(name, cast, source, settings), settings.dtype_of(name, cast)
+    amax, dtype = _scale_amax(name, source, settings), settings.dtype_of(name, cast)
     dim, shard = CONTRACTION[name], settings.shard_of(name)
     quantized = quantize_operand(source.values, cast, dim, key, amax, dtype, shard)
     if sums is not None:
@@ -200,26 +203,23 @@ def _operand(name: str, source: _Source, settings: Settings) -> Operand:
 
 def _amax(tensor: Tensor, settings: Settings, *operands: str) -> Tensor | None:
     """The amax of a tensor, measured once for all operands that need it; rotated or centered ones measure their own."""
-    casts = settings.casts
+    plan = settings.casts.plan
     for operand in operands:
-        cast, gemm = getattr(casts, operand), operand.partition("_")[0]
-        is_altered = gemm in casts.hadamard or gemm in casts.subtract_mean
-        if isinstance(cast, Cast) and cast.scale.needs_amax and not is_altered:
+        if operand in plan.scaled_by_amax and operand not in plan.altered:
             return amax_of(tensor, getattr(settings.shards, operand[-1]))
     return None
 
 
-def _scale_amax(name: str, cast: Cast, source: _Source, settings: Settings) -> Tensor | None:
+def _scale_amax(name: str, source: _Source, settings: Settings) -> Tensor | None:
     """The amax that scales a tensor: its own, or with delayed scaling the one in force."""
-    if not cast.scale.needs_amax:
-        return None
-    if cast.scale.source == "current":
-        return source.amax
+    plan = settings.casts.plan
+    if name not in plan.delayed:
+        return source.amax if name in plan.scaled_by_amax else None
     own = amax_of(source.values, settings.shard_of(name)) if source.amax is None else source.amax
     if settings.staged is not None:  # an operand that another GEMM reuses is staged for both
         reusing = [other for other, quantized in SHARED.items() if quantized == name and settings.reuses(other)]
         for operand in (name, *reusing):
-            stage_(settings.staged[OPERANDS.index(operand)], own)
+            stage_(settings.staged[INDEX[operand]], own)
     assert settings.in_force is not None
     return amax_in_force(settings.in_force, name, own)
 
@@ -244,7 +244,7 @@ def _split_means(
 
 def _transform(gemm: str, settings: Settings, device: torch.device) -> Tensor:
     """The rotation of a GEMM. Signs come from the key of its second operand, so that ranks agree for a weight."""
-    i = OPERANDS.index(settings.casts.operands_of(gemm)[1])
+    i = INDEX[OPERANDS_OF[gemm][1]]
     return settings.casts.hadamard[gemm].matrix(None if settings.keys is None else settings.keys[i], device)
 
 
@@ -257,7 +257,7 @@ def _through_rounding(name: str, gradient: Tensor, source: _Source, settings: Se
     if is_rotated := "fprop" in casts.hadamard:
         transform = _transform("fprop", settings, gradient.device)
         source, quantized = _Source(rotate(source.values, transform, 1)), rotate(gradient, transform, 1)
-    amax, shard = _scale_amax(name, cast, source, settings), settings.shard_of(name)
+    amax, shard = _scale_amax(name, source, settings), settings.shard_of(name)
     through = through_rounding(quantized, casts.surrogate[name], source.values, cast, 1, amax, shard)
     if is_rotated:
         through = rotate(through, transform.t(), 1)[:, : gradient.shape[1]]

@@ -84,8 +84,8 @@ class LayerKeys:
 
     def draw_again_(self, number: int) -> None:
         """Replaces the keys in use by those of draw ``number``, also the ones that compiled graphs have saved."""
-        with _unsafe_preserve_version_counter(tuple(self.in_use())):
-            for keys in self.in_use():
+        with _unsafe_preserve_version_counter(tuple(in_use := self.in_use())):
+            for keys in in_use:
                 keys.bitwise_xor_(hash_numbers(-1 - number))
 
     def relink(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_lowbit.nn.autocast import no_autocast
 from lightning_lowbit.nn.calls import Calls, keys_of_call
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import PrequantizedWeight, QuantizedGemms, Settings
@@ -21,7 +22,7 @@ from lightning_lowbit.nn.sharded.parallel import Shards, tensor_parallel
 from lightning_lowbit.quant import amax_along, smoothing_factor
 from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
-_HP, _WHOLE = LinearCasts(), Shards()
+_WHOLE = Shards()
 
 # Where GEMMs run: natively where device and casts allow, always natively, never natively.
 BACKENDS = ("auto", "native", "emulated")
@@ -82,7 +83,7 @@ class QuantizedLayer(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # as nn.Linear names it, which callers may do too
         """``x · Wᵀ + b`` for ``x`` ``[..., in_features]``; under autocast in its dtype."""
-        if self.casts == _HP:  # nothing to quantize: the layer that this one was converted from
+        if self.casts.plan.is_empty:  # nothing to quantize: the layer that this one was converted from
             return super().forward(input)
         weight = self.weight_matrix()
         if isinstance(weight, DTensor):
@@ -106,12 +107,12 @@ class QuantizedLayer(nn.Module):
                 f"The weight was quantized in {prequantized.source_dtype}, before it was gathered, and this pass is "
                 f"one in {x.dtype}. Compute all passes of the layer in one dtype, or leave out quantize_before_gather."
             )
-        if amaxes is None and self.casts.is_delayed:
+        if amaxes is None and self.casts.plan.delayed:
             raise ValueError(
                 "Delayed scaling needs histories: they are set by the precision plugin, or by "
                 "lightning_lowbit.nn.AmaxHistories where there is no Trainer."
             )
-        with torch.autocast(device, enabled=False):
+        with no_autocast(device):
             x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # flatten also takes empty tensors
             if x.shape[1] != weight.shape[1]:  # a rotation would pad both to whole groups
                 raise ValueError(f"The layer takes {weight.shape[1]} features; got {tuple(shape)}.")
@@ -189,7 +190,7 @@ class QuantizedLayer(nn.Module):
         ValueError for ``backend="native"`` on a device that has no native GEMM of their kind."""
         if self.backend == "emulated" or self.exact or (casts is None and self.blend is not None):
             return ()
-        kinds = (casts or self.casts).native_gemms
+        kinds = (casts or self.casts).plan.native_gemms
         return tuple(gemm for gemm, kind in kinds.items() if has_native_gemms(device, kind, self.backend))
 
     def extra_repr(self) -> str:

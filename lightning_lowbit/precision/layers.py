@@ -22,7 +22,6 @@ from lightning_lowbit._lightning import MisconfigurationException
 from lightning_lowbit.checks import choose
 from lightning_lowbit.distributed import all_reduce_world_, parameter_amaxes
 from lightning_lowbit.nn.amax import AmaxHistories
-from lightning_lowbit.nn.calls import draws
 from lightning_lowbit.nn.casts import PHASES, LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, check_blend, convert_layers, set_phase
 from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes, groups
@@ -271,7 +270,7 @@ class ConvertedLayers:
         with unchanged([*keys, *rows, *self.histories.staged, *buffers]):
             self._keys.draw_again_(number)
             yield
-        if len(self._keys.in_use()) == 1 and any(draws(layer.casts) for layer in layers):
+        if len(self._keys.in_use()) == 1 and any(layer.casts.plan.draws for layer in layers):
             raise MisconfigurationException(
                 "Another draw of a gradient needs the random bits of layers, and none asked for any, neither in the "
                 "forward pass nor in this backward pass, as in a CUDA graph that is replayed: compile without CUDA "

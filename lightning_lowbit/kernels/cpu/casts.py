@@ -11,7 +11,7 @@ from lightning_lowbit.formats import Format
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.quant.blocks import ALL, Tile, tile_of
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import is_rounded
+from lightning_lowbit.quant.operand import Operand, has_factor, is_rounded, operand_dtype
 from lightning_lowbit.quant.scaling import e8m0_rule, fp32_numerator
 from lightning_lowbit.quant.shard import Shard
 
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
         settings, address: the structure that the kernels read.
         from_dtype, to_dtype: the kernels' numbers of the dtypes.
         tile: the tile of the cast.
-        factor_dim: the dimension along which the factor varies; None for a 0-d factor.
+        has_factor, factor_dim: whether there is a factor, and the dimension along which it varies; None for a 0-d one.
         draws, needs_amax: whether the cast needs a key, and the amax of the tensor.
     """
 
@@ -70,6 +70,7 @@ class Plan(NamedTuple):
     dtype: torch.dtype
     to_dtype: int
     tile: Tile
+    has_factor: bool
     factor_dim: int | None
     draws: bool
     needs_amax: bool
@@ -88,9 +89,11 @@ def obstacle(cast: Cast) -> str | None:
 
 
 @cache
-def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype) -> Plan | None:
-    """The plan of a cast from the dtype ``source`` to ``dtype``; None where the kernels do not cover it."""
+def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None) -> Plan | None:
+    """The plan of a cast from the dtype ``source`` to ``dtype`` (None: :func:`lightning_lowbit.quant.operand_dtype`);
+    None where the kernels do not cover it."""
     cast = Cast.from_spec(spec)
+    dtype = dtype or operand_dtype(source, cast)
     if obstacle(cast) is not None or source not in _INPUTS or dtype not in _OUTPUTS or library() is None:
         return None
     scale, tile = cast.scale, tile_of(cast, dim, 2)
@@ -119,7 +122,18 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype) -> Pla
     )
     factor_dim = None if scale.block != "row" else 1 if tile[0] == ALL else 0
     address, draws = ctypes.addressof(settings), cast.rounding == "stochastic"
-    return Plan(settings, address, _INPUTS[source], dtype, _OUTPUTS[dtype], tile, factor_dim, draws, scale.needs_amax)
+    return Plan(
+        settings,
+        address,
+        _INPUTS[source],
+        dtype,
+        _OUTPUTS[dtype],
+        tile,
+        has_factor(cast),
+        factor_dim,
+        draws,
+        scale.needs_amax,
+    )
 
 
 def takes(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard: Shard | None) -> bool:
@@ -133,10 +147,8 @@ def takes(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard:
     return is_whole and x.numel() > 0
 
 
-def quantize(
-    x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard: Shard | None
-) -> tuple[Tensor, Tensor]:
-    """Values and factor of :func:`lightning_lowbit.quant.operand.plain_operand`; ``amax`` is float32 or None."""
+def quantize(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard: Shard | None) -> Operand:
+    """The operand of :func:`lightning_lowbit.quant.quantize_operand`, from arguments that the kernels take."""
     x, (rows, columns), side = x.contiguous(), x.shape, plan.tile[1]
     values = torch.empty((rows, columns), dtype=plan.dtype)
     factor = torch.empty(() if plan.factor_dim is None else (rows, 1) if plan.factor_dim == 0 else (1, columns))
@@ -156,7 +168,7 @@ def quantize(
         ctypes.byref(output),
         torch.get_num_threads(),
     )
-    return values, factor
+    return Operand(values, factor if plan.has_factor else None)
 
 
 def measures(x: Tensor) -> bool:
