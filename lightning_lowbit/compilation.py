@@ -17,8 +17,6 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from lightning_lowbit.checks import choose
-
 _logger = logging.getLogger("lightning_lowbit")
 
 Backend = Literal["auto", "eager", "compiled", "cpp", "triton"]
@@ -62,7 +60,9 @@ def backend(name: Backend) -> Iterator[None]:
         ...     loss = model(x).sum()
     """
     global _backend
-    previous, _backend = _backend, choose("backend", name, get_args(Backend))
+    if name not in get_args(Backend):
+        raise ValueError(f"Unknown backend {name!r}: choose {', '.join(map(repr, get_args(Backend)))}.")
+    previous, _backend = _backend, name
     try:
         yield
     finally:

@@ -2,7 +2,7 @@
 
 from lightning_lowbit.nn import presets as presets
 from lightning_lowbit.nn.amax import AmaxHistories
-from lightning_lowbit.nn.casts import OPERANDS, PHASES, PRESETS, LinearCasts
+from lightning_lowbit.nn.casts import PHASES, PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.bake import bake
 from lightning_lowbit.nn.conversion.convert import convert, plan, set_blend, set_phase
 from lightning_lowbit.nn.conversion.coverage import Coverage, GemmCounter
@@ -10,6 +10,7 @@ from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes
 from lightning_lowbit.nn.conversion.smooth_swiglu import SwiGLU, fold, smooth_swiglu, swiglus
 from lightning_lowbit.nn.keys import LayerKeys
 from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
+from lightning_lowbit.nn.plan import OPERANDS
 
 __all__ = [
     "OPERANDS",

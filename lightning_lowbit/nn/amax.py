@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.nn.casts import OPERANDS
 from lightning_lowbit.nn.keys import clean_name, with_index
 from lightning_lowbit.nn.layer_amaxes import LayerAmaxes
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.plan import OPERANDS
 
 _GRADIENTS = [OPERANDS.index(name) for name in ("dgrad_g", "wgrad_g")]
 

@@ -12,30 +12,14 @@ the gradient of quantization-aware training.
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from lightning_lowbit.checks import choose, from_fields
 from lightning_lowbit.nn.casts_from_yaml import Settings, change_every, on_top, read_hadamard, read_surrogate
-from lightning_lowbit.nn.native import native_kind
+from lightning_lowbit.nn.plan import GEMMS, OPERANDS, OPERANDS_OF, Plan, plan_of
 from lightning_lowbit.quant import Cast, Hadamard
 
-OPERANDS = ("fprop_x", "fprop_w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
 FORWARD, BACKWARD = OPERANDS[:2], OPERANDS[2:]
-GEMMS = ("fprop", "dgrad", "wgrad")
-
-# Operands that may equal one of another GEMM. x is not among them: a quantized copy would have to be kept for the
-# backward pass by each layer that reads it.
-SHARED = {"dgrad_w": "fprop_w", "wgrad_g": "dgrad_g"}
-
-# The dimension of each operand that its GEMM contracts.
-CONTRACTION = dict(zip(OPERANDS, (1, 1, 1, 0, 0, 0), strict=True))
-
-# The names of the two operands of a GEMM, the one with tokens in its rows first.
-OPERANDS_OF = {gemm: tuple(operand for operand in OPERANDS if operand.startswith(gemm)) for gemm in GEMMS}
-
-# Of each operand, its GEMM and its place in OPERANDS.
-GEMM = {operand: operand.partition("_")[0] for operand in OPERANDS}
-INDEX = {operand: i for i, operand in enumerate(OPERANDS)}
 
 # Operands that each phase sets to None. "qaf" is quantization-aware finetuning (FP4 All the Way, arXiv 2505.19115,
 # section 4): forward as trained, backward in high precision.
@@ -61,28 +45,6 @@ def _renamed(old: str, new: str) -> Any:
         return getattr(casts, new)
 
     return property(get)
-
-
-class Plan(NamedTuple):
-    """What a pass through a layer needs to know of its casts, worked out once.
-
-    Attributes:
-        is_empty: whether nothing is quantized.
-        draws: whether random bits depend on keys.
-        delayed: the casts with delayed scaling, by operand.
-        scaled_by_amax: the operands whose scales need the amax of the whole tensor.
-        altered: the operands of GEMMs with a transform, or without means: they are not the tensor itself.
-        shared: the operands that equal the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis.
-        native_gemms: the GEMMs that hardware may compute on quantized elements, and how (:mod:`.native`).
-    """
-
-    is_empty: bool
-    draws: bool
-    delayed: dict[str, Cast]
-    scaled_by_amax: frozenset[str]
-    altered: frozenset[str]
-    shared: frozenset[str]
-    native_gemms: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -146,28 +108,9 @@ class LinearCasts:
         object.__setattr__(self, "subtract_mean", tuple(gemm for gemm in GEMMS if gemm in means))
         if self.smooth is not None:
             choose("kind of LinearCasts.smooth", self.smooth, SMOOTHINGS)
-        object.__setattr__(self, "plan", self._planned())
+        object.__setattr__(self, "plan", plan_of(self))
         for problem in self._contradictions():
             raise ValueError(f"{problem} Got {self}.")
-
-    def _planned(self) -> Plan:
-        casts = {operand: cast for operand in OPERANDS if isinstance(cast := getattr(self, operand), Cast)}
-        keyed = any(hadamard.signs == "keyed" for hadamard in self.hadamard.values())
-        altered = frozenset(name for gemm in (*self.hadamard, *self.subtract_mean) for name in OPERANDS_OF[gemm])
-        without_axis = {name for name, cast in casts.items() if isinstance(cast.scale.block, tuple)}
-        without_axis |= {name for name, cast in casts.items() if cast.scale.block == "tensor"}
-        repeated = {a for a, b in SHARED.items() if a in casts and casts[a] == casts.get(b) and not altered & {a, b}}
-        nearest = {name for name, cast in casts.items() if cast.rounding == "nearest"}
-        kinds = {gemm: native_kind(self, gemm) for gemm in GEMMS}
-        return Plan(
-            is_empty=all(getattr(self, operand) is None for operand in OPERANDS),
-            draws=keyed or len(nearest) < len(casts),
-            delayed={name: cast for name, cast in casts.items() if cast.scale.source == "delayed"},
-            scaled_by_amax=frozenset(name for name, cast in casts.items() if cast.scale.needs_amax),
-            altered=altered,
-            shared=frozenset(repeated & nearest & without_axis),
-            native_gemms={gemm: kind for gemm, kind in kinds.items() if kind is not None},
-        )
 
     def _checked(self, name: str, keys: tuple[str, ...], read: Callable[[Any], Any], example: object) -> Settings:
         given = getattr(self, name) or {}

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_lowbit.kernels import amax_of, quantize_operand
-from lightning_lowbit.nn.autocast import no_autocast
-from lightning_lowbit.nn.casts import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED, LinearCasts
-from lightning_lowbit.nn.gemm import matmul, mean_times
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.gemm import matmul, mean_times, no_autocast
 from lightning_lowbit.nn.layer_amaxes import amax_in_force, stage_
+from lightning_lowbit.nn.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.sharded.parallel import Shards
 from lightning_lowbit.nn.watch import add_gradients_
 from lightning_lowbit.quant import Cast, Operand, blend, rotate, split_mean, through_rounding

@@ -10,6 +10,8 @@ fast accumulation; integer and ternary ones go to int8 units (``torch._int_mm``)
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,27 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 # Up to this inner size int32 holds the sum of products of int8 values, which are at most 127 · 127.
 _LONGEST = (2**31 - 1) // 127**2
+
+
+_NOTHING = nullcontext()
+
+
+def no_autocast(device_type: str) -> AbstractContextManager[None]:
+    """``torch.autocast(device_type, enabled=False)``, which takes longer to enter than a small GEMM."""
+    if not torch.is_autocast_enabled(device_type):
+        return _NOTHING
+    if torch.compiler.is_compiling():
+        return torch.autocast(device_type, enabled=False)
+    return _switched_off(device_type)
+
+
+@contextmanager
+def _switched_off(device_type: str) -> Iterator[None]:
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, True)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it cannot trace a device's name
@@ -117,8 +140,10 @@ def _emulated(left: Tensor, right: Tensor, factors: list[Tensor], bias: Tensor |
         if not _FLOAT32.tiny <= alpha <= _FLOAT32.max:  # the result may still be an ordinary number
             product = torch.mm(left.float(), right.float()).double() * alpha
             return (product if bias is None else product + bias).to(dtype)
-        offset = left.new_zeros(()) if bias is None else bias.to(left.dtype)
-        return torch.addmm(offset, left, right, alpha=alpha, beta=0 if bias is None else 1).to(dtype)
+        if bias is None:  # in place, which saves copying what is multiplied by 0
+            product = left.new_empty(len(left), right.shape[1])
+            return product.addmm_(left, right, alpha=alpha, beta=0).to(dtype)
+        return torch.addmm(bias.to(left.dtype), left, right, alpha=alpha).to(dtype)
     if left.dtype in (torch.float32, torch.float64) or left.device.type == "cpu":
         product = torch.mm(left, right)  # the CPU has no GEMM that leaves its float32 result unrounded
     else:

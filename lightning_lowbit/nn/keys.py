@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from lightning_lowbit.nn.calls import Calls, number_calls
-from lightning_lowbit.nn.casts import OPERANDS
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.quant.rounding import mix_key
 
 # Removed from module names, so that a layer keeps its key when it is wrapped or compiled.

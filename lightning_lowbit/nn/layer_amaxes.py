@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbit.nn.casts import OPERANDS
+from lightning_lowbit.nn.plan import OPERANDS
 
 
 class LayerAmaxes(NamedTuple):

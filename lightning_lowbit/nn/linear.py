@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_lowbit.nn.autocast import no_autocast
 from lightning_lowbit.nn.calls import Calls, keys_of_call
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import PrequantizedWeight, QuantizedGemms, Settings
-from lightning_lowbit.nn.gemm import native_obstacle
+from lightning_lowbit.nn.gemm import native_obstacle, no_autocast
 from lightning_lowbit.nn.layer_amaxes import LayerAmaxes, amax_in_force, stage_
 from lightning_lowbit.nn.sharded.parallel import Shards, tensor_parallel
 from lightning_lowbit.quant import amax_along, smoothing_factor

@@ -295,7 +295,7 @@ def _sum_in_halves(values: Tensor, dims: tuple[int, ...]) -> Tensor:
     for dim in dims:
         while (size := values.shape[dim]) > 1:
             half = 1 << (size - 1).bit_length() - 1  # the largest power of two below the size
-            first, second = values.split([half, size - half], dim)
+            first, second = values.narrow(dim, 0, half), values.narrow(dim, half, size - half)
             added = first.narrow(dim, 0, size - half) + second
             values = torch.cat([added, first.narrow(dim, size - half, 2 * half - size)], dim)
     return values

@@ -30,8 +30,9 @@ from lightning_lowbit.cli.estimate.formulas import (
     weight_copies,
 )
 from lightning_lowbit.cli.estimate.shapes import Decoder, Linear, Model, Weight, describe
-from lightning_lowbit.nn.casts import GEMMS, PRESETS, LinearCasts
+from lightning_lowbit.nn.casts import PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.coverage import GemmCounter
+from lightning_lowbit.nn.plan import GEMMS
 from lightning_lowbit.recipes.models import CausalLM
 from tests.cli import estimate_ranks
 from tests.launch import launch

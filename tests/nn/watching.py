@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_lowbit import Cast, quantize
 from lightning_lowbit.metrics import CastStatistics, cast_statistics
 from lightning_lowbit.nn import OPERANDS, function
-from lightning_lowbit.nn.casts import SHARED
+from lightning_lowbit.nn.plan import SHARED
 from tests.quant.tensors import spread_scales
 
 

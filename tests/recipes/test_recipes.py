@@ -24,7 +24,8 @@ from lightning_lowbit.cli.compare.command import plan
 from lightning_lowbit.cli.compare.study import read_study
 from lightning_lowbit.cli.configs import OVERLAY, STUDY, kind, merge_all, recipes
 from lightning_lowbit.nn import LinearCasts
-from lightning_lowbit.nn.casts import GEMMS, OPERANDS, PRESETS
+from lightning_lowbit.nn.casts import PRESETS
+from lightning_lowbit.nn.plan import GEMMS, OPERANDS
 from lightning_lowbit.optim.stable_spam import PRESETS as GAMMAS
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.recipes.spikes import GradientSpikes

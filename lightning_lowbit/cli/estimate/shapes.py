@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from lightning_lowbit.cli.estimate.devices import arithmetic
 from lightning_lowbit.compilation import backend
-from lightning_lowbit.nn.casts import GEMMS, LinearCasts
+from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear, quantized_class
+from lightning_lowbit.nn.plan import GEMMS
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.quant import Cast
 

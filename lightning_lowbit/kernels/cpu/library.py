@@ -27,7 +27,7 @@ _SOURCE = Path(__file__).parent / "source"
 _FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 
 # The most that a compiler takes is used. Some ARM compilers want -mcpu, and Apple's has no OpenMP.
-_EXTRAS = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-fopenmp"], [])
+_EXTRAS: tuple[list[str], ...] = (["-march=native", "-fopenmp"], ["-mcpu=native", "-fopenmp"], ["-fopenmp"], [])
 
 
 _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import choose, number, some
-from lightning_lowbit.nn.casts import GEMMS, LinearCasts
+from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.context import ForwardContext
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.conversion.patterns import select as select
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import BACKENDS, QuantizedLayer, has_native_gemms, is_linear, quantized_class
+from lightning_lowbit.nn.plan import GEMMS
 from lightning_lowbit.quant import Cast
 
 # Mapping before LinearCasts: a command line takes the first type that fits, and LinearCasts would fill in defaults.

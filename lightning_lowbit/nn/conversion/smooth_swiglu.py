@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.checks import choose
-from lightning_lowbit.nn.casts import OPERANDS, SMOOTHINGS, LinearCasts
+from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
+from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.quant import Cast, amax_along, smoothing_factor
 
 _Model = TypeVar("_Model", bound=nn.Module)

@@ -24,11 +24,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from lightning_lowbit.nn.casts import OPERANDS, LinearCasts
+from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.function import PrequantizedWeight
 from lightning_lowbit.nn.layer_amaxes import amax_in_force
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.nn.sharded.eligible import check_gathers, gathered_dtype, is_plain, misfit, obstacle, records
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.operand import operand_dtype
