@@ -84,7 +84,7 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
 
 
 def _is_whole(casts: Mapping[str, Any]) -> bool:
-    from lightning_lowbit.nn.casts import OPERANDS  # imports torch, which `lowbit ls` must not
+    from lightning_lowbit.nn.plan import OPERANDS  # imports torch, which `lowbit ls` must not
 
     return set(OPERANDS) <= set(casts)
 

@@ -3,11 +3,14 @@
 All implementations give the same bits. The plain code of :mod:`lightning_lowbit.quant` is the specification.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from lightning_lowbit.compilation import current_backend, opaque
-from lightning_lowbit.kernels.cpu import casts
+from lightning_lowbit.kernels.cpu import casts as cpu
+from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import Operand, factor_shape, fake_operand, has_factor, operand_dtype, plain_operand
 from lightning_lowbit.quant.shard import Shard
@@ -47,9 +50,9 @@ def _by_kernel(
 ) -> Operand | None:
     """The operand where a kernel makes it; None where none does, or where the plain code refuses the arguments."""
     if x.is_cpu and current_backend() in ("auto", "cpp"):
-        plan = casts.plan_of(spec, dim, x.dtype, dtype)
-        if plan is not None and casts.takes(x, plan, key, amax, shard):
-            return casts.quantize(x, plan, key, amax, shard)
+        plan = cpu.plan_of(spec, dim, x.dtype, dtype)
+        if plan is not None and cpu.takes(x, plan, key, amax, shard):
+            return cpu.quantize(x, plan, key, amax, shard)
     return None
 
 
@@ -64,6 +67,23 @@ def _operand(
     return made.values, x.new_empty(shape, dtype=torch.float32) if made.factor is None else made.factor
 
 
+def coverage(casts: Iterable[Cast], device: torch.device | str = "cpu") -> dict[Cast, str]:
+    """Which implementation serves each cast on a device, in words: the name of a backend, or why it is plain code.
+
+    Examples:
+        >>> coverage([Cast("e2m1", Scale("e4m3", 16)), Cast("e3m0", Scale("e8m0", 32))]).values()
+        dict_values(['cpp', 'plain code: elements without a mantissa'])
+    """
+    found = {}
+    for cast in casts:
+        if torch.device(device).type != "cpu":
+            why: str | None = f"no kernels for {torch.device(device).type!r}"
+        else:
+            why = cpu.obstacle(cast) or (None if library() else "the C++ kernels cannot be built")
+        found[cast] = "cpp" if why is None else f"plain code: {why}"
+    return found
+
+
 def amax_of(x: Tensor, shard: Shard | None = None) -> Tensor:
     """max|x|, as :func:`lightning_lowbit.quant.shard.amax_of`, by the fastest code."""
     return plain_amax(x, shard) if shard is not None else _amax(x)
@@ -71,6 +91,6 @@ def amax_of(x: Tensor, shard: Shard | None = None) -> Tensor:
 
 @opaque(lambda x: x.new_empty((), dtype=torch.float32))
 def _amax(x: Tensor) -> Tensor:
-    if x.is_cpu and current_backend() in ("auto", "cpp") and casts.measures(x):
-        return casts.amax_of(x)
+    if x.is_cpu and current_backend() in ("auto", "cpp") and cpu.measures(x):
+        return cpu.amax_of(x)
     return plain_amax(x)

@@ -1,0 +1,199 @@
+"""Casts by the C++ kernels equal the plain code to the bit."""
+
+import random
+
+import pytest
+import torch
+
+from lightning_lowbit import Cast, LinearCasts, Scale
+from lightning_lowbit.kernels import amax_of, backend, coverage, quantize_operand
+from lightning_lowbit.kernels.cpu import casts as cpu
+from lightning_lowbit.nn.casts import PRESETS
+from lightning_lowbit.nn.plan import OPERANDS
+from lightning_lowbit.quant import quantize_operand as plain
+from lightning_lowbit.quant.shard import Shard
+from tests import oracles
+
+# Fields that no preset has: other formats, roundings and tiles, blocks that are no multiple of a vector.
+RARE = [
+    Cast("e4m3", Scale("e8m0", 32, "floor")),
+    Cast("int4", Scale("e8m0", 24, "even")),
+    Cast("e2m1", Scale("e5m2", 8, "up")),
+    Cast("e2m1", Scale("fp32", (8, 24), "power_of_two")),
+    Cast("e2m1", Scale("e4m3", (16, 16), two_level=True, four_over_six="mae")),
+    Cast("e2m1", Scale("e4m3", 20, two_level=True, four_over_six="mse")),
+    Cast("e4m3", Scale("fp32", (128, 128))),
+    Cast("e3m2", Scale("e4m3", "row")),
+    Cast("int8", Scale("fp32", "row", factor=0.9, epsilon=1e-5)),
+    Cast("e2m1", Scale("e3m4", 16, two_level=True, top=4.0)),
+]
+COVERED = {cast for name in PRESETS for cast in map(LinearCasts.preset(name).cast_of, OPERANDS) if cast} | {*RARE}
+PLAIN = {
+    "elements without a mantissa": Cast("e3m0", Scale("e8m0", 32)),
+    "scales with a zero point": Cast("int4", Scale("fp32", 32, statistic="minmax")),
+    "means of blocks": Cast("ternary", Scale("fp32", 32, statistic="absmean")),
+}
+VALUES = {
+    "normal": lambda x: x,
+    "all magnitudes": lambda x: x * torch.exp(torch.randn_like(x) * 8),
+    "subnormal, and zeros": lambda x: x * 1e-38 * (torch.rand_like(x) > 0.5) * (torch.rand(len(x), 1) > 0.3),
+    "not finite": lambda x: x.where(torch.rand_like(x) > 0.1, torch.tensor([torch.inf, torch.nan])[len(x) % 2]),
+}
+
+
+def same_bits(a, b):
+    """Whether two tensors are equal to the bit; NaNs are equal to each other."""
+    as_integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    equal = a.contiguous().view(as_integers) == b.contiguous().view(as_integers)
+    return a.dtype == b.dtype and a.shape == b.shape and bool((equal | (a.isnan() & b.isnan())).all())
+
+
+def check(x, cast, dim, key=None, amax=None, dtype=None, shard=None):
+    """Compares the operand of the C++ kernels, which must have been called, with the plain code's."""
+    with backend("eager"):
+        expected = plain(x, cast, dim, key, amax, dtype, shard)
+    assert cpu.plan_of(cast.spec, dim, x.dtype, dtype) is not None, f"{cast} is not covered"
+    with backend("cpp"):
+        found = quantize_operand(x, cast, dim, key, amax, dtype, shard)
+    where = f"{cast}, dim {dim}, {x.dtype} {tuple(x.shape)} to {dtype}"
+    assert same_bits(found.values, expected.values), f"values of {where}"
+    assert (found.factor is None) == (expected.factor is None), f"a factor or none of {where}"
+    assert expected.factor is None or same_bits(found.factor, expected.factor), f"factor of {where}"
+
+
+def keyed(cast):
+    return torch.tensor(random.getrandbits(62)) if cast.rounding == "stochastic" else None
+
+
+def test_casts_of_all_presets_and_rare_ones():
+    torch.manual_seed(0)
+    for number, cast in enumerate(sorted(COVERED, key=str)):
+        for dim, rounding in ((0, "nearest"), (1, "nearest"), (0, "stochastic"), (1, "stochastic")):
+            for shape in ((33, 47), (16, 320)):
+                dtype = (torch.float32, torch.bfloat16)[(number + dim + len(rounding) + shape[0]) % 2]
+                rounded = cast.replace(rounding=rounding)
+                check(torch.randn(shape).to(dtype), rounded, dim, keyed(rounded))
+
+
+def test_values_of_all_magnitudes_and_those_that_are_not_finite():
+    torch.manual_seed(1)
+    for cast in sorted(COVERED, key=str):
+        for change in VALUES.values():
+            for rows, dim in ((17, 0), (18, 1)):
+                check(change(torch.randn(rows, 70)).bfloat16(), cast, dim, keyed(cast))
+
+
+def test_strides_of_the_input():
+    x = torch.randn(64, 96)
+    for cast in (LinearCasts.preset("nvfp4").fprop_x, LinearCasts.preset("fp8-row").fprop_x):
+        for view in (x.t(), x[::2, 1::3], x[:1].expand(40, 96)):
+            check(view, cast, 0)
+            check(view, cast, 1)
+
+
+def test_an_amax_from_outside_scales_the_tensor():
+    x = torch.randn(40, 64)
+    for name in ("nvfp4", "fp8-current"):
+        for amax in (0.5, 100.0, 0.0, torch.inf, torch.nan):
+            check(x, LinearCasts.preset(name).fprop_x, 1, amax=torch.tensor(amax))
+
+
+def test_dtypes_of_native_gemms():
+    casts = LinearCasts.preset("ternary")
+    check(torch.randn(40, 64).bfloat16(), casts.fprop_x, 1, dtype=torch.int8)
+    check(torch.randn(40, 64), casts.fprop_w, 1, dtype=torch.int8)
+
+
+def test_shards_together_equal_the_whole_matrix():
+    x, key = torch.randn(64, 96).bfloat16(), torch.tensor(2**50 + 7)
+    cast = LinearCasts.preset("mxfp4").dgrad_g
+    for dim, sharded in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        whole = quantize_operand(x, cast, dim, key).values
+        parts = []
+        for start in range(0, x.shape[sharded], 32):
+            shard = Shard("group", sharded, start, 32, x.shape[sharded])
+            part = x.narrow(sharded, start, 32)
+            check(part, cast, dim, key, shard=shard)
+            parts.append(quantize_operand(part, cast, dim, key, shard=shard).values)
+        assert same_bits(torch.cat(parts, sharded), whole), f"blocks along {dim}, cut along {sharded}"
+
+
+def test_the_number_of_threads_changes_no_bit():
+    x = torch.randn(300, 700).bfloat16()
+    before = torch.get_num_threads()
+    found = {}
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            found[threads] = [
+                quantize_operand(x, cast, dim, torch.tensor(5)).values
+                for cast in sorted(COVERED, key=str)
+                for dim in (0, 1)
+            ]
+    finally:
+        torch.set_num_threads(before)
+    for threads in (2, 4):
+        assert all(map(same_bits, found[threads], found[1])), f"{threads} threads"
+
+
+def test_golden_inputs():
+    """The plain code equals the golden vectors, and these the plain code."""
+    nvfp4 = LinearCasts.preset("nvfp4").fprop_x
+    for file, cast in (
+        ("nvfp4_1x16", nvfp4),
+        ("nvfp4_16x16", nvfp4.replace(scale={"block": (16, 16)})),
+        ("nvfp4_4over6", LinearCasts.preset("nvfp4-4over6").fprop_x),
+        ("mxfp4", LinearCasts.preset("mxfp4").fprop_x),
+        ("mxfp6", LinearCasts.preset("mxfp6").fprop_x),
+        ("mxfp8", LinearCasts.preset("mxfp8").fprop_x),
+    ):
+        inputs = [case["x"] for name in oracles.cases(file) if "x" in (case := oracles.case(file, name))]
+        assert inputs, f"{file} has inputs"
+        for x in inputs:
+            check(x, cast, 1)
+
+
+def test_amax():
+    for x in (torch.randn(7, 333), torch.randn(40).bfloat16(), torch.tensor([-3.0]), torch.tensor([1.0, torch.inf])):
+        assert amax_of(x) == x.abs().amax().float()
+    assert amax_of(torch.tensor([1.0, torch.nan, 2.0])).isnan()
+    assert amax_of(torch.zeros(0, 3)) == 0
+
+
+def test_what_plain_code_refuses_is_refused():
+    x, casts = torch.randn(8, 32), LinearCasts.preset("nvfp4")
+    with pytest.raises(ValueError, match="needs a key"):
+        quantize_operand(x, casts.dgrad_g, 1)
+    with pytest.raises(ValueError, match="amax was given"):
+        quantize_operand(x, LinearCasts.preset("mxfp8").fprop_x, 1, amax=torch.tensor(1.0))
+    with pytest.raises(ValueError, match="in the middle of blocks of 16"):
+        quantize_operand(x, casts.fprop_x, 1, shard=Shard("group", 1, 0, 8, 16))
+
+
+def test_coverage_lists_what_runs_plain_code():
+    assert set(coverage(COVERED).values()) == {"cpp"}
+    for why, cast in PLAIN.items():
+        assert coverage([cast]) == {cast: f"plain code: {why}"}
+        x = torch.randn(8, 64)
+        assert same_bits(quantize_operand(x, cast, 1).values, plain(x, cast, 1).values)
+
+
+def test_backend_eager_calls_no_kernel(monkeypatch):
+    monkeypatch.setattr(cpu, "plan_of", None)  # calling it raises
+    with backend("eager"):
+        quantize_operand(torch.randn(8, 32), LinearCasts.preset("nvfp4").fprop_x, 1)
+
+
+@pytest.mark.slow
+def test_a_thousand_random_samples():
+    random.seed(0)
+    torch.manual_seed(0)
+    casts = sorted(COVERED, key=str)
+    for _ in range(1000):
+        cast = random.choice(casts).replace(rounding=random.choice(["nearest", "stochastic"]))
+        rows, columns = random.randint(1, 200), random.randint(1, 200)
+        x = random.choice([*VALUES.values()])(torch.randn(rows, columns))
+        x = x.to(random.choice([torch.float32, torch.bfloat16]))
+        x = random.choice([x, x.t(), x[:, ::2], x[1:] if rows > 1 else x])
+        amax = random.choice([None, torch.rand(())]) if cast.scale.needs_amax else None
+        check(x, cast, random.choice([0, 1]), keyed(cast), amax)
