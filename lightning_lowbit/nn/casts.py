@@ -12,7 +12,7 @@ the gradient of quantization-aware training.
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning_lowbit.checks import choose, from_fields
 from lightning_lowbit.nn.casts_from_yaml import Settings, change_every, on_top, read_hadamard, read_surrogate
@@ -82,7 +82,7 @@ class LinearCasts:
     subtract_mean: tuple[str, ...] = ()
     surrogate: Mapping[str, str] = field(default_factory=Settings)
     smooth: Literal["channel", "token"] | None = None
-    plan: Plan = field(init=False, repr=False, compare=False)
+    plan: ClassVar[Plan]  # of each instance, but no field of the dataclass
 
     def __post_init__(self) -> None:
         for operand in OPERANDS:
@@ -244,7 +244,7 @@ class LinearCasts:
             raise ValueError(f"Casts are a LinearCasts, a preset's name or a mapping of fields; got {value!r}.")
         given = dict(value)
         base = cls.preset(given.pop("preset")) if "preset" in given else cls()
-        start = {f.name: getattr(base, f.name) for f in fields(cls) if f.init}
+        start = {f.name: getattr(base, f.name) for f in fields(cls)}
         if "every" in given:
             start.update(change_every(start, given.pop("every")))
         given = {name: on_top(start.get(name), value) for name, value in given.items()}
@@ -253,7 +253,7 @@ class LinearCasts:
     def replace(self, **changes: Any) -> "LinearCasts":
         """A copy with other fields; a ValueError for an unknown field, or a wrong value."""
         for name in changes:
-            choose("field of LinearCasts", name, [f.name for f in fields(self) if f.init])
+            choose("field of LinearCasts", name, [f.name for f in fields(self)])
         return replace(self, **changes)
 
     def with_rounding(self, rounding: Mapping[str, str]) -> "LinearCasts":

@@ -140,10 +140,9 @@ def _emulated(left: Tensor, right: Tensor, factors: list[Tensor], bias: Tensor |
         if not _FLOAT32.tiny <= alpha <= _FLOAT32.max:  # the result may still be an ordinary number
             product = torch.mm(left.float(), right.float()).double() * alpha
             return (product if bias is None else product + bias).to(dtype)
-        if bias is None:  # in place, which saves copying what is multiplied by 0
-            product = left.new_empty(len(left), right.shape[1])
-            return product.addmm_(left, right, alpha=alpha, beta=0).to(dtype)
-        return torch.addmm(bias.to(left.dtype), left, right, alpha=alpha).to(dtype)
+        # Without a bias, memory of the result's shape, which is not read: anything smaller would be expanded first.
+        offset = left.new_empty(len(left), right.shape[1]) if bias is None else bias.to(left.dtype)
+        return torch.addmm(offset, left, right, alpha=alpha, beta=0 if bias is None else 1).to(dtype)
     if left.dtype in (torch.float32, torch.float64) or left.device.type == "cpu":
         product = torch.mm(left, right)  # the CPU has no GEMM that leaves its float32 result unrounded
     else:

@@ -58,7 +58,7 @@ def test_without_a_compiler_plain_code_runs_after_one_warning(tmp_path, monkeypa
     monkeypatch.setattr(library.shutil, "which", lambda name: None)
     monkeypatch.setenv("LOWBIT_CACHE_DIR", str(tmp_path))
     x, cast = torch.randn(8, 32), LinearCasts.preset("nvfp4").fprop_x
-    with pytest.warns(UserWarning, match=r"cannot be built here \(no C\+\+ compiler was found\).*Install g\+\+") as said:
+    with pytest.warns(UserWarning, match=r"cannot be built .*no C\+\+ compiler was found.*Install g\+\+") as said:
         values = quantize_operand(x, cast, 1).values
     quantize_operand(x.bfloat16(), cast, 1)
     assert len(said) == 1

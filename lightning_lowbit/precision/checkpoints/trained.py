@@ -123,7 +123,7 @@ def _difference(there: LinearCasts, here: LinearCasts) -> str:
     if _HP in (there, here) or {str(there), str(here)} <= PRESETS.keys():
         return f"{there} in the checkpoint, {here} here"
     found: dict[tuple[str, str], list[str]] = {}
-    for f in (f for f in fields(LinearCasts) if f.init):
+    for f in fields(LinearCasts):
         pair = getattr(there, f.name), getattr(here, f.name)
         if pair[0] != pair[1]:
             shown = tuple("hp" if value is None else str(value) for value in pair)
