@@ -35,7 +35,7 @@ def quantize_operand(
     if not torch.compiler.is_compiling() and (made := _by_kernel(x, cast.spec, dim, key, amax, dtype, shard)):
         return made
     dtype, spec = dtype or operand_dtype(x.dtype, cast), None if shard is None else shard.spec
-    values, factor = _operand(x, cast.spec, dim, key, amax, dtype, spec)
+    values, factor = _quantize_operand(x, cast.spec, dim, key, amax, dtype, spec)
     return Operand(values, factor if has_factor(cast) else None)
 
 
@@ -57,7 +57,7 @@ def _by_kernel(
 
 
 @opaque(fake_operand)
-def _operand(
+def _quantize_operand(
     x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype, shard: str | None
 ) -> tuple[Tensor, Tensor]:
     made = _by_kernel(x, spec, dim, key, amax, dtype, None if shard is None else Shard.from_spec(shard))

@@ -1,9 +1,9 @@
 """Building the C++ kernels: once, by one process, without harm where it cannot be done."""
 
-import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,9 +93,7 @@ def test_a_library_of_another_user_is_not_loaded(tmp_path, monkeypatch):
 def test_address_sanitizer_finds_nothing(tmp_path):
     """The tests of casts in a process whose kernels are compiled with AddressSanitizer."""
     runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    try:
-        ctypes.CDLL(runtime, mode=os.RTLD_LAZY)
-    except OSError:
+    if not os.path.isabs(runtime):
         pytest.skip("g++ has no AddressSanitizer here")
     compiler = tmp_path / "sanitizing"
     compiler.write_text('#!/bin/sh\nexec g++ -fsanitize=address -g "$@"\n')
@@ -107,6 +105,6 @@ def test_address_sanitizer_finds_nothing(tmp_path):
         "LD_PRELOAD": runtime,
         "ASAN_OPTIONS": "detect_leaks=0",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/kernels/test_casts.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(Path(__file__).with_name("test_casts.py"))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

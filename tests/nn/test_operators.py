@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import lightning_lowbit.metrics.outliers
 import lightning_lowbit.nn  # registers them
 import lightning_lowbit.optim.moments  # noqa: F401
 from lightning_lowbit import Cast, Scale
@@ -45,18 +46,24 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-# By operator, the arguments to try for a matrix [40, 24], which may lie in memory in any way.
-ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
-    "_matrix": lambda x: product((None, KEY), (16, 64), (x.device,)),
-    "rotate": lambda x: [*product((x,), (ROTATION, ROTATION.t()), (0, 1)), (x[:32], ROTATION, 0)],
-    "split_mean": lambda x: [(x,)],
-    "_quantize_operand": lambda x: [
+def operands(x: Tensor) -> list[Any]:
+    return [
         *product((x,), (BLOCKS, ROWS), (0, 1), (KEY,), (None,), (torch.float32, x.dtype), (None, shard())),
         *product((x,), (E4M3_ROWS,), (0, 1), (None,), (None,), (E4M3,), (None,)),
         *product((x,), (E5M2_TENSOR,), (0,), (KEY,), (None, TWO), (E5M2,), (None,)),
         (x, GROUPS, 0, None, None, x.dtype, None),
         (x, TERNARY, 1, None, None, torch.int8, shard()),
-    ],
+    ]
+
+
+# By operator, the arguments to try for a matrix [40, 24], which may lie in memory in any way.
+ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
+    "_matrix": lambda x: product((None, KEY), (16, 64), (x.device,)),
+    "rotate": lambda x: [*product((x,), (ROTATION, ROTATION.t()), (0, 1)), (x[:32], ROTATION, 0)],
+    "split_mean": lambda x: [(x,)],
+    "_quantize_operand": operands,
+    "plain_operand": operands,
+    "_amax": lambda x: [(x,), (x.new_empty(0, 24),)],
     "_operand_statistics": lambda x: [
         *product((x,), (x.contiguous(),), (None, TWO), (BLOCKS, ROWS), (0, 1), (None,), (x.numel(), 400), (None,)),
         (x, x.contiguous(), torch.ones(40, 1), ROWS, 1, None, 400, None),
