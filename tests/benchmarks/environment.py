@@ -2,6 +2,7 @@
 
 import ctypes
 import datetime
+import json
 import platform
 from pathlib import Path
 
@@ -32,3 +33,9 @@ def describe(device: str = "cpu") -> str:
     else:
         hardware = torch.cuda.get_device_name()
     return f"{hardware}; {datetime.date.today()}; torch {torch.__version__}"
+
+
+def save(path: str | None, numbers: dict[str, float]) -> None:
+    """Writes the numbers of a run, with where they were measured; nothing without a path."""
+    if path is not None:
+        Path(path).write_text(json.dumps({"where": describe(), "numbers": numbers}, indent=1))
