@@ -82,7 +82,7 @@ def of_both(
 ) -> Launch:
     """Writes the operands with blocks along rows and along columns, each as values and factor."""
     sides = block_size(casts[0]), block_size(casts[1])
-    size = max(sides[1], 16), max(sides[0], 128)
+    size = max(sides[1], 16), max(sides[0], 64)
     arguments: dict[str, Any] = {"x": x}
     constants: dict[str, Any] = {"SIDES": sides, "TILE": size}
     for name, cast, key, (values, factor) in zip(("row", "column"), casts, keys, operands, strict=True):
@@ -91,7 +91,8 @@ def of_both(
         arguments |= {f"amax_{name}": amax if cast.scale.needs_amax else None}
         constants |= {f"CAST_{name.upper()}": constants_of(cast), f"DTYPE_{name.upper()}": values.dtype}
         constants |= {f"THROUGH_{name.upper()}": x.dtype if is_rounded(x.dtype, cast) else values.dtype}
-    return Launch("cast_both", _programs(x, size), {**arguments, **_layout(x)}, constants)
+    warps = min(size[0] * size[1] // 1024, 8)  # one warp reduces along columns without shared memory
+    return Launch("cast_both", _programs(x, size), {**arguments, **_layout(x)}, constants, warps)
 
 
 def of_amax(x: Tensor, amax: Tensor) -> Launch:
