@@ -1,0 +1,180 @@
+"""Casts by the Triton kernels, which equal :func:`lightning_lowbit.quant.quantize_operand` to the bit.
+
+Triton is imported when the first kernel is launched. With ``TRITON_INTERPRET=1`` in the environment the kernels run in
+Triton's interpreter, on tensors of CPUs, as tests do.
+"""
+
+import importlib.util
+import math
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.kernels.gpu import launches
+from lightning_lowbit.kernels.gpu.launches import Launch
+from lightning_lowbit.quant.blocks import tile_of
+from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.scaling import rounding_key
+
+_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+_OUTPUTS = (*_INPUTS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def covers(cast: Cast, x: Tensor, dtype: torch.dtype, is_cut: bool = False) -> str | None:
+    """Why the kernels do not make the operand of a matrix, in words; None where they do.
+
+    ``dtype`` is that of the values; ``is_cut`` says whether elements that share a scale lie on several processes.
+    """
+    scale = cast.scale
+    if (obstacle := _obstacle(x.device)) is not None:
+        return obstacle
+    if is_cut:
+        return "scales of rows, columns or tensors of which each process holds a part"
+    if x.dtype not in _INPUTS or dtype not in _OUTPUTS:
+        return f"operands from {x.dtype} to {dtype}"
+    if dtype not in _INPUTS and (scale.per_block or dtype != cast.grid.gemm_dtype):
+        return f"{cast} in {dtype}"
+    if x.numel() >= 2**31:
+        return "matrices of 2^31 elements or more"
+    if scale.block == "tensor" and scale.statistic == "minmax":
+        return "the range of a whole tensor"
+    if scale.per_block and math.prod(launches.padded_sides(tile_of(cast, 1, 2))) > launches.LARGEST_BLOCK:
+        return f"blocks of more than {launches.LARGEST_BLOCK} elements"
+    return None
+
+
+def covers_both(row: Cast, column: Cast) -> str | None:
+    """Why :func:`quantize_both` does not make two operands that :func:`covers` covers, in words, or None."""
+    for size in (launches.block_size(row), launches.block_size(column)):
+        if not 1 <= size <= 128 or size & (size - 1):
+            return "blocks that are not of 1, 2, 4, ... or 128 elements along an axis"
+    return None
+
+
+def quantize_operand(
+    x: Tensor,
+    cast: Cast,
+    dim: int,
+    key: Tensor | None = None,
+    amax: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    offset: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The values and the factor of an operand in one launch; an amax or a mean that is to be measured takes one more.
+
+    Args:
+        x: ``[rows, columns]``, of any strides.
+        cast, dim, key, amax, dtype: as in :func:`lightning_lowbit.quant.quantize_operand`.
+        offset: int32 ``[3]``, that of :meth:`Shard.offset`, for a shard whose elements round stochastically.
+
+    Returns:
+        ``elements * scales`` in ``dtype``, contiguous (with scales per row or tensor, the elements alone), and the
+        factor: float32, 0-d, ``[rows, 1]`` or ``[1, columns]``.
+    """
+    if amax is None and cast.scale.needs_amax:
+        amax = amax_of(x)
+    sums = None
+    if cast.scale.block == "tensor" and cast.scale.statistic == "absmean":
+        sums = torch.empty(launches.SUMS, dtype=torch.float64, device=x.device)
+        _run(launches.of_sums(x, sums))
+    operand = _empty(x, cast, dim, dtype)
+    _run(launches.of_cast(x, cast, dim, rounding_key(cast, key, x.device), amax, offset, sums, *operand))
+    return operand
+
+
+def quantize_both(
+    x: Tensor,
+    row: Cast,
+    column: Cast,
+    key_row: Tensor | None = None,
+    key_column: Tensor | None = None,
+    amax: Tensor | None = None,
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """:func:`quantize_operand` with blocks along rows (dim 1) and along columns (dim 0), from one read of ``x``."""
+    if amax is None and (row.scale.needs_amax or column.scale.needs_amax):
+        amax = amax_of(x)
+    keys = rounding_key(row, key_row, x.device), rounding_key(column, key_column, x.device)
+    operands = _empty(x, row, 1, dtypes[0]), _empty(x, column, 0, dtypes[1])
+    _run(launches.of_both(x, (row, column), keys, amax, operands))
+    return operands
+
+
+def _empty(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Memory for an operand: its values and its factor."""
+    shape: tuple[int, ...] = ()
+    if cast.scale.block == "row":
+        shape = (1, x.shape[1]) if dim in (0, -2) else (x.shape[0], 1)
+    return torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(shape, device=x.device)
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """max|x| of a matrix: 0-d float32, 0 without elements, not finite if ``x`` is not."""
+    amax = torch.zeros((), device=x.device)
+    _run(launches.of_amax(x, amax))
+    return amax
+
+
+def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``product * factors + bias`` in float32, rounded once to ``dtype``.
+
+    Args:
+        product: float32, bfloat16, float16 or int32 ``[m, n]``.
+        factors: at most two, float32, 0-d, ``[m, 1]`` or ``[1, n]``, multiplied one by one.
+        bias: ``[n]``, or what broadcasts to ``[m, n]``.
+    """
+    result = torch.empty(product.shape, dtype=dtype, device=product.device)
+    _run(launches.of_finish(product, factors, bias, result))
+    return result
+
+
+@cache
+def _obstacle(device: torch.device) -> str | None:
+    """Why no kernel runs on a device, in words; None where they run."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if _kernels()[2]:  # interpreted
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"tensors on {device.type!r} without CUDA"
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability >= (8, 0) else f"GPUs before sm_80, such as sm_{capability[0]}{capability[1]}"
+
+
+@cache
+def _kernels() -> tuple[ModuleType, dict[torch.dtype, Any], bool]:
+    """The kernels, Triton's names of dtypes, and whether kernels are interpreted."""
+    import triton
+    import triton.language as tl
+
+    from lightning_lowbit.kernels.gpu import kernels
+
+    names = {
+        torch.float32: tl.float32,
+        torch.bfloat16: tl.bfloat16,
+        torch.float16: tl.float16,
+        torch.int8: tl.int8,
+        torch.float8_e4m3fn: tl.float8e4nv,
+        torch.float8_e5m2: tl.float8e5,
+    }
+    return kernels, names, triton.knobs.runtime.interpret
+
+
+def compiled_for(launch: Launch) -> dict[str, Any]:
+    """The constants of a launch as its kernel takes them."""
+    _, names, interpreted = _kernels()
+    constants = {
+        name: names[value] if isinstance(value, torch.dtype) else value for name, value in launch.constants.items()
+    }
+    return constants if launch.kernel == "measure" else {**constants, "INTERPRETED": interpreted}
+
+
+def _run(launch: Launch) -> None:
+    kernel = getattr(_kernels()[0], launch.kernel)
+    # No product is fused into a sum, which would round once where the plain code rounds twice.
+    options = {"num_warps": launch.warps, "enable_fp_fusion": False}
+    with torch.cuda.device_of(launch.arguments["x"]):  # type: ignore[no-untyped-call]
+        kernel[(launch.programs,)](**launch.arguments, **compiled_for(launch), **options)

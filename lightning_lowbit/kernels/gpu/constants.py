@@ -1,0 +1,87 @@
+"""What the kernels know of a cast when they are compiled: numbers, in the symbols of quant/scaling.py."""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+from lightning_lowbit.formats import Format
+from lightning_lowbit.quant.cast import Cast
+
+
+class Grid(NamedTuple):
+    """A number format as the kernels round to it."""
+
+    max: float
+    mantissa_bits: int
+    min_exponent: int
+    is_uniform: bool  # one spacing from 0 to max
+
+
+class Constants(NamedTuple):
+    """A cast. ``size`` is the numerator of fp32 scales, ``top`` that of the tensor's scale.
+
+    ``threshold`` is the fraction of a significand, in units of 2^-23, from which an e8m0 scale is one power of two
+    larger, and ``exponent`` that of the largest element.
+    """
+
+    elements: Grid
+    stochastic: bool
+    scale: str  # "exmy", "e8m0" or "fp32"
+    storage: Grid
+    up: bool
+    power_of_two: bool
+    element_max: float
+    exponent: int
+    threshold: int
+    statistic: str
+    size: float
+    factor: float
+    epsilon: float
+    two_level: bool
+    top: float
+    prescale: float
+    four_over_six: str
+    is_tensor: bool
+    scaled: bool
+
+
+def _grid(format: Format) -> Grid:
+    uniform = format.max_exponent == format.min_exponent
+    return Grid(format.max, format.mantissa_bits, format.min_exponent, uniform)
+
+
+@cache
+def constants_of(cast: Cast) -> Constants:
+    scale, element = cast.scale, cast.format
+    exponent, threshold = _e8m0(element, str(scale.rounding)) if scale.format == "e8m0" else (0, 0)
+    sizes = {"absmax": element.max * 2.0**-scale.margin, "absmean": 1.0, "minmax": cast.grid.max}
+    return Constants(
+        elements=_grid(cast.grid),
+        stochastic=cast.rounding == "stochastic",
+        scale=scale.format if scale.format in ("e8m0", "fp32") else "exmy",
+        storage=_grid(scale.storage),
+        up=scale.rounding == "up",
+        power_of_two=scale.rounding == "power_of_two",
+        element_max=element.max,
+        exponent=exponent,
+        threshold=threshold,
+        statistic=scale.statistic,
+        size=float(sizes[scale.statistic]),
+        factor=float(scale.factor),
+        epsilon=float(scale.epsilon),
+        two_level=scale.two_level,
+        top=scale.largest * element.max if scale.two_level else 1.0,
+        prescale=float(scale.prescale),
+        four_over_six=scale.four_over_six or "",
+        is_tensor=scale.block == "tensor",
+        scaled=scale.per_block,
+    )
+
+
+def _e8m0(element: Format, rounding: str) -> tuple[int, int]:
+    """``exponent`` and ``threshold``; see ``_round_e8m0`` of quant/scaling.py."""
+    fraction, exponent = math.frexp(element.max)
+    top, exponent = 2 * fraction, exponent - 1
+    digits = element.mantissa_bits - max(element.min_exponent - exponent, 0)
+    threshold = {"floor": 2.0, "even": 2 - 2.0 ** (-digits - 1), "rceil": top + 2.0**-23, "ceil": 1 + 2.0**-23}
+    return exponent, int((threshold[rounding] - 1) * 2**23)

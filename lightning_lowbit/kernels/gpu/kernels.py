@@ -1,0 +1,344 @@
+"""The kernels. Each makes an operand in one launch, on a grid of one dimension; strides count elements.
+
+Of a matrix, a program takes some blocks, as ``[blocks, rows of a block, blocks, columns of a block]`` with sides that
+are powers of two. What lies outside of the matrix or of a block is masked and counts as 0.
+"""
+
+import triton
+import triton.language as tl
+
+from lightning_lowbit.kernels.gpu.device import (
+    block_scales,
+    encode_factor,
+    float_of,
+    key_halves,
+    magnitude_bits,
+    round_elements,
+    scales_of,
+    span_of,
+    stored,
+    stored_scales,
+    tensor_scales,
+    widen,
+    zero_points,
+)
+
+
+@triton.jit
+def _place(offset, columns):
+    """Columns of the global matrix and the global index of the first element, uint32."""
+    if offset is None:
+        return tl.cast(columns, tl.uint32), tl.cast(0, tl.uint32)
+    else:
+        return tl.load(offset + 1).to(tl.uint32, bitcast=True), tl.load(offset + 2).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _halves(key, CAST: tl.constexpr):
+    if CAST.stochastic:
+        return key_halves(key)
+    else:
+        return 0, 0
+
+
+@triton.jit
+def cast_blocks(
+    x,
+    values,
+    factor,
+    amax,
+    key,
+    offset,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    CAST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    THROUGH: tl.constexpr,
+    SIDES: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Scales per block of ``SIDES``, of which a program has ``BLOCKS``."""
+    across = tl.maximum(tl.cdiv(columns, SIDES[1] * BLOCKS[1]), 1)
+    down = tl.program_id(0) // across
+    right = tl.program_id(0) % across
+    in_row = tl.arange(0, PADDED[0])[None, :, None, None]
+    in_column = tl.arange(0, PADDED[1])[None, None, None, :]
+    row = (down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]) * SIDES[0] + in_row
+    column = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * SIDES[1] + in_column
+    is_row, is_column = row < rows, column < columns
+    if SIDES[0] != PADDED[0]:
+        is_row &= in_row < SIDES[0]
+    if SIDES[1] != PADDED[1]:
+        is_column &= in_column < SIDES[1]
+    mask = is_row & is_column
+    at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+    elements = widen(tl.load(x + at, mask=mask, other=0.0))
+
+    encode, decode = tensor_scales(amax, CAST)
+    if tl.program_id(0) == 0:
+        tl.store(factor, decode)
+    scales, by, zeros = block_scales(elements, mask, encode, decode, CAST)
+    low, high = _halves(key, CAST)
+    stride, first = _place(offset, tl.cdiv(columns, SIDES[1]) * SIDES[1])
+    index = row.to(tl.uint32) * stride + column.to(tl.uint32) + first
+    result = round_elements(elements, scales, by, zeros, index, low, high, CAST)
+    result = stored(result, THROUGH, DTYPE, INTERPRETED)
+    tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
+
+
+@triton.jit
+def cast_rows(
+    x,
+    values,
+    factor,
+    amax,
+    key,
+    offset,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    CAST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    AXIS: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Scales per row (``AXIS`` 1) or column (0), in two loops along them, the second of which reads the cache."""
+    LINES: tl.constexpr = TILE[1 - AXIS]
+    STEP: tl.constexpr = TILE[AXIS]
+    lines, length = (rows, columns) if AXIS == 1 else (columns, rows)
+    line_stride, step_stride = (row_stride, column_stride) if AXIS == 1 else (column_stride, row_stride)
+    line = tl.expand_dims(tl.program_id(0) * LINES + tl.arange(0, LINES), AXIS)
+    is_line = line < lines
+    steps = tl.expand_dims(tl.arange(0, STEP), 1 - AXIS)
+    begin = x + line.to(tl.int64) * line_stride
+
+    peaks = tl.zeros(TILE, tl.int32)
+    total = tl.zeros(TILE, tl.float64)
+    least = tl.zeros(TILE, tl.float32)
+    most = tl.zeros(TILE, tl.float32)
+    for start in range(0, length, STEP):
+        step = start + steps
+        at = begin + step.to(tl.int64) * step_stride
+        elements = widen(tl.load(at, mask=is_line & (step < length), other=0.0))
+        peaks = tl.maximum(peaks, magnitude_bits(elements))
+        if CAST.statistic == "absmean":
+            total += tl.abs(elements).to(tl.float64)
+        if CAST.statistic == "minmax":
+            least = tl.minimum(least, elements)
+            most = tl.maximum(most, elements)
+
+    encode, decode = tensor_scales(amax, CAST)
+    peaks = tl.max(peaks, AXIS, keep_dims=True)
+    zeros = 0.0
+    if CAST.statistic == "absmean":
+        mean = tl.sum(total, AXIS, keep_dims=True) / tl.cast(tl.maximum(length, 1), tl.float64)
+        scales = scales_of(mean.to(tl.float32), encode, CAST)
+    elif CAST.statistic == "minmax":
+        least = tl.min(least, AXIS, keep_dims=True)
+        least, span = span_of(least, tl.max(most, AXIS, keep_dims=True), peaks)
+        scales = scales_of(span, encode, CAST)
+        zeros = zero_points(least, scales, CAST)
+    else:
+        scales = scales_of(float_of(peaks), encode, CAST)
+    tl.store(factor + line, stored_scales(scales, CAST) * decode, mask=is_line)
+
+    by = encode_factor(scales, decode, CAST)
+    low, high = _halves(key, CAST)
+    stride, first = _place(offset, columns)
+    for start in range(0, length, STEP):
+        step = start + steps
+        mask = is_line & (step < length)
+        elements = widen(tl.load(begin + step.to(tl.int64) * step_stride, mask=mask, other=0.0))
+        row, column = (line, step) if AXIS == 1 else (step, line)
+        index = row.to(tl.uint32) * stride + column.to(tl.uint32) + first
+        result = round_elements(elements, scales, by, zeros, index, low, high, CAST)
+        result = stored(result, DTYPE, DTYPE, INTERPRETED)
+        tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
+
+
+@triton.jit
+def cast_tensor(
+    x,
+    values,
+    factor,
+    amax,
+    key,
+    offset,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    sums,
+    CAST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TILE: tl.constexpr,
+    SUMS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One scale of the whole matrix, from its amax or from the ``SUMS`` partial sums of its magnitudes."""
+    across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
+    row = tl.program_id(0) // across * TILE[0] + tl.arange(0, TILE[0])[:, None]
+    column = tl.program_id(0) % across * TILE[1] + tl.arange(0, TILE[1])[None, :]
+    mask = (row < rows) & (column < columns)
+    at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+    elements = widen(tl.load(x + at, mask=mask, other=0.0))
+
+    encode, decode = tensor_scales(amax, CAST)
+    if CAST.statistic == "absmean":
+        total = tl.sum(tl.load(sums + tl.arange(0, SUMS)), 0)
+        count = tl.maximum(tl.cast(rows, tl.int64) * columns, 1)
+        amount = (total / count.to(tl.float64)).to(tl.float32)
+    else:
+        amount = tl.load(amax)
+    scales = scales_of(amount, encode, CAST)
+    if tl.program_id(0) == 0:
+        tl.store(factor, stored_scales(scales, CAST) * decode)
+    by = encode_factor(scales, decode, CAST)
+    low, high = _halves(key, CAST)
+    stride, first = _place(offset, columns)
+    index = row.to(tl.uint32) * stride + column.to(tl.uint32) + first
+    result = round_elements(elements, scales, by, 0.0, index, low, high, CAST)
+    result = stored(result, DTYPE, DTYPE, INTERPRETED)
+    tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
+
+
+@triton.jit
+def measure(
+    x,
+    amax,
+    sums,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    TILE: tl.constexpr,
+):
+    """The amax (its bits, by an atomic maximum) or the partial sums of magnitudes, one per program."""
+    across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
+    peaks = tl.zeros(TILE, tl.int32)
+    total = tl.zeros(TILE, tl.float64)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, TILE[0]) * across, tl.num_programs(0)):
+        row = tile // across * TILE[0] + tl.arange(0, TILE[0])[:, None]
+        column = tile % across * TILE[1] + tl.arange(0, TILE[1])[None, :]
+        at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+        elements = widen(tl.load(x + at, mask=(row < rows) & (column < columns), other=0.0))
+        if sums is None:
+            peaks = tl.maximum(peaks, magnitude_bits(elements))
+        else:
+            total += tl.abs(elements).to(tl.float64)
+    if sums is None:
+        tl.atomic_max(amax, tl.max(peaks))
+    else:
+        tl.store(sums + tl.program_id(0), tl.sum(total))
+
+
+@triton.jit
+def cast_both(
+    x,
+    values_row,
+    values_column,
+    factor_row,
+    factor_column,
+    amax_row,
+    amax_column,
+    key_row,
+    key_column,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    CAST_ROW: tl.constexpr,
+    CAST_COLUMN: tl.constexpr,
+    DTYPE_ROW: tl.constexpr,
+    DTYPE_COLUMN: tl.constexpr,
+    THROUGH_ROW: tl.constexpr,
+    THROUGH_COLUMN: tl.constexpr,
+    SIDES: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Blocks of 1 x ``SIDES[0]`` and of ``SIDES[1]`` x 1 from one read."""
+    across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
+    row = tl.program_id(0) // across * TILE[0] + tl.arange(0, TILE[0])[:, None]
+    column = tl.program_id(0) % across * TILE[1] + tl.arange(0, TILE[1])[None, :]
+    mask = (row < rows) & (column < columns)
+    at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+    elements = widen(tl.load(x + at, mask=mask, other=0.0))
+    target = row.to(tl.int64) * columns + column
+
+    along: tl.constexpr = (TILE[0], 1, TILE[1] // SIDES[0], SIDES[0])
+    stride = tl.cdiv(columns, SIDES[0]) * SIDES[0]
+    result = _cast_tile(elements, mask, row, column, stride, factor_row, amax_row, key_row, CAST_ROW, along)
+    result = stored(result, THROUGH_ROW, DTYPE_ROW, INTERPRETED)
+    tl.store(values_row + target, result, mask=mask)
+
+    down: tl.constexpr = (TILE[0] // SIDES[1], SIDES[1], TILE[1], 1)
+    result = _cast_tile(elements, mask, row, column, columns, factor_column, amax_column, key_column, CAST_COLUMN, down)
+    result = stored(result, THROUGH_COLUMN, DTYPE_COLUMN, INTERPRETED)
+    tl.store(values_column + target, result, mask=mask)
+
+
+@triton.jit
+def _cast_tile(elements, mask, row, column, stride, factor, amax, key, CAST: tl.constexpr, SHAPE: tl.constexpr):
+    """One cast of a tile ``[rows, columns]``, in blocks along axes 1 and 3 of ``SHAPE``."""
+    encode, decode = tensor_scales(amax, CAST)
+    if tl.program_id(0) == 0:
+        tl.store(factor, decode)
+    blocks = tl.reshape(elements, SHAPE)
+    scales, by, zeros = block_scales(blocks, tl.reshape(mask, SHAPE), encode, decode, CAST)
+    low, high = _halves(key, CAST)
+    index = row.to(tl.uint32) * tl.cast(stride, tl.uint32) + column.to(tl.uint32)
+    result = round_elements(blocks, scales, by, zeros, tl.reshape(index, SHAPE), low, high, CAST)
+    return tl.reshape(result, elements.shape)
+
+
+@triton.jit
+def finish(
+    x,
+    first,
+    second,
+    bias,
+    result,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    SPREAD: tl.constexpr,
+    TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """``x * first * second + bias``. ``SPREAD`` says along which axes each of the last three has sizes."""
+    across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
+    row = tl.program_id(0) // across * TILE[0] + tl.arange(0, TILE[0])[:, None]
+    column = tl.program_id(0) % across * TILE[1] + tl.arange(0, TILE[1])[None, :]
+    mask = (row < rows) & (column < columns)
+    at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+    values = widen(tl.load(x + at, mask=mask, other=0))
+    if first is not None:
+        values = values * _spread(first, row, column, rows, columns, SPREAD[0])
+    if second is not None:
+        values = values * _spread(second, row, column, rows, columns, SPREAD[1])
+    if bias is not None:
+        values = values + _spread(bias, row, column, rows, columns, SPREAD[2])
+    tl.store(result + (row.to(tl.int64) * columns + column), stored(values, DTYPE, DTYPE, INTERPRETED), mask=mask)
+
+
+@triton.jit
+def _spread(tensor, row, column, rows, columns, AXES: tl.constexpr):
+    """Contiguous values that broadcast over a tile of a matrix."""
+    if AXES == "":
+        return widen(tl.load(tensor))
+    elif AXES == "rows":
+        return widen(tl.load(tensor + row, mask=row < rows, other=0.0))
+    elif AXES == "columns":
+        return widen(tl.load(tensor + column, mask=column < columns, other=0.0))
+    else:
+        at = row.to(tl.int64) * columns + column
+        return widen(tl.load(tensor + at, mask=(row < rows) & (column < columns), other=0.0))

@@ -1,0 +1,181 @@
+"""Launches of the kernels: which kernel, how many programs and what arguments, made without a GPU or Triton.
+
+A program has some 32 elements per thread, in a tile that is wide along the axis on which memory is contiguous.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.kernels.gpu.constants import constants_of
+from lightning_lowbit.quant.blocks import ALL, Tile, tile_of
+from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.operand import is_rounded
+
+LARGEST_BLOCK = 1024  # elements: a block lies in the registers of one program
+SUMS = 256  # programs that measure a mean
+
+
+class Launch(NamedTuple):
+    """One launch: ``arguments`` are tensors and numbers, ``constants`` what the kernel is compiled for."""
+
+    kernel: str
+    programs: int
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    warps: int = 4
+
+
+def of_cast(
+    x: Tensor,
+    cast: Cast,
+    dim: int,
+    key: Tensor | None,
+    amax: Tensor | None,
+    offset: Tensor | None,
+    sums: Tensor | None,
+    values: Tensor,
+    factor: Tensor,
+) -> Launch:
+    """Writes the operand ``values`` and its ``factor``; ``sums`` are those of :func:`of_sums`."""
+    tile = tile_of(cast, dim, x.dim())
+    if cast.rounding == "nearest":
+        key = offset = None
+    arguments = {
+        "x": x,
+        "values": as_bytes(values),
+        "factor": factor,
+        "amax": amax if cast.scale.needs_amax else None,
+        "key": key,
+        "offset": offset,
+        **_layout(x),
+    }
+    constants: dict[str, Any] = {"CAST": constants_of(cast), "DTYPE": values.dtype}
+    if tile == (ALL, ALL):
+        size = _tile(x)
+        return Launch(
+            "cast_tensor", _programs(x, size), {**arguments, "sums": sums}, {**constants, "TILE": size, "SUMS": SUMS}
+        )
+    if ALL in tile:
+        axis, transposed = tile.index(ALL), is_transposed(x)
+        size = ((32, 64) if transposed else (4, 512)) if axis == 1 else ((512, 4) if transposed else (64, 32))
+        return Launch(
+            "cast_rows", max(_counts(x, size)[1 - axis], 1), arguments, {**constants, "AXIS": axis, "TILE": size}
+        )
+    padded, is_light = padded_sides(tile), cast.rounding == "nearest" and cast.scale.four_over_six is None
+    rows, columns, warps = _block_tile(x, padded, is_light)
+    blocks = rows // padded[0], columns // padded[1]
+    programs = _programs(x, (tile[0] * blocks[0], tile[1] * blocks[1]))
+    through = x.dtype if is_rounded(x.dtype, cast) else values.dtype
+    constants |= {"THROUGH": through, "SIDES": tile, "PADDED": padded, "BLOCKS": blocks}
+    return Launch("cast_blocks", programs, arguments, constants, warps)
+
+
+def of_both(
+    x: Tensor,
+    casts: tuple[Cast, Cast],
+    keys: tuple[Tensor | None, Tensor | None],
+    amax: Tensor | None,
+    operands: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> Launch:
+    """Writes the operands with blocks along rows and along columns, each as values and factor."""
+    sides = block_size(casts[0]), block_size(casts[1])
+    size = max(sides[1], 16), max(sides[0], 64)
+    arguments: dict[str, Any] = {"x": x}
+    constants: dict[str, Any] = {"SIDES": sides, "TILE": size}
+    for name, cast, key, (values, factor) in zip(("row", "column"), casts, keys, operands, strict=True):
+        arguments |= {f"values_{name}": values, f"factor_{name}": factor}
+        arguments |= {f"key_{name}": key if cast.rounding == "stochastic" else None}
+        arguments |= {f"amax_{name}": amax if cast.scale.needs_amax else None}
+        constants |= {f"CAST_{name.upper()}": constants_of(cast), f"DTYPE_{name.upper()}": values.dtype}
+        constants |= {f"THROUGH_{name.upper()}": x.dtype if is_rounded(x.dtype, cast) else values.dtype}
+    warps = min(size[0] * size[1] // 1024, 8)  # one warp reduces along columns without shared memory
+    return Launch("cast_both", _programs(x, size), {**arguments, **_layout(x)}, constants, warps)
+
+
+def of_amax(x: Tensor, amax: Tensor) -> Launch:
+    """Raises ``amax`` (float32, 0-d, 0 before) to max|x|."""
+    size = _tile(x)
+    arguments = {"x": x, "amax": amax.view(torch.int32), "sums": None, **_layout(x)}
+    return Launch("measure", min(_programs(x, size), 1024), arguments, {"TILE": size})
+
+
+def of_sums(x: Tensor, sums: Tensor) -> Launch:
+    """Writes sums of magnitudes, float64 ``[SUMS]``."""
+    arguments = {"x": x, "amax": None, "sums": sums, **_layout(x)}
+    return Launch("measure", SUMS, arguments, {"TILE": _tile(x)})
+
+
+def of_finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, result: Tensor) -> Launch:
+    """Writes ``product * factors + bias``."""
+    others = [*factors, *[None] * (2 - len(factors)), bias]
+    size = _tile(product)
+    arguments: dict[str, Any] = {"x": product}
+    for name, tensor in zip(("first", "second", "bias"), others, strict=True):
+        arguments[name] = None if tensor is None else tensor.contiguous()
+    spread = tuple(_axes(tensor) for tensor in others)
+    constants = {"SPREAD": spread, "TILE": size, "DTYPE": result.dtype}
+    return Launch("finish", _programs(product, size), {**arguments, "result": result, **_layout(product)}, constants)
+
+
+def block_size(cast: Cast) -> int:
+    """Elements that share a scale along the contraction axis; 0 for tiles, rows and tensors."""
+    return cast.scale.block if isinstance(cast.scale.block, int) else 0
+
+
+def is_transposed(x: Tensor) -> bool:
+    """Whether memory is contiguous along columns and not along rows."""
+    return x.stride(0) == 1 and x.stride(1) != 1
+
+
+def padded_sides(tile: Tile) -> Tile:
+    return _power_of_two(tile[0]), _power_of_two(tile[1])
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """FP8 as bytes, which the kernels write."""
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else tensor
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _tile(x: Tensor) -> tuple[int, int]:
+    """Rows and columns of a program."""
+    return (64, 64) if is_transposed(x) else (16, 256)
+
+
+def _block_tile(x: Tensor, block: Tile, is_light: bool) -> tuple[int, int, int]:
+    """Rows, columns and warps of a program that holds whole blocks, such that nothing spills."""
+    if block[1] == 1 and 8 <= block[0] <= 64 and not is_transposed(x):
+        return block[0], (2048 if is_light else 1024) // block[0], 1  # one warp: columns need no shared memory
+    rows, columns = _tile(x)
+    if block[0] > rows:
+        return block[0], max(4096 // block[0], block[1], 8), 4
+    if block[1] > columns:
+        return max(4096 // block[1], block[0], 8 if is_transposed(x) else 1), block[1], 4
+    return rows, columns, 4
+
+
+def _layout(x: Tensor) -> dict[str, int]:
+    return {"rows": x.shape[0], "columns": x.shape[1], "row_stride": x.stride(0), "column_stride": x.stride(1)}
+
+
+def _counts(x: Tensor, size: tuple[int, int]) -> tuple[int, int]:
+    return -(-x.shape[0] // size[0]), -(-x.shape[1] // size[1])
+
+
+def _programs(x: Tensor, size: tuple[int, int]) -> int:
+    return max(math.prod(_counts(x, size)), 1)
+
+
+def _axes(tensor: Tensor | None) -> str:
+    """How a factor or a bias spreads over a matrix: "", "rows", "columns" or "both"."""
+    if tensor is None or tensor.numel() == 1:
+        return ""
+    if tensor.dim() == 1 or tensor.shape[0] == 1:
+        return "columns"
+    return "rows" if tensor.shape[1] == 1 else "both"

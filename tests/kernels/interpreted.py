@@ -1,0 +1,99 @@
+"""The Triton kernels beside the plain code, for tests that have no GPU: run in a process with ``TRITON_INTERPRET=1``.
+
+Functions take and return what can be pickled, and say in words what differs: an empty list is equality to the bit.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_lowbit import Cast, compilation
+from lightning_lowbit.kernels.gpu import casts as gpu
+from lightning_lowbit.nn.gemm import _finish
+from lightning_lowbit.quant.operand import _quantize_operand, operand_dtype
+from lightning_lowbit.quant.shard import amax_of
+
+np.seterr(all="ignore")  # divisions by zero are meant
+KEY = 0x123456789ABCDEF
+
+
+class Case(NamedTuple):
+    """One operand; ``dtype`` None takes the one that layers take."""
+
+    cast: Cast
+    dim: int
+    x: Tensor
+    amax: float | None = None
+    dtype: torch.dtype | None = None
+    key: int = KEY
+
+
+def differences(cases: list[Case]) -> list[str]:
+    """What the kernels make otherwise than the plain code."""
+    return [text for case in cases for text in _differences(case)]
+
+
+def _differences(case: Case) -> list[str]:
+    x, cast = case.x, case.cast
+    key, dtype = torch.tensor(case.key), case.dtype or operand_dtype(x.dtype, cast)
+    amax = None if case.amax is None else torch.tensor(case.amax)
+    if (reason := gpu.covers(cast, x, dtype)) is not None:
+        return [f"not covered: {reason}"]
+    with compilation.backend("eager"):
+        expected = _quantize_operand(x, cast.spec, case.dim, key, amax, dtype, None)
+    found = gpu.quantize_operand(x, cast, case.dim, key, amax, dtype)
+    return _unequal(found, expected, f"{cast}, dim {case.dim}, {describe(x)} to {dtype}, amax {case.amax}")
+
+
+def differences_of_both(cases: list[tuple[Cast, Cast, Tensor]]) -> list[str]:
+    """What the kernel for two operands makes otherwise than the plain code."""
+    texts = []
+    for row, column, x in cases:
+        dtypes = operand_dtype(x.dtype, row), operand_dtype(x.dtype, column)
+        keys = torch.tensor(KEY), torch.tensor(-KEY)
+        found = gpu.quantize_both(x, row, column, *keys, dtypes=dtypes)
+        for dim, cast, key, dtype, operand in zip((1, 0), (row, column), keys, dtypes, found, strict=True):
+            expected = _quantize_operand(x, cast.spec, dim, key, None, dtype, None)
+            texts += _unequal(operand, expected, f"{row} and {column}: dim {dim}, {describe(x)}")
+    return texts
+
+
+def differences_of_finish(cases: list[tuple[Tensor, list[Tensor], Tensor | None, torch.dtype]]) -> list[str]:
+    """What the kernel behind GEMMs makes otherwise than the plain code."""
+    texts = []
+    for product, factors, bias, dtype in cases:
+        shapes = [tuple(factor.shape) for factor in factors], None if bias is None else tuple(bias.shape)
+        found, expected = gpu.finish(product, factors, bias, dtype), _finish(product, factors, bias, dtype)
+        texts += _unequal((found,), (expected,), f"{describe(product)}, factors and bias {shapes}, to {dtype}")
+    return texts
+
+
+def differences_of_amax(matrices: list[Tensor]) -> list[str]:
+    """Where the kernel's largest magnitude is another one."""
+    return [text for x in matrices for text in _unequal((gpu.amax_of(x),), (amax_of(x),), describe(x))]
+
+
+def shard(x: Tensor, cast: Cast, dim: int, offset: Tensor) -> Tensor:
+    """The values of a shard."""
+    return gpu.quantize_operand(x, cast, dim, torch.tensor(KEY), None, torch.float32, offset)[0]
+
+
+def describe(x: Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)} with strides {x.stride()}"
+
+
+def _unequal(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], what: str) -> list[str]:
+    texts = []
+    for name, one, other in zip(("values", "factor"), found, expected, strict=False):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            texts.append(f"{what}: {name} {describe(one)}, not {describe(other)}")
+            continue
+        wide, others = one.float(), other.float()
+        nan = wide.isnan(), others.isnan()
+        wrong = (nan[0] != nan[1]) | (wide.view(torch.int32) != others.view(torch.int32)) & ~(nan[0] & nan[1])
+        if wrong.any():
+            first = wide[wrong][0].item(), others[wrong][0].item()
+            texts.append(f"{what}: {name} differ in {int(wrong.sum())} of {wrong.numel()}, such as {first}")
+    return texts

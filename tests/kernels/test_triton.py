@@ -1,0 +1,248 @@
+"""The Triton kernels in Triton's interpreter, which runs them on CPUs, against the plain code: equal to the bit."""
+
+import importlib.util
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbit import Cast, LinearCasts, Scale
+from lightning_lowbit.formats import ELEMENT_FORMATS
+from lightning_lowbit.kernels.gpu import casts as gpu
+from lightning_lowbit.nn import OPERANDS, PRESETS
+from lightning_lowbit.quant.blocks import tile_of
+from lightning_lowbit.quant.shard import Shard
+from tests.kernels import interpreted
+from tests.kernels.interpreted import Case
+from tests.quant.tensors import NVFP4, NVFP4_TILES, scales
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NANOS = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-39, 3.4e38, 6e4, 6.0, -2.5, 0.5)
+STOCHASTIC = NVFP4.replace(rounding="stochastic")
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[..., Any]]:
+    """Calls a function of ``interpreted`` in a process in which kernels are interpreted."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed: pip install -e '.[integrations]'")
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        patch.setenv("TRITON_INTERPRET", "1")  # read where Triton is imported, in the process
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+def sample(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Rows of very different sizes, and a block of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).mul(3).exp()
+    x[: rows // 3, : columns // 2] = 0
+    return x.to(dtype)
+
+
+def casts_of(preset: str) -> list[Cast]:
+    casts = LinearCasts.preset(preset)
+    return list(dict.fromkeys(cast for name in OPERANDS if isinstance(cast := getattr(casts, name), Cast)))
+
+
+@pytest.mark.fast("nvfp4-nvidia", "mxfp4-rht", "fp8-row", "int4")
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "bf16"])
+def test_all_casts_of_presets(run, preset):
+    """Shapes are not multiples of blocks."""
+    cases = [
+        Case(cast, dim, sample(rows, columns, dtype))
+        for cast in casts_of(preset)
+        for dim in (0, 1)
+        for dtype in DTYPES
+        for rows, columns in ((19, 70), (1, 33))
+    ]
+    assert run(interpreted.differences, cases) == []
+
+
+def test_memory_in_any_order(run):
+    x, wide = sample(70, 40), sample(20, 150)
+    matrices = (x.t(), wide[::2, 1::3], wide[:, 7:90], wide[:1].expand(20, 150), x[:, :1], x[:, :1].t())
+    casts = STOCHASTIC, NVFP4_TILES, Cast("int8", Scale("fp32", "row")), Cast("e4m3", Scale("fp32", "tensor"))
+    cases = [
+        Case(cast, dim, matrix.bfloat16() if dim else matrix)
+        for matrix in matrices
+        for dim in (0, 1)
+        for cast in casts[: 2 if dim else 4]
+    ]
+    assert run(interpreted.differences, cases) == []
+
+
+def test_what_is_not_a_number_zero_or_subnormal(run):
+    x = torch.tensor([[*NANOS, *[1.0] * 4]]).repeat(len(NANOS), 3)
+    for row, value in enumerate(NANOS):
+        x[row, 16:] = value
+    cases = [
+        Case(Cast(element, scale, rounding), dim, x)
+        for element, scale in (
+            ("e2m1", Scale("e4m3", 16)),
+            ("e2m1", Scale("e4m3", 16, four_over_six="mse")),
+            ("e3m0", Scale("e8m0", 16, "even")),
+            ("e4m3", Scale("fp32", "row", "power_of_two")),
+            ("e5m2", Scale("fp32", "tensor")),
+            ("int4", Scale("fp32", 16, statistic="minmax")),
+            ("ternary", Scale("fp32", 16, statistic="absmean", epsilon=1e-5)),
+        )
+        for rounding in ("nearest", "stochastic")
+        for dim in (0, 1)
+    ]
+    assert run(interpreted.differences, cases) == []
+
+
+def test_no_elements(run):
+    kinds = (NVFP4, STOCHASTIC, Cast("int8", Scale("fp32", "row")), Cast("e4m3", Scale("fp32", "tensor")))
+    cases = [Case(cast, dim, torch.randn(shape)) for cast in kinds for dim in (0, 1) for shape in ((0, 5), (5, 0))]
+    cases.append(Case(Cast("ternary", Scale("fp32", "tensor", statistic="absmean")), 1, torch.randn(0, 5)))
+    assert run(interpreted.differences, cases) == []
+
+
+def test_amaxes_of_earlier_steps(run):
+    """They may be far from the tensor's, 0 or not finite."""
+    cases = [
+        Case(cast, 1, sample(5, 40), amax)
+        for cast in (NVFP4, STOCHASTIC, Cast("e4m3", Scale("fp32", "tensor", source="delayed")))
+        for amax in (0.0, 1e-44, 1e-30, 1.0, 1e30, float("inf"), float("nan"))
+    ]
+    assert run(interpreted.differences, cases) == []
+
+
+def test_elements_in_the_dtypes_of_native_gemms(run):
+    cases = [
+        Case(Cast(element, Scale("fp32", block), rounding), dim, x, dtype=ELEMENT_FORMATS[element].gemm_dtype)
+        for element in ("e4m3", "e5m2", "int8", "ternary")
+        for block in ("row", "tensor")
+        for rounding in ("nearest", "stochastic")
+        for dim in ((0, 1) if block == "row" else (1,))
+        for x in (sample(19, 70), torch.tensor([[1.0, float("nan"), -2e-5, 3e4], [0.0, -0.0, -1.0, 1e-9]]))
+    ]
+    assert run(interpreted.differences, cases) == []
+
+
+@pytest.mark.parametrize("cast", [STOCHASTIC, NVFP4_TILES.replace(rounding="stochastic")], ids=["1x16", "16x16"])
+def test_shards_have_the_random_bits_of_the_whole(run, cast):
+    x = sample(64, 96)
+    x[0, 0] = x[32, 0] = x[0, 48] = x.abs().max()  # one amax for all
+    for dim in (0, 1):
+        whole = run(
+            interpreted.shard, x, cast, dim, Shard("", 0, 0, 64, 64).offset(x.shape, tile_of(cast, dim, 2), x.device)
+        )
+        for cut in (0, 1):
+            half = x.shape[cut] // 2
+            for start in (0, half):
+                part = x.narrow(cut, start, half)
+                place = Shard("", cut, start, half, x.shape[cut])
+                values = run(
+                    interpreted.shard, part, cast, dim, place.offset(part.shape, tile_of(cast, dim, 2), x.device)
+                )
+                assert torch.equal(values, whole.narrow(cut, start, half)), f"dim {dim}, cut along {cut} from {start}"
+
+
+def test_two_operands_from_one_read(run):
+    pairs = [
+        (NVFP4, STOCHASTIC),
+        (NVFP4.replace(scale={"four_over_six": "mse"}), NVFP4),
+        (Cast("e2m1", Scale("e8m0", 32)), Cast("e4m3", Scale("e8m0", 128), "stochastic")),
+        (Cast("int4", Scale("fp32", 128), rounded=True), NVFP4),
+    ]
+    cases = [
+        (row, column, sample(*shape, dtype))
+        for row, column in pairs
+        for dtype in (torch.float32, torch.bfloat16)
+        for shape in ((19, 70), (64, 128), (1, 5), (0, 7))
+    ]
+    assert run(interpreted.differences_of_both, cases) == []
+
+
+def test_the_largest_magnitude(run):
+    matrices = [
+        sample(300, 70),
+        sample(70, 30).bfloat16().t(),
+        torch.randn(3, 0),
+        *(torch.tensor([[v, 1.0]]) for v in NANOS),
+    ]
+    assert run(interpreted.differences_of_amax, matrices) == []
+
+
+def test_factors_and_bias_behind_gemms(run):
+    generator = torch.Generator().manual_seed(0)
+
+    def random_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator).mul(50).to(dtype)
+
+    cases = [
+        (product, [random_of(*shape) for shape in factors], bias, dtype)
+        for product in (random_of(19, 70), random_of(70, 19).t(), random_of(19, 70, dtype=torch.int32))
+        for factors in ([], [()], [(19, 1)], [(1, 70)], [(19, 1), (1, 70)], [(), (1, 70)])
+        for bias in (None, random_of(70, dtype=torch.bfloat16), random_of(19, 70))
+        for dtype in DTYPES[: 2 if factors else 3]
+    ]
+    assert run(interpreted.differences_of_finish, cases) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_casts_shapes_strides_and_dtypes(run, seed):
+    """50 samples each, over every knob of a cast."""
+    cases, rng = [], random.Random(seed)
+    while len(cases) < 50:
+        element = rng.choice(list(ELEMENT_FORMATS))
+        block = rng.choice([1, 2, 16, 32, 128, 7, 24, (16, 16), (1, 16), (4, 8), (3, 5), (32, 2), "row", "tensor"])
+        scale = rng.choice(list(scales(block, element)))
+        if scale.block == "tensor" and scale.statistic == "minmax":
+            continue
+        cast = Cast(element, scale, rng.choice(["nearest", "stochastic"]), rng.random() < 0.3)
+        rows, columns = rng.choice([1, 2, 5, 16, 17, 33, 64]), rng.choice([1, 3, 16, 20, 31, 64, 70, 130])
+        x = sample(2 * columns, 2 * rows, rng.choice(DTYPES), rng.getrandbits(30)).t()
+        x = rng.choice([x[:rows, :columns], x[:rows, :columns].contiguous(), x[::2, ::2], x.contiguous()[:rows, 1::2]])
+        for _ in range(rng.randint(0, 4)):
+            x[rng.randrange(rows), rng.randrange(columns)] = rng.choice(NANOS)
+        amax = rng.choice([None, 3.0, 1e-30, 1e30, float("inf")]) if scale.needs_amax else None
+        narrow = None if scale.per_block or rng.random() < 0.6 else cast.grid.gemm_dtype
+        cases.append(Case(cast, rng.choice([0, 1]), x, amax, narrow, rng.getrandbits(63) - 2**62))
+    assert run(interpreted.differences, cases) == []
+
+
+# --- without Triton ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_covered_is_said_in_words(monkeypatch):
+    monkeypatch.setattr(gpu, "_obstacle", lambda device: None)
+    x = torch.empty(4, 4)
+    for cast, matrix, dtype, reason in (
+        (NVFP4, x, torch.bfloat16, None),
+        (NVFP4, x.double(), torch.float32, "operands from torch.float64 to torch.float32"),
+        (NVFP4, x, torch.int8, f"{NVFP4} in torch.int8"),
+        (Cast("int8", Scale("fp32", "row")), x, torch.int8, None),
+        (Cast("int8", Scale("fp32", "tensor", statistic="minmax")), x, torch.float32, "the range of a whole tensor"),
+        (Cast("int8", Scale("fp32", 1025)), x, torch.float32, "blocks of more than 1024 elements"),
+        (Cast("int8", Scale("fp32", (64, 32))), x, torch.float32, "blocks of more than 1024 elements"),
+        (NVFP4, torch.empty(1, 1).expand(2**16, 2**15), torch.float32, "matrices of 2^31 elements or more"),
+    ):
+        assert gpu.covers(cast, matrix, dtype) == reason
+    assert "each process holds a part" in gpu.covers(Cast("int8", Scale("fp32", "row")), x, torch.int8, is_cut=True)
+    assert gpu.covers_both(NVFP4, STOCHASTIC) is None
+    assert "1, 2, 4, ... or 128" in gpu.covers_both(NVFP4, NVFP4_TILES)
+
+
+def test_the_module_is_imported_without_triton():
+    program = """if True:
+        import sys
+        sys.modules["triton"] = None  # an ImportError, as where it is not installed
+        import torch
+        from lightning_lowbit import Cast
+        from lightning_lowbit.kernels.gpu import casts
+        casts.importlib.util.find_spec = lambda name: None
+        print(casts.covers(Cast(), torch.empty(2, 2), torch.float32))
+    """
+    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert said.stdout == "Triton is not installed\n"

@@ -1,0 +1,86 @@
+"""The Triton kernels compiled for GPUs that need not be there."""
+
+import importlib.util
+import re
+
+import pytest
+import torch
+
+from lightning_lowbit import Cast, Scale
+from lightning_lowbit.kernels.gpu import casts as gpu
+from lightning_lowbit.kernels.gpu import launches
+from lightning_lowbit.nn import PRESETS
+from tests.benchmarks import kernels
+from tests.benchmarks.kernels import meta
+from tests.quant.tensors import NVFP4, NVFP4_TILES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+ALL = [name for name in PRESETS if name != "bf16"]
+STOCHASTIC = NVFP4.replace(rounding="stochastic")
+
+
+def wrong_arithmetic(ptx: str, fused: bool) -> list[str]:
+    """Instructions that flush subnormal numbers, approximate, or round a product and a sum at once."""
+    found = re.findall(r"^\s+(\S*(?:\.ftz|\.approx|div\.full)\S*)\s", ptx, re.MULTILINE)
+    return found + ([] if fused else re.findall(r"^\s+((?:fma|mad)\.rn\.f\S+)\s", ptx, re.MULTILINE))
+
+
+@pytest.mark.parametrize("arch", kernels.ARCHITECTURES)
+def test_kernels_of_all_presets_compile_and_nothing_spills(arch):
+    for name, launch in kernels.every_launch(ALL):
+        code = kernels.resources_of(launch, arch)
+        assert code.spilled == 0 and code.registers <= 168, f"{name}: {code}"
+
+
+def other_launches():
+    """Operands in other dtypes, layouts and places than those of the benchmark."""
+    for cast in (
+        NVFP4,
+        STOCHASTIC,
+        NVFP4_TILES,
+        Cast("int8", Scale("fp32", "row")),
+        Cast("e4m3", Scale("fp32", "tensor")),
+    ):
+        for x in (
+            meta(512, 256),
+            meta(512, 256, dtype=torch.float16),
+            meta(256, 512, dtype=torch.bfloat16).t(),
+            meta(33, 7),
+        ):
+            for dim in (0, 1):
+                operand = gpu._empty(x, cast, dim, torch.float32)
+                place = meta(3, dtype=torch.int32)
+                yield cast, launches.of_cast(x, cast, dim, meta(dtype=torch.int64), meta(), place, None, *operand)
+    for element, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2), ("int8", torch.int8)):
+        cast, x = Cast(element, Scale("fp32", "row")), meta(512, 256)
+        yield cast, launches.of_cast(x, cast, 1, None, None, None, None, *gpu._empty(x, cast, 1, dtype))
+
+
+@pytest.mark.parametrize("arch", kernels.ARCHITECTURES)
+def test_kernels_compile_for_other_dtypes_layouts_and_shards(arch):
+    for cast, launch in other_launches():
+        code = kernels.resources_of(launch, arch)
+        assert code.spilled == 0, f"{cast}, {launch.arguments['x'].stride()}: {code}"
+
+
+def test_arithmetic_is_that_of_ieee():
+    """Of stochastic rounding, one product is exact and therefore fused."""
+    for name, launch in kernels.every_launch(["nvfp4", "nvfp4-4over6", "mxfp4", "fp8-row", "ternary"]):
+        found = wrong_arithmetic(kernels.compile_for(launch, 90).asm["ptx"], "~" in name)
+        assert not found, f"{name}: {found}"
+
+
+def test_wrong_arithmetic_is_found():
+    ptx = "\tadd.ftz.f32 %f1, %f2;\n\tdiv.full.f32 %f1;\n\tfma.rn.f32 %f3;\n\tdiv.rn.f32 %f1;\n"
+    assert wrong_arithmetic(ptx, fused=False) == ["add.ftz.f32", "div.full.f32", "fma.rn.f32"]
+    assert wrong_arithmetic(ptx, fused=True) == ["add.ftz.f32", "div.full.f32"]
+
+
+def test_operands_are_loaded_and_stored_16_bytes_at_a_time():
+    for name, launch in kernels.every_launch(ALL):
+        ptx = kernels.compile_for(launch, 90).asm["ptx"]
+        wide = len(re.findall(r"(?:ld|st)\.global\.v4\.b32", ptx))
+        assert wide >= 2 or launch.kernel == "measure" and wide, f"{name}: {wide}"
