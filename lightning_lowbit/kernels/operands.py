@@ -3,16 +3,28 @@
 All implementations give the same bits. The plain code of :mod:`lightning_lowbit.quant` is the specification.
 """
 
+import warnings
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from lightning_lowbit.compilation import current_backend, opaque
+from lightning_lowbit.compilation import backend, current_backend, opaque
 from lightning_lowbit.kernels.cpu import casts as cpu
 from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.gpu import casts as gpu
+from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import Operand, factor_shape, fake_operand, has_factor, operand_dtype, plain_operand
+from lightning_lowbit.quant.operand import (
+    Operand,
+    are_regular,
+    factor_shape,
+    fake_operand,
+    has_factor,
+    operand_dtype,
+    plain_operand,
+)
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.shard import amax_of as plain_amax
 
@@ -49,11 +61,55 @@ def _by_kernel(
     shard: Shard | None,
 ) -> Operand | None:
     """The operand where a kernel makes it; None where none does, or where the plain code refuses the arguments."""
-    if x.is_cpu and current_backend() in ("auto", "cpp"):
+    chosen = current_backend()
+    if x.is_cpu and chosen in ("auto", "cpp"):
         plan = cpu.plan_of(spec, dim, x.dtype, dtype)
         if plan is not None and cpu.takes(x, plan, key, amax, shard):
             return cpu.quantize(x, plan, key, amax, shard)
+    elif chosen == "triton" or (chosen == "auto" and x.is_cuda):
+        return _by_triton(x, Cast.from_spec(spec), dim, key, amax, dtype, shard)
     return None
+
+
+def _by_triton(
+    x: Tensor,
+    cast: Cast,
+    dim: int,
+    key: Tensor | None,
+    amax: Tensor | None,
+    dtype: torch.dtype | None,
+    shard: Shard | None,
+) -> Operand | None:
+    dtype, tile = dtype or operand_dtype(x.dtype, cast), tile_of(cast, dim, 2)
+    is_cut = shard is not None and (shard.cuts(tile) or shard.splits(tile[shard.dim]))
+    is_regular = are_regular(cast.rounding == "stochastic", cast.scale.needs_amax, key, amax)
+    if gpu.covers(cast, x, dtype, is_cut) is not None or x.numel() == 0 or not is_regular:
+        return None
+    if not _agrees(cast, dim, x.dtype, dtype, x.device):
+        return None
+    offset = None if shard is None or key is None else shard.offset(x.shape, tile, x.device)
+    values, factor = gpu.quantize_operand(x, cast, dim, key, amax, dtype, offset)
+    return Operand(values, factor if has_factor(cast) else None)
+
+
+@cache
+def _agrees(cast: Cast, dim: int, source: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the Triton kernel of a cast equals the plain code on a sample: asked once per device; warns if not."""
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.randn(64, 160, generator=generator) * torch.randn(64, 160, generator=generator).mul(4).exp()
+    sample, key = sample.to(device, source), torch.tensor(0x5DEECE66D, device=device)
+    with torch.no_grad(), backend("eager"):
+        plain = plain_operand(sample, cast.spec, dim, key, None, dtype, None)
+    found = gpu.quantize_operand(sample, cast, dim, key, None, dtype)
+    compared = 1 + has_factor(cast)
+    if all(torch.equal(a.float(), b.float()) for a, b in zip(plain[:compared], found[:compared], strict=True)):
+        return True
+    warnings.warn(
+        f"The Triton kernel of {cast} differs from the plain code on {device}, and is not used there: the plain code "
+        "is slower, with the right bits. Please report the GPU and the versions of torch and Triton.",
+        stacklevel=2,
+    )
+    return False
 
 
 @opaque(fake_operand)
@@ -76,11 +132,12 @@ def coverage(casts: Iterable[Cast], device: torch.device | str = "cpu") -> dict[
     """
     found = {}
     for cast in casts:
-        if torch.device(device).type != "cpu":
-            why: str | None = f"no kernels for {torch.device(device).type!r}"
+        if torch.device(device).type == "cpu":
+            name, why = "cpp", cpu.obstacle(cast) or (None if library() else "the C++ kernels cannot be built")
         else:
-            why = cpu.obstacle(cast) or (None if library() else "the C++ kernels cannot be built")
-        found[cast] = "cpp" if why is None else f"plain code: {why}"
+            sample = torch.empty(1, 1, dtype=torch.bfloat16, device=device)
+            name, why = "triton", gpu.covers(cast, sample, operand_dtype(sample.dtype, cast))
+        found[cast] = name if why is None else f"plain code: {why}"
     return found
 
 
@@ -93,4 +150,6 @@ def amax_of(x: Tensor, shard: Shard | None = None) -> Tensor:
 def _amax(x: Tensor) -> Tensor:
     if x.is_cpu and current_backend() in ("auto", "cpp") and cpu.measures(x):
         return cpu.amax_of(x)
+    if x.is_cuda and current_backend() in ("auto", "triton") and x.numel() and gpu.obstacle(x.device) is None:
+        return gpu.amax_of(x)
     return plain_amax(x)

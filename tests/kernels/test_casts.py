@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_lowbit import Cast, LinearCasts, Scale
-from lightning_lowbit.kernels import amax_of, backend, coverage, quantize_operand
+from lightning_lowbit.kernels import amax_of, backend, coverage, operands, quantize_operand
 from lightning_lowbit.kernels.cpu import casts as cpu
 from lightning_lowbit.nn.casts import PRESETS
 from lightning_lowbit.nn.plan import OPERANDS
@@ -197,3 +197,13 @@ def test_a_thousand_random_samples():
         x = random.choice([x, x.t(), x[:, ::2], x[1:] if rows > 1 else x])
         amax = random.choice([None, torch.rand(())]) if cast.scale.needs_amax else None
         check(x, cast, random.choice([0, 1]), keyed(cast), amax)
+
+
+def test_a_triton_kernel_that_differs_from_plain_code_is_not_used(monkeypatch):
+    x, cast = torch.randn(8, 32), LinearCasts.preset("nvfp4").fprop_x
+    monkeypatch.setattr(operands.gpu, "covers", lambda *_: None)
+    monkeypatch.setattr(operands.gpu, "quantize_operand", lambda x, *_: (x.clone(), x.new_ones(())))
+    operands._agrees.cache_clear()
+    with backend("triton"), pytest.warns(UserWarning, match="differs from the plain code on cpu"):
+        assert same_bits(quantize_operand(x, cast, 1).values, plain(x, cast, 1).values)
+    operands._agrees.cache_clear()

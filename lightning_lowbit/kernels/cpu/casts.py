@@ -11,7 +11,7 @@ from lightning_lowbit.formats import Format
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.quant.blocks import ALL, Tile, tile_of
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import Operand, has_factor, is_rounded, operand_dtype
+from lightning_lowbit.quant.operand import Operand, are_regular, has_factor, is_rounded, operand_dtype
 from lightning_lowbit.quant.scaling import e8m0_rule, fp32_numerator
 from lightning_lowbit.quant.shard import Shard
 
@@ -139,9 +139,7 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
 def takes(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard: Shard | None) -> bool:
     """Whether the kernels take these arguments: not empty matrices, nor those that share statistics with other
     processes, nor anything that the plain code refuses."""
-    if plan.draws and (key is None or key.dtype != torch.int64 or key.numel() != 1):
-        return False
-    if amax is not None and not (plan.needs_amax and amax.dtype == torch.float32 and amax.numel() == 1):
+    if not are_regular(plan.draws, plan.needs_amax, key, amax):
         return False
     is_whole = shard is None or not (shard.cuts(plan.tile) or shard.splits(plan.tile[shard.dim]))
     return is_whole and x.numel() > 0

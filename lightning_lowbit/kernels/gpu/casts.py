@@ -29,8 +29,8 @@ def covers(cast: Cast, x: Tensor, dtype: torch.dtype, is_cut: bool = False) -> s
     ``dtype`` is that of the values; ``is_cut`` says whether elements that share a scale lie on several processes.
     """
     scale = cast.scale
-    if (obstacle := _obstacle(x.device)) is not None:
-        return obstacle
+    if (why := obstacle(x.device)) is not None:
+        return why
     if is_cut:
         return "scales of rows, columns or tensors of which each process holds a part"
     if x.dtype not in _INPUTS or dtype not in _OUTPUTS:
@@ -132,7 +132,7 @@ def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: t
 
 
 @cache
-def _obstacle(device: torch.device) -> str | None:
+def obstacle(device: torch.device) -> str | None:
     """Why no kernel runs on a device, in words; None where they run."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
