@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowbit.compilation import compiled, counted_as, opaque, within_cast
+from lightning_lowbit.kernels.products import finish
 from lightning_lowbit.quant import Operand
 
 _FLOAT32 = torch.finfo(torch.float32)
@@ -153,6 +154,8 @@ def _emulated(left: Tensor, right: Tensor, factors: list[Tensor], bias: Tensor |
 def _finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if not factors and bias is None:
         return product.to(dtype)
+    if (finished := finish(product, factors, bias, dtype)) is not None:
+        return finished
 
     def view(tensor: Tensor) -> Tensor:  # for `compiled`: [m, 1, n], with sizes of 1 where it broadcasts
         return tensor.reshape([1] * (2 - tensor.dim()) + list(tensor.shape)).unsqueeze(1)
