@@ -121,8 +121,11 @@ class QuantizedGemms(torch.autograd.Function):
             w if needs_w and "fprop_w" in casts.surrogate else None,
         )
         # Both are refilled in place for the next micro-batch or step, which may begin before this one's backward pass.
-        in_force, blend_ = (None if one is None else one.clone() for one in (settings.in_force, settings.blend))
-        ctx.settings, ctx.dtype = settings._replace(in_force=in_force, blend=blend_), x.dtype
+        if settings.in_force is not None:
+            settings = settings._replace(in_force=settings.in_force.clone())
+        if settings.blend is not None:
+            settings = settings._replace(blend=settings.blend.clone())
+        ctx.settings, ctx.dtype = settings, x.dtype
         return y
 
     @staticmethod
