@@ -1,6 +1,7 @@
 """Building the C++ kernels: once, by one process, without harm where it cannot be done."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -89,22 +90,28 @@ def test_a_library_of_another_user_is_not_loaded(tmp_path, monkeypatch):
         assert len(built) == 2, "that of another user is replaced"
 
 
-@pytest.mark.slow
-def test_address_sanitizer_finds_nothing(tmp_path):
-    """The tests of casts in a process whose kernels are compiled with AddressSanitizer."""
-    runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    if not os.path.isabs(runtime):
-        pytest.skip("g++ has no AddressSanitizer here")
-    compiler = tmp_path / "sanitizing"
-    compiler.write_text('#!/bin/sh\nexec g++ -fsanitize=address -g "$@"\n')
+def run_casts(folder, flags, **environment):
+    """Runs the tests of casts in a process whose kernels are compiled with further flags."""
+    compiler = folder / "compiler"
+    compiler.write_text(f'#!/bin/sh\nexec g++ "$@" {flags}\n')
     compiler.chmod(0o755)
-    environment = {
-        **os.environ,
-        "CXX": str(compiler),
-        "LOWBIT_CACHE_DIR": str(tmp_path),
-        "LD_PRELOAD": runtime,
-        "ASAN_OPTIONS": "detect_leaks=0",
-    }
+    environment = {**os.environ, "CXX": str(compiler), "LOWBIT_CACHE_DIR": str(folder), **environment}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(Path(__file__).with_name("test_casts.py"))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert list(folder.glob("*.so")), "kernels were built"
+
+
+@pytest.mark.slow
+def test_address_sanitizer_finds_nothing(tmp_path):
+    runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not os.path.isabs(runtime):
+        pytest.skip("g++ has no AddressSanitizer here")
+    run_casts(tmp_path, "-fsanitize=address -g", LD_PRELOAD=runtime, ASAN_OPTIONS="detect_leaks=0")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names of instruction sets of x86-64")
+@pytest.mark.parametrize("instructions", ["x86-64", "haswell"])
+def test_older_instruction_sets_give_the_same_bits(tmp_path, instructions):
+    run_casts(tmp_path, f"-march={instructions}")
