@@ -86,8 +86,6 @@ class RunReport(LowBitCallback):
         self._late: int | None = None  # a step whose last values are not recorded yet
         self._rates: dict[str, Tensor] = {}
 
-    # --- when ---
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Chooses the folder; here, because ``log_dir`` is a broadcast among all processes."""
         super().setup(trainer, pl_module, stage)
@@ -166,8 +164,6 @@ class RunReport(LowBitCallback):
     def _elapsed(self) -> float:
         return self._seconds + (0 if self._since is None else time.monotonic() - self._since)
 
-    # --- which value belongs to which step ---
-
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         step, plugin = trainer.global_step, trainer.precision_plugin
         in_mid_step = trainer.lightning_module.automatic_optimization and is_mid_step(trainer)
@@ -214,8 +210,6 @@ class RunReport(LowBitCallback):
     @staticmethod
     def _is_validation_of_fit(trainer: Trainer) -> bool:
         return trainer.is_global_zero and trainer.state.fn == "fit" and not trainer.sanity_checking
-
-    # --- what is written ---
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException | None) -> None:
         if self._folder is None or not trainer.is_global_zero:

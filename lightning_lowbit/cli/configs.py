@@ -44,12 +44,12 @@ def find_config(name: str, option: str = "--config") -> Path:
     if not name:
         raise ValueError("--config needs the name of a recipe or a file, and --study of a study; see `lowbit ls`.")
     known = recipes()
-    if name.replace("-", "_") not in known:
+    if (stem := name.replace("-", "_")) not in known:
         raise FileNotFoundError(
             f"{option} {name}: no such file, and no recipe, overlay or study of this name."
-            f"{nearest(name.replace('-', '_'), known, most=4)} `lowbit ls` lists them."
+            f"{nearest(stem, known, most=4)} `lowbit ls` lists them."
         )
-    return known[name.replace("-", "_")]
+    return known[stem]
 
 
 def merge(base: Any, overlay: Any, key: str = "") -> Any:
@@ -60,17 +60,17 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
         return as_list(base) + [callback for callback in as_list(overlay) if callback not in as_list(base)]
     if key == "plugins" and isinstance(base, list) and isinstance(overlay, Mapping):
         if len(base) != 1:
-            raise ValueError(
-                f"An overlay changes the one plugin of a recipe, but trainer.plugins lists {len(base)} of them. Write "
-                "the whole list in the overlay."
-            )
+            what = "An overlay changes the one plugin of a recipe"
+            raise ValueError(f"{what}, but trainer.plugins lists {len(base)}. Write the whole list in the overlay.")
         base = base[0]
     if not isinstance(overlay, Mapping):
         return overlay
-    if key == "casts" and _is_whole(overlay):  # six casts replace all earlier ones
-        return overlay
-    if key == "casts" and isinstance(base, str):
-        base = {"preset": base}
+    if key == "casts":
+        from lightning_lowbit.nn.casts import OPERANDS  # imports torch, which `lowbit ls` must not
+
+        if set(OPERANDS) <= set(overlay):  # six casts replace all earlier ones
+            return overlay
+        base = {"preset": base} if isinstance(base, str) else base
     base = base if isinstance(base, Mapping) else {}
     if base and "class_path" in overlay and overlay["class_path"] != base.get("class_path"):
         from lightning_lowbit.cli.mistakes import arguments_of
@@ -81,12 +81,6 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
         if not base["init_args"]:
             return overlay
     return {**base, **{name: merge(base.get(name), value, name) for name, value in overlay.items()}}
-
-
-def _is_whole(casts: Mapping[str, Any]) -> bool:
-    from lightning_lowbit.nn.casts import OPERANDS  # imports torch, which `lowbit ls` must not
-
-    return set(OPERANDS) <= set(casts)
 
 
 def as_list(value: Any) -> list[Any]:

@@ -39,18 +39,14 @@ def options_with_lists(arguments: Sequence[str], config: Mapping[str, Any]) -> l
         named[key] = value
         owner, _, name = key.rpartition(".")
         owner = owner.removesuffix(".init_args")
-        item = _parsed(value)
+        try:
+            item = yaml.safe_load(value)
+        except yaml.YAMLError:
+            item = value
         if not option.endswith("+") and _is_item(item, class_at(named.get(owner) or _class_path(config, owner)), name):
             value = yaml.safe_dump([item], default_flow_style=True, width=10**9).strip()
             made[i if equals else i + 1] = f"{option}={value}" if equals else value
     return made
-
-
-def _parsed(value: str) -> Any:
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
-        return value
 
 
 def _class_path(config: Any, path: str) -> Any:

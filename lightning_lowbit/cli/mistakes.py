@@ -14,8 +14,7 @@ from lightning_lowbit.cli.lists import class_at
 def explain(error: BaseException) -> str:
     """The message of an error in one line.
 
-    The parser reports an indented attempt for every type of an argument. Only the first is kept: that of the configured
-    class. A missing module replaces the whole message.
+    The parser reports an attempt for every type of an argument. Only the first is kept: that of the configured class.
     """
 
     def missing(found: re.Match[str]) -> str:
@@ -39,9 +38,8 @@ def suggest(message: str, keys: Collection[str]) -> str:
     named = re.findall(r"class_path[ =]'([\w.]+)'", message)
     if named:
         keys = arguments_of(named[-1]) or set()
-    close = [
-        match for word in (misspelt[1], misspelt[1].split(".")[0]) for match in difflib.get_close_matches(word, keys)
-    ]
+    words = (misspelt[1], misspelt[1].split(".")[0])
+    close = [match for word in words for match in difflib.get_close_matches(word, keys)]
     return f"Did you mean {close[0]!r}?" if close else "`lowbit fit --help all` lists what is possible."
 
 

@@ -26,9 +26,6 @@ from lightning_lowbit.quant.statistics import sqnr_db, wide_dtype
 _ULPS = 2.0**-20
 
 
-# --- a tensor and its quantized self ----------------------------------------------------------------------------------
-
-
 def sqnr(x: Tensor, q: Tensor) -> Tensor:
     """Signal to quantization noise ratio: ``10 log10(Σ x² / Σ (x - q)²)`` in dB, 0-d.
 
@@ -76,9 +73,6 @@ def _sums(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def ratio(part: Tensor, whole: Tensor) -> Tensor:
     """``part / whole``, and 0 where the part is 0, also for 0 / 0."""
     return torch.where(part == 0, 0.0, part / whole)
-
-
-# --- codes ------------------------------------------------------------------------------------------------------------
 
 
 def levels(format: Format) -> tuple[float, ...]:
@@ -131,9 +125,6 @@ def _places(format: Format, device: torch.device) -> Tensor:
 def _values(format: Format) -> list[float]:
     values: list[float] = table(format, torch.device("cpu")).tolist()
     return values
-
-
-# --- a tensor and a cast ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -167,8 +167,6 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         """Optimizer steps skipped in fp16 because of a non-finite gradient; 0-d int64. ``step`` counts them too."""
         return torch.tensor(0, device="cpu") if self._scaling is None else self._scaling.skipped_steps
 
-    # --- conversion ---
-
     def plan(self, model: nn.Module) -> dict[str, LinearCasts]:
         """Returns the casts of each layer by name, without changing the model. Raises the same errors as conversion."""
         if self._origin is not None:
@@ -210,8 +208,6 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         if restored is not None:
             self._compare(restored, "The model, restored from a checkpoint,")
         return module
-
-    # --- one step ---
 
     def convert_input(self, data: Any) -> Any:
         """Leaves batches unchanged, as Lightning's ``bf16-mixed`` does. (The FSDP plugin would cast them.)"""
@@ -303,8 +299,6 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         growth = None if self._scaling is None else self._scaling.update()
         if growth is not None and self.histories:
             self.histories.scale_gradients_(growth)
-
-    # --- gradient clipping, under every strategy ---
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Keeps the wrapped model: only the root module of FSDP1 can compute the norm of flat gradients."""

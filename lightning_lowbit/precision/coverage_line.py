@@ -123,9 +123,6 @@ def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = 
     return found
 
 
-# --- nodes ------------------------------------------------------------------------------------------------------------
-
-
 def _shape(edge: tuple[Any, int]) -> tuple[int, ...] | None:
     node, index = edge
     return None if node is None else tuple(node._input_metadata[index].shape)
@@ -168,9 +165,6 @@ def _flops(node: Any) -> int:
     if "Rnn" in name:  # each token is multiplied by each matrix
         return 2 * prod(node._input_metadata[0].shape[:-1]) * sum(weight.numel() for weight in _weights(node))
     return 0
-
-
-# --- whose product, and why it is not quantized -----------------------------------------------------------------------
 
 
 class _Owners:

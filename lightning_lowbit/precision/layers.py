@@ -77,8 +77,6 @@ class ConvertedLayers:
     def _casts(self) -> dict[str, LinearCasts]:
         return {name: layer.full_casts for name, layer in self._layers.items()}
 
-    # --- conversion ---
-
     def _start_afresh(self) -> None:
         self._changed, self.histories = {}, None
         self._phase, self._temporary = "fqt", {}
@@ -101,8 +99,6 @@ class ConvertedLayers:
             self.histories.load_state_dict(before.state_dict())
         self.set_blend(float(self.blend))
         self._shared = SharedAmaxes(model, self.shared_amax) if self.shared_amax else None
-
-    # --- phases and λ ---
 
     @property
     def phase(self) -> str:
@@ -154,8 +150,6 @@ class ConvertedLayers:
     def _share_blend(self) -> None:
         for layer in self._layers.values():
             layer.blend = self.blend if self.is_blending else None
-
-    # --- casts ---
 
     def set_casts(self, casts: Mapping[str, CastsLike]) -> None:
         """Gives layers other casts; the phase still applies to them.
@@ -225,8 +219,6 @@ class ConvertedLayers:
             self.histories.go_on(before, changed)
             if not keep:  # a checkpoint is loaded next, with strict matching
                 self.histories.renewed.clear()
-
-    # --- one step ---
 
     def _prepare(self, step: int, micro_batch: int, rank: int) -> None:
         """Before a forward pass: fills its random keys and moves state to the device; recording is off."""

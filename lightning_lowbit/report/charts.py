@@ -135,9 +135,6 @@ def _span_colors(chart: Chart) -> dict[str, str]:
     return {label: f"var(--p{i % _SPANS})" for i, label in enumerate(labels)} if len(labels) > 1 else {}
 
 
-# --- the plot ---------------------------------------------------------------------------------------------------------
-
-
 def _plot(chart: Chart, log: bool, kind: str) -> str:
     series = {name: [*zip(xs, ys, strict=True)] for name, (xs, ys) in chart.series.items()}
     points = {name: [(x, y) for x, y in of_one if math.isfinite(y)] for name, of_one in series.items()}
@@ -208,9 +205,6 @@ def _extremes(points: _Points) -> _Points:
 
 def _height(point: tuple[float, float]) -> float:
     return point[1]
-
-
-# --- what the pointer finds -------------------------------------------------------------------------------------------
 
 
 def _bands(chart: Chart, points: dict[str, _Points], across: Axis, up: Axis, most: int) -> str:

@@ -65,9 +65,6 @@ def render(
 """
 
 
-# --- blocks -----------------------------------------------------------------------------------------------------------
-
-
 def _section(section: Section) -> str:
     title = str(getattr(section, "title", type(section).__name__))
     try:
@@ -101,8 +98,6 @@ def _text(block: Text) -> str:
     tag = "pre" if block.preformatted else "p"
     return f"<{tag}>{escape(block.text)}</{tag}>"
 
-
-# --- heat maps --------------------------------------------------------------------------------------------------------
 
 _WORDS = {"nan": "not a number", "inf": "infinite", "-inf": "minus infinite"}
 

@@ -1,11 +1,12 @@
 """Warnings of callbacks: one per kind for all layers, repeated only when much worse, and listed in the run's report."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lightning_lowbit._lightning import rank_zero_warn
 
-# A warning is repeated if this many times as many layers are affected, or the worst is this many times as bad.
+# A warning is repeated if so many times as many layers are affected, or the worst is so many times as bad.
 MUCH_WORSE = 4.0
 
 
@@ -79,7 +80,7 @@ class Alerts:
         if not isinstance(state.get("texts"), list):
             self._kinds = {subject: list(of_subject) for subject, of_subject in state.items()}
             self._texts = [text for of_subject in state.values() for text in of_subject.values()]
-            counts = {kind: sum(kind in kinds for kinds in self._kinds.values()) for kind in _distinct(self._kinds)}
+            counts = Counter(kind for kinds in self._kinds.values() for kind in kinds)
             self._levels = {kind: _Level(0, count, float("inf")) for kind, count in counts.items()}
             return
         self._levels = {kind: _Level(**level) for kind, level in state["levels"].items()}
@@ -89,7 +90,3 @@ class Alerts:
 
 def _is_much_worse(before: _Level, layers: int, severity: float) -> bool:
     return layers >= MUCH_WORSE * before.layers or before.severity < severity >= MUCH_WORSE * before.severity
-
-
-def _distinct(kinds: Mapping[str, list[str]]) -> list[str]:
-    return list(dict.fromkeys(kind for of_subject in kinds.values() for kind in of_subject))

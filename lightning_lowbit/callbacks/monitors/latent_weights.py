@@ -23,12 +23,9 @@ _FPROP_W = OPERANDS.index("fprop_w")
 
 
 class LatentWeight(NamedTuple):
-    """A weight as a forward pass uses it.
+    """A weight ``[out_features, in_features]`` in the compute dtype, and how a forward pass rounds it to nearest.
 
-    Attributes:
-        values: ``[out_features, in_features]``, the latent weight in the compute dtype.
-        cast: how it is quantized, to nearest.
-        amax: 0-d, the magnitude that its scale is made for; None for its own.
+    ``amax`` (0-d) is the magnitude that its scale is made for; None for its own.
     """
 
     values: Tensor

@@ -27,26 +27,20 @@ class _Input(NamedTuple):
 
 
 class LayerInputs:
-    """Forward pre-hooks of linear layers, by name; outliers exceed ``k`` times the root mean square."""
+    """Forward pre-hooks of linear layers, by name; outliers exceed ``k`` times the root mean square.
+
+    The hooks measure while the only element of ``switch`` is True.
+    """
 
     def __init__(self, layers: Mapping[str, nn.Module], device: torch.device, k: float) -> None:
-        self.layers, self._switch = dict(layers), [False]
+        self.layers, self.switch = dict(layers), [False]
         self._inputs: list[_Input] = []
         self._handles: list[Any] = []
         for layer in self.layers.values():
             sums = torch.zeros(len(SUMS), dtype=wide_dtype(device), device=device)
             found = _Input(sums, torch.zeros(_in_features(layer), device=device, dtype=torch.float32))
             self._inputs.append(found)
-            self._handles.append(layer.register_forward_pre_hook(_hook(self._switch, *found, k), with_kwargs=True))
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the hooks measure."""
-        return self._switch[0]
-
-    @is_on.setter
-    def is_on(self, on: bool) -> None:
-        self._switch[0] = on
+            self._handles.append(layer.register_forward_pre_hook(_hook(self.switch, *found, k), with_kwargs=True))
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
         """The statistics since the last call, over all ranks: two collectives.
@@ -67,7 +61,7 @@ class LayerInputs:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self.is_on, self._handles = False, []
+        self.switch[0], self._handles = False, []
 
 
 def _hook(switch: list[bool], sums: Tensor, channel_amax: Tensor, k: float) -> Callable[..., None]:

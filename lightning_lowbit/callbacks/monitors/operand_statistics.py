@@ -97,15 +97,9 @@ def operand_blocks(found: OperandNumbers, at: str) -> list[Block]:
         ends = min(one["scale_min"] for one in of_layers), max(one["scale_max"] for one in of_layers)
         rows.append([operand, *(f"{share:.2%}" for share in shares), *(f"{end:.3g}" for end in ends)])
     header = ["operand", "largest underflow", "largest saturation", "least scale", "largest scale"]
+    sqnr = [[found[layer].get(operand, {}).get("sqnr") for operand in used] for layer in layers]
+    caption = f"{at}, or where an operand was quantized last: signal to quantization noise ratio."
     return [
-        HeatMap(
-            rows=layers,
-            columns=used,
-            values=[[found[layer].get(operand, {}).get("sqnr") for operand in used] for layer in layers],
-            unit="dB",
-            low=_POOR,
-            high=_GOOD,
-            caption=f"{at}, or where an operand was quantized last: signal to quantization noise ratio.",
-        ),
+        HeatMap(rows=layers, columns=used, values=sqnr, unit="dB", low=_POOR, high=_GOOD, caption=caption),
         Table(header, rows, "Over all layers, at the same steps."),
     ]

@@ -16,16 +16,15 @@ from torch.distributed.tensor import DTensor
 from lightning_lowbit.distributed import local
 
 # Optimizer options that schedules and switches set. All others are the optimizer's state, such as Prodigy's estimate of
-# the learning rate or the counters of schedule-free optimizers.
+# the learning rate.
 _SCHEDULED = {"params", "lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "initial_weight_decay"}
 _SCHEDULED |= {"betas", "momentum", "base_momentum", "max_momentum"}
 
 
 class TrainingState(NamedTuple):
-    """The objects to copy: weights and buffers, optimizers, and others such as a loss scaler.
+    """The objects to copy: weights and buffers, optimizers (without scheduled options), and others with ``state_dict``.
 
-    The others have ``load_state_dict``, and a ``state_dict`` that is the same on all ranks. Scheduled options of
-    optimizers, such as learning rates, are not copied.
+    The ``state_dict`` of the others, such as a loss scaler, is the same on all ranks.
     """
 
     weights: Sequence[Tensor]
@@ -46,10 +45,11 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, step: int, trained: TrainingState) -> None:
+        groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
         kept = [
             list(trained.weights),
             [optimizer.state for optimizer in trained.optimizers],
-            [_options(group) for optimizer in trained.optimizers for group in optimizer.param_groups],
+            [{name: value for name, value in group.items() if name not in _SCHEDULED} for group in groups],
             [other.state_dict() for other in trained.others],
         ]
         self._kept, self.step = self._keep(kept, self._kept), step
@@ -88,10 +88,8 @@ class Snapshot:
             copied = shard.to(shard.device if self._device == "same" else self._device, copy=True)
         if not isinstance(tensor, DTensor):
             return _Copy(copied, shard.device)
-        spread = {"shape": tensor.shape, "stride": tensor.stride()}
-        return _Copy(
-            copied, shard.device, {"device_mesh": tensor.device_mesh, "placements": tensor.placements, **spread}
-        )
+        spread = {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
+        return _Copy(copied, shard.device, {**spread, "shape": tensor.shape, "stride": tensor.stride()})
 
 
 def forget_gathered(model: nn.Module) -> None:
@@ -135,7 +133,3 @@ def _put_back(kept: Any, value: Any) -> Any:
 
 def _alike(a: Tensor, b: Tensor) -> bool:
     return type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in _SCHEDULED}

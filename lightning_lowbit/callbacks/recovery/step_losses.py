@@ -12,10 +12,9 @@ from lightning_lowbit.distributed import local
 
 
 class StepLoss(NamedTuple):
-    """The loss of the optimizer step after ``step`` steps, on its way to the host.
+    """The loss of the optimizer step after ``step`` steps, on its way to the host (``arrived``; None on the CPU).
 
-    ``values`` is float32 ``[2]``: the sum over micro-batches and ranks, and their number. ``arrived`` is None on the
-    CPU.
+    ``values`` is float32 ``[2]``: the sum over micro-batches and ranks, and their number.
     """
 
     step: int

@@ -1,8 +1,7 @@
 """Finds complete checkpoints, and the newest of them.
 
 torch writes a CRC-32 with every tensor, but does not verify it: damaged tensors load silently. Here it is verified
-once, when a run is resumed. The newest checkpoint has the highest recorded step: file times change when a folder is
-copied.
+once, when a run is resumed. The newest checkpoint has the highest recorded step: copying changes file times.
 """
 
 import io

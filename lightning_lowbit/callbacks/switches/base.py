@@ -1,7 +1,6 @@
 """Base class of callbacks that change something during training at a step that a trigger gives.
 
-Switches follow ``global_step``, which counts optimizer steps, the same on all ranks. Triggers are in
-:mod:`lightning_lowbit.callbacks.switches.step_triggers` and ``metric_triggers``.
+Switches follow ``global_step``, which counts optimizer steps, the same on all ranks.
 """
 
 from collections.abc import Callable
@@ -21,8 +20,7 @@ class Switch(LowBitCallback):
     """Changes something before the first micro-batch of an optimizer step, or gradually from that step on.
 
     Switches of the same thing conflict: the last one due wins, and of several due at the same step, the last in the
-    list. Switches that compose all act, each at its time. Each acts once per process: later changes by hand stay until
-    a run is resumed.
+    list; switches that compose all act, each at its time. Each acts once per process: later changes by hand stay.
 
     A subclass sets :attr:`changes`, implements :meth:`begin`, :meth:`proceed` or both, and keeps its arguments as
     attributes of the same names.
@@ -59,21 +57,12 @@ class Switch(LowBitCallback):
     def _due(self) -> float:
         return self._trigger.due
 
-    # --- what ---
-
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes the change that happens once."""
 
     def proceed(self, trainer: Trainer, pl_module: LightningModule, steps: int) -> bool:
         """Makes the change of each step, ``steps`` after the first; returns whether this was the last."""
         return True
-
-    # --- when ---
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if trainer.global_step == 0:  # otherwise the Trainer continues; checkpoints load later
-            self._start_afresh()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -107,13 +96,12 @@ class Switch(LowBitCallback):
             self._trigger.look(trainer)
 
     def _act(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        step = trainer.global_step
-        if self._done or step == self._acted:
+        if self._done or self._acted == trainer.global_step:
             return
         if self._acted is None:
             self.begin(trainer, pl_module)
-        self._acted = step
-        self._done = self.proceed(trainer, pl_module, step - int(self._due))
+        self._acted = trainer.global_step
+        self._done = self.proceed(trainer, pl_module, self._acted - int(self._due))
 
     @property
     def state_key(self) -> str:
@@ -163,10 +151,8 @@ def _trigger_of(count: Callable[[Any], int] | None = None, **arguments: Any) -> 
     given = {name: value for name, value in arguments.items() if value is not None}
     if len(given) != 1:
         *first, last = (_ARGUMENTS[name] for name in arguments)
-        raise ValueError(
-            f"Give either {', '.join(first)} or {last}; got "
-            f"{', '.join(f'{name}={value!r}' for name, value in (given or arguments).items())}."
-        )
+        got = ", ".join(f"{name}={value!r}" for name, value in (given or arguments).items())
+        raise ValueError(f"Give either {', '.join(first)} or {last}; got {got}.")
     if count is not None and "tokens" not in given:
         raise ValueError("count counts the tokens of a batch, for tokens alone: give tokens, or leave out count.")
     if count is not None and not callable(count):

@@ -79,8 +79,7 @@ def compare(arguments: Sequence[str]) -> int:
         return 0
     for run in {run.row: run for run in runs}.values():
         with tempfile.TemporaryDirectory() as folder:
-            recipe = Path(folder) / "recipe.yaml"
-            recipe.write_text(run.recipe)
+            (recipe := Path(folder) / "recipe.yaml").write_text(run.recipe)
             try:
                 check(["fit", "--config", str(recipe), *rest])
             except ValueError as error:
@@ -109,9 +108,8 @@ def _study(given: argparse.Namespace, rest: Sequence[str]) -> Study:
             raise ValueError("--lr and an argument that sets the optimizer's lr contradict each other: leave one out.")
         return Study(product(given.config, given.vary, given.lr, [0] if given.seeds is None else given.seeds))
     if others := [f"--{name}" for name in ("config", "vary", "lr") if getattr(given, name)]:
-        raise ValueError(
-            f"A study has its own recipe and rows: leave out {' and '.join(others)}, or change a copy (`lowbit cp`)."
-        )
+        names = " and ".join(others)
+        raise ValueError(f"A study has its own recipe and rows: leave out {names}, or change a copy (`lowbit cp`).")
     return read_study(given.study, given.seeds)
 
 
@@ -125,15 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--study", metavar="STUDY", help="a study of `lowbit ls`, or its file, instead of --config, --vary and --lr")
     add("--config", "-c", action="append", help="a recipe, or one and overlays for all rows (repeat)")
-    add(
-        "--vary",
-        action="append",
-        default=[],
-        type=_items(str),
-        metavar="A,B",
-        help="overlays, one of which each row takes; 'A+B' are two together, 'none' is none; of several --vary all "
-        "combinations (repeat)",
-    )
+    vary = "overlays, one of which each row takes; 'A+B' are two together, 'none' is none; of several --vary all "
+    vary += "combinations (repeat)"
+    add("--vary", action="append", default=[], type=_items(str), metavar="A,B", help=vary)
     add("--lr", type=_items(str), default=[], metavar="1e-3,3e-4", help="learning rates; the recipe's by default")
     add("--seeds", type=_items(int), metavar="0,1,2", help="seeds; by default those of the study, or 0")
     add("--baseline", help="the row that gaps are relative to; by default that of the study, or the first")
@@ -177,7 +169,7 @@ def _with(config: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
     if not any(name.rpartition(".")[2] == "RunReport" for name in names):
         changes["trainer"]["callbacks"] = [{"class_path": _REPORT}]  # writes run.json
     if config.get("ckpt_path"):
-        raise ValueError("The recipe sets ckpt_path, from which all runs would go on: leave it out.")
+        raise ValueError("The recipe sets ckpt_path, from which all runs would resume: leave it out.")
     if config["trainer"].get("logger"):  # each run logs into its own folder
         changes["trainer"]["logger"] = True
     merged: dict[str, Any] = merge(config, changes)
@@ -196,8 +188,8 @@ def prepare(runs: Sequence[Run]) -> None:
         begun = any(run.folder.rglob("run.json")) or find_checkpoints(run.folder) or _is_running(run)
         if present is not None and begun:
             raise ValueError(
-                f"{run.folder} holds a run of another configuration (see recipe.yaml there): the table would mix them. "
-                "Give another --output, or remove that folder."
+                f"{run.folder} holds a run of another configuration (see recipe.yaml there). Give another --output, or "
+                "remove that folder."
             )
         changed[path] = content
     for path, content in changed.items():
@@ -206,8 +198,7 @@ def prepare(runs: Sequence[Run]) -> None:
 
 
 def _is_running(run: Run) -> bool:
-    path = run.folder / "lock"
-    if not path.exists():
+    if not (path := run.folder / "lock").exists():
         return False
     with path.open() as lock:
         return not _try_lock(lock)
@@ -232,9 +223,8 @@ def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) ->
     def one(run: Run) -> tuple[Run, int]:
         # The process inherits the lock. If this command is killed and restarted, it waits for surviving processes.
         with (run.folder / "lock").open("w") as lock, (run.folder / "log.txt").open("ab") as log:
-            while not _try_lock(lock):
-                if stopping.wait(0.2):
-                    break
+            while not _try_lock(lock) and not stopping.wait(0.2):
+                pass
             while not stopping.is_set() and run.result() is None:
                 resumes = bool(find_checkpoints(run.folder)) and not run.was_at_its_end()
                 resume = ["--ckpt_path", "last"] if resumes else []
@@ -243,7 +233,7 @@ def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) ->
                 with starting:  # so that every started process is in `children` when they are stopped
                     if stopping.is_set():
                         break
-                    print(f"  {run.row}, seed {run.seed} {'goes on' if resumes else 'begins'}", flush=True)
+                    print(f"  {run.row}, seed {run.seed} {'resumes' if resumes else 'begins'}", flush=True)
                     child = subprocess.Popen(
                         [*command, *run.arguments],
                         stdout=log,

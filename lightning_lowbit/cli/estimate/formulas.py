@@ -66,9 +66,6 @@ class StepTime:
         return sum(self.gemms.values()) + self.tensor_parallel + self.data_parallel
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
 def memory(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
     """Bytes on the first device at the peak of the backward pass, by purpose; raises as :func:`check`."""
     check(model, layout)
@@ -197,8 +194,8 @@ def check(model: Model, layout: Layout) -> None:
     if "casts" in layout.gather and layout.shards > 1 and not any(_is_packed(w, layout) for w in model.weights):
         raise ValueError(
             "No weight can be gathered as its casts quantize it: they do not allow it (those of 'nvfp4-nvidia' and "
-            "'fp8-current' do), tensor parallelism cuts it, or shards end within tiles of its scales. A run with "
-            "quantize_before_gather is refused then; give --gather stored or --gather bf16."
+            "'fp8-current' do), tensor parallelism cuts it, or shards end within tiles of its scales. Give --gather "
+            "stored or --gather bf16."
         )
     t, decoder = layout.tensor_parallel, model.decoder
     if t == 1:
@@ -206,13 +203,8 @@ def check(model: Model, layout: Layout) -> None:
     if decoder is None:
         raise ValueError("--tensor_parallel cuts the blocks of a decoder, and this model is none: leave it out.")
     for name in ("heads", "kv_heads", "intermediate"):
-        if getattr(decoder, name) % t:
-            raise ValueError(
-                f"--tensor_parallel {t} does not divide the model's {name}, {getattr(decoder, name)}: give a divisor."
-            )
-
-
-# --- FLOPs and communication ------------------------------------------------------------------------------------------
+        if (size := getattr(decoder, name)) % t:
+            raise ValueError(f"--tensor_parallel {t} does not divide the model's {name}, {size}: give a divisor.")
 
 
 def flops(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:

@@ -46,10 +46,9 @@ class Layout:
         choose("--gather", self.gather, GATHERS)
         for name in ("devices", "tensor_parallel", "per_node"):
             integer(f"--{name}", getattr(self, name), 1)
-        if self.devices % self.tensor_parallel:
+        if self.devices % (t := self.tensor_parallel):
             raise ValueError(
-                f"{self.devices} devices do not divide into groups of {self.tensor_parallel}: give a --tensor_parallel "
-                "that divides --devices."
+                f"--devices {self.devices} do not divide into groups of {t}: give another --tensor_parallel."
             )
         if self.strategy == "ddp" and self.tensor_parallel > 1:
             raise ValueError("Tensor parallelism comes with ModelParallelStrategy: give --strategy fsdp.")

@@ -132,14 +132,14 @@ def describe(
     elif network.config.model_type != "llama":
         notes.append(f"Activations are those of LLaMA's block, and the model is of type {network.config.model_type}.")
     block_of = _blocks(module, decoder)
-    linears = []
+    linears, matrices = [], {}
     for name, layer in layers.items():
         casts = planned.get(name, LinearCasts())
         rows, columns = _matrix(layer).shape
         kinds = {gemm: arithmetic(casts, gemm, _high(compute)) for gemm in GEMMS}
         linears.append(Linear(name, rows, columns, kinds, block_of(name) is not None))
+        matrices[id(layer.weight)] = _packed(layer, casts)
     states = optimizer_state(module, trainer)
-    matrices = {id(layer.weight): _packed(layer, planned.get(name, LinearCasts())) for name, layer in layers.items()}
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     weights = [
         Weight(
@@ -227,11 +227,13 @@ def optimizer_state(module: Any, trainer: Any = None) -> dict[str, State]:
                 optimizer.step()
             except (RuntimeError, NotImplementedError) as error:
                 raise ValueError(
-                    f"{type(optimizer).__name__} reads numbers in its step, so that what it keeps cannot be counted "
-                    f"here ({str(error).splitlines()[0]}). Estimate with torch.optim.AdamW in its place."
+                    f"{type(optimizer).__name__} reads numbers in its step, so its state cannot be counted here "
+                    f"({str(error).splitlines()[0]}). Estimate with torch.optim.AdamW in its place."
                 ) from error
             for parameter in parameters:
-                states[names[id(parameter)]] = tuple(_tensors(optimizer.state.get(parameter, {})))
+                state = optimizer.state.get(parameter, {}).values()
+                kept = (value for value in state if isinstance(value, Tensor))
+                states[names[id(parameter)]] = tuple((tuple(value.shape), value.itemsize) for value in kept)
                 parameter.grad = None
     return states
 
@@ -244,9 +246,3 @@ def _optimizers(found: Any) -> Iterator[Optimizer]:
     elif isinstance(found, list | tuple):
         for each in found:
             yield from _optimizers(each)
-
-
-def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[tuple[int, ...], int]]:
-    for value in state.values():
-        if isinstance(value, Tensor):
-            yield tuple(value.shape), value.itemsize

@@ -234,9 +234,6 @@ def _needed(node: Any) -> list[str]:
     return [gemm for gemm, edge in (("dgrad", x), ("wgrad", w)) if edge is not None]
 
 
-# --- formulas that torch's table lacks, by shapes ---------------------------------------------------------------------
-
-
 # "upsample_bilinear2d" contains "linear", and is no GEMM.
 _LOOKS_LIKE_GEMM = re.compile(r"^(?!.*upsample).*(mm(_|$)|\bmv|bmm|matmul|attention|conv(?!ert)|rnn|lstm|gru|linear)")
 

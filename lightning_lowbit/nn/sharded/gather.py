@@ -173,8 +173,6 @@ class _Gather:
         record._init_extensions()
         record._unsharded_inner_tensors, record.all_gather_outputs = buffers, []
 
-    # --- what is in force ---
-
     @property
     def _cast(self) -> Cast | None:
         """The cast in force for the next gather; None for high precision."""
@@ -199,8 +197,6 @@ class _Gather:
         cast = self._cast
         changes = cast is not None and (cast.rounding == "stochastic" or cast.scale.source == "delayed")
         return cast != self.gathered_with or changes or self.layer.weight_amax is not None
-
-    # --- statistics ---
 
     @property
     def needs_statistic(self) -> bool:
@@ -241,8 +237,6 @@ class _Gather:
             self._amax, self._mean = amax.float(), None
         else:  # divided by a tensor: for a number, torch multiplies by the reciprocal
             self._amax, self._mean = None, (total / torch.full_like(total, self._shape.numel())).float()
-
-    # --- as FSDP2 calls it ---
 
     def size(self) -> torch.Size:
         """The size of a padded shard: each process sends all of it."""

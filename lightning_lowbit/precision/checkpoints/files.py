@@ -88,9 +88,6 @@ def _load_shards(own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {name: found[f"{prefix}{name}"] for name in names}
 
 
-# --- what the state of a plugin holds ---------------------------------------------------------------------------------
-
-
 def entry(state: Mapping[str, Any], key: str, kind: Any, where: str = "", default: Any = _REQUIRED) -> Any:
     """Returns an entry of the plugin's state, or of a part of it, after checking its type.
 
