@@ -91,7 +91,6 @@ def check_trainer(user: object, trainer: object) -> None:
 
 @cache
 def say_once(text: str) -> None:
-    """Logs a line once per process."""
     rank_zero_info(text)
 
 

@@ -49,10 +49,7 @@ def being_written(path: Path) -> Iterator[Path]:
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Renames a file, directory or link atomically, replacing what has the name.
-
-    The data are first flushed to the disk, so the result also survives a power failure.
-    """
+    """Renames a file, directory or link atomically and durably (its data are flushed), replacing what has the name."""
     previous = _own(path, _PREVIOUS)
     _sync(partial)
     if os.path.lexists(path) and (_is_directory(path) or _is_directory(partial)):
@@ -152,7 +149,6 @@ def _put_back(previous: Path, path: Path) -> None:
 
 
 def _age(path: Path) -> float:
-    """Seconds since any part of it was written or renamed."""
     parts = [path, *(Path(place, name) for place, _, files in os.walk(path) for name in files)]
     return time.time() - max(part.lstat().st_ctime for part in parts)
 

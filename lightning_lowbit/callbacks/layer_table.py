@@ -13,7 +13,6 @@ from lightning_lowbit.report.console import Table
 
 
 def layer_table(model: nn.Module) -> Table:
-    """A table of the layers with their parameters and casts."""
     rows: dict[tuple[Any, ...], list[str]] = {}
     parameters: Counter[tuple[Any, ...]] = Counter()
     labels = _labels(model)
@@ -83,7 +82,6 @@ def _labels(model: nn.Module) -> dict[LinearCasts, str]:
 
 
 def layer_data(model: nn.Module) -> Iterable[dict[str, Any]]:
-    """The name, size and casts of each converted layer, for ``run.json``."""
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
             out_features, in_features = module.weight_matrix().shape[-2:]

@@ -91,7 +91,6 @@ class OsciReset(LowBitCallback):
         self._loaded: dict[str, dict[str, Tensor]] = {}  # paths of a checkpoint, until training starts
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the layers, and continues the window of a checkpoint."""
         layers = whole_layers(self, trainer, pl_module)
         self._layers = {name: layer for name, layer in layers.items() if nearest_cast(layer.full_casts) is not None}
         if not self._layers:
@@ -117,7 +116,6 @@ class OsciReset(LowBitCallback):
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Adds an optimizer step if there was one; the last step of a window resets."""
         step = trainer.global_step
         if self._end is None or step == self._step:
             return

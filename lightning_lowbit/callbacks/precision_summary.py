@@ -194,7 +194,6 @@ class PrecisionSummary(LowBitCallback):
             replace_file(folder / self.filename, json.dumps(self.report_data(trainer), indent=1))
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps in each phase, so that a resumed run averages over the whole run."""
         return {"steps": dict(self._steps)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

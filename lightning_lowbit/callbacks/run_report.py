@@ -141,7 +141,6 @@ class RunReport(LowBitCallback):
             self._write(trainer, pl_module, exception)
 
     def record_layers(self, numbers: Mapping[str, Mapping[str, float]], step: int) -> None:
-        """Records numbers by quantity and layer; monitors call this."""
         if self._trainer is not None and self._trainer.is_global_zero:
             self._history.add_layers(numbers, step)
 

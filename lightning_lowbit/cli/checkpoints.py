@@ -44,7 +44,6 @@ def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
 
 
 def find_checkpoints(*folders: Path) -> list[Path]:
-    """All ``*.ckpt`` below some folders, newest first."""
     return find(*folders, suffix=_SUFFIX)
 
 

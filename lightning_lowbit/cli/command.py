@@ -54,10 +54,7 @@ TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status (after Ctrl-C in training, Lightning exits with status 1).
-
-    With ``LOWBIT_TRACEBACK=1`` in the environment errors keep their traceback.
-    """
+    """Runs the command; returns the exit status. With ``LOWBIT_TRACEBACK=1`` errors keep their traceback."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if (folder := os.getcwd()) not in sys.path:  # a configuration may name classes of the current folder
@@ -106,7 +103,6 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _is_mistake(error: Exception) -> bool:
-    """Whether an error is the user's mistake, shown in one line without a traceback."""
     if isinstance(error, ValueError | OSError):
         return True
     from jsonargparse import ArgumentError

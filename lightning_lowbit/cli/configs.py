@@ -88,7 +88,6 @@ def as_list(value: Any) -> list[Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A YAML file as a mapping; raises ``ValueError`` if it is not one."""
     try:
         config = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
@@ -99,10 +98,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def merge_all(configs: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges configurations in order: names, paths, or contents of files; none may be a study.
-
-    Without a folder for its runs the result gets ``runs/<names>``.
-    """
+    """Merges configurations in order: names, paths, or contents of files; runs go to ``runs/<names>`` by default."""
     config: Any = {}
     for each in configs:
         config = merge(config, _read(each) if isinstance(each, str) else each)

@@ -12,10 +12,7 @@ from lightning_lowbit.cli.lists import class_at
 
 
 def explain(error: BaseException) -> str:
-    """The message of an error in one line.
-
-    The parser reports an attempt for every type of an argument. Only the first is kept: that of the configured class.
-    """
+    """The message of an error in one line; of the parser's attempts for each type, only the first is kept."""
 
     def missing(found: re.Match[str]) -> str:
         package = found[2].replace("_", "-")  # as PyPI writes names
@@ -86,7 +83,6 @@ def _first_cause(lines: list[str]) -> str:
 
 
 def arguments_of(class_path: str) -> set[str] | None:
-    """Names of a class's arguments, with those passed on to its bases; None if unknown."""
     from jsonargparse import ArgumentParser
 
     cls = class_at(class_path)

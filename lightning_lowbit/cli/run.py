@@ -74,7 +74,6 @@ class LowBitCLI(LightningCLI):
     """Lightning's command line, with checks before anything is written."""
 
     def before_instantiate_classes(self) -> None:
-        """Sets the default logger; resolves the checkpoint to resume from."""
         config = self.config[str(self.subcommand)]
         folder = config.trainer.default_root_dir
         if config.trainer.logger in (None, True) and folder is not None:
@@ -86,7 +85,6 @@ class LowBitCLI(LightningCLI):
         config.ckpt_path = resolve(config.ckpt_path, config.trainer, trains=self.subcommand == "fit")
 
     def before_fit(self) -> None:
-        """Matches the plugin's patterns against the model, unless it creates its layers later."""
         plugin, model = self.trainer.precision_plugin, type(self.model)
         makes_later = model.configure_model is not LightningModule.configure_model
         if isinstance(plugin, LowBitPrecision) and (getattr(model, "makes_layers_at_once", False) or not makes_later):

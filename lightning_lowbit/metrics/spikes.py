@@ -46,7 +46,6 @@ class Window:
         return self._rule(self.values)
 
     def load(self, values: Iterable[float], count: int) -> None:
-        """Replaces the learned values; the window keeps the last ones."""
         self.values.clear()
         self.values.extend(values)
         self.count = count

@@ -54,10 +54,7 @@ def ternary_shares(quantized: Quantized) -> Tensor:
 
 @torch.no_grad()
 def flipped(before: Quantized, after: Quantized) -> Tensor:
-    """Which elements are rounded to another level than before, regardless of scales: bool, the shape of the tensor.
-
-    ``before`` and ``after`` are a tensor at two times; a ``ValueError`` if the casts or shapes differ.
-    """
+    """Which elements have another level than before: bool. Different casts or shapes are a ``ValueError``."""
     if before.cast != after.cast or before.codes.shape != after.codes.shape:
         raise ValueError(
             "Flips are those of one tensor by one cast; got "

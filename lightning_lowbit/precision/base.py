@@ -67,8 +67,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
             emulates all others. ``"native"`` raises instead of emulating. ``"emulated"`` emulates all.
         smooth_swiglu: ``"channel"`` or ``"token"``, see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
         fresh_histories: start with empty amax histories, even if a checkpoint holds some.
-        shared_amax: patterns of layers whose weights share an amax within a module, such as ``["(q|k|v)_proj"]``; see
-            :mod:`lightning_lowbit.nn.conversion.shared_amax`.
+        shared_amax: patterns of layers whose weights share an amax within a module, such as ``["(q|k|v)_proj"]``.
         quantize_before_gather: FSDP2 gathers codes and scales, see :mod:`lightning_lowbit.nn.sharded.gather`.
         casts_of_checkpoint: evaluating a checkpoint that was trained with other casts is an error; False allows it.
 
@@ -268,9 +267,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         model = self._converted_model
         return not isinstance(model, LightningModule) or model.automatic_optimization
 
-    def optimizer_step(  # type: ignore[override]
-        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
         """Steps and counts the step. One collective for all layers moves staged amaxes into the histories."""
         if self._scaling is None:
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
@@ -307,8 +304,8 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         self._asked, self.overridden = asked_options(optimizers, lr_schedulers), []
         if self.shared_amax and any(is_flat(parameter) for parameter in model.parameters()):
             raise MisconfigurationException(
-                "shared_amax needs to tell weights from each other between steps, and FSDP1 keeps flat buffers alone. "
-                "Train with FSDPStrategy(use_orig_params=True), its default, or with ModelParallelStrategy (FSDP2)."
+                "shared_amax needs whole weights between steps, and FSDP1 keeps flat buffers alone. Train with "
+                "FSDPStrategy(use_orig_params=True), its default, or with ModelParallelStrategy (FSDP2)."
             )
         return super().connect(model, optimizers, lr_schedulers)
 

@@ -112,10 +112,7 @@ class ConvertedLayers:
         self._apply_phase()
 
     def push_phase(self, owner: str, phase: str | None) -> None:
-        """Puts all layers into a temporary phase, until its owner pops it or :meth:`set_phase` is called.
-
-        An owner (a name) has one temporary phase. None keeps its entry, but leaves the phase below in force.
-        """
+        """Puts all layers into the temporary phase of an owner (a name); None leaves the phase below in force."""
         if phase is not None:
             choose("phase", phase, PHASES)
         self._temporary.pop(owner, None)
@@ -179,8 +176,8 @@ class ConvertedLayers:
         model = self._converted_model
         if self._keys is None or model is None:
             raise MisconfigurationException(
-                "set_casts changes the casts of converted layers, and no model has been converted yet. Give the "
-                "plugin overrides=..., or change casts once training has started."
+                "set_casts needs a converted model, and none has been converted yet. Give the plugin overrides=..., or "
+                "change casts once training has started."
             )
         changes = changed_casts(casts, self._planned, model)
         if self.smooth_swiglu is not None:
@@ -214,7 +211,8 @@ class ConvertedLayers:
             return
         had = {name for name, layer in layers.items() if layer.amaxes is not None}
         changed = self._change_casts(casts, model)
-        if any(name in had or _remembers(layers[name]) for name in changed):
+        new = [layers[name].full_casts for name in changed]
+        if changed & had or any(each.is_delayed or each.smooth == "channel" for each in new):
             self.histories = AmaxHistories(model)
             self.histories.go_on(before, changed)
             if not keep:  # a checkpoint is loaded next, with strict matching
@@ -265,9 +263,9 @@ class ConvertedLayers:
             yield
         if len(self._keys.in_use()) == 1 and any(draws(layer.casts) for layer in layers):
             raise MisconfigurationException(
-                "Another draw of a gradient needs the random bits of layers, and none asked for any, neither in the "
-                "forward pass nor in this backward pass, as in a CUDA graph that is replayed: compile without CUDA "
-                "graphs (no mode='reduce-overhead'), or measure with GradientNoiseMonitor(kind='layers')."
+                "Another draw of a gradient needs the random bits of layers, and none asked for any, as in a replayed "
+                "CUDA graph: compile without CUDA graphs (no mode='reduce-overhead'), or measure with "
+                "GradientNoiseMonitor(kind='layers')."
             )
 
     def _advance_histories(self) -> None:
@@ -278,7 +276,3 @@ class ConvertedLayers:
         if self._shared is not None:
             self._shared.release()
             self._shared = None
-
-
-def _remembers(layer: QuantizedLayer) -> bool:
-    return layer.full_casts.is_delayed or layer.full_casts.smooth == "channel"

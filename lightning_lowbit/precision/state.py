@@ -101,7 +101,10 @@ class SavedLayers(ConvertedLayers):
             state["accumulated"] = self._accumulated
         if self._scaling is not None:
             state |= self._scaling.state_dict()
-        checkpoint[CHECKPOINT_KEY] = state | self._layer_state() | {"trained": self.trained.record()}
+        if self._changed:
+            state["casts"] = {name: primitive(casts) for name, casts in self._changed.items()}
+        state |= self.histories.state_dict() if self.histories else {}
+        checkpoint[CHECKPOINT_KEY] = state | {"trained": self.trained.record()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Loads the plugin's state; raises ``ValueError`` if it is damaged or does not fit the model."""
@@ -109,11 +112,11 @@ class SavedLayers(ConvertedLayers):
         warn_of(self.overridden)
         state = state_of(checkpoint)
         if state is None:
+            scale = f" The loss scale starts at {self.scaler.get_scale():g}." if self.scaler is not None else ""
             rank_zero_warn(
                 "The checkpoint holds no state of lightning_lowbit (saved without the plugin, or weights only): its "
                 f"weights are loaded, and quantization starts anew at step {self.step}, in phase {self.phase!r}. If it "
-                "was trained in another phase, call plugin.set_phase(...)."
-                + (f" The loss scale starts at {self.scaler.get_scale():g}." if self.scaler is not None else "")
+                f"was trained in another phase, call plugin.set_phase(...).{scale}"
             )
             return
         if state["seed"] != self.seed:
@@ -144,21 +147,13 @@ class SavedLayers(ConvertedLayers):
         self.set_phase(state["phase"])
         self.set_blend(float(state.get("blend", 1.0)))
 
-    def _layer_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        if self._changed:
-            state["casts"] = {name: primitive(casts) for name, casts in self._changed.items()}
-        return state | self.histories.state_dict() if self.histories else state
-
     def _load_casts(self, state: Mapping[str, Any]) -> None:
         self._changed = {name: LinearCasts.of(casts) for name, casts in state.get("casts", {}).items()}
         if self._keys is None:
             return
-        if missing := [name for name in self._changed if name not in self._planned]:
-            rank_zero_warn(
-                f"The checkpoint holds casts of layers that this run does not convert: {', '.join(missing)}; they stay "
-                "in high precision."
-            )
+        if missing := ", ".join(name for name in self._changed if name not in self._planned):
+            what = "The checkpoint holds casts of layers that this run does not convert"
+            rank_zero_warn(f"{what}: {missing}; they stay in high precision.")
             self._changed = {name: casts for name, casts in self._changed.items() if name in self._planned}
         self._renew_casts({n: self._changed.get(n, planned) for n, planned in self._planned.items()}, keep=False)
 
@@ -185,7 +180,7 @@ class SavedLayers(ConvertedLayers):
             return
         told = f"{what} was trained otherwise than this plugin computes:\n  " + "\n  ".join(differences)
         if not self._is_evaluating:
-            rank_zero_warn(f"{told}\nTraining goes on as this plugin has it.")
+            rank_zero_warn(f"{told}\nTraining continues as this plugin has it.")
         elif self.casts_of_checkpoint:
             raise ValueError(
                 f"{told}\nTo evaluate what was trained, use plugins=[LowBitPrecision.from_checkpoint(path)]; to "

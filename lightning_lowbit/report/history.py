@@ -39,7 +39,6 @@ class History:
         return True
 
     def add_layers(self, numbers: Mapping[str, Mapping[str, float]], step: int) -> None:
-        """Adds numbers by quantity and layer that are already on the host."""
         for quantity, row in numbers.items():
             for layer, number in row.items():
                 name = f"{quantity}/{layer}"
@@ -111,16 +110,12 @@ def thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The single numbers among metrics, as local tensors."""
     local = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in metrics.items()}
     return {name: value for name, value in local.items() if isinstance(value, Tensor) and value.numel() == 1}
 
 
 def learning_rates(trainer: Trainer) -> Iterable[tuple[str, Tensor]]:
-    """(name, rate) of each optimizer's first group, and of groups with another rate.
-
-    The names are those of ``LearningRateMonitor``.
-    """
+    """(name, rate) of each optimizer's first group and of groups with another rate, as ``LearningRateMonitor``."""
     used: Counter[str] = Counter()
     for optimizer in trainer.optimizers:
         name = f"lr-{type(optimizer).__name__}"

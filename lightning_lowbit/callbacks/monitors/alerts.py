@@ -63,7 +63,6 @@ class Alerts:
         return list(self._kinds)
 
     def kinds(self, subject: str) -> list[str]:
-        """The kinds of problems of a subject, whether a warning named it or only counted it."""
         return list(self._kinds.get(subject, []))
 
     def texts(self) -> list[str]:

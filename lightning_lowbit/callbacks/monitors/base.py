@@ -39,7 +39,6 @@ class Monitor(LowBitCallback):
         self._forget()
 
     def _forget(self) -> None:
-        """Drops unread measurements when training begins or resumes."""
         self._unread: list[tuple[Any, Mapping[str, Tensor]]] = []
         self._loggers: list[Logger] = []
         self._reports: list[Any] = []
@@ -79,10 +78,7 @@ class Monitor(LowBitCallback):
         raise NotImplementedError
 
     def _emit(self, numbers: LayerNumbers, step: int, logger_step: int) -> None:
-        """Sends numbers of layers, measured after ``step`` optimizer steps, to the loggers and the history.
-
-        Not by ``log_dict``, which takes about a millisecond per number. So callbacks cannot monitor these numbers.
-        """
+        """Sends numbers of layers to loggers and history; not by ``log_dict``, which takes a millisecond per number."""
         flat = {f"{quantity}/{layer}": number for quantity, row in numbers.items() for layer, number in row.items()}
         for logger in self._loggers:
             logger.log_metrics(flat, step=logger_step)

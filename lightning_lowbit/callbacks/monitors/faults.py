@@ -73,7 +73,6 @@ def of_weight(row: Mapping[str, float], cast: Cast, zeros_tolerance: float) -> I
 
 
 def of_codes(quiet: int, no_flips_for: int) -> Iterator[Fault]:
-    """Judges the codes of a trained weight after ``quiet`` optimizer steps without a change."""
     if quiet >= no_flips_for:
         message = (
             f"no code of its weight has changed in a logged step for {quiet} optimizer steps, where training "
@@ -84,7 +83,6 @@ def of_codes(quiet: int, no_flips_for: int) -> Iterator[Fault]:
 
 
 def of_input() -> Fault:
-    """The input of a layer is not finite."""
     advice = "Look at the data of this step, and at the weights of the layers before it for the step that broke them."
     return Fault("not finite", 1.0, f"what enters it is not finite. {advice}")
 
@@ -99,7 +97,6 @@ def of_channel(layer: Any, channel: int, amax: float, mean: float, takeoff: floa
 
 
 def _of_scales(layer: Any) -> str:
-    """What an outlier does to the elements that share its scale."""
     cast = layer.full_casts.cast_of("fprop_x") if isinstance(layer, QuantizedLayer) else None
     if cast is None:  # it takes no levels from the rest
         return ""

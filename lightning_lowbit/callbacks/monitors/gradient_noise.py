@@ -198,7 +198,6 @@ class GradientNoiseMonitor(Monitor):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the measurements: at most ``average`` of them, and none of another kind."""
         rows = [(tuple(row["names"]), torch.tensor(row["sums"], dtype=torch.float64)) for row in state_dict["window"]]
         is_same = state_dict["kind"] == self.kind
         self._window, self._casts = deque(rows if is_same else [], maxlen=self.average), state_dict["casts"]

@@ -80,7 +80,6 @@ def _hook(switch: list[bool], sums: Tensor, channel_amax: Tensor, k: float) -> C
 
 
 def _local(x: DTensor) -> tuple[Tensor, int]:
-    """This rank's shard of an activation, and the index of its first channel."""
     _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
     return x.to_local(), offset[-1]
 

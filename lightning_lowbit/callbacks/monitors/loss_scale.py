@@ -84,7 +84,6 @@ class LossScaleMonitor(Monitor):
         _scaler(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Counts the previous step of the batch; notes whether this one will be skipped."""
         scaler = _scaler(trainer)
         self._count(scaler)
         scale = scaler._get_scale_async()
@@ -152,7 +151,6 @@ class LossScaleMonitor(Monitor):
         return {"counts": dict(zip(_COUNTS, counts, strict=True)), "fell": fell, "alerts": self._alerts.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the counts, with at most ``falls`` of the last falls."""
         self._counts = torch.tensor([state_dict["counts"][name] for name in _COUNTS])
         fell = [-math.inf] * self.falls + state_dict["fell"]
         self._fell = torch.tensor(fell[-self.falls :])

@@ -53,10 +53,7 @@ class QuantizedOperands(Watch):
         return {"elements": sums["elements"], **dict(zip(NAMES, values, strict=True))}
 
     def means(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Means over the layers that quantize an operand, on the device; NaN if none does.
-
-        The mean SQNR leaves out infinite ones, such as those of all-zero weights, unless all are infinite.
-        """
+        """Means over the layers that quantize an operand; NaN if none does; infinite SQNRs count only if all are."""
         seen = found["elements"] > 0
         is_noisy = seen & ~found["sqnr"].isinf()
         means = {

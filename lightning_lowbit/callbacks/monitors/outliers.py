@@ -268,6 +268,5 @@ def _aligned(mlp: Any, limit: float | None) -> dict[str, Tensor]:
 
 
 def _whole(layer: Any) -> Tensor:
-    """The weight ``[out_features, in_features]``, gathered if it is sharded."""
     weight = layer.weight.full_tensor() if isinstance(layer.weight, DTensor) else layer.weight
     return weight if isinstance(layer, nn.Linear) else weight.t()

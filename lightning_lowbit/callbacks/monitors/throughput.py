@@ -56,7 +56,6 @@ class Throughput(LowBitCallback):
         self._begun = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restarts the clock: validation is not training time."""
         self._restart()
 
     def on_train_batch_end(

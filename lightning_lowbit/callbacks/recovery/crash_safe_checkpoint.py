@@ -120,7 +120,6 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
             mend(Path(str(self.dirpath)), self.FILE_EXTENSION)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """Saves if due, but after the validation if one is due too."""
         self._until_validated = batch if validation_is_due(trainer) else None
         if self._until_validated is None:
             super().on_train_batch_end(trainer, pl_module, *batch)

@@ -8,11 +8,7 @@ from lightning_lowbit.precision import LowBitPrecision
 
 
 class GentleSteps:
-    """Lowers learning rates and sets a temporary phase, until the step ``until``; None when inactive.
-
-    ``owner`` is the name under which the plugin keeps the phase. If ``set_phase`` is called meanwhile, that phase
-    stays.
-    """
+    """Lowers learning rates and sets a temporary phase of ``owner`` until the step ``until``; None when inactive."""
 
     def __init__(self, owner: str, lr_factor: float, phase: str | None) -> None:
         self.until: int | None = None

@@ -22,10 +22,7 @@ _SCHEDULED |= {"betas", "momentum", "base_momentum", "max_momentum"}
 
 
 class TrainingState(NamedTuple):
-    """The objects to copy: weights and buffers, optimizers (without scheduled options), and others with ``state_dict``.
-
-    The ``state_dict`` of the others, such as a loss scaler, is the same on all ranks.
-    """
+    """What to copy: weights and buffers, optimizers, and others whose ``state_dict`` is the same on all ranks."""
 
     weights: Sequence[Tensor]
     optimizers: Sequence[torch.optim.Optimizer]
@@ -33,10 +30,7 @@ class TrainingState(NamedTuple):
 
 
 class Snapshot:
-    """A reusable copy, kept on ``device`` or, if ``"same"``, on that of the original.
-
-    ``step`` is the number of optimizer steps before it, or None if there is no copy.
-    """
+    """A reusable copy on ``device`` (``"same"``: that of the original), after ``step`` steps (None without one)."""
 
     def __init__(self, device: str = "same") -> None:
         self.step: int | None = None
@@ -69,7 +63,6 @@ class Snapshot:
             other.load_state_dict(_put_back(kept, None))
 
     def _keep(self, value: Any, slot: Any) -> Any:
-        """Copies a value, reusing the tensors of the previous copy where they fit."""
         if isinstance(value, Tensor):
             return self._keep_tensor(value, slot)
         if isinstance(value, Mapping):

@@ -110,7 +110,6 @@ class SpikeRollback(LowBitCallback):
         self._parameters = list(dict.fromkeys([*optimized, *pl_module.parameters()]))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the first snapshot, trusted from the start, and resumes gentle steps."""
         self._trusted.take(trainer.global_step, self._state_of(trainer))
         self._candidate.step = None
         self._begins_step = True

@@ -64,10 +64,7 @@ def find(*folders: Path, suffix: str, below: bool = True) -> list[Path]:
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Sorts checkpoints by run number (``version_3``), then step, then time, and drops those that no longer exist.
-
-    A checkpoint without a step counts as the last of its run.
-    """
+    """Sorts checkpoints by run (``version_3``), step (unknown: last) and time; drops those that are gone."""
     versions = {path: re.findall(r"version_(\d+)", str(path.parent)) for path in paths}
     newest = max((int(found[-1]) for found in versions.values() if found), default=0)
     keys = {}

@@ -105,7 +105,6 @@ class Switch(LowBitCallback):
 
     @property
     def state_key(self) -> str:
-        """Distinguishes switches of one Trainer by their arguments."""
         names = ("to", "at", "step", "tokens", "plateau", "below")
         return self._generate_state_key(**{name: getattr(self, name, None) for name in names})
 
@@ -131,7 +130,6 @@ class Switch(LowBitCallback):
             self._trigger.load_state_dict(state)
 
     def _resolve(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        """The step at which it is due; infinity while unknown."""
         self._trigger.begin(type(self).__name__, trainer, pl_module)
         return self._due
 
@@ -147,7 +145,6 @@ _ARGUMENTS = {
 
 
 def _trigger_of(count: Callable[[Any], int] | None = None, **arguments: Any) -> Trigger:
-    """The trigger of the one argument that is not None; ``ValueError`` for none or several."""
     given = {name: value for name, value in arguments.items() if value is not None}
     if len(given) != 1:
         *first, last = (_ARGUMENTS[name] for name in arguments)

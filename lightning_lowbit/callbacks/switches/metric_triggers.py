@@ -78,7 +78,6 @@ class AtPlateau(Trigger):
             )
 
     def after_validation(self, trainer: Trainer) -> None:
-        """Checks for a plateau; it is due at the next optimizer step that begins."""
         if self.due < math.inf:
             return
         value = self.plateau.read(trainer)

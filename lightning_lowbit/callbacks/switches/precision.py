@@ -169,7 +169,6 @@ class PrecisionSwitch(Switch):
             self._rates.follow(trainer.optimizers, trainer.global_step - self._record["step"])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warns if the run ends during a gradual switch."""
         self._rates.release()
         plugin: Any = trainer.precision_plugin
         if plugin.is_blending and not self.composes and self is self._conflicting[0]:
@@ -182,7 +181,6 @@ class PrecisionSwitch(Switch):
         self._rates.release()
 
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sets the phase or casts; the first time in a run, also resets moments."""
         plugin: Any = trainer.precision_plugin
         if isinstance(self.to, dict):
             casts = {pattern: dict.fromkeys(map(str, plugin.casts_of(pattern).values())) for pattern in self.to}
@@ -262,8 +260,17 @@ class QAFSwitch(PrecisionSwitch):
     """Quantization-aware finetuning: from a step on, only the forward pass is quantized.
 
     The backward pass computes in high precision (FP4 All the Way, arXiv 2505.19115, section 4). Arguments are those of
-    The backward pass computes in high precision (FP4 All the Way, arXiv 2505.19115, section 4). Arguments are those of
-    :class:`PrecisionSwitch`; ``below={}`` is the paper's.
+    The backward pass computes in high precision (FP4 All the Way, arXiv 2505.19115, section 4).
+
+    Args:
+        at: when, as a fraction of all optimizer steps. Give one of ``at`` to ``below``.
+        step: when, as a number of optimizer steps.
+        tokens: when, as a number of tokens.
+        count: returns the tokens of a batch.
+        plateau: when, as a plateau of a validation metric.
+        below: when, as a threshold of a measured metric; ``below={}`` is the paper's.
+        rewarm: optimizer steps of learning-rate warmup.
+        moments: ``"keep"`` or ``"reset"``.
     Examples:
         >>> Trainer(plugins=[FP4Precision("nvfp4")], callbacks=[QAFSwitch(at=0.9)])
     """

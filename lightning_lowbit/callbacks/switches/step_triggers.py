@@ -28,7 +28,6 @@ class Trigger:
         self.start_afresh()
 
     def start_afresh(self) -> None:
-        """Resets the state of a previous run."""
         self.due: float = math.inf
 
     def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:

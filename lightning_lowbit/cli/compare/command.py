@@ -49,7 +49,6 @@ class Run:
     arguments: tuple[str, ...] = ()
 
     def result(self) -> dict[str, Any] | None:
-        """The content of ``run.json``; None until the run has finished."""
         return next((result for result in self._finished() if result["begin"] < result["steps"]), None)
 
     def was_at_its_end(self) -> bool:
@@ -143,7 +142,6 @@ def _items(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
 
 
 def plan(rows: Sequence[Row], output: Path, arguments: Sequence[str]) -> list[Run]:
-    """All runs, row by row; writes nothing."""
     for argument in arguments:
         if argument.partition("=")[0] in _OWN:
             raise ValueError(
@@ -172,8 +170,7 @@ def _with(config: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
         raise ValueError("The recipe sets ckpt_path, from which all runs would resume: leave it out.")
     if config["trainer"].get("logger"):  # each run logs into its own folder
         changes["trainer"]["logger"] = True
-    merged: dict[str, Any] = merge(config, changes)
-    return merged
+    return merge(config, changes)
 
 
 def prepare(runs: Sequence[Run]) -> None:
@@ -213,10 +210,7 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) -> list[tuple[Run, int]]:
-    """Runs the processes, ``jobs`` at a time; returns their exit statuses.
-
-    On Ctrl-C and SIGTERM each process finishes its step and saves; this process waits for them.
-    """
+    """Runs ``jobs`` processes at a time; returns exit statuses. After a signal, waits until each saved."""
     children: list[subprocess.Popen[bytes]] = []
     stopping, starting = threading.Event(), threading.Lock()
 

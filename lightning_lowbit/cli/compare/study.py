@@ -48,7 +48,6 @@ class Study:
 
 
 def product(base: Sequence[str], vary: Sequence[list[str]], rates: Sequence[str], seeds: Sequence[int]) -> list[Row]:
-    """A row for each combination of overlays and learning rates."""
     distinct("learning rate", [str(_number(rate)) for rate in rates])
     rows = []
     for choice in itertools.product(*vary):
@@ -60,7 +59,6 @@ def product(base: Sequence[str], vary: Sequence[list[str]], rates: Sequence[str]
 
 
 def read_study(name: str, seeds: Sequence[int] | None = None) -> Study:
-    """The study of a name in `lowbit ls`, or of a path; ``seeds`` replace those of the file."""
     path = find_config(name, "--study")
     given = _parse(path)
     for row in given.more_seeds:
@@ -99,8 +97,7 @@ def _with_rate(config: dict[str, Any], rate: str) -> dict[str, Any]:
     except (KeyError, TypeError):
         raise ValueError("--lr needs a recipe that names its optimizer in model.init_args.optimizer.") from None
     changes = {"model": {"init_args": {"optimizer": {"init_args": {"lr": _number(rate)}}}}}
-    merged: dict[str, Any] = merge(config, changes)
-    return merged
+    return merge(config, changes)
 
 
 def _number(rate: str) -> float:

@@ -27,15 +27,12 @@ _LEFT_OUT = (
 
 
 def estimate(arguments: Sequence[str]) -> None:
-    """Prints the estimate for one training step."""
     given, rest = _parser().parse_known_args(arguments)
     made = make_on_meta(["fit", *rest])
     trainer = made.config["fit"].trainer
     plugin = next((plugin for plugin in made.plugins if isinstance(plugin, LowBitPrecision)), None)
-    gathers = [
-        plugin is not None and plugin.quantize_before_gather and "casts",
-        getattr(made.model, "gather_dtype", None),
-    ]
+    casts = "casts" if plugin is not None and plugin.quantize_before_gather else None
+    gathers = (casts, getattr(made.model, "gather_dtype", None))
     layout, device = _layout(given, trainer, "+".join(filter(None, gathers)) or "stored"), _device(given)
     assumed = Assumptions(given.utilization, given.link_utilization)
     batch = _batch(given, made.datamodule, trainer)

@@ -23,20 +23,13 @@ _STATISTICS = 4  # bytes of an element of norms, log-probabilities and log-sum-e
 
 @dataclass(frozen=True)
 class Collective:
-    """All communication of one kind in a step.
+    """All communication of one kind in a step."""
 
-    Attributes:
-        name: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
-        of: ``"parameters"``, ``"gradients"`` or ``"activations"``.
-        payload: bytes of the whole tensors.
-        ranks, stride: number of devices in the ring, and distance between its neighbors.
-    """
-
-    name: str
-    of: str
-    payload: int
-    ranks: int
-    stride: int = 1
+    name: str  # "all_reduce", "all_gather" or "reduce_scatter"
+    of: str  # "parameters", "gradients" or "activations"
+    payload: int  # bytes of the whole tensors
+    ranks: int  # devices in the ring
+    stride: int = 1  # distance between its neighbors
 
     @property
     def sent(self) -> float:
@@ -186,11 +179,7 @@ def _given(weight: Weight, layout: Layout) -> int:
 
 
 def check(model: Model, layout: Layout) -> None:
-    """Raises a ``ValueError`` if a model does not fit a layout.
-
-    Tensor parallelism needs decoder blocks, and must not cut a head. If ``gather`` asks for quantized weights, at least
-    one must allow it.
-    """
+    """Raises a ``ValueError`` if a layout does not suit a model: its blocks, its heads, or the casts of its weights."""
     if "casts" in layout.gather and layout.shards > 1 and not any(_is_packed(w, layout) for w in model.weights):
         raise ValueError(
             "No weight can be gathered as its casts quantize it: they do not allow it (those of 'nvfp4-nvidia' and "

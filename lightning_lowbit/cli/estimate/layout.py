@@ -26,18 +26,13 @@ class Batch:
 class Layout:
     """How a model is spread over devices; raises a ``ValueError`` if the attributes contradict each other.
 
-    Attributes:
-        devices, per_node: number of all devices, and of those of a node.
-        strategy: ``"ddp"``; or ``"fsdp"``: FSDP2 with one unit per decoder block and one for the rest.
-        tensor_parallel: number of devices that share a block's matrices.
-        gather: FSDP gathers parameters ``"stored"`` (in their dtype) or in ``"bf16"``. With ``"casts"`` it gathers
-            quantized matrices where possible, other parameters as stored; with ``"casts+bf16"`` others in bf16.
-            Gradients are reduced in the dtype of the parameters.
+    FSDP gathers parameters ``"stored"`` (in their dtype) or in ``"bf16"``. With ``"casts"`` it gathers quantized
+    matrices where possible, other parameters as stored; with ``"casts+bf16"`` others in bf16.
     """
 
     devices: int = 1
-    strategy: str = "ddp"
-    tensor_parallel: int = 1
+    strategy: str = "ddp"  # or "fsdp": FSDP2 with one unit per decoder block and one for the rest
+    tensor_parallel: int = 1  # devices that share a block's matrices
     gather: str = "stored"
     per_node: int = 8
 

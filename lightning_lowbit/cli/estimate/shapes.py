@@ -25,23 +25,15 @@ State = tuple[tuple[tuple[int, ...], int], ...]
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter; ``itemsize`` is in bytes.
-
-    Attributes:
-        trained: whether it has a gradient.
-        state: (shape, bytes of an element) of the optimizer's tensors for it.
-        block: name of its decoder block, or None.
-        matrix: whether it is the weight of a linear layer.
-        packed: the cast that can quantize its shards before they are gathered, or None.
-    """
+    """A parameter; ``itemsize`` is in bytes."""
 
     shape: tuple[int, ...]
     itemsize: int = 4
-    trained: bool = True
+    trained: bool = True  # whether it has a gradient
     state: State = ()
-    block: str | None = None
-    matrix: bool = False
-    packed: Cast | None = None
+    block: str | None = None  # name of its decoder block
+    matrix: bool = False  # whether it is the weight of a linear layer
+    packed: Cast | None = None  # that can quantize its shards before they are gathered
 
 
 @dataclass(frozen=True)
@@ -76,19 +68,13 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Model:
-    """A model to be trained.
-
-    Attributes:
-        decoder: the architecture; None if unknown, then only inputs of linear layers count as activations.
-        compute: bytes of the compute dtype.
-        checkpointing: whether blocks recompute their activations.
-    """
+    """A model to be trained."""
 
     weights: Sequence[Weight]
     layers: Sequence[Linear]
-    decoder: Decoder | None
-    compute: int = 2
-    checkpointing: bool = False
+    decoder: Decoder | None  # if unknown, only inputs of linear layers count as activations
+    compute: int = 2  # bytes of the compute dtype
+    checkpointing: bool = False  # whether blocks recompute their activations
 
     @property
     def parameters(self) -> int:
@@ -106,12 +92,9 @@ def _high(compute: int) -> str:
 def describe(
     module: Any, plugin: LowBitPrecision | None = None, precision: str = "32-true", trainer: Any = None
 ) -> tuple[Model, list[str]]:
-    """The model of a ``LightningModule`` on the meta device, and remarks for the user.
+    """The model of a ``LightningModule`` on the meta device, where its optimizers take a step, and remarks for the user.
 
-    Its optimizers take a step there. The plugin, or else ``precision``, gives the casts and the compute dtype.
-
-    Raises:
-        ValueError: the model has no linear layer, or its optimizer needs values for its step.
+    The plugin, or else ``precision``, gives the casts and the compute dtype. Without a linear layer: a ``ValueError``.
     """
     if plugin is None and precision in ("bf16-true", "16-true"):
         module.to(torch.bfloat16)
@@ -209,10 +192,7 @@ def _blocks(module: nn.Module, decoder: Decoder | None) -> Callable[[str], str |
 
 
 def optimizer_state(module: Any, trainer: Any = None) -> dict[str, State]:
-    """(shape, bytes of an element) of the optimizers' tensors for each parameter, by name.
-
-    The optimizers take one step on the meta device; a ``ValueError`` says that one needs values for it.
-    """
+    """(shape, bytes of an element) of the optimizers' tensors by parameter, after a step on the meta device."""
     steps = getattr(trainer, "max_steps", None)
     module.trainer = SimpleNamespace(estimated_stepping_batches=steps if steps and steps > 0 else 1, max_steps=steps)
     names = {id(parameter): name for name, parameter in module.named_parameters()}

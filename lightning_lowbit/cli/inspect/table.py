@@ -103,7 +103,6 @@ class Inspection:
         figure.savefig(output, dpi=min(120, 30_000 / height), bbox_inches="tight", pad_inches=0.15)
 
     def _rows(self) -> dict[str, list[str]]:
-        """Names of weights by the label of their row, in the order of the checkpoint."""
         rows: dict[str, list[str]] = {}
         for name in self.finite:
             kind = ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -7,8 +7,7 @@ number of its autograd node. With the layers' casts this gives, for any phase,
     coverage      = FLOPs of GEMMs whose two operands are both quantized / all FLOPs
     average bits  = mean over all FLOPs of the bits of the two operands, block scales included
 
-Not covered are attention, fused projections (``nn.MultiheadAttention``), convolutions, functional calls and skipped
-layers.
+Not covered are attention, fused projections, convolutions, functional calls and skipped layers.
 """
 
 import re
@@ -38,20 +37,15 @@ from lightning_lowbit.nn.linear import QuantizedLayer
 class Coverage:
     """The low-bit share of counted FLOPs.
 
-    Attributes:
-        flops: of all matrix products, attentions and convolutions; a multiplication and an addition are two.
-        low_bit: those of GEMMs whose two operands are both quantized.
-        average_bits: per element of a GEMM operand, block scales included, weighted by FLOPs.
-        uncovered: the other FLOPs by module, largest first; ``""`` is no module, and ``"mlp.down_proj (dgrad)"`` a GEMM
-            in high precision of a converted layer.
-        uncounted: operations that look like matrix products but have no FLOP formula.
+    ``uncovered`` are the other FLOPs by module, largest first: ``""`` is no module, ``"mlp.down_proj (dgrad)"`` a GEMM
+    in high precision of a converted layer.
     """
 
-    flops: int
-    low_bit: int
-    average_bits: float
+    flops: int  # of all matrix products, attentions and convolutions; a multiplication and an addition are two
+    low_bit: int  # of GEMMs whose two operands are both quantized
+    average_bits: float  # per element of a GEMM operand, block scales included, weighted by FLOPs
     uncovered: dict[str, int]
-    uncounted: tuple[str, ...]
+    uncounted: tuple[str, ...]  # operations that look like matrix products but have no FLOP formula
 
     @property
     def share(self) -> float:
@@ -94,11 +88,9 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> "GemmCounter":
         self._entered = ExitStack()
         # Global hooks: with hooks of its own, nn.TransformerEncoderLayer would take another path.
-        for hook in (
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ):
-            self._entered.callback(hook.remove)
+        self._entered.callback(register_module_forward_pre_hook(self._enter_module).remove)
+        left = register_module_forward_hook(lambda *_: self._running.pop() and None, always_call=True)
+        self._entered.callback(left.remove)
         # Compiled code hides its modules. Without this, torch would also find an active mode, and run these functions
         # eagerly from then on.
         self._entered.enter_context(torch.compiler.set_stance("force_eager"))
@@ -121,9 +113,6 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _innermost(self) -> str:
         return self._running[-1][0] if self._running else ""
-
-    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -178,10 +167,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {kind: flops / max(self.model_flops + self.recomputed, 1) for kind, flops in native.items()}
 
     def coverage(self, phase: str | None = None, hp_bits: int = 16) -> Coverage:
-        """The low-bit share of the counted FLOPs, in a phase or (None) with the casts in force.
-
-        ``hp_bits`` are the bits of an operand in high precision.
-        """
+        """The low-bit share in a phase or (None) with the casts in force; ``hp_bits`` are those of high precision."""
         low_bit, bits, uncovered = 0, 0.0, Counter(self.others)
         whole = Counter[str]()  # of the converted layers whose GEMMs are all in high precision
         for (name, gemm), flops in self.gemms.items():
@@ -272,12 +258,14 @@ def _by_shapes(formula: Callable[..., int]) -> Any:
     return shape_wrapper(lambda *shapes, out_shape=None, **_: formula(*shapes))  # type: ignore[no-untyped-call]
 
 
+def _sdpa_backward(g: Any, q: Any, k: Any, v: Any, *_: Any) -> int:
+    return sdpa_backward_flop_count(g, q, k, v)  # type: ignore[no-untyped-call]
+
+
 _aten: Any = torch.ops.aten
 _LACKING: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: sdpa_flop_count(q, k, v),  # type: ignore[no-untyped-call]
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_: sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
-        g, q, k, v
-    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
     _aten._native_multi_head_attention: _multihead,
     _aten._transformer_encoder_layer_fwd: _encoder_layer,
     _aten._grouped_mm: _grouped,

@@ -6,11 +6,9 @@
       unpack                     the operand's values, in the dtype that FSDP2 gives the weight
     GEMMs                        use these values as the operand; gradients go straight through
 
-Results equal those of gathering in high precision to the bit. Weights for which :mod:`.eligible` rules that out are
-gathered in high precision.
-
-FSDP2 looks for extension methods on a parameter's local tensor, which loading and ``module.to`` replace. Here its
-record of the parameter provides them: it lives as long as the module is sharded, and parameters stay plain tensors.
+Results equal those of gathering in high precision to the bit. FSDP2 looks for extension methods on a parameter's local
+tensor, which loading and ``module.to`` replace. Here its record of the parameter provides them: it lives as long as the
+module is sharded, and parameters stay plain tensors.
 """
 
 from collections.abc import Mapping
@@ -70,7 +68,6 @@ class WeightGathers:
         ]
 
     def release(self) -> None:
-        """Makes FSDP2 gather the weights in high precision again."""
         for gather in self._gathers:
             _release(gather.module, gather.record)
 
@@ -111,7 +108,6 @@ class WeightGathers:
 
 
 def release_gathers(model: nn.Module) -> None:
-    """Makes FSDP2 gather all weights of a model in high precision again."""
     for module, record in records(model):
         _release(module, record)
 
@@ -145,11 +141,7 @@ class _Record(FSDPParam):
 
 
 class _Gather:
-    """The all-gather of one weight; FSDP2 calls it an extension.
-
-    ``measured`` is what the statistics belong to: the cast, and the weight's version and address. ``gathered_with`` is
-    the cast of the last gather; None for high precision.
-    """
+    """The all-gather of one weight; what its statistics belong to, and the cast of the last gather (None: none)."""
 
     def __init__(
         self, gathers: WeightGathers, record: FSDPParam, module: FSDPModule, dtype: torch.dtype | None
@@ -191,7 +183,6 @@ class _Gather:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the weight was gathered by another cast than the one in force."""
         if not self.is_gathered:
             return False
         cast = self._cast
