@@ -106,10 +106,7 @@ def mend(folder: Path, suffix: str, below: bool = True) -> None:
 
 
 def named(folder: Path, suffix: str, below: bool = True) -> set[Path]:
-    """The complete files and directories with a suffix in a folder. Changes nothing.
-
-    If a process died between the two renames of :func:`put_in_place`, the old version counts, under its present path.
-    """
+    """The complete files and directories with a suffix in a folder, and old versions that :func:`put_in_place` left."""
     found = {path for path in _entries(folder, suffix, below) if path.suffix == suffix}
     before = {left for left in _leftovers(folder, suffix, below) if _parts(left)["kind"] == _PREVIOUS}
     return found | {left for left in before if left.with_name(name_of(left)) not in found}

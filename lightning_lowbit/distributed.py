@@ -55,18 +55,18 @@ def sharding_of(parameter: Tensor) -> Sharding:
         sharded = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
         groups: Any = tuple(mesh.get_group(dim) for dim in sharded if mesh.size(dim) > 1)
         return Sharding(parameter.shape, groups)
-    if getattr(parameter, "_is_flat_param", False):
+    shape = tuple(parameter.shape)
+    if is_flat(parameter):
         raise ValueError(
-            f"A parameter of {tuple(parameter.shape)} is a flat buffer of FSDP1, in which no matrix can be told from "
-            "another. Wrap with FullyShardedDataParallel(..., use_orig_params=True), as FSDPStrategy does by default."
+            f"A parameter of {shape} is a flat buffer of FSDP1, in which no matrix can be told from another. Wrap with "
+            "FullyShardedDataParallel(..., use_orig_params=True), as FSDPStrategy does by default."
         )
     if not getattr(parameter, "_fsdp_flattened", False):
         return Sharding(parameter.shape)
     if parameter not in _FLATTENED:
         raise ValueError(
-            f"A parameter of {tuple(parameter.shape)} belongs to FSDP1, and only the wrapped module knows how it is "
-            "spread. Use a LowBitPrecision plugin, or call lightning_lowbit.optim.connect(fsdp_module) before the "
-            "first step; or use ModelParallelStrategy (FSDP2)."
+            f"A parameter of {shape} belongs to FSDP1, and only the wrapped module knows how it is spread. Use a "
+            "LowBitPrecision plugin, or call lightning_lowbit.optim.connect(fsdp_module) before the first step."
         )
     return _FLATTENED[parameter]
 
@@ -146,11 +146,7 @@ def clip_gradients_(parameters: Sequence[Tensor], limit: float, root: nn.Module 
 
 @torch.no_grad()
 def parameter_amaxes(parameters: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """max|p| of each whole parameter: float32, 0-d; infinite if it holds a NaN, which collectives may lose.
-
-    ``parameters`` must be the same on all ranks. ``device`` is that of the processes and the result, also where shards
-    are offloaded to the CPU.
-    """
+    """max|p| of each whole parameter, the same on all ranks: float32, 0-d, on ``device``; infinite with a NaN."""
     own = [amax_of(local(parameter)).to(device).nan_to_num(nan=torch.inf, posinf=torch.inf) for parameter in parameters]
     return all_reduce_(own, [sharding_of(parameter).groups for parameter in parameters], dist.ReduceOp.MAX)
 
@@ -176,7 +172,6 @@ def zeros_sharded_as(parameter: Tensor, last: Callable[[int], int], dtype: torch
 
 
 def _cut_rows(parameter: DTensor, length: int) -> list[int]:
-    """Lengths of the parts of a row, sharded as the rows of the parameter."""
     parts = [length]
     for dim, placement in enumerate(parameter.placements):
         if placement.is_shard(parameter.dim() - 1):

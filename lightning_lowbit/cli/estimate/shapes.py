@@ -92,7 +92,7 @@ def _high(compute: int) -> str:
 def describe(
     module: Any, plugin: LowBitPrecision | None = None, precision: str = "32-true", trainer: Any = None
 ) -> tuple[Model, list[str]]:
-    """The model of a ``LightningModule`` on the meta device, where its optimizers take a step, and remarks for the user.
+    """The model of a ``LightningModule`` on the meta device, where its optimizers step, and remarks for the user.
 
     The plugin, or else ``precision``, gives the casts and the compute dtype. Without a linear layer: a ``ValueError``.
     """
