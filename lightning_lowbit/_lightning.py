@@ -1,8 +1,7 @@
 """Chooses the Lightning package of this process, and holds every name that lightning_lowbit needs of it.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are the same code with different classes: the Trainer of one rejects
-plugins of the other. The first import of this module chooses the one that was imported first, else
-``lightning.pytorch``. (Some packages import both.) Only this module uses private attributes of Lightning.
+``lightning.pytorch`` and ``pytorch_lightning`` are the same code with different classes. The first import of this
+module chooses the one that was imported first, else ``lightning.pytorch``. Only this module uses private attributes.
 """
 
 import sys

@@ -1,14 +1,8 @@
 """Sharded parameters: the shard on this rank, and the process groups that hold the rest.
 
-Optimizers that look at whole matrices need both. A parameter is whole, or sharded in one of three ways:
-
-    DTensor      FSDP2 and tensor parallelism: the tensor knows its mesh, and is sharded along each mesh dimension on
-                 which it is not replicated
-    FSDP1        with the original parameters, each a 1-D stretch of a flat buffer. Only the wrapped module knows the
-                 process group, so it must be passed to `connect` once; LowBitPrecision does so
-    DeepSpeed    ZeRO's flat buffers, in which matrices cannot be told apart: refused
-
-`all_reduce_` turns numbers of shards into those of whole parameters, with one collective per process group.
+DTensor      FSDP2 and tensor parallelism: the tensor knows its mesh
+FSDP1        with the original parameters: stretches of a flat buffer, known to the wrapped module (`connect`)
+DeepSpeed    ZeRO's flat buffers, in which matrices cannot be told apart: refused
 """
 
 from collections.abc import Callable, Sequence

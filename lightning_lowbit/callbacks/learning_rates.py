@@ -1,8 +1,4 @@
-"""Learning rates that are lowered for some steps without the schedule's knowledge.
-
-A factor multiplies the learning rates only within ``optimizer.step()``. So schedules that compute a rate from the last
-one, checkpoints and ``LearningRateMonitor`` see the original rates.
-"""
+"""Learning rates that are lowered within ``optimizer.step()`` alone, unseen by schedules and checkpoints."""
 
 from collections.abc import Sequence
 from math import prod

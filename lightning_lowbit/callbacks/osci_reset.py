@@ -1,11 +1,10 @@
 """Ends the oscillation of latent weights around rounding thresholds (OsciReset of TetraJet-v2).
 
-The quantized value q of a latent weight w near a threshold jumps between two levels while w hardly moves. Over a window
-of optimizer steps a ratio finds such weights:
+The quantized value q of a latent weight w near a threshold jumps between two levels while w hardly moves. Where
 
-    ratio  =  Σ |q_t - q_{t-1}| / Σ |w_t - w_{t-1}|
+    ratio  =  Σ |q_t - q_{t-1}| / Σ |w_t - w_{t-1}|        over a window of optimizer steps
 
-Where the ratio is large, w is set to q, the center of its bin.
+is large, w is set to q, the center of its bin.
 """
 
 from dataclasses import dataclass

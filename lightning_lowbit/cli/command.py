@@ -1,7 +1,4 @@
-"""Dispatch of the ``lowbit`` commands, and one-line messages for mistakes of the user.
-
-This module does not import torch, so that `lowbit ls` and `lowbit --help` are quick.
-"""
+"""Dispatch of the ``lowbit`` commands, and one-line messages for mistakes; does not import torch, to be quick."""
 
 import argparse
 import os

@@ -1,8 +1,4 @@
-"""Accepts a single item for arguments of classes that take a list, on the command line and in YAML.
-
-``--trainer.plugins.init_args.skip lm_head`` means ``skip: [lm_head]``. In Python the classes refuse a string, because
-it is an iterable of letters.
-"""
+"""Accepts a single item for arguments of classes that take a list: ``skip lm_head`` means ``skip: [lm_head]``."""
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence

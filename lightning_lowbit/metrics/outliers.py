@@ -6,10 +6,9 @@ With x the elements, m their mean and σ their standard deviation:
     kurtosis       mean (x - m)⁴ / σ⁴             3 where x is normally distributed, larger with heavier tails
     outliers       of the elements, the share with |x| > k·rms
 
-Channels far larger than the others leave few levels for the rest if the tensor has one scale (LLM.int8(), arXiv
-2208.07339). Kurtosis is their usual measure (Quantizable Transformers, arXiv 2306.12929, section 3). All follow from
-sums and maxima, which can be combined over micro-batches and ranks. Sums are float32 within a channel, then float64:
-kurtosis is exact to about 1e-6 for |m| < σ and magnitudes from 1e-9 to 4e9.
+See LLM.int8() (arXiv 2208.07339) and Quantizable Transformers (arXiv 2306.12929, section 3). All follow from sums and
+maxima, which can be combined over micro-batches and ranks. Sums are float32 within a channel, then float64: kurtosis is
+exact to about 1e-6 for |m| < σ and magnitudes from 1e-9 to 4e9.
 """
 
 import torch

@@ -5,8 +5,6 @@ With w the latent weight, in units of the scale s of its block, and q the level 
     shares        how many elements are -1, 0 and 1               31 % zeros: normally distributed w, s = mean|w|
     flip rate     share of elements whose q changed
     distance      mean |w - t|, t the nearest rounding threshold  t: halfway between neighboring levels
-
-Latent weights close to a threshold flip back and forth while they hardly move.
 """
 
 import math

@@ -1,10 +1,8 @@
 """The precision plugin: it converts a model's linear layers and keeps the state that quantization needs.
 
-    convert_module          each linear layer becomes a QuantLinear, in place
-    train_step_context      autocast; random keys of this micro-batch; layers stage their amaxes
-    optimizer_step          counts the step; staged amaxes enter the histories
-
-Its base classes are in ``layers.py`` (converted layers) and ``state.py`` (checkpoints).
+convert_module          each linear layer becomes a QuantLinear, in place
+train_step_context      autocast; random keys of this micro-batch; layers stage their amaxes
+optimizer_step          counts the step; staged amaxes enter the histories
 """
 
 import weakref

@@ -112,7 +112,9 @@ def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = 
         if node is None or node in seen:
             continue
         seen.add(node)
-        if len(seen) > _MOST_NODES or _is_opaque(node):
+        name = node.name()
+        is_opaque = name == "CheckpointFunctionBackward" or (name.startswith("CompiledFunction") and _weights(node))
+        if len(seen) > _MOST_NODES or is_opaque:
             return _of_weights(model)
         if flops := _flops(node):
             found.add(flops, *owners.of_product(node))
@@ -127,11 +129,6 @@ def _shape(edge: tuple[Any, int]) -> tuple[int, ...] | None:
 
 def _is_converted(node: Any) -> bool:
     return isinstance(node, QuantizedGemms._backward_cls)
-
-
-def _is_opaque(node: Any) -> bool:
-    name = node.name()
-    return name == "CheckpointFunctionBackward" or (name.startswith("CompiledFunction") and bool(_weights(node)))
 
 
 def _operands(node: Any) -> list[tuple[Any, int]]:

@@ -1,7 +1,4 @@
-"""Optimizer steps in fp16: unscale_ -> (hooks, clipping) -> step -> update, with a loss scaler of any class.
-
-Schedules, ``global_step`` and the plugin's ``step`` count skipped steps, so a run keeps its length.
-"""
+"""Optimizer steps in fp16: unscale_ -> (hooks, clipping) -> step -> update. Skipped steps count as steps everywhere."""
 
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,8 +1,4 @@
-"""The plugin's state in a checkpoint: saving, loading, and comparison with the current run.
-
-All plugin classes use one key. The state is tensors and primitives, the same on all ranks. The model's ``state_dict``
-does not change, so its weights load into the unconverted model.
-"""
+"""The plugin's state in a checkpoint: tensors and primitives under one key, the same on all ranks."""
 
 import weakref
 from collections.abc import Mapping

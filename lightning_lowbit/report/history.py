@@ -70,7 +70,10 @@ class History:
     def _append(self, name: str, step: int, number: float) -> None:
         points = self._points.setdefault(name, [])
         points.append((step, number))
-        if len(points) > (most := self._most_of_layers() if self._is_of_layer(name) else MOST_POINTS):
+        most = MOST_POINTS
+        if self._is_of_layer(name):
+            most = min(MOST_POINTS, max(100, MOST_OF_LAYERS // max(sum(map(self._is_of_layer, self._last)), 1)))
+        if len(points) > most:
             self._points[name] = thin(points, most)
         if math.isfinite(number):
             low, high = self.extremes.get(name, (number, number))
@@ -78,10 +81,6 @@ class History:
 
     def _is_of_layer(self, name: str) -> bool:
         return name in self.quantities or name.count("/") > 1
-
-    def _most_of_layers(self) -> int:
-        layers = sum(map(self._is_of_layer, self._last))
-        return min(MOST_POINTS, max(100, MOST_OF_LAYERS // max(layers, 1)))
 
     def drop_pending(self) -> None:
         self._pending.clear()

@@ -1,8 +1,6 @@
 """A report as one HTML file that fetches nothing: titled sections of text, tables, charts and heat maps.
 
-    page = render("my run", [Section("Loss", [Chart("loss", {"training": ([1, 2, 3], [2.5, 2.2, 2.1])})])])
-
-All text is escaped. An error in one section is shown there and leaves the other sections alone.
+An error in one section is shown there and leaves the other sections alone.
 """
 
 import math

@@ -1,7 +1,6 @@
 """The folder of a run's files; no run overwrites the files of another.
 
-Some loggers, and a Trainer without a logger, share one folder between runs. The first run writes into it, the next ones
-into ``version_1``, ``version_2`` … in it. A resumed run keeps its folder.
+If runs share a folder, the first writes into it, the next ones into ``version_1`` … in it. A resumed run keeps its own.
 """
 
 import json

@@ -49,13 +49,13 @@ class Alerts:
         """Warns of what was noted in an optimizer step, once per kind; again if it is much worse."""
         noted, self._noted = self._noted, {}
         for kind, found in noted.items():
-            worst = max(found, key=lambda one: one.severity)
-            before = self._levels.get(kind)
-            if before is not None and not _is_much_worse(before, len(found), worst.severity):
+            worst, before = max(found, key=lambda one: one.severity), self._levels.get(kind, _Level(0, 0, 0.0))
+            is_worse = before.severity < worst.severity >= MUCH_WORSE * before.severity
+            if not is_worse and len(found) < MUCH_WORSE * before.layers:
                 continue
             self._levels[kind] = _Level(step, len(found), worst.severity)
             who = worst.subject if len(found) == 1 else f"{len(found)} layers, the worst {worst.subject}"
-            since = f" It is much worse than at step {before.step}." if before is not None else ""
+            since = f" It is much worse than at step {before.step}." if before.layers else ""
             self._texts.append(f"{who}, step {step}: {worst.message}{since}")
             rank_zero_warn(f"{self._owner}: {self._texts[-1]}")
 
@@ -85,7 +85,3 @@ class Alerts:
         self._levels = {kind: _Level(**level) for kind, level in state["levels"].items()}
         self._kinds = {subject: list(kinds) for subject, kinds in state["kinds"].items()}
         self._texts = list(state["texts"])
-
-
-def _is_much_worse(before: _Level, layers: int, severity: float) -> bool:
-    return layers >= MUCH_WORSE * before.layers or before.severity < severity >= MUCH_WORSE * before.severity

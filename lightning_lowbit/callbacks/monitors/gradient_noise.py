@@ -1,7 +1,4 @@
-"""Measures whether the gradient still stands out from the noise of quantization. If not, quantization no longer pays.
-
-See :mod:`lightning_lowbit.metrics.noise` for the definition of the ratio.
-"""
+"""Measures whether the gradient stands out from quantization noise; see :mod:`lightning_lowbit.metrics.noise`."""
 
 import hashlib
 import math

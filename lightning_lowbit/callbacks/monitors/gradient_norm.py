@@ -1,9 +1,6 @@
 """Norms of gradients: their curves, spikes, and warnings.
 
-Norms of this rank's part of each parameter's gradient are taken before and after clipping. Squares add up over
-parameters and ranks, so one collective serves every norm:
-
-    ‖g‖ = √Σ_p Σ_ranks Σ g²
+Squares of the norms of parts add up over parameters and ranks, so one collective serves every norm.
 """
 
 import math

@@ -1,8 +1,4 @@
-"""The weights that callbacks watch: of layers whose forward pass rounds them to nearest.
-
-The optimizer updates the *latent* weight. The forward pass rounds it to the compute dtype, then quantizes it. A
-callback that does the same between steps sees the same codes.
-"""
+"""The weights that callbacks watch: of layers whose forward pass rounds them to nearest."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple

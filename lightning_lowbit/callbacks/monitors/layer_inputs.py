@@ -1,7 +1,6 @@
 """Statistics of the inputs of linear layers, from forward pre-hooks that can be switched on and off.
 
-torch.compile makes two graphs of a model, because the switch is a bool. Each layer has its own tensors, not a row of a
-shared one: then the graphs of all blocks are alike, and blocks that are compiled one by one share a graph.
+Each layer has its own tensors: then the graphs of all blocks are alike, and blocks compiled one by one share a graph.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,11 +1,9 @@
 """What casts do to the operands of layers: numbers by layer and operand, their means and charts.
 
-    sqnr                   10 log10(Σ x² / Σ (x - q)²), in dB
-    underflow              share of the nonzero elements that became 0
-    saturation             share of the elements beyond the largest magnitude that their scale can express
-    scale_min, scale_max   the range of the scales, without blocks of zeros; 0 if all blocks are
-
-The layers sum up while they compute (:mod:`lightning_lowbit.nn.watch`). Only quantized operands have numbers.
+sqnr                   10 log10(Σ x² / Σ (x - q)²), in dB
+underflow              share of the nonzero elements that became 0
+saturation             share of the elements beyond the largest magnitude that their scale can express
+scale_min, scale_max   the range of the scales, without blocks of zeros; 0 if all blocks are
 """
 
 from collections.abc import Mapping

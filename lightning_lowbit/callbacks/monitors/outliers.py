@@ -1,7 +1,4 @@
-"""Outliers in the inputs of linear layers, and in the weights that are about to cause them.
-
-In a step that is logged, forward pre-hooks measure the inputs; two collectives add them up over ranks.
-"""
+"""Outliers in the inputs of linear layers, and in the weights that are about to cause them."""
 
 import math
 from collections.abc import Mapping

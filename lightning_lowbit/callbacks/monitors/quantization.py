@@ -1,10 +1,6 @@
-"""What quantization does to the six operands of each layer, and to its weight between steps.
+"""What quantization does to the six operands of each layer, and to its weight between steps."""
 
-In a step that is logged, layers sum up what casts do to their operands, and codes of weights before and after the
-optimizer step are compared.
-"""
-
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -177,7 +173,10 @@ class QuantizationMonitor(Monitor):
         self._last_flip = {layer: step for layer, step in self._last_flip.items() if layer in what.casts}
         for layer, of_one in rows.items():
             self._last_flip[layer] = what.step if of_one.get("flips") else self._last_flip.get(layer, what.step)
-            self._note(layer, self._faults_of_weight(layer, of_one, what))
+            faults = list(of_weight(of_one, what.casts[layer], self.zeros_tolerance))
+            if self._weights[layer].weight.requires_grad and not any(fault.kind == "not finite" for fault in faults):
+                faults += of_codes(what.step - self._last_flip[layer], self.no_flips_for)
+            self._note(layer, faults)
         for layer, row in operands.items():
             casts = self._watched.layers[layer].full_casts
             for operand, found in row.items():
@@ -202,12 +201,6 @@ class QuantizationMonitor(Monitor):
         for layer, row in operands.items():  # the report keeps the last numbers if a phase no longer quantizes
             self._operands.setdefault(layer, {}).update(row)
         self._emit(numbers, what.step, what.logger_step)
-
-    def _faults_of_weight(self, layer: str, row: Mapping[str, float], what: _Measured) -> Iterator[Fault]:
-        faults = list(of_weight(row, what.casts[layer], self.zeros_tolerance))
-        yield from faults
-        if self._weights[layer].weight.requires_grad and not any(fault.kind == "not finite" for fault in faults):
-            yield from of_codes(what.step - self._last_flip[layer], self.no_flips_for)
 
     def _note(self, layer: str, faults: Iterable[Fault]) -> None:
         for fault in faults:

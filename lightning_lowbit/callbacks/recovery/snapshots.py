@@ -1,8 +1,4 @@
-"""Copies of the training state, in memory that the next copy reuses, restored in place.
-
-Parameters, optimizer-state tensors and dictionaries keep their identity: DDP's buckets and compiled steps refer to
-them. Of sharded tensors, the local shard is copied.
-"""
+"""Copies of the training state (of local shards), restored in place: DDP and compiled steps refer to its tensors."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy

@@ -1,9 +1,7 @@
 """Rolls weights back to before a spike of the training loss, while the data continue.
 
-A bad update shows in the loss of its own batch or a later one, so a new snapshot may already contain it. Hence there
-are two: the last trusted one, which a rollback restores, and a candidate, which is trusted once the losses of the
-``good_for`` steps after it are good. Losses are copied to the host asynchronously and judged one step late; that extra
-step is undone as well.
+A new snapshot may already contain a bad update. Hence there are two: the last trusted one, and a candidate, which is
+trusted once the losses of the ``good_for`` steps after it are good. Losses are judged one step late.
 """
 
 import math

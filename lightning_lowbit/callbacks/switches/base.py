@@ -1,7 +1,4 @@
-"""Base class of callbacks that change something during training at a step that a trigger gives.
-
-Switches follow ``global_step``, which counts optimizer steps, the same on all ranks.
-"""
+"""Base class of callbacks that change something during training at a step that a trigger gives."""
 
 from collections.abc import Callable
 from typing import Any
@@ -76,7 +73,9 @@ class Switch(LowBitCallback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         for switch in self._conflicting:  # all of them, to find the last one that is due
-            switch._look(trainer)
+            if switch._looked != trainer.global_step:
+                switch._looked = trainer.global_step
+                switch._trigger.look(trainer)
         self._trigger.see(trainer, batch)
         due = [switch for switch in self._conflicting if switch._due <= trainer.global_step]
         if self._done or self not in due:
@@ -89,11 +88,6 @@ class Switch(LowBitCallback):
             self._act(trainer, pl_module)
         else:
             self._done = True
-
-    def _look(self, trainer: Trainer) -> None:
-        if self._looked != trainer.global_step:
-            self._looked = trainer.global_step
-            self._trigger.look(trainer)
 
     def _act(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._done or self._acted == trainer.global_step:

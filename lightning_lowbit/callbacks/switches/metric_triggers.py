@@ -1,9 +1,4 @@
-"""Triggers that follow a metric.
-
-plateau    a validation metric has stopped improving
-below      a metric measured in training has stayed below a threshold
-
-"""
+"""Triggers: a validation metric has stopped improving, or a metric measured in training stayed below a threshold."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,7 @@
 """``lowbit compare``: runs the rows of a study with their seeds, and makes one table of them.
 
 Each run is a process with its own folder, ``<output>/<row>/seed_<n>``, with its configuration in ``recipe.yaml``.
-Finished runs are not repeated; interrupted ones resume from their last checkpoint. Studies may share a folder: a common
-row runs once. Table and pictures are updated after each run, from the ``run.json`` of :class:`RunReport`.
+Finished runs are not repeated; interrupted ones resume. Table and pictures are updated after each run.
 """
 
 import argparse

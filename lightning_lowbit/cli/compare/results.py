@@ -56,8 +56,8 @@ def markdown(results: Results, baseline: str) -> str:
             _spread(_values(of_runs, _loss)),
             _spread(_values(of_runs, lambda run: _metric(run, "val_perplexity")), 3),
             "baseline" if row == baseline else _spread(_gaps(runs, results[baseline]), 4, signed=True),
-            _spread(_values(of_runs, lambda run: count_spikes([loss for _, loss in _history(run, "loss")])), 1),
-            _spread(_values(of_runs, _speed), 0),
+            _spread(_values(of_runs, lambda run: count_spikes(_logged(run, "loss"))), 1),
+            _spread([median(rates) for run in of_runs if (rates := _logged(run, "tokens/s"))], 0),
             f"{max(memory):.2f} GiB" if memory else "",
             _spread(_values(of_runs, lambda run: run.get("summary", {}).get("average_bits")), 2),
         ]
@@ -83,9 +83,8 @@ def _history(run: Mapping[str, Any], name: str) -> list[tuple[float, float]]:
     return [(step, nan if value is None else value) for step, value in run["history"].get(name, [])]
 
 
-def _speed(run: Mapping[str, Any]) -> float | None:
-    rates = [value for _, value in _history(run, "tokens/s")]
-    return median(rates) if rates else None
+def _logged(run: Mapping[str, Any], name: str) -> list[float]:
+    return [value for _, value in _history(run, name)]
 
 
 def _gaps(runs: Mapping[int, Mapping[str, Any]], baseline: Mapping[int, Mapping[str, Any]]) -> list[float]:

@@ -1,8 +1,4 @@
-"""``lowbit estimate``: memory and time of a training step without the devices.
-
-The configured model is built on the meta device, and its optimizer takes one step there. The rest is computed in
-:mod:`lightning_lowbit.cli.estimate.formulas`.
-"""
+"""``lowbit estimate``: memory and time of a training step, of a model on the meta device."""
 
 import argparse
 import json

@@ -1,7 +1,6 @@
-"""Formulas of ``lowbit estimate``: memory, FLOPs, communication and time of a training step.
+"""Formulas of ``lowbit estimate``, derived in ``docs/guides/estimating.md``.
 
-``docs/guides/estimating.md`` derives them and names their sources. Symbols: d data-parallel groups of t tensor-parallel
-devices, m micro-batches; b bytes of the compute dtype, r bytes of the dtype of parameters.
+d data-parallel groups of t tensor-parallel devices, m micro-batches; b, r bytes of compute dtype and parameters.
 """
 
 from collections import Counter

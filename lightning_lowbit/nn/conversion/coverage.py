@@ -1,13 +1,10 @@
 """The low-bit share of a model's matrix arithmetic, counted while the model runs.
 
-A :class:`GemmCounter` counts the FLOPs of every matrix product, attention and convolution by module. A forward
-operation belongs to the innermost running module; a backward one to the module of its forward operation, found by the
-number of its autograd node. With the layers' casts this gives, for any phase,
+A forward operation belongs to the innermost running module; a backward one to the module of its forward operation,
+found by the number of its autograd node. With the layers' casts this gives, for any phase,
 
     coverage      = FLOPs of GEMMs whose two operands are both quantized / all FLOPs
     average bits  = mean over all FLOPs of the bits of the two operands, block scales included
-
-Not covered are attention, fused projections, convolutions, functional calls and skipped layers.
 """
 
 import re

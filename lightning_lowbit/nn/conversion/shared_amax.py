@@ -1,9 +1,8 @@
 """Layers whose weights are scaled by one amax.
 
 Inference engines run projections of one input (q, k and v; gate and up) as one GEMM, whose weight has one scale per
-tensor. If each was trained with its own scale, engines take the largest and keep the blocks' scales (vLLM, NVFP4), or
-quantize again, and the weights differ from those of training. Here all weights of a group are scaled by the group's
-amax, of whole weights, however they are sharded.
+tensor. If each was trained with its own scale, the weights differ from those of training. Here all weights of a group
+are scaled by the group's amax, of whole weights, however they are sharded.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -6,9 +6,8 @@
       unpack                     the operand's values, in the dtype that FSDP2 gives the weight
     GEMMs                        use these values as the operand; gradients go straight through
 
-Results equal those of gathering in high precision to the bit. FSDP2 looks for extension methods on a parameter's local
-tensor, which loading and ``module.to`` replace. Here its record of the parameter provides them: it lives as long as the
-module is sharded, and parameters stay plain tensors.
+Results equal those of gathering in high precision to the bit. FSDP2's record of the parameter provides the extension
+methods; a local tensor, where FSDP2 looks for them, is replaced by loading and ``module.to``.
 """
 
 from collections.abc import Mapping

@@ -1,12 +1,8 @@
-"""Tensor parallelism: a layer whose weight is sharded over processes.
+"""Tensor parallelism: a layer whose weight is a DTensor, of which each process multiplies its shard.
 
-The weight is a DTensor, and each process multiplies its shard. These of a layer's matrices are sharded:
-
-    weight sharded along        x            w            g, and Y        Y of each process         dX of each process
-    out_features (column)       whole        rows         columns         its columns               a term of the sum
-    in_features (row)           columns      columns      whole           a term of the sum         its columns
-
-Shards are quantized like the whole matrices that they belong to (:mod:`lightning_lowbit.quant.shard`).
+weight sharded along        x            w            g, and Y        Y of each process         dX of each process
+out_features (column)       whole        rows         columns         its columns               a term of the sum
+in_features (row)           columns      columns      whole           a term of the sum         its columns
 """
 
 from collections.abc import Callable

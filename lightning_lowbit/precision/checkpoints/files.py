@@ -1,7 +1,4 @@
-"""Reads checkpoints without a Trainer, and validates their state before anything is changed.
-
-A checkpoint is a file of ``torch.save``, or a folder: ``meta.pt`` and shards of ``torch.distributed.checkpoint``.
-"""
+"""Reads checkpoints (files, or folders of shards) without a Trainer, and validates their state."""
 
 import os
 import warnings

@@ -1,8 +1,6 @@
-"""Warns about options of optimizers and schedulers that a checkpoint overrides.
+"""Warns about options of optimizers and schedulers, such as learning rate and ``T_max``, that a checkpoint overrides.
 
-``Trainer.fit(ckpt_path=...)`` loads the state of optimizers and schedulers, which includes options such as learning
-rate, betas and ``T_max``. So a run may train with other options than its configuration asks for. For a scheduled
-learning rate or weight decay, the initial values are compared. ``ReduceLROnPlateau`` stores none.
+For a scheduled learning rate or weight decay, the initial values are compared. ``ReduceLROnPlateau`` stores none.
 """
 
 import inspect
@@ -24,7 +22,11 @@ def asked_options(optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) ->
     made = [each for config in schedulers for each in _nested(getattr(config, "scheduler", config))]
     types = [(type(each).__name__, each) for each in optimizers]
     groups = [(name, _of_group(group, each, bool(made))) for name, each in types for group in each.param_groups]
-    return groups, [(type(each).__name__, _of_scheduler(each)) for each in made]
+    options = [(each, inspect.signature(type(each)).parameters.keys() - {"last_epoch"}) for each in made]
+    return groups, [
+        (type(each).__name__, {n: _plain(v) for n, v in each.state_dict().items() if n in names})
+        for each, names in options
+    ]
 
 
 def overridden(
@@ -62,11 +64,6 @@ def _of_group(group: Mapping[str, Any], optimizer: Optimizer, is_scheduled: bool
     names = optimizer.defaults.keys() & inspect.signature(type(optimizer)).parameters.keys()
     initial = {"initial_lr": _plain(group["initial_lr"])} if is_scheduled and "initial_lr" in group else {}
     return initial | {n: _plain(group[n]) for n in optimizer.defaults if n in names & group.keys() - moved}
-
-
-def _of_scheduler(scheduler: Any) -> dict[str, Any]:
-    names = inspect.signature(type(scheduler)).parameters.keys() - {"last_epoch"}
-    return {name: _plain(value) for name, value in scheduler.state_dict().items() if name in names}
 
 
 def _held(saved: Mapping[str, Any], name: str) -> Iterator[Any]:
