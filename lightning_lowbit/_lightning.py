@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info as rank_zero_info
@@ -95,6 +94,9 @@ def say_once(text: str) -> None:
 
 # --- private parts of Lightning ---
 
+is_local = fabric.utilities.cloud_io._is_local_file_protocol  # a path, rather than in an object store
+random_states, set_random_states = fabric.utilities.seed._collect_rng_states, fabric.utilities.seed._set_rng_states
+
 
 def is_logging_step(trainer: Trainer) -> bool:
     """Whether loggers record the current optimizer step; the same for all its micro-batches."""
@@ -130,23 +132,8 @@ def forget_logged(trainer: Trainer, names: Iterable[str]) -> None:
 
 
 def cluster_environment(trainer: Trainer) -> Any:
-    """The environment that started the processes, such as SLURM's; also set for a single process."""
     return trainer._accelerator_connector.cluster_environment
 
 
 def checkpoint_folder(checkpoint: ModelCheckpoint, trainer: Trainer) -> Any:
-    """The folder of a ``ModelCheckpoint``, even before its ``setup`` sets ``dirpath``."""
     return checkpoint._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
-
-
-def is_local(path: str | Path) -> bool:
-    """Whether a path is on a local or mounted file system, not in an object store."""
-    return fabric.utilities.cloud_io._is_local_file_protocol(path)
-
-
-def random_states() -> dict[str, Any]:
-    return fabric.utilities.seed._collect_rng_states()
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    fabric.utilities.seed._set_rng_states(states)

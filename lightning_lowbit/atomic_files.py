@@ -113,7 +113,6 @@ def named(folder: Path, suffix: str, below: bool = True) -> set[Path]:
 
 
 def name_of(path: Path) -> str:
-    """The final name of a path that :func:`named` found."""
     return _parts(path)["name"] if _LEFT.fullmatch(path.name) else path.name
 
 
@@ -152,7 +151,6 @@ def _age(path: Path) -> float:
 
 @contextmanager
 def _lock(folder: Path, alone: bool = False) -> Iterator[bool]:
-    """Locks a folder, shared or ``alone``; yields whether it succeeded."""
     if fcntl is None:
         yield False
         return
@@ -174,7 +172,6 @@ def _is_directory(path: Path) -> bool:
 
 
 def _sync(path: Path, within: bool = True) -> None:
-    """Waits until a file, or a directory with its contents, is on the disk."""
     if path.is_symlink() or os.name == "nt":  # Windows flushes only files that are open for writing
         return
     if within and path.is_dir():

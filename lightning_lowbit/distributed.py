@@ -73,7 +73,6 @@ def offsets_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The shard on this rank, a view."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -123,7 +122,6 @@ def is_flat(parameter: Tensor) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP or tensor parallelism shards parameters of a model."""
     is_wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     return is_wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 

@@ -53,7 +53,6 @@ def _executed(layer: QuantizedLayer) -> str:
 
 
 def cast_legend(model: nn.Module) -> list[Table]:
-    """The cast of each operand, one column for each combination in the layer table; ``~`` is stochastic rounding."""
     labels = _labels(model)
     shown = [_describe(casts) for casts in labels]
     names = dict.fromkeys(name for casts in shown for name in casts)

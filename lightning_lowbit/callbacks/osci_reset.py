@@ -42,7 +42,6 @@ class _Paths:
         self.last.copy_(matrix)
 
     def oscillating(self, threshold: float) -> Tensor:
-        """Where the ratio reaches a threshold; False where the latent weight did not move."""
         return (self.latent > 0) & (self.quantized >= threshold * self.latent)
 
 

@@ -125,7 +125,6 @@ class PrecisionSummary(LowBitCallback):
         return self.counter.coverage(phase, self._hp_bits)
 
     def average_bits(self) -> float:
-        """Bits of a GEMM operand, block scales included, averaged over FLOPs and the optimizer steps of each phase."""
         steps = self._steps or Counter({"fqt": 1})
         return sum(count * self._bits(phase) for phase, count in steps.items()) / sum(steps.values())
 

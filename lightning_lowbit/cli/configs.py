@@ -32,7 +32,6 @@ def headline(path: Path) -> str:
 
 
 def kind(path: Path) -> str:
-    """``OVERLAY`` or ``STUDY``, the folder of a configuration of this package; empty for a recipe."""
     return path.parent.name if path.parent.name in (OVERLAY, STUDY) else ""
 
 
@@ -122,7 +121,6 @@ def combined_name(names: Sequence[str]) -> str:
 
 
 def split_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits a command line into the values of all ``--config`` and the other arguments."""
     names, rest = [], []
     remaining = iter(arguments)
     for argument in remaining:
@@ -135,7 +133,6 @@ def split_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
-    """Replaces all ``--config`` of a command line by one, the file ``merged``, which it writes."""
     names, rest = split_configs(arguments)
     config = merge_all(names) if names else {}
     model = config.get("model")

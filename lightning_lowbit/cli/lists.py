@@ -10,7 +10,6 @@ import yaml
 
 
 def with_lists(config: Any) -> Any:
-    """A configuration with a list in place of each single item."""
     if isinstance(config, list):
         return [with_lists(item) for item in config]
     if not isinstance(config, Mapping):
@@ -46,7 +45,6 @@ def options_with_lists(arguments: Sequence[str], config: Mapping[str, Any]) -> l
 
 
 def _class_path(config: Any, path: str) -> Any:
-    """The class path of the object that an option changes; of a list, that of the last element."""
     for part in path.split("."):
         within = config.get("init_args") if isinstance(config, Mapping) and part not in config else config
         config = within.get(part) if isinstance(within, Mapping) else None

@@ -43,7 +43,6 @@ _CLI = TypeVar("_CLI", bound="LowBitCLI")
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Runs a subcommand of Lightning's command line; all ``--config`` are merged before it sees them."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         for message in _NOISE:
             warnings.filterwarnings("ignore", message)

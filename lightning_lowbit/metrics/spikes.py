@@ -19,15 +19,12 @@ from torch import Tensor
 
 
 class Baseline(Protocol):
-    """The normal range, learned from values; ``count`` is the number of learned values, including forgotten ones."""
+    """What is normal, learned from ``count`` values (forgotten ones included); a spike begins above ``limit``."""
 
     count: int
 
-    def add(self, value: float) -> None:
-        """Learns a value."""
-
-    def limit(self) -> float:
-        """The value above which a spike begins; called after at least one value."""
+    def add(self, value: float) -> None: ...
+    def limit(self) -> float: ...
 
 
 class Window:

@@ -139,7 +139,6 @@ def _operands(node: Any) -> list[tuple[Any, int]]:
 
 
 def _flops(node: Any) -> int:
-    """Forward FLOPs of a product; 0 for other nodes and for unknown shapes."""
     name = node.name()
     if _is_converted(node) or _PRODUCT.fullmatch(name):
         (left, right), out = map(_shape, _operands(node)), node._input_metadata[0].shape
@@ -189,7 +188,6 @@ class _Owners:
 
 
 def _parameter(node: Any) -> Tensor | None:
-    """The parameter of which a node's result is a view, or None."""
     for _ in range(_VIEWS):
         if node is None or node.name().endswith("AccumulateGrad"):
             return None if node is None else node.variable

@@ -47,7 +47,6 @@ def overflow(scaler: GradScaler, optimizer: Optimizer | None = None) -> Tensor |
 
 
 def scale_of(scaler: GradScaler) -> Tensor:
-    """The scale of a scaler that has been used: float32, 0-d, on the device."""
     scale = scaler._get_scale_async()
     assert scale is not None
     return scale

@@ -205,7 +205,6 @@ class ConvertedLayers:
         return changed
 
     def _renew_casts(self, casts: Mapping[str, LinearCasts], keep: bool = True) -> None:
-        """Sets casts, and rebuilds the histories if changed layers have or need one."""
         model, before, layers = self._converted_model, self.histories, self._layers
         if model is None or before is None:
             return

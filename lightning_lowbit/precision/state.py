@@ -55,7 +55,6 @@ class SavedLayers(ConvertedLayers):
 
     @property
     def _is_evaluating(self) -> bool:
-        """Whether the Trainer validates, tests or predicts, outside ``fit``."""
         return self._run is not None and self._run.state.fn not in (None, TrainerFn.FITTING)
 
     @property
@@ -64,7 +63,6 @@ class SavedLayers(ConvertedLayers):
 
     @property
     def trained(self) -> Trained:
-        """The settings that decide, with the weights, what the model computes."""
         return Trained(
             self._casts,
             _DTYPE_NAMES[self._compute_dtype],

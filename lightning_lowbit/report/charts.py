@@ -37,7 +37,6 @@ class Axis:
 
     @classmethod
     def around(cls, values: Iterable[float], room: float, log: bool = False) -> "Axis":
-        """An axis with a share ``room`` of its length free at both ends."""
         places = [_place(value, log) for value in values] or [0.0]
         low, high = min(places), max(places)
         is_constant = high - low <= 1e-12 * max(abs(low), abs(high), 1e-280)
@@ -48,7 +47,6 @@ class Axis:
         return (_place(value, self.log) - self.low) / (self.high - self.low)
 
     def ticks(self, most: int, integer: bool = False) -> list[float]:
-        """About ``most`` round values on the axis."""
         low, high = self.low, self.high
         if self.log:
             decades = range(max(math.floor(low), -307), min(math.ceil(high), 307) + 1)

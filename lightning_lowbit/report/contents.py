@@ -58,7 +58,6 @@ def precision_of(trainer: Trainer) -> dict[str, str]:
 
 
 def configuration_of(folder: Path, trainer: Trainer, pl_module: LightningModule) -> str:
-    """The configuration file of the command line, else hyperparameters and settings of the plugin."""
     if any(isinstance(callback, SaveConfigCallback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         with suppress(OSError):
             return (folder / "config.yaml").read_text(errors="replace")  # which Lightning's command line wrote
@@ -141,7 +140,6 @@ def _cpu_name() -> str:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Peak bytes of this process, on the GPU if it uses one; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

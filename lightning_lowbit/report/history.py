@@ -29,7 +29,6 @@ class History:
         self._last: dict[str, int] = {}
 
     def add(self, name: str, step: int, value: Tensor) -> bool:
-        """Adds a value; returns False if the step already has one."""
         if step <= self._last.get(name, -1):
             return False
         self._last[name] = step
@@ -99,7 +98,6 @@ class History:
 
 
 def thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """About half of ``most`` points, evenly spaced in steps, with the first and the last."""
     spacing = (points[-1][0] - points[0][0]) / (most // 2)
     kept = points[:1]
     for point in points[1:-1]:

@@ -23,7 +23,6 @@ def begin(trainer: Trainer, precision: Mapping[str, str]) -> None:
 
 
 def finish(trainer: Trainer, run: Mapping[str, Any], page: Path) -> None:
-    """Sends the page, with ``run.json`` beside it, and the coverage; only for the first process."""
     bits = run["summary"].get("average_bits")
     numbers = {"coverage": run["coverage"], "average_bits": bits, "alerts": len(run["alerts"])}
     numbers = {f"lightning_lowbit/{name}": number for name, number in numbers.items() if number is not None}

@@ -80,7 +80,7 @@ def test_by_default_they_are_the_presets() -> None:
         assert IntegerPrecision(bits, bits).casts == LinearCasts.preset(f"int{bits}")
 
 
-BITS = r"is a whole number from 2 to 8, or None for high precision; got"
+BITS = r"is a number of bits, 2 or more and at most 8, or None; got"
 GROUP = r"group is a number of elements such as 128, 'row' or 'tensor'; got"
 
 

@@ -20,7 +20,6 @@ class Fault(NamedTuple):
 
 
 def of_operand(operand: str, casts: LinearCasts, found: Mapping[str, float], underflow_limit: float) -> Iterator[Fault]:
-    """Judges an operand by its ``sqnr`` and ``underflow``; ``casts`` are those of its layer."""
     if math.isnan(found["sqnr"]):
         message = (
             f"{operand} holds a NaN or an infinity. Look at the data of this step and the learning rate; with a "
@@ -75,9 +74,8 @@ def of_weight(row: Mapping[str, float], cast: Cast, zeros_tolerance: float) -> I
 def of_codes(quiet: int, no_flips_for: int) -> Iterator[Fault]:
     if quiet >= no_flips_for:
         message = (
-            f"no code of its weight has changed in a logged step for {quiet} optimizer steps, where training "
-            f"should change some (no_flips_for={no_flips_for}). Look at its gradient and learning rate: steps "
-            "may be too small to cross a rounding threshold."
+            f"no code of its weight has changed in a logged step for {quiet} steps (no_flips_for={no_flips_for}). "
+            "Look at its gradient and learning rate: steps may be too small to cross a rounding threshold."
         )
         yield Fault("no flips", 1.0, message)
 

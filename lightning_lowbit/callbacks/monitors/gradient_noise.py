@@ -234,7 +234,6 @@ def _quantized(pl_module: LightningModule) -> dict[str, QuantizedLayer]:
 
 
 def _casts_in_force(trainer: Trainer, layers: Mapping[str, QuantizedLayer]) -> str:
-    """A digest of the phase, whether λ is changing, and the casts of all layers."""
     plugin = trainer.precision_plugin
     assert isinstance(plugin, LowBitPrecision)
     texts = {casts: str(casts) for casts in {layer.casts for layer in layers.values()}}  # many layers share few casts

@@ -227,7 +227,6 @@ class GradientNormMonitor(Monitor):
 
 
 def _layers(pl_module: LightningModule) -> dict[str, list[Tensor]]:
-    """Parameters of each module that has any of its own, by its name without wrappers."""
     found = {clean_name(name): [*module.parameters(recurse=False)] for name, module in pl_module.named_modules()}
     return {name: parameters for name, parameters in found.items() if name and parameters}
 

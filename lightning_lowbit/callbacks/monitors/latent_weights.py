@@ -9,13 +9,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._lightning import Callback, LightningModule, MisconfigurationException, Trainer
-from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
+from lightning_lowbit.nn import LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.quant import Cast, Quantized, quantize
 from lightning_lowbit.quant.shard import amax_of
 from lightning_lowbit.quant.statistics import sample
-
-_FPROP_W = OPERANDS.index("fprop_w")
 
 
 class LatentWeight(NamedTuple):
@@ -38,12 +36,10 @@ class LatentWeight(NamedTuple):
 
 
 def converted_layers(pl_module: LightningModule) -> dict[str, QuantizedLayer]:
-    """The converted layers of a model, by their names without wrappers."""
     return {clean_name(name): m for name, m in pl_module.named_modules() if isinstance(m, QuantizedLayer)}
 
 
 def has_flat_weights(trainer: Trainer) -> bool:
-    """Whether FSDP1 keeps weights in flat buffers, so that none is a matrix."""
     assert trainer.model is not None
     return any(isinstance(module, FullyShardedDataParallel) for module in trainer.model.modules())
 

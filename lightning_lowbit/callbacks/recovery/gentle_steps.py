@@ -71,6 +71,5 @@ class GentleSteps:
         return {"until": self.until, "phase_before": self._phase_before, "is_phase_ours": is_ours}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Loads what :meth:`state` returned; call it before :meth:`resume`."""
         self.until, self._phase_before = state["until"], state["phase_before"]
         self._loaded = state["is_phase_ours"]

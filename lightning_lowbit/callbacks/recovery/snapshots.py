@@ -46,7 +46,6 @@ class Snapshot:
 
     @torch.no_grad()
     def put_back(self, trained: TrainingState) -> None:
-        """Restores the copy; removes optimizer states that did not exist then."""
         weights, states, options, others = self._kept
         for weight, copied in zip(trained.weights, weights, strict=True):
             local(weight).copy_(copied.shard)

@@ -115,7 +115,6 @@ class SpikeRollback(LowBitCallback):
         self._gentle.resume(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Before an optimizer step: judges the loss of the second-last step, and takes a snapshot if due."""
         if not self._begins_step:
             return
         self._judge(trainer, leave=1)
@@ -217,7 +216,6 @@ class SpikeRollback(LowBitCallback):
         self._gentle.load(state_dict)
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        """The rollbacks: current step, step and loss of the spike, mean loss before it, and step restored."""
         return {"rollbacks": [dict(one) for one in self._rollbacks]}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:

@@ -40,7 +40,6 @@ class StepLosses:
         self._micro_batches = []
 
     def add(self, outputs: Any) -> None:
-        """Adds the loss of a micro-batch, from Lightning's version of the output of ``training_step``."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):  # otherwise training_step returned None
             self._micro_batches.append(local(loss).detach().float().reshape(()))

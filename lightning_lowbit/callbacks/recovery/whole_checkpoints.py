@@ -41,7 +41,6 @@ class DamagedCheckpointError(ValueError):
 
 
 def first_whole(paths: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
-    """The first complete checkpoint or None, and what is wrong with those before it."""
     damaged: dict[Path, str] = {}
     for path in paths:
         for place in (path, path.with_name(name_of(path))):  # another process may have renamed it back

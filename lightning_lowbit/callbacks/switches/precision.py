@@ -233,7 +233,6 @@ class PrecisionSwitch(Switch):
         self._record, self._set = state.get("record"), state.get("set")
 
     def _records(self, trainer: Trainer) -> list[dict[str, Any]]:
-        """The records of all switches, from the first switch; empty from the others."""
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         switches = [switch for switch in callbacks if isinstance(switch, PrecisionSwitch)]
         if switches[0] is not self:
@@ -242,7 +241,6 @@ class PrecisionSwitch(Switch):
         return sorted((dict(record) for record in records.values() if record), key=lambda record: record["step"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        """Step, precision before and after, and reason of each switch that acted."""
         records = self._records(trainer)
         return {"precision_switches": records} if records else {}
 

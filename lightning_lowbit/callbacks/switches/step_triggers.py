@@ -20,7 +20,12 @@ from lightning_lowbit.checks import integer, number
 
 
 class Trigger:
-    """Base class. ``due`` is a number of optimizer steps or infinity; ``is_known``: known when training starts."""
+    """Base class. ``due`` is a number of optimizer steps or infinity; ``is_known``: known when training starts.
+
+    ``begin`` is called when training starts or resumes, maybe repeatedly, and refuses a run; ``look``, which decides
+    whether it is due, before the first micro-batch of a step; ``see`` with each micro-batch after that;
+    ``after_validation`` during training. ``state_dict`` has primitives, the same on all ranks, which all call it.
+    """
 
     is_known: ClassVar[bool] = False
 
@@ -30,28 +35,18 @@ class Trigger:
     def start_afresh(self) -> None:
         self.due: float = math.inf
 
-    def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when training starts or resumes, maybe repeatedly; raises ``MisconfigurationException``."""
-
-    def look(self, trainer: Trainer) -> None:
-        """Decides whether it is due, before the first micro-batch of an optimizer step."""
-
-    def see(self, trainer: Trainer, batch: Any) -> None:
-        """Called with each micro-batch before it is trained on, after :meth:`look`."""
-
-    def after_validation(self, trainer: Trainer) -> None:
-        """Called after each validation during training."""
+    def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None: ...
+    def look(self, trainer: Trainer) -> None: ...
+    def see(self, trainer: Trainer, batch: Any) -> None: ...
+    def after_validation(self, trainer: Trainer) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     def why(self) -> str:
         """Says why it became due."""
         raise NotImplementedError
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        """What it has seen, in primitives, the same on all ranks, all of which call this; may be empty."""
         return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what :meth:`state_dict` returned."""
 
 
 class AtStep(Trigger):

@@ -60,7 +60,6 @@ class Run:
 
 
 def compare(arguments: Sequence[str]) -> int:
-    """Runs what has not finished, and writes table and pictures; returns 1 if a run failed."""
     given, rest = _parser().parse_known_args(arguments)
     integer("--jobs", given.jobs, 1, "the number of runs at a time")
     study = _study(given, rest)

@@ -133,7 +133,6 @@ def weight_copies(model: Model, layout: Layout) -> int:
 
 
 def _gathered(model: Model, layout: Layout) -> int:
-    """Bytes of parameters outside of blocks, in the current block, and in the next block."""
     blocks = sorted(_units(model).values(), key=lambda weights: _whole(weights, layout))
     taken = [_rest(model), *blocks[-1:]]
     return sum(_whole(weights, layout) for weights in taken) + sum(_payload(each, layout) for each in blocks[-2:-1])
@@ -168,7 +167,6 @@ def _local(weight: Weight, shape: tuple[int, ...], layout: Layout) -> int:
 
 
 def _residual(model: Model, layout: Layout) -> int:
-    """Bytes of an element of the residual stream."""
     return max((_given(weight, layout) for weight in model.weights), default=4)
 
 
@@ -212,7 +210,6 @@ def flops(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
 
 
 def communication(model: Model, batch: Batch, layout: Layout) -> list[Collective]:
-    """The collectives of a step on each device."""
     check(model, layout)
     d, t, m = layout.data_parallel, layout.tensor_parallel, batch.micro_batches
     found = []
@@ -246,7 +243,6 @@ def _whole(weights: Sequence[Weight], layout: Layout) -> int:
 
 
 def _is_packed(weight: Weight, layout: Layout) -> bool:
-    """Whether a weight is gathered as codes and scales."""
     cast = weight.packed
     if "casts" not in layout.gather or cast is None or _tensor_parallel(weight, layout) > 1:
         return False

@@ -18,7 +18,6 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
         return self.sequences * self.length
 
 

@@ -62,7 +62,6 @@ class Decoder:
 
     @property
     def readers(self) -> int:
-        """Number of linear layers of a block that read the residual stream: q, k, v and those of the MLP."""
         return 3 + (2 if self.gated else 1)
 
 

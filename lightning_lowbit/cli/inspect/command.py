@@ -34,7 +34,6 @@ _KINDS = "a Lightning .ckpt, a state_dict from torch.save, a .safetensors file, 
 
 
 def inspect(arguments: Sequence[str]) -> None:
-    """Prints a row for each weight and cast and one for all weights, and draws a picture."""
     given = _parser().parse_args(arguments)
     path = Path(given.checkpoint).expanduser()
     output = Path(given.output or f"{path.resolve().stem}_casts.png").expanduser()

@@ -117,10 +117,10 @@ def plan_by_name(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str
     """Casts of a model's layers from those by name of a checkpoint; a ``ValueError`` if it has no layer of a name."""
     layers = {clean_name(name): name for name, module in model.named_modules() if is_linear(module)}
     if missing := [name for name in casts if name not in layers]:
-        lacks = (
-            f"{type(model).__name__} does not have, e.g. {some(missing)}; it has {some(layers) or 'no linear layer'}"
+        raise ValueError(
+            f"Casts are given for {len(missing)} layers that {type(model).__name__} does not have, e.g. "
+            f"{some(missing)}; it has {some(layers) or 'no linear layer'}. Build the model as it was trained."
         )
-        raise ValueError(f"Casts are given for {len(missing)} layers that {lacks}. Build the model as it was trained.")
     return {layers[name]: casts[name] for name in casts}
 
 
@@ -133,25 +133,21 @@ def check_backend(
         return
     if exact:
         raise ValueError("exact emulates GEMMs, and backend='native' does not: choose one of them.")
-    quantized = {
-        name: [gemm for gemm in GEMMS if any(isinstance(getattr(casts, o), Cast) for o in casts.operands_of(gemm))]
-        for name, casts in planned.items()
-    }
-    lacking = {
-        name: gemm
-        for name, gemms in quantized.items()
-        for gemm in reversed(gemms)  # of a layer, the first is told
-        if gemm not in planned[name].native_gemms
-    }
-    if lacking:
-        name, gemm = next(iter(lacking.items()))
+
+    def is_quantized(casts: LinearCasts, gemm: str) -> bool:
+        return any(isinstance(getattr(casts, operand), Cast) for operand in casts.operands_of(gemm))
+
+    every = [(name, casts, gemm) for name, casts in planned.items() for gemm in GEMMS]
+    quantized = [(name, casts, gemm) for name, casts, gemm in every if is_quantized(casts, gemm)]
+    if lacking := [(name, gemm) for name, casts, gemm in quantized if gemm not in casts.native_gemms]:
+        (name, gemm), names = lacking[0], dict.fromkeys(name or "the casts" for name, _ in lacking)
         raise ValueError(
-            f"backend='native', but {gemm} of {some([name or 'the casts' for name in lacking])} has no native GEMM: "
+            f"backend='native', but {gemm} of {some(names)} has no native GEMM: "
             "those take E4M3 or E5M2 (not E5M2 twice), or integers, with scales per tensor or row; got "
             f"{planned[name]}. Use backend='auto', skip such layers, or give them other casts with overrides."
         )
     if device is not None:
-        for kind in {planned[name].native_gemms[gemm] for name, gemms in quantized.items() for gemm in gemms}:
+        for kind in {casts.native_gemms[gemm] for _, casts, gemm in quantized}:
             has_native_gemms(device, kind, backend)  # or else raises
 
 

@@ -46,7 +46,6 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Low-bit FLOPs over all; 0 where nothing was counted."""
         return self.low_bit / self.flops if self.flops else 0.0
 
 
@@ -151,7 +150,6 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def model_flops(self) -> int:
-        """All counted FLOPs except those of recomputed activations."""
         return sum(self.gemms.values()) + sum(self.others.values()) - self.recomputed
 
     def native_shares(self, device: torch.device) -> dict[str, float]:
@@ -211,7 +209,6 @@ def _is_recomputing(node: Any) -> bool:
 
 
 def _needed(node: Any) -> list[str]:
-    """The GEMMs, dgrad and wgrad, that the backward node of a linear layer computes."""
     edges = [edge for edge, _ in node.next_functions]
     x, w = edges[-2:] if node.name().startswith(("Addmm", "Mm")) else (*edges, None, None)[:2]
     return [gemm for gemm, edge in (("dgrad", x), ("wgrad", w)) if edge is not None]

@@ -60,6 +60,7 @@ class WeightGathers:
     ) -> None:
         check_gathers(model, casts or {n: layer.full_casts for n, layer in quantized_layers(model).items()}, dtype)
         release_gathers(model)
+        self._model = model
         self._gathers = [
             _Gather(self, record, module, dtype)
             for module, record in records(model)
@@ -67,8 +68,7 @@ class WeightGathers:
         ]
 
     def release(self) -> None:
-        for gather in self._gathers:
-            _release(gather.module, gather.record)
+        release_gathers(self._model)
 
     def prepare(self) -> None:
         """Call before a forward pass: measures weights where casts need it, and reshards outdated ones."""
@@ -91,7 +91,6 @@ class WeightGathers:
     @torch.inference_mode(False)  # evaluation may come first, and training uses the same tensors
     @torch.no_grad()  # which the line above ends
     def measure(self) -> None:
-        """Measures all weights whose casts need it, with one collective per process group."""
         groups: dict[dist.ProcessGroup, list[_Gather]] = {}
         for gather in self._gathers:
             if gather.needs_statistic:
@@ -108,13 +107,9 @@ class WeightGathers:
 
 def release_gathers(model: nn.Module) -> None:
     for module, record in records(model):
-        _release(module, record)
-
-
-def _release(module: FSDPModule, record: FSDPParam) -> None:
-    if isinstance(record, _Record):
-        module.reshard()
-        record.release()
+        if isinstance(record, _Record):
+            module.reshard()
+            record.release()
 
 
 class _Record(FSDPParam):
@@ -229,7 +224,6 @@ class _Gather:
             self._amax, self._mean = None, (total / torch.full_like(total, self._shape.numel())).float()
 
     def size(self) -> torch.Size:
-        """The size of a padded shard: each process sends all of it."""
         return self.record.padded_sharded_param_size
 
     def to(self, *_: Any, **__: Any) -> "_Gather":

@@ -42,7 +42,6 @@ class Trained:
 
     @property
     def planned(self) -> dict[str, LinearCasts]:
-        """By layer, the casts at the start of the run."""
         return {**self.layers, **self.started}
 
     def record(self) -> dict[str, Any]:
@@ -162,14 +161,12 @@ CHANGEABLE = ("backend", "casts_of_checkpoint", "exact", "fresh_histories", "qua
 
 
 def check_changes(changes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns arguments that :meth:`LowBitPrecision.from_checkpoint` accepts; raises ``ValueError`` for others."""
     for name in changes:
         choose("argument of from_checkpoint (what else decides what is computed is the checkpoint's)", name, CHANGEABLE)
     return changes
 
 
 def primitive(value: Any) -> Any:
-    """Converts casts to a mapping of primitives, which :meth:`LinearCasts.of` takes."""
     if is_dataclass(value):
         return {f.name: primitive(getattr(value, f.name)) for f in fields(value) if f.init}
     if isinstance(value, Mapping):

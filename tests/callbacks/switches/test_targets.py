@@ -355,7 +355,7 @@ def test_casts_that_the_backend_refuses() -> None:
 
 
 def test_by_hand_before_there_is_a_model() -> None:
-    with pytest.raises(MisconfigurationException, match="no model has been converted yet. Give the plugin overrides"):
+    with pytest.raises(MisconfigurationException, match="none has been converted yet. Give the plugin overrides"):
         FP4Precision().set_casts({"head": "bf16"})
 
 
