@@ -27,7 +27,6 @@ class PrecisionSummary(LowBitCallback):
 
     When training starts, it prints a table of layers, parameters and casts. After the first training step it prints the
     coverage: FLOPs of GEMMs with two quantized operands over the FLOPs of all matrix products, attentions and
-    coverage: FLOPs of GEMMs with two quantized operands over the FLOPs of all matrix products, attentions and
     convolutions. At the end it prints the bits of a GEMM operand, block scales included, averaged over FLOPs and over
     the steps in each phase; steps of progressive quantization (λ below 1) count as high precision. The same goes into a
     JSON file in the logger's directory. FLOPs are counted in one micro-batch of the first process, in eager code: that
@@ -149,10 +148,10 @@ class PrecisionSummary(LowBitCallback):
     def report_sections(self, trainer: Trainer) -> list[Section]:
         if self._model is None:
             return []
-        measured = self.counter is not None and not self._counting
-        coverage = self._coverage_blocks() if measured else [Text("No training step was taken.")]
-        if measured:
-            coverage.append(Text(f"Average over the run: {self.average_bits():.2f} bits per GEMM operand."))
+        coverage: list[Table | Text] = [Text("No training step was taken.")]
+        if self.counter is not None and not self._counting:
+            average = Text(f"Average over the run: {self.average_bits():.2f} bits per GEMM operand.")
+            coverage = [*self._coverage_blocks(), average]
         return [
             Section("Layers and casts", (layer_table(self._model), *cast_legend(self._model))),
             Section("Coverage", tuple(coverage)),

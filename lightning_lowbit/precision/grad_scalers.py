@@ -108,10 +108,18 @@ class ConservativeGradScaler(GradScaler):
         integer("cooldown", cooldown, 0, or_none=True)
         number("growth_factor", growth_factor, "what the scale grows by", above=1)
         number("backoff_factor", backoff_factor, "what remains of a scale that falls", above=0, below=1)
-        _check_bounds(chosen["init_scale"], floor, cap)
+        number("floor", floor, "the lower bound of the scale", at_least=0, finite=False)
+        number("cap", cap, "the upper bound of the scale", at_least=0, finite=False)
+        if floor > cap:
+            raise ValueError(f"floor is the lower bound of the scale and cap the upper one; got {floor=}, {cap=}.")
+        scale = number("init_scale", chosen["init_scale"], "where it begins", at_least=_SMALLEST, at_most=_LARGEST)
+        if not floor <= scale <= cap:
+            raise ValueError(
+                f"The scale begins between {floor=} and {cap=}; got init_scale={scale}. Change it, or them."
+            )
         super().__init__(
             _device_type(device),
-            init_scale=float(chosen["init_scale"]),
+            init_scale=float(scale),
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
             growth_interval=chosen["growth_interval"],
@@ -292,13 +300,3 @@ def _device_type(given: str | None) -> str:
         return torch.device(given).type  # torch's class accepts "cuda", but not "cuda:0"
     except RuntimeError:
         raise ValueError(f"device is where it trains, such as 'cuda' or 'cpu'; got {given!r}.") from None
-
-
-def _check_bounds(init_scale: Any, floor: Any, cap: Any) -> None:
-    number("floor", floor, "the lower bound of the scale", at_least=0, finite=False)
-    number("cap", cap, "the upper bound of the scale", at_least=0, finite=False)
-    if floor > cap:
-        raise ValueError(f"floor is the lower bound of the scale and cap the upper one; got {floor=}, {cap=}.")
-    number("init_scale", init_scale, "where the scale begins", at_least=_SMALLEST, at_most=_LARGEST)
-    if not floor <= init_scale <= cap:
-        raise ValueError(f"The scale begins between {floor=} and {cap=}; got {init_scale=}. Change it, or them.")

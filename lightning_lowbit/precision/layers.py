@@ -33,13 +33,7 @@ from lightning_lowbit.precision.changed_casts import changed_casts, match, smoot
 
 
 class ConvertedLayers:
-    """The part of :class:`LowBitPrecision` that owns the converted layers.
-
-    Attributes:
-        blend: λ of progressive quantization, 0-d float32, set by :meth:`set_blend`.
-        is_blending: whether λ is below 1.
-        histories: amaxes of previous steps; None before a model is converted.
-    """
+    """The part of :class:`LowBitPrecision` that owns the converted layers."""
 
     # Set by the plugin.
     backend: str
@@ -48,9 +42,9 @@ class ConvertedLayers:
     shared_amax: Iterable[str]
 
     def __init__(self) -> None:
-        self.blend = torch.ones(())
-        self.is_blending = False
-        self.histories: AmaxHistories | None = None
+        self.blend = torch.ones(())  # λ of progressive quantization, set by `set_blend`
+        self.is_blending = False  # whether λ is below 1
+        self.histories: AmaxHistories | None = None  # amaxes of previous steps, once a model is converted
         self._phase = "fqt"
         self._temporary: dict[str, str | None] = {}  # by owner, the last one counts
         self._model: weakref.ref[nn.Module] | None = None

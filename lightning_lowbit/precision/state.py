@@ -21,13 +21,7 @@ _DTYPE_NAMES = {dtype: name for name, (_, dtype) in COMPUTE_DTYPES.items()}
 
 
 class SavedLayers(ConvertedLayers):
-    """The part of :class:`LowBitPrecision` that checkpoints save: converted layers, counters and the loss scale.
-
-    Attributes:
-        step: optimizer steps taken.
-        micro_batch: training steps since the last optimizer step.
-        overridden: options of this run that the checkpoint overrides, one line each.
-    """
+    """The part of :class:`LowBitPrecision` that checkpoints save: converted layers, counters and the loss scale."""
 
     # Set by the plugin.
     casts: Any
@@ -40,9 +34,10 @@ class SavedLayers(ConvertedLayers):
 
     def __init__(self) -> None:
         super().__init__()
-        self.step = 0
-        self.micro_batch = 0
-        self._asked, self.overridden = asked_options([], []), list[str]()
+        self.step = 0  # optimizer steps taken
+        self.micro_batch = 0  # training steps since then
+        self._asked = asked_options([], [])
+        self.overridden: list[str] = []  # options of this run that the checkpoint overrides
         self._origin: Origin | None = None
         self._trainer: weakref.ref[Any] | None = None
 

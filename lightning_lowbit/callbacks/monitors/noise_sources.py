@@ -6,7 +6,7 @@ layers    in the backward pass of training, see `lightning_lowbit.nn.watch`
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ Layers = Mapping[str, QuantizedLayer]
 Sums = dict[str, Tensor]  # by layer, noise and signal [2], of whole weights
 
 
-class Source(Protocol):
+class Source:
     """Where the sums of a measurement come from; ``without_noise`` says in words what it means if there is no noise.
 
     ``check`` is called when training starts, and refuses what it cannot measure; ``prepare`` when the last micro-batch
@@ -56,7 +56,7 @@ class Source(Protocol):
     def end(self) -> None: ...
 
 
-class FromDraws:
+class FromDraws(Source):
     """Compares two gradients of the same loss."""
 
     without_noise = "Both draws of the gradient were always the same: nothing was rounded stochastically."
@@ -99,9 +99,6 @@ class FromDraws:
         device = trainer.strategy.root_device
         return {name: _unscaled(pair, trainer).to(device) for name, pair in zip(weights, pairs, strict=True)}
 
-    def after_backward(self, trainer: Trainer, layers: Layers) -> Sums | None:
-        """Nothing."""
-
     def cancel(self, trainer: Trainer) -> None:
         _plugin(trainer).expect_draws(False)
 
@@ -110,7 +107,7 @@ class FromDraws:
             functorch.donated_buffer, self._donated = self._donated, None
 
 
-class FromLayers:
+class FromLayers(Source):
     """Takes gradients that layers compute in both precisions, see :mod:`lightning_lowbit.nn.watch`."""
 
     without_noise = "Gradients of weights were always those in high precision: none of their operands was quantized."
@@ -118,15 +115,9 @@ class FromLayers:
     def __init__(self) -> None:
         self._watch: Watch | None = None
 
-    def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Accepts any run."""
-
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watch = Watch(converted_layers(pl_module), "gradient_sums")
         self._watch.start(trainer.strategy.root_device)
-
-    def before_backward(self, trainer: Trainer, loss: Tensor, layers: Layers) -> Sums | None:
-        """Nothing."""
 
     def after_backward(self, trainer: Trainer, layers: Layers) -> Sums | None:
         watch = self._watch
@@ -142,9 +133,6 @@ class FromLayers:
         if self._watch is not None:
             self._watch.stop()
         self._watch = None
-
-    def end(self) -> None:
-        """Nothing."""
 
 
 def _plugin(trainer: Trainer) -> LowBitPrecision:

@@ -25,14 +25,10 @@ class Switch(LowBitCallback):
     Args:
         count: returns the tokens of a batch, for ``tokens``.
         when: some of ``at``, ``step``, ``tokens``, ``plateau`` and ``below``, exactly one of them not None.
-
-    Attributes:
-        changes: what it changes; switches with equal ``changes`` conflict.
-        composes: whether conflicting switches all act in turn, not only the last.
     """
 
-    changes: str
-    composes: bool = False
+    changes: str  # what it changes; switches of the same thing conflict
+    composes: bool = False  # whether conflicting switches all act in turn, not only the last
 
     def __init__(self, count: Callable[[Any], int] | None = None, **when: Any) -> None:
         self.at: float | None = when.get("at")

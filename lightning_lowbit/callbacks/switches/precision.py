@@ -100,18 +100,12 @@ class PrecisionSwitch(Switch):
         self._length = 0  # in steps
         self._record: dict[str, Any] | None = None  # what it did in this run, for reports
         self._set: int | None = None  # when it set the phase; None if another switch did since
-        self._check_arguments()
         self._rates = Rewarm(rewarm or 1)
-
-    def _check_arguments(self) -> None:
-        over, steps = self.over, self.steps
         number("over", over, "a fraction of all optimizer steps", above=0, below=1, or_none=True)
         integer("steps", steps, 1, "a number of optimizer steps", or_none=True)
-        integer("rewarm", self.rewarm, 1, "a number of optimizer steps", or_none=True)
+        integer("rewarm", rewarm, 1, "a number of optimizer steps", or_none=True)
         if over is not None and steps is not None:
-            raise ValueError(
-                f"Give over (a fraction of all steps) or steps (a number), not both; got {over=}, {steps=}."
-            )
+            raise ValueError(f"Give over (a fraction) or steps (a number), not both; got {over=}, {steps=}.")
         if over is not None and (self.at or 0) + over >= 1:
             ends = "The switch would not be over before the run is, which would end half quantized"
             raise ValueError(f"{ends}: at + over is less than 1; got at={self.at}, {over=}.")

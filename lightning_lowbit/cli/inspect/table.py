@@ -30,16 +30,9 @@ class Candidate:
 class Inspection:
     """The errors of some casts in the weights of a checkpoint; raises a ``ValueError`` if no weight is finite.
 
-    Args:
-        candidates: the casts.
-        shapes, errors: by name of the weight: its stored shape, and one error for each candidate.
-
-    Attributes:
-        numbers: by name of the weight, one mapping per candidate; see :meth:`CastStatistics.floats`.
-        finite: names of the weights without NaN and infinity; the attributes below exclude others.
-        totals: one mapping per candidate: means of the weights' relative errors, weighted by their sizes. (The error of
-            all elements together would depend mostly on the largest weights.)
-        codes: one histogram per candidate: int64 counts.
+    ``shapes`` and ``errors`` are by name of the weight: its stored shape, and one error for each candidate. ``totals``
+    has for each candidate means of the finite weights' relative errors, weighted by their sizes: the error of all
+    elements together would depend mostly on the largest weights. ``codes`` are their histograms.
     """
 
     def __init__(

@@ -55,12 +55,6 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     It extends the formulas of ``torch.utils.flop_counter``, but not its ``FlopCounterMode``, which changes results: it
     decomposes operations such as the gradient of SiLU, which then round elsewhere.
 
-    Attributes:
-        gemms: FLOPs by (module name, ``"fprop"``, ``"dgrad"`` or ``"wgrad"``) of the converted layers.
-        others: FLOPs by module name of everything else.
-        recomputed: FLOPs of both that were spent on activations a second time.
-        paused: nothing is counted while true; becomes false when a module runs.
-
     Examples:
         >>> with GemmCounter(model) as counter:
         ...     model(x).sum().backward()
@@ -76,17 +70,16 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._running: list[tuple[str, bool]] = []  # and whether it was entered in a backward pass
         self._module_of_node: dict[int, str] = {}
         self._uncounted: set[str] = set()
-        self.gemms: Counter[tuple[str, str]] = Counter()
-        self.others: Counter[str] = Counter()
-        self.recomputed = 0
-        self.paused = False
+        self.gemms: Counter[tuple[str, str]] = Counter()  # FLOPs by module name, and "fprop", "dgrad" or "wgrad"
+        self.others: Counter[str] = Counter()  # FLOPs of everything else by module name
+        self.recomputed = 0  # FLOPs of both that were spent on activations a second time
+        self.paused = False  # nothing is counted until a module runs
 
     def __enter__(self) -> "GemmCounter":
         self._entered = ExitStack()
         # Global hooks: with hooks of its own, nn.TransformerEncoderLayer would take another path.
         self._entered.callback(register_module_forward_pre_hook(self._enter_module).remove)
-        left = register_module_forward_hook(lambda *_: self._running.pop() and None, always_call=True)
-        self._entered.callback(left.remove)
+        self._entered.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
         # Compiled code hides its modules. Without this, torch would also find an active mode, and run these functions
         # eagerly from then on.
         self._entered.enter_context(torch.compiler.set_stance("force_eager"))
@@ -109,6 +102,9 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _innermost(self) -> str:
         return self._running[-1][0] if self._running else ""
+
+    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

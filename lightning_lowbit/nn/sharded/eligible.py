@@ -97,6 +97,6 @@ def check_gathers(model: nn.Module, casts: Mapping[str, LinearCasts], dtype: tor
         )
     told = "; ".join(f"{some(names)}: {why}" for why, names in reasons.items())
     raise ValueError(
-        f"quantize_before_gather: no weight can be gathered in few bits. {told}. Take casts whose dgrad uses the weight of "
-        "fprop, some with overrides: 'nvfp4-nvidia', 'fp8-delayed', 'int4', any dgrad_w='fprop'."
+        f"quantize_before_gather: no weight can be gathered in few bits. {told}. Take casts whose dgrad uses the "
+        "weight of fprop, some with overrides: 'nvfp4-nvidia', 'fp8-delayed', 'int4', any dgrad_w='fprop'."
     )
