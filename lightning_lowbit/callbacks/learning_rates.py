@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 class LowerRates:
     """Multiplies the learning rates of an optimizer within its steps by ``factor``, which may be set between steps.
+
     Examples:
         >>> lower = LowerRates(optimizer, 0.5)
         >>> optimizer.step()

@@ -251,7 +251,6 @@ def _described(casts: Mapping[str, object]) -> str:
 class QAFSwitch(PrecisionSwitch):
     """Quantization-aware finetuning: from a step on, only the forward pass is quantized.
 
-    The backward pass computes in high precision (FP4 All the Way, arXiv 2505.19115, section 4). Arguments are those of
     The backward pass computes in high precision (FP4 All the Way, arXiv 2505.19115, section 4).
 
     Args:
@@ -263,6 +262,7 @@ class QAFSwitch(PrecisionSwitch):
         below: when, as a threshold of a measured metric; ``below={}`` is the paper's.
         rewarm: optimizer steps of learning-rate warmup.
         moments: ``"keep"`` or ``"reset"``.
+
     Examples:
         >>> Trainer(plugins=[FP4Precision("nvfp4")], callbacks=[QAFSwitch(at=0.9)])
     """

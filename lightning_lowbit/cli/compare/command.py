@@ -120,8 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--study", metavar="STUDY", help="a study of `lowbit ls`, or its file, instead of --config, --vary and --lr")
     add("--config", "-c", action="append", help="a recipe, or one and overlays for all rows (repeat)")
-    vary = "overlays, one of which each row takes; 'A+B' are two together, 'none' is none; of several --vary all "
-    vary += "combinations (repeat)"
+    vary = (
+        "overlays, one of which each row takes; 'A+B' are two together, 'none' is none; of several --vary all "
+        "combinations (repeat)"
+    )
     add("--vary", action="append", default=[], type=_items(str), metavar="A,B", help=vary)
     add("--lr", type=_items(str), default=[], metavar="1e-3,3e-4", help="learning rates; the recipe's by default")
     add("--seeds", type=_items(int), metavar="0,1,2", help="seeds; by default those of the study, or 0")

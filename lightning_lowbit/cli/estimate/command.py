@@ -72,9 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--tensor_parallel", type=int, metavar="T", help="devices that share the matrices of a block")
     gather = (
         f"what FSDP gathers, one of {', '.join(GATHERS)}: parameters as they are, or in bf16; or matrices as their "
+        "casts quantize them, where these allow it, and the rest as it is, or in bf16. By default that of the "
+        "configuration: the plugin's quantize_before_gather is casts, the model's gather_dtype bf16"
     )
-    gather += "casts quantize them, where these allow it, and the rest as it is, or in bf16. By default that of the "
-    gather += "configuration: the plugin's quantize_before_gather is casts, the model's gather_dtype bf16"
     add("--gather", metavar="WHAT", help=gather)
     add("--batch_size", type=int, help="sequences of a micro-batch on a device; the data module's by default")
     add("--sequence_length", type=int, help="tokens of a sequence; the data module's by default")

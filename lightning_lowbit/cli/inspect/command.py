@@ -40,7 +40,6 @@ def inspect(arguments: Sequence[str]) -> None:
     if output.suffix != ".png":
         raise ValueError(f"--output is the name of a picture, such as casts.png; got {given.output!r}.")
     candidates = parse_casts(",".join(given.casts))
-    candidates = parse_casts(",".join(given.casts))
     weights = matrices(path)
     transposed = select(list(weights), given.transposed, "--transposed", "weight")
     chosen = select(list(weights), given.only, "--only", "weight") if given.only else set(weights)
@@ -68,14 +67,16 @@ def _parser() -> argparse.ArgumentParser:
     add("checkpoint", help=_KINDS)
     casts = (
         "presets, of which the cast of weights in the forward pass (fprop_w) is taken, or fields of a cast in YAML: "
+        "'nvfp4, {element: int4, scale: {format: fp32, block: 128}}' (repeat)"
     )
-    casts += "'nvfp4, {element: int4, scale: {format: fp32, block: 128}}' (repeat)"
     only = (
         "weights to look at: a regular expression that matches a name or whole parts of it between dots, as skip and "
+        "only of the precision plugin do (repeat)"
     )
-    only += "only of the precision plugin do (repeat)"
-    transposed = "weights that are stored as [in_features, out_features]: those of transformers' Conv1D, "
-    transposed += "'c_attn|c_proj|c_fc' in GPT-2 (repeat)"
+    transposed = (
+        "weights that are stored as [in_features, out_features]: those of transformers' Conv1D, "
+        "'c_attn|c_proj|c_fc' in GPT-2 (repeat)"
+    )
     add("--casts", required=True, action="append", metavar="A,B", help=casts)
     add("--only", action="append", default=[], metavar="PATTERN", help=only)
     add("--transposed", action="append", default=[], metavar="PATTERN", help=transposed)
