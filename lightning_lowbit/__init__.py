@@ -3,48 +3,16 @@
 trainer = Trainer(plugins=[FP4Precision("nvfp4", skip=["lm_head"])], callbacks=[QAFSwitch(at=0.9)])
 """
 
+# ruff: noqa: F403, F405
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_lowbit.callbacks import (
-        Below,
-        CrashSafeCheckpoint,
-        ExactResume,
-        GracefulInterrupt,
-        GradientNoiseMonitor,
-        GradientNormMonitor,
-        LossScaleMonitor,
-        LowBitProgressBar,
-        OsciReset,
-        OutlierMonitor,
-        Plateau,
-        PrecisionSummary,
-        PrecisionSwitch,
-        QAFSwitch,
-        QuantizationMonitor,
-        RunReport,
-        SpikeRollback,
-        Throughput,
-        WeightDecaySwitch,
-    )
+    from lightning_lowbit.callbacks import *
     from lightning_lowbit.nn import LinearCasts, bake, convert, fold, smooth_swiglu
     from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
-    from lightning_lowbit.precision import (
-        ConservativeGradScaler,
-        FP4Precision,
-        FP8Precision,
-        GradientNormGradScaler,
-        IntegerPrecision,
-        LowBitPrecision,
-        ShardedConservativeGradScaler,
-        ShardedGradientNormGradScaler,
-        ShardedStaticGradScaler,
-        StaticGradScaler,
-        TernaryPrecision,
-        restore,
-    )
+    from lightning_lowbit.precision import *
     from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
 
 __version__ = "0.1.0"

@@ -1,15 +1,13 @@
 """Chooses the Lightning package of this process, and holds every name that lightning_lowbit needs of it.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are the same code with different classes: the Trainer of one rejects
-plugins of the other. The first import of this module chooses the one that was imported first, else
-``lightning.pytorch``. (Some packages import both.) Only this module uses private attributes of Lightning.
+``lightning.pytorch`` and ``pytorch_lightning`` are the same code with different classes. The first import of this
+module chooses the one that was imported first, else ``lightning.pytorch``. Only this module uses private attributes.
 """
 
 import sys
 from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info as rank_zero_info
@@ -91,11 +89,13 @@ def check_trainer(user: object, trainer: object) -> None:
 
 @cache
 def say_once(text: str) -> None:
-    """Logs a line once per process."""
     rank_zero_info(text)
 
 
 # --- private parts of Lightning ---
+
+is_local = fabric.utilities.cloud_io._is_local_file_protocol  # a path, rather than in an object store
+random_states, set_random_states = fabric.utilities.seed._collect_rng_states, fabric.utilities.seed._set_rng_states
 
 
 def is_logging_step(trainer: Trainer) -> bool:
@@ -132,23 +132,8 @@ def forget_logged(trainer: Trainer, names: Iterable[str]) -> None:
 
 
 def cluster_environment(trainer: Trainer) -> Any:
-    """The environment that started the processes, such as SLURM's; also set for a single process."""
     return trainer._accelerator_connector.cluster_environment
 
 
 def checkpoint_folder(checkpoint: ModelCheckpoint, trainer: Trainer) -> Any:
-    """The folder of a ``ModelCheckpoint``, even before its ``setup`` sets ``dirpath``."""
     return checkpoint._ModelCheckpoint__resolve_ckpt_dir(trainer)  # type: ignore[attr-defined]
-
-
-def is_local(path: str | Path) -> bool:
-    """Whether a path is on a local or mounted file system, not in an object store."""
-    return fabric.utilities.cloud_io._is_local_file_protocol(path)
-
-
-def random_states() -> dict[str, Any]:
-    return fabric.utilities.seed._collect_rng_states()
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    fabric.utilities.seed._set_rng_states(states)

@@ -49,10 +49,7 @@ def being_written(path: Path) -> Iterator[Path]:
 
 
 def put_in_place(partial: Path, path: Path) -> None:
-    """Renames a file, directory or link atomically, replacing what has the name.
-
-    The data are first flushed to the disk, so the result also survives a power failure.
-    """
+    """Renames a file, directory or link atomically and durably (its data are flushed), replacing what has the name."""
     previous = _own(path, _PREVIOUS)
     _sync(partial)
     if os.path.lexists(path) and (_is_directory(path) or _is_directory(partial)):
@@ -109,17 +106,13 @@ def mend(folder: Path, suffix: str, below: bool = True) -> None:
 
 
 def named(folder: Path, suffix: str, below: bool = True) -> set[Path]:
-    """The complete files and directories with a suffix in a folder. Changes nothing.
-
-    If a process died between the two renames of :func:`put_in_place`, the old version counts, under its present path.
-    """
+    """The complete files and directories with a suffix in a folder, and old versions that :func:`put_in_place` left."""
     found = {path for path in _entries(folder, suffix, below) if path.suffix == suffix}
     before = {left for left in _leftovers(folder, suffix, below) if _parts(left)["kind"] == _PREVIOUS}
     return found | {left for left in before if left.with_name(name_of(left)) not in found}
 
 
 def name_of(path: Path) -> str:
-    """The final name of a path that :func:`named` found."""
     return _parts(path)["name"] if _LEFT.fullmatch(path.name) else path.name
 
 
@@ -152,14 +145,12 @@ def _put_back(previous: Path, path: Path) -> None:
 
 
 def _age(path: Path) -> float:
-    """Seconds since any part of it was written or renamed."""
     parts = [path, *(Path(place, name) for place, _, files in os.walk(path) for name in files)]
     return time.time() - max(part.lstat().st_ctime for part in parts)
 
 
 @contextmanager
 def _lock(folder: Path, alone: bool = False) -> Iterator[bool]:
-    """Locks a folder, shared or ``alone``; yields whether it succeeded."""
     if fcntl is None:
         yield False
         return
@@ -181,7 +172,6 @@ def _is_directory(path: Path) -> bool:
 
 
 def _sync(path: Path, within: bool = True) -> None:
-    """Waits until a file, or a directory with its contents, is on the disk."""
     if path.is_symlink() or os.name == "nt":  # Windows flushes only files that are open for writing
         return
     if within and path.is_dir():

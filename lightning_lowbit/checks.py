@@ -1,9 +1,7 @@
-"""Argument checks in one line, with messages that suggest what may have been meant.
+"""Argument checks in one line, which return what they accept, or raise a ``ValueError`` that suggests what was meant.
 
-A check returns the value that it accepts, or raises a ``ValueError`` with what is needed and what was given:
-
-    self.every = integer("every", every, 1, "a number of optimizer steps")
-    # every is a number of optimizer steps, 1 or more; got 0.
+self.every = integer("every", every, 1, "a number of optimizer steps")
+# every is a number of optimizer steps, 1 or more; got 0.
 """
 
 import difflib

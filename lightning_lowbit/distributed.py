@@ -1,14 +1,8 @@
 """Sharded parameters: the shard on this rank, and the process groups that hold the rest.
 
-Optimizers that look at whole matrices need both. A parameter is whole, or sharded in one of three ways:
-
-    DTensor      FSDP2 and tensor parallelism: the tensor knows its mesh, and is sharded along each mesh dimension on
-                 which it is not replicated
-    FSDP1        with the original parameters, each a 1-D stretch of a flat buffer. Only the wrapped module knows the
-                 process group, so it must be passed to `connect` once; LowBitPrecision does so
-    DeepSpeed    ZeRO's flat buffers, in which matrices cannot be told apart: refused
-
-`all_reduce_` turns numbers of shards into those of whole parameters, with one collective per process group.
+DTensor      FSDP2 and tensor parallelism: the tensor knows its mesh
+FSDP1        with the original parameters: stretches of a flat buffer, known to the wrapped module (`connect`)
+DeepSpeed    ZeRO's flat buffers, in which matrices cannot be told apart: refused
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +20,7 @@ from lightning_lowbit.quant.shard import amax_of
 
 
 class Sharding(NamedTuple):
-    """How a parameter is sharded: the shape of the whole, and the process groups that share it (none for a whole one).
-
-    ``is_flat``: the shard is a stretch of the flattened parameter (FSDP1).
-    """
+    """The shape of the whole, the process groups that share it, and whether a shard is flat (FSDP1)."""
 
     shape: torch.Size
     groups: tuple[dist.ProcessGroup, ...] = ()
@@ -40,10 +31,7 @@ _FLATTENED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of FSDP1: 
 
 
 def connect(module: nn.Module) -> None:
-    """Tells the optimizers how FSDP1 has sharded the parameters of ``module``, the root of `FullyShardedDataParallel`.
-
-    `LowBitPrecision` calls it. Without that plugin, call it once after wrapping. Without FSDP1 it does nothing.
-    """
+    """Tells the optimizers how FSDP1 has sharded a root module; call it after wrapping, as `LowBitPrecision` does."""
     for part in FullyShardedDataParallel.fsdp_modules(module):
         handle = part._handle
         if handle is None or not handle._use_orig_params:
@@ -61,25 +49,23 @@ def sharding_of(parameter: Tensor) -> Sharding:
         sharded = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
         groups: Any = tuple(mesh.get_group(dim) for dim in sharded if mesh.size(dim) > 1)
         return Sharding(parameter.shape, groups)
-    if getattr(parameter, "_is_flat_param", False):
+    shape = tuple(parameter.shape)
+    if is_flat(parameter):
         raise ValueError(
-            f"A parameter of {tuple(parameter.shape)} is a flat buffer of FSDP1, in which no matrix can be told from "
-            "another. Wrap with FullyShardedDataParallel(..., use_orig_params=True), as FSDPStrategy does by default."
+            f"A parameter of {shape} is a flat buffer of FSDP1, in which no matrix can be told from another. Wrap with "
+            "FullyShardedDataParallel(..., use_orig_params=True), as FSDPStrategy does by default."
         )
     if not getattr(parameter, "_fsdp_flattened", False):
         return Sharding(parameter.shape)
     if parameter not in _FLATTENED:
         raise ValueError(
-            f"A parameter of {tuple(parameter.shape)} belongs to FSDP1, and only the wrapped module knows how it is "
-            "spread. Use a LowBitPrecision plugin, or call lightning_lowbit.optim.connect(fsdp_module) before the "
-            "first step; or use ModelParallelStrategy (FSDP2)."
+            f"A parameter of {shape} belongs to FSDP1, and only the wrapped module knows how it is spread. Use a "
+            "LowBitPrecision plugin, or call lightning_lowbit.optim.connect(fsdp_module) before the first step."
         )
-    known: Sharding = _FLATTENED[parameter]
-    return known
+    return _FLATTENED[parameter]
 
 
 def offsets_of(parameter: Tensor) -> tuple[int, ...]:
-    """Where the shard begins in the whole parameter, in each dimension."""
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.dim()
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -87,15 +73,11 @@ def offsets_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The shard on this rank, a view."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradient(parameter: Tensor, gradient: Tensor | None = None) -> Tensor | None:
-    """The gradient of the shard on this rank, a plain tensor; None where there is none.
-
-    ``gradient`` replaces ``parameter.grad``; it may be placed in any way on the same mesh.
-    """
+    """The gradient, or ``parameter.grad``, of the shard on this rank, as a plain tensor; None where there is none."""
     gradient = parameter.grad if gradient is None else gradient
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         if gradient.placements != parameter.placements:  # a sum that is still to be made, as with sequence parallelism
@@ -116,10 +98,7 @@ def local_norms(parameters: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
-    """L2 norm of all gradients of whole parameters together: float32, 0-d, the same on all ranks; 0 without gradients.
-
-    ``parameters`` must be the same on all ranks: there is one collective per process group.
-    """
+    """L2 norm of all gradients of whole parameters (the same on all ranks): float32, 0-d; 0 without gradients."""
     device = next((local(parameter).device for parameter in parameters), torch.device("cpu"))
     squares = local_norms(parameters, device).square().unbind()
     groups = [sharding_of(parameter).groups for parameter in parameters]
@@ -129,10 +108,7 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_gradient_norm_(parameters: Sequence[Tensor], limit: float) -> Tensor:
-    """Scales all gradients in place to a norm of at most ``limit`` together; returns the norm before.
-
-    Unlike ``torch.nn.utils.clip_grad_norm_``, it takes parameters of several meshes.
-    """
+    """Scales gradients, also of several meshes, in place to a norm of at most ``limit``; returns the norm before."""
     norm = gradient_norm(parameters)
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
@@ -142,21 +118,16 @@ def clip_gradient_norm_(parameters: Sequence[Tensor], limit: float) -> Tensor:
 
 
 def is_flat(parameter: Tensor) -> bool:
-    """Whether a parameter is a flat buffer of FSDP1 (``use_orig_params=False``)."""
     return bool(getattr(parameter, "_is_flat_param", False))
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP or tensor parallelism shards parameters of a model."""
     is_wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     return is_wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def clip_gradients_(parameters: Sequence[Tensor], limit: float, root: nn.Module | None, is_sharded: bool) -> None:
-    """Scales all gradients in place so that their norm together is at most ``limit``, under any strategy.
-
-    ``root`` is the wrapped model: only FSDP1's root can compute the norm of flat buffers.
-    """
+    """Scales all gradients in place to a norm of at most ``limit``; ``root`` is the wrapped model, for FSDP1."""
     if isinstance(root, FullyShardedDataParallel) and any(map(is_flat, parameters)):
         root.clip_grad_norm_(limit)
     elif is_sharded:
@@ -167,21 +138,13 @@ def clip_gradients_(parameters: Sequence[Tensor], limit: float, root: nn.Module 
 
 @torch.no_grad()
 def parameter_amaxes(parameters: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """max|p| of each whole parameter: float32, 0-d; infinite if it holds a NaN, which collectives may lose.
-
-    ``parameters`` must be the same on all ranks. ``device`` is that of the processes and the result, also where shards
-    are offloaded to the CPU.
-    """
+    """max|p| of each whole parameter, the same on all ranks: float32, 0-d, on ``device``; infinite with a NaN."""
     own = [amax_of(local(parameter)).to(device).nan_to_num(nan=torch.inf, posinf=torch.inf) for parameter in parameters]
     return all_reduce_(own, [sharding_of(parameter).groups for parameter in parameters], dist.ReduceOp.MAX)
 
 
 def zeros_sharded_as(parameter: Tensor, last: Callable[[int], int], dtype: torch.dtype) -> Tensor:
-    """Zeros, sharded as a parameter is, with ``last(n)`` elements where a row, or a rank's part of a row, has n.
-
-    Raises:
-        ValueError: no tensor sharded like the parameter has these shards.
-    """
+    """Zeros, sharded as a parameter is, with ``last(n)`` elements for n of a row; a ``ValueError`` if impossible."""
     shard = local(parameter)
     shape = (*shard.shape[:-1], last(shard.shape[-1]))
     zeros = torch.zeros(shape, dtype=dtype, device=shard.device)
@@ -201,7 +164,6 @@ def zeros_sharded_as(parameter: Tensor, last: Callable[[int], int], dtype: torch
 
 
 def _cut_rows(parameter: DTensor, length: int) -> list[int]:
-    """Lengths of the parts of a row, sharded as the rows of the parameter."""
     parts = [length]
     for dim, placement in enumerate(parameter.placements):
         if placement.is_shard(parameter.dim() - 1):
@@ -212,7 +174,6 @@ def _cut_rows(parameter: DTensor, length: int) -> list[int]:
 
 
 def all_reduce_world_(value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    """Reduces a tensor over all processes, in place, if there are several."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(value, op)
 

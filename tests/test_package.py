@@ -29,7 +29,9 @@ def test_recipes_are_package_data():
 
 def test_what_type_checkers_see_is_what_is_imported_when_it_is_asked_for():
     (block,) = [node for node in ast.parse(Path(lightning_lowbit.__file__).read_text()).body if _is_for_types(node)]
-    seen = {alias.name: node.module for node in block.body for alias in node.names}
+    names = {node.module: [alias.name for alias in node.names] for node in block.body}
+    stars = {module: importlib.import_module(module).__all__ for module, given in names.items() if given == ["*"]}
+    seen = {name: module for module, given in {**names, **stars}.items() for name in given}
     assert sorted(seen) == sorted(lightning_lowbit.__all__)
     for name, module in seen.items():
         vars(lightning_lowbit).pop(name, None)  # as if it had not been asked for yet

@@ -1,12 +1,47 @@
-"""The base class of all callbacks of this package."""
+"""The base class of all callbacks of this package, and what several of them refuse."""
 
-from lightning_lowbit._lightning import Callback, LightningModule, Trainer, check_trainer
+from lightning_lowbit._lightning import (
+    Callback,
+    DeepSpeedStrategy,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    check_trainer,
+)
+from lightning_lowbit.precision import LowBitPrecision
 
 
 class LowBitCallback(Callback):
     """A callback that refuses the Trainer of the other Lightning package (``lightning`` or ``pytorch_lightning``)."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks the Trainer. Subclasses call ``super()`` first."""
+        """Checks the Trainer, and forgets an earlier run. Subclasses call ``super()`` first."""
         check_trainer(self, trainer)
         super().setup(trainer, pl_module, stage)
+        if stage == "fit" and trainer.global_step == 0:  # else the same Trainer continues; checkpoints load later
+            self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        """Resets what belongs to one run."""
+
+    def _needs_plugin(self, trainer: Trainer) -> LowBitPrecision:
+        if isinstance(plugin := trainer.precision_plugin, LowBitPrecision):
+            return plugin
+        raise MisconfigurationException(
+            f"{type(self).__name__} needs a LowBitPrecision plugin, but the Trainer has {type(plugin).__name__}. Use "
+            "e.g. Trainer(plugins=[FP4Precision()]), or leave out the callback."
+        )
+
+    def _needs_automatic_optimization(self, pl_module: LightningModule) -> None:
+        if not pl_module.automatic_optimization:
+            raise MisconfigurationException(
+                f"{type(self).__name__} needs to know what belongs to an optimizer step, which in manual optimization "
+                "only training_step does. Use automatic optimization, or leave out the callback."
+            )
+
+    def _refuse_deepspeed(self, trainer: Trainer, instead: str = "leave out the callback") -> None:
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise MisconfigurationException(
+                f"{type(self).__name__} needs gradients and states of optimizers, which DeepSpeed keeps to itself: "
+                f"{instead}, or train with DDP, FSDPStrategy or ModelParallelStrategy."
+            )

@@ -13,7 +13,6 @@ from lightning_lowbit.report.console import Table
 
 
 def layer_table(model: nn.Module) -> Table:
-    """A table of the layers with their parameters and casts."""
     rows: dict[tuple[Any, ...], list[str]] = {}
     parameters: Counter[tuple[Any, ...]] = Counter()
     labels = _labels(model)
@@ -21,9 +20,8 @@ def layer_table(model: nn.Module) -> Table:
     for name, module in model.named_modules():
         name = clean_name(name)
         if isinstance(module, QuantizedLayer):
-            out_features, in_features = module.weight_matrix().shape[-2:]
-            size, casts = f"{in_features} → {out_features}", labels[module.full_casts]
-            where = _executed(module)
+            (out, inner), labeled = module.weight_matrix().shape[-2:], labels[module.full_casts]
+            size, casts, where = f"{inner} → {out}", labeled, _executed(module)
         elif any(True for _ in module.parameters(recurse=False)):
             size, casts, where = "", "high precision", ""
         else:
@@ -55,7 +53,6 @@ def _executed(layer: QuantizedLayer) -> str:
 
 
 def cast_legend(model: nn.Module) -> list[Table]:
-    """The cast of each operand, one column for each combination in the layer table; ``~`` is stochastic rounding."""
     labels = _labels(model)
     shown = [_describe(casts) for casts in labels]
     names = dict.fromkeys(name for casts in shown for name in casts)
@@ -76,14 +73,11 @@ def _describe(casts: LinearCasts) -> dict[str, str]:
 
 def _labels(model: nn.Module) -> dict[LinearCasts, str]:
     distinct = dict.fromkeys(m.full_casts for m in model.modules() if isinstance(m, QuantizedLayer))
-    return {
-        casts: str(casts) if " " not in str(casts) else f"casts {number}"
-        for number, casts in enumerate(distinct, start=1)
-    }
+    names = {casts: str(casts) for casts in distinct}
+    return {casts: f"casts {i}" if " " in name else name for i, (casts, name) in enumerate(names.items(), start=1)}
 
 
 def layer_data(model: nn.Module) -> Iterable[dict[str, Any]]:
-    """The name, size and casts of each converted layer, for ``run.json``."""
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
             out_features, in_features = module.weight_matrix().shape[-2:]
@@ -104,9 +98,11 @@ def merge_numbers(flops: Mapping[str, int]) -> list[tuple[str, int, int]]:
 def _range(names: list[str]) -> str:
     """``layers.0.up`` … ``layers.7.up`` as ``layers.{0-7}.up``."""
     columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
-    return "".join(
-        parts[0] if len(set(parts)) == 1 else f"{{{_runs(sorted(set(map(int, parts))))}}}" for parts in columns
-    )
+
+    def part(texts: tuple[str, ...]) -> str:
+        return texts[0] if len(set(texts)) == 1 else f"{{{_runs(sorted(set(map(int, texts))))}}}"
+
+    return "".join(map(part, columns))
 
 
 def _runs(numbers: list[int]) -> str:
@@ -121,15 +117,12 @@ def _runs(numbers: list[int]) -> str:
 
 
 def _count(number: int) -> str:
-    return _scaled(number, (("B", 1e9), ("M", 1e6), ("k", 1e3)))
+    return _scaled(number, {"B": 1e9, "M": 1e6, "k": 1e3}, "")
 
 
 def flops_text(number: int) -> str:
-    return _scaled(number, (("PFLOPs", 1e15), ("TFLOPs", 1e12), ("GFLOPs", 1e9), ("MFLOPs", 1e6), ("FLOPs", 1)))
+    return _scaled(number, {"PFLOPs": 1e15, "TFLOPs": 1e12, "GFLOPs": 1e9, "MFLOPs": 1e6}, " FLOPs")
 
 
-def _scaled(number: int, units: Iterable[tuple[str, float]]) -> str:
-    for unit, size in units:
-        if number >= size:
-            return f"{number / size:.2f} {unit}" if size > 1 else f"{number} {unit}"
-    return str(number)
+def _scaled(number: int, units: Mapping[str, float], unit: str) -> str:
+    return next((f"{number / size:.2f} {name}" for name, size in units.items() if number >= size), f"{number}{unit}")

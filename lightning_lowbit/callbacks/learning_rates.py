@@ -1,8 +1,4 @@
-"""Learning rates that are lowered for some steps without the schedule's knowledge.
-
-A factor multiplies the learning rates only within ``optimizer.step()``. Outside of it they are those of the schedule.
-So schedules that compute a rate from the last one, checkpoints and ``LearningRateMonitor`` see the original rates.
-"""
+"""Learning rates that are lowered within ``optimizer.step()`` alone, unseen by schedules and checkpoints."""
 
 from collections.abc import Sequence
 from math import prod
@@ -13,8 +9,6 @@ from torch.optim import Optimizer
 
 class LowerRates:
     """Multiplies the learning rates of an optimizer within its steps by ``factor``, which may be set between steps.
-
-    Factors of several instances multiply.
 
     Examples:
         >>> lower = LowerRates(optimizer, 0.5)

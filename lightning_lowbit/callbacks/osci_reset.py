@@ -1,14 +1,12 @@
 """Ends the oscillation of latent weights around rounding thresholds (OsciReset of TetraJet-v2).
 
-The quantized value q of a latent weight w near a threshold jumps between two levels while w hardly moves. Over a window
-of optimizer steps a ratio finds such weights:
+The quantized value q of a latent weight w near a threshold jumps between two levels while w hardly moves. Where
 
-    ratio  =  Σ |q_t - q_{t-1}| / Σ |w_t - w_{t-1}|
+    ratio  =  Σ |q_t - q_{t-1}| / Σ |w_t - w_{t-1}|        over a window of optimizer steps
 
-Where the ratio is large, w is set to q, the center of its bin.
+is large, w is set to q, the center of its bin.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +42,6 @@ class _Paths:
         self.last.copy_(matrix)
 
     def oscillating(self, threshold: float) -> Tensor:
-        """Where the ratio reaches a threshold; False where the latent weight did not move."""
         return (self.latent > 0) & (self.quantized >= threshold * self.latent)
 
 
@@ -52,14 +49,14 @@ class OsciReset(LowBitCallback):
     """Sets latent weights that oscillate between two levels to the center of their bin.
 
     In windows of ``window`` optimizer steps it sums up, for each element of every weight that is rounded to nearest,
-    how far the latent weight moves and how far its quantized value jumps. After the window, elements whose jumps add up
-    to ``threshold`` times their movement are set to their quantized value; the optimizer's moments stay. It then logs
-    the share of these elements as ``reset/fprop_w/<layer>``.
+    how far the latent weight moves and how far its quantized value jumps. Then, elements whose jumps add up to
+    ``threshold`` times their movement are set to their quantized value; the optimizer's moments stay. It logs the share
+    of these elements as ``reset/fprop_w/<layer>``.
 
     The default ``window``, ``every`` and ``threshold`` are the authors' for 70 and 150 million parameters in NVFP4
     (github.com/thu-ml/TetraJet-v2-NVFP4Training). They begin at 60 to 70 % of a run, so set ``start``. A window takes
-    two float32 tensors, which a checkpoint keeps, and a copy of each weight. Each of its steps quantizes each weight
-    two more times. See ``docs/guides/monitoring.md`` for the weights that are left out.
+    two float32 tensors, which a checkpoint keeps, and a copy of each weight, and two quantizations of it per step. See
+    ``docs/guides/monitoring.md`` for the weights that are left out.
 
     Source: TetraJet-v2 (arXiv 2510.27527); the ratio is from TetraJet (arXiv 2502.20853).
 
@@ -91,26 +88,19 @@ class OsciReset(LowBitCallback):
         self._paths: dict[str, _Paths] = {}
         self._loaded: dict[str, dict[str, Tensor]] = {}  # paths of a checkpoint, until training starts
 
-    # --- when ---
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit" and trainer.global_step == 0:  # otherwise the same Trainer continues; checkpoints load later
-            self._start_afresh()
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds the layers, and continues the window of a checkpoint."""
         layers = whole_layers(self, trainer, pl_module)
         self._layers = {name: layer for name, layer in layers.items() if nearest_cast(layer.full_casts) is not None}
         if not self._layers:
             raise MisconfigurationException(
-                f"{type(self).__name__} acts on weights that are rounded to nearest, and of {len(layers)} converted "
-                "layers none has one. Use e.g. Trainer(plugins=[FP4Precision()]), or leave it out."
+                f"OsciReset needs weights that are rounded to nearest, and of {len(layers)} converted layers none has "
+                "one. Use e.g. Trainer(plugins=[FP4Precision()]), or leave out the callback."
             )
         for name in self._loaded.keys() & self._layers.keys():
             self._paths[name] = paths = _Paths.begin(self._matrix(name))
-            paths.latent.copy_(self._loaded[name]["latent"])
-            paths.quantized.copy_(_quantized(self._loaded[name]))
+            paths.latent.copy_((state := self._loaded[name])["latent"])
+            # Checkpoints before version 0.1 spell the key as in British English.
+            paths.quantized.copy_(state["quantized"] if "quantized" in state else state["quantised"])
         self._loaded = {}
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -124,7 +114,6 @@ class OsciReset(LowBitCallback):
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Adds an optimizer step if there was one; the last step of a window resets."""
         step = trainer.global_step
         if self._end is None or step == self._step:
             return
@@ -144,21 +133,15 @@ class OsciReset(LowBitCallback):
                 shares[f"reset/fprop_w/{name}"] = where.mean(dtype=torch.float32)
         if step >= self._end:
             self._end = None
-            self._log(trainer, shares)
+            # Written directly, as Lightning's own monitors do: a window rarely ends in a step that the logger takes.
+            if shares:
+                metrics = dict(zip(shares, torch.stack(list(shares.values())).tolist(), strict=True))
+                for logger in trainer.loggers:
+                    logger.log_metrics(metrics, step=logger_step(trainer))
+                trainer.callback_metrics.update({name: torch.tensor(share) for name, share in metrics.items()})
 
     def _matrix(self, name: str) -> Tensor:
         return self._layers[name].weight_matrix().detach()
-
-    @staticmethod
-    def _log(trainer: Trainer, shares: dict[str, Tensor]) -> None:
-        # Written directly, as Lightning's own monitors do: a window rarely ends in a step that the logger takes.
-        if shares:
-            metrics = dict(zip(shares, torch.stack(list(shares.values())).tolist(), strict=True))
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=logger_step(trainer))
-            trainer.callback_metrics.update({name: torch.tensor(share) for name, share in metrics.items()})
-
-    # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
         """The open window, without the last values: between steps they equal the weights."""
@@ -167,8 +150,3 @@ class OsciReset(LowBitCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._step, self._end, self._loaded = (state_dict[name] for name in ("step", "end", "paths"))
-
-
-def _quantized(path: Mapping[str, Tensor]) -> Tensor:
-    """The quantized path of a layer in a state; checkpoints before version 0.1 spell its key as in British English."""
-    return path["quantized"] if "quantized" in path else path["quantised"]

@@ -19,8 +19,7 @@ from lightning_lowbit.report.console import Table, Text, show
 from lightning_lowbit.report.html import Section
 from lightning_lowbit.report.run_folder import run_folder
 
-# Steps of progressive quantization in any phase: with λ below 1, operands are still in high precision.
-_BLENDING = "blending"
+_BLENDING = "blending"  # steps with λ below 1, in any phase: operands are still in high precision
 
 
 class PrecisionSummary(LowBitCallback):
@@ -29,10 +28,9 @@ class PrecisionSummary(LowBitCallback):
     When training starts, it prints a table of layers, parameters and casts. After the first training step it prints the
     coverage: FLOPs of GEMMs with two quantized operands over the FLOPs of all matrix products, attentions and
     convolutions. At the end it prints the bits of a GEMM operand, block scales included, averaged over FLOPs and over
-    the steps in each phase; steps of progressive quantization (λ below 1) count as high precision.
-
-    The first process prints, and writes a JSON file to the logger's directory. FLOPs are counted in one micro-batch of
-    one process. The counted step runs as eager code: several times slower, with more memory and the same results.
+    the steps in each phase; steps of progressive quantization (λ below 1) count as high precision. The same goes into a
+    JSON file in the logger's directory. FLOPs are counted in one micro-batch of the first process, in eager code: that
+    step is several times slower, with more memory and the same results.
 
     Args:
         filename: of the JSON file in the logger's directory.
@@ -58,8 +56,6 @@ class PrecisionSummary(LowBitCallback):
         self._folder: Path | None = None
         self._model: nn.Module | None = None
         self._hp_bits = 32
-
-    # --- when ---
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.counter, self._counting, self._model = None, False, pl_module
@@ -98,32 +94,28 @@ class PrecisionSummary(LowBitCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.counter is not None and self._steps:
             steps = ", ".join(f"{phase}: {count}" for phase, count in self._steps.items())
-            text = (
-                f"Average over the run: {self.average_bits():.2f} bits per GEMM operand (optimizer steps in {steps})."
-            )
-            self._show(trainer, Text(text))
+            average = f"{self.average_bits():.2f} bits per GEMM operand (optimizer steps in {steps})."
+            self._show(trainer, Text(f"Average over the run: {average}"))
             self._write(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._abandon()
 
     def _abandon(self) -> None:
-        if self._counting:
-            self._close()
+        if self._close():
             self.counter = None
 
     def _stop(self, trainer: Trainer) -> None:
-        if self._counting:
-            self._close()
+        if self._close():
             self._show(trainer, *self._coverage_blocks())
             self._write(trainer)
 
-    def _close(self) -> None:
-        assert self.counter is not None
-        self._counting = False
-        self.counter.__exit__(None, None, None)
-
-    # --- what ---
+    def _close(self) -> bool:
+        """Stops counting; returns whether it was."""
+        was, self._counting = self._counting, False
+        if was and self.counter is not None:
+            self.counter.__exit__(None, None, None)
+        return was
 
     def coverage(self, phase: str | None = None) -> Coverage:
         """The measured coverage, for the casts of a phase or those in force; ``RuntimeError`` before the first step."""
@@ -132,7 +124,6 @@ class PrecisionSummary(LowBitCallback):
         return self.counter.coverage(phase, self._hp_bits)
 
     def average_bits(self) -> float:
-        """Bits of a GEMM operand, block scales included, averaged over FLOPs and the optimizer steps of each phase."""
         steps = self._steps or Counter({"fqt": 1})
         return sum(count * self._bits(phase) for phase, count in steps.items()) / sum(steps.values())
 
@@ -157,10 +148,10 @@ class PrecisionSummary(LowBitCallback):
     def report_sections(self, trainer: Trainer) -> list[Section]:
         if self._model is None:
             return []
-        measured = self.counter is not None and not self._counting
-        coverage = self._coverage_blocks() if measured else [Text("No training step was taken.")]
-        if measured:
-            coverage.append(Text(f"Average over the run: {self.average_bits():.2f} bits per GEMM operand."))
+        coverage: list[Table | Text] = [Text("No training step was taken.")]
+        if self.counter is not None and not self._counting:
+            average = Text(f"Average over the run: {self.average_bits():.2f} bits per GEMM operand.")
+            coverage = [*self._coverage_blocks(), average]
         return [
             Section("Layers and casts", (layer_table(self._model), *cast_legend(self._model))),
             Section("Coverage", tuple(coverage)),
@@ -201,7 +192,6 @@ class PrecisionSummary(LowBitCallback):
             replace_file(folder / self.filename, json.dumps(self.report_data(trainer), indent=1))
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps in each phase, so that a resumed run averages over the whole run."""
         return {"steps": dict(self._steps)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

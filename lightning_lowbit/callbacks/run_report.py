@@ -50,16 +50,11 @@ class RunReport(LowBitCallback):
 
     The history of metrics is saved with the checkpoint, so that the page of a resumed run shows the whole run. Values
     logged during the k-th optimizer step, or in a validation after it, are shown at k. Recording copies values to the
-    host once in many steps, and does not synchronize otherwise.
-
-    With launchers that start processes inside ``fit`` (``ddp_spawn``, ``ddp_fork``) an exception is not reported:
-    Lightning calls no callback in the process that raised it.
+    host once in many steps. With launchers that start processes inside ``fit`` (``ddp_spawn``, ``ddp_fork``) an
+    exception is not reported: Lightning calls no callback in the process that raised it.
 
     Args:
-        filename: of the page.
-
-    Raises:
-        ValueError: ``filename`` does not end in ``.html`` or contains folders.
+        filename: of the page; a name that ends in ``.html``, without folders, or else a ``ValueError``.
 
     Examples:
         >>> Trainer(plugins=[FP4Precision()], callbacks=[PrecisionSummary(), RunReport()])
@@ -86,15 +81,11 @@ class RunReport(LowBitCallback):
         self._late: int | None = None  # a step whose last values are not recorded yet
         self._rates: dict[str, Tensor] = {}
 
-    # --- when ---
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Chooses the folder; here, because ``log_dir`` is a broadcast among all processes."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._trainer = trainer
-            if trainer.global_step == 0:  # else the same Trainer continues
-                self._start_afresh()
             folder = str(trainer.log_dir or trainer.default_root_dir)
             if "://" in folder:
                 rank_zero_warn(f"RunReport writes into local folders alone, and nothing into {folder}.")
@@ -143,17 +134,14 @@ class RunReport(LowBitCallback):
             self._write(trainer, pl_module, exception)
 
     def record_layers(self, numbers: Mapping[str, Mapping[str, float]], step: int) -> None:
-        """Records numbers by quantity and layer; monitors call this."""
         if self._trainer is not None and self._trainer.is_global_zero:
             self._history.add_layers(numbers, step)
 
     def state_dict(self) -> dict[str, Any]:
         """The history. Another callback may save before the last step is recorded, so this records it first."""
         if self._trainer is not None and self._since is not None:
-            if self._trainer.is_global_zero:
-                contents.ask(
-                    self._trainer, "report_alerts", []
-                )  # monitors record the numbers that they have not read yet
+            if self._trainer.is_global_zero:  # monitors record the numbers that they have not read yet
+                contents.ask(self._trainer, "report_alerts", [])
             (self.on_validation_end if self._trainer.validating else self.on_train_batch_end)(self._trainer)
         state = {"history": self._history.state_dict(), "validation": list(self._validation)}
         return {**state, "seconds": self._elapsed(), "id": self._id}
@@ -165,8 +153,6 @@ class RunReport(LowBitCallback):
 
     def _elapsed(self) -> float:
         return self._seconds + (0 if self._since is None else time.monotonic() - self._since)
-
-    # --- which value belongs to which step ---
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         step, plugin = trainer.global_step, trainer.precision_plugin
@@ -193,12 +179,12 @@ class RunReport(LowBitCallback):
         for name, value in scalars(metrics).items():
             stem, _, suffix = name.rpartition("_")
             is_twin = suffix in ("step", "epoch") and stem in metrics  # of `on_step=True, on_epoch=True`
-            is_mean = not forked and f"{name}_step" in metrics
+            if is_twin or (not forked and f"{name}_step" in metrics):
+                continue
             seen = self._seen.get(name)
-            if not is_twin and not is_mean and (seen is None or seen.data_ptr() != value.data_ptr()):
+            if seen is None or seen.data_ptr() != value.data_ptr():
                 self._seen[name] = value  # keeps the tensor alive, so that no other one gets its address
-                if self._history.add(name, step, value):
-                    new.append(name)
+                new += [name] if self._history.add(name, step, value) else []
         return new
 
     def _take_late(self, trainer: Trainer) -> None:
@@ -214,8 +200,6 @@ class RunReport(LowBitCallback):
     @staticmethod
     def _is_validation_of_fit(trainer: Trainer) -> bool:
         return trainer.is_global_zero and trainer.state.fn == "fit" and not trainer.sanity_checking
-
-    # --- what is written ---
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException | None) -> None:
         if self._folder is None or not trainer.is_global_zero:

@@ -22,11 +22,8 @@ def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
     """The checkpoint to resume from, or an alias that Lightning resolves itself.
 
     ``last`` is the newest checkpoint of this recipe's runs, ``last-good`` the newest undamaged one. ``trainer`` is the
-    configuration of the Trainer; training (``trains``) removes files that crashed runs left behind.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        DamagedCheckpointError: the checkpoint is damaged.
+    configuration of the Trainer; training (``trains``) removes files that crashed runs left behind. A checkpoint that
+    is missing or damaged is a ``FileNotFoundError`` or ``DamagedCheckpointError``.
     """
     if path in ("last", "last-good"):
         folders = _folders(trainer)
@@ -34,14 +31,12 @@ def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
             for folder in folders:
                 mend(folder, _SUFFIX)
         found = str(_find_last(path, folders))
-        print(f"Going on from {found}")
+        print(f"Resuming from {found}")
         return found
     if path in (None, "best", "hpc") or re.match(r"\w+:", str(path)):
         return path
     if not Path(str(path)).exists():
-        raise FileNotFoundError(
-            f"The checkpoint {path!r} does not exist. Give the path of one, or leave --ckpt_path out to start afresh."
-        )
+        raise FileNotFoundError(f"The checkpoint {path!r} does not exist. Give another path, or leave out --ckpt_path.")
     wrong = damage(Path(str(path)))
     if wrong not in (None, FOREIGN):  # other plugins may write other files
         raise ValueError(f"The checkpoint {path} is damaged: it {wrong}. Give another one, or --ckpt_path last-good.")
@@ -49,7 +44,6 @@ def resolve(path: str | None, trainer: Any, trains: bool) -> str | None:
 
 
 def find_checkpoints(*folders: Path) -> list[Path]:
-    """All ``*.ckpt`` below some folders, newest first."""
     return find(*folders, suffix=_SUFFIX)
 
 
@@ -59,10 +53,8 @@ def _find_last(which: str, folders: list[Path]) -> Path:
     if damaged and (which == "last" or newest is None):
         raise DamagedCheckpointError(damaged, newest, "--ckpt_path last-good")
     if newest is None:
-        raise FileNotFoundError(
-            f"--ckpt_path {which}: there is no checkpoint (*.ckpt) below {' or '.join(map(str, folders))}. Give the "
-            "path of one, or leave --ckpt_path out to start afresh."
-        )
+        where = f"there is no checkpoint (*.ckpt) below {' or '.join(map(str, folders))}"
+        raise FileNotFoundError(f"--ckpt_path {which}: {where}. Give the path of one, or leave out --ckpt_path.")
     for path, wrong in damaged.items():
         print(f"{path} is damaged: it {wrong}.")
     return newest
@@ -78,8 +70,6 @@ def _folders(trainer: Any) -> list[Path]:
         folders.append(trainer.default_root_dir)
     found = [Path(folder) for folder in folders if folder is not None]
     if not found:
-        raise ValueError(
-            "--ckpt_path last needs the folder of the run: set the logger's save_dir or trainer.default_root_dir, "
-            "or give the path of a checkpoint."
-        )
+        need = "--ckpt_path last needs the folder of the run"
+        raise ValueError(f"{need}: set the logger's save_dir or trainer.default_root_dir, or give a path.")
     return found

@@ -1,7 +1,4 @@
-"""Dispatch of the ``lowbit`` commands, and one-line messages for mistakes of the user.
-
-This module does not import torch, so that `lowbit ls` and `lowbit --help` are quick.
-"""
+"""Dispatch of the ``lowbit`` commands, and one-line messages for mistakes; does not import torch, to be quick."""
 
 import argparse
 import os
@@ -46,7 +43,7 @@ _OPTIONS = """\
   --model.init_args.optimizer.init_args.lr 3e-4  and the other options of the optimizer
   --data.init_args.path ~/texts                  your own text; --data.init_args.batch_size, sequence_length
   --seed_everything 1                            weights, data and stochastic rounding
-  --ckpt_path last                               goes on from the newest checkpoint of the run's folder
+  --ckpt_path last                               resumes from the newest checkpoint of the run's folder
 """
 
 # The subcommands of Lightning's command line.
@@ -54,10 +51,7 @@ TRAINER_COMMANDS = ("fit", "validate", "test", "predict")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status (after Ctrl-C in training, Lightning exits with status 1).
-
-    With ``LOWBIT_TRACEBACK=1`` in the environment errors keep their traceback.
-    """
+    """Runs the command; returns the exit status. With ``LOWBIT_TRACEBACK=1`` errors keep their traceback."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         if (folder := os.getcwd()) not in sys.path:  # a configuration may name classes of the current folder
@@ -96,18 +90,16 @@ def _dispatch(arguments: list[str]) -> int:
         run([name, *rest])
         return 0
     own: dict[str, Callable[[Sequence[str]], int | None]] = {"ls": _list, "cp": _copy}
-    if name in own:
-        return own[name](rest) or 0
     others = ("compare", "inspect", "estimate")
-    if name not in others:
+    if name in others:
+        own[name] = getattr(import_module(f"lightning_lowbit.cli.{name}"), name)
+    if name not in own:
         commands = [*own, *others, *TRAINER_COMMANDS]
         raise ValueError(f"There is no command {name!r}.{nearest(name, commands)} Commands are: {', '.join(commands)}.")
-    command: Callable[[Sequence[str]], int | None] = getattr(import_module(f"lightning_lowbit.cli.{name}"), name)
-    return command(rest) or 0
+    return own[name](rest) or 0
 
 
 def _is_mistake(error: Exception) -> bool:
-    """Whether an error is the user's mistake, shown in one line without a traceback."""
     if isinstance(error, ValueError | OSError):
         return True
     from jsonargparse import ArgumentError
@@ -130,19 +122,16 @@ def _reader_is_gone() -> bool:
 def _short_help(command: str) -> str:
     names = [name for name, path in recipes().items() if not kind(path)]
     width = max(map(len, names))
-    lines = [
-        f"usage: lowbit {command} --config RECIPE [--config OVERLAY ...] [--any.argument VALUE ...]",
-        "",
-        "Recipes:",
-        *(f"  {name:{width}}  {headline(recipes()[name])}" for name in names),
-        "",
-        "What is often changed:",
-        _OPTIONS,
-        f"`lowbit cp quickstart mine.yaml` copies a recipe, to change more. `lowbit {command} --help all` shows all "
-        "arguments,",
-        f"`lowbit {command} --trainer.callbacks.help lightning_lowbit.RunReport` those of a class.",
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"usage: lowbit {command} --config RECIPE [--config OVERLAY ...] [--any.argument VALUE ...]\n\nRecipes:",
+            *(f"  {name:{width}}  {headline(recipes()[name])}" for name in names),
+            f"\nWhat is often changed:\n{_OPTIONS}",
+            "`lowbit cp quickstart mine.yaml` copies a recipe, to change more. "
+            f"`lowbit {command} --help all` shows all arguments,",
+            f"`lowbit {command} --trainer.callbacks.help lightning_lowbit.RunReport` those of a class.",
+        ]
+    )
 
 
 def _list(arguments: Sequence[str]) -> None:

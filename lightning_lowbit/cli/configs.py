@@ -32,7 +32,6 @@ def headline(path: Path) -> str:
 
 
 def kind(path: Path) -> str:
-    """``OVERLAY`` or ``STUDY``, the folder of a configuration of this package; empty for a recipe."""
     return path.parent.name if path.parent.name in (OVERLAY, STUDY) else ""
 
 
@@ -44,12 +43,12 @@ def find_config(name: str, option: str = "--config") -> Path:
     if not name:
         raise ValueError("--config needs the name of a recipe or a file, and --study of a study; see `lowbit ls`.")
     known = recipes()
-    if name.replace("-", "_") not in known:
+    if (stem := name.replace("-", "_")) not in known:
         raise FileNotFoundError(
             f"{option} {name}: no such file, and no recipe, overlay or study of this name."
-            f"{nearest(name.replace('-', '_'), known, most=4)} `lowbit ls` lists them."
+            f"{nearest(stem, known, most=4)} `lowbit ls` lists them."
         )
-    return known[name.replace("-", "_")]
+    return known[stem]
 
 
 def merge(base: Any, overlay: Any, key: str = "") -> Any:
@@ -60,17 +59,17 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
         return as_list(base) + [callback for callback in as_list(overlay) if callback not in as_list(base)]
     if key == "plugins" and isinstance(base, list) and isinstance(overlay, Mapping):
         if len(base) != 1:
-            raise ValueError(
-                f"An overlay changes the one plugin of a recipe, but trainer.plugins lists {len(base)} of them. Write "
-                "the whole list in the overlay."
-            )
+            what = "An overlay changes the one plugin of a recipe"
+            raise ValueError(f"{what}, but trainer.plugins lists {len(base)}. Write the whole list in the overlay.")
         base = base[0]
     if not isinstance(overlay, Mapping):
         return overlay
-    if key == "casts" and _is_whole(overlay):  # six casts replace all earlier ones
-        return overlay
-    if key == "casts" and isinstance(base, str):
-        base = {"preset": base}
+    if key == "casts":
+        from lightning_lowbit.nn.plan import OPERANDS  # imports torch, which `lowbit ls` must not
+
+        if set(OPERANDS) <= set(overlay):  # six casts replace all earlier ones
+            return overlay
+        base = {"preset": base} if isinstance(base, str) else base
     base = base if isinstance(base, Mapping) else {}
     if base and "class_path" in overlay and overlay["class_path"] != base.get("class_path"):
         from lightning_lowbit.cli.mistakes import arguments_of
@@ -83,18 +82,11 @@ def merge(base: Any, overlay: Any, key: str = "") -> Any:
     return {**base, **{name: merge(base.get(name), value, name) for name, value in overlay.items()}}
 
 
-def _is_whole(casts: Mapping[str, Any]) -> bool:
-    from lightning_lowbit.nn.plan import OPERANDS  # imports torch, which `lowbit ls` must not
-
-    return set(OPERANDS) <= set(casts)
-
-
 def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A YAML file as a mapping; raises ``ValueError`` if it is not one."""
     try:
         config = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
@@ -105,10 +97,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def merge_all(configs: Sequence[str | Mapping[str, Any]]) -> dict[str, Any]:
-    """Merges configurations in order: names, paths, or contents of files; none may be a study.
-
-    Without a folder for its runs the result gets ``runs/<names>``.
-    """
+    """Merges configurations in order: names, paths, or contents of files; runs go to ``runs/<names>`` by default."""
     config: Any = {}
     for each in configs:
         config = merge(config, _read(each) if isinstance(each, str) else each)
@@ -132,7 +121,6 @@ def combined_name(names: Sequence[str]) -> str:
 
 
 def split_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits a command line into the values of all ``--config`` and the other arguments."""
     names, rest = [], []
     remaining = iter(arguments)
     for argument in remaining:
@@ -145,7 +133,6 @@ def split_configs(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def merge_configs(arguments: Sequence[str], merged: Path) -> list[str]:
-    """Replaces all ``--config`` of a command line by one, the file ``merged``, which it writes."""
     names, rest = split_configs(arguments)
     config = merge_all(names) if names else {}
     model = config.get("model")

@@ -10,10 +10,10 @@ from lightning_lowbit.precision.checkpoints.files import load_checkpoint, state_
 
 
 def as_trained(trainer: Mapping[str, Any], path: str | None, weights_only: bool = True) -> dict[str, Any]:
-    """Overrides of the Trainer's arguments that evaluate a checkpoint as it was trained.
+    """Overrides of the Trainer's (instantiated) arguments that evaluate a checkpoint as it was trained.
 
     Empty if the path is None or not local, the checkpoint does not hold its casts, or the configured plugin has
-    ``casts_of_checkpoint=False``. ``trainer`` holds instantiated arguments.
+    ``casts_of_checkpoint=False``.
     """
     plugins = as_list(trainer.get("plugins") or [])
     own = next((plugin for plugin in plugins if isinstance(plugin, LowBitPrecision)), None)

@@ -1,8 +1,4 @@
-"""Accepts a single item for arguments of classes that take a list, on the command line and in YAML.
-
-``--trainer.plugins.init_args.skip lm_head`` means ``skip: [lm_head]``. In Python the classes refuse a string, because
-it is an iterable of letters.
-"""
+"""Accepts a single item for arguments of classes that take a list: ``skip lm_head`` means ``skip: [lm_head]``."""
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,7 +10,6 @@ import yaml
 
 
 def with_lists(config: Any) -> Any:
-    """A configuration with a list in place of each single item."""
     if isinstance(config, list):
         return [with_lists(item) for item in config]
     if not isinstance(config, Mapping):
@@ -39,22 +34,17 @@ def options_with_lists(arguments: Sequence[str], config: Mapping[str, Any]) -> l
         named[key] = value
         owner, _, name = key.rpartition(".")
         owner = owner.removesuffix(".init_args")
-        item = _parsed(value)
+        try:
+            item = yaml.safe_load(value)
+        except yaml.YAMLError:
+            item = value
         if not option.endswith("+") and _is_item(item, class_at(named.get(owner) or _class_path(config, owner)), name):
             value = yaml.safe_dump([item], default_flow_style=True, width=10**9).strip()
             made[i if equals else i + 1] = f"{option}={value}" if equals else value
     return made
 
 
-def _parsed(value: str) -> Any:
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
-        return value
-
-
 def _class_path(config: Any, path: str) -> Any:
-    """The class path of the object that an option changes; of a list, that of the last element."""
     for part in path.split("."):
         within = config.get("init_args") if isinstance(config, Mapping) and part not in config else config
         config = within.get(part) if isinstance(within, Mapping) else None

@@ -12,11 +12,7 @@ from lightning_lowbit.cli.lists import class_at
 
 
 def explain(error: BaseException) -> str:
-    """The message of an error in one line.
-
-    The parser reports an indented attempt for every type of an argument. Only the first is kept: that of the configured
-    class. A missing module replaces the whole message.
-    """
+    """The message of an error in one line; of the parser's attempts for each type, only the first is kept."""
 
     def missing(found: re.Match[str]) -> str:
         package = found[2].replace("_", "-")  # as PyPI writes names
@@ -39,9 +35,8 @@ def suggest(message: str, keys: Collection[str]) -> str:
     named = re.findall(r"class_path[ =]'([\w.]+)'", message)
     if named:
         keys = arguments_of(named[-1]) or set()
-    close = [
-        match for word in (misspelt[1], misspelt[1].split(".")[0]) for match in difflib.get_close_matches(word, keys)
-    ]
+    words = (misspelt[1], misspelt[1].split(".")[0])
+    close = [match for word in words for match in difflib.get_close_matches(word, keys)]
     return f"Did you mean {close[0]!r}?" if close else "`lowbit fit --help all` lists what is possible."
 
 
@@ -88,7 +83,6 @@ def _first_cause(lines: list[str]) -> str:
 
 
 def arguments_of(class_path: str) -> set[str] | None:
-    """Names of a class's arguments, with those passed on to its bases; None if unknown."""
     from jsonargparse import ArgumentParser
 
     cls = class_at(class_path)

@@ -43,7 +43,6 @@ _CLI = TypeVar("_CLI", bound="LowBitCLI")
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Runs a subcommand of Lightning's command line; all ``--config`` are merged before it sees them."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         for message in _NOISE:
             warnings.filterwarnings("ignore", message)
@@ -58,8 +57,7 @@ def run(arguments: Sequence[str]) -> None:
 class SaveConfig(SaveConfigCallback):
     """Writes the resolved configuration when training starts, so that a failed start leaves no folder."""
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Does nothing yet."""
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None: ...
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().setup(trainer, pl_module, "fit")
@@ -67,7 +65,7 @@ class SaveConfig(SaveConfigCallback):
         folder = trainer.log_dir  # all processes ask for it together
         if overridden and folder is not None and trainer.is_global_zero:
             path = Path(folder) / self.config_filename
-            head = "The checkpoint that this run went on from holds other options, and they were in force:"
+            head = "The checkpoint that this run resumed from holds other options, and they were in force:"
             replace_file(path, "".join(f"# {line}\n" for line in (head, *overridden)) + path.read_text())
 
 
@@ -75,7 +73,6 @@ class LowBitCLI(LightningCLI):
     """Lightning's command line, with checks before anything is written."""
 
     def before_instantiate_classes(self) -> None:
-        """Sets the default logger; resolves the checkpoint to resume from."""
         config = self.config[str(self.subcommand)]
         folder = config.trainer.default_root_dir
         if config.trainer.logger in (None, True) and folder is not None:
@@ -87,7 +84,6 @@ class LowBitCLI(LightningCLI):
         config.ckpt_path = resolve(config.ckpt_path, config.trainer, trains=self.subcommand == "fit")
 
     def before_fit(self) -> None:
-        """Matches the plugin's patterns against the model, unless it creates its layers later."""
         plugin, model = self.trainer.precision_plugin, type(self.model)
         makes_later = model.configure_model is not LightningModule.configure_model
         if isinstance(plugin, LowBitPrecision) and (getattr(model, "makes_layers_at_once", False) or not makes_later):
@@ -95,10 +91,8 @@ class LowBitCLI(LightningCLI):
 
     def before_validate(self) -> None:
         if self.trainer.is_global_zero:
-            subcommand = str(self.subcommand)
-            path = self.config[subcommand].ckpt_path
-            weights = "the model as it is made, without --ckpt_path" if path is None else path
-            plugin = self.trainer.precision_plugin
+            subcommand, plugin = str(self.subcommand), self.trainer.precision_plugin
+            weights = self.config[subcommand].ckpt_path or "the model as it is made, without --ckpt_path"
             precision = plugin if isinstance(plugin, LowBitPrecision) else plugin.precision
             print(f"lowbit {subcommand}: {weights}, in {precision}")
 
@@ -123,8 +117,7 @@ class LowBitCLI(LightningCLI):
         try:
             yield
         except ValueError as error:
-            option = option_of(error, self.config[str(self.subcommand)].as_dict())
-            if option is not None:
+            if option := option_of(error, self.config[str(self.subcommand)].as_dict()):
                 error.add_note(f"The option is {option}.")
             raise
 
@@ -139,8 +132,7 @@ class LowBitCLI(LightningCLI):
             raise ValueError(f"{message.rstrip('.')}. {suggest(message, keys)}".strip()) from error
 
     def _parse_ckpt_path(self) -> None:
-        # Lightning would let the hyperparameters in a checkpoint override the configuration that is asked for.
-        pass
+        """Lightning would let hyperparameters in a checkpoint override the configuration that is asked for."""
 
 
 @contextmanager
@@ -164,8 +156,7 @@ def _removed_if_it_fails(trainer: Trainer) -> Generator[None, None, None]:
 def check(arguments: Sequence[str]) -> None:
     """Parses a command line of :func:`run`, and creates only the plugin; a ``ValueError`` tells what is wrong."""
     with tempfile.TemporaryDirectory() as folder:
-        merged = merge_configs(arguments, Path(folder) / "merged.yaml")
-        _make(_Parsed, merged)
+        _make(_Parsed, merge_configs(arguments, Path(folder) / "merged.yaml"))
 
 
 def make_on_meta(arguments: Sequence[str]) -> "OnMeta":
@@ -188,11 +179,9 @@ def _make(kind: type[_CLI], arguments: list[str]) -> _CLI:
 
 
 class _Parsed(LowBitCLI):
-    def _set_seed(self) -> None:
-        pass
+    def _set_seed(self) -> None: ...
 
-    def before_instantiate_classes(self) -> None:
-        """Does nothing."""
+    def before_instantiate_classes(self) -> None: ...
 
     def instantiate_classes(self) -> None:
         """Creates the plugin, which checks its casts; the parser accepts any mapping for them."""
@@ -200,8 +189,7 @@ class _Parsed(LowBitCLI):
         plugins = Namespace(plugins=self.config[name].trainer.plugins)  # type: ignore[no-untyped-call]
         self._subcommand_parsers[name].instantiate(Namespace(trainer=plugins))  # type: ignore[no-untyped-call]
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
+    def _run_subcommand(self, subcommand: str) -> None: ...
 
 
 class OnMeta(_Parsed):

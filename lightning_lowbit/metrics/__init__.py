@@ -1,14 +1,6 @@
 """Measures of runs, of casts, of weights in training, and of outliers."""
 
-from lightning_lowbit.metrics.casts import (
-    CastStatistics,
-    bias,
-    cast_statistics,
-    code_histogram,
-    levels,
-    mse,
-    sqnr,
-)
+from lightning_lowbit.metrics.casts import CastStatistics, bias, cast_statistics, code_histogram, levels, mse, sqnr
 from lightning_lowbit.metrics.noise import gradient_noise_sums, gradient_to_noise
 from lightning_lowbit.metrics.runs import count_spikes
 from lightning_lowbit.metrics.swiglu import SwiGLUAlignment, swiglu_alignment

@@ -26,9 +26,6 @@ from lightning_lowbit.quant.statistics import sqnr_db, wide_dtype
 _ULPS = 2.0**-20
 
 
-# --- a tensor and its quantized self ----------------------------------------------------------------------------------
-
-
 def sqnr(x: Tensor, q: Tensor) -> Tensor:
     """Signal to quantization noise ratio: ``10 log10(Σ x² / Σ (x - q)²)`` in dB, 0-d.
 
@@ -55,8 +52,7 @@ def bias(x: Tensor, q: Tensor) -> Tensor:
     """Mean growth of magnitudes, negative where they shrink: ``Σ (q - x) sign(x) / Σ |x|``, 0-d.
 
     Grids whose spacing grows with the magnitude, such as E2M1, lose magnitude when they round to nearest, and the loss
-    adds up over layers (arXiv 2606.20381). Underflow and saturation also lose magnitude. Stochastic rounding without
-    saturation has no bias. Arguments and NaN are as in :func:`sqnr`; 0 where ``x`` equals ``q``.
+    adds up over layers (arXiv 2606.20381). Arguments and NaN are as in :func:`sqnr`; 0 where ``x`` equals ``q``.
     """
     *_, magnitude, growth = _sums(x, q)
     return ratio(growth, magnitude)
@@ -64,10 +60,7 @@ def bias(x: Tensor, q: Tensor) -> Tensor:
 
 def _sums(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if x.shape != q.shape:
-        raise ValueError(
-            f"The error of a tensor needs that tensor in two versions of one shape; got {tuple(x.shape)} and "
-            f"{tuple(q.shape)}."
-        )
+        raise ValueError(f"A tensor and its quantized self have one shape; got {tuple(x.shape)} and {tuple(q.shape)}.")
     wide = wide_dtype(x.device)
     x, error = x.to(wide), q.to(wide) - x.to(wide)
     return x.square().sum(), error.square().sum(), x.abs().sum(), (error * x.sign()).sum()
@@ -78,14 +71,8 @@ def ratio(part: Tensor, whole: Tensor) -> Tensor:
     return torch.where(part == 0, 0.0, part / whole)
 
 
-# --- codes ------------------------------------------------------------------------------------------------------------
-
-
 def levels(format: Format) -> tuple[float, ...]:
-    """The values that elements of a format take, ascending: ``-6.0`` to ``6.0`` for E2M1, with one zero.
-
-    Left out are codes that rounding never gives: NaNs, infinities, and the lowest integer, which has no opposite.
-    """
+    """The values that rounding gives elements of a format, ascending: ``-6.0`` to ``6.0`` for E2M1, with one zero."""
     return tuple(sorted({value for value in _values(format) if abs(value) <= format.max}))
 
 
@@ -129,11 +116,7 @@ def _places(format: Format, device: torch.device) -> Tensor:
 
 
 def _values(format: Format) -> list[float]:
-    values: list[float] = table(format, torch.device("cpu")).tolist()
-    return values
-
-
-# --- a tensor and a cast ----------------------------------------------------------------------------------------------
+    return table(format, torch.device("cpu")).tolist()
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,25 +208,17 @@ def cast_statistics(
     """
     quantized = quantize(x, cast, dim, key, amax)
     q = quantized.dequantize()
-    ends = _lowest_and_highest(cast)
+    if cast.scale.statistic == "minmax":
+        ends = [0, 2**cast.format.bits - 1]
+    else:
+        ends = cast.format.encode(torch.tensor([-cast.format.max, cast.format.max])).tolist()
     low, high = (replace(quantized, codes=torch.full_like(quantized.codes, code)).dequantize() for code in ends)
-    signal, noise, magnitude, growth = _sums(x, q)
     return CastStatistics(
-        cast=cast,
-        elements=x.numel(),
-        signal=signal,
-        noise=noise,
-        magnitude=magnitude,
-        growth=growth,
+        cast,
+        x.numel(),
+        *_sums(x, q),
         nonzero=(x != 0).sum(),
         underflowed=((x != 0) & (q == 0)).sum(),
         saturated=(((x < low * (1 + _ULPS)) | (x > high * (1 + _ULPS))) & (low < high)).sum(),
         codes=_count_codes(quantized, q),
     )
-
-
-def _lowest_and_highest(cast: Cast) -> tuple[int, int]:
-    if cast.scale.statistic == "minmax":
-        return 0, 2**cast.format.bits - 1
-    low, high = cast.format.encode(torch.tensor([-cast.format.max, cast.format.max])).tolist()
-    return low, high

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import torch
 
-# FLOP/s (for int8, operations/s) by the dtype of a GEMM. The data sheets mostly print twice as much, "with sparsity". A
-# device has the peaks of the first name that is part of its own.
+# FLOP/s (for int8, operations/s) by the dtype of a GEMM, without the sparsity with which data sheets mostly print twice
+# as much. A device has the peaks of the first name that is part of its own.
 PEAKS: dict[str, dict[str, float]] = {
     "GB200": {"bfloat16": 2.5e15, "float8": 5.0e15, "int8": 5.0e15, "float4": 10.0e15},
     "B200": {"bfloat16": 2.25e15, "float8": 4.5e15, "int8": 4.5e15, "float4": 9.0e15},

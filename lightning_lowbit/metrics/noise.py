@@ -25,9 +25,7 @@ def gradient_noise_sums(first: Tensor, second: Tensor) -> Tensor:
     shapes are a ``ValueError``.
     """
     if first.shape != second.shape:
-        raise ValueError(
-            f"Two draws of one gradient have one shape; got {tuple(first.shape)} and {tuple(second.shape)}."
-        )
+        raise ValueError(f"Two draws have one shape; got {tuple(first.shape)} and {tuple(second.shape)}.")
     wide = wide_dtype(first.device)
     if torch.finfo(first.dtype).bits < 32:
         first, second = first.float(), second.float()

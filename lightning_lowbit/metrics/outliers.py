@@ -6,11 +6,9 @@ With x the elements, m their mean and σ their standard deviation:
     kurtosis       mean (x - m)⁴ / σ⁴             3 where x is normally distributed, larger with heavier tails
     outliers       of the elements, the share with |x| > k·rms
 
-Channels far larger than the others leave few levels for the rest if the tensor has one scale (LLM.int8(), arXiv
-2208.07339). Kurtosis is their usual measure (Quantizable Transformers, arXiv 2306.12929, section 3).
-
-All follow from sums and maxima, which can be combined over micro-batches and ranks. Sums are float32 within a channel,
-then float64: kurtosis is exact to about 1e-6 for |m| < σ and magnitudes from 1e-9 to 4e9.
+See LLM.int8() (arXiv 2208.07339) and Quantizable Transformers (arXiv 2306.12929, section 3). All follow from sums and
+maxima, which can be combined over micro-batches and ranks. Sums are float32 within a channel, then float64: kurtosis is
+exact to about 1e-6 for |m| < σ and magnitudes from 1e-9 to 4e9.
 """
 
 import torch
@@ -23,12 +21,7 @@ from lightning_lowbit.quant.statistics import wide_dtype
 SUMS = ("elements", "first", "second", "third", "fourth", "beyond")
 
 
-@opaque(
-    lambda x, k: (
-        x.new_empty(len(SUMS), dtype=wide_dtype(x.device)),
-        x.new_empty(x.shape[-1], dtype=torch.float32),
-    )
-)
+@opaque(lambda x, k: (x.new_empty(6, dtype=wide_dtype(x.device)), x.new_empty(x.shape[-1], dtype=torch.float32)))
 def activation_sums(x: Tensor, k: float) -> tuple[Tensor, Tensor]:
     """`SUMS` of one pass, float64 (float32 on Apple's GPUs) ``[6]``, and amaxes, float32 ``[channels]``.
 

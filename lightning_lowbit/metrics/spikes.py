@@ -19,15 +19,12 @@ from torch import Tensor
 
 
 class Baseline(Protocol):
-    """The normal range, learned from values; ``count`` is the number of learned values, including forgotten ones."""
+    """What is normal, learned from ``count`` values (forgotten ones included); a spike begins above ``limit``."""
 
     count: int
 
-    def add(self, value: float) -> None:
-        """Learns a value."""
-
-    def limit(self) -> float:
-        """The value above which a spike begins; called after at least one value."""
+    def add(self, value: float) -> None: ...
+    def limit(self) -> float: ...
 
 
 class Window:
@@ -46,7 +43,6 @@ class Window:
         return self._rule(self.values)
 
     def load(self, values: Iterable[float], count: int) -> None:
-        """Replaces the learned values; the window keeps the last ones."""
         self.values.clear()
         self.values.extend(values)
         self.count = count

@@ -5,8 +5,6 @@ With w the latent weight, in units of the scale s of its block, and q the level 
     shares        how many elements are -1, 0 and 1               31 % zeros: normally distributed w, s = mean|w|
     flip rate     share of elements whose q changed
     distance      mean |w - t|, t the nearest rounding threshold  t: halfway between neighboring levels
-
-Latent weights close to a threshold flip back and forth while they hardly move.
 """
 
 import math
@@ -54,10 +52,7 @@ def ternary_shares(quantized: Quantized) -> Tensor:
 
 @torch.no_grad()
 def flipped(before: Quantized, after: Quantized) -> Tensor:
-    """Which elements are rounded to another level than before, regardless of scales: bool, the shape of the tensor.
-
-    ``before`` and ``after`` are a tensor at two times; a ``ValueError`` if the casts or shapes differ.
-    """
+    """Which elements have another level than before: bool. Different casts or shapes are a ``ValueError``."""
     if before.cast != after.cast or before.codes.shape != after.codes.shape:
         raise ValueError(
             "Flips are those of one tensor by one cast; got "

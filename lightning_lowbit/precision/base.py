@@ -1,10 +1,8 @@
 """The precision plugin: it converts a model's linear layers and keeps the state that quantization needs.
 
-    convert_module          each linear layer becomes a QuantLinear, in place
-    train_step_context      autocast; random keys of this micro-batch; layers stage their amaxes
-    optimizer_step          counts the step; staged amaxes enter the histories
-
-Its base classes are in ``layers.py`` (converted layers) and ``state.py`` (checkpoints).
+convert_module          each linear layer becomes a QuantLinear, in place
+train_step_context      autocast; random keys of this micro-batch; layers stage their amaxes
+optimizer_step          counts the step; staged amaxes enter the histories
 """
 
 import weakref
@@ -67,8 +65,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
             emulates all others. ``"native"`` raises instead of emulating. ``"emulated"`` emulates all.
         smooth_swiglu: ``"channel"`` or ``"token"``, see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
         fresh_histories: start with empty amax histories, even if a checkpoint holds some.
-        shared_amax: patterns of layers whose weights share an amax within a module, such as ``["(q|k|v)_proj"]``; see
-            :mod:`lightning_lowbit.nn.conversion.shared_amax`.
+        shared_amax: patterns of layers whose weights share an amax within a module, such as ``["(q|k|v)_proj"]``.
         quantize_before_gather: FSDP2 gathers codes and scales, see :mod:`lightning_lowbit.nn.sharded.gather`.
         casts_of_checkpoint: evaluating a checkpoint that was trained with other casts is an error; False allows it.
 
@@ -167,8 +164,6 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         """Optimizer steps skipped in fp16 because of a non-finite gradient; 0-d int64. ``step`` counts them too."""
         return torch.tensor(0, device="cpu") if self._scaling is None else self._scaling.skipped_steps
 
-    # --- conversion ---
-
     def plan(self, model: nn.Module) -> dict[str, LinearCasts]:
         """Returns the casts of each layer by name, without changing the model. Raises the same errors as conversion."""
         if self._origin is not None:
@@ -210,8 +205,6 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         if restored is not None:
             self._compare(restored, "The model, restored from a checkpoint,")
         return module
-
-    # --- one step ---
 
     def convert_input(self, data: Any) -> Any:
         """Leaves batches unchanged, as Lightning's ``bf16-mixed`` does. (The FSDP plugin would cast them.)"""
@@ -272,9 +265,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         model = self._converted_model
         return not isinstance(model, LightningModule) or model.automatic_optimization
 
-    def optimizer_step(  # type: ignore[override]
-        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]
         """Steps and counts the step. One collective for all layers moves staged amaxes into the histories."""
         if self._scaling is None:
             result = super().optimizer_step(optimizer, model, closure, **kwargs)
@@ -304,8 +295,6 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         if growth is not None and self.histories:
             self.histories.scale_gradients_(growth)
 
-    # --- gradient clipping, under every strategy ---
-
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Keeps the wrapped model: only the root module of FSDP1 can compute the norm of flat gradients."""
         self._root, self._is_sharded = model, is_sharded(model)
@@ -313,8 +302,8 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         self._asked, self.overridden = asked_options(optimizers, lr_schedulers), []
         if self.shared_amax and any(is_flat(parameter) for parameter in model.parameters()):
             raise MisconfigurationException(
-                "shared_amax needs to tell weights from each other between steps, and FSDP1 keeps flat buffers alone. "
-                "Train with FSDPStrategy(use_orig_params=True), its default, or with ModelParallelStrategy (FSDP2)."
+                "shared_amax needs whole weights between steps, and FSDP1 keeps flat buffers alone. Train with "
+                "FSDPStrategy(use_orig_params=True), its default, or with ModelParallelStrategy (FSDP2)."
             )
         return super().connect(model, optimizers, lr_schedulers)
 

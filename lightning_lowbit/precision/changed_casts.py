@@ -24,11 +24,7 @@ def named_casts(value: CastsLike) -> LinearCasts | str:
 def changed_casts(
     casts: Mapping[str, CastsLike], planned: Mapping[str, LinearCasts], model: nn.Module
 ) -> dict[str, LinearCasts]:
-    """Returns the new casts of each layer that a pattern in ``casts`` matches; the first matching pattern counts.
-
-    A phase instead of casts means the planned casts in that phase. ``ValueError`` if a pattern matches no converted
-    layer.
-    """
+    """The new casts of the layers that the first matching pattern gives them; ``ValueError`` for no match."""
     given = {pattern: named_casts(value) for pattern, value in casts.items()}
     changes: dict[str, LinearCasts] = {}
     for pattern, value in given.items():
@@ -49,7 +45,6 @@ def smoothed(
 
 
 def match(pattern: str, converted: Iterable[str], model: nn.Module) -> set[str]:
-    """Returns the converted layers that a pattern matches; raises ``ValueError`` if there are none."""
     converted = list(converted)
     try:
         return select(converted, [pattern], "casts", "converted layer")
@@ -61,7 +56,6 @@ def match(pattern: str, converted: Iterable[str], model: nn.Module) -> set[str]:
         if not found:
             raise
         raise ValueError(
-            f"casts: the pattern {pattern!r} matches {', '.join(found)}, left in high precision by skip or only, and "
-            "casts are given to converted layers. Convert it, with overrides={...: 'bf16'} if it is to begin in high "
-            "precision."
+            f"casts: the pattern {pattern!r} matches {', '.join(found)}, left in high precision by skip or only. "
+            "Convert it, with overrides={...: 'bf16'} if it is to begin in high precision."
         ) from None

@@ -4,8 +4,8 @@ The autograd graph shows, before the backward pass, the products of the forward 
 
     AddmmBackward0 [tokens, out]  ──  TBackward0 [in, out]  ──  AccumulateGrad [out, in]     2 · tokens · out · in FLOPs
 
-Saved tensors are not read: activation checkpointing would compute them again. Products without a gradient leave no
-node. A compiled function or reentrant checkpoint is a single node; then weights are counted instead of FLOPs.
+Saved tensors are not read: activation checkpointing would compute them again. A compiled function or reentrant
+checkpoint is a single node; then weights are counted instead of FLOPs.
 """
 
 import re
@@ -80,8 +80,9 @@ class CoverageLine:
         """Counts the products behind a loss of the first step, before its backward pass, if all casts are in force."""
         if self._is_done or loss.grad_fn is None or not is_quantizing:
             return
+        has_casts = any(isinstance(m, QuantizedLayer) and m.full_casts != LinearCasts() for m in model.modules())
         try:
-            self.coverage = graph_coverage(loss, model, self.coverage) if _has_casts(model) else None
+            self.coverage = graph_coverage(loss, model, self.coverage) if has_casts else None
         except Exception:  # the autograd graph is no public API; training must not fail
             self.coverage = None
         self._is_done = self.coverage is None
@@ -99,11 +100,7 @@ class CoverageLine:
 
 
 def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = None) -> GraphCoverage:
-    """Counts how much of the matrix products behind a loss is quantized; ``onto`` is a coverage to add to.
-
-    Examples:
-        >>> graph_coverage(model(x).sum(), model).share
-    """
+    """Counts how much of the matrix products behind a loss is quantized; ``onto`` is a coverage to add to."""
     found = GraphCoverage() if onto is None else onto
     if found.unit != "FLOPs":
         return found
@@ -115,15 +112,14 @@ def graph_coverage(loss: Tensor, model: nn.Module, onto: GraphCoverage | None = 
         if node is None or node in seen:
             continue
         seen.add(node)
-        if len(seen) > _MOST_NODES or _is_opaque(node):
+        name = node.name()
+        is_opaque = name == "CheckpointFunctionBackward" or (name.startswith("CompiledFunction") and _weights(node))
+        if len(seen) > _MOST_NODES or is_opaque:
             return _of_weights(model)
         if flops := _flops(node):
             found.add(flops, *owners.of_product(node))
         stack += [edge for edge, _ in node.next_functions]
     return found
-
-
-# --- nodes ------------------------------------------------------------------------------------------------------------
 
 
 def _shape(edge: tuple[Any, int]) -> tuple[int, ...] | None:
@@ -135,11 +131,6 @@ def _is_converted(node: Any) -> bool:
     return isinstance(node, QuantizedGemms._backward_cls)
 
 
-def _is_opaque(node: Any) -> bool:
-    name = node.name()
-    return name == "CheckpointFunctionBackward" or (name.startswith("CompiledFunction") and bool(_weights(node)))
-
-
 def _operands(node: Any) -> list[tuple[Any, int]]:
     edges, name = list(node.next_functions), node.name()
     if _is_converted(node) or name.startswith(("Linear", "Convolution", "ScaledDotProduct")):
@@ -148,7 +139,6 @@ def _operands(node: Any) -> list[tuple[Any, int]]:
 
 
 def _flops(node: Any) -> int:
-    """Forward FLOPs of a product; 0 for other nodes and for unknown shapes."""
     name = node.name()
     if _is_converted(node) or _PRODUCT.fullmatch(name):
         (left, right), out = map(_shape, _operands(node)), node._input_metadata[0].shape
@@ -170,9 +160,6 @@ def _flops(node: Any) -> int:
     return 0
 
 
-# --- whose product, and why it is not quantized -----------------------------------------------------------------------
-
-
 class _Owners:
     def __init__(self, model: nn.Module) -> None:
         self._modules = {clean_name(name): module for name, module in model.named_modules()}
@@ -192,17 +179,15 @@ class _Owners:
             return "", None, _ATTENTION
         edges = node.next_functions if "Rnn" in node.name() else _operands(node)
         for weight in reversed([_parameter(edge) for edge, _ in edges]):  # usually the right operand
-            name = None if weight is None else self._name(weight)
+            if weight is None:
+                continue
+            name = self._by_id.get(id(weight)) or self._by_shape.get(tuple(weight.shape))
             if name is not None:
                 return name, self._modules[name], _why(self._modules[name])
         return "", None, _ATTENTION if all(edge is not None for edge, _ in edges) else _UNKNOWN
 
-    def _name(self, parameter: Tensor) -> str | None:
-        return self._by_id.get(id(parameter)) or self._by_shape.get(tuple(parameter.shape))
-
 
 def _parameter(node: Any) -> Tensor | None:
-    """The parameter of which a node's result is a view, or None."""
     for _ in range(_VIEWS):
         if node is None or node.name().endswith("AccumulateGrad"):
             return None if node is None else node.variable
@@ -217,12 +202,7 @@ def _weights(node: Any) -> list[Tensor]:
     return [parameter for parameter in entering if parameter is not None and parameter.dim() > 1]
 
 
-def _has_casts(model: nn.Module) -> bool:
-    return any(isinstance(m, QuantizedLayer) and m.full_casts != LinearCasts() for m in model.modules())
-
-
 def _why(module: nn.Module) -> str | None:
-    """The kind of a module and why it is not quantized; None if it is."""
     kind = type(module).__name__
     if isinstance(module, QuantizedLayer):
         return None if module.full_casts != LinearCasts() else f"{kind} (its casts are those of high precision)"
@@ -247,7 +227,6 @@ def _is_matrix(parameter: Tensor) -> bool:
 
 
 def _of_weights(model: nn.Module) -> GraphCoverage:
-    """Counts weights of two or more dimensions once each, without embeddings."""
     found, counted = GraphCoverage(unit="weights"), set[int]()
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):

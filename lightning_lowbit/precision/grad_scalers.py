@@ -23,8 +23,7 @@ from lightning_lowbit.distributed import all_reduce_, local, local_norms, shardi
 _SMALLEST, _LARGEST = 2.0**-149, torch.finfo(torch.float32).max  # the range of a float32 scale
 
 #: ``"tiny-loss"`` is for losses with small gradients, such as DPO's. ``"quantized-fine-tuning"`` is for runs of
-#: hundreds of steps, where an interval of 2000 would never end and a single outlier should not lower the scale; its
-#: numbers are this package's choice.
+#: hundreds of steps, which an interval of 2000 would outlast; its numbers are this package's choice.
 PRESETS = MappingProxyType(
     {
         "default": {"init_scale": 2.0**16, "growth_interval": 2000, "hysteresis": 1},
@@ -35,10 +34,7 @@ PRESETS = MappingProxyType(
 
 
 def overflow(scaler: GradScaler, optimizer: Optimizer | None = None) -> Tensor | None:
-    """Whether a gradient of an optimizer, or of all, was non-finite when it was unscaled.
-
-    0-d bool on the scale's device; None if nothing has been unscaled since the last update.
-    """
+    """Whether a gradient (of an optimizer, or of all) was not finite: 0-d bool; None if none has been unscaled."""
     if not scaler.is_enabled():
         return None
     states = scaler._per_optimizer_states
@@ -51,7 +47,6 @@ def overflow(scaler: GradScaler, optimizer: Optimizer | None = None) -> Tensor |
 
 
 def scale_of(scaler: GradScaler) -> Tensor:
-    """The scale of a scaler that has been used: float32, 0-d, on the device."""
     scale = scaler._get_scale_async()
     assert scale is not None
     return scale
@@ -113,10 +108,18 @@ class ConservativeGradScaler(GradScaler):
         integer("cooldown", cooldown, 0, or_none=True)
         number("growth_factor", growth_factor, "what the scale grows by", above=1)
         number("backoff_factor", backoff_factor, "what remains of a scale that falls", above=0, below=1)
-        _check_bounds(chosen["init_scale"], floor, cap)
+        number("floor", floor, "the lower bound of the scale", at_least=0, finite=False)
+        number("cap", cap, "the upper bound of the scale", at_least=0, finite=False)
+        if floor > cap:
+            raise ValueError(f"floor is the lower bound of the scale and cap the upper one; got {floor=}, {cap=}.")
+        scale = number("init_scale", chosen["init_scale"], "where it begins", at_least=_SMALLEST, at_most=_LARGEST)
+        if not floor <= scale <= cap:
+            raise ValueError(
+                f"The scale begins between {floor=} and {cap=}; got init_scale={scale}. Change it, or them."
+            )
         super().__init__(
             _device_type(device),
-            init_scale=float(chosen["init_scale"]),
+            init_scale=float(scale),
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
             growth_interval=chosen["growth_interval"],
@@ -157,18 +160,17 @@ class ConservativeGradScaler(GradScaler):
         """Loads scale and counters, also of torch's class; the settings stay."""
         if not self.is_enabled():
             return
-        interval = self.get_growth_interval()
-        super().load_state_dict(
-            state_dict
-            and {
-                "scale": min(max(state_dict["scale"], self.floor), self.cap),
+        interval, given = self.get_growth_interval(), dict(state_dict)
+        if given:
+            given |= {
+                "scale": min(max(given["scale"], self.floor), self.cap),
                 "growth_factor": self.get_growth_factor(),
                 "backoff_factor": self.get_backoff_factor(),
                 "growth_interval": interval,
                 # A tracker above this run's interval would never equal it; a cool-down may not exceed this run's.
-                "_growth_tracker": min(max(state_dict["_growth_tracker"], -self._wait), interval - 1),
+                "_growth_tracker": min(max(given["_growth_tracker"], -self._wait), interval - 1),
             }
-        )
+        super().load_state_dict(given)
         tolerated = min(state_dict.get("_tolerated", self.hysteresis), self.hysteresis)
         self._tolerated = torch.full_like(self._tolerated, tolerated)
 
@@ -264,11 +266,7 @@ class ShardedGradientNormGradScaler(GradientNormGradScaler, _Sharded):
 
 
 def share_overflow(scaler: GradScaler, optimizer: Optimizer, device: torch.device, over_ranks: bool) -> None:
-    """Tells all ranks whether a gradient was non-finite on any of them, for scalers of any class.
-
-    If ``over_ranks``, ranks hold different gradients, and all must call this. ``device`` is for the flag of a rank that
-    has no gradient.
-    """
+    """Tells all ranks, if ``over_ranks``, whether a gradient was non-finite on any of them."""
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     if not found:  # torch's class would raise an error
         found[device] = torch.zeros((), device=device)
@@ -302,15 +300,3 @@ def _device_type(given: str | None) -> str:
         return torch.device(given).type  # torch's class accepts "cuda", but not "cuda:0"
     except RuntimeError:
         raise ValueError(f"device is where it trains, such as 'cuda' or 'cpu'; got {given!r}.") from None
-
-
-def _check_bounds(init_scale: Any, floor: Any, cap: Any) -> None:
-    number("floor", floor, "the lower bound of the scale", at_least=0, finite=False)
-    number("cap", cap, "the upper bound of the scale", at_least=0, finite=False)
-    if floor > cap:
-        raise ValueError(f"floor is the lower bound of the scale and cap the upper one; got floor={floor}, cap={cap}.")
-    number("init_scale", init_scale, "where the scale begins", at_least=_SMALLEST, at_most=_LARGEST)
-    if not floor <= init_scale <= cap:
-        raise ValueError(
-            f"The scale begins between floor={floor} and cap={cap}; got init_scale={init_scale}. Change it, or them."
-        )

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from lightning_lowbit.checks import flag
+from lightning_lowbit.checks import flag, integer
 from lightning_lowbit.nn.presets import quantization_aware
 from lightning_lowbit.precision.base import LowBitPrecision
 from lightning_lowbit.quant import Cast, Scale
@@ -67,8 +67,5 @@ def _groups(argument: str, group: Group, statistic: Any) -> Cast:
 
 def integer_cast(argument: str, bits: int | None, cast: Cast) -> Cast | None:
     """Returns the cast with integers of so many bits as elements; None if ``bits`` is None."""
-    if bits is None:
-        return None
-    if type(bits) is not int or not 2 <= bits <= 8:
-        raise ValueError(f"{argument} is a whole number from 2 to 8, or None for high precision; got {bits!r}.")
-    return cast.replace(element=f"int{bits}")
+    integer(argument, bits, 2, "a number of bits", at_most=8, or_none=True)
+    return None if bits is None else cast.replace(element=f"int{bits}")

@@ -32,13 +32,7 @@ from lightning_lowbit.precision.changed_casts import changed_casts, match, smoot
 
 
 class ConvertedLayers:
-    """The part of :class:`LowBitPrecision` that owns the converted layers.
-
-    Attributes:
-        blend: λ of progressive quantization, 0-d float32, set by :meth:`set_blend`.
-        is_blending: whether λ is below 1.
-        histories: amaxes of previous steps; None before a model is converted.
-    """
+    """The part of :class:`LowBitPrecision` that owns the converted layers."""
 
     # Set by the plugin.
     backend: str
@@ -47,9 +41,9 @@ class ConvertedLayers:
     shared_amax: Iterable[str]
 
     def __init__(self) -> None:
-        self.blend = torch.ones(())
-        self.is_blending = False
-        self.histories: AmaxHistories | None = None
+        self.blend = torch.ones(())  # λ of progressive quantization, set by `set_blend`
+        self.is_blending = False  # whether λ is below 1
+        self.histories: AmaxHistories | None = None  # amaxes of previous steps, once a model is converted
         self._phase = "fqt"
         self._temporary: dict[str, str | None] = {}  # by owner, the last one counts
         self._model: weakref.ref[nn.Module] | None = None
@@ -76,8 +70,6 @@ class ConvertedLayers:
     def _casts(self) -> dict[str, LinearCasts]:
         return {name: layer.full_casts for name, layer in self._layers.items()}
 
-    # --- conversion ---
-
     def _start_afresh(self) -> None:
         self._changed, self.histories = {}, None
         self._phase, self._temporary = "fqt", {}
@@ -101,8 +93,6 @@ class ConvertedLayers:
         self.set_blend(float(self.blend))
         self._shared = SharedAmaxes(model, self.shared_amax) if self.shared_amax else None
 
-    # --- phases and λ ---
-
     @property
     def phase(self) -> str:
         """The phase in force: the latest temporary one, or else that of :meth:`set_phase`."""
@@ -115,10 +105,7 @@ class ConvertedLayers:
         self._apply_phase()
 
     def push_phase(self, owner: str, phase: str | None) -> None:
-        """Puts all layers into a temporary phase, until its owner pops it or :meth:`set_phase` is called.
-
-        An owner (a name) has one temporary phase. None keeps its entry, but leaves the phase below in force.
-        """
+        """Puts all layers into the temporary phase of an owner (a name); None leaves the phase below in force."""
         if phase is not None:
             choose("phase", phase, PHASES)
         self._temporary.pop(owner, None)
@@ -154,8 +141,6 @@ class ConvertedLayers:
         for layer in self._layers.values():
             layer.blend = self.blend if self.is_blending else None
 
-    # --- casts ---
-
     def set_casts(self, casts: Mapping[str, CastsLike]) -> None:
         """Gives layers other casts; the phase still applies to them.
 
@@ -184,8 +169,8 @@ class ConvertedLayers:
         model = self._converted_model
         if self._keys is None or model is None:
             raise MisconfigurationException(
-                "set_casts changes the casts of converted layers, and no model has been converted yet. Give the "
-                "plugin overrides=..., or change casts once training has started."
+                "set_casts needs a converted model, and none has been converted yet. Give the plugin overrides=..., or "
+                "change casts once training has started."
             )
         changes = changed_casts(casts, self._planned, model)
         if self.smooth_swiglu is not None:
@@ -213,19 +198,17 @@ class ConvertedLayers:
         return changed
 
     def _renew_casts(self, casts: Mapping[str, LinearCasts], keep: bool = True) -> None:
-        """Sets casts, and rebuilds the histories if changed layers have or need one."""
         model, before, layers = self._converted_model, self.histories, self._layers
         if model is None or before is None:
             return
         had = {name for name, layer in layers.items() if layer.amaxes is not None}
         changed = self._change_casts(casts, model)
-        if any(name in had or _remembers(layers[name]) for name in changed):
+        new = [layers[name].full_casts for name in changed]
+        if changed & had or any(each.is_delayed or each.smooth == "channel" for each in new):
             self.histories = AmaxHistories(model)
             self.histories.go_on(before, changed)
             if not keep:  # a checkpoint is loaded next, with strict matching
                 self.histories.renewed.clear()
-
-    # --- one step ---
 
     def _prepare(self, step: int, micro_batch: int, rank: int) -> None:
         """Before a forward pass: fills its random keys and moves state to the device; recording is off."""
@@ -272,9 +255,9 @@ class ConvertedLayers:
             yield
         if len(self._keys.in_use()) == 1 and any(layer.casts.plan.draws for layer in layers):
             raise MisconfigurationException(
-                "Another draw of a gradient needs the random bits of layers, and none asked for any, neither in the "
-                "forward pass nor in this backward pass, as in a CUDA graph that is replayed: compile without CUDA "
-                "graphs (no mode='reduce-overhead'), or measure with GradientNoiseMonitor(kind='layers')."
+                "Another draw of a gradient needs the random bits of layers, and none asked for any, as in a replayed "
+                "CUDA graph: compile without CUDA graphs (no mode='reduce-overhead'), or measure with "
+                "GradientNoiseMonitor(kind='layers')."
             )
 
     def _advance_histories(self) -> None:
@@ -285,7 +268,3 @@ class ConvertedLayers:
         if self._shared is not None:
             self._shared.release()
             self._shared = None
-
-
-def _remembers(layer: QuantizedLayer) -> bool:
-    return layer.full_casts.is_delayed or layer.full_casts.smooth == "channel"

@@ -1,7 +1,4 @@
-"""Optimizer steps in fp16: unscale_ -> (hooks, clipping) -> step -> update, with a loss scaler of any class.
-
-Schedules, ``global_step`` and the plugin's ``step`` count skipped steps, so a run keeps its length.
-"""
+"""Optimizer steps in fp16: unscale_ -> (hooks, clipping) -> step -> update. Skipped steps count as steps everywhere."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +16,6 @@ from lightning_lowbit.precision.grad_scalers import ConservativeGradScaler, over
 
 
 def scaler_for(compute_dtype: str, given: GradScaler | None) -> GradScaler | None:
-    """Returns the given scaler, or for fp16 a new :class:`ConservativeGradScaler`; ``ValueError`` if unsuitable."""
     if compute_dtype != "fp16":
         if given is not None:
             raise ValueError(
@@ -61,35 +57,26 @@ class LossScaling:
         self._has_stepped = False
 
     def check(self, model: nn.Module, strategy: str) -> None:
-        """Checks that the scaler can train a model under a strategy.
-
-        A sharded scaler needs a process group. Parameters must not be float16: torch does not unscale their gradients.
-        """
+        """Refuses sharded scalers without a process group, and float16 parameters, which torch does not unscale."""
         if isinstance(self.scaler, ShardedGradScaler):
             if not (dist.is_available() and dist.is_initialized()):
                 raise MisconfigurationException(
-                    f"{type(self.scaler).__name__} asks all ranks of a process group whether a gradient is infinite, "
-                    f"and {strategy} has none. Use a class that is not sharded, such as ConservativeGradScaler: where "
-                    "there are several ranks, the plugin asks them itself."
+                    f"{type(self.scaler).__name__} needs a process group, and {strategy} has none. Use a class that is "
+                    "not sharded, such as ConservativeGradScaler: the plugin asks all ranks itself."
                 )
             return
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.dtype == torch.float16:
                 raise ValueError(
-                    f"compute_dtype='fp16' trains parameters in float32, and computes with copies in float16; {name} "
-                    "is in float16 itself, too coarse for an optimizer's steps. Call model.float() before training."
+                    f"compute_dtype='fp16' trains parameters in float32, and {name} is in float16, too coarse for an "
+                    "optimizer's steps. Call model.float() before training."
                 )
 
     def unscale_(self, optimizer: Optimizer, device: torch.device, over_ranks: bool) -> None:
-        """Divides the gradients by the scale, also for torch's fused optimizers.
-
-        If ``over_ranks``, ranks hold different gradients, and all must call this.
-        """
+        """Divides the gradients by the scale, also for fused optimizers; ``over_ranks``: all ranks must call this."""
         if isinstance(optimizer, LBFGS):
-            raise MisconfigurationException(
-                "LBFGS computes losses within its step, which no loss scale reaches: train it with "
-                "compute_dtype='bf16' or 'fp32', or use another optimizer."
-            )
+            advice = "train it with compute_dtype='bf16' or 'fp32', or use another optimizer"
+            raise MisconfigurationException(f"LBFGS computes losses within its step, which no scale reaches: {advice}.")
         if overflow(self.scaler, optimizer) is not None:  # already unscaled: clipping in manual optimization
             return
         if self.scaler._get_scale_async() is None:  # no loss has been scaled yet
@@ -124,7 +111,6 @@ class LossScaling:
         return {"scaler": self.scaler.state_dict(), "skipped_steps": int(self.skipped_steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what :meth:`state_dict` returned, or an empty state."""
         self.skipped_steps = torch.tensor(state.get("skipped_steps", 0), device="cpu")
         if "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])

@@ -29,9 +29,8 @@ def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModu
     trainer = getattr(module, "_trainer", None)
     if trainer is None or not isinstance(module, LightningModule):
         raise MisconfigurationException(
-            f"{name} is a plugin of {NAME}.Trainer and converts a LightningModule; it got {type(module).__name__} "
-            "outside a Trainer. With Fabric or plain PyTorch, call lightning_lowbit.convert(model, casts) and set keys "
-            "with lightning_lowbit.nn.LayerKeys."
+            f"{name} is a plugin of {NAME}.Trainer; it got {type(module).__name__} outside a Trainer. Else call "
+            "lightning_lowbit.convert(model, casts), and set keys with lightning_lowbit.nn.LayerKeys."
         )
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         raise MisconfigurationException(

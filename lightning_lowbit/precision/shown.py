@@ -19,7 +19,8 @@ class Shown:
         first = next(iter(defaults))  # the casts: always shown
         if not args and defaults[first] is not inspect.Parameter.empty:
             kwargs = {first: defaults[first]} | kwargs
-        named = {name: value for name, value in kwargs.items() if name == first or not _same(value, defaults.get(name))}
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in kwargs.items()}
+        named = {n: v for n, v in kwargs.items() if n == first or defaults.get(n) not in (v, given[n])}
         shown = (_show(value) if name == first else f"{name}={_show(value)}" for name, value in named.items())
         made._arguments = ", ".join([*map(_show, args), *shown])
         return made
@@ -36,10 +37,6 @@ def _defaults(cls: type) -> dict[str, Any]:
             for each in parameters:
                 defaults.setdefault(each.name, each.default)
     return defaults
-
-
-def _same(value: Any, default: Any) -> bool:
-    return value == default or (isinstance(value, list) and tuple(value) == default)
 
 
 def _show(value: Any) -> str:

@@ -1,8 +1,4 @@
-"""The plugin's state in a checkpoint: saving, loading, and comparison with the current run.
-
-All plugin classes use one key. The state is tensors and primitives, the same on all ranks. The model's ``state_dict``
-does not change, so its weights load into the unconverted model.
-"""
+"""The plugin's state in a checkpoint: tensors and primitives under one key, the same on all ranks."""
 
 import weakref
 from collections.abc import Mapping
@@ -25,13 +21,7 @@ _DTYPE_NAMES = {dtype: name for name, (_, dtype) in COMPUTE_DTYPES.items()}
 
 
 class SavedLayers(ConvertedLayers):
-    """The part of :class:`LowBitPrecision` that checkpoints save: converted layers, counters and the loss scale.
-
-    Attributes:
-        step: optimizer steps taken.
-        micro_batch: training steps since the last optimizer step.
-        overridden: options of this run that the checkpoint overrides, one line each.
-    """
+    """The part of :class:`LowBitPrecision` that checkpoints save: converted layers, counters and the loss scale."""
 
     # Set by the plugin.
     casts: Any
@@ -44,9 +34,10 @@ class SavedLayers(ConvertedLayers):
 
     def __init__(self) -> None:
         super().__init__()
-        self.step = 0
-        self.micro_batch = 0
-        self._asked, self.overridden = asked_options([], []), list[str]()
+        self.step = 0  # optimizer steps taken
+        self.micro_batch = 0  # training steps since then
+        self._asked = asked_options([], [])
+        self.overridden: list[str] = []  # options of this run that the checkpoint overrides
         self._origin: Origin | None = None
         self._trainer: weakref.ref[Any] | None = None
 
@@ -59,7 +50,6 @@ class SavedLayers(ConvertedLayers):
 
     @property
     def _is_evaluating(self) -> bool:
-        """Whether the Trainer validates, tests or predicts, outside ``fit``."""
         return self._run is not None and self._run.state.fn not in (None, TrainerFn.FITTING)
 
     @property
@@ -68,7 +58,6 @@ class SavedLayers(ConvertedLayers):
 
     @property
     def trained(self) -> Trained:
-        """The settings that decide, with the weights, what the model computes."""
         return Trained(
             self._casts,
             _DTYPE_NAMES[self._compute_dtype],
@@ -101,7 +90,10 @@ class SavedLayers(ConvertedLayers):
             state["accumulated"] = self._accumulated
         if self._scaling is not None:
             state |= self._scaling.state_dict()
-        checkpoint[CHECKPOINT_KEY] = state | self._layer_state() | {"trained": self.trained.record()}
+        if self._changed:
+            state["casts"] = {name: primitive(casts) for name, casts in self._changed.items()}
+        state |= self.histories.state_dict() if self.histories else {}
+        checkpoint[CHECKPOINT_KEY] = state | {"trained": self.trained.record()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Loads the plugin's state; raises ``ValueError`` if it is damaged or does not fit the model."""
@@ -109,11 +101,11 @@ class SavedLayers(ConvertedLayers):
         warn_of(self.overridden)
         state = state_of(checkpoint)
         if state is None:
+            scale = f" The loss scale starts at {self.scaler.get_scale():g}." if self.scaler is not None else ""
             rank_zero_warn(
                 "The checkpoint holds no state of lightning_lowbit (saved without the plugin, or weights only): its "
                 f"weights are loaded, and quantization starts anew at step {self.step}, in phase {self.phase!r}. If it "
-                "was trained in another phase, call plugin.set_phase(...)."
-                + (f" The loss scale starts at {self.scaler.get_scale():g}." if self.scaler is not None else "")
+                f"was trained in another phase, call plugin.set_phase(...).{scale}"
             )
             return
         if state["seed"] != self.seed:
@@ -144,21 +136,13 @@ class SavedLayers(ConvertedLayers):
         self.set_phase(state["phase"])
         self.set_blend(float(state.get("blend", 1.0)))
 
-    def _layer_state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        if self._changed:
-            state["casts"] = {name: primitive(casts) for name, casts in self._changed.items()}
-        return state | self.histories.state_dict() if self.histories else state
-
     def _load_casts(self, state: Mapping[str, Any]) -> None:
         self._changed = {name: LinearCasts.of(casts) for name, casts in state.get("casts", {}).items()}
         if self._keys is None:
             return
-        if missing := [name for name in self._changed if name not in self._planned]:
-            rank_zero_warn(
-                f"The checkpoint holds casts of layers that this run does not convert: {', '.join(missing)}; they stay "
-                "in high precision."
-            )
+        if missing := ", ".join(name for name in self._changed if name not in self._planned):
+            what = "The checkpoint holds casts of layers that this run does not convert"
+            rank_zero_warn(f"{what}: {missing}; they stay in high precision.")
             self._changed = {name: casts for name, casts in self._changed.items() if name in self._planned}
         self._renew_casts({n: self._changed.get(n, planned) for n, planned in self._planned.items()}, keep=False)
 
@@ -185,7 +169,7 @@ class SavedLayers(ConvertedLayers):
             return
         told = f"{what} was trained otherwise than this plugin computes:\n  " + "\n  ".join(differences)
         if not self._is_evaluating:
-            rank_zero_warn(f"{told}\nTraining goes on as this plugin has it.")
+            rank_zero_warn(f"{told}\nTraining continues as this plugin has it.")
         elif self.casts_of_checkpoint:
             raise ValueError(
                 f"{told}\nTo evaluate what was trained, use plugins=[LowBitPrecision.from_checkpoint(path)]; to "

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_lowbit.checks import is_number
+from lightning_lowbit.checks import number
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.presets import quantization_aware
 from lightning_lowbit.precision.base import LowBitPrecision
@@ -30,10 +30,8 @@ class TernaryPrecision(LowBitPrecision):
     """
 
     def __init__(self, activation_bits: int | None = 8, scale_factor: float = 1.0, **kwargs: Any) -> None:
-        if not is_number(scale_factor) or not 0 < scale_factor < 2**16:
-            raise ValueError(f"scale_factor is what mean|W| is multiplied by, a positive number; got {scale_factor!r}.")
+        number("scale_factor", scale_factor, "what mean|W| is multiplied by", above=0, below=2**16)
         ternary = LinearCasts.preset("ternary")
-        assert isinstance(ternary.fprop_x, Cast)
-        assert isinstance(ternary.fprop_w, Cast)
+        assert isinstance(ternary.fprop_x, Cast) and isinstance(ternary.fprop_w, Cast)
         x = integer_cast("activation_bits", activation_bits, ternary.fprop_x)
         super().__init__(quantization_aware(x, ternary.fprop_w.replace(scale={"factor": scale_factor})), **kwargs)

@@ -26,43 +26,24 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over steps; several charts in a row are drawn small, side by side.
-
-    Args:
-        title, note: text above and below the chart.
-        series: (xs, ys) by name; values that are not finite leave a gap and are counted below the chart.
-        y_label: unit of the values.
-        x_label: what the xs count.
-        log: whether the y axis is logarithmic; ignored if a value is not positive.
-        spans: (start, end, label) of shaded intervals.
-    """
+    """Lines over steps; several charts in a row are drawn small, side by side."""
 
     title: str
-    series: Series
-    y_label: str = ""
-    x_label: str = "step"
-    log: bool = False
-    spans: Sequence[tuple[float, float, str]] = ()
-    note: str = ""
+    series: Series  # (xs, ys) by name; values that are not finite leave a gap and are counted below the chart
+    y_label: str = ""  # unit of the values
+    x_label: str = "step"  # what the xs count
+    log: bool = False  # whether the y axis is logarithmic; ignored if a value is not positive
+    spans: Sequence[tuple[float, float, str]] = ()  # (start, end, label) of shaded intervals
+    note: str = ""  # below the chart
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A table of numbers of one kind; worse values have stronger colors.
+    """A table of numbers of one kind, in ``unit``; worse values have stronger colors, from ``low`` to ``high``."""
 
-    Args:
-        rows: names of the rows, such as layers; a common prefix is shown once.
-        columns: names of the columns, such as operands.
-        values: [rows][columns]; None leaves a cell empty. Values that are not finite have no color.
-        unit: of the values.
-        low, high: ends of the color scale.
-        small_is_good: whether large values are bad, instead of small ones.
-        caption: above the table.
-    """
-
-    rows: Sequence[str]
+    rows: Sequence[str]  # names, such as layers; a common prefix is shown once
     columns: Sequence[str]
-    values: Sequence[Sequence[float | None]]
+    values: Sequence[Sequence[float | None]]  # None leaves a cell empty; values that are not finite have no color
     unit: str = ""
     low: float = 0.0
     high: float = 1.0

@@ -13,6 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from operator import itemgetter
 
 from lightning_lowbit.report.blocks import Chart
 from lightning_lowbit.report.formatting import common_parent, number, number_range, short_number
@@ -36,7 +37,6 @@ class Axis:
 
     @classmethod
     def around(cls, values: Iterable[float], room: float, log: bool = False) -> "Axis":
-        """An axis with a share ``room`` of its length free at both ends."""
         places = [_place(value, log) for value in values] or [0.0]
         low, high = min(places), max(places)
         is_constant = high - low <= 1e-12 * max(abs(low), abs(high), 1e-280)
@@ -44,11 +44,9 @@ class Axis:
         return cls(low - pad, high + pad, log)
 
     def share(self, value: float) -> float:
-        """The position of a value: 0 at the low end, 1 at the high end."""
         return (_place(value, self.log) - self.low) / (self.high - self.low)
 
     def ticks(self, most: int, integer: bool = False) -> list[float]:
-        """About ``most`` round values on the axis."""
         low, high = self.low, self.high
         if self.log:
             decades = range(max(math.floor(low), -307), min(math.ceil(high), 307) + 1)
@@ -58,18 +56,15 @@ class Axis:
             if len(found := [value for value in found if 0 <= self.share(value) <= 1]) > 1:
                 return found
             low, high = 10.0**low, 10.0 ** min(high, 307)
-        step = _round_up((high - low) / most, (1, 2, 5, 10) if integer else (1, 2, 2.5, 5, 10))
+        power = 10.0 ** math.floor(math.log10(step := (high - low) / most))
+        sizes = [factor * power for factor in ((1, 2, 5, 10) if integer else (1, 2, 2.5, 5, 10))]
+        step = next((size for size in sizes if size >= step), 10 * power)
         step = max(step, 1.0) if integer else step
         return [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _place(value: float, log: bool) -> float:
     return math.log10(value) if log else max(-_LARGEST, min(value, _LARGEST))
-
-
-def _round_up(value: float, factors: Sequence[float]) -> float:
-    power = 10.0 ** math.floor(math.log10(value))
-    return next((factor * power for factor in factors if factor * power >= value), 10 * power)
 
 
 def draw(chart: Chart, kind: str) -> str:
@@ -92,9 +87,10 @@ def _not_finite(chart: Chart) -> list[str]:
     steps = {name: found for name, found in steps.items() if found}
     if len(steps) > _LINES:
         steps = {f"{len(steps)} series": sorted(x for found in steps.values() for x in found)}
+    label = "" if _is_named_by_title(chart) else "{}: "
     return [
-        ("" if _is_named_by_title(chart) else f"{name}: ")
-        + f"{len(found)} value{'s' if len(found) > 1 else ''} not finite, first at {chart.x_label} {number(found[0])}"
+        f"{label.format(name)}{len(found)} value{'s' if len(found) > 1 else ''} not finite, first at {chart.x_label} "
+        f"{number(found[0])}"
         for name, found in steps.items()
     ]
 
@@ -135,27 +131,23 @@ def _span_colors(chart: Chart) -> dict[str, str]:
     return {label: f"var(--p{i % _SPANS})" for i, label in enumerate(labels)} if len(labels) > 1 else {}
 
 
-# --- the plot ---------------------------------------------------------------------------------------------------------
-
-
 def _plot(chart: Chart, log: bool, kind: str) -> str:
+    is_single = kind == "single"
     series = {name: [*zip(xs, ys, strict=True)] for name, (xs, ys) in chart.series.items()}
     points = {name: [(x, y) for x, y in of_one if math.isfinite(y)] for name, of_one in series.items()}
     across = Axis.around([x for xs, _ in chart.series.values() for x in xs], 0.01)
     values = [y for of_one in points.values() for _, y in of_one]
     up = Axis.around(values, 0.05, log)
     counts = not log and all(float(y).is_integer() for y in values)
-    x_ticks = across.ticks(8 if kind == "single" else 4, integer=True)
-    y_ticks = [(up.share(value), f"{value:g}") for value in up.ticks(6 if kind == "single" else 4, integer=counts)]
+    x_ticks = across.ticks(8 if is_single else 4, integer=True)
+    y_ticks = [(up.share(value), f"{value:g}") for value in up.ticks(6 if is_single else 4, integer=counts)]
     grid = "".join(f"M0 {1000 * (1 - y):.1f}h1000" for y, _ in y_ticks)
     spans, names = _spans(chart, across)
-    colored = _colored(chart)
-    lines = [
-        _line(series[name], across, up, colored.get(name, ""), max(20, _MOST_DRAWN // len(series)))
-        for name in sorted(series, key=lambda name: name in colored)  # drawn last, in front of the others
-    ]
+    colored, most = _colored(chart), max(20, _MOST_DRAWN // len(series))
+    in_front = sorted(series, key=lambda name: name in colored)  # drawn last
+    lines = [_line(series[name], across, up, colored.get(name, ""), most) for name in in_front]
     label = escape(chart.title or ", ".join(chart.series))
-    unit = f'<span class="unit">{escape(chart.x_label)}</span>' if kind == "single" or chart.x_label != "step" else ""
+    unit = f'<span class="unit">{escape(chart.x_label)}</span>' if is_single or chart.x_label != "step" else ""
     return (
         f'<div class="plot" style="margin-left:{1 + max((len(text) for _, text in y_ticks), default=0)}ch">'
         + "".join(f'<span class="x" style="left:{_percent(across.share(x))}">{short_number(x)}</span>' for x in x_ticks)
@@ -202,15 +194,9 @@ def _line(points: _Points, across: Axis, up: Axis, color: str, most: int) -> str
 
 def _extremes(points: _Points) -> _Points:
     """The lowest and highest of some points, in their order, so that no spike is lost."""
+    height = itemgetter(1)
     finite = [point for point in points if math.isfinite(point[1])]
-    return sorted({min(finite, key=_height), max(finite, key=_height)}) if finite else []
-
-
-def _height(point: tuple[float, float]) -> float:
-    return point[1]
-
-
-# --- what the pointer finds -------------------------------------------------------------------------------------------
+    return sorted({min(finite, key=height), max(finite, key=height)}) if finite else []
 
 
 def _bands(chart: Chart, points: dict[str, _Points], across: Axis, up: Axis, most: int) -> str:
@@ -225,8 +211,8 @@ def _bands(chart: Chart, points: dict[str, _Points], across: Axis, up: Axis, mos
     for group, middle, left, right in zip(groups, middles, edges[:-1], edges[1:], strict=True):
         texts, dots = [f"{chart.x_label} {number_range(group)}"], ""
         for name, of_one in points.items():
-            start = bisect_left(of_one, group[0], key=lambda point: point[0])
-            if found := of_one[start : bisect_right(of_one, group[-1], key=lambda point: point[0])]:
+            start = bisect_left(of_one, group[0], key=itemgetter(0))
+            if found := of_one[start : bisect_right(of_one, group[-1], key=itemgetter(0))]:
                 label = "" if _is_named_by_title(chart) else f"{name.removeprefix(f'{parent}.')} "
                 texts.append(label + number_range([y for _, y in found]))
                 for x, y in _extremes(found):

@@ -13,8 +13,9 @@ _NOTEBOOK = 88  # columns that notebooks show without cutting them
 
 
 def show(trainer: Trainer, *blocks: Table | Text) -> None:
-    """Prints blocks above the progress bar, if any, folded to the width of the terminal or notebook."""
-    text = plain(*blocks, width=_width())
+    """Prints blocks above the progress bar, if any, folded to the width of the terminal or notebook, not in a file."""
+    width = _NOTEBOOK if "ipykernel" in sys.modules else None
+    text = plain(*blocks, width=shutil.get_terminal_size().columns if sys.stdout.isatty() else width)
     bar = trainer.progress_bar_callback
     if isinstance(bar, TQDMProgressBar):
         Tqdm.write(text)  # bar.print is silent while no bar is drawn, as before training
@@ -22,10 +23,3 @@ def show(trainer: Trainer, *blocks: Table | Text) -> None:
         bar.print(text)
     else:
         print(text)
-
-
-def _width() -> int | None:
-    """Columns of the terminal; None for a file or a pipe, where nothing is folded."""
-    if sys.stdout.isatty():
-        return shutil.get_terminal_size().columns
-    return _NOTEBOOK if "ipykernel" in sys.modules else None

@@ -24,7 +24,6 @@ from lightning_lowbit.report.cast_words import in_words
 
 
 def ask(trainer: Trainer, method: str, failures: list[Section]) -> list[Any]:
-    """Calls a method of all callbacks that have it; adds a section to ``failures`` for each that raises."""
     answers = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         try:
@@ -59,7 +58,6 @@ def precision_of(trainer: Trainer) -> dict[str, str]:
 
 
 def configuration_of(folder: Path, trainer: Trainer, pl_module: LightningModule) -> str:
-    """The configuration file of the command line, else hyperparameters and settings of the plugin."""
     if any(isinstance(callback, SaveConfigCallback) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         with suppress(OSError):
             return (folder / "config.yaml").read_text(errors="replace")  # which Lightning's command line wrote
@@ -108,7 +106,6 @@ def coverage_alerts(trainer: Trainer) -> list[str]:
 
 
 def cast_sections(pl_module: LightningModule) -> list[Section]:
-    """A legend of the casts' notation, such as ``e2m1/e4m3:1x16+fp32~``."""
     layers = [module for module in pl_module.modules() if isinstance(module, QuantizedLayer)]
     distinct = dict.fromkeys(layer.full_casts for layer in layers)
     casts = dict.fromkeys(cast for casts in distinct for name in OPERANDS if (cast := casts.cast_of(name)) is not None)
@@ -143,7 +140,6 @@ def _cpu_name() -> str:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Peak bytes of this process, on the GPU if it uses one; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

@@ -4,6 +4,8 @@ import math
 import os
 from collections.abc import Sequence
 
+from lightning_lowbit.checks import is_number
+
 
 def number(value: float) -> str:
     """Formats a number with four digits, or an integer with all of them.
@@ -34,8 +36,7 @@ def short_number(value: float) -> str:
 
 
 def cell(value: object) -> str:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number(value) if is_number else str(value)  # type: ignore[arg-type]
+    return number(value) if is_number(value) else str(value)  # type: ignore[arg-type]
 
 
 def duration(seconds: float) -> str:

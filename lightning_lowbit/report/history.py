@@ -29,7 +29,6 @@ class History:
         self._last: dict[str, int] = {}
 
     def add(self, name: str, step: int, value: Tensor) -> bool:
-        """Adds a value; returns False if the step already has one."""
         if step <= self._last.get(name, -1):
             return False
         self._last[name] = step
@@ -39,7 +38,6 @@ class History:
         return True
 
     def add_layers(self, numbers: Mapping[str, Mapping[str, float]], step: int) -> None:
-        """Adds numbers by quantity and layer that are already on the host."""
         for quantity, row in numbers.items():
             for layer, number in row.items():
                 name = f"{quantity}/{layer}"
@@ -71,7 +69,10 @@ class History:
     def _append(self, name: str, step: int, number: float) -> None:
         points = self._points.setdefault(name, [])
         points.append((step, number))
-        if len(points) > (most := self._most_of_layers() if self._is_of_layer(name) else MOST_POINTS):
+        most = MOST_POINTS
+        if self._is_of_layer(name):
+            most = min(MOST_POINTS, max(100, MOST_OF_LAYERS // max(sum(map(self._is_of_layer, self._last)), 1)))
+        if len(points) > most:
             self._points[name] = thin(points, most)
         if math.isfinite(number):
             low, high = self.extremes.get(name, (number, number))
@@ -79,10 +80,6 @@ class History:
 
     def _is_of_layer(self, name: str) -> bool:
         return name in self.quantities or name.count("/") > 1
-
-    def _most_of_layers(self) -> int:
-        layers = sum(map(self._is_of_layer, self._last))
-        return min(MOST_POINTS, max(100, MOST_OF_LAYERS // max(layers, 1)))
 
     def drop_pending(self) -> None:
         self._pending.clear()
@@ -101,7 +98,6 @@ class History:
 
 
 def thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """About half of ``most`` points, evenly spaced in steps, with the first and the last."""
     spacing = (points[-1][0] - points[0][0]) / (most // 2)
     kept = points[:1]
     for point in points[1:-1]:
@@ -111,16 +107,12 @@ def thin(points: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The single numbers among metrics, as local tensors."""
     local = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in metrics.items()}
     return {name: value for name, value in local.items() if isinstance(value, Tensor) and value.numel() == 1}
 
 
 def learning_rates(trainer: Trainer) -> Iterable[tuple[str, Tensor]]:
-    """(name, rate) of each optimizer's first group, and of groups with another rate.
-
-    The names are those of ``LearningRateMonitor``.
-    """
+    """(name, rate) of each optimizer's first group and of groups with another rate, as ``LearningRateMonitor``."""
     used: Counter[str] = Counter()
     for optimizer in trainer.optimizers:
         name = f"lr-{type(optimizer).__name__}"

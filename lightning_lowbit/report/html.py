@@ -1,13 +1,11 @@
 """A report as one HTML file that fetches nothing: titled sections of text, tables, charts and heat maps.
 
-    page = render("my run", [Section("Loss", [Chart("loss", {"training": ([1, 2, 3], [2.5, 2.2, 2.1])})])])
-
-All text is escaped. An error in one section is shown there and leaves the other sections alone.
+An error in one section is shown there and leaves the other sections alone.
 """
 
 import math
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from itertools import groupby
@@ -33,11 +31,8 @@ def render(
 ) -> str:
     """The page as HTML.
 
-    Args:
-        title, sections: the heading and the contents.
-        status: a word beside the title; ``"finished"``, ``"interrupted"`` and ``"failed"`` have colors.
-        lead: a sentence below the title.
-        facts: (label, value, remark) of the numbers at the top.
+    ``status`` is a word beside the title (``"finished"``, ``"interrupted"`` and ``"failed"`` have colors), ``lead`` a
+    sentence below it, ``facts`` the (label, value, remark) of the numbers at the top.
     """
     cells = "".join(
         f"<div><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(remark)}</small></dd></div>"
@@ -65,9 +60,6 @@ def render(
 """
 
 
-# --- blocks -----------------------------------------------------------------------------------------------------------
-
-
 def _section(section: Section) -> str:
     title = str(getattr(section, "title", type(section).__name__))
     try:
@@ -92,9 +84,8 @@ def _blocks(blocks: Sequence[Block]) -> str:
 
 
 def _block(block: Block) -> str:
-    if isinstance(block, HeatMap):
-        return _heat_map(block)
-    return as_html(block) if isinstance(block, Table) else _text(block)  # type: ignore[arg-type]
+    draws: dict[type, Callable[..., str]] = {HeatMap: _heat_map, Table: as_html, Text: _text}
+    return draws[type(block)](block)
 
 
 def _text(block: Text) -> str:
@@ -102,16 +93,12 @@ def _text(block: Text) -> str:
     return f"<{tag}>{escape(block.text)}</{tag}>"
 
 
-# --- heat maps --------------------------------------------------------------------------------------------------------
-
 _WORDS = {"nan": "not a number", "inf": "infinite", "-inf": "minus infinite"}
 
 
 def _heat_map(block: HeatMap) -> str:
-    if not -math.inf < block.low < block.high < math.inf:
-        raise ValueError(
-            f"The color scale of a HeatMap needs finite low < high; got low={block.low}, high={block.high}."
-        )
+    if not -math.inf < (low := block.low) < (high := block.high) < math.inf:
+        raise ValueError(f"The color scale of a HeatMap needs finite low < high; got {low=}, {high=}.")
     decimals = max(0, 2 - math.floor(math.log10(block.high - block.low)))  # a few hundred distinct values on the scale
 
     def show(value: float) -> str:

@@ -20,17 +20,14 @@ _NORMS = [f"grad_norm/{stage}" for stage in ("unclipped", "clipped", "used")]  #
 def render_run(
     run: Mapping[str, Any], contributed: Iterable[Section], exception: BaseException | None, configuration: str
 ) -> str:
-    """The page for the content of ``run.json`` and the sections of other callbacks."""
     sections = [*_metric_sections(run), *contributed]
     if run["alerts"]:
         sections.insert(0, Section("Alerts", [Text(text) for text in run["alerts"]], is_alarming=True))
     if run["status"] == "failed":
         trace = "".join(traceback.format_exception(exception)).strip()
         sections.insert(0, Section("What went wrong", [Text(trace, preformatted=True)]))
-    sections += [
-        Section("Environment", [Table((), list(run["environment"].items()))]),
-        Section("Configuration", [Text(configuration, preformatted=True)]),
-    ]
+    sections.append(Section("Environment", [Table((), list(run["environment"].items()))]))
+    sections.append(Section("Configuration", [Text(configuration, preformatted=True)]))
     lead = run["error"].splitlines()[0] if run["status"] == "failed" else f"Started {run['environment']['started']}"
     return render(run["name"], sections, status=run["status"], lead=lead, facts=_facts(run))
 
@@ -93,7 +90,6 @@ def _metric_sections(run: Mapping[str, Any]) -> list[Section]:
 
 
 def _other_sections(run: Mapping[str, Any], names: Sequence[str]) -> list[Section]:
-    """All other metrics. Layers (quantity/operand/layer) share a chart; constants are rows of a table."""
     history, quantities = run["history"], run.get("quantities", {})
     is_of_layer = {name: name in quantities or name.count("/") > 1 for name in names}
     constant = [name for name in names if not is_of_layer[name] and len({y for _, y in history[name]}) == 1]

@@ -1,7 +1,6 @@
 """The folder of a run's files; no run overwrites the files of another.
 
-Some loggers, and a Trainer without a logger, share one folder between runs. The first run writes into it, the next ones
-into ``version_1``, ``version_2`` … in it. A resumed run keeps its folder.
+If runs share a folder, the first writes into it, the next ones into ``version_1`` … in it. A resumed run keeps its own.
 """
 
 import json
@@ -16,10 +15,7 @@ _CHOSEN: WeakKeyDictionary[Trainer, tuple[Path, Path]] = WeakKeyDictionary()  # 
 
 
 def run_folder(trainer: Trainer, folder: Path, filename: str) -> Path:
-    """The folder of a run, always the same one; may create it, so call it right before writing.
-
-    ``folder`` is ``trainer.log_dir`` or its substitute. A folder that has a ``filename`` belongs to another run.
-    """
+    """The folder of a run, always the same; may create it. One that has a ``filename`` belongs to another run."""
     if trainer.loggers and isinstance(trainer.loggers[0], (TensorBoardLogger, CSVLogger)):
         return folder
     known, chosen = _CHOSEN.get(trainer, (None, folder))
@@ -33,10 +29,7 @@ def run_folder(trainer: Trainer, folder: Path, filename: str) -> Path:
 
 
 def continue_in(trainer: Trainer, folder: Path, identity: str) -> None:
-    """Gives a resumed run the folder of the run that it continues.
-
-    That run was interrupted, or ended at the step where this one begins. A run that ended later keeps its files.
-    """
+    """Gives a resumed run the folder of the run that it continues, unless that one ended at a later step."""
     for place in [folder, *folder.glob("version_*")]:
         with suppress(OSError, ValueError):
             run = json.loads((place / "run.json").read_text())

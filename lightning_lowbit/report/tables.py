@@ -67,7 +67,6 @@ def _wrapped(text: str, width: int | None) -> list[str]:
 
 
 def _fitted(widths: list[int], width: int | None) -> list[int]:
-    """Shrinks the first column, of names, then always the widest one, until all columns fit."""
     widths = widths.copy()
     while width is not None and sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > _NARROWEST:
         widths[0 if widths[0] > _NARROWEST else widths.index(max(widths))] -= 1

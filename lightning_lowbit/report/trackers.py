@@ -10,7 +10,6 @@ _LONGEST = 5000  # characters of a tag in MLflow
 
 
 def begin(trainer: Trainer, precision: Mapping[str, str]) -> None:
-    """Sends plugin and casts to the trackers; only for the first process."""
 
     def to_wandb(logger: WandbLogger) -> None:
         settings = {f"lightning_lowbit/{name}": text for name, text in precision.items()}
@@ -24,7 +23,6 @@ def begin(trainer: Trainer, precision: Mapping[str, str]) -> None:
 
 
 def finish(trainer: Trainer, run: Mapping[str, Any], page: Path) -> None:
-    """Sends the page, with ``run.json`` beside it, and the coverage; only for the first process."""
     bits = run["summary"].get("average_bits")
     numbers = {"coverage": run["coverage"], "average_bits": bits, "alerts": len(run["alerts"])}
     numbers = {f"lightning_lowbit/{name}": number for name, number in numbers.items() if number is not None}
@@ -57,6 +55,5 @@ def _send(trainer: Trainer, to_wandb: Callable[[Any], None], to_mlflow: Callable
             elif isinstance(logger, MLFlowLogger):
                 to_mlflow(logger)
         except Exception as error:
-            rank_zero_warn(
-                f"{type(logger).__name__} did not take what RunReport knows: {type(error).__name__}: {error}"
-            )
+            told = f"{type(error).__name__}: {error}"
+            rank_zero_warn(f"{type(logger).__name__} did not take what RunReport knows: {told}")

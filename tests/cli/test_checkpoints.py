@@ -128,7 +128,7 @@ def test_the_command_says_one_line_of_a_damaged_checkpoint_and_goes_on_from_a_wh
     assert told[-1].startswith("lowbit: error: The checkpoint ") and "Traceback" not in "".join(told)
     assert "(step 2): take it with --ckpt_path last-good." in told[-1]
     assert lowbit("--ckpt_path=last-good") == 0
-    assert f"Going on from {folder / 'step=2.ckpt'}" in capsys.readouterr().out
+    assert f"Resuming from {folder / 'step=2.ckpt'}" in capsys.readouterr().out
     assert torch.load("runs/tiny/version_1/checkpoints/last.ckpt", weights_only=True)["global_step"] == 6
     assert not list(Path("runs").rglob("*.partial"))
 

@@ -58,7 +58,7 @@ def test_a_null_at_the_head_drops_the_callbacks_before_it():
 def test_the_one_plugin_of_a_list_is_changed():
     merged = merge({"plugins": [plugin("P", x=1)]}, {"plugins": {"init_args": {"y": 2}}})
     assert merged == {"plugins": plugin("P", x=1, y=2)}
-    with pytest.raises(ValueError, match="trainer.plugins lists 2 of them"):
+    with pytest.raises(ValueError, match="trainer.plugins lists 2"):
         merge({"plugins": [plugin("P"), plugin("Q")]}, {"plugins": {"init_args": {"y": 2}}})
 
 

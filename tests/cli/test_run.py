@@ -181,7 +181,7 @@ def test_options_that_a_checkpoint_overrides_are_said_and_recorded():
     assert sum("overrides options that this run asks for" in str(each.message) for each in caught) == 1
     config = Path("runs/tiny/version_1/config.yaml").read_text()
     head, options, *rest = config.splitlines()
-    assert head == "# The checkpoint that this run went on from holds other options, and they were in force:"
+    assert head == "# The checkpoint that this run resumed from holds other options, and they were in force:"
     assert options == "# StableSPAM: lr 0.001 (asked for: 0.05)"
     assert not any(line.startswith("# StableSPAM") for line in rest)
     assert yaml.safe_load(config)["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.05, "what was asked for"
@@ -393,5 +393,5 @@ def test_interrupt_and_resume(number, status, uninterrupted):
     output = Path("log.txt").read_text()
     assert process.exitcode == status, f"it ended with {process.exitcode}\n{output}"
     assert "Traceback" not in output, output
-    assert "To go on: --ckpt_path" in output, output
+    assert "To resume: --ckpt_path" in output, output
     resume_and_compare(Path("runs/tiny/version_0/checkpoints/interrupted.ckpt"), uninterrupted)

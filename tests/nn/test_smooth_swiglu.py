@@ -123,7 +123,7 @@ def gradients_only() -> LinearCasts:
     [
         (lambda: nn.Sequential(nn.Linear(4, 4)), {}, "found no SwiGLU in Sequential"),
         (lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9)), {}, "found no SwiGLU"),
-        (Net, {"skip": ["down_proj"]}, r"none of the 2, e.g. layers\.0\.down_proj, is quantized"),
+        (Net, {"skip": ["down_proj"]}, r"none of the 2 down projections, e.g. layers\.0\.down_proj, is quantized"),
         (Net, {"overrides": {"down_proj": "bf16"}}, "none of the 2"),
         (Net, {"overrides": {"down_proj": gradients_only()}}, "none of the 2"),
         (Net, {"smooth_swiglu": "chanel"}, "Unknown kind of smooth_swiglu 'chanel'. Did you mean 'channel'"),

@@ -205,7 +205,7 @@ def test_training_on_with_other_casts_says_once_what_differs(tmp_path: Path) -> 
         run.fit(Module(), loader(), loader(), ckpt_path=path)
     told = [str(warning.message) for warning in warned if "trained otherwise" in str(warning.message)]
     assert len(told) == 1
-    assert "int2" in told[0] and "int4" in told[0] and "Training goes on as this plugin has it" in told[0]
+    assert "int2" in told[0] and "int4" in told[0] and "Training continues as this plugin has it" in told[0]
     assert run.global_step == 6
 
 
@@ -249,7 +249,7 @@ def test_a_restored_model_does_not_train(tmp_path: Path) -> None:
     model = restore(Module(), path)
     assert not model.training
     before = loss_of(model)
-    with pytest.raises(ValueError, match=r"A restored model evaluates.*from_checkpoint"):
+    with pytest.raises(ValueError, match=r"A restored model only evaluates.*from_checkpoint"):
         model.train()(BATCH)
     with pytest.raises(ValueError, match="takes 32 features"):
         model.eval()(BATCH[:, :3])

@@ -1,11 +1,12 @@
 """Warnings of callbacks: one per kind for all layers, repeated only when much worse, and listed in the run's report."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lightning_lowbit._lightning import rank_zero_warn
 
-# A warning is repeated if this many times as many layers are affected, or the worst is this many times as bad.
+# A warning is repeated if so many times as many layers are affected, or the worst is so many times as bad.
 MUCH_WORSE = 4.0
 
 
@@ -48,13 +49,13 @@ class Alerts:
         """Warns of what was noted in an optimizer step, once per kind; again if it is much worse."""
         noted, self._noted = self._noted, {}
         for kind, found in noted.items():
-            worst = max(found, key=lambda one: one.severity)
-            before = self._levels.get(kind)
-            if before is not None and not _is_much_worse(before, len(found), worst.severity):
+            worst, before = max(found, key=lambda one: one.severity), self._levels.get(kind, _Level(0, 0, 0.0))
+            is_worse = before.severity < worst.severity >= MUCH_WORSE * before.severity
+            if not is_worse and len(found) < MUCH_WORSE * before.layers:
                 continue
             self._levels[kind] = _Level(step, len(found), worst.severity)
             who = worst.subject if len(found) == 1 else f"{len(found)} layers, the worst {worst.subject}"
-            since = f" It is much worse than at step {before.step}." if before is not None else ""
+            since = f" It is much worse than at step {before.step}." if before.layers else ""
             self._texts.append(f"{who}, step {step}: {worst.message}{since}")
             rank_zero_warn(f"{self._owner}: {self._texts[-1]}")
 
@@ -62,7 +63,6 @@ class Alerts:
         return list(self._kinds)
 
     def kinds(self, subject: str) -> list[str]:
-        """The kinds of problems of a subject, whether a warning named it or only counted it."""
         return list(self._kinds.get(subject, []))
 
     def texts(self) -> list[str]:
@@ -79,17 +79,9 @@ class Alerts:
         if not isinstance(state.get("texts"), list):
             self._kinds = {subject: list(of_subject) for subject, of_subject in state.items()}
             self._texts = [text for of_subject in state.values() for text in of_subject.values()]
-            counts = {kind: sum(kind in kinds for kinds in self._kinds.values()) for kind in _distinct(self._kinds)}
+            counts = Counter(kind for kinds in self._kinds.values() for kind in kinds)
             self._levels = {kind: _Level(0, count, float("inf")) for kind, count in counts.items()}
             return
         self._levels = {kind: _Level(**level) for kind, level in state["levels"].items()}
         self._kinds = {subject: list(kinds) for subject, kinds in state["kinds"].items()}
         self._texts = list(state["texts"])
-
-
-def _is_much_worse(before: _Level, layers: int, severity: float) -> bool:
-    return layers >= MUCH_WORSE * before.layers or before.severity < severity >= MUCH_WORSE * before.severity
-
-
-def _distinct(kinds: Mapping[str, list[str]]) -> list[str]:
-    return list(dict.fromkeys(kind for of_subject in kinds.values() for kind in of_subject))

@@ -4,10 +4,8 @@
     on_train_batch_end      means over layers are logged through Lightning: `_log`
     on_train_batch_start    of the next batch: one copy to the host, then `_judge` notes alerts and
                             `_emit` sends numbers of layers to the loggers and the history of the run
-    on_train_end            the same, for the last batch
 
-The copy does not wait: Lightning's logger has already waited for values of the same step. Lightning would log such a
-value again in every batch until the epoch ends, so it is dropped once it was logged.
+The copy does not wait: Lightning's logger has already waited for values of the same step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit._lightning import LightningModule, Logger, Trainer, forget_logged, is_logging_step, logger_step
+from lightning_lowbit._lightning import LightningModule, Logger, Trainer, forget_logged
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.monitors.alerts import Alerts
 
@@ -41,16 +39,10 @@ class Monitor(LowBitCallback):
         self._forget()
 
     def _forget(self) -> None:
-        """Drops unread measurements when training begins or resumes."""
         self._unread: list[tuple[Any, Mapping[str, Tensor]]] = []
         self._loggers: list[Logger] = []
         self._reports: list[Any] = []
         self._logged: list[str] = []
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit" and trainer.global_step == 0:  # else the same Trainer continues; checkpoints load later
-            self._start_afresh()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._forget()
@@ -59,7 +51,7 @@ class Monitor(LowBitCallback):
         self._reports = [callback for callback in callbacks if hasattr(callback, "record_layers")]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Reads the measurements of the last batch, if it was logged."""
+        """Reads the measurements of the last batch, if it was logged; else Lightning would log them again."""
         if self._logged or len(self._unread) >= _MOST_UNREAD:
             self._read()
         forget_logged(trainer, self._logged)
@@ -72,22 +64,10 @@ class Monitor(LowBitCallback):
         self._read()
         return self._alerts.texts()
 
-    # --- for subclasses ---
-
-    @staticmethod
-    def _is_logged(trainer: Trainer) -> bool:
-        """Whether the logger takes the current optimizer step; the same for all its micro-batches."""
-        return is_logging_step(trainer)
-
     def _log(self, pl_module: LightningModule, metrics: Mapping[str, Tensor]) -> None:
         """Logs 0-d tensors for other callbacks to see; only in ``on_train_batch_end``."""
         pl_module.log_dict(dict(metrics), batch_size=1)
         self._logged += list(metrics)
-
-    @staticmethod
-    def _logger_step(trainer: Trainer) -> int:
-        """The logger's step of this batch: the number of optimizer steps before it."""
-        return logger_step(trainer)
 
     def _keep(self, what: Any, columns: Mapping[str, Tensor]) -> None:
         """Keeps named tensors on the device until :meth:`_judge` gets ``what`` and their values."""
@@ -98,10 +78,7 @@ class Monitor(LowBitCallback):
         raise NotImplementedError
 
     def _emit(self, numbers: LayerNumbers, step: int, logger_step: int) -> None:
-        """Sends numbers of layers, measured after ``step`` optimizer steps, to the loggers and the history.
-
-        Not by ``log_dict``, which takes about a millisecond per number. So callbacks cannot monitor these numbers.
-        """
+        """Sends numbers of layers to loggers and history; not by ``log_dict``, which takes a millisecond per number."""
         flat = {f"{quantity}/{layer}": number for quantity, row in numbers.items() for layer, number in row.items()}
         for logger in self._loggers:
             logger.log_metrics(flat, step=logger_step)

@@ -9,7 +9,6 @@ from lightning_lowbit.nn import LinearCasts, QuantizedLayer
 from lightning_lowbit.quant import Cast
 
 _SMALL_BLOCK = 16  # elements in the smallest blocks of any hardware
-_NARROW_SCALES = ("e4m3",)  # scale formats with less range than the operands
 
 
 class Fault(NamedTuple):
@@ -21,7 +20,6 @@ class Fault(NamedTuple):
 
 
 def of_operand(operand: str, casts: LinearCasts, found: Mapping[str, float], underflow_limit: float) -> Iterator[Fault]:
-    """Judges an operand by its ``sqnr`` and ``underflow``; ``casts`` are those of its layer."""
     if math.isnan(found["sqnr"]):
         message = (
             f"{operand} holds a NaN or an infinity. Look at the data of this step and the learning rate; with a "
@@ -45,7 +43,7 @@ def _remedies(operand: str, casts: LinearCasts) -> str:
         block = cast.scale.block
         is_small = isinstance(block, int) and block <= _SMALL_BLOCK
         found += [] if is_small else ["smaller blocks"]
-        found += ["scales with more range (e8m0)"] if cast.scale.format in _NARROW_SCALES else []
+        found += ["scales with more range (e8m0)"] if cast.scale.format == "e4m3" else []
         found += [] if cast.rounding == "stochastic" else ["stochastic rounding"]
     found += [] if operand.partition("_")[0] in casts.hadamard else ["a Hadamard rotation"]
     found += ["a format with more range, by overrides"]
@@ -57,8 +55,7 @@ def of_weight(row: Mapping[str, float], cast: Cast, zeros_tolerance: float) -> I
     """Judges a weight that is rounded to nearest; ``zeros_tolerance`` bounds the deviation of its share of zeros."""
     zeros, expected = row.get("zeros"), expected_zeros(cast.scale.factor)
     if math.isnan(row.get("distance", 0.0)):
-        message = "no element of its weight is a number. Look for the step that broke it."
-        yield Fault("not finite", 1.0, message)
+        yield Fault("not finite", 1.0, "no element of its weight is a number. Look for the step that broke it.")
     elif zeros == 1:
         message = (
             "all codes of its weight are 0, where some should be -1 or 1: its output does not depend on its input. "
@@ -75,23 +72,17 @@ def of_weight(row: Mapping[str, float], cast: Cast, zeros_tolerance: float) -> I
 
 
 def of_codes(quiet: int, no_flips_for: int) -> Iterator[Fault]:
-    """Judges the codes of a trained weight after ``quiet`` optimizer steps without a change."""
     if quiet >= no_flips_for:
         message = (
-            f"no code of its weight has changed in a logged step for {quiet} optimizer steps, where training "
-            f"should change some (no_flips_for={no_flips_for}). Look at its gradient and learning rate: steps "
-            "may be too small to cross a rounding threshold."
+            f"no code of its weight has changed in a logged step for {quiet} steps (no_flips_for={no_flips_for}). "
+            "Look at its gradient and learning rate: steps may be too small to cross a rounding threshold."
         )
         yield Fault("no flips", 1.0, message)
 
 
-def of_input(layer: Any) -> Fault:
-    """The input of a layer is not finite."""
-    message = (
-        "what enters it is not finite. Look at the data of this step, and at the weights of the layers before it for "
-        "the step that broke them."
-    )
-    return Fault("not finite", 1.0, message)
+def of_input() -> Fault:
+    advice = "Look at the data of this step, and at the weights of the layers before it for the step that broke them."
+    return Fault("not finite", 1.0, f"what enters it is not finite. {advice}")
 
 
 def of_channel(layer: Any, channel: int, amax: float, mean: float, takeoff: float) -> Fault:
@@ -104,7 +95,6 @@ def of_channel(layer: Any, channel: int, amax: float, mean: float, takeoff: floa
 
 
 def _of_scales(layer: Any) -> str:
-    """What an outlier does to the elements that share its scale."""
     cast = layer.full_casts.cast_of("fprop_x") if isinstance(layer, QuantizedLayer) else None
     if cast is None:  # it takes no levels from the rest
         return ""

@@ -1,7 +1,4 @@
-"""Measures whether the gradient still stands out from the noise of quantization. If not, quantization no longer pays.
-
-See :mod:`lightning_lowbit.metrics.noise` for the definition of the ratio.
-"""
+"""Measures whether the gradient stands out from quantization noise; see :mod:`lightning_lowbit.metrics.noise`."""
 
 import hashlib
 import math
@@ -12,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_mid_step, logger_step
+from lightning_lowbit._lightning import LightningModule, Trainer, is_logging_step, is_mid_step, logger_step
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.latent_weights import converted_layers
 from lightning_lowbit.callbacks.monitors.noise_sources import FromDraws, FromLayers, Source, Sums
@@ -32,7 +29,7 @@ _ADVICE = (
     "it is {ratio:.3g} times as large as the noise that quantization adds to it, below {threshold:.3g}: more and more "
     "of each step is noise. {switch}Larger batches and fewer operands that are rounded stochastically lower the noise."
 )
-_SWITCH = "To go on in higher precision from here, give PrecisionSwitch('qaf', below={}). "
+_SWITCH = "To train in higher precision from here on, give PrecisionSwitch('qaf', below={}). "
 
 
 class GradientNoiseMonitor(Monitor):
@@ -93,11 +90,10 @@ class GradientNoiseMonitor(Monitor):
         super()._forget()
         self._is_due = False  # in the current micro-batch
 
-    # --- when ---
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        _check(trainer, pl_module)
+        self._needs_plugin(trainer)
+        self._needs_automatic_optimization(pl_module)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._switches = any(getattr(callback, "below", None) is not None for callback in callbacks)
         self._source.check(trainer, pl_module)
@@ -139,7 +135,7 @@ class GradientNoiseMonitor(Monitor):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._cancel(trainer)
-        if self._to_log and self._is_logged(trainer) and not is_mid_step(trainer):
+        if self._to_log and is_logging_step(trainer) and not is_mid_step(trainer):
             self._to_log = False
             ratios = self._ratios()
             self._log(pl_module, {f"{METRIC}/{name}" if name else METRIC: ratio for name, ratio in ratios.items()})
@@ -152,8 +148,6 @@ class GradientNoiseMonitor(Monitor):
         self._cancel(trainer)
         self._source.end()
         super().on_train_end(trainer, pl_module)
-
-    # --- what ---
 
     def _cancel(self, trainer: Trainer) -> None:
         if self._is_due:
@@ -177,8 +171,6 @@ class GradientNoiseMonitor(Monitor):
             self._alerts.note("the gradient", "noise", self.threshold / ratio if ratio else math.inf, advice)
         return what
 
-    # --- for PrecisionSwitch ---
-
     def measurements(self, monitor: str = METRIC) -> list[tuple[int, float]]:
         """Optimizer steps from 1, and averaged ratios of a metric, oldest first; the same on all ranks.
 
@@ -190,8 +182,6 @@ class GradientNoiseMonitor(Monitor):
         if monitor != METRIC:
             raise KeyError(f"it measures {METRIC!r}, not {monitor!r}")
         return list(self._measurements)
-
-    # --- what is left of it ---
 
     def state_dict(self) -> dict[str, Any]:
         self._read()
@@ -205,7 +195,6 @@ class GradientNoiseMonitor(Monitor):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the measurements: at most ``average`` of them, and none of another kind."""
         rows = [(tuple(row["names"]), torch.tensor(row["sums"], dtype=torch.float64)) for row in state_dict["window"]]
         is_same = state_dict["kind"] == self.kind
         self._window, self._casts = deque(rows if is_same else [], maxlen=self.average), state_dict["casts"]
@@ -224,16 +213,14 @@ class GradientNoiseMonitor(Monitor):
         if self._measurements:
             steps, ratios = (list(column) for column in zip(*self._measurements, strict=True))
             finite = [ratio for ratio in ratios if ratio < math.inf]
-            text = self._source.without_noise
-            blocks = []
+            blocks = [Text(self._source.without_noise)]
             if finite:
                 text = (
                     f"The gradient was {min(finite):.3g} to {max(finite):.3g} times as large as its noise from "
                     f"quantization; at {self.threshold:.3g} training is most sensitive to it."
                 )
                 lines = {"ratio": (steps, ratios), "threshold": (steps, [self.threshold] * len(steps))}
-                blocks = [Chart("Gradient against noise", lines, "ratio", log=True)]
-            blocks.append(Text(text))
+                blocks = [Chart("Gradient against noise", lines, "ratio", log=True), Text(text)]
         return [Section("Gradient noise", blocks)]
 
 
@@ -247,23 +234,8 @@ def _quantized(pl_module: LightningModule) -> dict[str, QuantizedLayer]:
 
 
 def _casts_in_force(trainer: Trainer, layers: Mapping[str, QuantizedLayer]) -> str:
-    """A digest of the phase, whether λ is changing, and the casts of all layers."""
     plugin = trainer.precision_plugin
     assert isinstance(plugin, LowBitPrecision)
     texts = {casts: str(casts) for casts in {layer.casts for layer in layers.values()}}  # many layers share few casts
     text = str([plugin.phase, plugin.is_blending, *((name, texts[layer.casts]) for name, layer in layers.items())])
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _check(trainer: Trainer, pl_module: LightningModule) -> None:
-    if not isinstance(trainer.precision_plugin, LowBitPrecision):
-        raise MisconfigurationException(
-            "GradientNoiseMonitor measures the noise of a LowBitPrecision plugin, but the Trainer has "
-            f"{type(trainer.precision_plugin).__name__}. Use e.g. Trainer(plugins=[FP4Precision()])."
-        )
-    if not pl_module.automatic_optimization:
-        raise MisconfigurationException(
-            "GradientNoiseMonitor measures the last backward pass before a step of the optimizer. In manual "
-            "optimization only the module knows which that is: train with automatic optimization, or leave out the "
-            "callback."
-        )

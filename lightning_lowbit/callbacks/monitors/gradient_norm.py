@@ -1,9 +1,6 @@
 """Norms of gradients: their curves, spikes, and warnings.
 
-Norms of this rank's part of each parameter's gradient are taken before and after clipping. Squares add up over
-parameters and ranks, so one collective serves every norm:
-
-    ‖g‖ = √Σ_p Σ_ranks Σ g²
+Squares of the norms of parts add up over parameters and ranks, so one collective serves every norm.
 """
 
 import math
@@ -18,16 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_lowbit._lightning import (
-    DeepSpeedStrategy,
-    LightningModule,
-    MisconfigurationException,
-    Trainer,
-    is_overridden,
-    logger_step,
-)
+from lightning_lowbit._lightning import LightningModule, Trainer, is_logging_step, is_overridden, logger_step
 from lightning_lowbit.callbacks.monitors.base import Monitor
-from lightning_lowbit.checks import integer, number, positive
+from lightning_lowbit.checks import integer, number, positive, some
 from lightning_lowbit.distributed import all_reduce_, connect, local_norms, sharding_of
 from lightning_lowbit.metrics.spikes import SPIKE_STATE, detect_spike
 from lightning_lowbit.nn.conversion.convert import select
@@ -38,7 +28,6 @@ from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Table, Text
 
 _ENOUGH = 10  # norms in the mean before any is a spike; and consecutive spikes that count as a new level
-_NAMED = 3  # layers that a warning names
 _MOST_SPIKES = 100  # the last ones, which the report lists
 
 _ADVICE = {
@@ -122,16 +111,10 @@ class GradientNormMonitor(Monitor):
         super()._forget()
         self._steps: dict[Optimizer, tuple[list[Tensor], Tensor]] = {}  # in this batch: parameters, norms unclipped [P]
 
-    # --- when ---
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._chosen = set()
-        if isinstance(trainer.strategy, DeepSpeedStrategy):
-            raise MisconfigurationException(
-                "GradientNormMonitor reads gradients of parameters, which DeepSpeed keeps to itself: leave it out, or "
-                "train with DDP, FSDPStrategy or ModelParallelStrategy."
-            )
+        self._refuse_deepspeed(trainer)
         assert trainer.model is not None
         connect(trainer.model)
         self._has_scaler = scaler_of(trainer.precision_plugin) is not None
@@ -145,7 +128,7 @@ class GradientNormMonitor(Monitor):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         step = logger_step(trainer) + 1
         is_due = self.every_n_steps is not None and step % self.every_n_steps == 0
-        if is_due or self._is_logged(trainer):
+        if is_due or is_logging_step(trainer):
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             norms, scaler = local_norms(parameters, trainer.strategy.root_device), scaler_of(trainer.precision_plugin)
             if scaler is not None and overflow(scaler, optimizer) is None:  # a fused optimizer will unscale in its step
@@ -160,7 +143,8 @@ class GradientNormMonitor(Monitor):
         if not parameters:
             return
         stages, parts = ["unclipped"], [torch.cat([norms for _, norms in steps.values()])]
-        if _clips(trainer, pl_module):
+        clips = trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", pl_module)
+        if clips and pl_module.automatic_optimization:
             stages.append("clipped")
             parts.append(local_norms(parameters, trainer.strategy.root_device))
         groups = [sharding_of(parameter).groups for parameter in parameters]
@@ -174,19 +158,16 @@ class GradientNormMonitor(Monitor):
             members = [indices[id(parameter)] for parameter in of_layer if id(parameter) in indices]
             if name in self._chosen and members:
                 norms[f"/{name}"] = torch.stack([squares[index] for index in members]).sum(0).sqrt()
-        self._running, mean, is_spike = detect_spike(
-            self._running, norms[""][0], self.spike_factor, self.decay, _ENOUGH
-        )
+        whole = norms[""][0]
+        self._running, mean, is_spike = detect_spike(self._running, whole, self.spike_factor, self.decay, _ENOUGH)
         unclipped = torch.stack([of_all_stages[0] for of_all_stages in norms.values()])
         kept = {"mean": mean, "is_spike": is_spike, "norms": unclipped}
         self._keep((trainer.global_step, [name[1:] for name in norms][1:]), kept)
-        if self._is_logged(trainer):
+        if is_logging_step(trainer):
             metrics = {"grad_norm/spikes": self._running[SPIKE_STATE.index("spikes")]}
             for layer, of_all_stages in norms.items():
                 metrics |= {f"grad_norm/{stage}{layer}": of_all_stages[index] for index, stage in enumerate(stages)}
             self._log(pl_module, metrics)
-
-    # --- what ---
 
     def _judge(self, what: tuple[int, list[str]], columns: Mapping[str, Any]) -> int:
         (step, layers), mean, is_spike = what, columns["mean"], columns["is_spike"]
@@ -194,8 +175,7 @@ class GradientNormMonitor(Monitor):
         if is_spike:
             self._spikes.append((step, norm, mean))
         bad = [name for name, value in zip(layers, of_layers, strict=True) if not math.isfinite(value)]
-        more = f" and {len(bad) - _NAMED} more layers" if len(bad) > _NAMED else ""
-        where = f" (in {', '.join(bad[:_NAMED])}{more})" if bad else ""
+        where = f" (in {some(bad)})" if bad else ""
         limit, told = self._limit(bool(is_spike))
         or_clip, clip = ("", "") if self._is_clipped else (_OR_CLIP, _CLIP)
         for kind, severity, holds in (
@@ -219,8 +199,6 @@ class GradientNormMonitor(Monitor):
             return math.inf, ""
         median = statistics.median(self._norms)
         return self._times * median or math.inf, f"{self._times:g} times the median of {median:.4g} so far (limit)"
-
-    # --- what is left of it ---
 
     def state_dict(self) -> dict[str, Any]:
         self._read()
@@ -249,7 +227,6 @@ class GradientNormMonitor(Monitor):
 
 
 def _layers(pl_module: LightningModule) -> dict[str, list[Tensor]]:
-    """Parameters of each module that has any of its own, by its name without wrappers."""
     found = {clean_name(name): [*module.parameters(recurse=False)] for name, module in pl_module.named_modules()}
     return {name: parameters for name, parameters in found.items() if name and parameters}
 
@@ -262,8 +239,3 @@ def _used(optimizers: list[Optimizer], parameters: list[Tensor], squares: Tensor
     after = torch.stack([seen[p].norm_after.to(unknown) if p in seen else unknown for p in parameters])
     after = torch.where(after.isnan(), squares[:, -1], after.square())
     return torch.where(squares[:, 0].sum().isfinite(), after, 0.0)
-
-
-def _clips(trainer: Trainer, pl_module: LightningModule) -> bool:
-    asks = trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", pl_module)
-    return pl_module.automatic_optimization and bool(asks)

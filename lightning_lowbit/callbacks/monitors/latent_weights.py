@@ -1,8 +1,4 @@
-"""The weights that callbacks watch: of layers whose forward pass rounds them to nearest.
-
-The optimizer updates the *latent* weight. The forward pass rounds it to the compute dtype, then quantizes it. A
-callback that does the same between steps sees the same codes.
-"""
+"""The weights that callbacks watch: of layers whose forward pass rounds them to nearest."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -13,22 +9,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit._lightning import Callback, LightningModule, MisconfigurationException, Trainer
-from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
+from lightning_lowbit.nn import LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.quant import Cast, Quantized, quantize
 from lightning_lowbit.quant.shard import amax_of
 from lightning_lowbit.quant.statistics import sample
 
-_FPROP_W = OPERANDS.index("fprop_w")
-
 
 class LatentWeight(NamedTuple):
-    """A weight as a forward pass uses it.
+    """A weight ``[out_features, in_features]`` in the compute dtype, and how a forward pass rounds it to nearest.
 
-    Attributes:
-        values: ``[out_features, in_features]``, the latent weight in the compute dtype.
-        cast: how it is quantized, to nearest.
-        amax: 0-d, the magnitude that its scale is made for; None for its own.
+    ``amax`` (0-d) is the magnitude that its scale is made for; None for its own.
     """
 
     values: Tensor
@@ -45,12 +36,10 @@ class LatentWeight(NamedTuple):
 
 
 def converted_layers(pl_module: LightningModule) -> dict[str, QuantizedLayer]:
-    """The converted layers of a model, by their names without wrappers."""
     return {clean_name(name): m for name, m in pl_module.named_modules() if isinstance(m, QuantizedLayer)}
 
 
 def has_flat_weights(trainer: Trainer) -> bool:
-    """Whether FSDP1 keeps weights in flat buffers, so that none is a matrix."""
     assert trainer.model is not None
     return any(isinstance(module, FullyShardedDataParallel) for module in trainer.model.modules())
 

@@ -1,7 +1,6 @@
 """Statistics of the inputs of linear layers, from forward pre-hooks that can be switched on and off.
 
-torch.compile makes two graphs of a model, because the switch is a bool. Each layer has its own tensors, not a row of a
-shared one: then the graphs of all blocks are alike, and blocks that are compiled one by one share a graph.
+Each layer has its own tensors: then the graphs of all blocks are alike, and blocks compiled one by one share a graph.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,26 +26,20 @@ class _Input(NamedTuple):
 
 
 class LayerInputs:
-    """Forward pre-hooks of linear layers, by name; outliers exceed ``k`` times the root mean square."""
+    """Forward pre-hooks of linear layers, by name; outliers exceed ``k`` times the root mean square.
+
+    The hooks measure while the only element of ``switch`` is True.
+    """
 
     def __init__(self, layers: Mapping[str, nn.Module], device: torch.device, k: float) -> None:
-        self.layers, self._switch = dict(layers), [False]
+        self.layers, self.switch = dict(layers), [False]
         self._inputs: list[_Input] = []
         self._handles: list[Any] = []
         for layer in self.layers.values():
             sums = torch.zeros(len(SUMS), dtype=wide_dtype(device), device=device)
             found = _Input(sums, torch.zeros(_in_features(layer), device=device, dtype=torch.float32))
             self._inputs.append(found)
-            self._handles.append(layer.register_forward_pre_hook(_hook(self._switch, *found, k), with_kwargs=True))
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the hooks measure."""
-        return self._switch[0]
-
-    @is_on.setter
-    def is_on(self, on: bool) -> None:
-        self._switch[0] = on
+            self._handles.append(layer.register_forward_pre_hook(_hook(self.switch, *found, k), with_kwargs=True))
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
         """The statistics since the last call, over all ranks: two collectives.
@@ -67,7 +60,7 @@ class LayerInputs:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self.is_on, self._handles = False, []
+        self.switch[0], self._handles = False, []
 
 
 def _hook(switch: list[bool], sums: Tensor, channel_amax: Tensor, k: float) -> Callable[..., None]:
@@ -86,7 +79,6 @@ def _hook(switch: list[bool], sums: Tensor, channel_amax: Tensor, k: float) -> C
 
 
 def _local(x: DTensor) -> tuple[Tensor, int]:
-    """This rank's shard of an activation, and the index of its first channel."""
     _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
     return x.to_local(), offset[-1]
 

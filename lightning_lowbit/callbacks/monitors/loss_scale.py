@@ -9,15 +9,14 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer
+from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_logging_step
 from lightning_lowbit.callbacks.monitors.base import Monitor, is_of_device
 from lightning_lowbit.checks import integer
 from lightning_lowbit.precision.grad_scalers import overflow
 from lightning_lowbit.precision.loss_scaling import scaler_of
 from lightning_lowbit.report.html import Section, Text
 
-# Counts in one float32 tensor, exact up to 2^24 steps. "falls" is whether there ever were too many: steps between
-# two logged ones count, too.
+# Counts in one float32 tensor, exact up to 2^24 steps. "falls" is whether there ever were too many.
 _COUNTS = ("step", "scale", "skipped_steps", "overflows", "falls", "at_floor", "at_cap")
 _LOGGED = ("scale", "growth_tracker", "overflows", "skipped_steps")
 
@@ -80,14 +79,11 @@ class LossScaleMonitor(Monitor):
         # A step: the scale, the tracker, and whether it is skipped.
         self._under_way: tuple[Tensor, Tensor, Tensor | None] | None = None
 
-    # --- when ---
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         _scaler(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Counts the previous step of the batch; notes whether this one will be skipped."""
         scaler = _scaler(trainer)
         self._count(scaler)
         scale = scaler._get_scale_async()
@@ -99,7 +95,7 @@ class LossScaleMonitor(Monitor):
         if self._under_way is None:  # no optimizer step
             return
         self._count(scaler)
-        if self._is_logged(trainer):
+        if is_logging_step(trainer):
             self._keep_counts(trainer)
             values = dict(zip(_COUNTS, self._counts.unbind(), strict=True))
             assert scaler._growth_tracker is not None
@@ -111,8 +107,6 @@ class LossScaleMonitor(Monitor):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._keep_counts(trainer)
         super().on_train_end(trainer, pl_module)
-
-    # --- what ---
 
     @torch.no_grad()
     def _count(self, scaler: GradScaler) -> None:
@@ -152,14 +146,11 @@ class LossScaleMonitor(Monitor):
                 self._alerts.note("Loss scale", kind, 1.0, _ADVICE[kind].format(**facts))
         return step
 
-    # --- what is left of it ---
-
     def state_dict(self) -> dict[str, Any]:
         counts, fell = self._counts.tolist(), self._fell.tolist()
         return {"counts": dict(zip(_COUNTS, counts, strict=True)), "fell": fell, "alerts": self._alerts.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the counts, with at most ``falls`` of the last falls."""
         self._counts = torch.tensor([state_dict["counts"][name] for name in _COUNTS])
         fell = [-math.inf] * self.falls + state_dict["fell"]
         self._fell = torch.tensor(fell[-self.falls :])
@@ -181,12 +172,10 @@ class LossScaleMonitor(Monitor):
 
 
 def _scaler(trainer: Trainer) -> GradScaler:
-    scaler = scaler_of(trainer.precision_plugin)
-    if scaler is None:
+    if (scaler := scaler_of(plugin := trainer.precision_plugin)) is None:
         raise MisconfigurationException(
-            f"LossScaleMonitor watches the scale of the loss, and {type(trainer.precision_plugin).__name__} with "
-            f"precision {trainer.precision_plugin.precision!r} has none, since only fp16 needs one: train with "
-            "compute_dtype='fp16' (or Lightning's precision='16-mixed'), or leave out the callback."
+            f"LossScaleMonitor needs a scale, and {type(plugin).__name__} with precision {plugin.precision!r} has "
+            "none: train with compute_dtype='fp16' (or precision='16-mixed'), or leave out the callback."
         )
     return scaler
 

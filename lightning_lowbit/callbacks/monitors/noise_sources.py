@@ -6,7 +6,7 @@ layers    in the backward pass of training, see `lightning_lowbit.nn.watch`
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,31 +38,25 @@ Layers = Mapping[str, QuantizedLayer]
 Sums = dict[str, Tensor]  # by layer, noise and signal [2], of whole weights
 
 
-class Source(Protocol):
-    """Where the sums of a measurement come from; ``without_noise`` says in words what it means if there is no noise."""
+class Source:
+    """Where the sums of a measurement come from; ``without_noise`` says in words what it means if there is no noise.
+
+    ``check`` is called when training starts, and refuses what it cannot measure; ``prepare`` when the last micro-batch
+    of a step to be measured begins; ``before_backward`` and ``after_backward`` around the backward pass of training,
+    one of which returns the sums; ``cancel`` when the micro-batch is over or does not come; ``end`` after training.
+    """
 
     without_noise: str
 
-    def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when training starts; raises a ``MisconfigurationException`` if it cannot measure this run."""
-
-    def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when the last micro-batch of a step to be measured begins."""
-
-    def before_backward(self, trainer: Trainer, loss: Tensor, layers: Layers) -> Sums | None:
-        """The sums, or None: called before the backward pass of training."""
-
-    def after_backward(self, trainer: Trainer, layers: Layers) -> Sums | None:
-        """The sums, or None: called after the backward pass of training."""
-
-    def cancel(self, trainer: Trainer) -> None:
-        """Called when the micro-batch is over, or does not come."""
-
-    def end(self) -> None:
-        """Called when training is over."""
+    def check(self, trainer: Trainer, pl_module: LightningModule) -> None: ...
+    def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None: ...
+    def before_backward(self, trainer: Trainer, loss: Tensor, layers: Layers) -> Sums | None: ...
+    def after_backward(self, trainer: Trainer, layers: Layers) -> Sums | None: ...
+    def cancel(self, trainer: Trainer) -> None: ...
+    def end(self) -> None: ...
 
 
-class FromDraws:
+class FromDraws(Source):
     """Compares two gradients of the same loss."""
 
     without_noise = "Both draws of the gradient were always the same: nothing was rounded stochastically."
@@ -72,22 +66,16 @@ class FromDraws:
 
     def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuses strategies that cannot run a backward pass twice, and noise that the draws would not show."""
+        model, can = trainer.model, "use kind='layers', or train with DDP or ModelParallelStrategy (FSDP2)"
         if isinstance(trainer.strategy, DeepSpeedStrategy):
-            raise MisconfigurationException(
-                "GradientNoiseMonitor reads gradients of parameters, which DeepSpeed keeps to itself: use "
-                "kind='layers', or train with DDP or ModelParallelStrategy."
-            )
-        model = trainer.model
+            raise _refusal(f"reads gradients of parameters, which DeepSpeed keeps to itself: {can}")
         assert model is not None
         if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
-            raise MisconfigurationException(
-                "GradientNoiseMonitor runs a backward pass several times over one graph, and FSDPStrategy frees the "
-                "weights in it after the first: use kind='layers', or train with DDP or ModelParallelStrategy (FSDP2)."
-            )
+            raise _refusal(f"runs several backward passes over one graph, whose weights FSDPStrategy frees: {can}")
         if trainer.accumulate_grad_batches > 1 and any(isinstance(part, FSDPModule) for part in model.modules()):
-            raise MisconfigurationException(
-                "GradientNoiseMonitor runs more backward passes, into which FSDP2 would mix the gradients that it "
-                "accumulates before it reduces them: use kind='layers', or accumulate_grad_batches=1."
+            raise _refusal(
+                "runs more backward passes, whose gradients FSDP2 would mix with those that it accumulates: use "
+                "kind='layers', or accumulate_grad_batches=1"
             )
         _check_forward(converted_layers(pl_module))
         self.end()  # after a training that raised
@@ -111,9 +99,6 @@ class FromDraws:
         device = trainer.strategy.root_device
         return {name: _unscaled(pair, trainer).to(device) for name, pair in zip(weights, pairs, strict=True)}
 
-    def after_backward(self, trainer: Trainer, layers: Layers) -> Sums | None:
-        """Nothing."""
-
     def cancel(self, trainer: Trainer) -> None:
         _plugin(trainer).expect_draws(False)
 
@@ -122,7 +107,7 @@ class FromDraws:
             functorch.donated_buffer, self._donated = self._donated, None
 
 
-class FromLayers:
+class FromLayers(Source):
     """Takes gradients that layers compute in both precisions, see :mod:`lightning_lowbit.nn.watch`."""
 
     without_noise = "Gradients of weights were always those in high precision: none of their operands was quantized."
@@ -130,15 +115,9 @@ class FromLayers:
     def __init__(self) -> None:
         self._watch: Watch | None = None
 
-    def check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Accepts any run."""
-
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watch = Watch(converted_layers(pl_module), "gradient_sums")
         self._watch.start(trainer.strategy.root_device)
-
-    def before_backward(self, trainer: Trainer, loss: Tensor, layers: Layers) -> Sums | None:
-        """Nothing."""
 
     def after_backward(self, trainer: Trainer, layers: Layers) -> Sums | None:
         watch = self._watch
@@ -155,13 +134,14 @@ class FromLayers:
             self._watch.stop()
         self._watch = None
 
-    def end(self) -> None:
-        """Nothing."""
-
 
 def _plugin(trainer: Trainer) -> LowBitPrecision:
     assert isinstance(trainer.precision_plugin, LowBitPrecision)
     return trainer.precision_plugin
+
+
+def _refusal(why: str) -> MisconfigurationException:
+    return MisconfigurationException(f"GradientNoiseMonitor {why}.")
 
 
 def _check_forward(layers: Layers) -> None:
@@ -170,9 +150,9 @@ def _check_forward(layers: Layers) -> None:
         given = [cast for cast in (casts.fprop_x, casts.fprop_w) if isinstance(cast, Cast)]
         is_keyed = "fprop" in casts.hadamard and casts.hadamard["fprop"].signs == "keyed"
         if is_keyed or any(cast.rounding == "stochastic" for cast in given):
-            raise MisconfigurationException(
-                f"GradientNoiseMonitor draws the random bits of backward passes anew, and the forward pass of {name} "
-                "has some, too, by a stochastic cast or keyed signs of a Hadamard rotation: use kind='layers'."
+            raise _refusal(
+                f"draws the random bits of backward passes anew, and the forward pass of {name} has some, too, by a "
+                "stochastic cast or keyed signs of a Hadamard rotation: use kind='layers'"
             )
 
 
@@ -206,10 +186,10 @@ def _gradients(model: nn.Module, loss: Tensor, weights: list[Tensor]) -> list[Te
             loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
             return [local_gradient(weight) for weight in weights]
     if _is_reentrant(loss):
-        raise MisconfigurationException(
-            "GradientNoiseMonitor asks for the gradients of some weights, which reentrant activation checkpointing "
-            "cannot give: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), in transformers "
-            "gradient_checkpointing_kwargs={'use_reentrant': False}."
+        raise _refusal(
+            "asks for gradients of weights, which reentrant activation checkpointing cannot give: use "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), in transformers "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}"
         )
     # Bypasses gradient accumulation, where others such as DDP have hooks.
     with _without_delayed_reduction(model):
@@ -232,14 +212,13 @@ def _without_delayed_reduction(model: nn.Module) -> Generator[None, None, None]:
     """DDP with a static graph reduces at the end of its first backward pass, which must be training's."""
     name = "_static_graph_delay_allreduce_enqueued"
     before = vars(model).get(name)
-    if before is None:
-        yield
-        return
-    setattr(model, name, True)
+    if before is not None:
+        setattr(model, name, True)
     try:
         yield
     finally:
-        setattr(model, name, before)
+        if before is not None:
+            setattr(model, name, before)
 
 
 def _is_reentrant(loss: Tensor) -> bool:

@@ -1,11 +1,9 @@
 """What casts do to the operands of layers: numbers by layer and operand, their means and charts.
 
-    sqnr                   10 log10(Σ x² / Σ (x - q)²), in dB
-    underflow              share of the nonzero elements that became 0
-    saturation             share of the elements beyond the largest magnitude that their scale can express
-    scale_min, scale_max   the range of the scales, without blocks of zeros; 0 if all blocks are
-
-The layers sum up while they compute (:mod:`lightning_lowbit.nn.watch`). Only quantized operands have numbers.
+sqnr                   10 log10(Σ x² / Σ (x - q)²), in dB
+underflow              share of the nonzero elements that became 0
+saturation             share of the elements beyond the largest magnitude that their scale can express
+scale_min, scale_max   the range of the scales, without blocks of zeros; 0 if all blocks are
 """
 
 from collections.abc import Mapping
@@ -53,10 +51,7 @@ class QuantizedOperands(Watch):
         return {"elements": sums["elements"], **dict(zip(NAMES, values, strict=True))}
 
     def means(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Means over the layers that quantize an operand, on the device; NaN if none does.
-
-        The mean SQNR leaves out infinite ones, such as those of all-zero weights, unless all are infinite.
-        """
+        """Means over the layers that quantize an operand; NaN if none does; infinite SQNRs count only if all are."""
         seen = found["elements"] > 0
         is_noisy = seen & ~found["sqnr"].isinf()
         means = {
@@ -97,15 +92,9 @@ def operand_blocks(found: OperandNumbers, at: str) -> list[Block]:
         ends = min(one["scale_min"] for one in of_layers), max(one["scale_max"] for one in of_layers)
         rows.append([operand, *(f"{share:.2%}" for share in shares), *(f"{end:.3g}" for end in ends)])
     header = ["operand", "largest underflow", "largest saturation", "least scale", "largest scale"]
+    sqnr = [[found[layer].get(operand, {}).get("sqnr") for operand in used] for layer in layers]
+    caption = f"{at}, or where an operand was quantized last: signal to quantization noise ratio."
     return [
-        HeatMap(
-            rows=layers,
-            columns=used,
-            values=[[found[layer].get(operand, {}).get("sqnr") for operand in used] for layer in layers],
-            unit="dB",
-            low=_POOR,
-            high=_GOOD,
-            caption=f"{at}, or where an operand was quantized last: signal to quantization noise ratio.",
-        ),
+        HeatMap(rows=layers, columns=used, values=sqnr, unit="dB", low=_POOR, high=_GOOD, caption=caption),
         Table(header, rows, "Over all layers, at the same steps."),
     ]

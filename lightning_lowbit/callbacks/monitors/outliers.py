@@ -1,7 +1,4 @@
-"""Outliers in the inputs of linear layers, and in the weights that are about to cause them.
-
-In a step that is logged, forward pre-hooks measure the inputs; two collectives add them up over ranks.
-"""
+"""Outliers in the inputs of linear layers, and in the weights that are about to cause them."""
 
 import math
 from collections.abc import Mapping
@@ -12,9 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_mid_step
+from lightning_lowbit._lightning import (
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    is_logging_step,
+    is_mid_step,
+    logger_step,
+)
 from lightning_lowbit.callbacks.monitors.base import Monitor
-from lightning_lowbit.callbacks.monitors.faults import Fault, of_channel, of_input, of_mlp
+from lightning_lowbit.callbacks.monitors.faults import of_channel, of_input, of_mlp
 from lightning_lowbit.callbacks.monitors.latent_weights import has_flat_weights
 from lightning_lowbit.callbacks.monitors.layer_inputs import LayerInputs
 from lightning_lowbit.checks import fraction, number, positive
@@ -51,7 +55,7 @@ class OutlierMonitor(Monitor):
     each SwiGLU: ``alignment``, the largest ``|cos|`` between rows of gate and up projection (near 1 the channel squares
     its input, arXiv 2409.12517, theorem 1), and ``gate_norm``. Metrics have names such as
     ``kurtosis/layers.3.mlp.up_proj``. Callbacks can monitor the largest over all layers, such as ``kurtosis``. See
-    ``docs/guides/monitoring.md`` for the exact definitions, the alerts and the cost.
+    ``docs/guides/monitoring.md`` for the definitions, the alerts and the cost.
 
     Args:
         layers: patterns of linear layers, see :func:`lightning_lowbit.convert`; None for the quantized ones, or for all
@@ -60,13 +64,13 @@ class OutlierMonitor(Monitor):
         k: how many times the root mean square makes an outlier, above 0 (LLM.int8(), arXiv 2208.07339, uses 6).
         alignment_limit: ``|cos|`` above which to warn, in (0, 1]; None for never. Independent rows of 64 elements never
             reach 0.9 (chance 1e-22 for each channel).
-        takeoff: how many times the running mean of a layer's amax a channel must reach for a warning, above 1; None for
-            never. The mean covers about 50 measurements, and starts to count at 10.
+        takeoff: how many times the running mean of a layer's amax (over about 50 measurements, from the 10th on) a
+            channel must reach for a warning, above 1; None for never.
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
-        MisconfigurationException: when training starts: there is no linear layer; with ``swiglu=True``, no SwiGLU, or
-            its weights are flattened by FSDP1 or ZeRO.
+        MisconfigurationException: when training starts: no linear layer; with ``swiglu=True``, no SwiGLU, or its
+            weights are flattened by FSDP1 or ZeRO.
 
     Examples:
         >>> Trainer(plugins=[FP8Precision()], callbacks=[OutlierMonitor(layers=["down_proj", "lm_head"])])
@@ -97,8 +101,6 @@ class OutlierMonitor(Monitor):
         self._rows: dict[str, dict[str, float]] = {}
         self._mlp_rows: dict[str, dict[str, float]] = {}
 
-    # --- when ---
-
     @torch.no_grad()
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -109,12 +111,12 @@ class OutlierMonitor(Monitor):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._inputs is not None:
-            self._inputs.is_on = self._is_logged(trainer)
+            self._inputs.switch[0] = is_logging_step(trainer)
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if self._inputs is not None and self._inputs.is_on:
-            self._inputs.is_on = False
+        if self._inputs is not None and self._inputs.switch[0]:
+            self._inputs.switch[0] = False
             if not is_mid_step(trainer):
                 self._measure(trainer, pl_module, self._inputs)
 
@@ -133,15 +135,13 @@ class OutlierMonitor(Monitor):
             self._inputs.remove()
         self._inputs, self._mlps = None, {}
 
-    # --- where ---
-
     def _find_layers(self, pl_module: LightningModule) -> dict[str, nn.Module]:
         modules = {clean_name(name): module for name, module in pl_module.named_modules()}
         found = {name: module for name, module in modules.items() if isinstance(module, nn.Linear) or is_linear(module)}
         if not found:
             raise MisconfigurationException(
-                f"OutlierMonitor watches what enters linear layers, and {type(pl_module).__name__} holds none: leave "
-                "it out. Layers that are created in configure_model must exist when training starts."
+                f"OutlierMonitor needs linear layers, and {type(pl_module).__name__} holds none: leave it out. Layers "
+                "that are created in configure_model must exist when training starts."
             )
         if self.layers is not None:
             chosen = select(list(found), self.layers, "layers")
@@ -152,12 +152,10 @@ class OutlierMonitor(Monitor):
         if self.swiglu is False:
             return {}
         found = {clean_name(name): module for name, module in swiglus(pl_module).items()}
-        is_flat = has_flat_weights(trainer) or any(
-            hasattr(parameter, "ds_id") for parameter in pl_module.parameters()
-        )  # ZeRO-3
+        is_flat = has_flat_weights(trainer) or any(hasattr(p, "ds_id") for p in pl_module.parameters())  # of ZeRO-3
         if self.swiglu and not found:
             raise MisconfigurationException(
-                f"swiglu=True looks at SwiGLUs, and {type(pl_module).__name__} holds none: a module with linear layers "
+                f"swiglu=True needs SwiGLUs, and {type(pl_module).__name__} holds none: modules with linear layers "
                 "gate_proj, up_proj and down_proj. Give your own MLPs properties of these names, or leave out swiglu."
             )
         if self.swiglu and is_flat:
@@ -166,8 +164,6 @@ class OutlierMonitor(Monitor):
                 "leave it out, or train with DDP or ModelParallelStrategy (FSDP2)."
             )
         return {} if is_flat else found
-
-    # --- what ---
 
     def _measure(self, trainer: Trainer, pl_module: LightningModule, inputs: LayerInputs) -> None:
         sums, amax, channel = inputs.take()
@@ -184,7 +180,7 @@ class OutlierMonitor(Monitor):
             largest |= {name: mlps[name].amax() for name in _OF_MLPS}
             columns |= mlps
         self._log(pl_module, largest)
-        what = _Measured(trainer.global_step, self._logger_step(trainer), list(inputs.layers), list(self._mlps))
+        what = _Measured(trainer.global_step, logger_step(trainer), list(inputs.layers), list(self._mlps))
         self._keep(what, {**columns, "channel": channel, "elements": elements})
 
     def _judge(self, what: _Measured, columns: Mapping[str, Any]) -> int:
@@ -198,31 +194,25 @@ class OutlierMonitor(Monitor):
         for mlp, row in mlps.items():
             if (beyond := int(columns["beyond"][row])) and self.alignment_limit is not None:
                 pairs = list(zip(columns["channels"][row], columns["cosines"][row], strict=True))[:beyond]
-                self._note(mlp, of_mlp(self._mlps.get(mlp), pairs, beyond, self.alignment_limit))
-        numbers: dict[str, dict[str, float]] = {}
-        for name, places in [*((name, seen) for name in _OF_LAYERS), *((name, mlps) for name in _OF_MLPS)]:
-            if places:
-                numbers[name] = {place: columns[name][row] for place, row in places.items()}
+                fault = of_mlp(self._mlps.get(mlp), pairs, beyond, self.alignment_limit)
+                self._alerts.note(mlp, *fault)
+        places = {**dict.fromkeys(_OF_LAYERS, seen), **dict.fromkeys(_OF_MLPS, mlps)}
+        numbers = {name: {of: columns[name][row] for of, row in rows.items()} for name, rows in places.items() if rows}
         self._emit(numbers, what.step, what.logger_step)
         return what.step
 
     def _judge_layer(self, layer: str, amax: float, channel: int) -> None:
         module = None if self._inputs is None else self._inputs.layers.get(layer)
         if not math.isfinite(amax):
-            self._note(layer, of_input(module))
+            self._alerts.note(layer, *of_input())
             return
         mean = self._means.setdefault(layer, self._new_mean())
         if self.takeoff is not None and mean.count >= _ENOUGH and amax > mean.limit():
-            self._note(layer, of_channel(module, channel, amax, mean.mean, self.takeoff))
+            self._alerts.note(layer, *of_channel(module, channel, amax, mean.mean, self.takeoff))
         mean.add(amax)
 
     def _new_mean(self) -> RunningMean:
         return RunningMean(math.inf if self.takeoff is None else self.takeoff, _MEMORY)
-
-    def _note(self, subject: str, fault: Fault) -> None:
-        self._alerts.note(subject, *fault)
-
-    # --- what is left of it ---
 
     def state_dict(self) -> dict[str, Any]:
         self._read()
@@ -275,6 +265,5 @@ def _aligned(mlp: Any, limit: float | None) -> dict[str, Tensor]:
 
 
 def _whole(layer: Any) -> Tensor:
-    """The weight ``[out_features, in_features]``, gathered if it is sharded."""
     weight = layer.weight.full_tensor() if isinstance(layer.weight, DTensor) else layer.weight
     return weight if isinstance(layer, nn.Linear) else weight.t()

@@ -1,16 +1,19 @@
-"""What quantization does to the six operands of each layer, and to its weight between steps.
+"""What quantization does to the six operands of each layer, and to its weight between steps."""
 
-In a step that is logged, layers sum up what casts do to their operands, and codes of weights before and after the
-optimizer step are compared. Metrics are named ``<quantity>/<operand>/<layer>``.
-"""
-
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_lowbit._lightning import LightningModule, MisconfigurationException, Trainer, is_mid_step
+from lightning_lowbit._lightning import (
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    is_logging_step,
+    is_mid_step,
+    logger_step,
+)
 from lightning_lowbit.callbacks.monitors.base import Monitor
 from lightning_lowbit.callbacks.monitors.faults import Fault, of_codes, of_operand, of_weight
 from lightning_lowbit.callbacks.monitors.latent_weights import (
@@ -19,7 +22,7 @@ from lightning_lowbit.callbacks.monitors.latent_weights import (
     has_flat_weights,
     latent_weights,
 )
-from lightning_lowbit.callbacks.monitors.operand_statistics import QuantizedOperands, operand_blocks
+from lightning_lowbit.callbacks.monitors.operand_statistics import OperandNumbers, QuantizedOperands, operand_blocks
 from lightning_lowbit.checks import fraction, integer
 from lightning_lowbit.metrics import flip_rate, is_ternary, ternary_shares, threshold_distance
 from lightning_lowbit.nn import QuantizedLayer
@@ -44,7 +47,7 @@ class QuantizationMonitor(Monitor):
     that the step changed), ``distance`` (of its elements from rounding thresholds, in units of their scales) and, if it
     is ternary, the shares ``minus``, ``zeros`` and ``plus``. Metrics have names such as
     ``sqnr/wgrad_g/layers.3.mlp.up_proj``. Callbacks can monitor means over layers, such as ``sqnr/wgrad_g``. See
-    ``docs/guides/monitoring.md`` for the exact definitions, the alerts and the cost.
+    ``docs/guides/monitoring.md`` for the definitions, the alerts and the cost.
 
     Args:
         only: patterns of layers to watch, see :func:`lightning_lowbit.convert`; None for all.
@@ -93,8 +96,6 @@ class QuantizationMonitor(Monitor):
         self._before: dict[str, Quantized] = {}
         self._is_watching = False
 
-    # --- when ---
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         layers = converted_layers(pl_module)
@@ -113,12 +114,12 @@ class QuantizationMonitor(Monitor):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if not self._is_watching and self._is_logged(trainer):
+        if not self._is_watching and is_logging_step(trainer):
             self._is_watching = True
             self._watched.start(trainer.strategy.root_device)
 
     def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
-        if not self._before and self._is_logged(trainer):
+        if not self._before and is_logging_step(trainer):
             weights = latent_weights(self._weights, compute_dtype(trainer.precision_plugin))
             self._before = {layer: weight.sample().quantize() for layer, weight in weights}
 
@@ -149,8 +150,6 @@ class QuantizationMonitor(Monitor):
         self._is_watching = False
         self._watched.stop()
 
-    # --- what ---
-
     def _measure(self, trainer: Trainer, pl_module: LightningModule) -> None:
         casts: dict[str, Cast] = {}
         values: dict[tuple[str, str], Tensor] = {}
@@ -160,7 +159,7 @@ class QuantizationMonitor(Monitor):
         operands = self._watched.measure()
         if not self._weights and not self._watched.layers:
             return
-        what = _Measured(trainer.global_step, self._logger_step(trainer), casts, list(values))
+        what = _Measured(trainer.global_step, logger_step(trainer), casts, list(values))
         self._keep(what, {**operands, "weights": torch.stack([*values.values()]) if values else torch.empty(0)})
         self._log(pl_module, self._watched.means(operands))
 
@@ -174,7 +173,10 @@ class QuantizationMonitor(Monitor):
         self._last_flip = {layer: step for layer, step in self._last_flip.items() if layer in what.casts}
         for layer, of_one in rows.items():
             self._last_flip[layer] = what.step if of_one.get("flips") else self._last_flip.get(layer, what.step)
-            self._note(layer, self._faults_of_weight(layer, of_one, what))
+            faults = list(of_weight(of_one, what.casts[layer], self.zeros_tolerance))
+            if self._weights[layer].weight.requires_grad and not any(fault.kind == "not finite" for fault in faults):
+                faults += of_codes(what.step - self._last_flip[layer], self.no_flips_for)
+            self._note(layer, faults)
         for layer, row in operands.items():
             casts = self._watched.layers[layer].full_casts
             for operand, found in row.items():
@@ -184,9 +186,7 @@ class QuantizationMonitor(Monitor):
                 self._note(layer, of_operand(operand, casts, found, limit))
         return what.step
 
-    def _publish(
-        self, what: _Measured, operands: Mapping[str, Any], weights: Mapping[str, Mapping[str, float]]
-    ) -> None:
+    def _publish(self, what: _Measured, operands: OperandNumbers, weights: Mapping[str, Mapping[str, float]]) -> None:
         numbers: dict[str, dict[str, float]] = {}
         for layer, row in operands.items():
             for operand, found in row.items():
@@ -202,17 +202,9 @@ class QuantizationMonitor(Monitor):
             self._operands.setdefault(layer, {}).update(row)
         self._emit(numbers, what.step, what.logger_step)
 
-    def _faults_of_weight(self, layer: str, row: Mapping[str, float], what: _Measured) -> Iterator[Fault]:
-        faults = list(of_weight(row, what.casts[layer], self.zeros_tolerance))
-        yield from faults
-        if self._weights[layer].weight.requires_grad and not any(fault.kind == "not finite" for fault in faults):
-            yield from of_codes(what.step - self._last_flip[layer], self.no_flips_for)
-
     def _note(self, layer: str, faults: Iterable[Fault]) -> None:
         for fault in faults:
             self._alerts.note(layer, *fault)
-
-    # --- what is left of it ---
 
     def state_dict(self) -> dict[str, Any]:
         self._read()

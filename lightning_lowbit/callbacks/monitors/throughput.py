@@ -23,8 +23,7 @@ class Throughput(LowBitCallback):
     one of the five products in the gradient of fused attention.
 
     FLOPs of a batch come from :class:`PrecisionSummary` if it is among the callbacks, or from the module's
-    ``flops_per_batch``. The time excludes validation and the first batch, which compiles and allocates. Logging does
-    not wait for the device: the host is at most a few steps ahead, so its clock is good over a logging interval.
+    ``flops_per_batch``. The time excludes validation and the first batch. Logging does not wait for the device.
 
     Args:
         unit: what is counted.
@@ -57,7 +56,6 @@ class Throughput(LowBitCallback):
         self._begun = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restarts the clock: validation is not training time."""
         self._restart()
 
     def on_train_batch_end(
@@ -109,8 +107,5 @@ def _counter(trainer: Trainer) -> GemmCounter | None:
 
 
 def _flops_per_batch(trainer: Trainer, pl_module: LightningModule) -> int | None:
-    if hasattr(pl_module, "flops_per_batch"):
-        own: Any = pl_module.flops_per_batch
-        return own
     counter = _counter(trainer)
-    return None if counter is None else counter.model_flops
+    return getattr(pl_module, "flops_per_batch", None if counter is None else counter.model_flops)

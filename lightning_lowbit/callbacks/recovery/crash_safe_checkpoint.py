@@ -1,8 +1,7 @@
 """Checkpoints that stay complete if a process dies while writing.
 
-Lightning moves a file from a temporary folder. Across file systems, this copies over the old checkpoint. It also
-overwrites a directory of shards file by file: after a crash, shards of two steps load without an error. And
-``ckpt_path="last"`` takes directories that are half removed.
+Lightning copies over the old checkpoint across file systems, and overwrites a directory of shards file by file: after a
+crash, shards of two steps load without an error. And ``ckpt_path="last"`` takes directories that are half removed.
 """
 
 import os
@@ -23,15 +22,7 @@ from lightning_lowbit._lightning import (
     is_local,
     validation_is_due,
 )
-from lightning_lowbit.atomic_files import (
-    being_written,
-    discard,
-    mend,
-    name_of,
-    put_in_place,
-    remove,
-    replace_link,
-)
+from lightning_lowbit.atomic_files import being_written, discard, mend, name_of, put_in_place, remove, replace_link
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.recovery.whole_checkpoints import DamagedCheckpointError, find, first_whole
 
@@ -41,9 +32,8 @@ _T = TypeVar("_T")
 def save_checkpoint(trainer: Trainer, path: str | Path, weights_only: bool | None = None) -> None:
     """Saves a checkpoint from all ranks; at a crash, the path holds the complete new checkpoint or the old one.
 
-    It writes ``NAME.HOST-PID.partial`` and renames it once all ranks are done. If writing fails, as on a full disk, the
-    partial file is removed. Remote file systems cannot rename, and ``AsyncCheckpointIO`` does not say when it is done:
-    these write to the final name.
+    It writes ``NAME.HOST-PID.partial`` and renames it once all ranks are done; if writing fails, it is removed. Remote
+    file systems cannot rename, and ``AsyncCheckpointIO`` does not say when it is done: these write to the final name.
     """
     if not is_local(path) or _writes_later(trainer):
         trainer.save_checkpoint(path, weights_only)
@@ -87,14 +77,13 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
     done and the data are on the disk. While a directory replaces another, the old one is
     ``NAME.ckpt.HOST-PID.previous``, where ``ckpt_path="last"`` finds it after a crash. The next training run in the
     folder removes leftovers: at once on the same machine, after an hour on another. A link (``save_last="link"``)
-    always has a target.
+    always has a target. Concurrent runs need separate folders.
 
     ``ckpt_path="last"`` takes the newest by step of ``last.ckpt``, ``last-v1.ckpt`` and so on, and verifies its
     checksums. If it is damaged, a :class:`DamagedCheckpointError` names the newest complete checkpoint of the folder.
 
     A checkpoint due at the same step as a validation is saved after it, so a run that dies in the validation repeats
-    it. Arguments and state are those of ``ModelCheckpoint``. While a checkpoint replaces another, both need disk space.
-    Concurrent runs need separate folders.
+    it. Arguments and state are those of ``ModelCheckpoint``.
 
     Raises:
         MisconfigurationException: when training starts: ``dirpath`` is remote, or an ``AsyncCheckpointIO`` is used.
@@ -114,16 +103,15 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
         assert self.dirpath is not None
         if stage != "fit":
             return
+        why = f"{type(self).__name__} renames checkpoints once they are whole"
         if not is_local(self.dirpath):
             raise MisconfigurationException(
-                f"{type(self).__name__} gives checkpoints their names once they are whole, which only local (and "
-                f"mounted) file systems do at once; got dirpath={str(self.dirpath)!r}. Use Lightning's ModelCheckpoint "
-                "there: object stores show a file once all of it has arrived."
+                f"{why}, which needs a local or mounted file system; got dirpath={str(self.dirpath)!r}. Use "
+                "Lightning's ModelCheckpoint there: object stores show a file once all of it has arrived."
             )
         if _writes_later(trainer):
             raise MisconfigurationException(
-                f"{type(self).__name__} gives checkpoints their names once they are whole, and AsyncCheckpointIO does "
-                "not say when that is: leave out that plugin, or use Lightning's ModelCheckpoint."
+                f"{why}, and AsyncCheckpointIO does not say when: leave it out, or use Lightning's ModelCheckpoint."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -132,7 +120,6 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
             mend(Path(str(self.dirpath)), self.FILE_EXTENSION)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """Saves if due, but after the validation if one is due too."""
         self._until_validated = batch if validation_is_due(trainer) else None
         if self._until_validated is None:
             super().on_train_batch_end(trainer, pl_module, *batch)

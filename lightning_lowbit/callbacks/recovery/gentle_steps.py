@@ -8,11 +8,7 @@ from lightning_lowbit.precision import LowBitPrecision
 
 
 class GentleSteps:
-    """Lowers learning rates and sets a temporary phase, until the step ``until``; None when inactive.
-
-    ``owner`` is the name under which the plugin keeps the phase. If ``set_phase`` is called meanwhile, that phase
-    stays.
-    """
+    """Lowers learning rates and sets a temporary phase of ``owner`` until the step ``until``; None when inactive."""
 
     def __init__(self, owner: str, lr_factor: float, phase: str | None) -> None:
         self.until: int | None = None
@@ -68,15 +64,12 @@ class GentleSteps:
             self._lowered = [LowerRates(optimizer, self._lr_factor) for optimizer in trainer.optimizers]
 
     def state(self) -> dict[str, Any]:
-        if self._loaded is not None:
-            is_ours = self._loaded
-        else:
+        is_ours = self._loaded
+        if is_ours is None:
             is_ours = self._plugin is None or self._plugin.has_pushed(self._owner)
         is_ours = self.until is not None and is_ours
         return {"until": self.until, "phase_before": self._phase_before, "is_phase_ours": is_ours}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Loads what :meth:`state` returned; call it before :meth:`resume`."""
-        self.until, self._phase_before, self._loaded = (
-            state[name] for name in ("until", "phase_before", "is_phase_ours")
-        )
+        self.until, self._phase_before = state["until"], state["phase_before"]
+        self._loaded = state["is_phase_ours"]

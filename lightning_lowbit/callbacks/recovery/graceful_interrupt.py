@@ -31,10 +31,9 @@ _STOPS = {signal.SIGINT, signal.SIGTERM}
 class GracefulInterrupt(LowBitCallback):
     """On Ctrl-C or SIGTERM, finishes the optimizer step, saves a checkpoint and stops; a second Ctrl-C stops at once.
 
-    A run cannot be resumed exactly from the middle of a step. A validation that is running or due at that step comes
-    first. The checkpoint is ``interrupted.ckpt``, in the folder of the Trainer's ``ModelCheckpoint`` or else in
-    ``default_root_dir``, and is written as by :class:`CrashSafeCheckpoint`. All ranks stop at the same step, whichever
-    of them gets the signal.
+    A validation that is running or due at that step comes first. The checkpoint is ``interrupted.ckpt``, in the folder
+    of the Trainer's ``ModelCheckpoint`` or else in ``default_root_dir``, and is written as by
+    :class:`CrashSafeCheckpoint`. All ranks stop at the same step, whichever of them gets the signal.
 
     After SIGTERM, sent by SLURM, ``timeout`` and ``docker stop``, the exit status is 143. Their delay before killing
     the process must suffice for the rest of the step, a validation and a save. The signal at which Lightning requeues a
@@ -90,7 +89,7 @@ class GracefulInterrupt(LowBitCallback):
         self._requested |= requested  # so that a second Ctrl-C stops at once
         path = os.path.join(self._folder(trainer), "interrupted.ckpt")
         save_checkpoint(trainer, path)
-        rank_zero_info(f"Interrupted after step {trainer.global_step}. To go on: --ckpt_path {path}")
+        rank_zero_info(f"Interrupted after step {trainer.global_step}. To resume: --ckpt_path {path}")
         raise SIGTERMException(_status(trainer)) if signal.SIGTERM in requested else KeyboardInterrupt
 
     def _requested_of_any_rank(self, trainer: Trainer) -> set[int]:
@@ -118,9 +117,9 @@ class GracefulInterrupt(LowBitCallback):
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
-        if number == signal.SIGINT and self._requested & _STOPS:
-            raise KeyboardInterrupt
         if number == signal.SIGINT:
+            if self._requested & _STOPS:
+                raise KeyboardInterrupt
             rank_zero_info("\nInterrupted: finishing this step. Press Ctrl-C again to stop at once.")
         elif number not in self._requested:
             rank_zero_info(f"\n{signal.Signals(number).name}: finishing this step.")

@@ -1,8 +1,4 @@
-"""Copies of the training state, in memory that the next copy reuses, restored in place.
-
-Parameters, optimizer-state tensors and dictionaries keep their identity: DDP's buckets and compiled steps refer to
-them. Of sharded tensors, the local shard is copied.
-"""
+"""Copies of the training state (of local shards), restored in place: DDP and compiled steps refer to its tensors."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -16,17 +12,13 @@ from torch.distributed.tensor import DTensor
 from lightning_lowbit.distributed import local
 
 # Optimizer options that schedules and switches set. All others are the optimizer's state, such as Prodigy's estimate of
-# the learning rate or the counters of schedule-free optimizers.
+# the learning rate.
 _SCHEDULED = {"params", "lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "initial_weight_decay"}
 _SCHEDULED |= {"betas", "momentum", "base_momentum", "max_momentum"}
 
 
 class TrainingState(NamedTuple):
-    """The objects to copy: weights and buffers, optimizers, and others such as a loss scaler.
-
-    The others have ``load_state_dict``, and a ``state_dict`` that is the same on all ranks. Scheduled options of
-    optimizers, such as learning rates, are not copied.
-    """
+    """What to copy: weights and buffers, optimizers, and others whose ``state_dict`` is the same on all ranks."""
 
     weights: Sequence[Tensor]
     optimizers: Sequence[torch.optim.Optimizer]
@@ -34,10 +26,7 @@ class TrainingState(NamedTuple):
 
 
 class Snapshot:
-    """A reusable copy, kept on ``device`` or, if ``"same"``, on that of the original.
-
-    ``step`` is the number of optimizer steps before it, or None if there is no copy.
-    """
+    """A reusable copy on ``device`` (``"same"``: that of the original), after ``step`` steps (None without one)."""
 
     def __init__(self, device: str = "same") -> None:
         self.step: int | None = None
@@ -46,17 +35,17 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, step: int, trained: TrainingState) -> None:
+        groups = [group for optimizer in trained.optimizers for group in optimizer.param_groups]
         kept = [
             list(trained.weights),
             [optimizer.state for optimizer in trained.optimizers],
-            [_options(group) for optimizer in trained.optimizers for group in optimizer.param_groups],
+            [{name: value for name, value in group.items() if name not in _SCHEDULED} for group in groups],
             [other.state_dict() for other in trained.others],
         ]
         self._kept, self.step = self._keep(kept, self._kept), step
 
     @torch.no_grad()
     def put_back(self, trained: TrainingState) -> None:
-        """Restores the copy; removes optimizer states that did not exist then."""
         weights, states, options, others = self._kept
         for weight, copied in zip(trained.weights, weights, strict=True):
             local(weight).copy_(copied.shard)
@@ -69,7 +58,6 @@ class Snapshot:
             other.load_state_dict(_put_back(kept, None))
 
     def _keep(self, value: Any, slot: Any) -> Any:
-        """Copies a value, reusing the tensors of the previous copy where they fit."""
         if isinstance(value, Tensor):
             return self._keep_tensor(value, slot)
         if isinstance(value, Mapping):
@@ -88,10 +76,8 @@ class Snapshot:
             copied = shard.to(shard.device if self._device == "same" else self._device, copy=True)
         if not isinstance(tensor, DTensor):
             return _Copy(copied, shard.device)
-        spread = {"shape": tensor.shape, "stride": tensor.stride()}
-        return _Copy(
-            copied, shard.device, {"device_mesh": tensor.device_mesh, "placements": tensor.placements, **spread}
-        )
+        spread = {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
+        return _Copy(copied, shard.device, {**spread, "shape": tensor.shape, "stride": tensor.stride()})
 
 
 def forget_gathered(model: nn.Module) -> None:
@@ -135,7 +121,3 @@ def _put_back(kept: Any, value: Any) -> Any:
 
 def _alike(a: Tensor, b: Tensor) -> bool:
     return type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in _SCHEDULED}

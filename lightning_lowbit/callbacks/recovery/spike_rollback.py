@@ -1,9 +1,7 @@
 """Rolls weights back to before a spike of the training loss, while the data continue.
 
-A bad update shows in the loss of its own batch or a later one, so a new snapshot may already contain it. Hence there
-are two: the last trusted one, which a rollback restores, and a candidate. A candidate taken before step S is trusted
-once the losses of steps S … S + good_for - 1 are good. Losses are copied to the host asynchronously and judged one step
-late; that extra step is undone as well.
+A new snapshot may already contain a bad update. Hence there are two: the last trusted one, and a candidate, which is
+trusted once the losses of the ``good_for`` steps after it are good. Losses are judged one step late.
 """
 
 import math
@@ -13,15 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit._lightning import (
-    DeepSpeedStrategy,
-    LightningModule,
-    MisconfigurationException,
-    Trainer,
-    is_logging_step,
-    is_mid_step,
-    rank_zero_warn,
-)
+from lightning_lowbit._lightning import LightningModule, Trainer, is_logging_step, is_mid_step, rank_zero_warn
 from lightning_lowbit.callbacks.base import LowBitCallback
 from lightning_lowbit.callbacks.recovery.gentle_steps import GentleSteps
 from lightning_lowbit.callbacks.recovery.snapshots import Snapshot, TrainingState, forget_gathered
@@ -87,10 +77,8 @@ class SpikeRollback(LowBitCallback):
         self.every_n_steps = integer("every_n_steps", every_n_steps, 1)
         self.good_for = integer("good_for", good_for, 0)
         if good_for >= every_n_steps:
-            raise ValueError(
-                "A snapshot proves good before the next one is taken: good_for is less than every_n_steps; got "
-                f"{good_for=}, {every_n_steps=}."
-            )
+            what = "A snapshot proves good before the next one is taken: good_for is less than every_n_steps"
+            raise ValueError(f"{what}; got {good_for=}, {every_n_steps=}.")
         self.device = choose("device of snapshots", device, ("same", "cpu"))
         self.recovery_steps = integer("recovery_steps", recovery_steps, 1)
         self.lr_factor = fraction("lr_factor", lr_factor, "what remains of learning rates")
@@ -109,37 +97,17 @@ class SpikeRollback(LowBitCallback):
         self._rollbacks: list[dict[str, float]] = []
         self._trusted, self._candidate = Snapshot(self.device), Snapshot(self.device)
 
-    # --- when ---
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage == "fit" and trainer.global_step == 0:  # otherwise the Trainer continues; checkpoints load later
-            self._start_afresh()
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collects the parameters now: after the sanity check, FSDP may not have resharded them."""
-        name, plugin = type(self).__name__, trainer.precision_plugin
-        if not pl_module.automatic_optimization:
-            raise MisconfigurationException(
-                f"{name} needs to know which losses belong to an optimizer step, which in manual optimization only "
-                "training_step does. Use automatic optimization, or leave out the callback."
-            )
-        if isinstance(trainer.strategy, DeepSpeedStrategy):
-            raise MisconfigurationException(
-                f"{name} copies parameters and optimizer states, of which DeepSpeed keeps its own. Use DDP, "
-                "FSDPStrategy or ModelParallelStrategy, or leave out the callback."
-            )
-        if self.phase is not None and not isinstance(plugin, LowBitPrecision):
-            raise MisconfigurationException(
-                f"{name}(phase={self.phase!r}) sets the phase of a LowBitPrecision plugin, but the Trainer has "
-                f"{type(plugin).__name__}. Use e.g. Trainer(plugins=[FP4Precision()]), or leave out phase."
-            )
+        self._needs_automatic_optimization(pl_module)
+        self._refuse_deepspeed(trainer)
+        if self.phase is not None:
+            self._needs_plugin(trainer)
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         optimized = [parameter for group in groups for parameter in group["params"]]
         self._parameters = list(dict.fromkeys([*optimized, *pl_module.parameters()]))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the first snapshot, trusted from the start, and resumes gentle steps."""
         self._trusted.take(trainer.global_step, self._state_of(trainer))
         self._candidate.step = None
         self._begins_step = True
@@ -147,7 +115,6 @@ class SpikeRollback(LowBitCallback):
         self._gentle.resume(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """Before an optimizer step: judges the loss of the second-last step, and takes a snapshot if due."""
         if not self._begins_step:
             return
         self._judge(trainer, leave=1)
@@ -188,8 +155,6 @@ class SpikeRollback(LowBitCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._parameters, self._trusted, self._candidate = [], Snapshot(self.device), Snapshot(self.device)
 
-    # --- what ---
-
     def _judge(self, trainer: Trainer, leave: int = 0) -> None:
         for step, loss in self._losses.read(leave):
             if self._detector.judge(loss):
@@ -207,8 +172,7 @@ class SpikeRollback(LowBitCallback):
         told = f"The loss of step {spike} is {loss:.4g}, and {mean:.4g} in the mean of {len(good)} before it"
         if spike < to:
             raise RuntimeError(
-                f"{told}; the checkpoint from which this run was resumed was saved after it, at step {to}, and there "
-                "is nothing to go back to: resume from an earlier one."
+                f"{told}; the checkpoint of this run was saved after it, at step {to}: resume from an earlier one."
             )
         self._trusted.put_back(self._state_of(trainer))
         if trainer.model is not None:
@@ -217,15 +181,15 @@ class SpikeRollback(LowBitCallback):
         since = [one for one in self._rollbacks if one["step"] > step - self.within or one["to"] == to]
         if len(since) >= self.max_rollbacks:
             raise RuntimeError(
-                f"{told}. {type(self).__name__} has gone back {len(since)} times since step {since[0]['step']}, and "
-                f"max_rollbacks is {self.max_rollbacks}: it is no batch that is to blame. The weights are those of "
-                f"step {to}. Lower the learning rate, raise the precision, or look at the data from step {spike} on."
+                f"{told}. SpikeRollback has gone back {len(since)} times since step {since[0]['step']} "
+                f"(max_rollbacks={self.max_rollbacks}): it is no batch that is to blame. The weights are those of step "
+                f"{to}. Lower the learning rate, raise the precision, or look at the data from step {spike} on."
             )
         self._rollbacks.append({"step": step, "spike": spike, "loss": loss, "mean": mean, "to": to})
         self._gentle.begin(trainer, step + self.recovery_steps)
         rank_zero_warn(
-            f"{type(self).__name__}: {told}. Step {step} goes on with the weights of step {to}; the batches in between "
-            "are left out."
+            f"SpikeRollback: {told}. Step {step} continues with the weights of step {to}; the batches in between are "
+            "left out."
         )
 
     def _state_of(self, trainer: Trainer) -> TrainingState:
@@ -234,8 +198,6 @@ class SpikeRollback(LowBitCallback):
         # The plugin's counters and phase are not restored.
         others = [one for one in (scaler_of(plugin), histories) if one is not None]
         return TrainingState([*self._parameters, *trainer.lightning_module.buffers()], trainer.optimizers, others)
-
-    # --- state and report ---
 
     def state_dict(self) -> dict[str, Any]:
         """Statistics, rollbacks and gentle steps, without snapshots. Waits for pending losses."""
@@ -254,7 +216,6 @@ class SpikeRollback(LowBitCallback):
         self._gentle.load(state_dict)
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        """The rollbacks: current step, step and loss of the spike, mean loss before it, and step restored."""
         return {"rollbacks": [dict(one) for one in self._rollbacks]}
 
     def report_sections(self, trainer: Trainer) -> list[Section]:

@@ -12,10 +12,9 @@ from lightning_lowbit.distributed import local
 
 
 class StepLoss(NamedTuple):
-    """The loss of the optimizer step after ``step`` steps, on its way to the host.
+    """The loss of the optimizer step after ``step`` steps, on its way to the host (``arrived``; None on the CPU).
 
-    ``values`` is float32 ``[2]``: the sum over micro-batches and ranks, and their number. ``arrived`` is None on the
-    CPU.
+    ``values`` is float32 ``[2]``: the sum over micro-batches and ranks, and their number.
     """
 
     step: int
@@ -41,7 +40,6 @@ class StepLosses:
         self._micro_batches = []
 
     def add(self, outputs: Any) -> None:
-        """Adds the loss of a micro-batch, from Lightning's version of the output of ``training_step``."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):  # otherwise training_step returned None
             self._micro_batches.append(local(loss).detach().float().reshape(()))

@@ -1,8 +1,7 @@
 """Finds complete checkpoints, and the newest of them.
 
 torch writes a CRC-32 with every tensor, but does not verify it: damaged tensors load silently. Here it is verified
-once, when a run is resumed. The newest checkpoint has the highest recorded step: file times change when a folder is
-copied.
+once, when a run is resumed. The newest checkpoint has the highest recorded step: copying changes file times.
 """
 
 import io
@@ -42,7 +41,6 @@ class DamagedCheckpointError(ValueError):
 
 
 def first_whole(paths: Iterable[Path]) -> tuple[Path | None, dict[Path, str]]:
-    """The first complete checkpoint or None, and what is wrong with those before it."""
     damaged: dict[Path, str] = {}
     for path in paths:
         for place in (path, path.with_name(name_of(path))):  # another process may have renamed it back
@@ -65,10 +63,7 @@ def find(*folders: Path, suffix: str, below: bool = True) -> list[Path]:
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Sorts checkpoints by run number (``version_3``), then step, then time, and drops those that no longer exist.
-
-    A checkpoint without a step counts as the last of its run.
-    """
+    """Sorts checkpoints by run (``version_3``), step (unknown: last) and time; drops those that are gone."""
     versions = {path: re.findall(r"version_(\d+)", str(path.parent)) for path in paths}
     newest = max((int(found[-1]) for found in versions.values() if found), default=0)
     keys = {}

@@ -1,8 +1,4 @@
-"""Base class of callbacks that change something during training at a step that a trigger gives.
-
-Switches follow ``global_step``, which counts optimizer steps, the same on all ranks. Triggers are in
-:mod:`lightning_lowbit.callbacks.switches.step_triggers` and ``metric_triggers``.
-"""
+"""Base class of callbacks that change something during training at a step that a trigger gives."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +17,7 @@ class Switch(LowBitCallback):
     """Changes something before the first micro-batch of an optimizer step, or gradually from that step on.
 
     Switches of the same thing conflict: the last one due wins, and of several due at the same step, the last in the
-    list. Switches that compose all act, each at its time. Each acts once per process: later changes by hand stay until
-    a run is resumed.
+    list; switches that compose all act, each at its time. Each acts once per process: later changes by hand stay.
 
     A subclass sets :attr:`changes`, implements :meth:`begin`, :meth:`proceed` or both, and keeps its arguments as
     attributes of the same names.
@@ -30,14 +25,10 @@ class Switch(LowBitCallback):
     Args:
         count: returns the tokens of a batch, for ``tokens``.
         when: some of ``at``, ``step``, ``tokens``, ``plateau`` and ``below``, exactly one of them not None.
-
-    Attributes:
-        changes: what it changes; switches with equal ``changes`` conflict.
-        composes: whether conflicting switches all act in turn, not only the last.
     """
 
-    changes: str
-    composes: bool = False
+    changes: str  # what it changes; switches of the same thing conflict
+    composes: bool = False  # whether conflicting switches all act in turn, not only the last
 
     def __init__(self, count: Callable[[Any], int] | None = None, **when: Any) -> None:
         self.at: float | None = when.get("at")
@@ -59,21 +50,12 @@ class Switch(LowBitCallback):
     def _due(self) -> float:
         return self._trigger.due
 
-    # --- what ---
-
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes the change that happens once."""
 
     def proceed(self, trainer: Trainer, pl_module: LightningModule, steps: int) -> bool:
         """Makes the change of each step, ``steps`` after the first; returns whether this was the last."""
         return True
-
-    # --- when ---
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if trainer.global_step == 0:  # otherwise the Trainer continues; checkpoints load later
-            self._start_afresh()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -87,7 +69,9 @@ class Switch(LowBitCallback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         for switch in self._conflicting:  # all of them, to find the last one that is due
-            switch._look(trainer)
+            if switch._looked != trainer.global_step:
+                switch._looked = trainer.global_step
+                switch._trigger.look(trainer)
         self._trigger.see(trainer, batch)
         due = [switch for switch in self._conflicting if switch._due <= trainer.global_step]
         if self._done or self not in due:
@@ -101,23 +85,16 @@ class Switch(LowBitCallback):
         else:
             self._done = True
 
-    def _look(self, trainer: Trainer) -> None:
-        if self._looked != trainer.global_step:
-            self._looked = trainer.global_step
-            self._trigger.look(trainer)
-
     def _act(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        step = trainer.global_step
-        if self._done or step == self._acted:
+        if self._done or self._acted == trainer.global_step:
             return
         if self._acted is None:
             self.begin(trainer, pl_module)
-        self._acted = step
-        self._done = self.proceed(trainer, pl_module, step - int(self._due))
+        self._acted = trainer.global_step
+        self._done = self.proceed(trainer, pl_module, self._acted - int(self._due))
 
     @property
     def state_key(self) -> str:
-        """Distinguishes switches of one Trainer by their arguments."""
         names = ("to", "at", "step", "tokens", "plateau", "below")
         return self._generate_state_key(**{name: getattr(self, name, None) for name in names})
 
@@ -143,7 +120,6 @@ class Switch(LowBitCallback):
             self._trigger.load_state_dict(state)
 
     def _resolve(self, trainer: Trainer, pl_module: LightningModule) -> float:
-        """The step at which it is due; infinity while unknown."""
         self._trigger.begin(type(self).__name__, trainer, pl_module)
         return self._due
 
@@ -159,14 +135,11 @@ _ARGUMENTS = {
 
 
 def _trigger_of(count: Callable[[Any], int] | None = None, **arguments: Any) -> Trigger:
-    """The trigger of the one argument that is not None; ``ValueError`` for none or several."""
     given = {name: value for name, value in arguments.items() if value is not None}
     if len(given) != 1:
         *first, last = (_ARGUMENTS[name] for name in arguments)
-        raise ValueError(
-            f"Give either {', '.join(first)} or {last}; got "
-            f"{', '.join(f'{name}={value!r}' for name, value in (given or arguments).items())}."
-        )
+        got = ", ".join(f"{name}={value!r}" for name, value in (given or arguments).items())
+        raise ValueError(f"Give either {', '.join(first)} or {last}; got {got}.")
     if count is not None and "tokens" not in given:
         raise ValueError("count counts the tokens of a batch, for tokens alone: give tokens, or leave out count.")
     if count is not None and not callable(count):

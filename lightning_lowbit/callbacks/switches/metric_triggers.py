@@ -1,10 +1,4 @@
-"""Triggers that follow a metric.
-
-    plateau    a validation metric has stopped improving
-    below      a metric measured in training has stayed below a threshold
-
-What they have seen is saved in checkpoints.
-"""
+"""Triggers: a validation metric has stopped improving, or a metric measured in training stayed below a threshold."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,8 +14,7 @@ from lightning_lowbit.checks import choose, from_fields, integer, number
 class Plateau:
     """A number of validations in a row without improvement of a metric; sanity checks do not count.
 
-    The number is saved in checkpoints. (A run resumed from between a step and its validation lacks this validation:
-    Lightning skips it.)
+    The number is saved in checkpoints. A run resumed between a step and its validation lacks it: Lightning skips it.
 
     Args:
         monitor: name in ``trainer.callback_metrics``. Log it with ``sync_dist=True``: if ranks have different values, a
@@ -80,7 +73,6 @@ class AtPlateau(Trigger):
             )
 
     def after_validation(self, trainer: Trainer) -> None:
-        """Checks for a plateau; it is due at the next optimizer step that begins."""
         if self.due < math.inf:
             return
         value = self.plateau.read(trainer)
@@ -112,8 +104,7 @@ class Below:
     A callback of the Trainer, such as ``GradientNoiseMonitor``, must offer the metric by a method
     ``measurements(monitor) -> Sequence[tuple[int, float]]``: optimizer steps from 1, the same on all ranks, and values
     on the host, oldest first; ``KeyError`` for other metrics. If values differ between ranks, one below is enough. The
-    measurement of step i is known after ``on_train_batch_start`` of step i + 1 and used before step i + 2, whatever the
-    order of callbacks.
+    measurement of step i is known after ``on_train_batch_start`` of step i + 1, and used before step i + 2.
 
     Args:
         monitor: the metric's name.
@@ -164,16 +155,13 @@ class AtBelow(Trigger):
                 return
         there = "; ".join(offered) or f"no callback of {len(callbacks)} measures anything"
         raise MisconfigurationException(
-            f"{owner}(below=...) waits for measurements of {monitor!r}, which no callback of the Trainer offers: "
-            f"{there}. Add GradientNoiseMonitor(), which measures 'gradient_noise/ratio', to the callbacks, or name "
-            "another monitor."
+            f"{owner}(below=...) needs measurements of {monitor!r}, which no callback of the Trainer offers: {there}. "
+            "Add GradientNoiseMonitor(), which measures 'gradient_noise/ratio', or name another monitor."
         )
 
     def _news(self) -> list[tuple[int, float]]:
         found = {step: value for step, value in self._waiting if step > self._seen}
-        measured: Sequence[tuple[int, float]] = (
-            [] if self._source is None else self._source.measurements(self.below.monitor)
-        )
+        measured: Sequence[tuple[int, float]] = self._source.measurements(self.below.monitor) if self._source else []
         for step, value in reversed(measured):
             if step <= self._seen:
                 break
@@ -202,7 +190,5 @@ class AtBelow(Trigger):
         return {**state, "waiting": self._news() if self.due == math.inf else []}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.due, self._in_a_row, self._value, self._seen = (
-            state[name] for name in ("due", "in_a_row", "value", "seen")
-        )
+        self.due, self._in_a_row, self._value, self._seen = (state[n] for n in ("due", "in_a_row", "value", "seen"))
         self._waiting = [(step, value) for step, value in state["waiting"]]

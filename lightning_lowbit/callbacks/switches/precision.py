@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from lightning_lowbit._lightning import (
-    DeepSpeedStrategy,
     LightningModule,
     MisconfigurationException,
     Trainer,
@@ -35,8 +34,7 @@ from lightning_lowbit.report.html import Section, Table
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda u: u,
     "cosine": lambda u: (1 - math.cos(math.pi * u)) / 2,
-    # The logistic curve of 10 (u - 1/2), stretched to meet 0 and 1, which it misses by 0.7 %. Its slope halfway is 2.5
-    # times that of "linear": a flatter curve would be close to "linear", a steeper one close to a sudden switch.
+    # The logistic curve of 10 (u - 1/2), stretched to meet 0 and 1. Its slope halfway is 2.5 times that of "linear".
     "sigmoid": lambda u: (1 + math.tanh(5 * (u - 0.5)) / math.tanh(2.5)) / 2,
     "delayed": lambda u: max(0.0, 2 * u - 1),
 }
@@ -102,36 +100,21 @@ class PrecisionSwitch(Switch):
         self._length = 0  # in steps
         self._record: dict[str, Any] | None = None  # what it did in this run, for reports
         self._set: int | None = None  # when it set the phase; None if another switch did since
-        self._check_arguments()
         self._rates = Rewarm(rewarm or 1)
-
-    def _check_arguments(self) -> None:
-        over, steps = self.over, self.steps
-        if over is not None and steps is not None:
-            raise ValueError(
-                f"Give over (a fraction of all steps) or steps (a number), not both; got {over=}, {steps=}."
-            )
         number("over", over, "a fraction of all optimizer steps", above=0, below=1, or_none=True)
         integer("steps", steps, 1, "a number of optimizer steps", or_none=True)
-        integer("rewarm", self.rewarm, 1, "a number of optimizer steps", or_none=True)
+        integer("rewarm", rewarm, 1, "a number of optimizer steps", or_none=True)
+        if over is not None and steps is not None:
+            raise ValueError(f"Give over (a fraction) or steps (a number), not both; got {over=}, {steps=}.")
         if over is not None and (self.at or 0) + over >= 1:
-            raise ValueError(
-                "The switch would not be over before the run is, which would end half quantized: at + over is less "
-                f"than 1; got at={self.at}, {over=}."
-            )
+            ends = "The switch would not be over before the run is, which would end half quantized"
+            raise ValueError(f"{ends}: at + over is less than 1; got at={self.at}, {over=}.")
         if not self.is_gradual and self.schedule != "linear":
-            raise ValueError(
-                f"A sudden switch has no schedule: give over or steps as well; got schedule={self.schedule!r}."
-            )
+            raise ValueError(f"A sudden switch has no schedule: give over or steps; got schedule={self.schedule!r}.")
         if self.is_gradual and self.to == "bf16":
-            raise ValueError(
-                "In the phase 'bf16' there is nothing to quantize progressively: leave out over and steps."
-            )
+            raise ValueError("The phase 'bf16' quantizes nothing, so not progressively: leave out over and steps.")
         if self.is_gradual and self.composes:
-            raise ValueError(
-                "λ belongs to all layers, and a mapping is for some of them, which switch at once: leave out over and "
-                "steps, or give a phase."
-            )
+            raise ValueError("λ is for all layers, and a mapping for some: leave out over and steps, or give a phase.")
 
     def _start_afresh(self) -> None:
         super()._start_afresh()
@@ -142,17 +125,9 @@ class PrecisionSwitch(Switch):
         return self.over is not None or self.steps is not None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        plugin, name = trainer.precision_plugin, type(self).__name__
-        if not isinstance(plugin, LowBitPrecision):
-            raise MisconfigurationException(
-                f"{name} switches the phase of a LowBitPrecision plugin, but the Trainer has {type(plugin).__name__}. "
-                "Use e.g. Trainer(plugins=[FP4Precision()])."
-            )
-        if isinstance(trainer.strategy, DeepSpeedStrategy) and (self.rewarm is not None or self.moments != "keep"):
-            raise MisconfigurationException(
-                f"{name} changes learning rates and states of optimizers, of which DeepSpeed keeps its own: leave out "
-                "rewarm and moments, or use DDP, FSDPStrategy or ModelParallelStrategy."
-            )
+        plugin, name = self._needs_plugin(trainer), type(self).__name__
+        if self.rewarm is not None or self.moments != "keep":
+            self._refuse_deepspeed(trainer, "leave out rewarm and moments")
         super().on_train_start(trainer, pl_module)
         if self.over is not None:
             self._length = max(1, steps_of("over", self.over, "steps", name, trainer, pl_module))
@@ -169,12 +144,8 @@ class PrecisionSwitch(Switch):
 
     def _warn_of_checkpoint(self, plugin: LowBitPrecision, trainer: Trainer, pl_module: LightningModule) -> None:
         due = [switch._resolve(trainer, pl_module) for switch in self._conflicting]
-        early = all(
-            trainer.global_step < step
-            for switch, step in zip(self._conflicting, due, strict=True)
-            if switch.to == self.to
-        )
-        if plugin.phase == self.to != "fqt" and early and self._trigger.is_known:
+        alike = [step for switch, step in zip(self._conflicting, due, strict=True) if switch.to == self.to]
+        if plugin.phase == self.to != "fqt" and trainer.global_step < min(alike) and self._trigger.is_known:
             rank_zero_warn(
                 f"The run is in phase {self.to!r} already, as its checkpoint was, though {type(self).__name__} is due "
                 f"at step {self._due}; it stays so. PrecisionSwitch('fqt', step={trainer.global_step}) goes back."
@@ -182,8 +153,8 @@ class PrecisionSwitch(Switch):
         if plugin.is_blending and min(due) > trainer.global_step and self is self._conflicting[0]:
             rank_zero_warn(
                 f"The run is at λ = {float(plugin.blend):.3g}, as its checkpoint was, in the middle of a gradual "
-                "switch that none of its callbacks goes on with: λ stays so until one is due. Give the switch with "
-                "which it was saved, or call plugin.set_blend(1.0)."
+                "switch that none of its callbacks continues: λ stays so until one is due. Give the switch with which "
+                "it was saved, or call plugin.set_blend(1.0)."
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -192,7 +163,6 @@ class PrecisionSwitch(Switch):
             self._rates.follow(trainer.optimizers, trainer.global_step - self._record["step"])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warns if the run ends during a gradual switch."""
         self._rates.release()
         plugin: Any = trainer.precision_plugin
         if plugin.is_blending and not self.composes and self is self._conflicting[0]:
@@ -204,14 +174,12 @@ class PrecisionSwitch(Switch):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._rates.release()
 
-    # --- what ---
-
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Sets the phase or casts; the first time in a run, also resets moments."""
         plugin: Any = trainer.precision_plugin
         if isinstance(self.to, dict):
-            before = _described({pattern: _casts_of(plugin, pattern) for pattern in self.to})
-            to = _described({pattern: str(value) for pattern, value in self.to.items()})
+            casts = {pattern: dict.fromkeys(map(str, plugin.casts_of(pattern).values())) for pattern in self.to}
+            before = _described({pattern: " / ".join(those) for pattern, those in casts.items()})
+            to = _described(self.to)
             rank_zero_info(f"Step {trainer.global_step}: casts of {before} -> {to}.")
             plugin.set_casts(self.to)
         else:
@@ -250,19 +218,15 @@ class PrecisionSwitch(Switch):
             pl_module.log("blend", torch.tensor(blend), batch_size=1)
         return is_end
 
-    # --- state and report ---
-
     def _state(self, trainer: Trainer) -> dict[str, Any]:
-        return super()._state(trainer) | (
-            {} if self._record is None else {"record": dict(self._record), "set": self._set}
-        )
+        state = super()._state(trainer)
+        return state if self._record is None else state | {"record": dict(self._record), "set": self._set}
 
     def _load_state(self, state: dict[str, Any]) -> None:
         super()._load_state(state)
         self._record, self._set = state.get("record"), state.get("set")
 
     def _records(self, trainer: Trainer) -> list[dict[str, Any]]:
-        """The records of all switches, from the first switch; empty from the others."""
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         switches = [switch for switch in callbacks if isinstance(switch, PrecisionSwitch)]
         if switches[0] is not self:
@@ -271,7 +235,6 @@ class PrecisionSwitch(Switch):
         return sorted((dict(record) for record in records.values() if record), key=lambda record: record["step"])
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        """Step, precision before and after, and reason of each switch that acted."""
         records = self._records(trainer)
         return {"precision_switches": records} if records else {}
 
@@ -281,22 +244,17 @@ class PrecisionSwitch(Switch):
         return [Section("Precision", [Table(header, rows)])] if rows else []
 
 
-def _casts_of(plugin: LowBitPrecision, pattern: str) -> str:
-    return " / ".join(dict.fromkeys(map(str, plugin.casts_of(pattern).values())))
-
-
-def _described(casts: Mapping[str, str]) -> str:
+def _described(casts: Mapping[str, object]) -> str:
     return ", ".join(f"{pattern}: {what}" for pattern, what in casts.items())
 
 
 class QAFSwitch(PrecisionSwitch):
     """Quantization-aware finetuning: from a step on, only the forward pass is quantized.
 
-    The backward pass computes in high precision (FP4 All the Way, arXiv 2505.19115, section 4). Arguments are those of
-    :class:`PrecisionSwitch`.
+    The backward pass computes in high precision (FP4 All the Way, arXiv 2505.19115, section 4).
 
     Args:
-        at: when, as a fraction of all optimizer steps.
+        at: when, as a fraction of all optimizer steps. Give one of ``at`` to ``below``.
         step: when, as a number of optimizer steps.
         tokens: when, as a number of tokens.
         count: returns the tokens of a batch.

@@ -20,7 +20,12 @@ from lightning_lowbit.checks import integer, number
 
 
 class Trigger:
-    """Base class. ``due`` is a number of optimizer steps or infinity; ``is_known``: known when training starts."""
+    """Base class. ``due`` is a number of optimizer steps or infinity; ``is_known``: known when training starts.
+
+    ``begin`` is called when training starts or resumes, maybe repeatedly, and refuses a run; ``look``, which decides
+    whether it is due, before the first micro-batch of a step; ``see`` with each micro-batch after that;
+    ``after_validation`` during training. ``state_dict`` has primitives, the same on all ranks, which all call it.
+    """
 
     is_known: ClassVar[bool] = False
 
@@ -28,31 +33,20 @@ class Trigger:
         self.start_afresh()
 
     def start_afresh(self) -> None:
-        """Resets the state of a previous run."""
         self.due: float = math.inf
 
-    def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Called when training starts or resumes, maybe repeatedly; raises ``MisconfigurationException``."""
-
-    def look(self, trainer: Trainer) -> None:
-        """Decides whether it is due, before the first micro-batch of an optimizer step."""
-
-    def see(self, trainer: Trainer, batch: Any) -> None:
-        """Called with each micro-batch before it is trained on, after :meth:`look`."""
-
-    def after_validation(self, trainer: Trainer) -> None:
-        """Called after each validation during training."""
+    def begin(self, owner: str, trainer: Trainer, pl_module: LightningModule) -> None: ...
+    def look(self, trainer: Trainer) -> None: ...
+    def see(self, trainer: Trainer, batch: Any) -> None: ...
+    def after_validation(self, trainer: Trainer) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     def why(self) -> str:
         """Says why it became due."""
         raise NotImplementedError
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        """What it has seen, in primitives, the same on all ranks, all of which call this; may be empty."""
         return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what :meth:`state_dict` returned."""
 
 
 class AtStep(Trigger):
@@ -108,8 +102,8 @@ class AtTokens(Trigger):
             self._began = self._check = step = trainer.global_step
             if step:
                 rank_zero_warn(
-                    f"{owner}(tokens={self._tokens}) counts tokens from step {step} on: the run was resumed from a "
-                    "checkpoint that was saved without this switch, and does not say how many there were before."
+                    f"{owner}(tokens={self._tokens}) counts tokens from step {step} on: the checkpoint of this run was "
+                    "saved without this switch, and does not say how many there were before."
                 )
 
     def look(self, trainer: Trainer) -> None:
@@ -129,10 +123,8 @@ class AtTokens(Trigger):
             return
         tokens = self._count(batch)
         if isinstance(tokens, Tensor) or not hasattr(tokens, "__index__"):
-            raise MisconfigurationException(
-                f"count gives the number of tokens of a batch, an int that needs no device; got {tokens!r}. Take it "
-                "from shapes, such as batch.numel()."
-            )
+            what = "count gives the number of tokens of a batch, an int that needs no device"
+            raise MisconfigurationException(f"{what}; got {tokens!r}. Take it from shapes, such as batch.numel().")
         self._own += operator.index(tokens)
 
     def _total(self, trainer: Trainer) -> int:
@@ -160,9 +152,9 @@ def count_tokens(batch: Any) -> int:
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         kind = f"{type(batch).__name__} of {batch.dtype}" if isinstance(batch, Tensor) else type(batch).__name__
+        what = "tokens are the elements of batch['input_ids'], or of a batch that is a tensor of integers"
         raise MisconfigurationException(
-            "tokens are the elements of batch['input_ids'], or of a batch that is a tensor of integers, and the batch "
-            f"is a {kind} without them. Give count, a callable that takes a batch and gives the number of its tokens."
+            f"{what}; got a {kind}. Give count, a callable that takes a batch and gives the number of its tokens."
         )
     return ids.numel()
 
@@ -171,15 +163,14 @@ def steps_of(
     argument: str, share: float, instead: str, owner: str, trainer: Trainer, pl_module: LightningModule
 ) -> int:
     """Converts a fraction of all optimizer steps to steps; ``MisconfigurationException`` if their number is unknown."""
+    share_of, instead = f"{owner}({argument}={share}) is a fraction of all optimizer steps", f"give {instead} instead"
     if not pl_module.automatic_optimization and trainer.max_steps == -1:
         raise MisconfigurationException(
-            f"{owner}({argument}={share}) is a fraction of all optimizer steps, and how many manual optimization takes "
-            f"is not known: set max_steps, or give {instead} instead of {argument}."
+            f"{share_of}, whose number is not known in manual optimization: set max_steps, or {instead}."
         )
     total = trainer.estimated_stepping_batches
     if total == math.inf:
         raise MisconfigurationException(
-            f"{owner}({argument}={share}) is a fraction of all steps, and this run has no end: set max_steps or "
-            f"max_epochs, or give {instead} instead of {argument}."
+            f"{share_of}, and this run has no end: set max_steps or max_epochs, or {instead}."
         )
     return round(share * total)

@@ -40,16 +40,16 @@ class WeightDecaySwitch(Switch):
         for optimizer in trainer.optimizers:
             if not any("weight_decay" in group for group in optimizer.param_groups):
                 raise MisconfigurationException(
-                    f"{type(self).__name__} sets the weight decay of optimizers, and {type(optimizer).__name__} has "
-                    "none in its parameter groups. Use one that has, such as AdamW, or leave out the callback."
+                    f"WeightDecaySwitch needs optimizers with weight decay, and {type(optimizer).__name__} has none. "
+                    "Use one that has, such as AdamW, or leave out the callback."
                 )
         for group in _groups(trainer):
             if "weight_decay" in group:
                 group.setdefault(_INITIAL, group["weight_decay"])
         if not any(group.get(_INITIAL) for group in _groups(trainer)):
             raise MisconfigurationException(
-                f"{type(self).__name__} changes the weight decay of parameters that have one, and here it is 0 for "
-                "all. Give the optimizer a weight decay, or leave out the callback."
+                "WeightDecaySwitch changes a weight decay above 0, and here it is 0 for all parameters. Give the "
+                "optimizer a weight decay, or leave out the callback."
             )
         super().on_train_start(trainer, pl_module)
 

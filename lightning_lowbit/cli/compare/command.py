@@ -1,8 +1,7 @@
 """``lowbit compare``: runs the rows of a study with their seeds, and makes one table of them.
 
 Each run is a process with its own folder, ``<output>/<row>/seed_<n>``, with its configuration in ``recipe.yaml``.
-Finished runs are not repeated; interrupted ones resume from their last checkpoint. Studies may share a folder: a common
-row runs once. Table and pictures are updated after each run, from the ``run.json`` of :class:`RunReport`.
+Finished runs are not repeated; interrupted ones resume. Table and pictures are updated after each run.
 """
 
 import argparse
@@ -49,7 +48,6 @@ class Run:
     arguments: tuple[str, ...] = ()
 
     def result(self) -> dict[str, Any] | None:
-        """The content of ``run.json``; None until the run has finished."""
         return next((result for result in self._finished() if result["begin"] < result["steps"]), None)
 
     def was_at_its_end(self) -> bool:
@@ -62,7 +60,6 @@ class Run:
 
 
 def compare(arguments: Sequence[str]) -> int:
-    """Runs what has not finished, and writes table and pictures; returns 1 if a run failed."""
     given, rest = _parser().parse_known_args(arguments)
     integer("--jobs", given.jobs, 1, "the number of runs at a time")
     study = _study(given, rest)
@@ -79,8 +76,7 @@ def compare(arguments: Sequence[str]) -> int:
         return 0
     for run in {run.row: run for run in runs}.values():
         with tempfile.TemporaryDirectory() as folder:
-            recipe = Path(folder) / "recipe.yaml"
-            recipe.write_text(run.recipe)
+            (recipe := Path(folder) / "recipe.yaml").write_text(run.recipe)
             try:
                 check(["fit", "--config", str(recipe), *rest])
             except ValueError as error:
@@ -109,9 +105,8 @@ def _study(given: argparse.Namespace, rest: Sequence[str]) -> Study:
             raise ValueError("--lr and an argument that sets the optimizer's lr contradict each other: leave one out.")
         return Study(product(given.config, given.vary, given.lr, [0] if given.seeds is None else given.seeds))
     if others := [f"--{name}" for name in ("config", "vary", "lr") if getattr(given, name)]:
-        raise ValueError(
-            f"A study has its own recipe and rows: leave out {' and '.join(others)}, or change a copy (`lowbit cp`)."
-        )
+        names = " and ".join(others)
+        raise ValueError(f"A study has its own recipe and rows: leave out {names}, or change a copy (`lowbit cp`).")
     return read_study(given.study, given.seeds)
 
 
@@ -125,15 +120,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--study", metavar="STUDY", help="a study of `lowbit ls`, or its file, instead of --config, --vary and --lr")
     add("--config", "-c", action="append", help="a recipe, or one and overlays for all rows (repeat)")
-    add(
-        "--vary",
-        action="append",
-        default=[],
-        type=_items(str),
-        metavar="A,B",
-        help="overlays, one of which each row takes; 'A+B' are two together, 'none' is none; of several --vary all "
-        "combinations (repeat)",
+    vary = (
+        "overlays, one of which each row takes; 'A+B' are two together, 'none' is none; of several --vary all "
+        "combinations (repeat)"
     )
+    add("--vary", action="append", default=[], type=_items(str), metavar="A,B", help=vary)
     add("--lr", type=_items(str), default=[], metavar="1e-3,3e-4", help="learning rates; the recipe's by default")
     add("--seeds", type=_items(int), metavar="0,1,2", help="seeds; by default those of the study, or 0")
     add("--baseline", help="the row that gaps are relative to; by default that of the study, or the first")
@@ -151,7 +142,6 @@ def _items(kind: Callable[[str], _T]) -> Callable[[str], list[_T]]:
 
 
 def plan(rows: Sequence[Row], output: Path, arguments: Sequence[str]) -> list[Run]:
-    """All runs, row by row; writes nothing."""
     for argument in arguments:
         if argument.partition("=")[0] in _OWN:
             raise ValueError(
@@ -177,11 +167,10 @@ def _with(config: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
     if not any(name.rpartition(".")[2] == "RunReport" for name in names):
         changes["trainer"]["callbacks"] = [{"class_path": _REPORT}]  # writes run.json
     if config.get("ckpt_path"):
-        raise ValueError("The recipe sets ckpt_path, from which all runs would go on: leave it out.")
+        raise ValueError("The recipe sets ckpt_path, from which all runs would resume: leave it out.")
     if config["trainer"].get("logger"):  # each run logs into its own folder
         changes["trainer"]["logger"] = True
-    merged: dict[str, Any] = merge(config, changes)
-    return merged
+    return merge(config, changes)
 
 
 def prepare(runs: Sequence[Run]) -> None:
@@ -196,8 +185,8 @@ def prepare(runs: Sequence[Run]) -> None:
         begun = any(run.folder.rglob("run.json")) or find_checkpoints(run.folder) or _is_running(run)
         if present is not None and begun:
             raise ValueError(
-                f"{run.folder} holds a run of another configuration (see recipe.yaml there): the table would mix them. "
-                "Give another --output, or remove that folder."
+                f"{run.folder} holds a run of another configuration (see recipe.yaml there). Give another --output, or "
+                "remove that folder."
             )
         changed[path] = content
     for path, content in changed.items():
@@ -206,8 +195,7 @@ def prepare(runs: Sequence[Run]) -> None:
 
 
 def _is_running(run: Run) -> bool:
-    path = run.folder / "lock"
-    if not path.exists():
+    if not (path := run.folder / "lock").exists():
         return False
     with path.open() as lock:
         return not _try_lock(lock)
@@ -222,19 +210,15 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) -> list[tuple[Run, int]]:
-    """Runs the processes, ``jobs`` at a time; returns their exit statuses.
-
-    On Ctrl-C and SIGTERM each process finishes its step and saves; this process waits for them.
-    """
+    """Runs ``jobs`` processes at a time; returns exit statuses. After a signal, waits until each saved."""
     children: list[subprocess.Popen[bytes]] = []
     stopping, starting = threading.Event(), threading.Lock()
 
     def one(run: Run) -> tuple[Run, int]:
         # The process inherits the lock. If this command is killed and restarted, it waits for surviving processes.
         with (run.folder / "lock").open("w") as lock, (run.folder / "log.txt").open("ab") as log:
-            while not _try_lock(lock):
-                if stopping.wait(0.2):
-                    break
+            while not _try_lock(lock) and not stopping.wait(0.2):
+                pass
             while not stopping.is_set() and run.result() is None:
                 resumes = bool(find_checkpoints(run.folder)) and not run.was_at_its_end()
                 resume = ["--ckpt_path", "last"] if resumes else []
@@ -243,7 +227,7 @@ def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) ->
                 with starting:  # so that every started process is in `children` when they are stopped
                     if stopping.is_set():
                         break
-                    print(f"  {run.row}, seed {run.seed} {'goes on' if resumes else 'begins'}", flush=True)
+                    print(f"  {run.row}, seed {run.seed} {'resumes' if resumes else 'begins'}", flush=True)
                     child = subprocess.Popen(
                         [*command, *run.arguments],
                         stdout=log,

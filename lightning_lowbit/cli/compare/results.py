@@ -50,20 +50,18 @@ def markdown(results: Results, baseline: str) -> str:
     header = ["run", "seeds", "loss", "perplexity", f"gap to {baseline}", "spikes", "tokens/s", "peak memory", "bits"]
     lines = []
     for row, runs in results.items():
-        memory = _values(runs.values(), lambda run: run["peak_memory_bytes"] / 2**30)
-        lines.append(
-            [
-                row,
-                str(len(runs)),
-                _spread(_values(runs.values(), _loss)),
-                _spread(_values(runs.values(), lambda run: _metric(run, "val_perplexity")), 3),
-                "baseline" if row == baseline else _spread(_gaps(runs, results[baseline]), 4, signed=True),
-                _spread(_values(runs.values(), _spikes), 1),
-                _spread(_values(runs.values(), _speed), 0),
-                f"{max(memory):.2f} GiB" if memory else "",
-                _spread(_values(runs.values(), lambda run: run.get("summary", {}).get("average_bits")), 2),
-            ]
-        )
+        of_runs = list(runs.values())
+        memory = _values(of_runs, lambda run: run["peak_memory_bytes"] / 2**30)
+        cells = [
+            _spread(_values(of_runs, _loss)),
+            _spread(_values(of_runs, lambda run: _metric(run, "val_perplexity")), 3),
+            "baseline" if row == baseline else _spread(_gaps(runs, results[baseline]), 4, signed=True),
+            _spread(_values(of_runs, lambda run: count_spikes(_logged(run, "loss"))), 1),
+            _spread([median(rates) for run in of_runs if (rates := _logged(run, "tokens/s"))], 0),
+            f"{max(memory):.2f} GiB" if memory else "",
+            _spread(_values(of_runs, lambda run: run.get("summary", {}).get("average_bits")), 2),
+        ]
+        lines.append([row, str(len(runs)), *cells])
     return as_markdown(Table(header, lines))
 
 
@@ -85,13 +83,8 @@ def _history(run: Mapping[str, Any], name: str) -> list[tuple[float, float]]:
     return [(step, nan if value is None else value) for step, value in run["history"].get(name, [])]
 
 
-def _spikes(run: Mapping[str, Any]) -> float:
-    return count_spikes([value for _, value in _history(run, "loss")])
-
-
-def _speed(run: Mapping[str, Any]) -> float | None:
-    rates = [value for _, value in _history(run, "tokens/s")]
-    return median(rates) if rates else None
+def _logged(run: Mapping[str, Any], name: str) -> list[float]:
+    return [value for _, value in _history(run, name)]
 
 
 def _gaps(runs: Mapping[int, Mapping[str, Any]], baseline: Mapping[int, Mapping[str, Any]]) -> list[float]:
@@ -119,8 +112,6 @@ def _spread(values: Sequence[float], digits: int = 4, signed: bool = False) -> s
         return center
     return f"{center} ± {stdev(values):,.{digits}f}"
 
-
-# --- pictures ---------------------------------------------------------------------------------------------------------
 
 # Axes are cut, because one diverging row would flatten all others: losses at this multiple of the highest loss of the
 # row that stays lowest, and gaps at this multiple of the median gap.
@@ -160,13 +151,12 @@ def _picture_losses(results: Results, path: Path) -> None:
         # Where one seed is not finite, the mean is not either, and the line ends.
         steps, points = list(by_step), [values if all(map(isfinite, values)) else [nan] for values in by_step.values()]
         means, low, high = ([f(values) for values in points] for f in (mean, min, max))
-        label = row if isfinite(means[-1]) else f"{row} (diverged)"
-        axes.plot(steps, means, label=label, **_style(number))
-        axes.fill_between(steps, low, high, color=_style(number)["color"], alpha=0.2, linewidth=0)
+        label, style = row if isfinite(means[-1]) else f"{row} (diverged)", _style(number)
+        axes.plot(steps, means, label=label, **style)
+        axes.fill_between(steps, low, high, color=style["color"], alpha=0.2, linewidth=0)
         if finite := [value for values in points for value in values if isfinite(value)]:
             ranges.append((min(finite), max(finite)))
-    label = "validation loss (mean and range over seeds)"
-    label += _cut_losses(axes, ranges)
+    label = "validation loss (mean and range over seeds)" + _cut_losses(axes, ranges)
     if axes.lines:
         figure.legend(loc="outside right upper", frameon=False)
     axes.set(xlabel="optimizer step", ylabel=label)
@@ -208,8 +198,7 @@ def _picture_rates(curves: Mapping[str, Mapping[float, Sequence[float]]], path: 
     top = 0.98  # height of the crosses, as a share of the axes
     for number, (name, curve) in enumerate(curves.items()):
         style = _style(number)
-        # Where one seed is not finite, the line has a gap.
-        means = [mean(losses) if all(map(isfinite, losses)) else nan for losses in curve.values()]
+        means = [mean(losses) if all(map(isfinite, losses)) else nan for losses in curve.values()]  # a gap is a NaN
         axes.plot(list(curve), means, label=name, **style)
         dots = [(rate, loss) for rate, losses in curve.items() for loss in losses if isfinite(loss)]
         if dots:
@@ -238,9 +227,8 @@ def _picture_noise(results: Results, baseline: str, path: Path) -> None:
     for number, (row, runs) in enumerate(results.items()):
         style = _style(number)
         ratios = {seed: _history(run, RATIO) for seed, run in runs.items()}
-        gaps = {
-            seed: _gap_history(run, results[baseline][seed]) for seed, run in runs.items() if seed in results[baseline]
-        }
+        baselines = results[baseline]
+        gaps = {seed: _gap_history(run, baselines[seed]) for seed, run in runs.items() if seed in baselines}
         for axes, curves in ((above, ratios), (below, gaps if row != baseline else {})):
             finite = ([(step, value) for step, value in curve if isfinite(value)] for curve in curves.values())
             if by_step := _by_step(finite):

@@ -47,23 +47,18 @@ class Study:
     name: str | None = None
 
 
-def product(
-    base: Sequence[str], vary: Sequence[Sequence[str]], rates: Sequence[str], seeds: Sequence[int]
-) -> list[Row]:
-    """A row for each combination of overlays and learning rates."""
+def product(base: Sequence[str], vary: Sequence[list[str]], rates: Sequence[str], seeds: Sequence[int]) -> list[Row]:
     distinct("learning rate", [str(_number(rate)) for rate in rates])
     rows = []
     for choice in itertools.product(*vary):
         overlays = [name for item in choice for name in item.split("+") if name != "none"]
         name, config = combined_name(overlays) or "base", merge_all([*base, *overlays])
-        rows += [Row(f"{name},lr={rate}", _with_rate(config, rate), seeds) for rate in rates] or [
-            Row(name, config, seeds)
-        ]
+        named = [(f"{name},lr={rate}", _with_rate(config, rate)) for rate in rates] or [(name, config)]
+        rows += [Row(*one, seeds) for one in named]
     return rows
 
 
 def read_study(name: str, seeds: Sequence[int] | None = None) -> Study:
-    """The study of a name in `lowbit ls`, or of a path; ``seeds`` replace those of the file."""
     path = find_config(name, "--study")
     given = _parse(path)
     for row in given.more_seeds:
@@ -101,10 +96,8 @@ def _with_rate(config: dict[str, Any], rate: str) -> dict[str, Any]:
         config["model"]["init_args"]["optimizer"]["class_path"]
     except (KeyError, TypeError):
         raise ValueError("--lr needs a recipe that names its optimizer in model.init_args.optimizer.") from None
-    merged: dict[str, Any] = merge(
-        config, {"model": {"init_args": {"optimizer": {"init_args": {"lr": _number(rate)}}}}}
-    )
-    return merged
+    changes = {"model": {"init_args": {"optimizer": {"init_args": {"lr": _number(rate)}}}}}
+    return merge(config, changes)
 
 
 def _number(rate: str) -> float:

@@ -1,8 +1,4 @@
-"""``lowbit estimate``: memory and time of a training step without the devices.
-
-The configured model is built on the meta device, and its optimizer takes one step there. The rest is computed in
-:mod:`lightning_lowbit.cli.estimate.formulas`.
-"""
+"""``lowbit estimate``: memory and time of a training step, of a model on the meta device."""
 
 import argparse
 import json
@@ -27,12 +23,13 @@ _LEFT_OUT = (
 
 
 def estimate(arguments: Sequence[str]) -> None:
-    """Prints the estimate for one training step."""
     given, rest = _parser().parse_known_args(arguments)
     made = make_on_meta(["fit", *rest])
     trainer = made.config["fit"].trainer
     plugin = next((plugin for plugin in made.plugins if isinstance(plugin, LowBitPrecision)), None)
-    layout, device = _layout(given, trainer, _gather_option(made.model, plugin)), _device(given)
+    casts = "casts" if plugin is not None and plugin.quantize_before_gather else None
+    gathers = (casts, getattr(made.model, "gather_dtype", None))
+    layout, device = _layout(given, trainer, "+".join(filter(None, gathers)) or "stored"), _device(given)
     assumed = Assumptions(given.utilization, given.link_utilization)
     batch = _batch(given, made.datamodule, trainer)
     model, notes = describe(made.model, plugin, str(trainer.precision or "32-true"), trainer)
@@ -73,29 +70,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--per_node", type=int, default=8, help="devices of a node; 8 by default")
     add("--strategy", metavar="NAME", help=f"{' or '.join(STRATEGIES)}; that of the configuration by default")
     add("--tensor_parallel", type=int, metavar="T", help="devices that share the matrices of a block")
-    add(
-        "--gather",
-        metavar="WHAT",
-        help=f"what FSDP gathers, one of {', '.join(GATHERS)}: parameters as they are, or in bf16; or matrices as "
-        "their casts quantize them, where these allow it, and the rest as it is, or in bf16. By default that of the "
-        "configuration: the plugin's quantize_before_gather is casts, the model's gather_dtype bf16",
+    gather = (
+        f"what FSDP gathers, one of {', '.join(GATHERS)}: parameters as they are, or in bf16; or matrices as their "
+        "casts quantize them, where these allow it, and the rest as it is, or in bf16. By default that of the "
+        "configuration: the plugin's quantize_before_gather is casts, the model's gather_dtype bf16"
     )
+    add("--gather", metavar="WHAT", help=gather)
     add("--batch_size", type=int, help="sequences of a micro-batch on a device; the data module's by default")
     add("--sequence_length", type=int, help="tokens of a sequence; the data module's by default")
     add("--utilization", type=float, default=0.4, help="share of their peak that GEMMs are taken to reach; 0.4")
     add("--link_utilization", type=float, default=0.7, help="likewise of links; 0.7")
     add("--peak", metavar="KIND=TFLOPS,...", default="", help="other peaks, dense: bf16=989,fp8=1979,fp4=9000")
-    for name, unit, what in (
-        ("memory", "GB", "of a device"),
-        ("link", "GB/s", "that a device sends within its node"),
-        ("network", "GB/s", "that a device sends to other nodes"),
-    ):
-        add(f"--{name}", metavar=unit, help=f"{unit} {what}, instead of the table's")
+    add("--memory", metavar="GB", help="GB of a device, instead of the table's")
+    add("--link", metavar="GB/s", help="GB/s that a device sends within its node, instead of the table's")
+    add("--network", metavar="GB/s", help="GB/s that a device sends to other nodes, instead of the table's")
     add("--json", action="store_true", help="prints bytes, FLOPs and seconds for programs")
     return parser
-
-
-# --- what is asked for ------------------------------------------------------------------------------------------------
 
 
 def _device(given: argparse.Namespace) -> Device:
@@ -119,11 +109,6 @@ def _positive(name: str, value: str) -> float:
         what = "bf16=989,fp8=1979, in TFLOP/s" if name == "peak" else "80, in GB or GB/s"
         raise ValueError(f"--{name} takes numbers above 0, such as {what}; got {value!r}.")
     return number
-
-
-def _gather_option(model: Any, plugin: LowBitPrecision | None) -> str:
-    casts = "casts" if plugin is not None and plugin.quantize_before_gather else None
-    return "+".join(filter(None, (casts, getattr(model, "gather_dtype", None)))) or "stored"
 
 
 def _layout(given: argparse.Namespace, trainer: Any, gathered: str) -> Layout:
@@ -172,9 +157,6 @@ def _batch(given: argparse.Namespace, data: Any, trainer: Any) -> Batch:
     return Batch(sizes["batch_size"], sizes["sequence_length"], trainer.accumulate_grad_batches or 1)
 
 
-# --- what is printed --------------------------------------------------------------------------------------------------
-
-
 def _head(model: Model, batch: Batch, layout: Layout) -> list[str]:
     spread = f"{layout.data_parallel} data-parallel ({layout.strategy}) x {layout.tensor_parallel} tensor-parallel"
     tokens = batch.tokens * batch.micro_batches * layout.data_parallel
@@ -192,12 +174,8 @@ def _memory_table(memories: Mapping[str, int], device: Device, name: str) -> lis
     total = sum(memories.values())
     rows = [f"  {what:<26}{size / _GIB:>12.3f} GiB" for what, size in memories.items()]
     verdict = "fits" if total <= device.memory else "does NOT fit"
-    return [
-        "Memory of a device",
-        *rows,
-        f"  {'sum':<26}{total / _GIB:>12.3f} GiB of {device.memory / _GIB:.1f}: {verdict} on {name}",
-        "",
-    ]
+    last = f"  {'sum':<26}{total / _GIB:>12.3f} GiB of {device.memory / _GIB:.1f}: {verdict} on {name}"
+    return ["Memory of a device", *rows, last, ""]
 
 
 def _work_table(counted: Mapping[str, int], traffic: Sequence[Collective], spent: StepTime) -> list[str]:
@@ -227,10 +205,8 @@ def _device_notes(counted: Mapping[str, int], device: Device, name: str, high: s
                 f"{name} has no arithmetic for {kind}: its GEMMs are counted as {high}, without the casts' time."
             )
         elif kind in ("fp4", "mxfp8"):
-            notes.append(
-                f"GEMMs in {kind} are counted as tensor cores compute them. This package emulates them, which takes "
-                "longer than bf16."
-            )
+            counted_as = f"GEMMs in {kind} are counted as tensor cores compute them"
+            notes.append(f"{counted_as}. This package emulates them, which takes longer than bf16.")
     return notes
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_lowbit.metrics.devices import PEAKS
 from lightning_lowbit.nn.casts import LinearCasts
 
 
@@ -20,18 +21,23 @@ class Device:
     network: float
 
 
-def _device(memory: float, link: float, network: float, **peaks: float) -> Device:
-    """A device from GB, GB/s in one direction, and TFLOP/s."""
-    return Device(memory * 1e9, {kind: peak * 1e12 for kind, peak in peaks.items()}, link * 1e9, network * 1e9)
+def _device(chip: str, memory: float, fp32: float, link: float, network: float) -> Device:
+    """A device from GB, TFLOP/s, and GB/s in one direction; the peaks of GEMMs are those of ``PEAKS``."""
+    peaks = {_KINDS[dtype]: peak for dtype, peak in PEAKS[chip].items()} | {"fp32": fp32 * 1e12}
+    if "fp4" in peaks:
+        peaks["mxfp8"] = peaks["fp8"]
+    return Device(memory * 1e9, peaks, link * 1e9, network * 1e9)
 
 
-# NVIDIA's data sheets of the SXM modules, without sparsity (which doubles the printed peaks). The link is half of the
-# printed NVLink bandwidth, which adds up both directions. Each GPU has a network card of 200 (DGX A100) or 400 Gbit/s.
+_KINDS = {"bfloat16": "bf16", "float8": "fp8", "int8": "int8", "float4": "fp4"}
+
+# NVIDIA's data sheets of the SXM modules. The link is half of the printed NVLink bandwidth, which adds up both
+# directions. Each GPU has a network card of 200 (DGX A100) or 400 Gbit/s.
 DEVICES = {
-    "a100": _device(80, 300, 25, fp32=19.5, bf16=312, int8=624),
-    "h100": _device(80, 450, 50, fp32=67, bf16=989, int8=1979, fp8=1979),
-    "h200": _device(141, 450, 50, fp32=67, bf16=989, int8=1979, fp8=1979),
-    "b200": _device(180, 900, 50, fp32=80, bf16=2250, int8=4500, fp8=4500, mxfp8=4500, fp4=9000),
+    "a100": _device("A100", 80, 19.5, 300, 25),
+    "h100": _device("H100", 80, 67, 450, 50),
+    "h200": _device("H200", 141, 67, 450, 50),
+    "b200": _device("B200", 180, 80, 900, 50),
 }
 
 # Elements and scales (format, block) of block-scaled tensor cores: NVFP4 and MXFP4, MXFP8 and MXFP6.

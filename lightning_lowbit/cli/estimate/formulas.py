@@ -1,7 +1,6 @@
-"""Formulas of ``lowbit estimate``: memory, FLOPs, communication and time of a training step.
+"""Formulas of ``lowbit estimate``, derived in ``docs/guides/estimating.md``.
 
-``docs/guides/estimating.md`` derives them and names their sources. Symbols: d data-parallel groups of t tensor-parallel
-devices, m micro-batches; b bytes of the compute dtype, r bytes of the dtype of parameters.
+d data-parallel groups of t tensor-parallel devices, m micro-batches; b, r bytes of compute dtype and parameters.
 """
 
 from collections import Counter
@@ -23,20 +22,13 @@ _STATISTICS = 4  # bytes of an element of norms, log-probabilities and log-sum-e
 
 @dataclass(frozen=True)
 class Collective:
-    """All communication of one kind in a step.
+    """All communication of one kind in a step."""
 
-    Attributes:
-        name: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
-        of: ``"parameters"``, ``"gradients"`` or ``"activations"``.
-        payload: bytes of the whole tensors.
-        ranks, stride: number of devices in the ring, and distance between its neighbors.
-    """
-
-    name: str
-    of: str
-    payload: int
-    ranks: int
-    stride: int = 1
+    name: str  # "all_reduce", "all_gather" or "reduce_scatter"
+    of: str  # "parameters", "gradients" or "activations"
+    payload: int  # bytes of the whole tensors
+    ranks: int  # devices in the ring
+    stride: int = 1  # distance between its neighbors
 
     @property
     def sent(self) -> float:
@@ -64,9 +56,6 @@ class StepTime:
     @property
     def exposed(self) -> float:
         return sum(self.gemms.values()) + self.tensor_parallel + self.data_parallel
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def memory(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
@@ -144,7 +133,6 @@ def weight_copies(model: Model, layout: Layout) -> int:
 
 
 def _gathered(model: Model, layout: Layout) -> int:
-    """Bytes of parameters outside of blocks, in the current block, and in the next block."""
     blocks = sorted(_units(model).values(), key=lambda weights: _whole(weights, layout))
     taken = [_rest(model), *blocks[-1:]]
     return sum(_whole(weights, layout) for weights in taken) + sum(_payload(each, layout) for each in blocks[-2:-1])
@@ -179,7 +167,6 @@ def _local(weight: Weight, shape: tuple[int, ...], layout: Layout) -> int:
 
 
 def _residual(model: Model, layout: Layout) -> int:
-    """Bytes of an element of the residual stream."""
     return max((_given(weight, layout) for weight in model.weights), default=4)
 
 
@@ -189,16 +176,12 @@ def _given(weight: Weight, layout: Layout) -> int:
 
 
 def check(model: Model, layout: Layout) -> None:
-    """Raises a ``ValueError`` if a model does not fit a layout.
-
-    Tensor parallelism needs decoder blocks, and must not cut a head. If ``gather`` asks for quantized weights, at least
-    one must allow it.
-    """
+    """Raises a ``ValueError`` if a layout does not suit a model: its blocks, its heads, or the casts of its weights."""
     if "casts" in layout.gather and layout.shards > 1 and not any(_is_packed(w, layout) for w in model.weights):
         raise ValueError(
             "No weight can be gathered as its casts quantize it: they do not allow it (those of 'nvfp4-nvidia' and "
-            "'fp8-current' do), tensor parallelism cuts it, or shards end within tiles of its scales. A run with "
-            "quantize_before_gather is refused then; give --gather stored or --gather bf16."
+            "'fp8-current' do), tensor parallelism cuts it, or shards end within tiles of its scales. Give --gather "
+            "stored or --gather bf16."
         )
     t, decoder = layout.tensor_parallel, model.decoder
     if t == 1:
@@ -206,13 +189,8 @@ def check(model: Model, layout: Layout) -> None:
     if decoder is None:
         raise ValueError("--tensor_parallel cuts the blocks of a decoder, and this model is none: leave it out.")
     for name in ("heads", "kv_heads", "intermediate"):
-        if getattr(decoder, name) % t:
-            raise ValueError(
-                f"--tensor_parallel {t} does not divide the model's {name}, {getattr(decoder, name)}: give a divisor."
-            )
-
-
-# --- FLOPs and communication ------------------------------------------------------------------------------------------
+        if (size := getattr(decoder, name)) % t:
+            raise ValueError(f"--tensor_parallel {t} does not divide the model's {name}, {size}: give a divisor.")
 
 
 def flops(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
@@ -232,7 +210,6 @@ def flops(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
 
 
 def communication(model: Model, batch: Batch, layout: Layout) -> list[Collective]:
-    """The collectives of a step on each device."""
     check(model, layout)
     d, t, m = layout.data_parallel, layout.tensor_parallel, batch.micro_batches
     found = []
@@ -266,7 +243,6 @@ def _whole(weights: Sequence[Weight], layout: Layout) -> int:
 
 
 def _is_packed(weight: Weight, layout: Layout) -> bool:
-    """Whether a weight is gathered as codes and scales."""
     cast = weight.packed
     if "casts" not in layout.gather or cast is None or _tensor_parallel(weight, layout) > 1:
         return False

@@ -18,7 +18,6 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
         return self.sequences * self.length
 
 
@@ -26,18 +25,13 @@ class Batch:
 class Layout:
     """How a model is spread over devices; raises a ``ValueError`` if the attributes contradict each other.
 
-    Attributes:
-        devices, per_node: number of all devices, and of those of a node.
-        strategy: ``"ddp"``; or ``"fsdp"``: FSDP2 with one unit per decoder block and one for the rest.
-        tensor_parallel: number of devices that share a block's matrices.
-        gather: FSDP gathers parameters ``"stored"`` (in their dtype) or in ``"bf16"``. With ``"casts"`` it gathers
-            quantized matrices where possible, other parameters as stored; with ``"casts+bf16"`` others in bf16.
-            Gradients are reduced in the dtype of the parameters.
+    FSDP gathers parameters ``"stored"`` (in their dtype) or in ``"bf16"``. With ``"casts"`` it gathers quantized
+    matrices where possible, other parameters as stored; with ``"casts+bf16"`` others in bf16.
     """
 
     devices: int = 1
-    strategy: str = "ddp"
-    tensor_parallel: int = 1
+    strategy: str = "ddp"  # or "fsdp": FSDP2 with one unit per decoder block and one for the rest
+    tensor_parallel: int = 1  # devices that share a block's matrices
     gather: str = "stored"
     per_node: int = 8
 
@@ -46,10 +40,9 @@ class Layout:
         choose("--gather", self.gather, GATHERS)
         for name in ("devices", "tensor_parallel", "per_node"):
             integer(f"--{name}", getattr(self, name), 1)
-        if self.devices % self.tensor_parallel:
+        if self.devices % (t := self.tensor_parallel):
             raise ValueError(
-                f"{self.devices} devices do not divide into groups of {self.tensor_parallel}: give a --tensor_parallel "
-                "that divides --devices."
+                f"--devices {self.devices} do not divide into groups of {t}: give another --tensor_parallel."
             )
         if self.strategy == "ddp" and self.tensor_parallel > 1:
             raise ValueError("Tensor parallelism comes with ModelParallelStrategy: give --strategy fsdp.")

@@ -26,23 +26,15 @@ State = tuple[tuple[tuple[int, ...], int], ...]
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter; ``itemsize`` is in bytes.
-
-    Attributes:
-        trained: whether it has a gradient.
-        state: (shape, bytes of an element) of the optimizer's tensors for it.
-        block: name of its decoder block, or None.
-        matrix: whether it is the weight of a linear layer.
-        packed: the cast that can quantize its shards before they are gathered, or None.
-    """
+    """A parameter; ``itemsize`` is in bytes."""
 
     shape: tuple[int, ...]
     itemsize: int = 4
-    trained: bool = True
+    trained: bool = True  # whether it has a gradient
     state: State = ()
-    block: str | None = None
-    matrix: bool = False
-    packed: Cast | None = None
+    block: str | None = None  # name of its decoder block
+    matrix: bool = False  # whether it is the weight of a linear layer
+    packed: Cast | None = None  # that can quantize its shards before they are gathered
 
 
 @dataclass(frozen=True)
@@ -71,25 +63,18 @@ class Decoder:
 
     @property
     def readers(self) -> int:
-        """Number of linear layers of a block that read the residual stream: q, k, v and those of the MLP."""
         return 3 + (2 if self.gated else 1)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model to be trained.
-
-    Attributes:
-        decoder: the architecture; None if unknown, then only inputs of linear layers count as activations.
-        compute: bytes of the compute dtype.
-        checkpointing: whether blocks recompute their activations.
-    """
+    """A model to be trained."""
 
     weights: Sequence[Weight]
     layers: Sequence[Linear]
-    decoder: Decoder | None
-    compute: int = 2
-    checkpointing: bool = False
+    decoder: Decoder | None  # if unknown, only inputs of linear layers count as activations
+    compute: int = 2  # bytes of the compute dtype
+    checkpointing: bool = False  # whether blocks recompute their activations
 
     @property
     def parameters(self) -> int:
@@ -107,12 +92,9 @@ def _high(compute: int) -> str:
 def describe(
     module: Any, plugin: LowBitPrecision | None = None, precision: str = "32-true", trainer: Any = None
 ) -> tuple[Model, list[str]]:
-    """The model of a ``LightningModule`` on the meta device, and remarks for the user.
+    """The model of a ``LightningModule`` on the meta device, where its optimizers step, and remarks for the user.
 
-    Its optimizers take a step there. The plugin, or else ``precision``, gives the casts and the compute dtype.
-
-    Raises:
-        ValueError: the model has no linear layer, or its optimizer needs values for its step.
+    The plugin, or else ``precision``, gives the casts and the compute dtype. Without a linear layer: a ``ValueError``.
     """
     if plugin is None and precision in ("bf16-true", "16-true"):
         module.to(torch.bfloat16)
@@ -133,14 +115,14 @@ def describe(
     elif network.config.model_type != "llama":
         notes.append(f"Activations are those of LLaMA's block, and the model is of type {network.config.model_type}.")
     block_of = _blocks(module, decoder)
-    linears = []
+    linears, matrices = [], {}
     for name, layer in layers.items():
         casts = planned.get(name, LinearCasts())
         rows, columns = _matrix(layer).shape
         kinds = {gemm: arithmetic(casts, gemm, _high(compute)) for gemm in GEMMS}
         linears.append(Linear(name, rows, columns, kinds, block_of(name) is not None))
+        matrices[id(layer.weight)] = _packed(layer, casts)
     states = optimizer_state(module, trainer)
-    matrices = {id(layer.weight): _packed(layer, planned.get(name, LinearCasts())) for name, layer in layers.items()}
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     weights = [
         Weight(
@@ -210,10 +192,7 @@ def _blocks(module: nn.Module, decoder: Decoder | None) -> Callable[[str], str |
 
 
 def optimizer_state(module: Any, trainer: Any = None) -> dict[str, State]:
-    """(shape, bytes of an element) of the optimizers' tensors for each parameter, by name.
-
-    The optimizers take one step on the meta device; a ``ValueError`` says that one needs values for it.
-    """
+    """(shape, bytes of an element) of the optimizers' tensors by parameter, after a step on the meta device."""
     steps = getattr(trainer, "max_steps", None)
     module.trainer = SimpleNamespace(estimated_stepping_batches=steps if steps and steps > 0 else 1, max_steps=steps)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -228,11 +207,13 @@ def optimizer_state(module: Any, trainer: Any = None) -> dict[str, State]:
                 optimizer.step()
             except (RuntimeError, NotImplementedError) as error:
                 raise ValueError(
-                    f"{type(optimizer).__name__} reads numbers in its step, so that what it keeps cannot be counted "
-                    f"here ({str(error).splitlines()[0]}). Estimate with torch.optim.AdamW in its place."
+                    f"{type(optimizer).__name__} reads numbers in its step, so its state cannot be counted here "
+                    f"({str(error).splitlines()[0]}). Estimate with torch.optim.AdamW in its place."
                 ) from error
             for parameter in parameters:
-                states[names[id(parameter)]] = tuple(_tensors(optimizer.state.get(parameter, {})))
+                state = optimizer.state.get(parameter, {}).values()
+                kept = (value for value in state if isinstance(value, Tensor))
+                states[names[id(parameter)]] = tuple((tuple(value.shape), value.itemsize) for value in kept)
                 parameter.grad = None
     return states
 
@@ -245,9 +226,3 @@ def _optimizers(found: Any) -> Iterator[Optimizer]:
     elif isinstance(found, list | tuple):
         for each in found:
             yield from _optimizers(each)
-
-
-def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[tuple[int, ...], int]]:
-    for value in state.values():
-        if isinstance(value, Tensor):
-            yield tuple(value.shape), value.itemsize

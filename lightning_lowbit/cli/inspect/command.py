@@ -1,8 +1,7 @@
 """``lowbit inspect``: the errors that casts would make in the weights of a checkpoint.
 
 Matrices are quantized as converted layers quantize weights in the forward pass: rounded to bfloat16, rotated if the
-preset has a Hadamard transform in fprop, in blocks along in_features. Checkpoints of low-bit training hold plain
-weights, so they work, too.
+preset has a Hadamard transform in fprop, in blocks along in_features.
 """
 
 import argparse
@@ -35,7 +34,6 @@ _KINDS = "a Lightning .ckpt, a state_dict from torch.save, a .safetensors file, 
 
 
 def inspect(arguments: Sequence[str]) -> None:
-    """Prints a row for each weight and cast and one for all weights, and draws a picture."""
     given = _parser().parse_args(arguments)
     path = Path(given.checkpoint).expanduser()
     output = Path(given.output or f"{path.resolve().stem}_casts.png").expanduser()
@@ -67,30 +65,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("checkpoint", help=_KINDS)
-    add(
-        "--casts",
-        required=True,
-        action="append",
-        metavar="A,B",
-        help="presets, of which the cast of weights in the forward pass (fprop_w) is taken, or fields of a cast in "
-        "YAML: 'nvfp4, {element: int4, scale: {format: fp32, block: 128}}' (repeat)",
+    casts = (
+        "presets, of which the cast of weights in the forward pass (fprop_w) is taken, or fields of a cast in YAML: "
+        "'nvfp4, {element: int4, scale: {format: fp32, block: 128}}' (repeat)"
     )
-    add(
-        "--only",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="weights to look at: a regular expression that matches a name or whole parts of it between dots, as skip "
-        "and only of the precision plugin do (repeat)",
+    only = (
+        "weights to look at: a regular expression that matches a name or whole parts of it between dots, as skip and "
+        "only of the precision plugin do (repeat)"
     )
-    add(
-        "--transposed",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="weights that are stored as [in_features, out_features]: those of "
-        "transformers' Conv1D, 'c_attn|c_proj|c_fc' in GPT-2 (repeat)",
+    transposed = (
+        "weights that are stored as [in_features, out_features]: those of transformers' Conv1D, "
+        "'c_attn|c_proj|c_fc' in GPT-2 (repeat)"
     )
+    add("--casts", required=True, action="append", metavar="A,B", help=casts)
+    add("--only", action="append", default=[], metavar="PATTERN", help=only)
+    add("--transposed", action="append", default=[], metavar="PATTERN", help=transposed)
     add("--output", metavar="FILE.png", help="the picture; <checkpoint>_casts.png in the current folder by default")
     return parser
 
@@ -102,9 +91,8 @@ def parse_casts(text: str) -> list[Candidate]:
     except yaml.YAMLError:
         items = None
     if not items:
-        raise ValueError(
-            f"--casts takes presets and fields of casts, such as 'nvfp4, {{element: int4}}'; got {text!r}."
-        )
+        example = "'nvfp4, {element: int4}'"
+        raise ValueError(f"--casts takes presets and fields of casts, such as {example}; got {text!r}.")
     candidates = {}
     for item in items:
         if isinstance(item, Mapping) and "preset" not in item:
@@ -113,11 +101,8 @@ def parse_casts(text: str) -> list[Candidate]:
             continue
         casts = LinearCasts.of(item)
         if casts.fprop_w is None:
-            others = [name for name, preset in PRESETS.items() if preset().fprop_w is not None]
-            raise ValueError(
-                f"--casts: {item} leaves weights in high precision (its fprop_w is None), so there is nothing to see. "
-                f"Choose from: {', '.join(others)}."
-            )
+            others = ", ".join(name for name, preset in PRESETS.items() if preset().fprop_w is not None)
+            raise ValueError(f"--casts: {item} leaves weights in high precision (no fprop_w). Choose from: {others}.")
         label = item if isinstance(item, str) else str(casts.fprop_w)
         candidates[label] = Candidate(label, casts.fprop_w, casts.hadamard.get("fprop"))
     return list(candidates.values())
@@ -145,9 +130,6 @@ def operand(weight: Tensor, candidate: Candidate) -> Tensor:
     return rotate(weight, candidate.hadamard.matrix(any_key, weight.device), 1)
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 def matrices(path: Path) -> dict[str, Tensor]:
     """The floating point matrices of a checkpoint; a module's ``weight`` has the name of the module."""
     files = _files(path)
@@ -159,9 +141,14 @@ def matrices(path: Path) -> dict[str, Tensor]:
     }
     if not found:
         raise ValueError(f"{path} holds no matrix of floating point numbers, so there is no weight to quantize.")
-    if files[0].suffix == ".safetensors":  # sorted by letters: layers.10 before layers.2
-        found = {name: found[name] for name in sorted(found, key=_numbers_last)}
-    return found
+    if files[0].suffix != ".safetensors":
+        return found
+
+    def numbers_last(name: str) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+    # They are sorted by letters: layers.10 before layers.2.
+    return {name: found[name] for name in sorted(found, key=numbers_last)}
 
 
 def _check_numbers(weights: Mapping[str, Tensor]) -> None:
@@ -183,16 +170,13 @@ def _check_layout(path: Path, weights: Mapping[str, Tensor]) -> None:
             name = clean_name(key).removesuffix(".bias")
             if not key.endswith(".bias") or name not in weights or bias.dim() != 1:
                 continue
-            if weights[name].shape[0] != len(bias) == weights[name].shape[1]:
+            shape = tuple(weights[name].shape)
+            if shape[0] != len(bias) == shape[1]:
                 raise ValueError(
-                    f"{name} has {len(bias)} biases and the shape {tuple(weights[name].shape)}: it is stored as "
-                    "[in_features, out_features], like transformers' Conv1D. Name all such weights, in GPT-2 "
-                    "--transposed 'c_attn|c_proj|c_fc'."
+                    f"{name} has {len(bias)} biases and the shape {shape}: it is stored as [in_features, "
+                    "out_features], like transformers' Conv1D. Name all such weights, in GPT-2 --transposed "
+                    "'c_attn|c_proj|c_fc'."
                 )
-
-
-def _numbers_last(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def _files(path: Path) -> list[Path]:
@@ -201,10 +185,8 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     if (path / ".metadata").exists():
-        raise ValueError(
-            f"{path} is a sharded checkpoint. `python -m lightning.pytorch.utilities.consolidate_checkpoint {path}` "
-            "makes one file of it: give that."
-        )
+        command = f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
+        raise ValueError(f"{path} is a sharded checkpoint. Give the file that `{command}` makes of it.")
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (path / name).exists():
             return [path / name]
@@ -231,12 +213,10 @@ def _read(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # files of another kind raise anything
         if refused := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
             raise ValueError(
-                f"{file} holds an object of {refused[1]}, and to load objects may run any code. Save the weights "
-                "alone, torch.save(model.state_dict(), 'weights.pt'), and give that file."
+                f"{file} holds an object of {refused[1]}, which to load may run any code. Save the weights alone, "
+                "torch.save(model.state_dict(), 'weights.pt'), and give that file."
             ) from None
-        raise ValueError(
-            f"{file} is not a checkpoint that can be read ({type(error).__name__}). Give {_KINDS}."
-        ) from error
+        raise ValueError(f"{file} is not a checkpoint to read ({type(error).__name__}). Give {_KINDS}.") from error
     state = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else {}
     items = state.items() if isinstance(state, Mapping) else ()
     return {name: value for name, value in items if isinstance(name, str) and isinstance(value, Tensor)}

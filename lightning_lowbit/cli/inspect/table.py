@@ -30,16 +30,9 @@ class Candidate:
 class Inspection:
     """The errors of some casts in the weights of a checkpoint; raises a ``ValueError`` if no weight is finite.
 
-    Args:
-        candidates: the casts.
-        shapes, errors: by name of the weight: its stored shape, and one error for each candidate.
-
-    Attributes:
-        numbers: by name of the weight, one mapping per candidate; see :meth:`CastStatistics.floats`.
-        finite: names of the weights without NaN and infinity; the attributes below exclude others.
-        totals: one mapping per candidate: means of the weights' relative errors, weighted by their sizes. (The error of
-            all elements together would depend mostly on the largest weights.)
-        codes: one histogram per candidate: int64 counts.
+    ``shapes`` and ``errors`` are by name of the weight: its stored shape, and one error for each candidate. ``totals``
+    has for each candidate means of the finite weights' relative errors, weighted by their sizes: the error of all
+    elements together would depend mostly on the largest weights. ``codes`` are their histograms.
     """
 
     def __init__(
@@ -52,9 +45,7 @@ class Inspection:
         self.numbers = {name: [error.floats() for error in row] for name, row in errors.items()}
         self.finite = [name for name, row in self.numbers.items() if not row[0]["not_finite"]]
         if not self.finite:
-            raise ValueError(
-                "Every weight holds a NaN or an infinity, so no error can be told. Take another checkpoint."
-            )
+            raise ValueError("Every weight holds a NaN or an infinity. Take another checkpoint.")
         self.elements = sum(math.prod(shapes[name]) for name in self.finite)
         self.totals = [self._total(i) for i in range(len(candidates))]
         codes = [[errors[name][i].codes for name in self.finite] for i in range(len(candidates))]
@@ -85,8 +76,6 @@ class Inspection:
         caption = f"With a NaN or an infinity, and left out of the last lines: {', '.join(bad)}" if bad else ""
         return plain(Table(header, [*weights, [""] * len(header), header, *means], caption))
 
-    # --- the picture --------------------------------------------------------------------------------------------------
-
     def draw(self, title: str, output: Path) -> None:
         """Writes a PNG: SQNR of each weight and cast, and the histogram of codes of each cast; needs matplotlib."""
         try:
@@ -107,14 +96,12 @@ class Inspection:
         figure.savefig(output, dpi=min(120, 30_000 / height), bbox_inches="tight", pad_inches=0.15)
 
     def _rows(self) -> dict[str, list[str]]:
-        """Names of weights by the label of their row, in the order of the checkpoint."""
         rows: dict[str, list[str]] = {}
         for name in self.finite:
             kind = ".".join("*" if part.isdigit() else part for part in name.split("."))
             rows.setdefault(kind if len(self.finite) > _MANY else name, []).append(name)
-        return {
-            label if len(names) == 1 else f"{label}\n{len(names)}, first on top": names for label, names in rows.items()
-        }
+        many = {label: f"{label}\n{len(names)}, first on top" for label, names in rows.items() if names[1:]}
+        return {many.get(label, label): names for label, names in rows.items()}
 
     def _draw_sqnr(self, axes: Any, rows: Mapping[str, Sequence[str]]) -> None:
         casts = len(self.candidates)
@@ -125,11 +112,9 @@ class Inspection:
             xs, ys = list[float](), list[float]()
             for names, top, height in zip(rows.values(), tops, heights, strict=True):
                 # A single weight has its casts below each other; several weights lie from the top down.
-                places = range(len(names)) if len(names) > 1 else [i]
+                places, of = (range(len(names)), len(names)) if len(names) > 1 else ([i], casts)
                 xs += [self.numbers[name][i]["sqnr"] for name in names]
-                ys += [
-                    top + height * (0.1 + 0.8 * (j + 0.5) / (len(names) if len(names) > 1 else casts)) for j in places
-                ]
+                ys += [top + height * (0.1 + 0.8 * (place + 0.5) / of) for place in places]
             style: Any = {"color": f"C{i % 10}", "linestyle": "", "markersize": 5 if len(rows) == len(xs) else 3}
             label = f"{candidate.label}: {candidate.cast.bits:.4g} bits, mean {total['sqnr']:.1f} dB"
             axes.plot(xs, ys, _MARKERS[i % len(_MARKERS)], label=label, **style)
@@ -161,14 +146,9 @@ class Inspection:
 
 
 def _cells(numbers: Mapping[str, float]) -> list[str]:
-    percent = {name: 100 * numbers[name] for name in ("underflow", "saturation", "bias")}
-    return [
-        f"{numbers['sqnr']:7.2f}",
-        f"{numbers['relative_mse']:12.2e}",
-        f"{percent['underflow']:11.2f}",
-        f"{percent['saturation']:12.2f}",
-        f"{percent['bias']:+6.2f}",
-    ]
+    widths = {"underflow": "11.2f", "saturation": "12.2f", "bias": "+6.2f"}
+    percent = [f"{100 * numbers[name]:{width}}" for name, width in widths.items()]
+    return [f"{numbers['sqnr']:7.2f}", f"{numbers['relative_mse']:12.2e}", *percent]
 
 
 def _row_height(names: Sequence[str], casts: int) -> float:

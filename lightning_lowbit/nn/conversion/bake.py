@@ -63,7 +63,6 @@ def bake(model: _Model) -> _Model:
 
 
 def _obstacle(layer: QuantizedLayer) -> str | None:
-    """Why a plain layer cannot compute the forward pass of a converted one; None if it can."""
     casts = layer.casts
     if isinstance(layer.weight, DTensor):
         return "its weight is sharded"
@@ -79,7 +78,6 @@ def _obstacle(layer: QuantizedLayer) -> str | None:
 
 
 def _check_tied(model: nn.Module, layers: dict[str, QuantizedLayer]) -> None:
-    """Raises a ``ValueError`` if a weight that will change is shared with another module."""
     changing = {id(layer.weight): name for name, layer in layers.items() if layer.casts.fprop_w is not None}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -92,8 +90,7 @@ def _check_tied(model: nn.Module, layers: dict[str, QuantizedLayer]) -> None:
 
 
 def _matrix(layer: Any) -> Tensor:
-    matrix: Tensor = layer.weight_matrix()
-    return matrix.detach()
+    return layer.weight_matrix().detach()
 
 
 def _quantized(layer: QuantizedLayer) -> Tensor:

@@ -45,10 +45,8 @@ def convert(
         overrides: other casts by pattern; the first pattern that matches a layer holds.
         exact: GEMMs in float32 over exact operands, rounded once: a slow reference for the emulation.
         backend: ``"auto"`` runs GEMMs of FP8 or integers with scales per tensor or row natively where the device can,
-            and emulates the others; ``"emulated"`` emulates all; ``"native"`` refuses quantized GEMMs without a native
-            form.
-        smooth_swiglu: ``"channel"`` or ``"token"`` smooths the inputs of the down projections of SwiGLU MLPs, see
-            :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
+            and emulates the others; ``"emulated"`` emulates all; ``"native"`` refuses to emulate.
+        smooth_swiglu: ``"channel"`` or ``"token"``, see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
 
     Raises:
         ValueError: a pattern matches no layer, or no layer is left to convert; an unknown backend, or a native one that
@@ -111,18 +109,13 @@ def plan(
         if name in chosen and name not in skipped:
             result[name] = next((others[pattern] for pattern in others if name in overridden[pattern]), default)
     if not result:
-        raise ValueError(
-            f"No layer is left to quantize: {len(layers)} were found, e.g. {some(layers)}, and skip and only leave "
-            "none of them. Skip fewer layers."
-        )
+        found = f"{len(layers)} were found, e.g. {some(layers)}"
+        raise ValueError(f"No layer is left to quantize: {found}, and skip and only leave none. Skip fewer layers.")
     return result if smooth_swiglu is None else smooth_casts(model, result, smooth_swiglu)
 
 
 def plan_by_name(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, LinearCasts]:
-    """The casts of each layer of a model, from a checkpoint's casts by names without wrappers.
-
-    Layers that are not named stay in high precision. Raises a ``ValueError`` if the model has no layer of a name.
-    """
+    """Casts of a model's layers from those by name of a checkpoint; a ``ValueError`` if it has no layer of a name."""
     layers = {clean_name(name): name for name, module in model.named_modules() if is_linear(module)}
     if missing := [name for name in casts if name not in layers]:
         raise ValueError(
@@ -141,34 +134,26 @@ def check_backend(
         return
     if exact:
         raise ValueError("exact emulates GEMMs, and backend='native' does not: choose one of them.")
-    quantized = {
-        name: [gemm for gemm in GEMMS if any(isinstance(getattr(casts, o), Cast) for o in casts.operands_of(gemm))]
-        for name, casts in planned.items()
-    }
-    lacking = {
-        name: gemm
-        for name, gemms in quantized.items()
-        for gemm in reversed(gemms)  # of a layer, the first is told
-        if gemm not in planned[name].native_gemms
-    }
-    if lacking:
-        name, gemm = next(iter(lacking.items()))
+
+    def is_quantized(casts: LinearCasts, gemm: str) -> bool:
+        return any(isinstance(getattr(casts, operand), Cast) for operand in casts.operands_of(gemm))
+
+    every = [(name, casts, gemm) for name, casts in planned.items() for gemm in GEMMS]
+    quantized = [(name, casts, gemm) for name, casts, gemm in every if is_quantized(casts, gemm)]
+    if lacking := [(name, gemm) for name, casts, gemm in quantized if gemm not in casts.native_gemms]:
+        (name, gemm), names = lacking[0], dict.fromkeys(name or "the casts" for name, _ in lacking)
         raise ValueError(
-            f"backend='native', but {gemm} of {some([name or 'the casts' for name in lacking])} has no native GEMM: "
-            f"those take E4M3 or E5M2 (not E5M2 twice), or integers, with scales per tensor or row; got "
-            f"{planned[name]}. Use backend='auto', leave such layers out with skip, or give them other casts with "
-            "overrides."
+            f"backend='native', but {gemm} of {some(names)} has no native GEMM: "
+            "those take E4M3 or E5M2 (not E5M2 twice), or integers, with scales per tensor or row; got "
+            f"{planned[name]}. Use backend='auto', skip such layers, or give them other casts with overrides."
         )
     if device is not None:
-        for kind in {planned[name].native_gemms[gemm] for name, gemms in quantized.items() for gemm in gemms}:
+        for kind in {casts.native_gemms[gemm] for _, casts, gemm in quantized}:
             has_native_gemms(device, kind, backend)  # or else raises
 
 
 def set_phase(model: nn.Module, phase: str) -> None:
-    """Puts all converted layers into a phase, see :meth:`LinearCasts.phase`; an unknown one is a ``ValueError``.
-
-    Layers keep their differences in casts.
-    """
+    """Puts all converted layers into a phase, see :meth:`LinearCasts.phase`; an unknown one is a ``ValueError``."""
     for layer in quantized_layers(model).values():
         layer.casts = layer.full_casts.phase(phase)
 
@@ -185,18 +170,16 @@ def set_blend(model: nn.Module, blend: float | Tensor | None) -> None:
     """
     if isinstance(blend, Tensor):
         if blend.shape != () or blend.dtype != torch.float32:
-            raise ValueError(
-                f"blend is a number or a 0-d float32 tensor; got {blend.dtype} of shape {tuple(blend.shape)}."
-            )
+            got = f"{blend.dtype} of shape {tuple(blend.shape)}"
+            raise ValueError(f"blend is a number or a 0-d float32 tensor; got {got}.")
         check_blend(blend.item())
     elif blend is not None:
         blend = None if check_blend(blend) == 1 else float(blend)
     layers = quantized_layers(model).values()
     devices = {layer.weight.device for layer in layers}
     if isinstance(blend, Tensor) and devices - {blend.device}:
-        raise ValueError(
-            f"blend is a tensor on the device of the layers, {', '.join(map(str, devices))}; got one on {blend.device}."
-        )
+        there = ", ".join(map(str, devices))
+        raise ValueError(f"blend is a tensor on the device of the layers, {there}; got one on {blend.device}.")
     made = {device: torch.tensor(blend, device=device) if isinstance(blend, float) else blend for device in devices}
     for layer in layers:
         layer.blend = made[layer.weight.device]

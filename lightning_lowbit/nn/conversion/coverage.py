@@ -1,14 +1,10 @@
 """The low-bit share of a model's matrix arithmetic, counted while the model runs.
 
-A :class:`GemmCounter` counts the FLOPs of every matrix product, attention and convolution by module. A forward
-operation belongs to the innermost running module; a backward one to the module of its forward operation, found by the
-number of its autograd node. With the layers' casts this gives, for any phase,
+A forward operation belongs to the innermost running module; a backward one to the module of its forward operation,
+found by the number of its autograd node. With the layers' casts this gives, for any phase,
 
     coverage      = FLOPs of GEMMs whose two operands are both quantized / all FLOPs
     average bits  = mean over all FLOPs of the bits of the two operands, block scales included
-
-Not covered are attention, fused projections (``nn.MultiheadAttention``), convolutions, functional calls and skipped
-layers.
 """
 
 import re
@@ -38,24 +34,18 @@ from lightning_lowbit.nn.linear import QuantizedLayer
 class Coverage:
     """The low-bit share of counted FLOPs.
 
-    Attributes:
-        flops: of all matrix products, attentions and convolutions; a multiplication and an addition are two.
-        low_bit: those of GEMMs whose two operands are both quantized.
-        average_bits: per element of a GEMM operand, block scales included, weighted by FLOPs.
-        uncovered: the other FLOPs by module, largest first; ``""`` is no module, and ``"mlp.down_proj (dgrad)"`` a GEMM
-            in high precision of a converted layer.
-        uncounted: operations that look like matrix products but have no FLOP formula.
+    ``uncovered`` are the other FLOPs by module, largest first: ``""`` is no module, ``"mlp.down_proj (dgrad)"`` a GEMM
+    in high precision of a converted layer.
     """
 
-    flops: int
-    low_bit: int
-    average_bits: float
+    flops: int  # of all matrix products, attentions and convolutions; a multiplication and an addition are two
+    low_bit: int  # of GEMMs whose two operands are both quantized
+    average_bits: float  # per element of a GEMM operand, block scales included, weighted by FLOPs
     uncovered: dict[str, int]
-    uncounted: tuple[str, ...]
+    uncounted: tuple[str, ...]  # operations that look like matrix products but have no FLOP formula
 
     @property
     def share(self) -> float:
-        """Low-bit FLOPs over all; 0 where nothing was counted."""
         return self.low_bit / self.flops if self.flops else 0.0
 
 
@@ -64,12 +54,6 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     It extends the formulas of ``torch.utils.flop_counter``, but not its ``FlopCounterMode``, which changes results: it
     decomposes operations such as the gradient of SiLU, which then round elsewhere.
-
-    Attributes:
-        gemms: FLOPs by (module name, ``"fprop"``, ``"dgrad"`` or ``"wgrad"``) of the converted layers.
-        others: FLOPs by module name of everything else.
-        recomputed: FLOPs of both that were spent on activations a second time.
-        paused: nothing is counted while true; becomes false when a module runs.
 
     Examples:
         >>> with GemmCounter(model) as counter:
@@ -86,19 +70,16 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._running: list[tuple[str, bool]] = []  # and whether it was entered in a backward pass
         self._module_of_node: dict[int, str] = {}
         self._uncounted: set[str] = set()
-        self.gemms: Counter[tuple[str, str]] = Counter()
-        self.others: Counter[str] = Counter()
-        self.recomputed = 0
-        self.paused = False
+        self.gemms: Counter[tuple[str, str]] = Counter()  # FLOPs by module name, and "fprop", "dgrad" or "wgrad"
+        self.others: Counter[str] = Counter()  # FLOPs of everything else by module name
+        self.recomputed = 0  # FLOPs of both that were spent on activations a second time
+        self.paused = False  # nothing is counted until a module runs
 
     def __enter__(self) -> "GemmCounter":
         self._entered = ExitStack()
         # Global hooks: with hooks of its own, nn.TransformerEncoderLayer would take another path.
-        for hook in (
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ):
-            self._entered.callback(hook.remove)
+        self._entered.callback(register_module_forward_pre_hook(self._enter_module).remove)
+        self._entered.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
         # Compiled code hides its modules. Without this, torch would also find an active mode, and run these functions
         # eagerly from then on.
         self._entered.enter_context(torch.compiler.set_stance("force_eager"))
@@ -165,7 +146,6 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def model_flops(self) -> int:
-        """All counted FLOPs except those of recomputed activations."""
         return sum(self.gemms.values()) + sum(self.others.values()) - self.recomputed
 
     def native_shares(self, device: torch.device) -> dict[str, float]:
@@ -178,10 +158,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {kind: flops / max(self.model_flops + self.recomputed, 1) for kind, flops in native.items()}
 
     def coverage(self, phase: str | None = None, hp_bits: int = 16) -> Coverage:
-        """The low-bit share of the counted FLOPs, in a phase or (None) with the casts in force.
-
-        ``hp_bits`` are the bits of an operand in high precision.
-        """
+        """The low-bit share in a phase or (None) with the casts in force; ``hp_bits`` are those of high precision."""
         low_bit, bits, uncovered = 0, 0.0, Counter(self.others)
         whole = Counter[str]()  # of the converted layers whose GEMMs are all in high precision
         for (name, gemm), flops in self.gemms.items():
@@ -228,13 +205,9 @@ def _is_recomputing(node: Any) -> bool:
 
 
 def _needed(node: Any) -> list[str]:
-    """The GEMMs, dgrad and wgrad, that the backward node of a linear layer computes."""
     edges = [edge for edge, _ in node.next_functions]
     x, w = edges[-2:] if node.name().startswith(("Addmm", "Mm")) else (*edges, None, None)[:2]
     return [gemm for gemm, edge in (("dgrad", x), ("wgrad", w)) if edge is not None]
-
-
-# --- formulas that torch's table lacks, by shapes ---------------------------------------------------------------------
 
 
 # "upsample_bilinear2d" contains "linear", and is no GEMM.
@@ -275,12 +248,14 @@ def _by_shapes(formula: Callable[..., int]) -> Any:
     return shape_wrapper(lambda *shapes, out_shape=None, **_: formula(*shapes))  # type: ignore[no-untyped-call]
 
 
+def _sdpa_backward(g: Any, q: Any, k: Any, v: Any, *_: Any) -> int:
+    return sdpa_backward_flop_count(g, q, k, v)  # type: ignore[no-untyped-call]
+
+
 _aten: Any = torch.ops.aten
 _LACKING: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_: sdpa_flop_count(q, k, v),  # type: ignore[no-untyped-call]
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_: sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
-        g, q, k, v
-    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
     _aten._native_multi_head_attention: _multihead,
     _aten._transformer_encoder_layer_fwd: _encoder_layer,
     _aten._grouped_mm: _grouped,

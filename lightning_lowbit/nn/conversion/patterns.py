@@ -1,8 +1,8 @@
 """Patterns that select layers by name.
 
-A pattern is a regular expression that matches a module when it full-matches its name or what
-follows a dot in it: ``lm_head`` matches ``model.lm_head``. A pattern that matches a module holds for all layers inside
-it: ``layers\\.0`` stands for the whole first block. Numbers count from the end, too: ``layers\\.-1`` is the last one.
+A pattern is a regular expression that full-matches a module's name or what follows a dot in it: ``lm_head`` matches
+``model.lm_head``. A pattern that matches a module holds for all layers inside it: ``layers\\.0`` stands for the whole
+first block. Numbers count from the end, too: ``layers\\.-1`` is the last one.
 """
 
 import re
@@ -14,10 +14,7 @@ from lightning_lowbit.nn.keys import clean_name
 
 
 def select(names: Sequence[str], patterns: Iterable[str], argument: str, kind: str = "linear layer") -> set[str]:
-    """The names that one of the patterns matches. A pattern that matches nothing or is malformed is a ``ValueError``.
-
-    ``argument`` and ``kind`` are for messages: the user's name for the patterns, and what the names are of.
-    """
+    """The names that patterns match; a pattern without a match among ``kind`` is a ``ValueError`` of ``argument``."""
     if isinstance(patterns, str):
         raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
     selected: set[str] = set()
@@ -29,10 +26,8 @@ def select(names: Sequence[str], patterns: Iterable[str], argument: str, kind: s
         called = _from_the_end(names) if _NEGATIVE.search(pattern) else {n: [clean_name(n).split(".")] for n in names}
         matched = {name for name, paths in called.items() if any(_matches(compiled, path) for path in paths)}
         if not matched:
-            raise ValueError(
-                f"{argument}: the pattern {pattern!r} matches no {kind}. There are {len(names)}, e.g. {some(names)}. "
-                f"{_advice(pattern, names)}"
-            )
+            there = f"There are {len(names)}, e.g. {some(names)}. {_advice(pattern, names)}"
+            raise ValueError(f"{argument}: the pattern {pattern!r} matches no {kind}. {there}")
         selected |= matched
     return selected
 

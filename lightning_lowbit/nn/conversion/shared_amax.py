@@ -1,9 +1,8 @@
 """Layers whose weights are scaled by one amax.
 
 Inference engines run projections of one input (q, k and v; gate and up) as one GEMM, whose weight has one scale per
-tensor. If each was trained with its own scale, engines take the largest and keep the blocks' scales (vLLM, NVFP4), or
-quantize again, and the weights differ from those of training. Here all weights of a group are scaled by the group's
-amax, of whole weights, however they are sharded.
+tensor. If each was trained with its own scale, the weights differ from those of training. Here all weights of a group
+are scaled by the group's amax, of whole weights, however they are sharded.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,11 +37,7 @@ class SharedAmaxes:
     @torch.inference_mode(False)  # evaluation may come first, and passes of training save them
     @torch.no_grad()  # which the line above ends
     def measure(self, of_weights: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None) -> None:
-        """Before a forward pass: measures the amaxes of the weights.
-
-        ``of_weights`` gives the amax of each weight, float32, 0-d; for sharded weights it is
-        :func:`lightning_lowbit.distributed.parameter_amaxes`.
-        """
+        """Measures the amaxes of the weights before a forward pass; sharded ones by ``parameter_amaxes``."""
         weights = [layer.weight for group in self._groups for layer in group]
         each = [amax_of(weight) for weight in weights] if of_weights is None else of_weights(weights)
         of_groups = torch.split(torch.stack([*each]), [len(group) for group in self._groups])
@@ -52,7 +47,6 @@ class SharedAmaxes:
                 layer.weight_amax = shared
 
     def release(self) -> None:
-        """Gives each layer its own amax back."""
         for group in self._groups:
             for layer in group:
                 vars(layer).pop("weight_amax", None)
@@ -76,8 +70,7 @@ def groups(casts: Mapping[str, LinearCasts], patterns: Iterable[str]) -> list[li
         if not together:
             raise ValueError(
                 f"shared_amax: each layer that {pattern!r} matches is the only one of its module, e.g. "
-                f"{next(iter(by_module.values()))[0]}. Layers of one module share an amax that one pattern matches: "
-                "'(q|k|v)_proj', 'gate_proj|up_proj'."
+                f"{next(iter(by_module.values()))[0]}. One pattern matches all that share: '(q|k|v)_proj'."
             )
         found += [names for names in together if any(casts[name].fprop_w is not None for name in names)]
     misfits = [(names, why) for names in found if (why := _misfit({name: casts[name] for name in names})) is not None]
@@ -106,8 +99,7 @@ def _misfit(casts: Mapping[str, LinearCasts]) -> str | None:
     of_weights = {name: of_layer.fprop_w for name, of_layer in casts.items()}
     if len({*of_weights.values()}) > 1:
         return f"their weights have other casts ({'; '.join(f'{name}: {cast}' for name, cast in of_weights.items())})"
-    of_layer = next(iter(casts.values()))
-    cast = of_layer.fprop_w
+    cast = next(iter(of_weights.values()))
     if not isinstance(cast, Cast) or not cast.scale.needs_amax:
         return f"{cast} has no scale that the largest magnitude of the tensor decides, as nvfp4 and fp8 per tensor have"
     if any("fprop" in each.hadamard for each in casts.values()):

@@ -12,8 +12,7 @@ The unquantized function is unchanged to the bit. ``W · diag(1/s)`` changes wit
 delayed scaling would move the leap into the weight. Evaluation uses the s per channel of the last training step, which
 :func:`fold` can multiply into the weights.
 
-Small blocks, such as NVFP4's, confine a leap already. Per token, s depends on the up projection alone: where the gate
-leaps too, as with aligned weights, half of the leap is left.
+Small blocks, such as NVFP4's, confine a leap already. Per token, where the gate leaps too, half of the leap is left.
 """
 
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
 from lightning_lowbit.nn.plan import OPERANDS
-from lightning_lowbit.quant import Cast, amax_along, smoothing_factor
+from lightning_lowbit.quant import amax_along, smoothing_factor
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -48,11 +47,8 @@ class SwiGLU(Protocol):
 def swiglus(model: nn.Module) -> dict[str, Any]:
     """The modules of a model that are a :class:`SwiGLU`, by name."""
     parts = ("gate_proj", "up_proj", "down_proj")
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if all(is_linear(getattr(module, part, None)) for part in parts)
-    }
+    found = model.named_modules()
+    return {name: module for name, module in found if all(is_linear(getattr(module, part, None)) for part in parts)}
 
 
 def smooth_casts(model: nn.Module, planned: Mapping[str, LinearCasts], kind: str) -> dict[str, LinearCasts]:
@@ -68,27 +64,20 @@ def smooth_casts(model: nn.Module, planned: Mapping[str, LinearCasts], kind: str
     names = [name for name, module in model.named_modules() if id(module) in downs]
     smoothed = {name: casts for name in names if (casts := _smoothed(planned.get(name), kind)) is not None}
     if not smoothed:
-        raise ValueError(
-            f"smooth_swiglu helps to quantize down projections, and none of the {len(names)}, e.g. {names[0]}, is "
-            "quantized: quantize them, or leave out smooth_swiglu."
-        )
+        quantizes = f"none of the {len(names)} down projections, e.g. {names[0]}, is quantized"
+        raise ValueError(f"smooth_swiglu helps to quantize, and {quantizes}: quantize them, or leave it out.")
     return {**planned, **smoothed}
 
 
 def _smoothed(casts: LinearCasts | None, kind: str) -> LinearCasts | None:
+    """The casts with smoothing, per channel without delayed scaling of the weight; None if they quantize nothing."""
     if casts is None or not casts.quantizes_x_or_w:
         return None
-    changes: dict[str, Any] = _own_weight_scales(casts) if kind == "channel" else {}
+    current, changes = {"source": "current", "history": 16, "algorithm": "max"}, dict[str, Any]()
+    if kind == "channel":
+        delayed = casts.delayed.items()
+        changes = {operand: cast.replace(scale=current) for operand, cast in delayed if operand.endswith("_w")}
     return casts.replace(smooth=kind, **changes)
-
-
-def _own_weight_scales(casts: LinearCasts) -> dict[str, Cast]:
-    """The weight's casts with delayed scaling, changed to current scaling."""
-    return {
-        operand: cast.replace(scale={"source": "current", "history": 16, "algorithm": "max"})
-        for operand, cast in casts.delayed.items()
-        if operand.endswith("_w")
-    }
 
 
 def smooth_swiglu(model: _Model, kind: Literal["channel", "token"] = "channel") -> _Model:
@@ -160,10 +149,8 @@ def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Mo
     if channel_amax is None:
         channel_amax = {name: amax for name, mlp in mlps.items() if (amax := _last_amax(name, mlp)) is not None}
     if not channel_amax:
-        raise ValueError(
-            "There is nothing to fold: no MLP of the model has smoothed channels. A model that is not converted needs "
-            "the channel_amax of its checkpoint."
-        )
+        nothing = "There is nothing to fold: no MLP of the model has smoothed channels"
+        raise ValueError(f"{nothing}. A model that is not converted needs the channel_amax of its checkpoint.")
     factors = {}
     for name, amax in channel_amax.items():
         if name not in mlps:
@@ -202,10 +189,8 @@ def _last_amax(name: str, mlp: Any) -> Tensor | None:
     if smooth == "token":
         raise ValueError(f"{name} smooths tokens, each by a factor of its own, which no weight can hold.")
     if down.amaxes is None or not down.amaxes.channels.any():
-        raise ValueError(
-            f"{name} has not been trained with smoothing: fold after a training step, or give the channel_amax of a "
-            "checkpoint."
-        )
+        advice = "fold after a training step, or give the channel_amax of a checkpoint"
+        raise ValueError(f"{name} has not been trained with smoothing: {advice}.")
     return down.amaxes.channels
 
 
@@ -237,7 +222,5 @@ def _check_linear(name: str, mlp: Any, s: Tensor) -> None:
         for module, training in modes:  # some may be frozen
             module.training = training
     if not torch.allclose(seen[1], seen[0] * s.to(x.dtype), rtol=1e-2):
-        raise ValueError(
-            f"{name}: what enters it is not linear in the up projection's output (a norm between them?), so that its "
-            "smoothing cannot be folded into the weights."
-        )
+        why = "what enters it is not linear in the up projection's output (a norm between them?)"
+        raise ValueError(f"{name}: {why}, so that its smoothing cannot be folded into the weights.")

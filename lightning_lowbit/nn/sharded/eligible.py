@@ -51,7 +51,6 @@ def records(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParam]]:
 
 
 def is_plain(record: FSDPParam) -> bool:
-    """Whether a weight belongs to a single layer, and only FSDP2 shards it, along the rows."""
     info = record._module_info
     layer = quantized_class(type(info.module))  # type: ignore[arg-type]
     return (
@@ -82,10 +81,7 @@ def misfit(record: FSDPParam, casts: LinearCasts, dtype: torch.dtype | None) -> 
 
 
 def check_gathers(model: nn.Module, casts: Mapping[str, LinearCasts], dtype: torch.dtype | None) -> None:
-    """Raises a ``ValueError`` if no weight of a model can be gathered in few bits, or FSDP2 has not sharded the layers.
-
-    ``casts`` are those of its layers, by name, outside any phase; ``dtype`` is as in :class:`.gather.WeightGathers`.
-    """
+    """Raises a ``ValueError`` if no weight of a model can be gathered in few bits with the casts by layer."""
     found = {id(record._module_info.module): record for _, record in records(model)}
     reasons: dict[str, list[str]] = {}
     for name, of_layer in casts.items():
@@ -101,7 +97,6 @@ def check_gathers(model: nn.Module, casts: Mapping[str, LinearCasts], dtype: tor
         )
     told = "; ".join(f"{some(names)}: {why}" for why, names in reasons.items())
     raise ValueError(
-        f"quantize_before_gather: no weight can be gathered in few bits. {told}. Take casts whose backward pass "
-        "uses the weight of the forward pass, some with overrides: 'nvfp4-nvidia', 'fp8-delayed', 'int4', any "
-        "dgrad_w='fprop'."
+        f"quantize_before_gather: no weight can be gathered in few bits. {told}. Take casts whose dgrad uses the "
+        "weight of fprop, some with overrides: 'nvfp4-nvidia', 'fp8-delayed', 'int4', any dgrad_w='fprop'."
     )

@@ -6,11 +6,8 @@
       unpack                     the operand's values, in the dtype that FSDP2 gives the weight
     GEMMs                        use these values as the operand; gradients go straight through
 
-Results equal those of gathering in high precision to the bit. Weights for which :mod:`.eligible` rules that out are
-gathered in high precision.
-
-FSDP2 looks for extension methods on a parameter's local tensor, which loading and ``module.to`` replace. Here its
-record of the parameter provides them: it lives as long as the module is sharded, and parameters stay plain tensors.
+Results equal those of gathering in high precision to the bit. FSDP2's record of the parameter provides the extension
+methods; a local tensor, where FSDP2 looks for them, is replaced by loading and ``module.to``.
 """
 
 from collections.abc import Mapping
@@ -64,6 +61,7 @@ class WeightGathers:
     ) -> None:
         check_gathers(model, casts or {n: layer.full_casts for n, layer in quantized_layers(model).items()}, dtype)
         release_gathers(model)
+        self._model = model
         self._gathers = [
             _Gather(self, record, module, dtype)
             for module, record in records(model)
@@ -71,9 +69,7 @@ class WeightGathers:
         ]
 
     def release(self) -> None:
-        """Makes FSDP2 gather the weights in high precision again."""
-        for gather in self._gathers:
-            _release(gather.module, gather.record)
+        release_gathers(self._model)
 
     def prepare(self) -> None:
         """Call before a forward pass: measures weights where casts need it, and reshards outdated ones."""
@@ -96,7 +92,6 @@ class WeightGathers:
     @torch.inference_mode(False)  # evaluation may come first, and training uses the same tensors
     @torch.no_grad()  # which the line above ends
     def measure(self) -> None:
-        """Measures all weights whose casts need it, with one collective per process group."""
         groups: dict[dist.ProcessGroup, list[_Gather]] = {}
         for gather in self._gathers:
             if gather.needs_statistic:
@@ -112,15 +107,10 @@ class WeightGathers:
 
 
 def release_gathers(model: nn.Module) -> None:
-    """Makes FSDP2 gather all weights of a model in high precision again."""
     for module, record in records(model):
-        _release(module, record)
-
-
-def _release(module: FSDPModule, record: FSDPParam) -> None:
-    if isinstance(record, _Record):
-        module.reshard()
-        record.release()
+        if isinstance(record, _Record):
+            module.reshard()
+            record.release()
 
 
 class _Record(FSDPParam):
@@ -146,11 +136,7 @@ class _Record(FSDPParam):
 
 
 class _Gather:
-    """The all-gather of one weight; FSDP2 calls it an extension.
-
-    ``measured`` is what the statistics belong to: the cast, and the weight's version and address. ``gathered_with`` is
-    the cast of the last gather; None for high precision.
-    """
+    """The all-gather of one weight; what its statistics belong to, and the cast of the last gather (None: none)."""
 
     def __init__(
         self, gathers: WeightGathers, record: FSDPParam, module: FSDPModule, dtype: torch.dtype | None
@@ -174,8 +160,6 @@ class _Gather:
         record._init_extensions()
         record._unsharded_inner_tensors, record.all_gather_outputs = buffers, []
 
-    # --- what is in force ---
-
     @property
     def _cast(self) -> Cast | None:
         """The cast in force for the next gather; None for high precision."""
@@ -194,14 +178,11 @@ class _Gather:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the weight was gathered by another cast than the one in force."""
         if not self.is_gathered:
             return False
         cast = self._cast
         changes = cast is not None and (cast.rounding == "stochastic" or cast.scale.source == "delayed")
         return cast != self.gathered_with or changes or self.layer.weight_amax is not None
-
-    # --- statistics ---
 
     @property
     def needs_statistic(self) -> bool:
@@ -243,10 +224,7 @@ class _Gather:
         else:  # divided by a tensor: for a number, torch multiplies by the reciprocal
             self._amax, self._mean = None, (total / torch.full_like(total, self._shape.numel())).float()
 
-    # --- as FSDP2 calls it ---
-
     def size(self) -> torch.Size:
-        """The size of a padded shard: each process sends all of it."""
         return self.record.padded_sharded_param_size
 
     def to(self, *_: Any, **__: Any) -> "_Gather":

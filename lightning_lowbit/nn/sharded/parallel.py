@@ -1,12 +1,8 @@
-"""Tensor parallelism: a layer whose weight is sharded over processes.
+"""Tensor parallelism: a layer whose weight is a DTensor, of which each process multiplies its shard.
 
-The weight is a DTensor, and each process multiplies its shard. These of a layer's matrices are sharded:
-
-    weight sharded along        x            w            g, and Y        Y of each process         dX of each process
-    out_features (column)       whole        rows         columns         its columns               a term of the sum
-    in_features (row)           columns      columns      whole           a term of the sum         its columns
-
-Shards are quantized like the whole matrices that they belong to (:mod:`lightning_lowbit.quant.shard`).
+weight sharded along        x            w            g, and Y        Y of each process         dX of each process
+out_features (column)       whole        rows         columns         its columns               a term of the sum
+in_features (row)           columns      columns      whole           a term of the sum         its columns
 """
 
 from collections.abc import Callable
@@ -45,16 +41,15 @@ def tensor_parallel(
     if not isinstance(x, DTensor):
         raise ValueError(
             f"The weight of a layer is spread over {mesh}, and its input is a plain tensor. If fully_shard has spread "
-            "it, call the module that was given to fully_shard, whose forward pass gathers weights, and not a part of "
-            "it. If it is to be tensor-parallel, use ColwiseParallel or RowwiseParallel, which make DTensors of inputs."
+            "it, call the module that was given to fully_shard, which gathers weights. If it is to be tensor-parallel, "
+            "use ColwiseParallel or RowwiseParallel, which make DTensors of inputs."
         )
     cut = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
     along = {dim: p.dim for dim, p in enumerate(weight.placements) if type(p) is Cut}
     if len(cut) > 1 or cut != [*along]:
         raise ValueError(
-            f"A quantized layer computes with a weight that is cut along one dimension of its mesh; got "
-            f"{weight.placements} over {mesh}. Shard it with fully_shard, which gathers it before it is used, or with "
-            "ColwiseParallel or RowwiseParallel."
+            f"A quantized layer needs a weight that is cut along one dimension of its mesh; got {weight.placements} "
+            f"over {mesh}. Shard it with fully_shard, or with ColwiseParallel or RowwiseParallel."
         )
     mesh_dim, rows_or_columns = next(iter(along.items()), (None, None))
     is_cut_by_columns, last = rows_or_columns == 1, x.dim() - 1

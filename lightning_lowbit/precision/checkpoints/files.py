@@ -1,7 +1,4 @@
-"""Reads checkpoints without a Trainer, and validates their state before anything is changed.
-
-A checkpoint is a file of ``torch.save``, or a folder: ``meta.pt`` and shards of ``torch.distributed.checkpoint``.
-"""
+"""Reads checkpoints (files, or folders of shards) without a Trainer, and validates their state."""
 
 import os
 import warnings
@@ -29,11 +26,7 @@ _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_grow
 
 
 def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mapping[str, Any]:
-    """Loads a checkpoint, given as a path or as what ``torch.load`` returned; from a folder, all but the weights.
-
-    ``weights_only=False`` unpickles any object, which can run code from the file. Raises ``FileNotFoundError``, or
-    ``ValueError`` for what is not a checkpoint.
-    """
+    """The content of a file, of a folder but for weights, or as given; ``FileNotFoundError``, ``ValueError``."""
     if isinstance(checkpoint, Mapping):
         return checkpoint
     path = Path(checkpoint).expanduser()
@@ -48,7 +41,8 @@ def load_checkpoint(checkpoint: Checkpoint, weights_only: bool = True) -> Mappin
         loaded = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except Exception as error:  # damaged files raise errors of pickle, zipfile or torch
         hint = ". If you trust whoever wrote it, give weights_only=False" if weights_only else ""
-        raise ValueError(f"{path} cannot be loaded ({_first_line(error)}){hint}.") from error
+        first = next(iter(str(error).strip().splitlines()), "").rstrip(".") or type(error).__name__
+        raise ValueError(f"{path} cannot be loaded ({first}){hint}.") from error
     if not isinstance(loaded, Mapping):
         raise ValueError(f"{path} holds a {type(loaded).__name__}, not the mapping that a checkpoint is.")
     return loaded
@@ -64,10 +58,10 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
     else:
         given = _load_shards(own, Path(checkpoint).expanduser())
     if missing := [name for name in own if name not in given]:
+        lacks = f"lacks {len(missing)} of the model's {len(own)} tensors, e.g. {missing[0]}"
         raise ValueError(
-            f"The checkpoint lacks {len(missing)} of the model's {len(own)} tensors, e.g. {missing[0]}; it has e.g. "
-            f"{next(iter(given), 'none')}. If the model is a part of the module that was trained, give its name there "
-            "as prefix."
+            f"The checkpoint {lacks}; it has e.g. {next(iter(given), 'none')}. If the model is a part of the module "
+            "that was trained, give its name there as prefix."
         )
     try:
         model.load_state_dict({name: given[name] for name in own})
@@ -88,24 +82,15 @@ def _load_shards(own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {name: found[f"{prefix}{name}"] for name in names}
 
 
-# --- what the state of a plugin holds ---------------------------------------------------------------------------------
-
-
 def entry(state: Mapping[str, Any], key: str, kind: Any, where: str = "", default: Any = _REQUIRED) -> Any:
-    """Returns an entry of the plugin's state, or of a part of it, after checking its type.
-
-    ``where`` is the prefix of the key in error messages, such as ``"trained."``; ``default`` is for entries that older
-    versions did not write. Raises ``ValueError`` if the type is wrong, or the entry is missing without a default.
-    """
-    value = state.get(key, default)
+    """The entry of the plugin's state at ``where`` + ``key``, or ``default``; ``ValueError`` for a wrong type."""
+    here, value = f"The checkpoint's state of {CHECKPOINT_KEY} has", state.get(key, default)
     if value is _REQUIRED:
-        raise ValueError(f"The checkpoint's state of {CHECKPOINT_KEY} has no entry {where}{key}: {_ADVICE}")
+        raise ValueError(f"{here} no entry {where}{key}: {_ADVICE}")
     wrong = isinstance(value, bool) and kind in (int, _NUMBER)
     if value is not default and (wrong or not isinstance(value, kind)):
-        raise ValueError(
-            f"The checkpoint's state of {CHECKPOINT_KEY} has {where}{key} = {_shown(value)}, which should be "
-            f"{getattr(kind, '__name__', None) or kind}: {_ADVICE}"
-        )
+        needed = getattr(kind, "__name__", None) or kind
+        raise ValueError(f"{here} {where}{key} = {_shown(value)}, which should be {needed}: {_ADVICE}")
     return value
 
 
@@ -135,10 +120,8 @@ def state_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any] | None:
         for name, amaxes in entry(state, kind, Mapping).items():
             entry({name: amaxes}, name, Tensor, f"{kind}.")
             if amaxes.dim() != 1 or not amaxes.is_floating_point():
-                raise ValueError(
-                    f"The checkpoint's {kind} of {name} is one row of floating-point numbers; got {amaxes.dtype} of "
-                    f"shape {tuple(amaxes.shape)}: {_ADVICE}"
-                )
+                what = f"The checkpoint's {kind} of {name} is one row of floating-point numbers"
+                raise ValueError(f"{what}; got {_shown(amaxes)}: {_ADVICE}")
     entry(state, "trained", Mapping | None, default=None)
     return state
 
@@ -151,8 +134,3 @@ def _shown(value: Any) -> str:
         return f"a tensor {value.dtype} of shape {tuple(value.shape)}"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0].rstrip(".") if lines else "") or type(error).__name__

@@ -1,8 +1,6 @@
-"""Warns about options of optimizers and schedulers that a checkpoint overrides.
+"""Warns about options of optimizers and schedulers, such as learning rate and ``T_max``, that a checkpoint overrides.
 
-``Trainer.fit(ckpt_path=...)`` loads the state of optimizers and schedulers, which includes options such as learning
-rate, betas and ``T_max``. So a run may train with other options than its configuration asks for. For a scheduled
-learning rate or weight decay, the initial values are compared. ``ReduceLROnPlateau`` stores none.
+For a scheduled learning rate or weight decay, the initial values are compared. ``ReduceLROnPlateau`` stores none.
 """
 
 import inspect
@@ -22,19 +20,19 @@ Options = Sequence[tuple[str, Mapping[str, Any]]]
 def asked_options(optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> tuple[Options, Options]:
     """Records the options of optimizers and schedulers (or ``LRSchedulerConfig``) before a checkpoint is loaded."""
     made = [each for config in schedulers for each in _nested(getattr(config, "scheduler", config))]
-    groups = [
-        (type(each).__name__, _of_group(group, each, bool(made))) for each in optimizers for group in each.param_groups
+    types = [(type(each).__name__, each) for each in optimizers]
+    groups = [(name, _of_group(group, each, bool(made))) for name, each in types for group in each.param_groups]
+    options = [(each, inspect.signature(type(each)).parameters.keys() - {"last_epoch"}) for each in made]
+    return groups, [
+        (type(each).__name__, {n: _plain(v) for n, v in each.state_dict().items() if n in names})
+        for each, names in options
     ]
-    return groups, [(type(each).__name__, _of_scheduler(each)) for each in made]
 
 
 def overridden(
     asked: tuple[Options, Options], checkpoint: Mapping[str, Any], optimizers: Iterable[Optimizer]
 ) -> list[str]:
-    """Lists the options that a checkpoint overrides, such as ``"AdamW: lr 0.001 (asked for: 0.05)"``.
-
-    A sharded checkpoint has no optimizer entries, but has already been loaded into ``optimizers``.
-    """
+    """Lists the options that a checkpoint overrides, such as ``"AdamW: lr 0.001 (asked for: 0.05)"``."""
     states = checkpoint.get("optimizer_states") or [{"param_groups": each.param_groups} for each in optimizers]
     groups = [group for state in states for group in state["param_groups"]]
     schedulers = [each for state in checkpoint.get("lr_schedulers", ()) for each in _nested(state)]
@@ -52,8 +50,8 @@ def warn_of(lines: Sequence[str]) -> None:
     if lines:
         rank_zero_warn(
             f"The checkpoint overrides options that this run asks for. In force are: {'; '.join(lines)}. To change "
-            "them in mid-training, set them in a callback's on_train_start, when the checkpoint has been loaded; or "
-            "load its weights alone, with load_state_dict, and call fit without ckpt_path."
+            "them, set them in a callback's on_train_start; or load the checkpoint's weights alone, with "
+            "load_state_dict, and call fit without ckpt_path."
         )
 
 
@@ -68,11 +66,6 @@ def _of_group(group: Mapping[str, Any], optimizer: Optimizer, is_scheduled: bool
     return initial | {n: _plain(group[n]) for n in optimizer.defaults if n in names & group.keys() - moved}
 
 
-def _of_scheduler(scheduler: Any) -> dict[str, Any]:
-    names = inspect.signature(type(scheduler)).parameters.keys() - {"last_epoch"}
-    return {name: _plain(value) for name, value in scheduler.state_dict().items() if name in names}
-
-
 def _held(saved: Mapping[str, Any], name: str) -> Iterator[Any]:
     initial = name if name in ("lr", "initial_lr") else f"initial_{name}"
     for key in (initial, name.removeprefix("initial_")):
@@ -82,7 +75,6 @@ def _held(saved: Mapping[str, Any], name: str) -> Iterator[Any]:
 
 
 def _nested(scheduler: Any) -> Iterator[Any]:
-    """Yields a scheduler, or its state, and those nested in it, as in ``SequentialLR``."""
     yield scheduler
     within = scheduler.get("_schedulers") if isinstance(scheduler, Mapping) else getattr(scheduler, "_schedulers", None)
     for each in within or ():

@@ -44,10 +44,8 @@ def restore(
     if plugin.backend == "native":  # would raise on other hardware; emulation gives the same results
         plugin.backend = "auto"
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError(
-            "restore takes a model that is not spread over processes. Use a Trainer with "
-            "plugins=[LowBitPrecision.from_checkpoint(path)] for one that is."
-        )
+        advice = "Use a Trainer with plugins=[LowBitPrecision.from_checkpoint(path)] for one that is"
+        raise ValueError(f"restore takes a model that is not spread over processes. {advice}.")
     root = _within(model, prefix)
     planned = plugin.plan(root)
     if weights:
@@ -65,9 +63,9 @@ class _AsTrained:
     def __call__(self, module: nn.Module) -> Generator[None, None, None]:
         if module.training and torch.is_grad_enabled():
             raise ValueError(
-                "A restored model evaluates: its random bits and amaxes do not go on. Call model.eval(); or train it "
-                "with Trainer(plugins=[LowBitPrecision.from_checkpoint(path)]) and fit(model, ckpt_path=path); or in "
-                "high precision, after convert(model, 'bf16')."
+                "A restored model only evaluates. Call model.eval(); or train it with "
+                "Trainer(plugins=[LowBitPrecision.from_checkpoint(path)]) and fit(model, ckpt_path=path); or in high "
+                "precision, after convert(model, 'bf16')."
             )
         self.plugin.move_to(next(module.parameters()).device)
         with self.plugin.forward_context():
@@ -75,7 +73,6 @@ class _AsTrained:
 
 
 def _within(model: nn.Module, prefix: str) -> nn.Module:
-    """Nests a model in empty modules, so that its parameter names get the prefix."""
     for name in reversed(prefix.split(".") if prefix else []):
         holder = nn.Module()
         holder.add_module(name, model)

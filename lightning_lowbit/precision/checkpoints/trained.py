@@ -25,23 +25,16 @@ _HP = LinearCasts()
 
 @dataclass(frozen=True)
 class Trained:
-    """The settings that decide, with the weights, what a trained model computes.
+    """The settings that decide, with the weights, what a trained model computes."""
 
-    Attributes:
-        layers: by name, the casts of each converted layer, regardless of the phase.
-        started: the casts at the start of the run, for layers whose casts changed since.
-        shared_amax: patterns of layers that share an amax.
-        scaler: class name of the loss scaler, or None.
-    """
-
-    layers: Mapping[str, LinearCasts]
+    layers: Mapping[str, LinearCasts]  # by name, regardless of the phase
     compute_dtype: str
     smooth_swiglu: str | None = None
     shared_amax: tuple[str, ...] = ()
     exact: bool = False
     backend: str = "auto"
-    scaler: str | None = None
-    started: Mapping[str, LinearCasts] = field(default_factory=dict)
+    scaler: str | None = None  # class name
+    started: Mapping[str, LinearCasts] = field(default_factory=dict)  # casts that have changed since
 
     def __str__(self) -> str:
         counted = Counter(map(str, self.layers.values())).most_common()
@@ -49,7 +42,6 @@ class Trained:
 
     @property
     def planned(self) -> dict[str, LinearCasts]:
-        """By layer, the casts at the start of the run."""
         return {**self.layers, **self.started}
 
     def record(self) -> dict[str, Any]:
@@ -74,8 +66,8 @@ class Trained:
         version = entry(record, "version", int, "trained.")
         if version > VERSION:
             raise ValueError(
-                f"The checkpoint's record of how it was trained has version {version}, and this version of "
-                f"lightning_lowbit reads up to {VERSION}. Install the version that wrote it, or a later one."
+                f"The checkpoint's record of how it was trained has version {version}, and this lightning_lowbit reads "
+                f"up to {VERSION}. Install the version that wrote it, or a later one."
             )
         named = entry(record, "casts", Mapping, "trained.")
         casts = {name: LinearCasts.of(given) for name, given in named.items()}
@@ -169,14 +161,12 @@ CHANGEABLE = ("backend", "casts_of_checkpoint", "exact", "fresh_histories", "qua
 
 
 def check_changes(changes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns arguments that :meth:`LowBitPrecision.from_checkpoint` accepts; raises ``ValueError`` for others."""
     for name in changes:
         choose("argument of from_checkpoint (what else decides what is computed is the checkpoint's)", name, CHANGEABLE)
     return changes
 
 
 def primitive(value: Any) -> Any:
-    """Converts casts to a mapping of primitives, which :meth:`LinearCasts.of` takes."""
     if is_dataclass(value):
         return {f.name: primitive(getattr(value, f.name)) for f in fields(value) if f.init}
     if isinstance(value, Mapping):

@@ -720,7 +720,7 @@ def test_other_callbacks_do_not_see_draws(recompute: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "micro", "message"),
     [
-        (FullyShardedDataParallel, 1, "frees the weights in it after the first: use kind='layers'"),
+        (FullyShardedDataParallel, 1, "whose weights FSDPStrategy frees: use kind='layers'"),
         (FSDPModule, 2, "use kind='layers', or accumulate_grad_batches=1"),
     ],
 )
@@ -1044,7 +1044,7 @@ def test_without_the_plugin() -> None:
 def test_manual_optimization() -> None:
     model = Model()
     model.automatic_optimization = False
-    with pytest.raises(MisconfigurationException, match="train with automatic optimization"):
+    with pytest.raises(MisconfigurationException, match="Use automatic optimization"):
         fit(model, GradientNoiseMonitor())
 
 

@@ -180,7 +180,7 @@ def test_needs_the_plugin():
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    with pytest.raises(MisconfigurationException, match="QAFSwitch switches the phase of a LowBitPrecision plugin"):
+    with pytest.raises(MisconfigurationException, match="QAFSwitch needs a LowBitPrecision plugin"):
         trainer.fit(BoringModel())
 
 

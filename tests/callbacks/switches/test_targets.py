@@ -323,7 +323,7 @@ def test_a_rollback_from_after_a_switch_to_before_it() -> None:
     rollback = SpikeRollback(warmup_steps=50, every_n_steps=50)
     switches = [PrecisionSwitch({"head": "bf16"}, step=2), PrecisionSwitch({"first": "nvfp4"}, step=3)]
     plugin = FP8Precision("delayed")
-    with pytest.warns(UserWarning, match="goes on with the weights of step 0"):
+    with pytest.warns(UserWarning, match="continues with the weights of step 0"):
         seen = fit(*switches, rollback, model=Bad(), plugin=plugin, max_steps=9)
     assert seen.of("head")[-1] == "bf16"
     names = {name.partition("/")[0] for name in state(plugin)["amax_history"]}
@@ -355,7 +355,7 @@ def test_casts_that_the_backend_refuses() -> None:
 
 
 def test_by_hand_before_there_is_a_model() -> None:
-    with pytest.raises(MisconfigurationException, match="no model has been converted yet. Give the plugin overrides"):
+    with pytest.raises(MisconfigurationException, match="none has been converted yet. Give the plugin overrides"):
         FP4Precision().set_casts({"head": "bf16"})
 
 
@@ -550,7 +550,7 @@ def test_nothing_to_report() -> None:
         ({"to": {}}, "to maps patterns of layers to casts, at least one"),
         ({"to": {"head": "qat"}}, "Unknown phase or preset 'qat'. Did you mean 'qaf'.*'mxfp4'"),
         ({"to": {"head": {"fprop_v": None}}}, "Unknown field of LinearCasts 'fprop_v'"),
-        ({"to": {"head": "bf16"}, "steps": 5}, "λ belongs to all layers, and a mapping is for some of them"),
+        ({"to": {"head": "bf16"}, "steps": 5}, "λ is for all layers, and a mapping for some"),
         ({"rewarm": 0}, "rewarm is a number of optimizer steps, 1 or more, or None; got 0"),
         ({"rewarm": 2.5}, "rewarm is a number of optimizer steps, 1 or more, or None; got 2.5"),
         ({"moments": "forget"}, "Unknown moments 'forget'"),

@@ -108,7 +108,9 @@ def test_back_from_zero_after_a_resume() -> None:
 
 def test_no_weight_decay_to_change() -> None:
     model = Decayed(lambda groups: torch.optim.SGD([{**group, "weight_decay": 0} for group in groups], lr=0.1))
-    with pytest.raises(MisconfigurationException, match="here it is 0 for all. Give the optimizer a weight decay"):
+    with pytest.raises(
+        MisconfigurationException, match="here it is 0 for all parameters. Give the optimizer a weight decay"
+    ):
         fit(WeightDecaySwitch(step=1), model=model)
 
 
@@ -120,7 +122,7 @@ def test_says_so(caplog: pytest.LogCaptureFixture) -> None:
 def test_several_optimizers() -> None:
     """``global_step`` counts the steps of both, and manual optimization has a number of them only where it is given."""
     assert fit(WeightDecaySwitch(at=0.5), model=Manual(), max_steps=8) == [[0.5, 0, 0.25]] * 2 + [AFTER] * 2
-    message = r"WeightDecaySwitch\(at=0.5\) is a fraction .* set max_steps, or give step instead of at"
+    message = r"WeightDecaySwitch\(at=0.5\) is a fraction .* set max_steps, or give step instead"
     with pytest.raises(MisconfigurationException, match=message):
         fit(WeightDecaySwitch(at=0.5), model=Manual(), max_steps=-1, max_epochs=1)
 
@@ -198,7 +200,7 @@ def test_a_run_that_resumes_after_the_step_switches() -> None:
 
 
 def test_an_optimizer_without_weight_decay() -> None:
-    message = "WeightDecaySwitch sets the weight decay of optimizers, and LBFGS has none .* such as AdamW"
+    message = "WeightDecaySwitch needs optimizers with weight decay, and LBFGS has none.* such as AdamW"
     with pytest.raises(MisconfigurationException, match=message):
         fit(WeightDecaySwitch(step=9), model=Decayed(lambda groups: torch.optim.LBFGS(groups[0]["params"])))
 
