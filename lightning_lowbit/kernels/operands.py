@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_lowbit.compilation import backend, current_backend, opaque
 from lightning_lowbit.kernels.cpu import casts as cpu
@@ -62,6 +63,8 @@ def _by_kernel(
 ) -> Operand | None:
     """The operand where a kernel makes it; None where none does, or where the plain code refuses the arguments."""
     chosen = current_backend()
+    if type(x) not in (Tensor, Parameter):  # FakeTensor and other subclasses have no memory of their own
+        return None
     if x.is_cpu and chosen in ("auto", "cpp"):
         plan = cpu.plan_of(spec, dim, x.dtype, dtype)
         if plan is not None and cpu.takes(x, plan, key, amax, shard):
@@ -148,6 +151,8 @@ def amax_of(x: Tensor, shard: Shard | None = None) -> Tensor:
 
 @opaque(lambda x: x.new_empty((), dtype=torch.float32))
 def _amax(x: Tensor) -> Tensor:
+    if type(x) not in (Tensor, Parameter):
+        return plain_amax(x)
     if x.is_cpu and current_backend() in ("auto", "cpp") and cpu.measures(x):
         return cpu.amax_of(x)
     if x.is_cuda and current_backend() in ("auto", "triton") and x.numel() and gpu.obstacle(x.device) is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from lightning_lowbit import convert
 from lightning_lowbit.compilation import backend
@@ -60,3 +61,10 @@ def test_a_compiled_model_calls_the_kernels():
     expected = model(x)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), expected)
+
+
+def test_tensors_without_memory_take_plain_code():
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(64, 48))
+        convert(model, "mxfp8")
+        assert model(torch.randn(32, 64)).shape == (32, 48)
