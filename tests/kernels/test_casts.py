@@ -207,3 +207,11 @@ def test_a_triton_kernel_that_differs_from_plain_code_is_not_used(monkeypatch):
     with backend("triton"), pytest.warns(UserWarning, match="differs from the plain code on cpu"):
         assert same_bits(quantize_operand(x, cast, 1).values, plain(x, cast, 1).values)
     operands._agrees.cache_clear()
+
+
+def test_results_lie_beside_the_input_whatever_the_default_device():
+    x, cast = torch.randn(8, 32), LinearCasts.preset("nvfp4").fprop_x
+    with torch.device("meta"):
+        found, amax = quantize_operand(x, cast, 1), amax_of(x)
+    assert same_bits(found.values, plain(x, cast, 1).values)
+    assert amax == x.abs().max()

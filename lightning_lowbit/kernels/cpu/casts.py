@@ -148,13 +148,16 @@ def takes(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard:
 def quantize(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard: Shard | None) -> Operand:
     """The operand of :func:`lightning_lowbit.quant.quantize_operand`, from arguments that the kernels take."""
     x, (rows, columns), side = x.contiguous(), x.shape, plan.tile[1]
-    values = torch.empty((rows, columns), dtype=plan.dtype)
-    factor = torch.empty(() if plan.factor_dim is None else (rows, 1) if plan.factor_dim == 0 else (1, columns))
+    values, factor = x.new_empty((rows, columns), dtype=plan.dtype), None
+    if plan.has_factor:
+        shape = {None: (), 0: (rows, 1), 1: (1, columns)}[plan.factor_dim]
+        factor = x.new_empty(shape, dtype=torch.float32)
     all_columns, first = columns + (-columns % side if side else 0), 0
     if shard is not None:
         _, all_columns, first = shard.place(x.shape, plan.tile)
     key_address = key.data_ptr() if plan.draws and key is not None else None
-    output = _Output(values.data_ptr(), factor.data_ptr(), key_address, plan.to_dtype, all_columns, first)
+    factor_address = None if factor is None else factor.data_ptr()
+    output = _Output(values.data_ptr(), factor_address, key_address, plan.to_dtype, all_columns, first)
     kernels, amax_address = library(), None if amax is None else amax.data_ptr()
     kernels.lowbit_cast(  # type: ignore[union-attr]
         x.data_ptr(),
@@ -166,7 +169,7 @@ def quantize(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, sha
         ctypes.byref(output),
         torch.get_num_threads(),
     )
-    return Operand(values, factor if plan.has_factor else None)
+    return Operand(values, factor)
 
 
 def measures(x: Tensor) -> bool:
@@ -176,7 +179,7 @@ def measures(x: Tensor) -> bool:
 
 def amax_of(x: Tensor) -> Tensor:
     """max|x| of a float32 or bfloat16 tensor: 0-d float32; not finite if an element is not."""
-    x, result = x.contiguous(), torch.empty(())
+    x, result = x.contiguous(), x.new_empty((), dtype=torch.float32)
     kernels, dtype = library(), _INPUTS[x.dtype]
     kernels.lowbit_amax(x.data_ptr(), dtype, x.numel(), result.data_ptr(), torch.get_num_threads())  # type: ignore[union-attr]
     return result

@@ -12,7 +12,7 @@
 // What a call writes: as casts.py declares it.
 struct Output {
     void *values;   // [rows, columns] contiguous
-    float *factor;  // one per row, one per column, or one
+    float *factor;  // one per row, one per column, or one; null where there is none
     const int64_t *key;          // of stochastic rounding
     int32_t dtype;               // 0 float, 1 bfloat16, 2 int8
     int32_t all_columns, first;  // random bits belong to element `row * all_columns + column + first`
@@ -334,7 +334,7 @@ void cast_all(const In *x, int64_t rows, int64_t columns, const float *amax, con
         encode = encode_factor(scales, level, plan)[0], stored = stored_scale(scales, plan)[0];
     }
     const Scales of_tensor = {&encode, &stored, (columns + kLanes) * kLanes};
-    if (is_tensor || plan.per_block) *output.factor = stored * level.decode;
+    if (output.factor && (is_tensor || plan.per_block)) *output.factor = stored * level.decode;
 
     // Rectangles of whole tiles: strips of one tile each, some rows of strips that are one row high.
     int64_t tile_rows = is_tensor ? 8 : plan.tile_rows ? plan.tile_rows : rows, height = tile_rows > 1 ? tile_rows : 8;
