@@ -74,8 +74,8 @@ def of_weight(row: Mapping[str, float], cast: Cast, zeros_tolerance: float) -> I
 def of_codes(quiet: int, no_flips_for: int) -> Iterator[Fault]:
     if quiet >= no_flips_for:
         message = (
-            f"no code of its weight has changed in a logged step for {quiet} steps (no_flips_for={no_flips_for}). "
-            "Look at its gradient and learning rate: steps may be too small to cross a rounding threshold."
+            f"no code of its weight has changed in a logged step for {quiet} optimizer steps (no_flips_for="
+            f"{no_flips_for}). Look at its gradient and learning rate: are steps too small to cross a threshold?"
         )
         yield Fault("no flips", 1.0, message)
 

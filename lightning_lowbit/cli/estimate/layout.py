@@ -42,7 +42,7 @@ class Layout:
             integer(f"--{name}", getattr(self, name), 1)
         if self.devices % (t := self.tensor_parallel):
             raise ValueError(
-                f"--devices {self.devices} do not divide into groups of {t}: give another --tensor_parallel."
+                f"{self.devices} devices do not divide into groups of {t}: give another --tensor_parallel."
             )
         if self.strategy == "ddp" and self.tensor_parallel > 1:
             raise ValueError("Tensor parallelism comes with ModelParallelStrategy: give --strategy fsdp.")
