@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, clipping, guards
-from tests.optim.parameters import assert_same, make_parameters, set_gradients, train
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, clipping
+from tests.optim.parameters import assert_same, in_cpp_and_in_torch, make_parameters, set_gradients, train, use
 from tests.references.adaptive import Guard, guard_all
 
 SHAPES = [(), (7,), (5, 6), (3, 2, 2, 2)]
@@ -40,7 +40,6 @@ RULES: dict[str, dict[str, Any]] = {
     "ada_clip, grad_clip": {"norm_clip": "grad_clip", "max_norm": 0.5, "gamma3": 0.9},
     "none": {"element_clip": None, "norm_clip": None},
 }
-on_host_or_not = pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["host", "accelerator"])
 
 
 def follow_reference(
@@ -79,12 +78,12 @@ def uncorrected_second_moment(optimizer: torch.optim.Optimizer, parameter: Tenso
 
 
 @pytest.mark.pairwise(1)
-@on_host_or_not
+@in_cpp_and_in_torch
 @pytest.mark.parametrize("options", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_reference(make: Make, options: dict[str, Any], hosts: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference(make: Make, options: dict[str, Any], code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, where only the order of sums differs; Lion's signs are then safe, too."""
-    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    use(code, monkeypatch)
     monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
     guarding = [Guard(**options) for _ in parameters]
@@ -100,13 +99,13 @@ def test_reference_in_fp32(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.pairwise(1)
-@on_host_or_not
+@in_cpp_and_in_torch
 @pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], OPTIMIZERS["AdamW, fused"]], ids=["AdamW", "AdamW, fused"])
 @pytest.mark.parametrize("norm_clip", ["ada_gn", "grad_clip", None])
 def test_spike_clip_by_the_wrapped_second_moment(
-    make: Make, norm_clip: str | None, hosts: set[str], monkeypatch: pytest.MonkeyPatch
+    make: Make, norm_clip: str | None, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    use(code, monkeypatch)
     monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
     options: dict[str, Any] = {"element_clip": "spike_clip", "norm_clip": norm_clip, "spike_threshold": 4.0}
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
@@ -180,13 +179,13 @@ def test_around_adamw_it_is_stable_spam_without_resets(
 
 
 @pytest.mark.pairwise(1)
-@on_host_or_not
+@in_cpp_and_in_torch
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
 def test_a_non_finite_step_is_skipped_whole(
-    make: Make, first: bool, hosts: set[str], monkeypatch: pytest.MonkeyPatch
+    make: Make, first: bool, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    use(code, monkeypatch)
     parameters, twins = make_parameters(shapes=SHAPES), make_parameters(shapes=SHAPES)
     disturbed, calm = Adaptive(make(parameters)), Adaptive(make(twins))
     done = 0 if first else 2

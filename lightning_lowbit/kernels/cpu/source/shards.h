@@ -1,0 +1,192 @@
+// The shards of a batch: their elements in blocks of 128, in float32, whatever format they are kept in.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "floats.h"
+
+constexpr int kBlock = 128, kBlocksInChunk = 128, kChunk = kBlock * kBlocksInChunk;
+
+// What a mean square of 0 in FP8 is read as, in units of its scale.
+constexpr float kSmallestSquare = 0x1p-16f;
+
+enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kNothing };
+enum Moments : int64_t { kDense, kFP8, kSparse };
+enum Rule : int64_t { kNone, kAdaClip, kSpikeClip };
+
+// A shard of a parameter. Dense moments have one row, others the rows of the shard.
+struct Shard {
+    void *weights;         // where `clipped` writes, too
+    const void *gradient;
+    void *mean, *mean_square;
+    float *mean_scale, *mean_square_scale;  // of FP8: one for each block
+    FP16 *master;                           // null without master weights
+    int64_t weights_kind, gradient_kind, moments;  // the gradient may be kNothing, which stands for zeros
+    int64_t size, row;       // elements of the shard, and of one of its rows
+    int64_t columns, every;  // moments of a row, and how many neighbors share one
+    int64_t first, stride;   // index of the first moment in the whole parameter, and from one row to the next
+    int64_t number;          // of the parameter, for its random bits
+};
+
+namespace {
+
+// Calls body(shard, chunk, first, last) for at most `size` of the units(shard) of each shard, on several threads.
+template <class Units, class Body>
+void for_chunks(int64_t shards, int threads, int64_t size, Units units, Body body) {
+    std::vector<int64_t> ends(shards);
+    int64_t chunks = 0;
+    for (int64_t i = 0; i < shards; i++) ends[i] = chunks += (units(i) + size - 1) / size;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (chunks > 1)
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        int64_t i = std::upper_bound(ends.begin(), ends.end(), chunk) - ends.begin();
+        int64_t first = (chunk - (i ? ends[i - 1] : 0)) * size;
+        body(i, chunk, first, std::min(first + size, units(i)));
+    }
+}
+
+// Calls body with a pointer of the type of a kind.
+template <class Body>
+void of_kind(int64_t kind, const void *data, Body body) {
+    if (kind == kFloat32) body((float *)data);
+    if (kind == kBFloat16) body((BF16 *)data);
+    if (kind == kFloat16) body((FP16 *)data);
+}
+
+// How the elements of a shard are cut into blocks: by rows and their moments, or as one long row of elements.
+struct Walk {
+    int64_t rows, row, columns, every;
+
+    Walk(const Shard &s, bool by_rows) : rows(1), row(s.size), columns(s.size), every(1) {
+        if (by_rows && s.size) rows = s.size / s.row, row = s.row, columns = s.columns, every = s.every;
+    }
+    int64_t blocks_in_row() const { return (columns + kBlock - 1) / kBlock; }
+    int64_t blocks() const { return rows * blocks_in_row(); }
+};
+
+// Calls body(first, lanes) for sixteen elements at a time.
+template <class Body>
+__attribute__((always_inline)) inline void for_lanes(int64_t count, Body body) {
+    int64_t k = 0;
+    for (; k + kLanes <= count; k += kLanes) body(k, kLanes);
+    if (k < count) body(k, (int)(count - k));
+}
+
+// At most 128 moments of a row, and the elements that have them: one of `every` neighbors.
+struct Block {
+    int64_t number, moment, element;  // of the block, and of its first moment and element in the shard
+    int64_t every, left;              // elements from the first one to the end of the row
+    uint32_t index;                   // of the first moment in the whole parameter
+    int count;
+
+    Block(const Shard &s, const Walk &walk, int64_t number) : number(number), every(walk.every) {
+        int64_t row = number / walk.blocks_in_row(), column = number % walk.blocks_in_row() * kBlock;
+        moment = row * walk.columns + column;
+        element = row * walk.row + column * every;
+        left = walk.row - column * every;
+        index = (uint32_t)(s.first + row * s.stride + column);
+        count = (int)std::min<int64_t>(kBlock, walk.columns - column);
+    }
+};
+
+// A block in float32: pointers to memory, or to the buffers, which are padded with zeros.
+struct Work {
+    float *gradient, *weights, *mean, *square;
+    alignas(64) float buffers[4][kBlock];
+    alignas(64) int32_t picks[kBlock];  // which of its neighbors has the moment
+};
+
+uint64_t mix(uint64_t key) {  // as mix_key in quant/rounding.py
+    key += 0x9E3779B97F4A7C15u;
+    key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9u;
+    key = (key ^ (key >> 27)) * 0x94D049BB133111EBu;
+    return key ^ (key >> 31);
+}
+
+U32 random_from(uint32_t index, uint64_t key) {
+    U32 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return random_bits(lanes + index, (uint32_t)key, (uint32_t)(key >> 32));
+}
+
+void pick(const Block &b, uint64_t key, int32_t *picks) {
+    for (int i = 0; i < b.count; i += kLanes) {
+        U32 random = random_from(b.index + i, key);
+        for (int lane = 0; lane < kLanes && i + lane < b.count; lane++) {
+            float draw = (float)(random[lane] >> 16) * 0x1p-16f + 0x1p-17f;
+            picks[i + lane] = (int32_t)(draw * (float)std::min(b.every, b.left - (i + lane) * b.every));
+        }
+    }
+}
+
+// The elements of a block in float32, in the buffer or where they are.
+template <class T>
+float *gather(const Block &b, T *source, const int32_t *picks, float *buffer) {
+    source += b.element;
+    if (b.every > 1) {
+        for (int i = 0; i < b.count; i++) buffer[i] = load(source + i * b.every + picks[i], 1)[0];
+    } else {
+        if (sizeof(T) == sizeof(float) && b.count == kBlock) return (float *)source;
+        for_lanes(b.count, [=](int64_t k, int lanes) { store(buffer + k, load(source + k, lanes)); });
+    }
+    return buffer;
+}
+
+template <class T>
+void scatter(const Block &b, T *target, const int32_t *picks, const float *buffer) {
+    target += b.element;
+    if ((const void *)target == buffer) return;
+    if (b.every > 1) {
+        for (int i = 0; i < b.count; i++) store(target + i * b.every + picks[i], all(buffer[i]), 1);
+    } else {
+        for_lanes(b.count, [=](int64_t k, int lanes) { store(target + k, load(buffer + k), lanes); });
+    }
+}
+
+template <class Format>
+float *load_moment(const Shard &s, const Block &b, void *data, const float *scales, float smallest, float *buffer) {
+    if (s.moments != kFP8) {
+        float *values = (float *)data + b.moment;
+        if (b.count == kBlock) return values;
+        memcpy(buffer, values, b.count * sizeof(float));
+        return buffer;
+    }
+    const uint8_t *codes = (const uint8_t *)data + b.moment;
+    float scale = scales[0];
+    for_lanes(b.count, [=](int64_t k, int lanes) {
+        store(buffer + k, at_least(decode<Format>(load_codes(codes + k, lanes)), smallest) * scale);
+    });
+    return buffer;
+}
+
+template <class Format>
+void store_moment(const Shard &s, const Block &b, void *data, float *scale, uint64_t key, const float *values) {
+    if (s.moments != kFP8) {
+        float *target = (float *)data + b.moment;
+        if (target != values) memcpy(target, values, b.count * sizeof(float));
+        return;
+    }
+    I32 largest = {};
+    for_lanes(b.count, [&](int64_t k, int lanes) {
+        I32 size = (I32)bits(magnitude(load(values + k, lanes)));
+        largest = larger(largest, size);
+    });
+    int32_t amax_bits = 0;
+    for (int lane = 0; lane < kLanes; lane++) amax_bits = std::max(amax_bits, largest[lane]);
+    float amax;
+    memcpy(&amax, &amax_bits, sizeof amax);
+    const float unit = *scale = amax / Format::kMax;
+    uint8_t *codes = (uint8_t *)data + b.moment;
+    if (!(unit > 0)) {
+        memset(codes, 0, b.count);
+        return;
+    }
+    const uint32_t index = b.index;
+    for_lanes(b.count, [=](int64_t k, int lanes) {
+        store_codes(codes + k, encode<Format>(load(values + k) / unit, random_from(index + (uint32_t)k, key)), lanes);
+    });
+}
+
+float *scale_of(const Shard &s, const Block &b, float *scales) { return s.moments == kFP8 ? scales + b.number : nullptr; }
+
+}  // namespace
