@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit import compilation
+import lightning_lowbit.compilation as compilation
 from lightning_lowbit.distributed import offsets_of
 from lightning_lowbit.kernels.cpu.adam import DENSE, FP8, KINDS, NOTHING, SPARSE, Shard, Shards, rules
 from lightning_lowbit.kernels.cpu.library import library

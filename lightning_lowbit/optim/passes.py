@@ -5,8 +5,8 @@
     update           Adam, with factor·clip(g)
     write_clipped    factor·clip(g), into other tensors
 
-What lies between them, in `guards` and `adam`, is arithmetic on one number per parameter. Tensors are handled in
-pieces, which bounds the memory of temporaries. Nothing here waits for a device: scalars are 0-d tensors.
+What lies between them, in `guards` and `guarded_adam`, is arithmetic on one number per parameter. Tensors are handled
+in pieces, which bounds the memory of temporaries. Nothing here waits for a device: scalars are 0-d tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ class ElementClip(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What Adam does with each parameter, [P] each; `adam` has the equations.
+    """What Adam does with each parameter, [P] each; `guarded_adam` has the equations.
 
     ``factor`` is on gradients; ``rate`` the learning rate of this step; ``decay`` the share that a parameter loses
     first. The scales of master weights, before and after the step, are None without these.

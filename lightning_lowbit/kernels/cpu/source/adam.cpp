@@ -50,7 +50,7 @@ int clip(const Shard &s, const Rules &rules, int64_t i, const Block &b, float fa
         }
     } else if (clips_by_square(s, rules, i)) {
         const float *scale = scale_of(s, b, s.mean_square_scale), multiple = rules.limit[i];
-        const float *square = load_moment<E5M2OfSquares>(s, b, s.mean_square, scale, kSmallestSquare, work.buffers[3]);
+        const float *square = load_moment<E5M2OfSquares>(s, b, s.mean_square, scale, work.buffers[3]);
         for (int k = 0; k < b.count; k++) {
             float limit = std::sqrt(square[k] > 0 ? square[k] * multiple : INFINITY);
             float value = g[k] > limit ? limit : g[k] < -limit ? -limit : g[k];
@@ -78,17 +78,24 @@ inline float lerp(float old, float value, float weight) {  // exact at weights o
     return multiply_add(is_near ? weight : weight - 1, value - old, is_near ? old : value);
 }
 
-void adam(const Work &work, const Rules &rules, int64_t i, float decay, int count) {
+// Adam on a block; leaves the bits of the largest moments, which for positive numbers are ordered as these are.
+void adam(const Work &work, const Rules &rules, int64_t i, float decay, int count, float *amaxes) {
     float weight1 = rules.weight1[i], weight2 = rules.weight2[i], rate = rules.rate[i], eps = (float)rules.eps;
     float kept = 1 - decay;
     const float *__restrict gradient = work.gradient;
     float *__restrict weights = work.weights, *__restrict mean = work.mean, *__restrict square = work.square;
+    int32_t largest[2] = {};
     for (int k = 0; k < count; k++) {
-        float g = gradient[k];
-        mean[k] = lerp(mean[k], g, weight1);
-        square[k] = lerp(square[k], g * g, weight2);
-        weights[k] = weights[k] * kept - mean[k] / (std::sqrt(square[k]) + eps) * rate;
+        float g = gradient[k], m = lerp(mean[k], g, weight1), v = lerp(square[k], g * g, weight2);
+        mean[k] = m, square[k] = v;
+        weights[k] = weights[k] * kept - m / (std::sqrt(v) + eps) * rate;
+        int32_t bits[2];
+        memcpy(bits, &m, sizeof m);
+        memcpy(bits + 1, &v, sizeof v);
+        largest[0] = std::max(largest[0], bits[0] & 0x7fffffff);
+        largest[1] = std::max(largest[1], bits[1]);
     }
+    memcpy(amaxes, largest, sizeof largest);
 }
 
 void load_masters(const Shard &s, const Block &b, float scale, float *weights) {
@@ -124,20 +131,20 @@ uint64_t key_of(const Shard &s, const Rules &rules, int64_t i) {
 
 void update_block(const Shard &s, const Rules &rules, int64_t i, const Block &b, uint64_t key, Work &work) {
     float *mean_scale = scale_of(s, b, s.mean_scale), *square_scale = scale_of(s, b, s.mean_square_scale);
-    float decay = rules.decays ? rules.decay[i] : 0;
+    float decay = rules.decays ? rules.decay[i] : 0, amaxes[2];
     clip(s, rules, i, b, rules.factor[i], work);
-    work.mean = load_moment<E4M3>(s, b, s.mean, mean_scale, -INFINITY, work.buffers[2]);
-    work.square = load_moment<E5M2OfSquares>(s, b, s.mean_square, square_scale, kSmallestSquare, work.buffers[3]);
+    work.mean = load_moment<E4M3>(s, b, s.mean, mean_scale, work.buffers[2]);
+    work.square = load_moment<E5M2OfSquares>(s, b, s.mean_square, square_scale, work.buffers[3]);
     of_kind(s.weights_kind, s.weights, [&](auto *all) {
         if (b.every > 1 && rules.decays) decay_all(b, all, decay);
         work.weights = gather(b, all, work.picks, work.buffers[1]);
         if (s.master) load_masters(s, b, rules.old_scale[i], work.weights);
-        adam(work, rules, i, b.every > 1 ? 0 : decay, b.count);
+        adam(work, rules, i, b.every > 1 ? 0 : decay, b.count, amaxes);
         if (s.master) round_to_masters(s, b, rules.new_scale[i], work.weights);
         scatter(b, all, work.picks, work.weights);
     });
-    store_moment<E4M3>(s, b, s.mean, mean_scale, mix(key), work.mean);
-    store_moment<E5M2OfSquares>(s, b, s.mean_square, square_scale, mix(key + 1), work.square);
+    store_moment<E4M3>(s, b, s.mean, mean_scale, amaxes[0], mix(key), work.mean);
+    store_moment<E5M2OfSquares>(s, b, s.mean_square, square_scale, amaxes[1], mix(key + 1), work.square);
 }
 
 template <class T>

@@ -26,19 +26,23 @@ inline I32 smaller(I32 left, I32 right) { return left < right ? left : right; }
 inline I32 larger(I32 left, I32 right) { return left > right ? left : right; }
 inline I32 all_integers(int32_t value) { return value - I32{}; }
 
-// What finite codes stand for. Arithmetic on numbers below the normal ones of float32 is avoided: it may be switched off.
+// What finite codes stand for. Read as a float with its exponent moved, a code is right where it is a normal number; below,
+// right is twice that less the smallest normal one, which is more above. (Arithmetic on numbers below the normal ones of
+// float32 would be shorter, but may be switched off.)
 template <class Format>
 inline F32 decode(U32 code) {
-    constexpr uint32_t bias = (127u - Format::kBias) << 23, one = 1u << 23;
-    U32 magnitude = (code & ((1u << Format::kSign) - 1)) << (23 - Format::kMantissa);
-    F32 normal = from_bits(magnitude + bias);
-    F32 subnormal = from_bits(magnitude + (bias + one)) - from_bits(all_words(bias + one));
-    F32 value = magnitude < one ? subnormal : normal;
-    return Format::kIsSigned ? from_bits(bits(value) | (code >> Format::kSign) << 31) : value;
+    constexpr int32_t moved = (127 - Format::kBias) << 23, one = 1 << 23;
+    I32 magnitude = (I32)(code << (23 - Format::kMantissa)) & (((1 << Format::kSign) - 1) << (23 - Format::kMantissa));
+    F32 smallest = (F32)all_integers(moved + one);
+    I32 below = (I32)((F32)(magnitude + (moved + one)) - smallest);
+    I32 value = smaller(magnitude + moved, below);
+    if (Format::kIsSigned) value |= (I32)(code << (31 - Format::kSign)) & (I32)all_words(0x80000000u);
+    return (F32)value;
 }
 
 // Stochastic rounding to codes, as round_stochastic in quant/rounding.py. Neighbors are one `step` apart, and `large` is
-// 1.5 * 2^23 steps: the bits of (value + large) count steps. All these are powers of two, made of the value's exponent.
+// 1.5 * 2^23 steps: the bits of (value + large) count steps. Both are powers of two, made of the value's exponent. The
+// upper 16 random bits make a draw between -1/2 and 1/2, here in units of 2^-32.
 template <class Format>
 inline U32 encode(F32 value, U32 random) {
     constexpr int mantissa = Format::kMantissa;
@@ -48,16 +52,15 @@ inline U32 encode(F32 value, U32 random) {
     I32 magnitude = smaller((I32)bits(value) & 0x7fffffff, all_integers(max_bits));
     I32 exponent = larger(magnitude & 0x7f800000, all_integers((128 - Format::kBias) << 23));
     if (Format::kIsSigned) magnitude |= (I32)bits(value) & (I32)all_words(0x80000000u);
-    F32 step_by_draws = from_bits((U32)(exponent - ((mantissa + 16) << 23)));  // a draw has 16 bits
+    F32 step = (F32)(exponent - ((mantissa + 32) << 23));  // in the draw's units
     I32 large = exponent + (((23 - mantissa) << 23) + 0x400000);
-    F32 draw = __builtin_convertvector((I32)(random >> 16), F32) + (0.5f - 0x1p15f);
-    I32 steps = (I32)bits(((F32)magnitude + draw * step_by_draws) + (F32)large) - large;
+    F32 draw = __builtin_convertvector((I32)((random & 0xffff0000u) ^ 0x80000000u), F32) + 0x1p15f;
+    I32 steps = (I32)(((F32)magnitude + draw * step) + (F32)large) - large;
     // The code of the exponent, and as many more as there are steps above its first number; below the normal numbers,
     // steps alone.
     I32 first = (exponent >> (23 - mantissa)) - ((128 - Format::kBias) << mantissa);
     if (!Format::kIsSigned) return (U32)(steps + first);
-    I32 sign = (steps >> 31) & (1 << Format::kSign);
-    return (U32)(((steps < 0 ? -steps : steps) + first) | sign);
+    return (U32)(steps < 0 ? first - steps + (1 << Format::kSign) : first + steps);
 }
 
 inline F32 widen_half(U16 value) {

@@ -9,8 +9,8 @@
 
 constexpr int kBlock = 128, kBlocksInChunk = 128, kChunk = kBlock * kBlocksInChunk;
 
-// What a mean square of 0 in FP8 is read as, in units of its scale.
-constexpr float kSmallestSquare = 0x1p-16f;
+// What a mean square of 0 in FP8 is read as, in units of its scale: the bits of 2^-16.
+constexpr int32_t kSmallestSquare = (127 - 16) << 23;
 
 enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kNothing };
 enum Moments : int64_t { kDense, kFP8, kSparse };
@@ -144,7 +144,7 @@ void scatter(const Block &b, T *target, const int32_t *picks, const float *buffe
 }
 
 template <class Format>
-float *load_moment(const Shard &s, const Block &b, void *data, const float *scales, float smallest, float *buffer) {
+float *load_moment(const Shard &s, const Block &b, void *data, const float *scales, float *buffer) {
     if (s.moments != kFP8) {
         float *values = (float *)data + b.moment;
         if (b.count == kBlock) return values;
@@ -154,34 +154,28 @@ float *load_moment(const Shard &s, const Block &b, void *data, const float *scal
     const uint8_t *codes = (const uint8_t *)data + b.moment;
     float scale = scales[0];
     for_lanes(b.count, [=](int64_t k, int lanes) {
-        store(buffer + k, at_least(decode<Format>(load_codes(codes + k, lanes)), smallest) * scale);
+        F32 value = decode<Format>(load_codes(codes + k, lanes));
+        if (!Format::kIsSigned) value = (F32)larger((I32)value, all_integers(kSmallestSquare));
+        store(buffer + k, value * scale);
     });
     return buffer;
 }
 
+// `amax` is max|x| of the values.
 template <class Format>
-void store_moment(const Shard &s, const Block &b, void *data, float *scale, uint64_t key, const float *values) {
+void store_moment(const Shard &s, const Block &b, void *data, float *scale, float amax, uint64_t key, float *values) {
     if (s.moments != kFP8) {
         float *target = (float *)data + b.moment;
         if (target != values) memcpy(target, values, b.count * sizeof(float));
         return;
     }
-    I32 largest = {};
-    for_lanes(b.count, [&](int64_t k, int lanes) {
-        I32 size = (I32)bits(magnitude(load(values + k, lanes)));
-        largest = larger(largest, size);
-    });
-    int32_t amax_bits = 0;
-    for (int lane = 0; lane < kLanes; lane++) amax_bits = std::max(amax_bits, largest[lane]);
-    float amax;
-    memcpy(&amax, &amax_bits, sizeof amax);
     const float unit = *scale = amax / Format::kMax;
+    const uint32_t index = b.index;
     uint8_t *codes = (uint8_t *)data + b.moment;
     if (!(unit > 0)) {
         memset(codes, 0, b.count);
         return;
     }
-    const uint32_t index = b.index;
     for_lanes(b.count, [=](int64_t k, int lanes) {
         store_codes(codes + k, encode<Format>(load(values + k) / unit, random_from(index + (uint32_t)k, key)), lanes);
     });
