@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, clipping
-from tests.optim.parameters import assert_same, in_cpp_and_in_torch, make_parameters, set_gradients, train, use
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, adaptive, clipping
+from tests.optim.parameters import (
+    assert_same,
+    in_cpp_and_in_torch,
+    make_parameters,
+    set_gradients,
+    snapshot,
+    train,
+    use,
+)
 from tests.references.adaptive import Guard, guard_all
 
 SHAPES = [(), (7,), (5, 6), (3, 2, 2, 2)]
@@ -214,6 +222,48 @@ def test_the_gradients_are_restored_when_the_wrapped_optimizer_raises() -> None:
     with pytest.raises(RuntimeError, match="out of order"):
         Adaptive(Broken([parameter])).step()
     assert parameter.grad is gradient, "a copy stayed in p.grad"
+
+
+def portions(optimizer: Adaptive, parameters: list[Parameter], monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """For each step of the wrapped optimizer within the next one of the wrapper, which parameters have gradients."""
+    seen, step = [], optimizer.optimizer.step
+
+    def look() -> None:
+        seen.append([index for index, p in enumerate(parameters) if p.grad is not None])
+        step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer.optimizer, "step", look)
+        train(optimizer, parameters, [0])
+    return seen
+
+
+def test_copies_are_of_a_portion_of_the_parameters_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as fit the limit, or the largest parameter."""
+    monkeypatch.setattr(adaptive, "_PORTION", 8)
+    for shapes, wanted in (([(2, 2)] * 5, [[0, 1], [2, 3], [4]]), ([(3,), (5, 4), (3,), (4, 4)], [[0], [1], [2, 3]])):
+        parameters = make_parameters(shapes=shapes)
+        found = portions(Adaptive(torch.optim.AdamW(parameters)), parameters, monkeypatch)
+        assert found == wanted, f"{shapes}: gradients of parameters {found} at a time, not of {wanted}"
+    parameters = make_parameters(shapes=[(2, 2)] * 5)
+    with_hook = torch.optim.AdamW(parameters)
+    with_hook.register_step_post_hook(lambda *_: None)
+    foreign = type("Foreign", (torch.optim.SGD,), {"__module__": "elsewhere"})
+    for optimizer in (with_hook, foreign(parameters)):
+        found = portions(Adaptive(optimizer), parameters, monkeypatch)
+        assert found == [[0, 1, 2, 3, 4]], f"{type(optimizer)} stepped for {found}: it may count its steps"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_portions_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for most in (8, 2**22):
+        monkeypatch.setattr(adaptive, "_PORTION", most)
+        parameters = make_parameters(shapes=SHAPES)
+        optimizer = Adaptive(OPTIMIZERS[name](parameters))
+        train(optimizer, parameters, range(4))
+        runs.append(snapshot(optimizer, parameters))
+    assert_same(runs[0], runs[1], f"{name} in portions takes another step")
 
 
 def test_base_makes_the_optimizer_from_parameters_and_groups() -> None:

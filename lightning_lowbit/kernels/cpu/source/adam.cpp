@@ -30,37 +30,39 @@ bool clips_by_square(const Shard &s, const Rules &rules, int64_t i) {
     return rules.rule == kSpikeClip && s.mean_square && rules.limit[i] < INFINITY;
 }
 
-// Loads the gradient of a block, and applies the rule for elements and a factor; returns how many elements changed.
-int clip(const Shard &s, const Rules &rules, int64_t i, const Block &b, float factor, Work &work) {
-    float *clipped = work.buffers[0];
+float ada_clip(float g, float limit, float ratio) { return std::fabs(g) > limit ? g * ratio : g; }
+
+// Loads the gradient of a block; SpikeClip is applied. Returns how many elements that changed.
+int load_gradient(const Shard &s, const Rules &rules, int64_t i, const Block &b, Work &work) {
+    float *buffer = work.buffers[0];
     if (s.gradient_kind == kNothing) {
-        std::fill_n(work.gradient = clipped, kBlock, 0.0f);
+        std::fill_n(work.gradient = buffer, kBlock, 0.0f);
     } else {
-        of_kind(s.gradient_kind, s.gradient,
-                [&](auto *source) { work.gradient = gather(b, source, work.picks, clipped); });
+        of_kind(s.gradient_kind, s.gradient, [&](auto *all) { work.gradient = gather(b, all, work.picks, buffer); });
     }
-    const float *g = work.gradient;
+    if (!clips_by_square(s, rules, i)) return 0;
+    const float *scale = scale_of(s, b, s.mean_square_scale), *g = work.gradient, multiple = rules.limit[i];
+    const float *square = load_moment<E5M2OfSquares>(s, b, s.mean_square, scale, work.buffers[3]);
     int changed = 0;
-    if (rules.rule == kAdaClip) {
-        float limit = rules.limit[i], ratio = rules.ratio[i];
-        for (int k = 0; k < b.count; k++) {
-            bool is_spike = std::fabs(g[k]) > limit;
-            changed += is_spike;
-            clipped[k] = (is_spike ? g[k] * ratio : g[k]) * factor;
-        }
-    } else if (clips_by_square(s, rules, i)) {
-        const float *scale = scale_of(s, b, s.mean_square_scale), multiple = rules.limit[i];
-        const float *square = load_moment<E5M2OfSquares>(s, b, s.mean_square, scale, work.buffers[3]);
-        for (int k = 0; k < b.count; k++) {
-            float limit = std::sqrt(square[k] > 0 ? square[k] * multiple : INFINITY);
-            float value = g[k] > limit ? limit : g[k] < -limit ? -limit : g[k];
-            changed += value != g[k];
-            clipped[k] = value * factor;
-        }
-    } else {
-        for (int k = 0; k < b.count; k++) clipped[k] = g[k] * factor;
+    for (int k = 0; k < b.count; k++) {
+        float limit = std::sqrt(square[k] > 0 ? square[k] * multiple : INFINITY);
+        float value = g[k] > limit ? limit : g[k] < -limit ? -limit : g[k];
+        changed += value != g[k];
+        buffer[k] = value;
     }
-    work.gradient = clipped;
+    work.gradient = buffer;
+    return changed;
+}
+
+// Loads the gradient of a block, clipped by either rule, times a factor; returns how many elements the rule changed.
+int load_clipped(const Shard &s, const Rules &rules, int64_t i, const Block &b, float factor, Work &work) {
+    int changed = load_gradient(s, rules, i, b, work);
+    const float *g = work.gradient, limit = rules.rule == kAdaClip ? rules.limit[i] : INFINITY, ratio = rules.ratio[i];
+    float *clipped = work.gradient = work.buffers[0];
+    for (int k = 0; k < b.count; k++) {
+        changed += std::fabs(g[k]) > limit;
+        clipped[k] = ada_clip(g[k], limit, ratio) * factor;
+    }
     return changed;
 }
 
@@ -78,15 +80,16 @@ inline float lerp(float old, float value, float weight) {  // exact at weights o
     return multiply_add(is_near ? weight : weight - 1, value - old, is_near ? old : value);
 }
 
-// Adam on a block; leaves the bits of the largest moments, which for positive numbers are ordered as these are.
+// AdaClip, the factor and Adam on a block; leaves the bits of the largest moments, which for positive numbers are ordered as these are.
 void adam(const Work &work, const Rules &rules, int64_t i, float decay, int count, float *amaxes) {
     float weight1 = rules.weight1[i], weight2 = rules.weight2[i], rate = rules.rate[i], eps = (float)rules.eps;
-    float kept = 1 - decay;
+    float factor = rules.factor[i], ratio = rules.ratio[i], kept = 1 - decay;
+    float limit = rules.rule == kAdaClip ? rules.limit[i] : INFINITY;
     const float *__restrict gradient = work.gradient;
     float *__restrict weights = work.weights, *__restrict mean = work.mean, *__restrict square = work.square;
     int32_t largest[2] = {};
     for (int k = 0; k < count; k++) {
-        float g = gradient[k], m = lerp(mean[k], g, weight1), v = lerp(square[k], g * g, weight2);
+        float g = ada_clip(gradient[k], limit, ratio) * factor, m = lerp(mean[k], g, weight1), v = lerp(square[k], g * g, weight2);
         mean[k] = m, square[k] = v;
         weights[k] = weights[k] * kept - m / (std::sqrt(v) + eps) * rate;
         int32_t bits[2];
@@ -132,7 +135,7 @@ uint64_t key_of(const Shard &s, const Rules &rules, int64_t i) {
 void update_block(const Shard &s, const Rules &rules, int64_t i, const Block &b, uint64_t key, Work &work) {
     float *mean_scale = scale_of(s, b, s.mean_scale), *square_scale = scale_of(s, b, s.mean_square_scale);
     float decay = rules.decays ? rules.decay[i] : 0, amaxes[2];
-    clip(s, rules, i, b, rules.factor[i], work);
+    load_gradient(s, rules, i, b, work);
     work.mean = load_moment<E4M3>(s, b, s.mean, mean_scale, work.buffers[2]);
     work.square = load_moment<E5M2OfSquares>(s, b, s.mean_square, square_scale, work.buffers[3]);
     of_kind(s.weights_kind, s.weights, [&](auto *all) {
@@ -176,7 +179,7 @@ void add_squares(const Shard &s, const Rules &rules, int64_t i, const Walk &walk
     for (int64_t number = first; number < last; number++) {
         Block b(s, walk, number);
         if (b.every > 1) pick(b, epoch, work.picks);
-        result[1] += clip(s, rules, i, b, 1, work);
+        result[1] += load_clipped(s, rules, i, b, 1, work);
         F32 sum = {};
         for_lanes(b.count, [&](int64_t k, int lanes) {
             F32 value = load(work.gradient + k, lanes) / unit;
@@ -264,7 +267,7 @@ EXPORT void clipped(const Shard *shards, int64_t count, int threads, const Rules
         Work work;
         for (int64_t number = first; number < last; number++) {
             Block b(shards[i], Walk(shards[i], false), number);
-            clip(shards[i], *rules, i, b, rules->factor[i], work);
+            load_clipped(shards[i], *rules, i, b, rules->factor[i], work);
             of_kind(shards[i].weights_kind, shards[i].weights, [&](auto *all) { scatter(b, all, work.picks, work.gradient); });
         }
     });
