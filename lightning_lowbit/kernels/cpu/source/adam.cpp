@@ -8,8 +8,7 @@
 //   clipped    factor * clip(g)                                       into another tensor
 //
 // Each is one call. Its work is cut into chunks of one size, whatever the number of threads, and sums of chunks are added
-// in their order: results do not depend on the threads. A chunk is handled in blocks of 128 elements, which stay in the
-// first-level cache in float32, whatever format they are kept in.
+// in their order: results do not depend on the threads.
 
 #include "shards.h"
 
@@ -43,7 +42,9 @@ int load_gradient(const Shard &s, const Rules &rules, int64_t i, const Block &b,
     if (!clips_by_square(s, rules, i)) return 0;
     const float *scale = scale_of(s, b, s.mean_square_scale), *g = work.gradient, multiple = rules.limit[i];
     const float *square = load_moment<E5M2OfSquares>(s, b, s.mean_square, scale, work.buffers[3]);
-    int changed = 0;
+    int near = 0, changed = 0;  // spikes are rare: roots are taken where some square is near its limit
+    for (int k = 0; k < b.count; k++) near |= (square[k] > 0) & (g[k] * g[k] >= square[k] * multiple * 0.9999f);
+    if (!near) return 0;
     for (int k = 0; k < b.count; k++) {
         float limit = std::sqrt(square[k] > 0 ? square[k] * multiple : INFINITY);
         float value = g[k] > limit ? limit : g[k] < -limit ? -limit : g[k];
@@ -198,7 +199,7 @@ EXPORT void measure(const Shard *shards, int64_t count, int threads, int of_weig
                     double *chunk_squares) {
     auto kind = [&](int64_t i) { return of_weights ? shards[i].weights_kind : shards[i].gradient_kind; };
     auto size = [&](int64_t i) { return kind(i) == kNothing ? 0 : shards[i].size; };
-    for_chunks(count, threads, kChunk, size, [&](int64_t i, int64_t chunk, int64_t first, int64_t last) {
+    for_chunks(count, threads, size, [](int64_t) { return kChunk; }, [&](int64_t i, int64_t chunk, int64_t first, int64_t last) {
         of_kind(kind(i), of_weights ? shards[i].weights : shards[i].gradient, [&](auto *values) {
             measure_chunk(values + first, last - first, chunk_amaxes + chunk, chunk_squares + chunk);
         });
@@ -223,12 +224,13 @@ EXPORT void squares(const Shard *shards, int64_t count, int threads, const Rules
         walks.emplace_back(s, rules->rule == kSpikeClip && (s.every > 1 || clips_by_square(s, *rules, i)));
         chunks_before[i] = measured;
         measured += s.gradient_kind == kNothing ? 0 : (s.size + kChunk - 1) / kChunk;
-        walked += (walks[i].blocks() + kBlocksInChunk - 1) / kBlocksInChunk;
+        walked += walks[i].blocks() / walks[i].blocks_in_chunk() + 1;
     }
     std::vector<double> found(2 * walked);
     auto blocks = [&](int64_t i) { return shards[i].gradient_kind != kNothing && rules->taken[i] ? walks[i].blocks() : 0; };
-    for_chunks(count, threads, kBlocksInChunk, blocks, [&](int64_t i, int64_t chunk, int64_t first, int64_t last) {
-        int64_t known = chunks_before[i] + first / kBlocksInChunk;
+    auto in_chunk = [&](int64_t i) { return walks[i].blocks_in_chunk(); };
+    for_chunks(count, threads, blocks, in_chunk, [&](int64_t i, int64_t chunk, int64_t first, int64_t last) {
+        int64_t known = chunks_before[i] + first / in_chunk(i);
         bool is_flat = walks[i].every == 1 && !clips_by_square(shards[i], *rules, i);
         bool is_changed = rules->rule == kAdaClip && chunk_amaxes[known] > rules->limit[i];
         if (is_flat && !is_changed && rules->unit[i] == 1)
@@ -239,7 +241,7 @@ EXPORT void squares(const Shard *shards, int64_t count, int threads, const Rules
     const double *next = found.data();
     for (int64_t i = 0; i < count; i++) {
         double sum = 0, changed = 0;
-        for (int64_t first = 0; first < blocks(i); first += kBlocksInChunk, next += 2) sum += next[0], changed += next[1];
+        for (int64_t first = 0; first < blocks(i); first += in_chunk(i), next += 2) sum += next[0], changed += next[1];
         result[i] = (float)sum, result[count + i] = (float)changed;
     }
 }
@@ -247,7 +249,8 @@ EXPORT void squares(const Shard *shards, int64_t count, int threads, const Rules
 // Adam, on all shards that take the step.
 EXPORT void update(const Shard *shards, int64_t count, int threads, const Rules *rules) {
     auto blocks = [&](int64_t i) { return rules->taken[i] ? Walk(shards[i], true).blocks() : 0; };
-    for_chunks(count, threads, kBlocksInChunk, blocks, [&](int64_t i, int64_t, int64_t first, int64_t last) {
+    auto in_chunk = [&](int64_t i) { return Walk(shards[i], true).blocks_in_chunk(); };
+    for_chunks(count, threads, blocks, in_chunk, [&](int64_t i, int64_t, int64_t first, int64_t last) {
         const Shard &s = shards[i];
         Work work;
         Walk walk(s, true);
@@ -263,7 +266,8 @@ EXPORT void update(const Shard *shards, int64_t count, int threads, const Rules 
 // factor * clip(g) into `weights`.
 EXPORT void clipped(const Shard *shards, int64_t count, int threads, const Rules *rules) {
     auto blocks = [&](int64_t i) { return Walk(shards[i], false).blocks(); };
-    for_chunks(count, threads, kBlocksInChunk, blocks, [&](int64_t i, int64_t, int64_t first, int64_t last) {
+    auto in_chunk = [&](int64_t i) { return Walk(shards[i], false).blocks_in_chunk(); };
+    for_chunks(count, threads, blocks, in_chunk, [&](int64_t i, int64_t, int64_t first, int64_t last) {
         Work work;
         for (int64_t number = first; number < last; number++) {
             Block b(shards[i], Walk(shards[i], false), number);

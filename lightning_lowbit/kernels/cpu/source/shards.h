@@ -1,4 +1,4 @@
-// The shards of a batch: their elements in blocks of 128, in float32, whatever format they are kept in.
+// The shards of a batch: their elements in blocks, in float32, whatever format they are kept in.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,8 @@
 
 #include "floats.h"
 
-constexpr int kBlock = 128, kBlocksInChunk = 128, kChunk = kBlock * kBlocksInChunk;
+// Elements of a chunk; of a block, which stays in the first-level cache; and of a block of FP8, which has one scale.
+constexpr int kChunk = 1 << 14, kBlock = 1 << 10, kBlockOfFP8 = 128;
 
 // What a mean square of 0 in FP8 is read as, in units of its scale: the bits of 2^-16.
 constexpr int32_t kSmallestSquare = (127 - 16) << 23;
@@ -32,17 +33,17 @@ struct Shard {
 
 namespace {
 
-// Calls body(shard, chunk, first, last) for at most `size` of the units(shard) of each shard, on several threads.
-template <class Units, class Body>
-void for_chunks(int64_t shards, int threads, int64_t size, Units units, Body body) {
+// Calls body(shard, chunk, first, last) for at most size(shard) of the units(shard) of each shard, on several threads.
+template <class Units, class Size, class Body>
+void for_chunks(int64_t shards, int threads, Units units, Size size, Body body) {
     std::vector<int64_t> ends(shards);
     int64_t chunks = 0;
-    for (int64_t i = 0; i < shards; i++) ends[i] = chunks += (units(i) + size - 1) / size;
+    for (int64_t i = 0; i < shards; i++) ends[i] = chunks += (units(i) + size(i) - 1) / size(i);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (chunks > 1)
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         int64_t i = std::upper_bound(ends.begin(), ends.end(), chunk) - ends.begin();
-        int64_t first = (chunk - (i ? ends[i - 1] : 0)) * size;
-        body(i, chunk, first, std::min(first + size, units(i)));
+        int64_t first = (chunk - (i ? ends[i - 1] : 0)) * size(i);
+        body(i, chunk, first, std::min(first + size(i), units(i)));
     }
 }
 
@@ -56,13 +57,17 @@ void of_kind(int64_t kind, const void *data, Body body) {
 
 // How the elements of a shard are cut into blocks: by rows and their moments, or as one long row of elements.
 struct Walk {
-    int64_t rows, row, columns, every;
+    int64_t rows, row, columns, every, block, blocks_in_row;
 
-    Walk(const Shard &s, bool by_rows) : rows(1), row(s.size), columns(s.size), every(1) {
-        if (by_rows && s.size) rows = s.size / s.row, row = s.row, columns = s.columns, every = s.every;
+    Walk(const Shard &s, bool by_rows) : rows(1), row(s.size), columns(s.size), every(1), block(kBlock) {
+        if (by_rows && s.size) {
+            rows = s.size / s.row, row = s.row, columns = s.columns, every = s.every;
+            if (s.moments == kFP8) block = kBlockOfFP8;
+        }
+        blocks_in_row = (columns + block - 1) / block;
     }
-    int64_t blocks_in_row() const { return (columns + kBlock - 1) / kBlock; }
-    int64_t blocks() const { return rows * blocks_in_row(); }
+    int64_t blocks() const { return rows * blocks_in_row; }
+    int64_t blocks_in_chunk() const { return kChunk / block; }
 };
 
 // Calls body(first, lanes) for sixteen elements at a time.
@@ -73,7 +78,7 @@ __attribute__((always_inline)) inline void for_lanes(int64_t count, Body body) {
     if (k < count) body(k, (int)(count - k));
 }
 
-// At most 128 moments of a row, and the elements that have them: one of `every` neighbors.
+// Some moments of a row, and the elements that have them: one of `every` neighbors.
 struct Block {
     int64_t number, moment, element;  // of the block, and of its first moment and element in the shard
     int64_t every, left;              // elements from the first one to the end of the row
@@ -81,16 +86,16 @@ struct Block {
     int count;
 
     Block(const Shard &s, const Walk &walk, int64_t number) : number(number), every(walk.every) {
-        int64_t row = number / walk.blocks_in_row(), column = number % walk.blocks_in_row() * kBlock;
+        int64_t row = number / walk.blocks_in_row, column = (number - row * walk.blocks_in_row) * walk.block;
         moment = row * walk.columns + column;
         element = row * walk.row + column * every;
         left = walk.row - column * every;
         index = (uint32_t)(s.first + row * s.stride + column);
-        count = (int)std::min<int64_t>(kBlock, walk.columns - column);
+        count = (int)std::min(walk.block, walk.columns - column);
     }
 };
 
-// A block in float32: pointers to memory, or to the buffers, which are padded with zeros.
+// A block in float32: pointers to memory, or to the buffers, which have room for whole vectors.
 struct Work {
     float *gradient, *weights, *mean, *square;
     alignas(64) float buffers[4][kBlock];
@@ -126,7 +131,7 @@ float *gather(const Block &b, T *source, const int32_t *picks, float *buffer) {
     if (b.every > 1) {
         for (int i = 0; i < b.count; i++) buffer[i] = load(source + i * b.every + picks[i], 1)[0];
     } else {
-        if (sizeof(T) == sizeof(float) && b.count == kBlock) return (float *)source;
+        if (sizeof(T) == sizeof(float)) return (float *)source;
         for_lanes(b.count, [=](int64_t k, int lanes) { store(buffer + k, load(source + k, lanes)); });
     }
     return buffer;
@@ -145,12 +150,7 @@ void scatter(const Block &b, T *target, const int32_t *picks, const float *buffe
 
 template <class Format>
 float *load_moment(const Shard &s, const Block &b, void *data, const float *scales, float *buffer) {
-    if (s.moments != kFP8) {
-        float *values = (float *)data + b.moment;
-        if (b.count == kBlock) return values;
-        memcpy(buffer, values, b.count * sizeof(float));
-        return buffer;
-    }
+    if (s.moments != kFP8) return (float *)data + b.moment;
     const uint8_t *codes = (const uint8_t *)data + b.moment;
     float scale = scales[0];
     for_lanes(b.count, [=](int64_t k, int lanes) {
@@ -164,11 +164,7 @@ float *load_moment(const Shard &s, const Block &b, void *data, const float *scal
 // `amax` is max|x| of the values.
 template <class Format>
 void store_moment(const Shard &s, const Block &b, void *data, float *scale, float amax, uint64_t key, float *values) {
-    if (s.moments != kFP8) {
-        float *target = (float *)data + b.moment;
-        if (target != values) memcpy(target, values, b.count * sizeof(float));
-        return;
-    }
+    if (s.moments != kFP8) return;  // they are where they were
     const float unit = *scale = amax / Format::kMax;
     const uint32_t index = b.index;
     uint8_t *codes = (uint8_t *)data + b.moment;
