@@ -103,5 +103,4 @@ class Step(NamedTuple):
 def remember(batch: Batch, step: Step) -> None:
     """Counts the step, and writes the scalars back."""
     step.scalars["steps"] += step.taken
-    for name, values in step.scalars.items():
-        torch._foreach_copy_([member.state[name] for member in batch.members], list(values.unbind()))
+    batch.passes.store_scalars(step.scalars)

@@ -1,7 +1,7 @@
 """The passes of a step in C++, for CPUs: each is one call for all parameters of a batch."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 import lightning_lowbit.compilation as compilation
 from lightning_lowbit.distributed import offsets_of
-from lightning_lowbit.kernels.cpu.adam import DENSE, FP8, KINDS, NOTHING, SPARSE, Shard, Shards, rules
+from lightning_lowbit.kernels.cpu.adam import DENSE, FP8, KINDS, NOTHING, SPARSE, Scalars, Shard, Shards, rules
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.optim.batch import Batch, Member, Step
 from lightning_lowbit.optim.moments import NAMES, FP8Moments, SparseMoments
@@ -46,6 +46,7 @@ def _fits(member: Member) -> bool:
         and is_in_rows
         and all(tensor.is_contiguous() for tensor in kept.values())
         and all(kept[name].dtype in (torch.float32, torch.uint8) for name in NAMES if name in kept)
+        and all(value.dtype in (torch.float32, torch.int64) for name, value in member.state.items() if name not in kept)
     )
 
 
@@ -57,6 +58,13 @@ class CppPasses(Passes):
         self._gradients = [None if m.gradient is None else m.gradient.contiguous() for m in batch.members]
         self._fields = [_fields(*pair) for pair in zip(batch.members, self._gradients, strict=True)]
         self._shards = Shards(self._fields)
+        self._scalars = Scalars({name: [member.state[name] for member in batch.members] for name in batch.names})
+
+    def load_scalars(self) -> dict[str, Tensor]:
+        return self._scalars.load()
+
+    def store_scalars(self, scalars: Mapping[str, Tensor]) -> None:
+        self._scalars.store(scalars)
 
     def measure(self) -> Tensor:
         return self._shards.measure()

@@ -130,7 +130,7 @@ class _Begun(NamedTuple):
 def _begin(batch: Batch, measured: Measured) -> _Begun:
     options, dtype = batch.options, batch.dtype
     taken = measured.finite & (measured.amax >= 0)
-    scalars = {name: torch.stack([member.state[name] for member in batch.members]) for name in batch.names}
+    scalars = batch.passes.load_scalars()
     if options["reset_interval"] is not None:  # MoRet
         reset = taken & ((scalars["steps"] + 1) % options["reset_interval"] == 0)
         scalars["steps_since_reset"] = torch.where(reset, 0, scalars["steps_since_reset"])

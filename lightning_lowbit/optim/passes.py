@@ -9,7 +9,7 @@ What lies between them, in `guards` and `guarded_adam`, is arithmetic on one num
 in pieces, which bounds the memory of temporaries. Nothing here waits for a device: scalars are 0-d tensors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,14 @@ class Passes:
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
+
+    def load_scalars(self) -> dict[str, Tensor]:
+        """The scalars of the members' states, [P] for each name."""
+        return {name: torch.stack([m.state[name] for m in self.batch.members]) for name in self.batch.names}
+
+    def store_scalars(self, scalars: Mapping[str, Tensor]) -> None:
+        for name, values in scalars.items():
+            torch._foreach_copy_([member.state[name] for member in self.batch.members], list(values.unbind()))
 
     def measure(self) -> Tensor:
         """max|g| of the shards, [P]; −1 without a gradient."""

@@ -120,3 +120,35 @@ class Shards:
 
 def _address(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
+
+
+class Scalars:
+    """0-d tensors on a CPU, one for each shard and name, as one tensor [P] for each name: float32 or int64."""
+
+    def __init__(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
+        self._tensors = tensors
+        self._addresses = {name: array("q", [one.data_ptr() for one in of_name]) for name, of_name in tensors.items()}
+
+    def load(self) -> dict[str, Tensor]:
+        loaded = {}
+        for name, tensors in self._tensors.items():
+            loaded[name] = torch.empty(len(tensors), dtype=tensors[0].dtype, device="cpu")
+            self._move(name, loaded[name], 1)
+        return loaded
+
+    def store(self, values: Mapping[str, Tensor]) -> None:
+        """Writes what `load` gave, and what has become of it, back."""
+        for name, value in values.items():
+            self._move(name, value.to(self._tensors[name][0].dtype).contiguous(), 0)
+
+    def _move(self, name: str, value: Tensor, gathers: int) -> None:
+        found = library()
+        assert found is not None
+        addresses = self._addresses[name]
+        found.move_scalars(
+            ctypes.c_void_p(addresses.buffer_info()[0]),
+            ctypes.c_int64(len(addresses)),
+            ctypes.c_int64(value.element_size()),
+            _address(value),
+            ctypes.c_int(gathers),
+        )

@@ -276,3 +276,9 @@ EXPORT void clipped(const Shard *shards, int64_t count, int threads, const Rules
         }
     });
 }
+
+// Numbers of 4 or 8 bytes from their addresses into one array, or back.
+EXPORT void move_scalars(void *const *addresses, int64_t count, int64_t bytes, char *array, int gathers) {
+    for (int64_t i = 0; i < count; i++, array += bytes)
+        gathers ? memcpy(array, addresses[i], bytes) : memcpy(addresses[i], array, bytes);
+}
