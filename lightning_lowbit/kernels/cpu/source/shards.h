@@ -114,14 +114,27 @@ U32 random_from(uint32_t index, uint64_t key) {
     return random_bits(lanes + index, (uint32_t)key, (uint32_t)(key >> 32));
 }
 
+// Draws which of its neighbors, fewer at the end of a row, has each moment.
 void pick(const Block &b, uint64_t key, int32_t *picks) {
-    for (int i = 0; i < b.count; i += kLanes) {
-        U32 random = random_from(b.index + i, key);
-        for (int lane = 0; lane < kLanes && i + lane < b.count; lane++) {
-            float draw = (float)(random[lane] >> 16) * 0x1p-16f + 0x1p-17f;
-            picks[i + lane] = (int32_t)(draw * (float)std::min(b.every, b.left - (i + lane) * b.every));
-        }
-    }
+    for_lanes(b.count, [=](int64_t k, int lanes) {
+        U32 random = random_from(b.index + (uint32_t)k, key);
+        F32 neighbors = all((float)b.every);
+        if ((k + lanes) * b.every > b.left) neighbors[lanes - 1] = (float)(b.left - (k + lanes - 1) * b.every);
+        F32 draw = __builtin_convertvector((I32)(random >> 16), F32) * 0x1p-16f + 0x1p-17f;
+        I32 picked = __builtin_convertvector(draw * neighbors, I32);
+        memcpy(picks + k, &picked, sizeof picked);
+    });
+}
+
+inline float load_one(const float *source) { return *source; }
+inline void store_one(float *target, float value) { *target = value; }
+template <class T>
+float load_one(const T *source) {
+    return load(source, 1)[0];
+}
+template <class T>
+void store_one(T *target, float value) {
+    store(target, all(value), 1);
 }
 
 // The elements of a block in float32, in the buffer or where they are.
@@ -129,7 +142,7 @@ template <class T>
 float *gather(const Block &b, T *source, const int32_t *picks, float *buffer) {
     source += b.element;
     if (b.every > 1) {
-        for (int i = 0; i < b.count; i++) buffer[i] = load(source + i * b.every + picks[i], 1)[0];
+        for (int i = 0; i < b.count; i++) buffer[i] = load_one(source + i * b.every + picks[i]);
     } else {
         if (sizeof(T) == sizeof(float)) return (float *)source;
         for_lanes(b.count, [=](int64_t k, int lanes) { store(buffer + k, load(source + k, lanes)); });
@@ -142,7 +155,7 @@ void scatter(const Block &b, T *target, const int32_t *picks, const float *buffe
     target += b.element;
     if ((const void *)target == buffer) return;
     if (b.every > 1) {
-        for (int i = 0; i < b.count; i++) store(target + i * b.every + picks[i], all(buffer[i]), 1);
+        for (int i = 0; i < b.count; i++) store_one(target + i * b.every + picks[i], buffer[i]);
     } else {
         for_lanes(b.count, [=](int64_t k, int lanes) { store(target + k, load(buffer + k), lanes); });
     }
