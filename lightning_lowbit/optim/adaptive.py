@@ -1,7 +1,9 @@
 """AdaClip and AdaGN around any optimizer.
 
-During a step ``p.grad`` is a clipped copy of the gradient. Groups and state are the wrapped optimizer's own, with a few
-more entries, so that schedulers, checkpoints and strategies see one optimizer.
+During a step ``p.grad`` is a clipped copy of the gradient. Optimizers of torch, which keep one state per parameter and
+nothing beside it, step once for a portion of the parameters after another: only those have copies at a time. Groups and
+state are the wrapped optimizer's own, with a few more entries, so that schedulers, checkpoints and strategies see one
+optimizer.
 
 Source: the Stable-SPAM thesis, section 4.2 and table 4.5 (Lion and Adam-mini with AdaGN and AdaClip).
 """
@@ -16,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
 from lightning_lowbit.distributed import Sharding, local
-from lightning_lowbit.optim import clipping
-from lightning_lowbit.optim.batch import Batch, gradient_pieces, remember
+from lightning_lowbit.optim.batch import Batch, remember
 from lightning_lowbit.optim.guarded_adam import GuardedAdam
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer, statistics_dtype
 from lightning_lowbit.optim.guards import Clipped, Measured
@@ -26,6 +27,9 @@ from lightning_lowbit.optim.options import check_options
 
 # Options that wrapped optimizers may have, too; only this package knows the others in OPTIONS.
 _USUAL = {"lr", "betas", "eps", "weight_decay", "maximize"}
+
+# Elements of which there are copies at a time, if no parameter has more.
+_PORTION = 2**22
 
 # Rules of `GuardedAdam` that do not exist here. spike_decay is 0 because exp_avg_sq is not bias-corrected.
 _NO_MOMENTS = {"reset_interval": None, "total_steps": None, "master_weights": None, "spike_decay": 0.0}
@@ -172,16 +176,18 @@ class Adaptive(GuardedOptimizer):
 
     def _apply(self, batches: Sequence[Batch], measured: Sequence[Measured], clipped: Sequence[Clipped]) -> None:
         taken = torch.stack([seen.finite.to(batches[0].device) for seen in measured]).all()
-        with _guarded(batches, clipped):
-            # Not SGD: after a skipped first step, the momentum of its fused form is uninitialized memory.
-            if getattr(self.optimizer, "_step_supports_amp_scaling", False) and not isinstance(self.optimizer, SGD):
-                self.optimizer.grad_scale, self.optimizer.found_inf = None, (~taken).float()  # type: ignore[attr-defined]
-                self.optimizer.step()
-                del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
-            elif bool(taken):
-                self.optimizer.step()
-            else:
-                return
+        # Not SGD: after a skipped first step, the momentum of its fused form is uninitialized memory.
+        is_told = getattr(self.optimizer, "_step_supports_amp_scaling", False) and not isinstance(self.optimizer, SGD)
+        if not is_told and not bool(taken):
+            return
+        with _without_gradients(batches):
+            for portion in self._portions(batches):
+                with _guarded(portion, batches, clipped):
+                    if is_told:
+                        self.optimizer.grad_scale, self.optimizer.found_inf = None, (~taken).float()  # type: ignore[attr-defined]
+                    self.optimizer.step()
+                    if is_told:
+                        del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
         for batch, of_batch in zip(batches, clipped, strict=True):
             remember(batch, of_batch.step)
             for member in batch.members:
@@ -191,31 +197,65 @@ class Adaptive(GuardedOptimizer):
                     self.state[member.parameter].update(member.state)
                     self._set_aside.pop(member.parameter, None)
 
+    def _portions(self, batches: Sequence[Batch]) -> Iterator[list[list[int]]]:
+        """For each portion of the parameters with gradients the indices of its members, by batch."""
+        members = [
+            (number, index, member.shard.numel())
+            for number, batch in enumerate(batches)
+            for index, member in enumerate(batch.members)
+            if member.gradient is not None
+        ]
+        most = max([_PORTION, *(size for _, _, size in members)]) if self._steps_in_portions() else float("inf")
+        portion: list[list[int]] = [[] for _ in batches]
+        total = 0
+        for number, index, size in members:
+            if total + size > most:
+                yield portion
+                portion, total = [[] for _ in batches], 0
+            portion[number].append(index)
+            total += size
+        yield portion
+
+    def _steps_in_portions(self) -> bool:
+        """Whether several steps, each with gradients of other parameters, are one step with all of them."""
+        is_of_torch = type(self.optimizer).__module__.startswith("torch.optim.")
+        has_hooks = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
+        return is_of_torch and not has_hooks and not torch.compiler.is_compiling()
+
 
 @contextmanager
-def _guarded(batches: Sequence[Batch], clipped: Sequence[Clipped]) -> Iterator[None]:
-    """Within this context ``p.grad`` is the clipped copy."""
-    before: list[tuple[Tensor, Tensor | None]] = []
+def _without_gradients(batches: Sequence[Batch]) -> Iterator[None]:
+    """Within this context no parameter has a gradient."""
+    gradients = [(member.parameter, member.parameter.grad) for batch in batches for member in batch.members]
     try:
-        for batch, of_batch in zip(batches, clipped, strict=True):
-            for index, factor in enumerate(batch.scalars(of_batch.factor)):
-                parameter = batch.members[index].parameter
-                if parameter.grad is not None:
-                    before.append((parameter, parameter.grad))
-                    parameter.grad = _like(parameter, _clipped_copy(batch, index, of_batch, factor))
+        for parameter, _ in gradients:
+            parameter.grad = None
         yield
     finally:
-        for parameter, gradient in before:
+        for parameter, gradient in gradients:
             parameter.grad = gradient
 
 
-def _clipped_copy(batch: Batch, index: int, clipped: Clipped, factor: Any) -> Tensor:
-    # With the parameter's memory layout: torch's fused optimizers walk through both in memory order.
-    copy = torch.empty_like(batch.members[index].shard, dtype=batch.gradients[index].dtype)
-    written = clipping.pieces(copy)
-    for number, (piece, v) in enumerate(gradient_pieces(batch, index, clipped.step)):
-        next(written)[0].copy_(clipped.elements.scaled(piece, index, number, v, factor))
-    return copy
+@contextmanager
+def _guarded(portion: list[list[int]], batches: Sequence[Batch], clipped: Sequence[Clipped]) -> Iterator[None]:
+    """Within this context ``p.grad`` is the clipped copy, for parameters of a portion."""
+    parameters = []
+    try:
+        for batch, of_batch, indices in zip(batches, clipped, portion, strict=True):
+            members = [batch.members[index] for index in indices]
+            # With the parameter's memory layout: torch's fused optimizers walk through both in memory order.
+            copies = [
+                torch.empty_like(member.shard, dtype=batch.gradients[index].dtype)
+                for member, index in zip(members, indices, strict=True)
+            ]
+            batch.passes.write_clipped(of_batch.step, of_batch.elements, of_batch.factor, indices, copies)
+            for member, copy in zip(members, copies, strict=True):
+                member.parameter.grad = _like(member.parameter, copy)
+                parameters.append(member.parameter)
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
 
 
 def _like(parameter: Tensor, part: Tensor) -> Tensor:

@@ -1,15 +1,17 @@
-"""Parameters in batches and gradients in pieces, which the stages of a step work on."""
+"""Parameters in batches, which the stages of a step work on."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowbit.distributed import offsets_of
 from lightning_lowbit.optim import clipping
-from lightning_lowbit.optim.moments import DenseMoments, Draw, Piece
+from lightning_lowbit.optim.moments import DenseMoments
+
+if TYPE_CHECKING:
+    from lightning_lowbit.optim.passes import Passes
 
 #: Scalars of the rules in the state of a parameter, 0-d each: t, T, and AdaGN's m, the total weight in it, and v.
 SCALARS = ("steps", "threshold", "norm_mean", "norm_mean_weight", "norm_mean_square")
@@ -51,7 +53,12 @@ class Member(NamedTuple):
 
 
 class Batch:
-    """P parameters with the same options, device, dtype of the statistics and process groups of their shards."""
+    """P parameters with the same options, device, dtype of the statistics and process groups of their shards.
+
+    ``passes`` work on their elements; they are chosen when all members are there.
+    """
+
+    passes: "Passes"
 
     def __init__(
         self,
@@ -60,10 +67,8 @@ class Batch:
         dtype: torch.dtype,
         groups: tuple[dist.ProcessGroup, ...],
         names: Sequence[str],
-        on_host: bool,
     ) -> None:
         self.options, self.device, self.dtype, self.groups, self.names = options, device, dtype, groups, names
-        self.on_host = on_host
         self.clips_elements = options["element_clip"] is not None
         self.measures_norms = self.clips_elements or options["norm_clip"] is not None
         self.zero = torch.zeros((), dtype=dtype, device=device)
@@ -74,10 +79,6 @@ class Batch:
         gradient, shard = member.gradient, member.shard
         self.gradients.append(shard.new_zeros(()).expand(shard.shape) if gradient is None else gradient)
         self.members.append(member)
-
-    def scalars(self, values: Tensor) -> Sequence[Any]:
-        """One scalar for each parameter: a number on the host, a 0-d tensor elsewhere."""
-        return values.tolist() if self.on_host else values.unbind()
 
 
 class Step(NamedTuple):
@@ -99,32 +100,7 @@ class Step(NamedTuple):
         return self.weight * clipping.averaging_weight(decay, steps_before, self.weight.dtype)
 
 
-def pieces_of(batch: Batch, index: int, step: Step, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Pieces of tensors with the shard's shape, each with the state of its rows."""
-    member, draw, row = batch.members[index], None, 0
-    if member.moments.draws:
-        steps, own = step.scalars["steps"][index], member.number << 40  # each parameter has its own random bits
-        key, epoch = steps + own, steps - step.scalars["steps_since_reset"][index] + own
-        draw = Draw(offsets_of(member.parameter), member.parameter.shape, key, epoch, step.taken[index])
-    for piece in clipping.pieces(*tensors, *member.kept.values()):
-        kept = dict(zip(member.kept, piece[len(tensors) :], strict=True))
-        yield (*piece[: len(tensors)], Piece(kept, draw and draw.at(row)))
-        row += len(piece[0])
-
-
-def gradient_pieces(batch: Batch, index: int, step: Step) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Pieces of a gradient, each with SpikeClip's v or None."""
-    gradient, moments = batch.gradients[index], batch.members[index].moments
-    if batch.options["element_clip"] != "spike_clip":
-        return ((piece, None) for (piece,) in clipping.pieces(gradient))
-    return (
-        (moments.select(rows, piece), moments.mean_square(piece))
-        for rows, piece in pieces_of(batch, index, step, gradient)
-    )
-
-
 def remember(batch: Batch, step: Step) -> None:
     """Counts the step, and writes the scalars back."""
     step.scalars["steps"] += step.taken
-    for name, values in step.scalars.items():
-        torch._foreach_copy_([member.state[name] for member in batch.members], list(values.unbind()))
+    batch.passes.store_scalars(step.scalars)

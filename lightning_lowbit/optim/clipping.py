@@ -21,7 +21,6 @@ import math
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # Elements handled at a time. CPU: parameter, gradient, two moments and a scratch tensor in fp32 stay within 5 MB of
@@ -100,17 +99,14 @@ def clip_ratio(maximum: Tensor, threshold: Tensor) -> Tensor:
     return torch.where(maximum > threshold, threshold / maximum, 1.0)
 
 
-def spikes(gradient: Tensor, threshold: Scalar) -> Tensor:
-    """The elements that AdaClip shrinks: g where |g| > T, elsewhere 0."""
-    if isinstance(threshold, Tensor):
-        return torch.where(gradient.abs() > threshold, gradient, 0.0)
-    return F.hardshrink(gradient, threshold)
+def is_spike(gradient: Tensor, threshold: Tensor) -> Tensor:
+    """The elements that AdaClip shrinks: bool, whether |g| > T."""
+    return gradient.abs() > threshold
 
 
-def ada_clip(gradient: Tensor, above: Tensor, ratio: Scalar) -> Tensor:
-    """AdaClip into a new tensor: g where |g| ≤ T, otherwise g·ratio. ``above``: the `spikes` of g."""
-    kept = gradient - above
-    return kept.addcmul_(above, ratio) if isinstance(ratio, Tensor) else kept.add_(above, alpha=ratio)
+def ada_clip(gradient: Tensor, spikes: Tensor, ratio: Tensor) -> Tensor:
+    """AdaClip into a new tensor: g·ratio where ``spikes`` says so, otherwise g."""
+    return torch.where(spikes, gradient * ratio, gradient)
 
 
 def spike_clip(gradient: Tensor, mean_square: Tensor, factor: Scalar) -> Tensor:

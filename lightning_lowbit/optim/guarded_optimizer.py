@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.distributed import Sharding, local, local_gradient, sharding_of
 from lightning_lowbit.optim.batch import SCALARS, Batch, GradientStatistics, Member
-from lightning_lowbit.optim.guards import Clipped, Measured, clip, is_host, measure
+from lightning_lowbit.optim.cpp import passes_for
+from lightning_lowbit.optim.guards import Clipped, Measured, clip, measure
 from lightning_lowbit.optim.moments import DenseMoments
 from lightning_lowbit.optim.options import OPTIONS, check_options
 
@@ -143,12 +144,12 @@ class GuardedOptimizer(torch.optim.Optimizer):
                 key = (shard.device, dtype, sharding.groups, is_guarded)
                 if key not in alike:
                     options = rules if is_guarded else {**rules, **_UNGUARDED}
-                    alike[key] = Batch(
-                        options, shard.device, dtype, sharding.groups, self.SCALARS, is_host(shard.device)
-                    )
+                    alike[key] = Batch(options, shard.device, dtype, sharding.groups, self.SCALARS)
                 state, moments, kept = self._kept(parameter, group, sharding)
                 alike[key].add(Member(parameter, number, shard, gradient, state, moments, kept))
             batches.extend(alike.values())
+        for batch in batches:
+            batch.passes = passes_for(batch)
         return batches
 
     def _check_parameter(self, parameter: Tensor) -> None:

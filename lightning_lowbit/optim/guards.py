@@ -8,7 +8,7 @@
 All numbers are of whole tensors, and known before any element changes. A step is skipped if max|g| is NaN or Inf, or if
 an element's square does not fit (9e18 in fp32), unless a rule for norms scales it down: every weight of an average and
 every count is then multiplied by 0, on the device. A parameter without a gradient on any rank has max|g| = −1, and does
-not take the step. The host reads results only of a CPU, where it need not wait.
+not take the step.
 """
 
 import math
@@ -22,11 +22,9 @@ from torch import Tensor
 
 from lightning_lowbit.distributed import all_reduce_
 from lightning_lowbit.optim import clipping
-from lightning_lowbit.optim.batch import Batch, Step, gradient_pieces
+from lightning_lowbit.optim.batch import Batch, Step
 from lightning_lowbit.optim.clipping import Scalar
-
-# Devices whose results the host has at once.
-HOST_DEVICES = {"cpu"}
+from lightning_lowbit.optim.passes import ElementClip
 
 # Squares of gradients within these need no unit to fit fp32; neither does the sum of 2^40 of them.
 _SMALL, _LARGE = 1e-12, 1e12
@@ -35,55 +33,17 @@ _SMALL, _LARGE = 1e-12, 1e12
 SPIKE_CLIP_AFTER = 20
 
 
-def is_host(device: torch.device) -> bool:
-    return device.type in HOST_DEVICES and not torch.compiler.is_compiling()
-
-
 class Measured(NamedTuple):
     """What the first pass finds.
 
     ``amax`` is max|g| of whole gradients, [P]: Inf where the step must be skipped, −1 without a gradient.
     ``weight_amax`` is max|p| of whole parameters, [P], where master weights need a scale. ``finite`` is 0-d: whether
-    all gradients of all parameters are finite. The rest is max|g| and, where needed, Σg² of each piece of each shard.
+    all gradients of all parameters are finite.
     """
 
     amax: Tensor
     weight_amax: Tensor | None
     finite: Tensor
-    piece_amaxes: list[Tensor]
-    piece_squares: list[list[Tensor | None]]
-
-
-class ElementClip(NamedTuple):
-    """The rule for elements in one step; its sequences have one entry per parameter."""
-
-    rule: str | None
-    dtype: torch.dtype
-    limits: Sequence[Scalar] = ()  # T of AdaClip, what SpikeClip multiplies v with
-    ratios: Sequence[Scalar] = ()  # T/M of AdaClip
-    touched: Sequence[Sequence[bool]] | None = None  # AdaClip on the host: which pieces have elements above T
-
-    def may_change(self, index: int, number: int) -> bool:
-        return self.rule is not None if self.touched is None else self.touched[index][number]
-
-    def __call__(self, piece: Tensor, index: int, number: int, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Clips piece ``number`` of parameter ``index``; ``v`` is SpikeClip's second moment of the same elements.
-
-        Returns a new tensor, and one that is 0 where nothing changed; or the piece, and None.
-        """
-        wide = piece.to(self.dtype)
-        if self.rule == "spike_clip" and v is not None:
-            clipped = clipping.spike_clip(wide, v.to(self.dtype), self.limits[index])
-            return clipped, clipped - wide
-        if self.rule == "ada_clip" and self.may_change(index, number):
-            above = clipping.spikes(wide, self.limits[index])
-            return clipping.ada_clip(wide, above, self.ratios[index]), above
-        return wide, None
-
-    def scaled(self, piece: Tensor, index: int, number: int, v: Tensor | None, factor: Scalar) -> Tensor:
-        """A piece, clipped and multiplied by ``factor``, in a new tensor."""
-        clipped, changed = self(piece, index, number, v)
-        return clipped * factor if changed is None else clipped.mul_(factor)
 
 
 class Clipped(NamedTuple):
@@ -106,40 +66,25 @@ class Clipped(NamedTuple):
 
 def measure(batches: Sequence[Batch]) -> list[Measured]:
     """max|g| of each parameter, with one collective per process group for all batches."""
-    groups = [batch.groups for batch in batches]
-    own, piece_amaxes, piece_squares = zip(*map(_measure_shards, batches), strict=True)
+    groups, own = [batch.groups for batch in batches], [_measure_shards(batch) for batch in batches]
     # In every group, so that a rank also skips the step for gradients of which it has no part.
     largest = torch.cat([rows[0].to(own[0].device) for rows in own]).amax()
     every_group = tuple(dict.fromkeys(chain.from_iterable(groups)))
     *whole, largest = all_reduce_([*own, largest], [*groups, every_group], dist.ReduceOp.MAX)
     finite = largest.isfinite()
     return [
-        Measured(rows[0], rows[1] if len(rows) > 1 else None, finite.to(batch.device), *of_pieces)
-        for batch, rows, *of_pieces in zip(batches, whole, piece_amaxes, piece_squares, strict=True)
+        Measured(rows[0], rows[1] if len(rows) > 1 else None, finite.to(batch.device))
+        for batch, rows in zip(batches, whole, strict=True)
     ]
 
 
-def _measure_shards(batch: Batch) -> tuple[Tensor, list[Tensor], list[list[Tensor | None]]]:
-    """The rows max|g| and, where masters need a scale, max|p|; then the maxima and squares of pieces."""
-    piece_amaxes: list[Tensor] = []
-    piece_squares: list[list[Tensor | None]] = []
-    # Taken while a piece is in the cache. The second pass then reads only the few pieces that are clipped.
-    sums = batch.on_host and batch.measures_norms and batch.options["element_clip"] != "spike_clip"
-    for gradient in batch.gradients:
-        amaxes: list[Tensor] = []
-        squares: list[Tensor | None] = []
-        for (piece,) in clipping.pieces(gradient):
-            amaxes.append(clipping.amax(piece).to(batch.dtype))
-            squares.append(clipping.sum_of_squares(piece.to(batch.dtype)) if sums else None)
-        piece_amaxes.append(torch.stack(amaxes or [batch.zero]))
-        piece_squares.append(squares)
-    shards = zip(piece_amaxes, batch.members, strict=True)
-    amax = torch.stack([batch.zero - 1 if member.gradient is None else own.amax() for own, member in shards])
-    rows = torch.where(amax <= _largest_usable(batch), amax, torch.inf).unsqueeze(0)  # NaN is not <=
+def _measure_shards(batch: Batch) -> Tensor:
+    """The rows max|g| and, where masters need a scale, max|p|."""
+    amax = batch.passes.measure()
+    rows = [torch.where(amax <= _largest_usable(batch), amax, torch.inf)]  # NaN is not <=
     if batch.options["master_weights"] is not None:
-        weights = [clipping.amax(member.shard).to(batch.dtype) for member in batch.members]
-        rows = torch.cat([rows, torch.stack(weights).unsqueeze(0)])
-    return rows, piece_amaxes, piece_squares
+        rows.append(batch.passes.measure_weights())
+    return torch.stack(rows)
 
 
 def _largest_usable(batch: Batch) -> float:
@@ -157,7 +102,7 @@ def clip(batches: Sequence[Batch], measured: Sequence[Measured]) -> list[Clipped
     """Applies the rules; one collective per process group, if any rule needs norms."""
     begun = [_begin(batch, seen) for batch, seen in zip(batches, measured, strict=True)]
     normed = [index for index, batch in enumerate(batches) if batch.measures_norms]
-    own = [_squares(batches[index], measured[index], *begun[index]) for index in normed]
+    own = [batches[index].passes.squares(*begun[index]) for index in normed]
     sums = all_reduce_(own, [batches[index].groups for index in normed], dist.ReduceOp.SUM)
     norms = {index: _norms(begun[index], whole) for index, whole in zip(normed, sums, strict=True)}
     bounded = [norms[index].whole for index in normed if batches[index].options["norm_clip"] == "grad_clip"]
@@ -185,48 +130,25 @@ class _Begun(NamedTuple):
 def _begin(batch: Batch, measured: Measured) -> _Begun:
     options, dtype = batch.options, batch.dtype
     taken = measured.finite & (measured.amax >= 0)
-    scalars = {name: torch.stack([member.state[name] for member in batch.members]) for name in batch.names}
+    scalars = batch.passes.load_scalars()
     if options["reset_interval"] is not None:  # MoRet
         reset = taken & ((scalars["steps"] + 1) % options["reset_interval"] == 0)
         scalars["steps_since_reset"] = torch.where(reset, 0, scalars["steps_since_reset"])
         scalars["mean_weight"] = torch.where(reset, 0.0, scalars["mean_weight"])
     step, amax = Step(taken, taken.to(dtype), scalars), torch.where(taken, measured.amax, 0.0)
-    elements = ElementClip(None, dtype)
+    elements = ElementClip(None, torch.full_like(amax, torch.inf), torch.ones_like(amax))
     if options["element_clip"] == "spike_clip":
         k, beta2 = step.steps_since_reset(), options["spike_decay"]  # v has the bias that the paper's has
         v_weight = -torch.expm1(k.to(dtype) * math.log(beta2)) if beta2 else torch.ones_like(step.weight)
         limits = torch.where(k < SPIKE_CLIP_AFTER, torch.inf, options["spike_threshold"] * v_weight)
-        elements = ElementClip("spike_clip", dtype, batch.scalars(limits))
+        elements = ElementClip("spike_clip", limits, elements.ratio)
     elif options["element_clip"] == "ada_clip":
         threshold = scalars["threshold"].lerp_(amax, step.averaging(options["gamma3"], scalars["steps"]))
-        limits_ratios = batch.scalars(threshold), batch.scalars(clipping.clip_ratio(amax, threshold))
-        touched = None
-        if batch.on_host:
-            pieces = zip(measured.piece_amaxes, threshold, strict=True)
-            touched = [(piece > limit).tolist() for piece, limit in pieces]
-        elements = ElementClip("ada_clip", dtype, *limits_ratios, touched)
+        elements = ElementClip("ada_clip", threshold, clipping.clip_ratio(amax, threshold))
         amax = torch.minimum(amax, threshold)
     # Squares are summed in units of the largest element after the clip where they would not fit otherwise.
     fits = (amax > _SMALL) & (amax < _LARGE)
     return _Begun(step, elements, torch.where(fits, 1.0, amax.clamp(min=torch.finfo(dtype).tiny)))
-
-
-def _squares(batch: Batch, measured: Measured, step: Step, elements: ElementClip, units: Tensor) -> Tensor:
-    """Σg² of the shards after the rule for elements, in units², and the number of changed elements: [2, P]."""
-    columns = []
-    for index, unit in enumerate(batch.scalars(units)):
-        squares, counts = [batch.zero], [batch.zero]
-        for number, (piece, v) in enumerate(gradient_pieces(batch, index, step)):
-            known = measured.piece_squares[index][number]
-            if known is not None and unit == 1 and not elements.may_change(index, number):
-                squares.append(known)
-                continue
-            clipped, changed = elements(piece, index, number, v)
-            squares.append(clipping.sum_of_squares(clipped if batch.on_host and unit == 1 else clipped / unit))
-            if changed is not None:
-                counts.append(torch.count_nonzero(changed))
-        columns.append(torch.stack([torch.stack(squares).sum(), torch.stack(counts).sum().to(batch.dtype)]))
-    return torch.stack(columns, dim=1)
 
 
 class _Norms(NamedTuple):

@@ -2,7 +2,7 @@
 
     AdaClip       M = max|g|;  T ← avg(M; γ3, t);  where |g| > T:  g ← g·T/M
     AdaGN         n = ‖g‖₂;  m ← avg(n; γ1, t);  v ← avg(n²; γ2, t);   g ← g/n · m/(√v + ε)
-    MoRet, Adam   see `adam`
+    MoRet, Adam   see `guarded_adam`
 
 Source: the Stable-SPAM thesis, chapter 3 and algorithm A.1. As in the authors' code, ε stands outside the roots. Unlike
 there, the rules and the moments have separate counters: one counter inflates the threshold after each reset.

@@ -8,7 +8,8 @@ leaves it alone.
 
 Gradients grow by a tenth in each round under ``--growing``: every threshold of AdaClip is then below every maximum, and
 nearly every piece of a gradient has elements to clip, which is the most that a step can cost. Otherwise their size
-varies by a tenth around one value. torchao and pytorch_optimizer are measured where they are installed.
+varies by a tenth around one value. SpikeClip works from the third step on. Under ``--eager`` the package's steps are
+plain torch. torchao and pytorch_optimizer are measured where they are installed.
 """
 
 import argparse
@@ -30,6 +31,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbit import SPAM, Adaptive, LowBitAdamW, StableSPAM
+from lightning_lowbit.compilation import backend
+from lightning_lowbit.optim import guards
 from tests.benchmarks.environment import describe, keep_large_blocks
 from tests.references.stable_spam import Reference
 
@@ -51,6 +54,7 @@ OPTIMIZERS: dict[str, Callable[[list[Parameter]], Any]] = {
     "StableSPAM, FP8 moments": lambda parameters: StableSPAM(parameters, moments="fp8"),
     "LowBitAdamW, FP8 moments": LowBitAdamW,
     "SPAM": SPAM,
+    "SPAM, density 1/4": lambda parameters: SPAM(parameters, density=0.25),
     "Adaptive(AdamW(fused=True))": lambda parameters: Adaptive(torch.optim.AdamW(parameters, fused=True)),
     "pytorch_optimizer StableSPAM": _other("pytorch_optimizer", "StableSPAM"),
     "torchao AdamW8bit": _other("torchao.optim", "AdamW8bit"),
@@ -144,6 +148,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--growing", action="store_true")
     parser.add_argument("--default-allocator", action="store_true")
+    parser.add_argument("--eager", action="store_true")
     parser.add_argument("--only", nargs="*", default=list(OPTIMIZERS), help="optimizers to measure, with AdamW fused")
     parser.add_argument("--memory", metavar="NAME", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -160,7 +165,9 @@ def main() -> None:
     gradients = "growing" if options.growing else "of one size, give or take a tenth"
     print(f"{allocator}; {millions:.2f}M fp32 parameters in {len(SHAPES)} tensors; gradients {gradients}")
     optimizers = made(dict.fromkeys([BASE, *options.only]), parameters)
-    times = measure(optimizers, parameters, noise, options.rounds, options.growing)
+    guards.SPIKE_CLIP_AFTER = 2
+    with backend("eager" if options.eager else "auto"):
+        times = measure(optimizers, parameters, noise, options.rounds, options.growing)
     base = statistics.median(times[BASE])
     for name, values in times.items():
         command = [sys.executable, "-m", "tests.benchmarks.optimizers", "--memory", name]

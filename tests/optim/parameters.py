@@ -3,12 +3,25 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_lowbit.optim import cpp
+
 SHAPES = [(), (1,), (7,), (0,), (0, 3), (5, 6), (3, 2, 2, 2)]
+
+
+#: The code that makes a step on a CPU.
+in_cpp_and_in_torch = pytest.mark.parametrize("code", ["C++", "torch"])
+
+
+def use(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch, the code of all other devices, or C++ where it serves."""
+    if code == "torch":
+        monkeypatch.setattr(cpp, "kernels_for", lambda batch: None)
 
 
 def make_parameters(dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Parameter]:

@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, clipping, guards
-from tests.optim.parameters import assert_same, make_parameters, set_gradients, train
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, adaptive, clipping
+from tests.optim.parameters import (
+    assert_same,
+    in_cpp_and_in_torch,
+    make_parameters,
+    set_gradients,
+    snapshot,
+    train,
+    use,
+)
 from tests.references.adaptive import Guard, guard_all
 
 SHAPES = [(), (7,), (5, 6), (3, 2, 2, 2)]
@@ -40,7 +48,6 @@ RULES: dict[str, dict[str, Any]] = {
     "ada_clip, grad_clip": {"norm_clip": "grad_clip", "max_norm": 0.5, "gamma3": 0.9},
     "none": {"element_clip": None, "norm_clip": None},
 }
-on_host_or_not = pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["host", "accelerator"])
 
 
 def follow_reference(
@@ -79,12 +86,12 @@ def uncorrected_second_moment(optimizer: torch.optim.Optimizer, parameter: Tenso
 
 
 @pytest.mark.pairwise(1)
-@on_host_or_not
+@in_cpp_and_in_torch
 @pytest.mark.parametrize("options", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_reference(make: Make, options: dict[str, Any], hosts: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference(make: Make, options: dict[str, Any], code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, where only the order of sums differs; Lion's signs are then safe, too."""
-    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    use(code, monkeypatch)
     monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
     guarding = [Guard(**options) for _ in parameters]
@@ -100,13 +107,13 @@ def test_reference_in_fp32(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.pairwise(1)
-@on_host_or_not
+@in_cpp_and_in_torch
 @pytest.mark.parametrize("make", [OPTIMIZERS["AdamW"], OPTIMIZERS["AdamW, fused"]], ids=["AdamW", "AdamW, fused"])
 @pytest.mark.parametrize("norm_clip", ["ada_gn", "grad_clip", None])
 def test_spike_clip_by_the_wrapped_second_moment(
-    make: Make, norm_clip: str | None, hosts: set[str], monkeypatch: pytest.MonkeyPatch
+    make: Make, norm_clip: str | None, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    use(code, monkeypatch)
     monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
     options: dict[str, Any] = {"element_clip": "spike_clip", "norm_clip": norm_clip, "spike_threshold": 4.0}
     parameters, twins = make_parameters(torch.float64, SHAPES), make_parameters(torch.float64, SHAPES)
@@ -180,13 +187,13 @@ def test_around_adamw_it_is_stable_spam_without_resets(
 
 
 @pytest.mark.pairwise(1)
-@on_host_or_not
+@in_cpp_and_in_torch
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
 def test_a_non_finite_step_is_skipped_whole(
-    make: Make, first: bool, hosts: set[str], monkeypatch: pytest.MonkeyPatch
+    make: Make, first: bool, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    use(code, monkeypatch)
     parameters, twins = make_parameters(shapes=SHAPES), make_parameters(shapes=SHAPES)
     disturbed, calm = Adaptive(make(parameters)), Adaptive(make(twins))
     done = 0 if first else 2
@@ -215,6 +222,48 @@ def test_the_gradients_are_restored_when_the_wrapped_optimizer_raises() -> None:
     with pytest.raises(RuntimeError, match="out of order"):
         Adaptive(Broken([parameter])).step()
     assert parameter.grad is gradient, "a copy stayed in p.grad"
+
+
+def portions(optimizer: Adaptive, parameters: list[Parameter], monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """For each step of the wrapped optimizer within the next one of the wrapper, which parameters have gradients."""
+    seen, step = [], optimizer.optimizer.step
+
+    def look() -> None:
+        seen.append([index for index, p in enumerate(parameters) if p.grad is not None])
+        step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer.optimizer, "step", look)
+        train(optimizer, parameters, [0])
+    return seen
+
+
+def test_copies_are_of_a_portion_of_the_parameters_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as fit the limit, or the largest parameter."""
+    monkeypatch.setattr(adaptive, "_PORTION", 8)
+    for shapes, wanted in (([(2, 2)] * 5, [[0, 1], [2, 3], [4]]), ([(3,), (5, 4), (3,), (4, 4)], [[0], [1], [2, 3]])):
+        parameters = make_parameters(shapes=shapes)
+        found = portions(Adaptive(torch.optim.AdamW(parameters)), parameters, monkeypatch)
+        assert found == wanted, f"{shapes}: gradients of parameters {found} at a time, not of {wanted}"
+    parameters = make_parameters(shapes=[(2, 2)] * 5)
+    with_hook = torch.optim.AdamW(parameters)
+    with_hook.register_step_post_hook(lambda *_: None)
+    foreign = type("Foreign", (torch.optim.SGD,), {"__module__": "elsewhere"})
+    for optimizer in (with_hook, foreign(parameters)):
+        found = portions(Adaptive(optimizer), parameters, monkeypatch)
+        assert found == [[0, 1, 2, 3, 4]], f"{type(optimizer)} stepped for {found}: it may count its steps"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_portions_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for most in (8, 2**22):
+        monkeypatch.setattr(adaptive, "_PORTION", most)
+        parameters = make_parameters(shapes=SHAPES)
+        optimizer = Adaptive(OPTIMIZERS[name](parameters))
+        train(optimizer, parameters, range(4))
+        runs.append(snapshot(optimizer, parameters))
+    assert_same(runs[0], runs[1], f"{name} in portions takes another step")
 
 
 def test_base_makes_the_optimizer_from_parameters_and_groups() -> None:

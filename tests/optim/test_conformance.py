@@ -5,7 +5,6 @@ import importlib
 import inspect
 import io
 import math
-import runpy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, adam, clipping, guards
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, clipping, guards
 from lightning_lowbit.optim.batch import SCALARS
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.optim.options import OPTIONS
@@ -25,10 +24,12 @@ from tests.optim.parameters import (
     SHAPES,
     NoHostSync,
     assert_same,
+    in_cpp_and_in_torch,
     make_parameters,
     set_gradients,
     snapshot,
     train,
+    use,
 )
 
 LR = 0.01
@@ -150,7 +151,6 @@ entries_and_rates = pytest.mark.parametrize(
         for is_tensor in ((False, True) if entry.takes_tensor_lr else (False,))
     ],
 )
-on_device_too = pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
 
 
 @pytest.fixture(autouse=True)
@@ -159,11 +159,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clipping, "PIECE_ON_CPU", 12)
     monkeypatch.setattr(clipping, "PIECE_ON_ACCELERATOR", 12)
     monkeypatch.setattr(guards, "SPIKE_CLIP_AFTER", 2)
-
-
-def pretend_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing may be asked of the host any more: on a CPU, results are always there."""
-    monkeypatch.setattr(guards, "HOST_DEVICES", set())
 
 
 def subclasses(kind: type) -> Iterator[type]:
@@ -430,17 +425,16 @@ def test_sparse_and_complex_gradients_are_refused(
 
 @pytest.mark.pairwise(1)
 @every_entry
-@on_device_too
+@in_cpp_and_in_torch
 @pytest.mark.parametrize(
     ("trained", "bad"),
     [(0, math.nan), (3, math.inf), (5, -math.inf)],
     ids=["first step", "before a reset", "in a warm-up"],
 )
 def test_non_finite_step_is_skipped_whole(
-    entry: Entry, bad: float, trained: int, on_host: bool, monkeypatch: pytest.MonkeyPatch
+    entry: Entry, bad: float, trained: int, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not on_host:
-        pretend_an_accelerator(monkeypatch)
+    use(code, monkeypatch)
     runs = []
     for skips in (True, False):
         parameters = entry.parameters()
@@ -477,18 +471,19 @@ def test_weights_stay_finite_and_go_on_moving_after_gradients_of_any_size(
     entry: Entry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fp32 squares up to 1.8e19. One element or all of a matrix, of either sign; then steps as usual."""
-    for dtype, extent, on_host in (
-        (torch.float32, 1, True),
-        (torch.float32, 2 * 130, True),
-        (torch.float32, 2 * 130, False),
-        (torch.bfloat16, 1, False),
+    for dtype, extent, code in (
+        (torch.float32, 1, "C++"),
+        (torch.float32, 2 * 130, "C++"),
+        (torch.bfloat16, 1, "C++"),
+        (torch.float32, 2 * 130, "torch"),
+        (torch.bfloat16, 1, "torch"),
     ):
         if not entry.takes(dtype):
             continue
-        monkeypatch.setattr(guards, "HOST_DEVICES", {"cpu"} if on_host else set())
+        use(code, monkeypatch)
         parameters = make_parameters(dtype, [(2, 130), (5,)])
         optimizer = entry(parameters)
-        case = f"{dtype}, {extent} elements, {'host' if on_host else 'device'}"
+        case = f"{dtype}, {extent} elements, {code}"
         for number, size in enumerate((1.9e19, 1e13, 1e20, 1e30, 3.4e38, 1e18)):
             for sign in (1, -1):
                 set_gradients(parameters, seed=number)
@@ -635,10 +630,9 @@ def test_schedulers_are_followed(entry: Entry, schedule: str, lr_is_tensor: bool
 
 
 @entries(lambda entry: entry.takes_tensor_lr)
-@on_device_too
-def test_lr_may_be_a_tensor(entry: Entry, on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not on_host:
-        pretend_an_accelerator(monkeypatch)
+@in_cpp_and_in_torch
+def test_lr_may_be_a_tensor(entry: Entry, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(code, monkeypatch)
     lr = 2.0**-7  # the same in all dtypes
     with_float, with_tensor = entry.parameters(), entry.parameters()
     train(entry(with_float, lr=lr), with_float, range(6))
@@ -868,7 +862,7 @@ def test_layouts(entry: Entry) -> None:
 @entries(lambda entry: not entry.waits_for_the_host)  # only fused ones can be told on the device to skip a step
 @pytest.mark.parametrize("lr_is_tensor", [False, True], ids=["float", "tensor"])
 def test_no_host_sync(entry: Entry, lr_is_tensor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_an_accelerator(monkeypatch)
+    use("torch", monkeypatch)
     parameters = entry.parameters()
     optimizer = entry(parameters, lr=torch.tensor(LR) if lr_is_tensor else LR)
     for step in range(6):  # new state, steps, a reset, a warm-up, a skipped step
@@ -885,29 +879,20 @@ def test_no_host_sync_is_noticed(sync: Callable[[], Any]) -> None:
         sync()
 
 
-def test_the_default_device_at_import_does_not_matter() -> None:
-    """What the module makes while it is imported has to be of use to parameters on a CPU."""
-    with torch.device("meta"):
-        imported = runpy.run_path(adam.__file__)
-    parameter, gradient, mean, mean_square = (torch.ones(3) for _ in range(4))
-    imported["fused_adam_"](parameter, gradient, mean, mean_square, 1.0, 1.0, 0.25, 0.0, 1e-8)
-    torch.testing.assert_close(parameter, torch.full((3,), 0.75))
-
-
 @every_entry
-def test_a_device_trains_as_the_host_does(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_host, on_device = entry.parameters(), entry.parameters()
-    train(entry(on_host), on_host, range(10))
-    pretend_an_accelerator(monkeypatch)
-    train(entry(on_device), on_device, range(10))
-    _close(on_device, on_host, "without the host the trajectory is another")
+def test_plain_torch_trains_as_cpp_does(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, twins = entry.parameters(), entry.parameters()
+    train(entry(parameters), parameters, range(10))
+    use("torch", monkeypatch)
+    train(entry(twins), twins, range(10))
+    _close(twins, parameters, "without C++ the trajectory is another")
 
 
 # --- torch's AdamW ---
 
 
 @pytest.mark.pairwise(1)
-@on_device_too
+@in_cpp_and_in_torch
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize(
     "options",
@@ -923,10 +908,9 @@ def test_a_device_trains_as_the_host_does(entry: Entry, monkeypatch: pytest.Monk
     ids=str,
 )
 def test_is_the_adamw_of_torch(
-    options: dict[str, Any], dtype: torch.dtype, tolerance: float, on_host: bool, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], dtype: torch.dtype, tolerance: float, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not on_host:
-        pretend_an_accelerator(monkeypatch)
+    use(code, monkeypatch)
     parameters, references = make_parameters(dtype), make_parameters(dtype)
     optimizer = LowBitAdamW(parameters, moments="fp32", **options)
     reference = torch.optim.AdamW(references, **options)

@@ -12,10 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, Adaptive, StableSPAM, clipping, guards
+from lightning_lowbit.optim import SPAM, Adaptive, StableSPAM, clipping
 from lightning_lowbit.optim.batch import GradientStatistics
 from lightning_lowbit.optim.guards import SPIKE_CLIP_AFTER
-from tests.optim.parameters import NoHostSync, assert_same, make_parameters, set_gradients, snapshot, train
+from tests.optim.parameters import (
+    NoHostSync,
+    assert_same,
+    in_cpp_and_in_torch,
+    make_parameters,
+    set_gradients,
+    snapshot,
+    train,
+    use,
+)
 from tests.references.adaptive import norm_of
 from tests.references.stable_spam import Reference, step_all
 
@@ -26,16 +35,8 @@ NEAR = {"rtol": 1e-5, "atol": 1e-5}
 
 
 @pytest.fixture
-def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "HOST_DEVICES", set())
-
-
-def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "cpu" in guards.HOST_DEVICES
-
-
-def on_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "HOST_DEVICES", set())
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    use("torch", monkeypatch)
 
 
 def follow_oracle(
@@ -71,13 +72,13 @@ def follow_oracle(
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("place", [on_host, on_accelerator])
+@in_cpp_and_in_torch
 @pytest.mark.parametrize("piece", [8, None], ids=["small pieces", "whole tensors"])
 @pytest.mark.parametrize("optimizers", [1, 3], ids=["one optimizer for all", "one optimizer for each"])
 def test_golden_vectors_on_every_path(
-    place: Callable[[pytest.MonkeyPatch], None], piece: int | None, optimizers: int, monkeypatch: pytest.MonkeyPatch
+    code: str, piece: int | None, optimizers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place(monkeypatch)
+    use(code, monkeypatch)
     if piece is not None:
         monkeypatch.setattr(clipping, "PIECE_ON_CPU", piece)
     follow_oracle(optimizers)
@@ -91,7 +92,7 @@ def test_golden_vectors_compiled() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_fp8_moments_are_those_of_eager_code(as_on_an_accelerator: None) -> None:
+def test_compiled_fp8_moments_are_those_of_eager_code(in_torch: None) -> None:
     """Codes are drawn, and where value and draw agree to an ulp the other side may be taken: a few may differ."""
     torch._dynamo.reset()
     options: dict[str, Any] = {
@@ -134,19 +135,18 @@ def test_compiled_fp8_moments_are_those_of_eager_code(as_on_an_accelerator: None
     ],
     ids=["ada_clip, ada_gn", "ada_clip, grad_clip", "spike_clip", "Adaptive"],
 )
-def test_host_and_accelerator_agree(make: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_and_whole_tensors_agree(make: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, where only the order of sums is left to differ."""
     here, there = make_parameters(torch.float64), make_parameters(torch.float64)
-    on_cpu, on_device = make(here), make(there)
+    whole, cut = make(here), make(there)
     for step in range(30):
-        train(on_cpu, here, [step])
+        train(whole, here, [step])
         with monkeypatch.context() as patch:
-            patch.setattr(guards, "HOST_DEVICES", set())
             patch.setattr(clipping, "PIECE_ON_CPU", 8)
-            train(on_device, there, [step])
+            train(cut, there, [step])
         for p, q in zip(here, there, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10, msg=f"step {step + 1}, {tuple(p.shape)}: {p} {q}")
-        left, right = on_cpu.gradient_statistics(), on_device.gradient_statistics()
+        left, right = whole.gradient_statistics(), cut.gradient_statistics()
         for p, q in zip(here, there, strict=True):
             for name, value, other in zip(GradientStatistics._fields, left[p], right[q], strict=True):
                 torch.testing.assert_close(
@@ -175,12 +175,10 @@ def assert_saw(statistics: dict[Tensor, GradientStatistics], parameters: list[Pa
             assert value.item() == near, f"{name} of {tuple(p.shape)} in step {reference.t}: {value}, not {expected}"
 
 
-@pytest.mark.parametrize("place", [on_host, on_accelerator])
-def test_statistics_are_those_of_the_reference(
-    place: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@in_cpp_and_in_torch
+def test_statistics_are_those_of_the_reference(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups with one rule each, so that each keeps to its own; a reset within the run."""
-    place(monkeypatch)
+    use(code, monkeypatch)
     monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
     shapes: list[tuple[int, ...]] = [(), (7,), (0, 3), (5, 6)]
     groups = [{"params": make_parameters(shapes=shapes), **options} for options in RULES.values()]
@@ -197,12 +195,10 @@ def test_statistics_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [on_host, on_accelerator])
-def test_statistics_of_a_skipped_step(
-    place: Callable[[pytest.MonkeyPatch], None], bad: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@in_cpp_and_in_torch
+def test_statistics_of_a_skipped_step(code: str, bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Maxima are those of this step; T and the count are what they were; nothing was cut, and no norm is known."""
-    place(monkeypatch)
+    use(code, monkeypatch)
     parameters = make_parameters(shapes=[(4,), (3, 5)])
     optimizer = StableSPAM([{"params": parameters[:1]}, {"params": parameters[1:]}], gamma3=0.5, reset_interval=3)
     train(optimizer, parameters, range(2))  # the next step would be a reset
@@ -270,7 +266,7 @@ def test_a_copied_optimizer_has_its_own_statistics() -> None:
 
 
 @pytest.mark.parametrize("options", RULES.values(), ids=RULES)
-def test_steps_and_statistics_without_host_sync(options: dict[str, Any], as_on_an_accelerator: None) -> None:
+def test_steps_and_statistics_without_host_sync(options: dict[str, Any], in_torch: None) -> None:
     parameters = make_parameters()
     optimizer = StableSPAM(
         parameters, lr=1e-2, weight_decay=0.1, reset_interval=23, warmup_steps=2, total_steps=5, **options
@@ -284,7 +280,7 @@ def test_steps_and_statistics_without_host_sync(options: dict[str, Any], as_on_a
             optimizer.gradient_statistics()
 
 
-def test_sparse_moments_without_host_sync(as_on_an_accelerator: None) -> None:
+def test_sparse_moments_without_host_sync(in_torch: None) -> None:
     parameters = make_parameters()
     optimizer = SPAM(parameters, density=0.5, reset_interval=2, weight_decay=0.1)
     for step in range(4):

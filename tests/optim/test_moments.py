@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_lowbit.compilation import backend
-from lightning_lowbit.optim import SPAM, LowBitAdamW, StableSPAM, clipping, guards, moments
+from lightning_lowbit.optim import SPAM, LowBitAdamW, StableSPAM, clipping, moments
 from lightning_lowbit.optim.guarded_adam import GuardedAdam
 from lightning_lowbit.optim.moments import NAMES, Draw, FP8Moments, Piece, SparseMoments
 from lightning_lowbit.quant.rounding import round_nearest
+from tests.optim.parameters import in_cpp_and_in_torch, use
 from tests.references import moments as reference
 
 SHAPES = [(3, 130), (5, 1), (2, 127), (2, 129), (3, 256), (0, 5), (2, 3, 130), (2, 2, 2, 129)]
@@ -255,10 +256,9 @@ def test_compiled_step() -> None:
 # --- FP8: Adam with them ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on_host", [True, False])
-def test_adam_is_the_reference(on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not on_host:
-        monkeypatch.setattr(guards, "HOST_DEVICES", set())
+@in_cpp_and_in_torch
+def test_adam_is_the_reference(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(code, monkeypatch)
     parameters = [Parameter(heavy_tailed(shape)) for shape in ((5, 130), (3, 2, 129))]
     optimizer = LowBitAdamW(parameters, lr=1e-2, weight_decay=0.1)
     references = [reference.FP8AdamW(p, number, 1e-2, 0.1) for number, p in enumerate(parameters)]
@@ -417,7 +417,7 @@ def test_fp8_state_is_resumed_bit_for_bit(dtype: torch.dtype) -> None:
         assert ("mean_scale" in state) == low, f"{tuple(p.shape)}: {list(state)}"
 
 
-@pytest.mark.parametrize("on_host", [True, False])
+@in_cpp_and_in_torch
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(
     ("dtype", "make"),
@@ -430,10 +430,9 @@ def test_fp8_state_is_resumed_bit_for_bit(dtype: torch.dtype) -> None:
     ids=["fp8", "fp8 and masters", "masters", "sparse"],
 )
 def test_a_skipped_step_changes_nothing(
-    bad: float, make: Callable[..., GuardedAdam], dtype: torch.dtype, on_host: bool, monkeypatch: pytest.MonkeyPatch
+    bad: float, make: Callable[..., GuardedAdam], dtype: torch.dtype, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not on_host:
-        monkeypatch.setattr(guards, "HOST_DEVICES", set())  # as on an accelerator
+    use(code, monkeypatch)
     parameters = [Parameter(heavy_tailed(shape).to(dtype)) for shape in ((3, 130), (9,), (30, 40))]
     optimizer = make(parameters)
     # So uneven that some mean squares are kept as 0: storing what was loaded would change them.
@@ -497,12 +496,9 @@ def test_training_with_masters_is_nearly_as_good_as_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("on_host", [True, False])
-def test_parameters_are_their_masters_rounded(
-    dtype: torch.dtype, on_host: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not on_host:
-        monkeypatch.setattr(guards, "HOST_DEVICES", set())
+@in_cpp_and_in_torch
+def test_parameters_are_their_masters_rounded(dtype: torch.dtype, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(code, monkeypatch)
     parameters = [Parameter(torch.randn(shape).to(dtype)) for shape in ((40, 130), (50,), ())]
     optimizer = LowBitAdamW(parameters, lr=1e-2, master_weights="fp16")
     for step in range(5):

@@ -10,22 +10,28 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, clipping, guards
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, clipping
 from lightning_lowbit.optim.guarded_adam import GuardedAdam
 from lightning_lowbit.optim.options import OPTIONS, check_options
 from lightning_lowbit.optim.stable_spam import PRESETS
-from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train
+from tests.optim.parameters import (
+    assert_same,
+    make_parameters,
+    set_gradients,
+    snapshot,
+    train,
+    use,
+)
 from tests.references.adaptive import norm_of
 from tests.references.stable_spam import Reference, step_all
 
-# fp32 loses some ulps a step; float64 shows what is computed in fp32 where it should not be. On an accelerator scalars
-# are tensors.
-PLACES: dict[str, tuple[torch.dtype, float, set[str]]] = {
-    "fp32": (torch.float32, 1e-5, {"cpu"}),
-    "fp64": (torch.float64, 1e-11, {"cpu"}),
-    "fp64 on an accelerator": (torch.float64, 1e-11, set()),
+# fp32 loses some ulps a step; float64 shows what is computed in fp32 where it should not be.
+PLACES: dict[str, tuple[torch.dtype, float, str]] = {
+    "fp32, C++": (torch.float32, 1e-5, "C++"),
+    "fp32": (torch.float32, 1e-5, "torch"),
+    "fp64": (torch.float64, 1e-11, "torch"),
 }
-everywhere = pytest.mark.parametrize(("dtype", "tolerance", "hosts"), PLACES.values(), ids=PLACES)
+everywhere = pytest.mark.parametrize(("dtype", "tolerance", "code"), PLACES.values(), ids=PLACES)
 SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
 ADAM: dict[str, Any] = {"element_clip": None, "norm_clip": None, "reset_interval": None}
 
@@ -93,9 +99,9 @@ def compare(optimizer: torch.optim.Optimizer, references: Sequence[Reference], s
 @everywhere
 @pytest.mark.parametrize("options", [pytest.param(v, id=k) for k, v in (TABLE_4_6 | ALONE | TOGETHER).items()])
 def test_rules(
-    options: dict[str, Any], dtype: torch.dtype, tolerance: float, hosts: set[str], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], dtype: torch.dtype, tolerance: float, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    use(code, monkeypatch)
     monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)  # so that even small tensors are worked on in pieces
     parameters = make_parameters(dtype, SHAPES)
     clips = options.get("element_clip", "ada_clip")
@@ -118,9 +124,9 @@ def test_spike_clip_by_the_last_gradient_alone() -> None:
 
 @everywhere
 def test_each_group_has_its_own_rules(
-    dtype: torch.dtype, tolerance: float, hosts: set[str], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, tolerance: float, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    use(code, monkeypatch)
     rules = list((TABLE_4_6 | TOGETHER).values())
     groups, references = [], []
     for options in rules:

@@ -8,8 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.optim import SPAM, clipping, guards
-from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train
+from lightning_lowbit.optim import SPAM, clipping
+from tests.optim.parameters import (
+    assert_same,
+    in_cpp_and_in_torch,
+    make_parameters,
+    set_gradients,
+    snapshot,
+    train,
+    use,
+)
 from tests.references.spam import Reference
 
 SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
@@ -17,9 +25,9 @@ SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
 
 @pytest.mark.pairwise(1)
 @pytest.mark.parametrize(
-    ("dtype", "tolerance", "hosts"),
-    [(torch.float32, 1e-5, {"cpu"}), (torch.float64, 1e-11, {"cpu"}), (torch.float64, 1e-11, set())],
-    ids=["fp32", "fp64", "fp64 on an accelerator"],
+    ("dtype", "tolerance", "code"),
+    [(torch.float32, 1e-5, "C++"), (torch.float32, 1e-5, "torch"), (torch.float64, 1e-11, "torch")],
+    ids=["fp32, C++", "fp32", "fp64"],
 )
 @pytest.mark.parametrize(
     "options",
@@ -33,9 +41,9 @@ SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
     ids=["spikes", "spikes, resets, warm-up, decay", "spikes, resets, ascent", "no resets", "short interval"],
 )
 def test_reference(
-    options: dict[str, Any], dtype: torch.dtype, tolerance: float, hosts: set[str], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], dtype: torch.dtype, tolerance: float, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    use(code, monkeypatch)
     monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)  # so that even small tensors are worked on in pieces
     parameters = make_parameters(dtype, SHAPES)
     references = [Reference(p, lr=1e-2, **options) for p in parameters]
@@ -174,10 +182,10 @@ def test_elements_that_are_not_drawn_move_by_weight_decay_alone() -> None:
     )
 
 
-@pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["host", "accelerator"])
-def test_drawn_elements_follow_the_reference(hosts: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@in_cpp_and_in_torch
+def test_drawn_elements_follow_the_reference(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spikes, resets, warm-up and decay included; what was drawn is seen in a twin that does not decay."""
-    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+    use(code, monkeypatch)
     monkeypatch.setattr(clipping, "PIECE_ON_CPU", 8)
     options: dict[str, Any] = {"lr": 1e-2, "spike_threshold": 4.0, "reset_interval": 25, "warmup_steps": 3}
     [parameter], [twin] = make_parameters(torch.float64, [(5, 9)]), make_parameters(torch.float64, [(5, 9)])
@@ -230,9 +238,9 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_draws() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("hosts", [{"cpu"}, set()], ids=["host", "accelerator"])
-def test_a_skipped_step_draws_nothing(hosts: set[str], bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "HOST_DEVICES", hosts)
+@in_cpp_and_in_torch
+def test_a_skipped_step_draws_nothing(code: str, bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(code, monkeypatch)
     [parameter] = make_parameters(shapes=[(6, 16)])
     optimizer = SPAM([parameter], density=0.25, weight_decay=0.5, reset_interval=3, warmup_steps=0)
     train(optimizer, [parameter], range(2))  # the next step would be a reset

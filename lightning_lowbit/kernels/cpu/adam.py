@@ -1,0 +1,154 @@
+"""The passes of an optimizer's step over all elements, in C++: `source/adam.cpp`, called through ctypes.
+
+A `Shard` is one parameter of a batch, as addresses and sizes; an array of them is one row of numbers after another.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.kernels.cpu.library import library
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+NOTHING = 3  # the kind of a gradient that is not there
+DENSE, FP8, SPARSE = range(3)
+RULES = {None: 0, "ada_clip": 1, "spike_clip": 2}
+
+#: Elements of which `measure` gives one maximum and one sum.
+CHUNK = 2**14
+
+
+class Shard(NamedTuple):
+    """The fields of ``struct Shard`` in C++, which says what they mean; an address of 0 stands for nothing."""
+
+    weights: int
+    gradient: int
+    mean: int
+    mean_square: int
+    mean_scale: int
+    mean_square_scale: int
+    master: int
+    weights_kind: int
+    gradient_kind: int
+    moments: int
+    size: int
+    row: int
+    columns: int
+    every: int
+    first: int
+    stride: int
+    number: int
+
+
+_ARRAYS = ("limit", "ratio", "unit", "factor", "weight1", "weight2", "rate", "decay", "old_scale", "new_scale")
+
+
+class Rules(ctypes.Structure):
+    """What the rules decided: ``struct Rules``."""
+
+    _fields_ = [
+        ("taken", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
+        ("steps", ctypes.c_void_p),
+        ("since_reset", ctypes.c_void_p),
+        ("eps", ctypes.c_double),
+        ("rule", ctypes.c_int64),
+        ("decays", ctypes.c_int64),
+    ]
+
+
+def rules(rule: str | None, tensors: Mapping[str, Tensor], eps: float = 0.0, decays: bool = False) -> Rules:
+    """The structure for ``tensors`` [P], which must outlive it: contiguous, in float32, but for ``taken`` (bool) and
+    ``steps`` and ``since_reset`` (int64)."""
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    return Rules(eps=eps, rule=RULES[rule], decays=decays, **addresses)
+
+
+class Shards:
+    """The shards of a batch, for the functions of the library."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._fields = array("q", [field for shard in shards for field in shard])
+        self._count, self._chunks = len(shards), sum(-(-shard.size // CHUNK) for shard in shards)
+        self._measured = self._new_measured()
+
+    def measure(self) -> Tensor:
+        """max|g|, −1 where there is no gradient: float32 [P]."""
+        return self._measure(0, self._measured)
+
+    def measure_weights(self) -> Tensor:
+        """max|p|: float32 [P]."""
+        return self._measure(1, self._new_measured())
+
+    def squares(self, rules: Rules) -> Tensor:
+        """Σ(clip(g)/unit)², and how many elements changed: float32 [2, P]. After `measure`."""
+        result = torch.empty(2, self._count, dtype=torch.float32, device="cpu")
+        self._call("squares", ctypes.byref(rules), *map(_address, (*self._measured, result)))
+        return result
+
+    def update(self, rules: Rules) -> None:
+        """Adam."""
+        self._call("update", ctypes.byref(rules))
+
+    def write_clipped(self, rules: Rules) -> None:
+        """factor·clip(g) into ``weights``."""
+        self._call("clipped", ctypes.byref(rules))
+
+    def _new_measured(self) -> tuple[Tensor, Tensor]:
+        """Room for max|g| and Σg² of each chunk."""
+        return (
+            torch.empty(self._chunks, dtype=torch.float32, device="cpu"),
+            torch.empty(self._chunks, dtype=torch.float64, device="cpu"),
+        )
+
+    def _measure(self, of_weights: int, of_chunks: tuple[Tensor, Tensor]) -> Tensor:
+        amaxes = torch.empty(self._count, dtype=torch.float32, device="cpu")
+        self._call("measure", ctypes.c_int(of_weights), *map(_address, (amaxes, *of_chunks)))
+        return amaxes
+
+    def _call(self, name: str, *arguments: object) -> None:
+        found = library()
+        assert found is not None
+        shards = ctypes.c_void_p(self._fields.buffer_info()[0])
+        threads = ctypes.c_int(torch.get_num_threads())
+        getattr(found, name)(shards, ctypes.c_int64(self._count), threads, *arguments)
+
+
+def _address(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+class Scalars:
+    """0-d tensors on a CPU, one for each shard and name, as one tensor [P] for each name: float32 or int64."""
+
+    def __init__(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
+        self._tensors = tensors
+        self._addresses = {name: array("q", [one.data_ptr() for one in of_name]) for name, of_name in tensors.items()}
+
+    def load(self) -> dict[str, Tensor]:
+        loaded = {}
+        for name, tensors in self._tensors.items():
+            loaded[name] = torch.empty(len(tensors), dtype=tensors[0].dtype, device="cpu")
+            self._move(name, loaded[name], 1)
+        return loaded
+
+    def store(self, values: Mapping[str, Tensor]) -> None:
+        """Writes what `load` gave, and what has become of it, back."""
+        for name, value in values.items():
+            self._move(name, value.to(self._tensors[name][0].dtype).contiguous(), 0)
+
+    def _move(self, name: str, value: Tensor, gathers: int) -> None:
+        found = library()
+        assert found is not None
+        addresses = self._addresses[name]
+        found.move_scalars(
+            ctypes.c_void_p(addresses.buffer_info()[0]),
+            ctypes.c_int64(len(addresses)),
+            ctypes.c_int64(value.element_size()),
+            _address(value),
+            ctypes.c_int(gathers),
+        )

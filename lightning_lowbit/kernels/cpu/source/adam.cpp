@@ -1,0 +1,284 @@
+// The passes of an optimizer's step over the elements of all shards of a batch; optim/passes.py has them in plain torch.
+//
+//   measure    max|g| and sum of g^2                                  of chunks
+//   squares    sum of (clip(g) / unit)^2, and how many elements changed
+//   update     g <- factor * clip(g)
+//              mean <- mean + w1 * (g - mean);   square <- square + w2 * (g^2 - square)
+//              p <- p * (1 - decay) - rate * mean / (sqrt(square) + eps)
+//   clipped    factor * clip(g)                                       into another tensor
+//
+// Each is one call. Its work is cut into chunks of one size, whatever the number of threads, and sums of chunks are added
+// in their order: results do not depend on the threads.
+
+#include "shards.h"
+
+// What the rules decided: arrays with one entry for each shard, null where a pass does not read them.
+struct Rules {
+    const uint8_t *taken;
+    const float *limit, *ratio;  // AdaClip: above `limit`, g * ratio. SpikeClip: g^2 is at most limit * square
+    const float *unit, *factor, *weight1, *weight2, *rate, *decay, *old_scale, *new_scale;
+    const int64_t *steps, *since_reset;
+    double eps;
+    int64_t rule, decays;
+};
+
+namespace {
+
+// Whether the rule for elements needs the second moments.
+bool clips_by_square(const Shard &s, const Rules &rules, int64_t i) {
+    return rules.rule == kSpikeClip && s.mean_square && rules.limit[i] < INFINITY;
+}
+
+float ada_clip(float g, float limit, float ratio) { return std::fabs(g) > limit ? g * ratio : g; }
+
+// Loads the gradient of a block; SpikeClip is applied. Returns how many elements that changed.
+int load_gradient(const Shard &s, const Rules &rules, int64_t i, const Block &b, Work &work) {
+    float *buffer = work.buffers[0];
+    if (s.gradient_kind == kNothing) {
+        std::fill_n(work.gradient = buffer, kBlock, 0.0f);
+    } else {
+        of_kind(s.gradient_kind, s.gradient, [&](auto *all) { work.gradient = gather(b, all, work.picks, buffer); });
+    }
+    if (!clips_by_square(s, rules, i)) return 0;
+    const float *scale = scale_of(s, b, s.mean_square_scale), *g = work.gradient, multiple = rules.limit[i];
+    const float *square = load_moment<E5M2OfSquares>(s, b, s.mean_square, scale, work.buffers[3]);
+    int near = 0, changed = 0;  // spikes are rare: roots are taken where some square is near its limit
+    for (int k = 0; k < b.count; k++) near |= (square[k] > 0) & (g[k] * g[k] >= square[k] * multiple * 0.9999f);
+    if (!near) return 0;
+    for (int k = 0; k < b.count; k++) {
+        float limit = std::sqrt(square[k] > 0 ? square[k] * multiple : INFINITY);
+        float value = g[k] > limit ? limit : g[k] < -limit ? -limit : g[k];
+        changed += value != g[k];
+        buffer[k] = value;
+    }
+    work.gradient = buffer;
+    return changed;
+}
+
+// Loads the gradient of a block, clipped by either rule, times a factor; returns how many elements the rule changed.
+int load_clipped(const Shard &s, const Rules &rules, int64_t i, const Block &b, float factor, Work &work) {
+    int changed = load_gradient(s, rules, i, b, work);
+    const float *g = work.gradient, limit = rules.rule == kAdaClip ? rules.limit[i] : INFINITY, ratio = rules.ratio[i];
+    float *clipped = work.gradient = work.buffers[0];
+    for (int k = 0; k < b.count; k++) {
+        changed += std::fabs(g[k]) > limit;
+        clipped[k] = ada_clip(g[k], limit, ratio) * factor;
+    }
+    return changed;
+}
+
+// One rounding instead of two where the CPU has an instruction for it, as torch's lerp.
+inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+inline float lerp(float old, float value, float weight) {  // exact at weights of 0 and 1
+    bool is_near = weight < 0.5f;
+    return multiply_add(is_near ? weight : weight - 1, value - old, is_near ? old : value);
+}
+
+// AdaClip, the factor and Adam on a block; leaves the bits of the largest moments, which for positive numbers are ordered as these are.
+void adam(const Work &work, const Rules &rules, int64_t i, float decay, int count, float *amaxes) {
+    float weight1 = rules.weight1[i], weight2 = rules.weight2[i], rate = rules.rate[i], eps = (float)rules.eps;
+    float factor = rules.factor[i], ratio = rules.ratio[i], kept = 1 - decay;
+    float limit = rules.rule == kAdaClip ? rules.limit[i] : INFINITY;
+    const float *__restrict gradient = work.gradient;
+    float *__restrict weights = work.weights, *__restrict mean = work.mean, *__restrict square = work.square;
+    int32_t largest[2] = {};
+    for (int k = 0; k < count; k++) {
+        float g = ada_clip(gradient[k], limit, ratio) * factor, m = lerp(mean[k], g, weight1), v = lerp(square[k], g * g, weight2);
+        mean[k] = m, square[k] = v;
+        weights[k] = weights[k] * kept - m / (std::sqrt(v) + eps) * rate;
+        int32_t bits[2];
+        memcpy(bits, &m, sizeof m);
+        memcpy(bits + 1, &v, sizeof v);
+        largest[0] = std::max(largest[0], bits[0] & 0x7fffffff);
+        largest[1] = std::max(largest[1], bits[1]);
+    }
+    memcpy(amaxes, largest, sizeof largest);
+}
+
+void load_masters(const Shard &s, const Block &b, float scale, float *weights) {
+    if (!(scale > 0)) return;  // the first step: the parameter itself
+    const FP16 *masters = s.master + b.moment;
+    for_lanes(b.count, [=](int64_t k, int lanes) { store(weights + k, load(masters + k, lanes) * scale); });
+}
+
+void round_to_masters(const Shard &s, const Block &b, float scale, float *weights) {
+    FP16 *masters = s.master + b.moment;
+    for_lanes(b.count, [=](int64_t k, int lanes) {
+        store(masters + k, at_most(at_least(load(weights + k) / scale, -65504.0f), 65504.0f), lanes);
+        store(weights + k, load(masters + k, lanes) * scale);
+    });
+}
+
+// Of sparse moments: all elements decay.
+template <class T>
+void decay_all(const Block &b, T *weights, float decay) {
+    weights += b.element;
+    for_lanes(std::min(b.count * b.every, b.left), [=](int64_t k, int lanes) {
+        store(weights + k, load(weights + k, lanes) * (1 - decay), lanes);
+    });
+}
+
+// Keys of random bits: of what is drawn at a reset, and in this step.
+uint64_t epoch_of(const Shard &s, const Rules &rules, int64_t i) {
+    return rules.steps ? mix((uint64_t)(rules.steps[i] - rules.since_reset[i]) + ((uint64_t)s.number << 40)) : 0;
+}
+uint64_t key_of(const Shard &s, const Rules &rules, int64_t i) {
+    return mix((uint64_t)rules.steps[i] + ((uint64_t)s.number << 40));
+}
+
+void update_block(const Shard &s, const Rules &rules, int64_t i, const Block &b, uint64_t key, Work &work) {
+    float *mean_scale = scale_of(s, b, s.mean_scale), *square_scale = scale_of(s, b, s.mean_square_scale);
+    float decay = rules.decays ? rules.decay[i] : 0, amaxes[2];
+    load_gradient(s, rules, i, b, work);
+    work.mean = load_moment<E4M3>(s, b, s.mean, mean_scale, work.buffers[2]);
+    work.square = load_moment<E5M2OfSquares>(s, b, s.mean_square, square_scale, work.buffers[3]);
+    of_kind(s.weights_kind, s.weights, [&](auto *all) {
+        if (b.every > 1 && rules.decays) decay_all(b, all, decay);
+        work.weights = gather(b, all, work.picks, work.buffers[1]);
+        if (s.master) load_masters(s, b, rules.old_scale[i], work.weights);
+        adam(work, rules, i, b.every > 1 ? 0 : decay, b.count, amaxes);
+        if (s.master) round_to_masters(s, b, rules.new_scale[i], work.weights);
+        scatter(b, all, work.picks, work.weights);
+    });
+    store_moment<E4M3>(s, b, s.mean, mean_scale, amaxes[0], mix(key), work.mean);
+    store_moment<E5M2OfSquares>(s, b, s.mean_square, square_scale, amaxes[1], mix(key + 1), work.square);
+}
+
+template <class T>
+void measure_chunk(const T *values, int64_t count, float *amax, double *squares) {
+    I32 largest = {};
+    F32 sums[4] = {};
+    int64_t k = 0;
+    auto add = [&](F32 value, F32 &sum) {
+        I32 size = (I32)bits(magnitude(value));  // as integers, NaN and infinity are the largest
+        largest = larger(largest, size);
+        sum += value * value;
+    };
+    for (; k + 4 * kLanes <= count; k += 4 * kLanes)
+        for (int part = 0; part < 4; part++) add(load(values + k + part * kLanes), sums[part]);
+    for (; k < count; k += kLanes) add(load(values + k, (int)std::min<int64_t>(kLanes, count - k)), sums[0]);
+    int32_t most = 0;
+    F32 sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    *squares = 0;
+    for (int lane = 0; lane < kLanes; lane++) most = std::max(most, largest[lane]), *squares += sum[lane];
+    memcpy(amax, &most, sizeof most);
+}
+
+// Adds (clip(g) / unit)^2 of some blocks, and how many elements changed, to result[0] and result[1].
+void add_squares(const Shard &s, const Rules &rules, int64_t i, const Walk &walk, int64_t first, int64_t last,
+                 double *result) {
+    Work work;
+    float unit = rules.unit[i];
+    uint64_t epoch = walk.every > 1 ? epoch_of(s, rules, i) : 0;
+    for (int64_t number = first; number < last; number++) {
+        Block b(s, walk, number);
+        if (b.every > 1) pick(b, epoch, work.picks);
+        result[1] += load_clipped(s, rules, i, b, 1, work);
+        F32 sum = {};
+        for_lanes(b.count, [&](int64_t k, int lanes) {
+            F32 value = load(work.gradient + k, lanes) / unit;
+            sum += value * value;
+        });
+        float total = 0;
+        for (int lane = 0; lane < kLanes; lane++) total += sum[lane];
+        result[0] += total;
+    }
+}
+
+}  // namespace
+
+// max|x| of each shard and each chunk, and the sums of squares of chunks; -1 for a shard without gradient.
+EXPORT void measure(const Shard *shards, int64_t count, int threads, int of_weights, float *amaxes, float *chunk_amaxes,
+                    double *chunk_squares) {
+    auto kind = [&](int64_t i) { return of_weights ? shards[i].weights_kind : shards[i].gradient_kind; };
+    auto size = [&](int64_t i) { return kind(i) == kNothing ? 0 : shards[i].size; };
+    for_chunks(count, threads, size, [](int64_t) { return kChunk; }, [&](int64_t i, int64_t chunk, int64_t first, int64_t last) {
+        of_kind(kind(i), of_weights ? shards[i].weights : shards[i].gradient, [&](auto *values) {
+            measure_chunk(values + first, last - first, chunk_amaxes + chunk, chunk_squares + chunk);
+        });
+    });
+    for (int64_t i = 0; i < count; i++) {
+        float amax = kind(i) == kNothing ? -1 : 0;
+        for (int64_t first = 0; first < size(i); first += kChunk, chunk_amaxes++)
+            if (!(*chunk_amaxes <= amax) && !std::isnan(amax)) amax = *chunk_amaxes;
+        amaxes[i] = amax;
+    }
+}
+
+// For each shard the sum of (clip(g) / unit)^2, then for each how many elements changed; 0 for one that takes no step.
+// Chunks that `measure` has seen, in which the rule changes nothing, are not read again.
+EXPORT void squares(const Shard *shards, int64_t count, int threads, const Rules *rules, const float *chunk_amaxes,
+                    const double *chunk_squares, float *result) {
+    std::vector<int64_t> chunks_before(count);
+    std::vector<Walk> walks;
+    int64_t measured = 0, walked = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const Shard &s = shards[i];
+        walks.emplace_back(s, rules->rule == kSpikeClip && (s.every > 1 || clips_by_square(s, *rules, i)));
+        chunks_before[i] = measured;
+        measured += s.gradient_kind == kNothing ? 0 : (s.size + kChunk - 1) / kChunk;
+        walked += walks[i].blocks() / walks[i].blocks_in_chunk() + 1;
+    }
+    std::vector<double> found(2 * walked);
+    auto blocks = [&](int64_t i) { return shards[i].gradient_kind != kNothing && rules->taken[i] ? walks[i].blocks() : 0; };
+    auto in_chunk = [&](int64_t i) { return walks[i].blocks_in_chunk(); };
+    for_chunks(count, threads, blocks, in_chunk, [&](int64_t i, int64_t chunk, int64_t first, int64_t last) {
+        int64_t known = chunks_before[i] + first / in_chunk(i);
+        bool is_flat = walks[i].every == 1 && !clips_by_square(shards[i], *rules, i);
+        bool is_changed = rules->rule == kAdaClip && chunk_amaxes[known] > rules->limit[i];
+        if (is_flat && !is_changed && rules->unit[i] == 1)
+            found[2 * chunk] = chunk_squares[known];
+        else
+            add_squares(shards[i], *rules, i, walks[i], first, last, &found[2 * chunk]);
+    });
+    const double *next = found.data();
+    for (int64_t i = 0; i < count; i++) {
+        double sum = 0, changed = 0;
+        for (int64_t first = 0; first < blocks(i); first += in_chunk(i), next += 2) sum += next[0], changed += next[1];
+        result[i] = (float)sum, result[count + i] = (float)changed;
+    }
+}
+
+// Adam, on all shards that take the step.
+EXPORT void update(const Shard *shards, int64_t count, int threads, const Rules *rules) {
+    auto blocks = [&](int64_t i) { return rules->taken[i] ? Walk(shards[i], true).blocks() : 0; };
+    auto in_chunk = [&](int64_t i) { return Walk(shards[i], true).blocks_in_chunk(); };
+    for_chunks(count, threads, blocks, in_chunk, [&](int64_t i, int64_t, int64_t first, int64_t last) {
+        const Shard &s = shards[i];
+        Work work;
+        Walk walk(s, true);
+        uint64_t key = key_of(s, *rules, i), epoch = epoch_of(s, *rules, i);
+        for (int64_t number = first; number < last; number++) {
+            Block b(s, walk, number);
+            if (b.every > 1) pick(b, epoch, work.picks);
+            update_block(s, *rules, i, b, key, work);
+        }
+    });
+}
+
+// factor * clip(g) into `weights`.
+EXPORT void clipped(const Shard *shards, int64_t count, int threads, const Rules *rules) {
+    auto blocks = [&](int64_t i) { return Walk(shards[i], false).blocks(); };
+    auto in_chunk = [&](int64_t i) { return Walk(shards[i], false).blocks_in_chunk(); };
+    for_chunks(count, threads, blocks, in_chunk, [&](int64_t i, int64_t, int64_t first, int64_t last) {
+        Work work;
+        for (int64_t number = first; number < last; number++) {
+            Block b(shards[i], Walk(shards[i], false), number);
+            load_clipped(shards[i], *rules, i, b, rules->factor[i], work);
+            of_kind(shards[i].weights_kind, shards[i].weights, [&](auto *all) { scatter(b, all, work.picks, work.gradient); });
+        }
+    });
+}
+
+// Numbers of 4 or 8 bytes from their addresses into one array, or back.
+EXPORT void move_scalars(void *const *addresses, int64_t count, int64_t bytes, char *array, int gathers) {
+    for (int64_t i = 0; i < count; i++, array += bytes)
+        gathers ? memcpy(array, addresses[i], bytes) : memcpy(addresses[i], array, bytes);
+}

@@ -1,0 +1,103 @@
+// Floating-point numbers of 16 and 8 bits, sixteen lanes at a time.
+#pragma once
+
+#include "lanes.h"
+
+typedef uint8_t U8 __attribute__((vector_size(kLanes)));
+
+// Layouts of a mantissa, an exponent and a sign in bit kSign, as in formats.py.
+struct FP16 {
+    static constexpr int kMantissa = 10, kBias = 15, kSign = 15;
+    static constexpr bool kIsSigned = true;
+    uint16_t bits;
+};
+struct E4M3 {
+    static constexpr int kMantissa = 3, kBias = 7, kSign = 7;
+    static constexpr bool kIsSigned = true;
+    static constexpr float kMax = 448;
+};
+struct E5M2OfSquares {  // of numbers that are not negative
+    static constexpr int kMantissa = 2, kBias = 15, kSign = 7;
+    static constexpr bool kIsSigned = false;
+    static constexpr float kMax = 57344;
+};
+
+inline I32 smaller(I32 left, I32 right) { return left < right ? left : right; }
+inline I32 larger(I32 left, I32 right) { return left > right ? left : right; }
+inline I32 all_integers(int32_t value) { return value - I32{}; }
+
+// What finite codes stand for. Read as a float with its exponent moved, a code is right where it is a normal number; below,
+// right is twice that less the smallest normal one, which is more above. (Arithmetic on numbers below the normal ones of
+// float32 would be shorter, but may be switched off.)
+template <class Format>
+inline F32 decode(U32 code) {
+    constexpr int32_t moved = (127 - Format::kBias) << 23, one = 1 << 23;
+    I32 magnitude = (I32)(code << (23 - Format::kMantissa)) & (((1 << Format::kSign) - 1) << (23 - Format::kMantissa));
+    F32 smallest = (F32)all_integers(moved + one);
+    I32 below = (I32)((F32)(magnitude + (moved + one)) - smallest);
+    I32 value = smaller(magnitude + moved, below);
+    if (Format::kIsSigned) value |= (I32)(code << (31 - Format::kSign)) & (I32)all_words(0x80000000u);
+    return (F32)value;
+}
+
+// Stochastic rounding to codes, as round_stochastic in quant/rounding.py. Neighbors are one `step` apart, and `large` is
+// 1.5 * 2^23 steps: the bits of (value + large) count steps. Both are powers of two, made of the value's exponent. The
+// upper 16 random bits make a draw between -1/2 and 1/2, here in units of 2^-32.
+template <class Format>
+inline U32 encode(F32 value, U32 random) {
+    constexpr int mantissa = Format::kMantissa;
+    const float max = Format::kMax;
+    int32_t max_bits;
+    memcpy(&max_bits, &max, sizeof max);
+    I32 magnitude = smaller((I32)bits(value) & 0x7fffffff, all_integers(max_bits));
+    I32 exponent = larger(magnitude & 0x7f800000, all_integers((128 - Format::kBias) << 23));
+    if (Format::kIsSigned) magnitude |= (I32)bits(value) & (I32)all_words(0x80000000u);
+    F32 step = (F32)(exponent - ((mantissa + 32) << 23));  // in the draw's units
+    I32 large = exponent + (((23 - mantissa) << 23) + 0x400000);
+    F32 draw = __builtin_convertvector((I32)((random & 0xffff0000u) ^ 0x80000000u), F32) + 0x1p15f;
+    I32 steps = (I32)(((F32)magnitude + draw * step) + (F32)large) - large;
+    // The code of the exponent, and as many more as there are steps above its first number; below the normal numbers,
+    // steps alone.
+    I32 first = (exponent >> (23 - mantissa)) - ((128 - Format::kBias) << mantissa);
+    if (!Format::kIsSigned) return (U32)(steps + first);
+    return (U32)(steps < 0 ? first - steps + (1 << Format::kSign) : first + steps);
+}
+
+inline F32 widen_half(U16 value) {
+    U32 code = __builtin_convertvector(value, U32);
+    F32 special = from_bits((code << 13) | 0x7f800000u | ((code & 0x8000u) << 16));
+    return (code & 0x7c00u) == 0x7c00u ? special : decode<FP16>(code);
+}
+
+// To the nearest half, ties to even; what is too large becomes infinite, and NaN stays NaN.
+inline U16 narrow_half(F32 value) {
+    U32 word = bits(magnitude(value)), sign = (bits(value) >> 16) & 0x8000u;
+    U32 normal = (word + 0xfffu + ((word >> 13) & 1u) - (112u << 23)) >> 13;
+    U32 subnormal = bits(magnitude(value) + 0.5f) - 0x3f000000u;  // 0.5 has as its last place the smallest half
+    U32 code = word < (113u << 23) ? subnormal : normal;
+    code = word >= (143u << 23) ? all_words(0x7c00u) : code;
+    code = code > 0x7c00u ? all_words(0x7c00u) : code;
+    code = word > 0x7f800000u ? all_words(0x7e00u) : code;
+    return __builtin_convertvector(code | sign, U16);
+}
+
+inline F32 load(const FP16 *source) { return widen_half(read<U16>(source)); }
+inline void store(FP16 *target, F32 value) {
+    U16 narrowed = narrow_half(value);
+    memcpy(target, &narrowed, sizeof narrowed);
+}
+
+// The first `count` codes of 8 bits, and back, in the forms for which GCC 12 knows instructions.
+inline U32 load_codes(const uint8_t *source, int count) {
+    uint8_t padded[kLanes] = {};
+    if (count < kLanes) memcpy(padded, source, count);
+    U8 codes = read<U8>(count < kLanes ? padded : source);
+    return __builtin_convertvector(__builtin_convertvector(codes, U16), U32);
+}
+inline void store_codes(uint8_t *target, U32 codes, int count) {
+    U8 packed = __builtin_convertvector(codes & 0xffu, U8);
+    if (count >= kLanes)
+        memcpy(target, &packed, sizeof packed);
+    else
+        memcpy(target, &packed, count);
+}

@@ -1,0 +1,195 @@
+// The shards of a batch: their elements in blocks, in float32, whatever format they are kept in.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "floats.h"
+
+// Elements of a chunk; of a block, which stays in the first-level cache; and of a block of FP8, which has one scale.
+constexpr int kChunk = 1 << 14, kBlock = 1 << 10, kBlockOfFP8 = 128;
+
+// What a mean square of 0 in FP8 is read as, in units of its scale: the bits of 2^-16.
+constexpr int32_t kSmallestSquare = (127 - 16) << 23;
+
+enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kNothing };
+enum Moments : int64_t { kDense, kFP8, kSparse };
+enum Rule : int64_t { kNone, kAdaClip, kSpikeClip };
+
+// A shard of a parameter. Dense moments have one row, others the rows of the shard.
+struct Shard {
+    void *weights;         // where `clipped` writes, too
+    const void *gradient;
+    void *mean, *mean_square;
+    float *mean_scale, *mean_square_scale;  // of FP8: one for each block
+    FP16 *master;                           // null without master weights
+    int64_t weights_kind, gradient_kind, moments;  // the gradient may be kNothing, which stands for zeros
+    int64_t size, row;       // elements of the shard, and of one of its rows
+    int64_t columns, every;  // moments of a row, and how many neighbors share one
+    int64_t first, stride;   // index of the first moment in the whole parameter, and from one row to the next
+    int64_t number;          // of the parameter, for its random bits
+};
+
+namespace {
+
+// Calls body(shard, chunk, first, last) for at most size(shard) of the units(shard) of each shard, on several threads.
+template <class Units, class Size, class Body>
+void for_chunks(int64_t shards, int threads, Units units, Size size, Body body) {
+    std::vector<int64_t> ends(shards);
+    int64_t chunks = 0;
+    for (int64_t i = 0; i < shards; i++) ends[i] = chunks += (units(i) + size(i) - 1) / size(i);
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (chunks > 1)
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        int64_t i = std::upper_bound(ends.begin(), ends.end(), chunk) - ends.begin();
+        int64_t first = (chunk - (i ? ends[i - 1] : 0)) * size(i);
+        body(i, chunk, first, std::min(first + size(i), units(i)));
+    }
+}
+
+// Calls body with a pointer of the type of a kind.
+template <class Body>
+void of_kind(int64_t kind, const void *data, Body body) {
+    if (kind == kFloat32) body((float *)data);
+    if (kind == kBFloat16) body((BF16 *)data);
+    if (kind == kFloat16) body((FP16 *)data);
+}
+
+// How the elements of a shard are cut into blocks: by rows and their moments, or as one long row of elements.
+struct Walk {
+    int64_t rows, row, columns, every, block, blocks_in_row;
+
+    Walk(const Shard &s, bool by_rows) : rows(1), row(s.size), columns(s.size), every(1), block(kBlock) {
+        if (by_rows && s.size) {
+            rows = s.size / s.row, row = s.row, columns = s.columns, every = s.every;
+            if (s.moments == kFP8) block = kBlockOfFP8;
+        }
+        blocks_in_row = (columns + block - 1) / block;
+    }
+    int64_t blocks() const { return rows * blocks_in_row; }
+    int64_t blocks_in_chunk() const { return kChunk / block; }
+};
+
+// Calls body(first, lanes) for sixteen elements at a time.
+template <class Body>
+__attribute__((always_inline)) inline void for_lanes(int64_t count, Body body) {
+    int64_t k = 0;
+    for (; k + kLanes <= count; k += kLanes) body(k, kLanes);
+    if (k < count) body(k, (int)(count - k));
+}
+
+// Some moments of a row, and the elements that have them: one of `every` neighbors.
+struct Block {
+    int64_t number, moment, element;  // of the block, and of its first moment and element in the shard
+    int64_t every, left;              // elements from the first one to the end of the row
+    uint32_t index;                   // of the first moment in the whole parameter
+    int count;
+
+    Block(const Shard &s, const Walk &walk, int64_t number) : number(number), every(walk.every) {
+        int64_t row = number / walk.blocks_in_row, column = (number - row * walk.blocks_in_row) * walk.block;
+        moment = row * walk.columns + column;
+        element = row * walk.row + column * every;
+        left = walk.row - column * every;
+        index = (uint32_t)(s.first + row * s.stride + column);
+        count = (int)std::min(walk.block, walk.columns - column);
+    }
+};
+
+// A block in float32: pointers to memory, or to the buffers, which have room for whole vectors.
+struct Work {
+    float *gradient, *weights, *mean, *square;
+    alignas(64) float buffers[4][kBlock];
+    alignas(64) int32_t picks[kBlock];  // which of its neighbors has the moment
+};
+
+uint64_t mix(uint64_t key) {  // as mix_key in quant/rounding.py
+    key += 0x9E3779B97F4A7C15u;
+    key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9u;
+    key = (key ^ (key >> 27)) * 0x94D049BB133111EBu;
+    return key ^ (key >> 31);
+}
+
+U32 random_from(uint32_t index, uint64_t key) {
+    U32 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return random_bits(lanes + index, (uint32_t)key, (uint32_t)(key >> 32));
+}
+
+// Draws which of its neighbors, fewer at the end of a row, has each moment.
+void pick(const Block &b, uint64_t key, int32_t *picks) {
+    for_lanes(b.count, [=](int64_t k, int lanes) {
+        U32 random = random_from(b.index + (uint32_t)k, key);
+        F32 neighbors = all((float)b.every);
+        if ((k + lanes) * b.every > b.left) neighbors[lanes - 1] = (float)(b.left - (k + lanes - 1) * b.every);
+        F32 draw = __builtin_convertvector((I32)(random >> 16), F32) * 0x1p-16f + 0x1p-17f;
+        I32 picked = __builtin_convertvector(draw * neighbors, I32);
+        memcpy(picks + k, &picked, sizeof picked);
+    });
+}
+
+inline float load_one(const float *source) { return *source; }
+inline void store_one(float *target, float value) { *target = value; }
+template <class T>
+float load_one(const T *source) {
+    return load(source, 1)[0];
+}
+template <class T>
+void store_one(T *target, float value) {
+    store(target, all(value), 1);
+}
+
+// The elements of a block in float32, in the buffer or where they are.
+template <class T>
+float *gather(const Block &b, T *source, const int32_t *picks, float *buffer) {
+    source += b.element;
+    if (b.every > 1) {
+        for (int i = 0; i < b.count; i++) buffer[i] = load_one(source + i * b.every + picks[i]);
+    } else {
+        if (sizeof(T) == sizeof(float)) return (float *)source;
+        for_lanes(b.count, [=](int64_t k, int lanes) { store(buffer + k, load(source + k, lanes)); });
+    }
+    return buffer;
+}
+
+template <class T>
+void scatter(const Block &b, T *target, const int32_t *picks, const float *buffer) {
+    target += b.element;
+    if ((const void *)target == buffer) return;
+    if (b.every > 1) {
+        for (int i = 0; i < b.count; i++) store_one(target + i * b.every + picks[i], buffer[i]);
+    } else {
+        for_lanes(b.count, [=](int64_t k, int lanes) { store(target + k, load(buffer + k), lanes); });
+    }
+}
+
+template <class Format>
+float *load_moment(const Shard &s, const Block &b, void *data, const float *scales, float *buffer) {
+    if (s.moments != kFP8) return (float *)data + b.moment;
+    const uint8_t *codes = (const uint8_t *)data + b.moment;
+    float scale = scales[0];
+    for_lanes(b.count, [=](int64_t k, int lanes) {
+        F32 value = decode<Format>(load_codes(codes + k, lanes));
+        if (!Format::kIsSigned) value = (F32)larger((I32)value, all_integers(kSmallestSquare));
+        store(buffer + k, value * scale);
+    });
+    return buffer;
+}
+
+// `amax` is max|x| of the values.
+template <class Format>
+void store_moment(const Shard &s, const Block &b, void *data, float *scale, float amax, uint64_t key, float *values) {
+    if (s.moments != kFP8) return;  // they are where they were
+    const float unit = *scale = amax / Format::kMax;
+    const uint32_t index = b.index;
+    uint8_t *codes = (uint8_t *)data + b.moment;
+    if (!(unit > 0)) {
+        memset(codes, 0, b.count);
+        return;
+    }
+    for_lanes(b.count, [=](int64_t k, int lanes) {
+        store_codes(codes + k, encode<Format>(load(values + k) / unit, random_from(index + (uint32_t)k, key)), lanes);
+    });
+}
+
+float *scale_of(const Shard &s, const Block &b, float *scales) { return s.moments == kFP8 ? scales + b.number : nullptr; }
+
+}  // namespace

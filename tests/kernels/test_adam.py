@@ -1,0 +1,83 @@
+"""The optimizers' kernels alone: numbers of 16 bits, what is measured, and chunks."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbit.kernels.cpu.adam import CHUNK, DENSE, KINDS, NOTHING, Shard, Shards, rules
+from lightning_lowbit.kernels.cpu.library import library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot be built here")
+
+
+def shard(gradient: Tensor | None, weights: Tensor) -> Shard:
+    kinds = (KINDS[weights.dtype], NOTHING if gradient is None else KINDS[gradient.dtype])
+    addresses = (weights.data_ptr(), 0 if gradient is None else gradient.data_ptr())
+    size = weights.numel()
+    return Shard(*addresses, 0, 0, 0, 0, 0, *kinds, DENSE, size, size, size, 1, 0, 0, 0)
+
+
+def converted(values: Tensor, dtype: torch.dtype) -> Tensor:
+    target = torch.empty_like(values, dtype=dtype)
+    one = torch.ones(1)
+    Shards([shard(values, target)]).write_clipped(rules(None, {"factor": one, "ratio": one}))
+    return target
+
+
+def assert_same_numbers(found: Tensor, wanted: Tensor) -> None:
+    """Bit for bit, but for the bits of NaN."""
+    as_bits = torch.int32 if wanted.dtype == torch.float32 else torch.int16
+    differ = (found.view(as_bits) != wanted.view(as_bits)) & ~(found.isnan() & wanted.isnan())
+    assert not differ.any(), f"{found[differ][:5]} should be {wanted[differ][:5]}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_all_numbers_of_16_bits_become_float32(dtype: torch.dtype) -> None:
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    assert_same_numbers(converted(values, torch.float32), values.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_float32_is_rounded_to_16_bits_as_by_torch(dtype: torch.dtype) -> None:
+    """Numbers of all sizes; all numbers of 16 bits, what lies in the middle between two, and the neighbors of that."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).float()
+    middles = (numbers[:-1].double() + numbers[1:].double()).div(2).float()
+    neighbors = [torch.nextafter(middles, torch.tensor(sign * math.inf)) for sign in (1, -1)]
+    anything = torch.randint(-(2**31), 2**31, (10**5,), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    values = torch.cat([numbers, middles, *neighbors, anything])
+    assert_same_numbers(converted(values, dtype), values.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+def test_amax_of_each_shard(bad: float | None, dtype: torch.dtype) -> None:
+    sizes = [0, 1, 15, 17, CHUNK, 2 * CHUNK + 5]
+    gradients: list[Tensor | None] = [torch.randn(size).to(dtype) for size in sizes]
+    last = gradients[-1]
+    assert last is not None
+    if bad is not None:
+        last[CHUNK + 1] = bad
+    weights = [torch.zeros(size) for size in (*sizes, 3)]
+    found = Shards([shard(*pair) for pair in zip([*gradients, None], weights, strict=True)]).measure()
+    wanted = [g.abs().max().item() if g is not None and g.numel() else 0.0 for g in gradients]
+    assert found[-1] == -1, f"a shard without gradient has the maximum {found[-1]}"
+    assert found[:-1].tolist() == pytest.approx(wanted, rel=0, nan_ok=True), f"maxima are {found}, not {wanted}"
+
+
+@pytest.mark.parametrize("limit", [math.inf, 3.0, 0.0])
+@pytest.mark.parametrize("unit", [1.0, 1e-3])
+def test_squares_after_ada_clip(limit: float, unit: float) -> None:
+    """Where nothing is clipped, sums of the first pass are taken; a unit has all elements read again."""
+    gradients = [torch.randn(size) for size in (5, CHUNK, 3 * CHUNK + 77)]
+    shards = Shards([shard(g, torch.zeros_like(g)) for g in gradients])
+    shards.measure()
+    given = {"limit": torch.full((3,), limit), "ratio": torch.full((3,), 0.5), "unit": torch.full((3,), unit)}
+    taken = torch.tensor([True, False, True])
+    squares, changed = shards.squares(rules("ada_clip", {**given, "taken": taken}))
+    for index, gradient in enumerate(gradients):
+        spikes = gradient.abs() > limit
+        wanted = (torch.where(spikes, gradient * 0.5, gradient).double() / unit).square().sum() * taken[index]
+        assert squares[index].item() == pytest.approx(wanted.item(), rel=1e-6)
+        assert changed[index] == spikes.sum() * taken[index]

@@ -1,0 +1,200 @@
+"""The passes in C++ against those in plain torch, whatever the options; and which of them is chosen."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbit.compilation import backend
+from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, cpp, guards
+from lightning_lowbit.optim.guarded_adam import GuardedAdam
+from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train, use
+
+# Rows that end within a block of 128, and a tensor of more than one chunk of 2^14 elements.
+SHAPES = [(), (0, 3), (300,), (5, 6), (2, 3, 130), (130, 129)]
+
+needs_cpp = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot be built here")
+
+
+@pytest.fixture(autouse=True)
+def _early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "SPIKE_CLIP_AFTER", 2)
+
+
+def run(
+    make: Any, code: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Parameter], Any, list[Tensor]]:
+    """Eight steps with a reset and a skipped step; parameters, optimizer, and all statistics on the way."""
+    with monkeypatch.context() as patch:
+        use(code, patch)
+        parameters = make_parameters(dtype, SHAPES)
+        optimizer = make(parameters)
+        seen = []
+        for step in range(8):
+            set_gradients(parameters, seed=step)
+            if step == 5:
+                parameters[-1].grad[3] = float("nan")
+            optimizer.step()
+            seen += [value for row in optimizer.gradient_statistics().values() for value in row]
+    return parameters, optimizer, seen
+
+
+def assert_near(found: Tensor, wanted: Tensor, tolerance: float, what: str, others: float = 0) -> None:
+    """All but ``others`` elements are within ``tolerance`` of the largest one."""
+    found, wanted = found.detach().double(), wanted.detach().double()
+    assert torch.equal(found.isnan(), wanted.isnan()), f"{what}: {found} {wanted}"
+    error = (found - wanted).nan_to_num(0.0).abs() / wanted.nan_to_num(0.0).abs().amax().clamp(min=1e-30)
+    assert (error > tolerance).sum() <= others, f"{what}: {error.max():.1e} off at {error.argmax()}"
+
+
+@needs_cpp
+@pytest.mark.pairwise(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("moments", ["fp32", "fp8", "half of them"])
+@pytest.mark.parametrize("element_clip", ["ada_clip", "spike_clip", None])
+@pytest.mark.parametrize("norm_clip", ["ada_gn", "grad_clip", None])
+@pytest.mark.parametrize("master_weights", [None, "fp16"])
+@pytest.mark.parametrize(
+    "others", [{}, {"weight_decay": 0.1, "reset_interval": 3, "maximize": True}], ids=["", "decay, resets, ascent"]
+)
+def test_trajectories_are_those_of_plain_torch(
+    dtype: torch.dtype,
+    moments: str,
+    element_clip: str | None,
+    norm_clip: str | None,
+    master_weights: str | None,
+    others: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To 1e-6 of the largest element, and 2e-6 of squares.
+
+    Of FP8, one code in a thousand may lie on the other side of a draw, and its parameter be moved by another moment.
+    """
+    options = {"lr": 1e-2, "spike_threshold": 2.0, "warmup_steps": 2, "element_clip": element_clip, **others}
+    if moments == "half of them":
+        options |= {"density": 0.5}
+    else:
+        options |= {"moments": moments, "norm_clip": norm_clip}
+        options |= {"master_weights": None if dtype == torch.float32 else master_weights}
+    runs = [run(lambda p: GuardedAdam(p, **options), code, dtype, monkeypatch) for code in ("C++", "torch")]
+    (parameters, optimizer, seen), (twins, twin, wanted) = runs
+    for index, (found, expected) in enumerate(zip(seen, wanted, strict=True)):
+        assert_near(found, expected, 1e-6, f"statistic {index}")
+    # A last place of fp32 may be one of 16 bits.
+    place = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    for p, q in zip(parameters, twins, strict=True):
+        state, expected = optimizer.state[p], twin.state[q]
+        assert state.keys() == expected.keys()
+        drawn = max(1.0, p.numel() / 1000) if "mean_scale" in state else 0
+        for name, value in state.items():
+            what, other = f"{name} of {tuple(p.shape)}", expected[name]
+            assert value.dtype == other.dtype and value.shape == other.shape, what
+            if value.dtype == torch.uint8:
+                assert (value != other).sum() <= drawn, f"{what}: {(value != other).sum()} codes differ"
+            elif value.numel() and name != "master":
+                assert_near(value, other, 2e-6 if "square" in name else 1e-6, what)
+        if p.numel():
+            assert_near(p, q, place, f"parameter of {tuple(p.shape)}", drawn)
+        if p.numel() > 1000 and dtype != torch.float32:
+            differ = (p != q).double().mean().item()
+            assert differ < 1e-2, f"{differ:.1%} of the elements were rounded to another number"
+
+
+@needs_cpp
+@pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e8])
+def test_fp8_codes_of_equal_moments_are_equal(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """β = 0 keeps a gradient and its square as they are, over nine orders of magnitude."""
+    runs = []
+    for code in ("C++", "torch"):
+        with monkeypatch.context() as patch:
+            use(code, patch)
+            parameters = make_parameters(shapes=SHAPES)
+            optimizer = LowBitAdamW(parameters, betas=(0.0, 0.0))
+            for step in range(3):
+                generator = torch.Generator().manual_seed(step)
+                for p in parameters:
+                    sizes = 10 ** (torch.rand(p.shape, generator=generator) * -9)
+                    p.grad = torch.randn(p.shape, generator=generator) * sizes * scale
+                optimizer.step()
+        runs.append([optimizer.state[p][name] for p in parameters for name in optimizer.state[p] if "mean" in name])
+    assert_same(runs[0], runs[1], "moments in C++ differ")
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "StableSPAM": lambda p: StableSPAM(p, reset_interval=4),
+    "SPAM": lambda p: SPAM(p, spike_threshold=2.0, density=0.5),
+    "FP8": lambda p: StableSPAM(p, moments="fp8", element_clip="spike_clip", spike_threshold=2.0),
+    "Adaptive": lambda p: Adaptive(torch.optim.SGD(p, lr=0.1)),
+}
+
+
+@needs_cpp
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_number_of_threads_changes_no_bit(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, runs = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            parameters, optimizer, seen = run(make, "C++", torch.float32, monkeypatch)
+            runs.append([*snapshot(optimizer, parameters), *(value.nan_to_num(-1) for value in seen)])
+    finally:
+        torch.set_num_threads(before)
+    assert_same(runs[0], runs[1], "two threads")
+    assert_same(runs[0], runs[2], "four threads")
+
+
+# --- which passes ---
+
+
+def chosen(parameter: Tensor, **options: Any) -> type:
+    made = Parameter(parameter)
+    optimizer = StableSPAM([made], **options)
+    made.grad = torch.ones_like(made)
+    [batch] = optimizer._batches()
+    return type(batch.passes)
+
+
+@needs_cpp
+def test_cpp_serves_what_trains_on_a_cpu() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for moments in ("fp32", "fp8"):
+            assert chosen(torch.ones(3, 4, dtype=dtype), moments=moments) is cpp.CppPasses, f"{dtype}, {moments}"
+
+
+def test_plain_torch_serves_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = {
+        "float64": torch.ones(3, 4, dtype=torch.float64),
+        "a transposed parameter": torch.ones(3, 4).t(),
+        "channels last": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "another device": torch.ones(3, 4, device="meta"),
+    }
+    for name, parameter in cases.items():
+        assert chosen(parameter) is cpp.Passes, f"{name} runs in C++"
+    with backend("eager"):
+        assert chosen(torch.ones(3, 4)) is cpp.Passes, "plain code was asked for"
+    monkeypatch.setattr(cpp, "library", lambda: None)
+    assert chosen(torch.ones(3, 4)) is cpp.Passes, "there is no library"
+
+
+@needs_cpp
+@pytest.mark.parametrize("default", [torch.float64, "meta"], ids=str)
+def test_torch_s_defaults_do_not_matter(default: Any) -> None:
+    """What the passes make for themselves has a dtype and a device of its own."""
+    runs = []
+    for changed in (False, True):
+        parameters = make_parameters(shapes=SHAPES)
+        optimizer = StableSPAM(parameters, moments="fp8")
+        train(optimizer, parameters, range(1))
+        set_gradients(parameters, seed=1)
+        try:
+            if changed:
+                (torch.set_default_device if default == "meta" else torch.set_default_dtype)(default)
+            optimizer.step()
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+        runs.append(snapshot(optimizer, parameters))
+    assert_same(runs[0], runs[1], f"a default of {default} changed the step")
