@@ -172,9 +172,12 @@ def compiled_for(launch: Launch) -> dict[str, Any]:
     return constants if launch.kernel == "measure" else {**constants, "INTERPRETED": interpreted}
 
 
+def options_of(launch: Launch) -> dict[str, Any]:
+    """How the kernel of a launch is compiled: no product is fused into a sum, which would round once, not twice."""
+    return {"num_warps": launch.warps, "enable_fp_fusion": False}
+
+
 def _run(launch: Launch) -> None:
     kernel = getattr(_kernels()[0], launch.kernel)
-    # No product is fused into a sum, which would round once where the plain code rounds twice.
-    options = {"num_warps": launch.warps, "enable_fp_fusion": False}
     with torch.cuda.device_of(launch.arguments["x"]):  # type: ignore[no-untyped-call]
-        kernel[(launch.programs,)](**launch.arguments, **compiled_for(launch), **options)
+        kernel[(launch.programs,)](**launch.arguments, **compiled_for(launch), **options_of(launch))
