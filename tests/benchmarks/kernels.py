@@ -150,11 +150,10 @@ def compile_for(launch: Launch, arch: int) -> Any:
             signature[name], constants[name] = "constexpr", value
         else:
             signature[name] = _NAMES[value.dtype] if isinstance(value, Tensor) else "i32"
-            if isinstance(value, Tensor) or value % 16 == 0:
+            if (value if isinstance(value, int) else 0 if value.is_meta else value.data_ptr()) % 16 == 0:
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, attributes)
-    options = {"num_warps": launch.warps, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=gpu.options_of(launch))
 
 
 def resources_of(launch: Launch, arch: int) -> Code:

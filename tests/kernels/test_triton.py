@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.formats import ELEMENT_FORMATS
@@ -232,6 +234,22 @@ def test_what_is_not_covered_is_said_in_words(monkeypatch):
     assert "each process holds a part" in gpu.covers(Cast("int8", Scale("fp32", "row")), x, torch.int8, is_cut=True)
     assert gpu.covers_both(NVFP4, STOCHASTIC) is None
     assert "1, 2, 4, ... or 128" in gpu.covers_both(NVFP4, NVFP4_TILES)
+
+
+def test_graphs_for_gpus_are_traced_without_one():
+    """The operator hides the kernel: a compiler that saw it would compile it with options of its own."""
+    with FakeTensorMode():
+        x = torch.empty(64, 96, device="cuda", dtype=torch.bfloat16)
+        key, amax = torch.empty((), device="cuda", dtype=torch.int64), torch.empty((), device="cuda")
+        operator = torch.ops.lightning_lowbit._quantize_operand
+        graph = make_fx(lambda *given: operator(given[0], STOCHASTIC.spec, 0, *given[1:], torch.bfloat16, None))(
+            x, key, amax
+        )
+    calls = [node for node in graph.graph.nodes if node.target is operator.default]
+    assert len(calls) == 1
+    values, factor = calls[0].meta["val"]
+    assert (values.shape, values.dtype, values.device.type) == (x.shape, torch.bfloat16, "cuda")
+    assert (factor.shape, factor.dtype) == ((), torch.float32)
 
 
 def test_the_module_is_imported_without_triton():

@@ -79,6 +79,32 @@ def test_wrong_arithmetic_is_found():
     assert wrong_arithmetic(ptx, fused=True) == ["add.ftz.f32", "div.full.f32"]
 
 
+class Driver:
+    """What Triton asks of a GPU before it compiles a kernel."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def test_launches_pass_what_kernels_take(monkeypatch):
+    from triton.runtime import driver
+
+    monkeypatch.setattr(driver, "_active", Driver())
+    for name, launch in kernels.every_launch(["nvfp4", "fp8-row", "ternary"]):
+        kernel = getattr(gpu._kernels()[0], launch.kernel)
+        given = {**launch.arguments, **gpu.compiled_for(launch), **gpu.options_of(launch)}
+        compiled = kernel.warmup(**given, grid=(launch.programs,))
+        assert (compiled.metadata.num_warps, compiled.metadata.enable_fp_fusion) == (launch.warps, False), name
+
+
 def test_operands_are_loaded_and_stored_16_bytes_at_a_time():
     for name, launch in kernels.every_launch(ALL):
         ptx = kernels.compile_for(launch, 90).asm["ptx"]

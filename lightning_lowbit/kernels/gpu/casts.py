@@ -74,8 +74,8 @@ def quantize_operand(
         ``elements * scales`` in ``dtype``, contiguous (with scales per row or tensor, the elements alone), and the
         factor: float32, 0-d, ``[rows, 1]`` or ``[1, columns]``.
     """
-    if amax is None and cast.scale.needs_amax:
-        amax = amax_of(x)
+    if cast.scale.needs_amax:
+        amax = amax_of(x) if amax is None else amax.float()
     sums = None
     if cast.scale.block == "tensor" and cast.scale.statistic == "absmean":
         sums = torch.empty(launches.SUMS, dtype=torch.float64, device=x.device)
@@ -95,8 +95,8 @@ def quantize_both(
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """:func:`quantize_operand` with blocks along rows (dim 1) and along columns (dim 0), from one read of ``x``."""
-    if amax is None and (row.scale.needs_amax or column.scale.needs_amax):
-        amax = amax_of(x)
+    if row.scale.needs_amax or column.scale.needs_amax:
+        amax = amax_of(x) if amax is None else amax.float()
     keys = rounding_key(row, key_row, x.device), rounding_key(column, key_column, x.device)
     operands = _empty(x, row, 1, dtypes[0]), _empty(x, column, 0, dtypes[1])
     _run(launches.of_both(x, (row, column), keys, amax, operands))
@@ -172,9 +172,12 @@ def compiled_for(launch: Launch) -> dict[str, Any]:
     return constants if launch.kernel == "measure" else {**constants, "INTERPRETED": interpreted}
 
 
+def options_of(launch: Launch) -> dict[str, Any]:
+    """How the kernel of a launch is compiled: no product is fused into a sum, which would round once, not twice."""
+    return {"num_warps": launch.warps, "enable_fp_fusion": False}
+
+
 def _run(launch: Launch) -> None:
     kernel = getattr(_kernels()[0], launch.kernel)
-    # No product is fused into a sum, which would round once where the plain code rounds twice.
-    options = {"num_warps": launch.warps, "enable_fp_fusion": False}
     with torch.cuda.device_of(launch.arguments["x"]):  # type: ignore[no-untyped-call]
-        kernel[(launch.programs,)](**launch.arguments, **compiled_for(launch), **options)
+        kernel[(launch.programs,)](**launch.arguments, **compiled_for(launch), **options_of(launch))

@@ -1,0 +1,336 @@
+"""PTX on a CPU: an emulator of the instructions that Triton's compiler makes of the kernels, for tests without a GPU.
+
+All threads of a program advance together, a register is an array over them, and programs run one after another.
+Branches on which threads disagree, and instructions that no kernel uses, are errors.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+_TYPES = {
+    f"{kind}{bits}": np.dtype(f"{name}{bits}")
+    for kind, name in (("b", "uint"), ("u", "uint"), ("s", "int"))
+    for bits in (8, 16, 32, 64)
+}
+_TYPES |= {"f16": np.dtype("float16"), "f32": np.dtype("float32"), "f64": np.dtype("float64"), "pred": np.dtype(bool)}
+
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "max": np.maximum,  # of floats with .NaN, which numpy does, too
+    "min": np.minimum,
+}
+_COMPARED: dict[str, Callable[[Any, Any], Any]] = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "equ": lambda a, b: ~((a < b) | (a > b)),
+    "neu": np.not_equal,
+    "ltu": lambda a, b: ~(a >= b),
+    "leu": lambda a, b: ~(a > b),
+    "gtu": lambda a, b: ~(a <= b),
+    "geu": lambda a, b: ~(a < b),
+    "num": lambda a, b: (a == a) & (b == b),
+    "nan": lambda a, b: (a != a) | (b != b),
+}
+
+
+class Memory:
+    """One address space, of bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = np.zeros(size, np.uint8)
+
+    def load(self, address: Array, dtype: np.dtype[Any]) -> Array:
+        assert (address % dtype.itemsize == 0).all(), "a load that is not aligned"
+        return self.bytes.view(dtype)[address // dtype.itemsize]
+
+    def store(self, address: Array, values: Array) -> None:
+        assert (address % values.itemsize == 0).all(), "a store that is not aligned"
+        self.bytes.view(values.dtype)[address // values.itemsize] = values
+
+
+class Kernel:
+    """A kernel of PTX text with one entry."""
+
+    def __init__(self, ptx: str) -> None:
+        body = ptx[ptx.index(".entry") :]
+        body = re.sub(r"//[^\n]*|^\s*\.loc[^\n]*", "", body[: body.index("\n}")], flags=re.MULTILINE)
+        self.threads = int(re.search(r"\.reqntid (\d+)", body)[1])  # type: ignore[index]
+        self.parameters = re.findall(r"\.param \.\w+[^,)]* (\w+_param_\d+)", body)
+        self.code: list[tuple[str, str, list[str]]] = []
+        self.labels: dict[str, int] = {}
+        for statement in re.findall(r"(\$\w+):|([^;{}]*(?:\{[^}]*\}[^;{}]*)*);", body[body.index("{") + 1 :]):
+            label, text = statement[0], " ".join(statement[1].split())
+            while match := re.match(r"(\$\w+): ?", text):
+                self.labels[match[1]] = len(self.code)
+                text = text[match.end() :]
+            if label:
+                self.labels[label] = len(self.code)
+            elif text and not text.startswith("."):
+                guard, operation, rest = re.match(r"(?:@(!?%p\d+) )?(\S+) ?(.*)", text).groups()  # type: ignore[union-attr]
+                self.code.append((guard or "", operation, re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)))
+
+    def run(self, programs: int, arguments: Sequence[int], memory: Memory, shared: int) -> None:
+        """Runs all programs; ``arguments`` are addresses in ``memory`` and numbers, and ``shared`` counts bytes."""
+        given = dict(zip(self.parameters, arguments, strict=False))  # Triton adds parameters, which no kernel uses
+        for number in range(programs):
+            _Program(self, (number, programs), given, memory, Memory(shared)).run()
+
+
+class _Program:
+    def __init__(
+        self, kernel: Kernel, place: tuple[int, int], parameters: dict[str, int], memory: Memory, shared: Memory
+    ) -> None:
+        self.kernel, self.parameters, self.memories = kernel, parameters, {"global": memory, "shared": shared}
+        every = np.arange(kernel.threads, dtype=np.uint32)
+        self.registers: dict[str, Array] = {"%tid.x": every}
+        self.registers |= {
+            name: np.full_like(every, n) for name, n in zip(("%ctaid.x", "%nctaid.x"), place, strict=True)
+        }
+        self.all = np.ones(kernel.threads, bool)
+
+    def run(self) -> None:
+        position = 0
+        while position < len(self.kernel.code):
+            guard, operation, operands = self.kernel.code[position]
+            active = self.all
+            if guard:
+                active = self.registers[guard.lstrip("!")] ^ guard.startswith("!")
+            position += 1
+            name, *modifiers = operation.split(".")
+            if name in ("bra", "ret"):
+                assert active.all() or not active.any(), "threads disagree on a branch"
+                if active.any():
+                    position = len(self.kernel.code) if name == "ret" else self.kernel.labels[operands[-1]]
+            elif active.any():
+                self.execute(name, modifiers, operands, active)
+
+    def execute(self, name: str, modifiers: list[str], operands: list[str], active: Array) -> None:
+        target, *sources = operands or [""]
+        kind = modifiers[-1] if modifiers else ""
+        dtype = _TYPES.get(kind.removesuffix("x2"), _TYPES["b32"])
+        if kind in ("f16x2", "f32x2") and name != "cvt":
+            self.execute_pairs(name, modifiers, target, sources, active)
+            return
+        if kind not in _TYPES and name not in ("bar", "cvt", "ldmatrix", "stmatrix"):
+            raise NotImplementedError(f"{name} of {kind}")
+
+        def value(position: int, of: str = kind) -> Array:
+            return self.value(sources[position], of)
+
+        if name in ("ld", "st", "atom"):
+            self.move(name, modifiers, operands, active)
+        elif name in ("ldmatrix", "stmatrix"):
+            self.matrices(name, modifiers, operands, active)
+        elif name == "bar":
+            pass  # all threads are here
+        elif name == "mov":
+            self.mov(target, sources[0], kind, active)
+        elif name in ("mul", "mad", "fma") and kind[0] != "f":
+            result = self.integer_product(modifiers, value(0), value(1), kind)
+            if name == "mad":
+                result = result + self.value(sources[2], "s64" if "wide" in modifiers else kind).astype(result.dtype)
+            self.set(target, result, active)
+        elif name in _BINARY:
+            self.set(target, _BINARY[name](value(0), value(1)), active)
+        elif name == "fma":
+            exact = value(0).astype(np.longdouble) * value(1) + value(2)
+            self.set(target, exact.astype(dtype), active)
+        elif name == "div" or name == "rem":
+            a, b = value(0), value(1)
+            if kind[0] == "f":
+                result = a / b
+            else:  # towards zero
+                quotient = np.abs(a) // np.maximum(np.abs(b), 1) * np.sign(a) * np.sign(b)
+                result = quotient if name == "div" else a - quotient * b
+            self.set(target, result.astype(dtype), active)
+        elif name == "rcp":
+            self.set(target, dtype.type(1) / value(0), active)
+        elif name in ("abs", "neg", "not"):
+            self.set(target, {"abs": np.abs, "neg": np.negative, "not": np.invert}[name](value(0)), active)
+        elif name in ("shl", "shr"):
+            bits, shift = dtype.itemsize * 8, self.value(sources[1], "u32")
+            moved = np.minimum(shift, bits - 1).astype(dtype)
+            result = value(0) << moved if name == "shl" else value(0) >> moved
+            gone = (shift >= bits) & (name == "shl" or kind[0] != "s")
+            self.set(target, np.where(gone, dtype.type(0), result), active)
+        elif name == "bfe":  # the sign of a signed field is its top bit
+            start, length = (int(self.value(source, "u32")[0]) for source in sources[1:])
+            above = dtype.type(8 * dtype.itemsize - length)
+            self.set(target, value(0) << (above - dtype.type(start)) >> above, active)
+        elif name == "setp":
+            result = _COMPARED[modifiers[0]](value(0), value(1))
+            if len(sources) > 2:
+                result = {"and": np.logical_and, "or": np.logical_or}[modifiers[1]](
+                    result, self.value(sources[2], "pred")
+                )
+            self.set(target, result, active)
+        elif name == "selp":
+            self.set(target, np.where(self.value(sources[2], "pred"), value(0), value(1)), active)
+        elif name == "prmt":
+            self.set(target, self.permute(*(self.value(source, "u32") for source in sources)), active)
+        elif name == "cvt":
+            self.convert(modifiers, target, sources, active)
+        elif name == "shfl":
+            lanes = np.arange(len(self.all)) ^ self.value(sources[1], "u32").astype(np.int64)
+            assert "bfly" in modifiers
+            self.set(target, value(0)[lanes], active)
+        elif name == "redux":
+            warps = value(0).reshape(-1, 32)
+            largest = {"max": np.max, "min": np.min, "add": np.sum}[modifiers[1]](warps, 1, keepdims=True)
+            self.set(target, np.broadcast_to(largest, warps.shape).reshape(-1).astype(dtype), active)
+        else:
+            raise NotImplementedError(".".join([name, *modifiers]))
+
+    def execute_pairs(self, name: str, modifiers: list[str], target: str, sources: list[str], active: Array) -> None:
+        """An instruction for both halves of registers."""
+        kind = modifiers[-1].removesuffix("x2")
+        bits = 8 * _TYPES[kind].itemsize
+        halves = _Program(self.kernel, (0, 0), {}, self.memories["global"], self.memories["shared"])
+        halves.all = np.ones(2 * len(self.all), bool)
+        names = [f"%{'rs' if kind == 'f16' else 'r'}_{number}" for number in range(len(sources) + 1)]
+        for name_of_half, source in zip(names[1:], sources, strict=True):
+            whole = np.ascontiguousarray(self.value(source, f"b{2 * bits}"))
+            halves.registers[name_of_half] = whole.view(f"uint{bits}")
+        halves.execute(name, [*modifiers[:-1], kind], names, halves.all)
+        result = halves.registers[names[0]].view(f"uint{2 * bits}")
+        self.set(target, result, active)
+
+    # --- registers ----------------------------------------------------------------------------------------------------
+
+    def value(self, text: str, kind: str) -> Array:
+        """A register, a number or an address of shared memory, as an array of a type."""
+        dtype = _TYPES[kind]
+        if text.startswith("%"):
+            register = self.registers[text]
+            if register.itemsize > dtype.itemsize:
+                register = register.astype(np.dtype(f"uint{8 * dtype.itemsize}"))
+            return register if kind == "pred" else register.view(dtype)
+        if text.startswith(("0f", "0d")):
+            bits = np.array([int(text[2:], 16)], np.uint32 if text[1] == "f" else np.uint64)
+            return np.broadcast_to(bits.view(np.float32 if text[1] == "f" else np.float64), self.all.shape)
+        number = int(text.rstrip("U"), 0) if re.match(r"-?\d", text) else int(text == "true")
+        wide = np.array([number & (1 << 64) - 1], np.uint64)
+        return np.broadcast_to(wide.astype(np.dtype(f"uint{8 * dtype.itemsize}")).view(dtype), self.all.shape)
+
+    def set(self, name: str, values: Array, active: Array) -> None:
+        values = np.ascontiguousarray(np.broadcast_to(values, self.all.shape))
+        if values.dtype != bool:
+            width = {"%rs": 2, "%rd": 8}.get(name[:3], 4)
+            if values.itemsize < width:  # bytes and halves fill a register
+                values = values.astype(np.dtype(f"{'int' if values.dtype.kind == 'i' else 'uint'}{8 * width}"))
+            values = values.view(np.dtype(f"uint{8 * values.itemsize}"))
+        old = self.registers.get(name)
+        self.registers[name] = (
+            values if old is None or active.all() else np.where(active, values, old.view(values.dtype))
+        )
+
+    def mov(self, target: str, source: str, kind: str, active: Array) -> None:
+        if target.startswith("{"):  # unpack
+            halves = self.value(source, kind).view(np.dtype(f"uint{_TYPES[kind].itemsize * 4}")).reshape(-1, 2)
+            for number, part in enumerate(target.strip("{} ").split(",")):
+                self.set(part.strip(), halves[:, number], active)
+        elif source.startswith("{"):
+            half = f"u{_TYPES[kind].itemsize * 4}"
+            parts = [self.value(part.strip(), half) for part in source.strip("{} ").split(",")]
+            self.set(target, np.stack(parts, 1).view(np.dtype(f"uint{_TYPES[kind].itemsize * 8}")).reshape(-1), active)
+        else:
+            self.set(target, self.value(source, kind), active)
+
+    # --- single instructions ------------------------------------------------------------------------------------------
+
+    def move(self, name: str, modifiers: list[str], operands: list[str], active: Array) -> None:
+        kind = next(m for m in reversed(modifiers) if m in _TYPES)
+        place = next(text for text in operands if text.startswith("["))
+        base, _, offset = (part.strip() for part in place.strip("[] ").partition("+"))
+        if "param" in modifiers:
+            number = np.array([self.parameters[base] & (1 << 64) - 1], np.uint64).astype(_TYPES[f"u{kind[1:]}"])
+            self.set(operands[0], number, active)
+            return
+        memory = self.memories["shared" if "shared" in modifiers else "global"]
+        address = self.value(base, "u64" if base.startswith("%rd") else "u32").astype(np.int64) + int(offset or 0)
+        address, dtype = address[active], _TYPES[kind]
+        if name == "atom":
+            assert "max" in modifiers
+            for at, number in zip(address, self.value(operands[2], kind)[active], strict=True):
+                memory.store(np.array([at]), np.maximum(memory.load(np.array([at]), dtype), number))
+            return
+        registers = operands[0] if name == "ld" else operands[1]
+        for number, register in enumerate(registers.strip("{} ").split(",")):
+            at = address + number * dtype.itemsize
+            if name == "ld":
+                loaded = np.zeros(self.all.shape, dtype)
+                loaded[active] = memory.load(at, dtype)
+                self.set(register.strip(), loaded, active)
+            else:
+                memory.store(at, self.value(register.strip(), kind)[active].astype(dtype))
+
+    def matrices(self, name: str, modifiers: list[str], operands: list[str], active: Array) -> None:
+        """Matrices of 8 x 8 halves between shared memory, where threads of a warp point to rows, and registers, where
+        four threads have a row."""
+        assert "m8n8" in modifiers and "trans" not in modifiers and active.all()
+        place, registers = (operands[1], operands[0]) if name == "ldmatrix" else operands[:2]
+        base, _, offset = (part.strip() for part in place.strip("[] ").partition("+"))
+        rows = (self.value(base, "u32").astype(np.int64) + int(offset or 0)).reshape(-1, 32)
+        lanes, shared = np.arange(32), self.memories["shared"]
+        for number, register in enumerate(registers.strip("{} ").split(",")):
+            at = (rows[:, 8 * number + lanes // 4] + 4 * (lanes % 4)).reshape(-1)
+            if name == "ldmatrix":
+                self.set(register.strip(), shared.load(at, _TYPES["u32"]), active)
+            else:
+                shared.store(at, self.value(register.strip(), "u32"))
+
+    @staticmethod
+    def integer_product(modifiers: list[str], a: Array, b: Array, kind: str) -> Array:
+        if "wide" in modifiers:
+            wide = np.dtype(f"{'u' if kind[0] == 'u' else ''}int{int(kind[1:]) * 2}")
+            return a.astype(wide) * b.astype(wide)
+        if "hi" in modifiers:
+            return ((a.astype(np.int64) * b.astype(np.int64)) >> 32).astype(a.dtype)
+        return a * b
+
+    @staticmethod
+    def permute(a: Array, b: Array, selector: Array) -> Array:
+        both, result = np.concatenate([a[:, None], b[:, None]], 1).view(np.uint8), np.zeros((len(a), 4), np.uint8)
+        for number in range(4):
+            chosen = selector >> np.uint32(4 * number) & np.uint32(15)
+            assert (chosen < 8).all(), "prmt that spreads signs"
+            result[:, number] = both[np.arange(len(a)), chosen]
+        return result.view(np.uint32).reshape(-1)
+
+    def convert(self, modifiers: list[str], target: str, sources: list[str], active: Array) -> None:
+        to, of = modifiers[-2:]
+        if to in ("bf16x2", "bf16"):
+            halves = [self.bfloat16(self.value(source, "f32")) for source in sources]
+            result = halves[0] if to == "bf16" else halves[0].astype(np.uint32) << np.uint32(16) | halves[1]
+        elif of == "bf16":
+            result = self.value(sources[0], "u16").astype(np.uint32) << np.uint32(16)
+        elif to == "f16x2":
+            halves = [self.value(source, "f32").astype(np.float16).view(np.uint16) for source in sources]
+            result = halves[0].astype(np.uint32) << np.uint32(16) | halves[1]
+        else:
+            values = self.value(sources[0], of)
+            if of[0] == "f" and to[0] in "us":
+                assert "rzi" in modifiers
+                values = np.nan_to_num(np.trunc(values), nan=0.0)
+            result = values.astype(_TYPES[to])
+        self.set(target, result, active)
+
+    @staticmethod
+    def bfloat16(values: Array) -> Array:
+        word = np.ascontiguousarray(values).view(np.uint32)
+        rounded = (word + np.uint32(0x7FFF) + (word >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+        return np.where(np.isnan(values), np.uint32(0x7FFF), rounded).astype(np.uint16)

@@ -1,0 +1,136 @@
+"""The Triton kernels as PTX, the code that Triton's compiler makes for GPUs, run by an emulator: equal to the bit."""
+
+import importlib.util
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbit import Cast, LinearCasts, Scale
+from lightning_lowbit.formats import ELEMENT_FORMATS
+from lightning_lowbit.kernels.gpu import casts as gpu
+from lightning_lowbit.kernels.gpu.launches import Launch
+from lightning_lowbit.nn import OPERANDS, PRESETS
+from tests.benchmarks.kernels import compile_for
+from tests.kernels import interpreted
+from tests.kernels.interpreted import Case
+from tests.kernels.ptx import Kernel, Memory
+from tests.quant.tensors import NVFP4, NVFP4_TILES, scales
+
+ARCH = 90
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+
+
+def emulate(launch: Launch) -> None:
+    """Runs a launch on tensors of the CPU."""
+    compiled = compile_for(launch, ARCH)
+    kernel, constants = getattr(gpu._kernels()[0], launch.kernel), gpu.compiled_for(launch)
+    tensors = {name: value for name, value in launch.arguments.items() if isinstance(value, Tensor)}
+    places, end = {}, 256
+    for name, tensor in tensors.items():
+        places[name] = end
+        end += -(-tensor.untyped_storage().nbytes() // 256) * 256 + 256
+    memory = Memory(end)
+    for name, tensor in tensors.items():
+        held = _bytes(tensor)
+        memory.bytes[places[name] : places[name] + len(held)] = held
+    arguments = []
+    for name in kernel.arg_names:
+        value = launch.arguments.get(name)
+        if isinstance(value, Tensor):
+            arguments.append(places[name] + value.storage_offset() * value.itemsize)
+        elif name not in constants and value is not None and value != 1:
+            arguments.append(value)
+    with np.errstate(all="ignore"):
+        Kernel(compiled.asm["ptx"]).run(launch.programs, arguments, memory, compiled.metadata.shared + 16)
+    for name, tensor in tensors.items():
+        held = _bytes(tensor)
+        held[:] = memory.bytes[places[name] : places[name] + len(held)]
+
+
+def _bytes(tensor: Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    """The memory of a tensor."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_run", emulate)
+    monkeypatch.setattr(gpu, "_obstacle", lambda device: None)
+
+
+def sample(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Rows of very different sizes, with a block of zeros, an infinity and what is not a number."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).mul(3).exp()
+    x[: rows // 3, : columns // 2] = 0
+    x[-1, 0], x[-1, -1] = float("nan"), float("inf")
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "bf16"])
+def test_all_casts_of_presets(preset):
+    casts = LinearCasts.preset(preset)
+    for cast in dict.fromkeys(cast for name in OPERANDS if isinstance(cast := getattr(casts, name), Cast)):
+        amax = 3.0 if cast.scale.needs_amax else None
+        for dim in (0, 1):
+            assert interpreted.differences([Case(cast, dim, sample(48, 272), amax)]) == []
+
+
+@pytest.mark.parametrize("arch", [80, 100])
+def test_other_architectures(monkeypatch, arch):
+    monkeypatch.setattr("tests.kernels.test_triton_ptx.ARCH", arch)
+    for cast in (NVFP4.replace(rounding="stochastic"), Cast("e4m3", Scale("fp32", "row"))):
+        for dim in (0, 1):
+            assert interpreted.differences([Case(cast, dim, sample(48, 272))]) == []
+
+
+def test_odd_shapes_strides_and_dtypes():
+    """Vectors are as wide as addresses allow, and what lies outside of a matrix is masked."""
+    x = sample(70, 96, torch.float32)
+    for matrix in (x[:19, :33], x.t(), x[::2, 1::3], x.half().t()[3:], x[:1], x[:, :1], x.bfloat16()[:, 8:40]):
+        for cast in (NVFP4.replace(rounding="stochastic"), NVFP4_TILES, Cast("int8", Scale("fp32", "row"))):
+            for dim in (0, 1):
+                assert interpreted.differences([Case(cast, dim, matrix)]) == []
+
+
+def test_elements_in_the_dtypes_of_native_gemms():
+    for element, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2), ("int8", torch.int8)):
+        for block in ("row", "tensor"):
+            case = Case(Cast(element, Scale("fp32", block), "stochastic"), 1, sample(33, 64), dtype=dtype)
+            assert interpreted.differences([case]) == []
+
+
+def test_two_operands_from_one_read():
+    for row, column in ((NVFP4, NVFP4.replace(rounding="stochastic")), (Cast(scale=Scale("e8m0", 32)), NVFP4)):
+        assert interpreted.differences_of_both([(row, column, sample(48, 272)), (row, column, sample(19, 33))]) == []
+
+
+def test_what_stands_behind_gemms():
+    product, vectors = sample(48, 272, torch.float32), (torch.randn(48, 1), torch.randn(1, 272))
+    cases = [
+        (product, list(vectors), None),
+        (product, [vectors[0].sum()], vectors[1].bfloat16()),
+        (product.int(), [], product),
+    ]
+    texts = interpreted.differences_of_finish(
+        [(*case, dtype) for case in cases for dtype in (torch.float32, torch.bfloat16)]
+    )
+    assert texts == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_casts(seed):
+    """15 samples each, over every knob of a cast."""
+    rng = random.Random(seed)
+    for _ in range(15):
+        element, block = rng.choice(list(ELEMENT_FORMATS)), rng.choice([4, 16, 24, 32, (16, 16), (3, 8), "row"])
+        cast = Cast(element, rng.choice(list(scales(block, element))), rng.choice(["nearest", "stochastic"]))
+        x = sample(rng.choice([17, 48]), rng.choice([33, 272]), rng.choice([torch.float32, torch.bfloat16]))
+        assert interpreted.differences([Case(cast, rng.choice([0, 1]), x)]) == []
