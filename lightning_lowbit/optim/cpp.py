@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-import lightning_lowbit.compilation as compilation
+from lightning_lowbit.compilation import current_backend
 from lightning_lowbit.distributed import offsets_of
 from lightning_lowbit.kernels.cpu.adam import DENSE, FP8, KINDS, NOTHING, SPARSE, Scalars, Shard, Shards, rules
 from lightning_lowbit.kernels.cpu.library import library
@@ -26,8 +26,7 @@ def passes_for(batch: Batch) -> Passes:
 
 def kernels_for(batch: Batch) -> ctypes.CDLL | None:
     """The C++ kernels; None where plain torch is asked for, or they cannot serve a batch or be built."""
-    asked = getattr(compilation, "current_backend", lambda: compilation._backend)()
-    fits = asked in ("auto", "cpp") and batch.device.type == "cpu" and batch.dtype == torch.float32
+    fits = current_backend() in ("auto", "cpp") and batch.device.type == "cpu" and batch.dtype == torch.float32
     if not fits or torch.compiler.is_compiling() or not all(map(_fits, batch.members)):
         return None
     return library()
@@ -80,6 +79,8 @@ class CppPasses(Passes):
         given = _rows(limit=elements.limit, ratio=elements.ratio, **numbers._asdict()) | _of_step(step)
         options = self.batch.options
         self._shards.update(rules(elements.rule, given, options["eps"], bool(options["weight_decay"])))
+        # As operations of torch do, so that autograd refuses a graph that has saved the weights before the step.
+        torch.autograd.graph.increment_version([member.parameter for member in self.batch.members])
 
     def write_clipped(
         self, step: Step, elements: ElementClip, factor: Tensor, indices: Sequence[int], targets: Sequence[Tensor]

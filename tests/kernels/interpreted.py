@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_lowbit import Cast, compilation
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.nn.gemm import _finish
-from lightning_lowbit.quant.operand import _quantize_operand, operand_dtype
+from lightning_lowbit.quant.operand import operand_dtype
+from lightning_lowbit.quant.operand import plain_operand as _quantize_operand
 from lightning_lowbit.quant.shard import amax_of
 
 np.seterr(all="ignore")  # divisions by zero are meant

@@ -198,3 +198,15 @@ def test_torch_s_defaults_do_not_matter(default: Any) -> None:
             torch.set_default_dtype(torch.float32)
         runs.append(snapshot(optimizer, parameters))
     assert_same(runs[0], runs[1], f"a default of {default} changed the step")
+
+
+def test_autograd_refuses_a_graph_from_before_the_step() -> None:
+    for name in ("eager", "cpp"):
+        parameter = torch.nn.Parameter(torch.ones(40))
+        optimizer = StableSPAM([parameter], lr=1e-2)
+        loss = parameter.square().sum()
+        parameter.grad = torch.ones(40)
+        with backend(name):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

@@ -1,11 +1,11 @@
 """What the kernels know of a cast when they are compiled: numbers, in the symbols of quant/scaling.py."""
 
-import math
 from functools import cache
 from typing import NamedTuple
 
 from lightning_lowbit.formats import Format
 from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.scaling import e8m0_rule, fp32_numerator
 
 
 class Grid(NamedTuple):
@@ -53,8 +53,7 @@ def _grid(format: Format) -> Grid:
 @cache
 def constants_of(cast: Cast) -> Constants:
     scale, element = cast.scale, cast.format
-    exponent, threshold = _e8m0(element, str(scale.rounding)) if scale.format == "e8m0" else (0, 0)
-    sizes = {"absmax": element.max * 2.0**-scale.margin, "absmean": 1.0, "minmax": cast.grid.max}
+    exponent, significand = e8m0_rule(element, scale.rounding) if scale.format == "e8m0" else (0, 1.0)
     return Constants(
         elements=_grid(cast.grid),
         stochastic=cast.rounding == "stochastic",
@@ -64,9 +63,9 @@ def constants_of(cast: Cast) -> Constants:
         power_of_two=scale.rounding == "power_of_two",
         element_max=element.max,
         exponent=exponent,
-        threshold=threshold,
+        threshold=int((significand - 1) * 2**23),
         statistic=scale.statistic,
-        size=float(sizes[scale.statistic]),
+        size=fp32_numerator(cast) if scale.format == "fp32" else 1.0,
         factor=float(scale.factor),
         epsilon=float(scale.epsilon),
         two_level=scale.two_level,
@@ -76,12 +75,3 @@ def constants_of(cast: Cast) -> Constants:
         is_tensor=scale.block == "tensor",
         scaled=scale.per_block,
     )
-
-
-def _e8m0(element: Format, rounding: str) -> tuple[int, int]:
-    """``exponent`` and ``threshold``; see ``_round_e8m0`` of quant/scaling.py."""
-    fraction, exponent = math.frexp(element.max)
-    top, exponent = 2 * fraction, exponent - 1
-    digits = element.mantissa_bits - max(element.min_exponent - exponent, 0)
-    threshold = {"floor": 2.0, "even": 2 - 2.0 ** (-digits - 1), "rceil": top + 2.0**-23, "ceil": 1 + 2.0**-23}
-    return exponent, int((threshold[rounding] - 1) * 2**23)
