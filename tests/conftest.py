@@ -1,3 +1,4 @@
+import importlib.metadata
 import os
 import re
 import signal
@@ -12,6 +13,12 @@ import torch
 from tests.pairs import mark_slow
 
 TESTS = Path(__file__).parent
+
+# Each Trainer asks all installed packages for callbacks, which takes a third of the time of a short run.
+importlib.metadata.entry_points = cache(importlib.metadata.entry_points)
+
+# Without an accelerator, torch.manual_seed only takes longer: it keeps the stack, for an accelerator that may yet come.
+SEED = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
 # The package uses the Lightning that is imported already: see tests/lightnings.py.
 if "LOWBIT_TEST_LIGHTNING" in os.environ:
@@ -86,6 +93,6 @@ def _clean(request, monkeypatch, _empty_folders):
     wants_its_own = "tmp_path" in request.fixturenames
     monkeypatch.chdir(request.getfixturevalue("tmp_path") if wants_its_own else next(_empty_folders))
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    torch.manual_seed(0)
+    SEED(0)
     yield
     os.environ.pop("PL_GLOBAL_SEED", None)
