@@ -58,20 +58,20 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """One worker runs all files that launch ranks, so that no more of them than one launch's want the cores."""
+    """One worker runs all files that start processes: they are forks of one server, and one launch at a time."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduler(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
-            return "ranks" if _launches(config.rootpath / file) else file
+            return "processes" if _launches(config.rootpath / file) else file
 
     return Scheduler(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @cache
 def _launches(file):
-    return re.search(r"^ .*\blaunch\(|tests.precision.distributed", file.read_text(), re.MULTILINE) is not None
+    return re.search(r"^from tests\.(launch import|precision\.distributed)", file.read_text(), re.MULTILINE) is not None
 
 
 @pytest.fixture(scope="session")
