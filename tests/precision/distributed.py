@@ -1,8 +1,10 @@
-"""One of two processes that train one model, each on its own data: ``python -m tests.precision.distributed 0 FOLDER``.
+"""One of two processes that train one model, each on its own data:
+``python -m tests.precision.distributed 0 FOLDER COUNTED …``.
 
 What it saw and what came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
+import sys
 from collections import Counter
 from typing import Any
 
@@ -113,7 +115,7 @@ def progressive(plugin: LowBitPrecision) -> dict[str, Any]:
 def work() -> dict[str, Any]:
     return {
         "histories": {str(smooth): histories(smooth) for smooth in SMOOTHINGS},
-        "collectives": {name: collectives(make()) for name, make in COUNTED.items()},
+        "collectives": {name: collectives(COUNTED[name]()) for name in ("without the plugin", *sys.argv[3:])},
         "whole": run(),
         "resumed": run("2.ckpt"),
         "fresh": run("2.ckpt", fresh_histories=True),

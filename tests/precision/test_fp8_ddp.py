@@ -49,12 +49,13 @@ def test_both_ranks_have_the_histories_of_what_both_saw(results: list[dict[str, 
         assert not any(torch.equal(amax, rank["channels"][name]) for rank in ranks)
 
 
-@pytest.mark.parametrize("name", [name for name in COUNTED if name != "without the plugin"])
-def test_collectives(results: list[dict[str, Any]], name: str) -> None:
+@pytest.mark.fast("current", "current, channels smoothed", "delayed, tokens smoothed")
+@pytest.mark.parametrize("counted", [name for name in COUNTED if name != "without the plugin"])
+def test_collectives(results: list[dict[str, Any]], counted: str) -> None:
     """One more per optimizer step where there are histories, whatever their number; nowhere else any."""
-    more = STEPS if "delayed" in name or "channels" in name else 0
+    more = STEPS if "delayed" in counted or "channels" in counted else 0
     for result in results:
-        counts, plain = result["collectives"][name], result["collectives"]["without the plugin"]
+        counts, plain = result["collectives"][counted], result["collectives"]["without the plugin"]
         assert plain["training"]["allreduce_"] >= STEPS, "the gradients' own collectives have not been counted"
         expected = Counter(plain["training"]) + Counter({"allreduce_": more})
         assert counts["training"] == expected, f"{STEPS} steps of {ACCUMULATE} micro-batches have other collectives"

@@ -27,7 +27,7 @@ from lightning_lowbit import (
     SpikeRollback,
 )
 from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
-from tests.callbacks.recovery.ranks_spike_rollback import RUNS, describe
+from tests.callbacks.recovery.ranks_spike_rollback import RUNS
 from tests.launch import launch
 from tests.lightnings import (
     BoringModel,
@@ -40,6 +40,7 @@ from tests.lightnings import (
     TensorBoardLogger,
     Trainer,
 )
+from tests.pairs import selected
 
 BAD = 11
 # A snapshot before step 8, and step 12 is taken before the loss of 11 is read.
@@ -750,15 +751,17 @@ def test_deepspeed() -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch("tests.callbacks.recovery.ranks_spike_rollback", 2, tmp_path_factory.mktemp("rolled_back"))
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("rolled_back")
+    return launch("tests.callbacks.recovery.ranks_spike_rollback", 2, folder, *selected(request, "run"))
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: describe(*run))
-def test_all_ranks_go_back_though_one_saw_the_bad_batch(
-    results: list[dict[str, Any]], run: tuple[str, str, str]
-) -> None:
-    found = [result[describe(*run)] for result in results]
+@pytest.mark.fast(
+    "ddp, adaptive, spike", "ddp, fp8, nan", "fsdp2, adaptive, nan", "fsdp2, fp8, spike", "fsdp1, adaptive, spike"
+)
+@pytest.mark.parametrize("run", RUNS)
+def test_all_ranks_go_back_though_one_saw_the_bad_batch(results: list[dict[str, Any]], run: str) -> None:
+    found = [result[run] for result in results]
     for rank, one in enumerate(found):
         assert one["steps"] == [[9, 7, 4]], f"rank {rank}"
         assert_same(one["weights"], one["clean"], f"rank {rank}: not the run without these batches")
