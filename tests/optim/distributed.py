@@ -1,4 +1,5 @@
-"""One of four processes that train one small model, spread in all ways: ``python -m tests.optim.distributed 0 FOLDER RUN …``.
+"""One of four processes that train one small model, spread in all ways:
+``python -m tests.optim.distributed 0 FOLDER RUN …``.
 
 What it saw and what came out lies in ``FOLDER/0.pt``, of the other ranks in ``FOLDER/1.pt`` and so on. Where fewer are
 needed than there are, the first ones take part.
