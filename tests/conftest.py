@@ -71,7 +71,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @cache
 def _launches(file):
-    return re.search(r"^from tests\.(launch import|precision\.distributed)", file.read_text(), re.MULTILINE) is not None
+    return re.search(r"^from tests\.(launch import|precision\.ranks_ddp)", file.read_text(), re.MULTILINE) is not None
 
 
 @pytest.fixture(scope="session")

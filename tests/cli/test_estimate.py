@@ -240,7 +240,7 @@ def test_arithmetic_of_presets(name):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return launch("tests.cli.estimate_ranks", estimate_ranks.RANKS, tmp_path_factory.mktemp("ranks"))
+    return launch("tests.cli.ranks_estimate", estimate_ranks.RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", ["ddp stored", "fsdp stored", "fsdp bf16", "fsdp casts", "fsdp casts+bf16"])

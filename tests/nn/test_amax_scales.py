@@ -11,7 +11,19 @@ from lightning_lowbit import Cast, LinearCasts, Scale, convert, quantize
 from lightning_lowbit.nn import OPERANDS, AmaxHistories
 from lightning_lowbit.quant import rotate, split_mean, surrogate_factor
 from lightning_lowbit.quant.shard import amax_of
-from tests.nn.histories import E4M3, IN, NVFP4, OUT, TOKENS, delayed, filled, one_pass, remembered, same_states, single
+from tests.nn.amax_histories import (
+    E4M3,
+    IN,
+    NVFP4,
+    OUT,
+    TOKENS,
+    delayed,
+    filled,
+    one_pass,
+    remembered,
+    same_states,
+    single,
+)
 from tests.nn.layers import CONTRACTION, GEMMS, every, layer_like, rotation, run, spied, value
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_lowbit.nn import PRESETS
 from tests.launch import launch
-from tests.nn.combinations import CASTS
+from tests.nn.named_casts import CASTS
 from tests.nn.ranks_tensor_parallel import RANKS, SIZES, STYLES, UNEVEN
 from tests.pairs import selected
 

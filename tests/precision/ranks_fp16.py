@@ -35,7 +35,7 @@ from tests.launch import take_part
 from tests.lightnings import Callback, Strategy, Trainer
 from tests.optim import trainers
 from tests.optim.trainers import FSDPOnCPU, Regression, trainer
-from tests.precision import distributed
+from tests.precision import ranks_ddp
 
 RANKS, STEPS, HALF = 2, 5, 3
 BAD, OUTLIERS = 1, (1, 3)  # steps that overflow: of these two one before a checkpoint, and one after it
@@ -54,7 +54,7 @@ class Own(GradScaler):
         scale.clamp_(max=2.0**9)
 
 
-class Collectives(distributed.Collectives):
+class Collectives(ranks_ddp.Collectives):
     """Counts those of DTensors too, which they start once they have been taken apart."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -15,7 +15,7 @@ from lightning_lowbit import restore
 from tests.launch import LIMIT, launch, start
 from tests.lightnings import _format_checkpoint, _load_distributed_checkpoint
 from tests.pairs import selected
-from tests.precision import checkpoints, killed
+from tests.precision import checkpoints, ranks_killed
 from tests.precision.checkpoints import (
     HALF,
     KINDS,
@@ -192,7 +192,9 @@ def test_shards_are_restored_without_a_trainer(results: dict[str, dict[str, Any]
 def meet(folder: Path, fate: str) -> list[tuple[int, float]]:
     """How both processes ended, and when: seconds since the first one did."""
     logs = [folder / f"{fate} {rank}.log" for rank in range(RANKS)]
-    processes = [start(log, "tests.precision.killed", str(rank), str(folder), fate) for rank, log in enumerate(logs)]
+    processes = [
+        start(log, "tests.precision.ranks_killed", str(rank), str(folder), fate) for rank, log in enumerate(logs)
+    ]
     ended: dict[int, float] = {}
     try:
         limit = time.monotonic() + LIMIT
@@ -212,12 +214,12 @@ def meet(folder: Path, fate: str) -> list[tuple[int, float]]:
 @pytest.mark.slow
 def test_killed_runs_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """Rank 1 is killed in a step, and then, when both have come back, while it saves."""
-    for fate in killed.DIES:
+    for fate in ranks_killed.DIES:
         (first, seconds), (second, _) = meet(tmp_path, fate)
         told = (tmp_path / f"{fate} 0.log").read_text()
         assert second == -signal.SIGKILL, (tmp_path / f"{fate} 1.log").read_text()[-3000:]
         assert first == 1 and "RuntimeError" in told, told[-3000:]
-        assert seconds < killed.NOTICED + 30, f"rank 0 went on for {seconds:.0f} s"
+        assert seconds < ranks_killed.NOTICED + 30, f"rank 0 went on for {seconds:.0f} s"
     left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert left == ["last.ckpt"], "the rank that lives removes what was half written"
     codes = [code for code, _ in meet(tmp_path, "nothing")]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.precision.distributed import ACCUMULATE, COUNTED, HISTORY, SMOOTHINGS, STEPS
+from tests.precision.ranks_ddp import ACCUMULATE, COUNTED, HISTORY, SMOOTHINGS, STEPS
 from tests.precision.regression import DOWN, LAYERS, Witness, assert_histories, assert_in_force
 
 

@@ -21,7 +21,7 @@ from lightning_lowbit import (
 from lightning_lowbit.nn import convert, set_blend
 from lightning_lowbit.nn.gemm import native_obstacle
 from tests.lightnings import Callback, LightningCLI
-from tests.precision.distributed import QAT
+from tests.precision.ranks_ddp import QAT
 from tests.precision.regression import LAYERS, Ramp, Regression, flat, state, trainer
 
 on_int8_units = pytest.mark.skipif(

@@ -37,8 +37,8 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.report.html import Chart, Text
+from tests.callbacks.monitors.device_reads import counted
 from tests.callbacks.monitors.ranks_gradient_noise import ASKED, E2M1, RANKS, RUNS, STEPS, STOCHASTIC, train
-from tests.callbacks.monitors.reads import counted
 from tests.launch import launch
 from tests.lightnings import (
     BoringModel,
@@ -849,7 +849,7 @@ def test_infinity_is_logged() -> None:
 @pytest.mark.parametrize("kind", ["draws", "layers"])
 def test_read_once_after_each_measurement(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
-    monkeypatch.setattr("tests.callbacks.monitors.reads.HOOKS", hooks)
+    monkeypatch.setattr("tests.callbacks.monitors.device_reads.HOOKS", hooks)
     Watched, reads = counted(GradientNoiseMonitor, monkeypatch)
     monitor = Watched(3, kind)
     steps: list[tuple[int, list[int]]] = []

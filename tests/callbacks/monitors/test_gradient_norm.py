@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import GradientNormMonitor, LowBitPrecision, RunReport, StaticGradScaler
 from lightning_lowbit.optim import Adaptive, StableSPAM
 from lightning_lowbit.report.html import Table, Text
+from tests.callbacks.monitors.device_reads import HOOKS, counted
 from tests.callbacks.monitors.ranks_gradient_norm import EVERY, RANKS, RUNS, STEPS, UNPLUGGED, train
-from tests.callbacks.monitors.reads import HOOKS, counted
 from tests.launch import launch
 from tests.lightnings import (
     BoringModel,

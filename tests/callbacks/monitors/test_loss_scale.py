@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, RunReport, StaticGradScaler
 from lightning_lowbit.report.html import Text
-from tests.callbacks.monitors.reads import HOOKS, counted
+from tests.callbacks.monitors.device_reads import HOOKS, counted
 from tests.lightnings import (
     BoringModel,
     Callback,

@@ -22,11 +22,11 @@ from lightning_lowbit.callbacks.monitors import quantization
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
 from lightning_lowbit.report.html import HeatMap, Table
+from tests.callbacks.monitors.device_reads import HOOKS, counted
 from tests.callbacks.monitors.ranks_operand_statistics import EVERY, RANKS, RUNS, STEPS, train
-from tests.callbacks.monitors.reads import HOOKS, counted
 from tests.launch import launch
 from tests.lightnings import BoringModel, Callback, CSVLogger, LightningCLI, RandomDataset, TensorBoardLogger, Trainer
-from tests.nn.watching import Operands, assert_numbers, captured, numbers_of, places
+from tests.nn.operand_sums import Operands, assert_numbers, captured, numbers_of, places
 
 LAYERS = ["layer.0", "layer.2"]
 # The input of the first layer needs no gradient.

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import LowBitPrecision, OutlierMonitor, RunReport
 from lightning_lowbit.metrics import swiglu_alignment
 from lightning_lowbit.report.html import Table
+from tests.callbacks.monitors.device_reads import HOOKS, counted
 from tests.callbacks.monitors.ranks_outliers import EVERY, MLP, RANKS, STEPS, train
-from tests.callbacks.monitors.reads import HOOKS, counted
 from tests.launch import launch
 from tests.lightnings import (
     BoringModel,

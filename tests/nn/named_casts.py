@@ -1,4 +1,4 @@
-"""Casts of a layer, with all that they can be combined with: by name, whatever a layer must be right for."""
+"""Named casts: every preset, with all that it can be combined with, for which a layer must be right."""
 
 from dataclasses import replace
 

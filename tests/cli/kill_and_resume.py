@@ -1,4 +1,4 @@
-"""Kills the installed ``lowbit fit`` again and again: ``python -m tests.cli.kills FOLDER [KILLS [SEED]]``.
+"""Kills the installed ``lowbit fit`` again and again: ``python -m tests.cli.kill_and_resume FOLDER [KILLS [SEED]]``.
 
 Each run goes on from ``--ckpt_path last``, and is killed (``kill -9``) at a random moment: every third one in a save,
 between two operations on files or some milliseconds after it began; some while they start; the others anywhere. What
@@ -24,7 +24,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from tests.callbacks.recovery.crashes import changes_something
+from tests.callbacks.recovery.crash_in_save import changes_something
 
 LOWBIT = Path(sys.executable).with_name("lowbit")
 KINDS = ("save", "anywhere", "save", "anywhere", "anywhere", "start")  # in turn
@@ -117,7 +117,7 @@ def chain(folder: Path, steps: int, kills: int, seed: int) -> tuple[list[str], s
         delay = draw.uniform(0, {"save": 0.02, "anywhere": 0.3, "start": 10}[kind])
         note = folder / f"{number}.txt"
         die = {"kind": kind, "step": step, "delay": delay, "operation": operation, "note": str(note)}
-        callback = json.dumps({"class_path": "tests.cli.kills.Die", "init_args": die})
+        callback = json.dumps({"class_path": "tests.cli.kill_and_resume.Die", "init_args": die})
         saved = any(folder.glob("runs/*/checkpoints/*.ckpt"))
         status = fit(
             folder,

@@ -1,4 +1,4 @@
-"""One of two processes that train a tiny model, and what they send: ``python -m tests.cli.estimate_ranks 0 FOLDER``."""
+"""One of two processes that train a tiny model, and what they send: ``python -m tests.cli.ranks_estimate 0 FOLDER``."""
 
 from collections import Counter
 from contextlib import nullcontext

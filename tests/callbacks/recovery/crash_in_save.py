@@ -1,5 +1,5 @@
 """Runs that die in the midst of a save, at each moment in turn:
-``python -m tests.callbacks.recovery.crashes FOLDER CASE …``.
+``python -m tests.callbacks.recovery.crash_in_save FOLDER CASE …``.
 
 A moment lies between two operations on files, which Python announces (``sys.audit``), or half-way through copying one.
 For each there is a process that trains, and is killed there, and another one that trains on. What these found lies in

@@ -1,4 +1,4 @@
-"""A planted leap of a channel: FP8 with delayed scaling loses it, smoothed channels keep it (the paper's table 3)."""
+"""A channel that spikes: FP8 with delayed scaling loses it, smoothed channels keep it (the paper's table 3)."""
 
 import copy
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ HIDDEN, CHANNELS, TOKENS, STEPS = 64, 128, 256, 20
 
 
 @dataclass
-class Plant:
+class SpikingMLP:
     mlp: MLP
     direction: Tensor
 
@@ -32,7 +32,7 @@ class Plant:
         return x
 
 
-def plant(sign: int) -> Plant:
+def spiking_mlp(sign: int) -> SpikingMLP:
     torch.manual_seed(0)
     mlp = MLP(HIDDEN, CHANNELS)
     direction = F.normalize(torch.randn(HIDDEN), dim=0)
@@ -42,7 +42,7 @@ def plant(sign: int) -> Plant:
         mlp.down_proj.weight.normal_(std=CHANNELS**-0.5)
         mlp.gate_proj.weight[0] = 4 * direction
         mlp.up_proj.weight[0] = sign * 4 * direction
-    return Plant(mlp, direction)
+    return SpikingMLP(mlp, direction)
 
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -56,25 +56,25 @@ ROWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("turned", [1, 64])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_leap_in_the_middle_of_a_run(sign: int, turned: int, dtype: torch.dtype) -> None:
-    """FP8 with delayed scaling loses what leaps; smoothed channels, or a down projection in bf16, keep it.
+def test_a_channel_spikes_in_the_middle_of_a_run(sign: int, turned: int, dtype: torch.dtype) -> None:
+    """FP8 with delayed scaling loses the spike; smoothed channels, or a down projection in bf16, keep it.
 
-    The three are rows of the paper's table 3. The plant: in channel 0 gate and up projection have one direction u,
+    The three are rows of the paper's table 3. The model: in channel 0 gate and up projection have one direction u,
     ``w1 = ±w2 = ±4 u``, four times as long as all other rows. For 20 steps the tokens are clipped normal numbers whose
     component along u lies between 0.25 and 0.5, so that the product ``4p * silu(4p)`` stays below 4, the size of other
     channels. Then some tokens turn towards u, element by element ``sign(u) * [2, 3]``, within the amax of the steps
     before: no weight changes, and x, which gate and up projection quantize, does not leave its history. The component
-    along u is some 16 now, and the product, quadratic in it, a thousand times what it was. What leaps is what enters
+    along u is some 16 now, and the product, quadratic in it, a thousand times what it was. What spikes is what enters
     the down projection, and nothing before it.
     """
-    planted = plant(sign)
-    models = {row: convert(copy.deepcopy(planted.mlp), DELAYED, **settings) for row, settings in ROWS.items()}
+    model = spiking_mlp(sign)
+    models = {row: convert(copy.deepcopy(model.mlp), DELAYED, **settings) for row, settings in ROWS.items()}
     histories = {row: AmaxHistories(model) for row, model in models.items()}
     torch.manual_seed(1)
     usual, largest_x = 0.0, 0.0
     for _ in range(STEPS):
-        x, g = planted.batch(), torch.randn(TOKENS, HIDDEN)
-        usual = max(usual, product_amax(planted.mlp, x)[0].item())
+        x, g = model.batch(), torch.randn(TOKENS, HIDDEN)
+        usual = max(usual, product_amax(model.mlp, x)[0].item())
         largest_x = max(largest_x, x.abs().max().item())
         for row, model in models.items():
             with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
@@ -82,42 +82,42 @@ def test_a_leap_in_the_middle_of_a_run(sign: int, turned: int, dtype: torch.dtyp
             y.backward(g.to(y.dtype))
             histories[row].advance_()
     errors = {}
-    for name, x in (("usual", planted.batch()), ("leap", leaping := planted.batch(turned))):
+    for name, x in (("usual", model.batch()), ("spike", spiking := model.batch(turned))):
         with torch.no_grad(), torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
-            reference = planted.mlp(x)
+            reference = model.mlp(x)
             outputs = {row: model(x) for row, model in models.items()}
         errors[name] = {row: relative(y, reference) for row, y in outputs.items()}
     others = relative(outputs["smooth"][turned:], reference[turned:])
-    leap = product_amax(planted.mlp, leaping)
-    assert leap[0] >= 1000 * usual, "the channel does not leap as it should"
-    assert leap[0] > 10 * leap[1:].max(), "other channels leap as well"
-    assert leaping.abs().max() <= largest_x, "x left its history: the projections before saturate, too"
-    told = "; ".join(f"{row}: {errors['usual'][row]:.4f}, then {error:.4f}" for row, error in errors["leap"].items())
+    spike = product_amax(model.mlp, spiking)
+    assert spike[0] >= 1000 * usual, "the channel does not spike as it should"
+    assert spike[0] > 10 * spike[1:].max(), "other channels spike as well"
+    assert spiking.abs().max() <= largest_x, "x left its history: the projections before saturate, too"
+    told = "; ".join(f"{row}: {errors['usual'][row]:.4f}, then {error:.4f}" for row, error in errors["spike"].items())
     for row in ("smooth", "down projection in bf16"):
-        assert errors["leap"][row] <= errors["leap"]["plain"] / 10, f"relative errors: {told}"
+        assert errors["spike"][row] <= errors["spike"]["plain"] / 10, f"relative errors: {told}"
         assert errors["usual"][row] <= 2 * errors["usual"]["plain"], f"relative errors: {told}"
-    assert errors["leap"]["plain"] > 0.9, f"relative errors: {told}"
-    assert others <= 2 * errors["usual"]["plain"], f"the other tokens suffer from the leap of these: {others:.3f}"
+    assert errors["spike"]["plain"] > 0.9, f"relative errors: {told}"
+    assert others <= 2 * errors["usual"]["plain"], f"the other tokens suffer from the spike of these: {others:.3f}"
 
 
-def test_the_leap_would_only_move_into_a_weight_with_delayed_scaling() -> None:
+def test_the_spike_would_only_move_into_a_weight_with_delayed_scaling() -> None:
     """``W · diag(1/s)`` scaled by former steps is as far off as without smoothing; by itself, it is not.
 
-    The plant is that above, with products and weights as they are, quantized by hand.
+    The model is that above, with products and weights as they are, quantized by hand.
     """
-    planted = plant(1)
+    model = spiking_mlp(1)
     torch.manual_seed(1)
     cast = Cast("e4m3", Scale("fp32", "tensor"))
-    weight = planted.mlp.down_proj.weight.detach()
+    weight = model.mlp.down_proj.weight.detach()
     of_h, of_weight = [], []
     for _ in range(STEPS):
-        x = planted.batch()
+        x = model.batch()
         with torch.no_grad():
-            of_h.append(planted.mlp.product(x).abs().max())
-        of_weight.append((weight / down_power(product_amax(planted.mlp, x))).abs().max())
-    x = planted.batch(1)
+            of_h.append(model.mlp.product(x).abs().max())
+        of_weight.append((weight / down_power(product_amax(model.mlp, x))).abs().max())
+    x = model.batch(1)
     with torch.no_grad():
-        h, expected = planted.mlp.product(x), planted.mlp(x)
+        h, expected = model.mlp.product(x), model.mlp(x)
     s = down_power(h.abs().amax(0))
 
     def error(h: Tensor, weight: Tensor, amax_h: Tensor | None, amax_weight: Tensor | None) -> float:
@@ -133,10 +133,10 @@ def test_the_leap_would_only_move_into_a_weight_with_delayed_scaling() -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_metric_sees_the_alignment_before_the_leap(sign: int) -> None:
-    planted = plant(sign)
+def test_the_metric_sees_the_alignment_before_the_spike(sign: int) -> None:
+    model = spiking_mlp(sign)
     torch.manual_seed(1)
-    seen = swiglu_alignment(planted.mlp.gate_proj.weight, planted.mlp.up_proj.weight, planted.batch())
+    seen = swiglu_alignment(model.mlp.gate_proj.weight, model.mlp.up_proj.weight, model.batch())
     assert seen.cosine[0] > 0.999
     assert seen.cosine[1:].max() < 0.6
     assert seen.gate_norm.argmax() == 0

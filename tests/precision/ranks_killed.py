@@ -1,4 +1,4 @@
-"""One of two processes of which the second is killed: ``python -m tests.precision.killed RANK FOLDER FATE``.
+"""One of two processes of which the second is killed: ``python -m tests.precision.ranks_killed RANK FOLDER FATE``.
 
 The fate is ``"nothing"``, ``"in a step"`` or ``"in a save"``. A run goes on from the last checkpoint, if there is one.
 Where it came from and the weights at its end lie in ``FOLDER/FATE RANK.pt``.

@@ -1,5 +1,5 @@
 """One of two processes that train one model, each on its own data:
-``python -m tests.precision.distributed 0 FOLDER COUNTED …``.
+``python -m tests.precision.ranks_ddp 0 FOLDER COUNTED …``.
 
 What it saw and what came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
