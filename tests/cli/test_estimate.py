@@ -33,7 +33,7 @@ from lightning_lowbit.cli.estimate.shapes import Decoder, Linear, Model, Weight,
 from lightning_lowbit.nn.casts import GEMMS, PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.coverage import GemmCounter
 from lightning_lowbit.recipes.models import CausalLM
-from tests.cli import estimate_ranks
+from tests.cli import ranks_estimate
 from tests.launch import launch
 
 SMALL = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -240,7 +240,7 @@ def test_arithmetic_of_presets(name):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return launch("tests.cli.ranks_estimate", estimate_ranks.RANKS, tmp_path_factory.mktemp("ranks"))
+    return launch("tests.cli.ranks_estimate", ranks_estimate.RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", ["ddp stored", "fsdp stored", "fsdp bf16", "fsdp casts", "fsdp casts+bf16"])
@@ -248,9 +248,9 @@ def test_two_processes_send_and_keep_what_is_estimated(ranks, name):
     """Bytes of all collectives of a step with two micro-batches, and memory of the first rank, exactly."""
     strategy, gather = name.split()
     seen, layout = ranks[0][name], Layout(2, strategy, gather=gather)
-    batch = Batch(estimate_ranks.SEQUENCES, estimate_ranks.LENGTH, estimate_ranks.MICRO_BATCHES)
+    batch = Batch(ranks_estimate.SEQUENCES, ranks_estimate.LENGTH, ranks_estimate.MICRO_BATCHES)
     plugin = FP8Precision("current", skip=["lm_head"]) if "casts" in gather else None
-    model = shapes(plugin=plugin, config=estimate_ranks.TINY)
+    model = shapes(plugin=plugin, config=ranks_estimate.TINY)
     names = {"all_reduce": "allreduce_", "all_gather": "_allgather_base_", "reduce_scatter": "_reduce_scatter_base_"}
     sent = {names[each.name]: each.payload for each in communication(model, batch, layout)}
     assert seen["sent"] == sent == ranks[1][name]["sent"]
@@ -265,8 +265,8 @@ def test_two_processes_send_and_keep_what_is_estimated(ranks, name):
 @pytest.mark.parametrize("name", ["tensor parallel", "tensor parallel, again"])
 def test_two_tensor_parallel_processes_send_and_keep_what_is_estimated(ranks, name):
     seen, layout = ranks[0][name], Layout(2, "fsdp", 2)
-    batch = Batch(estimate_ranks.SEQUENCES, estimate_ranks.LENGTH, estimate_ranks.MICRO_BATCHES)
-    model = shapes(config=estimate_ranks.EVEN, gradient_checkpointing="again" in name)
+    batch = Batch(ranks_estimate.SEQUENCES, ranks_estimate.LENGTH, ranks_estimate.MICRO_BATCHES)
+    model = shapes(config=ranks_estimate.EVEN, gradient_checkpointing="again" in name)
     (reduced,) = communication(model, batch, layout)
     assert seen["sent"] == {reduced.name: reduced.payload} == ranks[1][name]["sent"]
     found = memory(model, batch, layout)

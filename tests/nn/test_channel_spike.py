@@ -67,14 +67,14 @@ def test_a_channel_spikes_in_the_middle_of_a_run(sign: int, turned: int, dtype: 
     along u is some 16 now, and the product, quadratic in it, a thousand times what it was. What spikes is what enters
     the down projection, and nothing before it.
     """
-    model = spiking_mlp(sign)
-    models = {row: convert(copy.deepcopy(model.mlp), DELAYED, **settings) for row, settings in ROWS.items()}
+    setup = spiking_mlp(sign)
+    models = {row: convert(copy.deepcopy(setup.mlp), DELAYED, **settings) for row, settings in ROWS.items()}
     histories = {row: AmaxHistories(model) for row, model in models.items()}
     torch.manual_seed(1)
     usual, largest_x = 0.0, 0.0
     for _ in range(STEPS):
-        x, g = model.batch(), torch.randn(TOKENS, HIDDEN)
-        usual = max(usual, product_amax(model.mlp, x)[0].item())
+        x, g = setup.batch(), torch.randn(TOKENS, HIDDEN)
+        usual = max(usual, product_amax(setup.mlp, x)[0].item())
         largest_x = max(largest_x, x.abs().max().item())
         for row, model in models.items():
             with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
@@ -82,13 +82,13 @@ def test_a_channel_spikes_in_the_middle_of_a_run(sign: int, turned: int, dtype: 
             y.backward(g.to(y.dtype))
             histories[row].advance_()
     errors = {}
-    for name, x in (("usual", model.batch()), ("spike", spiking := model.batch(turned))):
+    for name, x in (("usual", setup.batch()), ("spike", spiking := setup.batch(turned))):
         with torch.no_grad(), torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
-            reference = model.mlp(x)
+            reference = setup.mlp(x)
             outputs = {row: model(x) for row, model in models.items()}
         errors[name] = {row: relative(y, reference) for row, y in outputs.items()}
     others = relative(outputs["smooth"][turned:], reference[turned:])
-    spike = product_amax(model.mlp, spiking)
+    spike = product_amax(setup.mlp, spiking)
     assert spike[0] >= 1000 * usual, "the channel does not spike as it should"
     assert spike[0] > 10 * spike[1:].max(), "other channels spike as well"
     assert spiking.abs().max() <= largest_x, "x left its history: the projections before saturate, too"
@@ -105,19 +105,19 @@ def test_the_spike_would_only_move_into_a_weight_with_delayed_scaling() -> None:
 
     The model is that above, with products and weights as they are, quantized by hand.
     """
-    model = spiking_mlp(1)
+    setup = spiking_mlp(1)
     torch.manual_seed(1)
     cast = Cast("e4m3", Scale("fp32", "tensor"))
-    weight = model.mlp.down_proj.weight.detach()
+    weight = setup.mlp.down_proj.weight.detach()
     of_h, of_weight = [], []
     for _ in range(STEPS):
-        x = model.batch()
+        x = setup.batch()
         with torch.no_grad():
-            of_h.append(model.mlp.product(x).abs().max())
-        of_weight.append((weight / down_power(product_amax(model.mlp, x))).abs().max())
-    x = model.batch(1)
+            of_h.append(setup.mlp.product(x).abs().max())
+        of_weight.append((weight / down_power(product_amax(setup.mlp, x))).abs().max())
+    x = setup.batch(1)
     with torch.no_grad():
-        h, expected = model.mlp.product(x), model.mlp(x)
+        h, expected = setup.mlp.product(x), setup.mlp(x)
     s = down_power(h.abs().amax(0))
 
     def error(h: Tensor, weight: Tensor, amax_h: Tensor | None, amax_weight: Tensor | None) -> float:
@@ -134,9 +134,9 @@ def test_the_spike_would_only_move_into_a_weight_with_delayed_scaling() -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_metric_sees_the_alignment_before_the_spike(sign: int) -> None:
-    model = spiking_mlp(sign)
+    setup = spiking_mlp(sign)
     torch.manual_seed(1)
-    seen = swiglu_alignment(model.mlp.gate_proj.weight, model.mlp.up_proj.weight, model.batch())
+    seen = swiglu_alignment(setup.mlp.gate_proj.weight, setup.mlp.up_proj.weight, setup.batch())
     assert seen.cosine[0] > 0.999
     assert seen.cosine[1:].max() < 0.6
     assert seen.gate_norm.argmax() == 0
