@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_lowbit import Cast, LinearCasts, LowBitPrecision, Scale
 from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.nn.linear import QuantizedLayer
 from tests.lightnings import Callback, LightningModule, Trainer
@@ -30,6 +31,12 @@ def trainer(plugin: Any, **kwargs: Any) -> Trainer:
         "enable_model_summary": False,
     }
     return Trainer(plugins=None if plugin is None else [plugin], **{**defaults, **kwargs})
+
+
+def two_casts() -> LowBitPrecision:
+    """A plugin that rounds one operand of each pass: the cheapest one of which all phases differ."""
+    cast = Cast("int8", Scale("fp32", "tensor"))
+    return LowBitPrecision(LinearCasts(fprop_w=cast, dgrad_g=cast))
 
 
 def state(plugin: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tests.lightnings import (
     MisconfigurationException,
     Trainer,
 )
-from tests.precision.regression import Regression, flat, state, trainer
+from tests.precision.regression import Regression, flat, state, trainer, two_casts
 
 # Short runs: many end in the middle of a switch.
 pytestmark = pytest.mark.filterwarnings("ignore:Training ended at")
@@ -85,7 +85,7 @@ def fit(
     """Eight steps, with callbacks and then a witness."""
     witness = Witness(kwargs.pop("keep", None))
     defaults = {"max_steps": 8, "limit_train_batches": 64, "num_sanity_val_steps": 0}
-    made = trainer(kwargs.pop("plugin", FP4Precision()), callbacks=[*callbacks, witness], **{**defaults, **kwargs})
+    made = trainer(kwargs.pop("plugin", None) or two_casts(), callbacks=[*callbacks, witness], **{**defaults, **kwargs})
     made.fit(model or Regression(), ckpt_path=ckpt_path)
     return witness
 
@@ -115,8 +115,8 @@ def test_rises_step_by_step(switch: Callable[[], PrecisionSwitch], accumulate: i
 
 def test_lambda_is_set_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for each micro-batch: this goes over all layers."""
-    values, original = [], FP4Precision.set_blend
-    monkeypatch.setattr(FP4Precision, "set_blend", lambda self, value: (values.append(value), original(self, value)))
+    values, original = [], LowBitPrecision.set_blend
+    monkeypatch.setattr(LowBitPrecision, "set_blend", lambda self, value: (values.append(value), original(self, value)))
     fit(PrecisionSwitch("fqt", step=2, steps=4), accumulate_grad_batches=3)
     assert values == [1, 0, 0.25, 0.5, 0.75, 1], "once by the plugin, then at each step of the switch"
 

@@ -10,11 +10,11 @@ import yaml
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import Below, FP4Precision, Plateau, PrecisionSwitch, QAFSwitch
+from lightning_lowbit import Below, Plateau, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow
 from lightning_lowbit.callbacks.switches.step_triggers import AtTokens, count_tokens
 from tests.lightnings import BoringModel, Callback, LightningCLI, LightningModule, MisconfigurationException
-from tests.precision.regression import Regression, flat, trainer
+from tests.precision.regression import Regression, flat, trainer, two_casts
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Training ended at"),
@@ -77,7 +77,7 @@ def fit(*callbacks: Callback, keep: bool = False, ckpt_path: str | None = None, 
     """Eight steps: the phases by step, and the weights."""
     model, witness = kwargs.pop("model", None) or Texts(), Phases(keep)
     defaults = {"max_steps": 8, "limit_train_batches": 64, "num_sanity_val_steps": 0}
-    made = trainer(FP4Precision(), callbacks=[*callbacks, witness], **{**defaults, **kwargs})
+    made = trainer(two_casts(), callbacks=[*callbacks, witness], **{**defaults, **kwargs})
     made.fit(model, ckpt_path=ckpt_path)
     return witness.seen, flat(model)
 
