@@ -1,6 +1,6 @@
 """One of two processes that train in fp16, with all kinds of scalers.
 
-``python -m tests.precision.ranks_fp16 0 FOLDER``.
+``python -m tests.precision.fp16.ranks 0 FOLDER``.
 
 What it saw and what came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """

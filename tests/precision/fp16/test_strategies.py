@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.launch import launch
-from tests.precision.ranks_fp16 import (
+from tests.precision.fp16.ranks import (
     BAD,
     CLIP,
     CLIPPED,
@@ -43,7 +43,7 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch("tests.precision.ranks_fp16", RANKS, tmp_path_factory.mktemp("scaled"))
+    return launch("tests.precision.fp16.ranks", RANKS, tmp_path_factory.mktemp("scaled"))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""One of two processes that train a watched model: ``python -m tests.callbacks.monitors.ranks_gradient_norm 0 FOLDER``.
+"""One of two processes that train a watched model: ``python -m tests.callbacks.monitors.gradient_norm.ranks 0 FOLDER``.
 
 What the monitor logged lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """

@@ -1,5 +1,5 @@
 """One of two processes that train a model whose noise is measured:
-``python -m tests.callbacks.monitors.ranks_gradient_noise 0 FOLDER``.
+``python -m tests.callbacks.monitors.gradient_noise.ranks 0 FOLDER``.
 
 What was measured lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
