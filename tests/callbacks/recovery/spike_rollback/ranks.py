@@ -1,5 +1,5 @@
 """One of two processes that train one model and go back, in the named `RUNS`:
-``python -m tests.callbacks.recovery.ranks_spike_rollback 0 FOLDER RUN …``.
+``python -m tests.callbacks.recovery.spike_rollback.ranks 0 FOLDER RUN …``.
 
 Of both ranks only one sees the bad batch. What came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """

@@ -1,5 +1,5 @@
 """One of two processes that train a model whose outliers are watched:
-``python -m tests.callbacks.monitors.ranks_outliers 0 FOLDER``.
+``python -m tests.callbacks.monitors.outliers.ranks 0 FOLDER``.
 
 What the monitor logged lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """

@@ -1,4 +1,4 @@
-"""One of two processes that train one model and switch: ``python -m tests.callbacks.switches.ranks_switches 0 FOLDER``.
+"""One of two processes that train one model and switch: ``python -m tests.callbacks.switches.targets.ranks 0 FOLDER``.
 
 Ranks see different numbers of tokens. What came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """

@@ -1,6 +1,6 @@
 """One of two processes that train a quantized model.
 
-``python -m tests.callbacks.monitors.ranks_operand_statistics 0 FOLDER``.
+``python -m tests.callbacks.monitors.operand_statistics.ranks 0 FOLDER``.
 
 What the monitor found lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
