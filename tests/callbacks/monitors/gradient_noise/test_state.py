@@ -1,21 +1,17 @@
 """State of the gradient noise monitor: checkpoints, bad arguments, YAML."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from lightning_lowbit import (
     GradientNoiseMonitor,
 )
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, logged, ratios, trainer
 from tests.lightnings import (
-    BoringModel,
     DeepSpeedStrategy,
-    LightningCLI,
     MisconfigurationException,
     TensorBoardLogger,
     Trainer,
@@ -145,18 +141,3 @@ def test_deepspeed_is_refused() -> None:
         MisconfigurationException, match="DeepSpeed keeps to itself: use kind='layers', or train with DDP"
     ):
         GradientNoiseMonitor().on_train_start(run, model)
-
-
-def test_from_a_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    arguments = {"every_n_steps": 10, "kind": "layers", "average": 2, "threshold": 2.5, "layers": ["layer"]}
-    path = f"{GradientNoiseMonitor.__module__}.GradientNoiseMonitor"
-    config = {
-        "seed_everything": 1,
-        "trainer": {"accelerator": "cpu", "callbacks": [{"class_path": path, "init_args": arguments}]},
-    }
-    Path("run.yaml").write_text(yaml.safe_dump(config))
-    args = ["--config", "run.yaml"]
-    cli = LightningCLI(BoringModel, args=args, run=False, save_config_callback=None, auto_configure_optimizers=False)
-    (monitor,) = [one for one in cli.trainer.callbacks if isinstance(one, GradientNoiseMonitor)]
-    assert {name: getattr(monitor, name) for name in arguments} == arguments

@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from lightning_lowbit import GradientNormMonitor, RunReport
 from lightning_lowbit.report.html import Table, Text
 from tests.callbacks.monitors.gradient_norm.runs import SAID, Constant, Planned, logged, spikes_of, trainer
 from tests.lightnings import (
-    BoringModel,
     Callback,
     DeepSpeedStrategy,
-    LightningCLI,
     MisconfigurationException,
     TensorBoardLogger,
     Trainer,
@@ -125,21 +122,6 @@ def test_deepspeed_is_refused() -> None:
     run.strategy.__class__ = DeepSpeedStrategy  # which is not installed
     with pytest.raises(MisconfigurationException, match="DeepSpeed keeps to itself: leave it out, or train with DDP"):
         GradientNormMonitor().on_train_start(run, model)
-
-
-def test_from_a_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    arguments = {"layers": ["layer"], "every_n_steps": 1, "spike_factor": 3.0, "decay": 0.9, "limit": "20x"}
-    path = f"{GradientNormMonitor.__module__}.GradientNormMonitor"
-    config = {
-        "seed_everything": 1,
-        "trainer": {"accelerator": "cpu", "callbacks": [{"class_path": path, "init_args": arguments}]},
-    }
-    Path("run.yaml").write_text(yaml.safe_dump(config))
-    args = ["--config", "run.yaml"]
-    cli = LightningCLI(BoringModel, args=args, run=False, save_config_callback=None, auto_configure_optimizers=False)
-    (monitor,) = [one for one in cli.trainer.callbacks if isinstance(one, GradientNormMonitor)]
-    assert {name: getattr(monitor, name) for name in arguments} == arguments
 
 
 def test_reported() -> None:

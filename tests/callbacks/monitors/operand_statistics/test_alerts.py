@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
@@ -22,7 +21,7 @@ from tests.callbacks.monitors.operand_statistics.runs import (
     of_layers,
     trainer,
 )
-from tests.lightnings import BoringModel, LightningCLI, Trainer
+from tests.lightnings import Trainer
 
 
 def said_by(monitor: QuantizationMonitor, said: pytest.WarningsRecorder) -> list[str]:
@@ -139,15 +138,3 @@ def test_operands_or_weights(operands: bool, weights: bool | None) -> None:
     of_operands |= {f"{name}/{operand}" for name in MEANS for operand in OPERANDS}
     of_weights = {f"{name}/fprop_w/layer.2" for name in ("flips", "distance")}
     assert set(found) == (of_operands if operands else set()) | (of_weights if weights is not False else set())
-
-
-def test_from_a_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = {"only": [r"layer\.2"], "underflow_limit": 0.25, "operands": True, "weights": False}
-    callback = {"class_path": "lightning_lowbit.QuantizationMonitor", "init_args": arguments}
-    config = {"seed_everything": 1, "trainer": {"accelerator": "cpu", "callbacks": [callback]}}
-    Path("run.yaml").write_text(yaml.safe_dump(config))
-    monkeypatch.setattr("sys.argv", ["run"])
-    args = ["--config", "run.yaml"]
-    cli = LightningCLI(BoringModel, args=args, run=False, save_config_callback=None, auto_configure_optimizers=False)
-    (monitor,) = [one for one in cli.trainer.callbacks if isinstance(one, QuantizationMonitor)]
-    assert {name: getattr(monitor, name) for name in arguments} == arguments

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import Tensor, nn
 
 from lightning_lowbit import OutlierMonitor, RunReport
@@ -16,7 +15,6 @@ from lightning_lowbit.report.html import Table
 from tests.callbacks.monitors.outliers.runs import LAYERS, Model, fit, logged, trainer
 from tests.lightnings import (
     BoringModel,
-    LightningCLI,
     MisconfigurationException,
     TensorBoardLogger,
 )
@@ -185,18 +183,3 @@ def test_what_is_not_there() -> None:
         trainer(OutlierMonitor()).fit(Convolution())
     with pytest.raises(MisconfigurationException, match="swiglu=True looks at SwiGLUs, and BoringModel holds none"):
         trainer(OutlierMonitor(swiglu=True)).fit(BoringModel())
-
-
-def test_from_a_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["train.py"])
-    arguments = {"layers": ["mlp"], "swiglu": False, "k": 5.0, "alignment_limit": None, "takeoff": 3.0}
-    path = f"{OutlierMonitor.__module__}.OutlierMonitor"
-    config = {
-        "seed_everything": 1,
-        "trainer": {"accelerator": "cpu", "callbacks": [{"class_path": path, "init_args": arguments}]},
-    }
-    Path("run.yaml").write_text(yaml.safe_dump(config))
-    args = ["--config", "run.yaml"]
-    cli = LightningCLI(BoringModel, args=args, run=False, save_config_callback=None, auto_configure_optimizers=False)
-    (monitor,) = [one for one in cli.trainer.callbacks if isinstance(one, OutlierMonitor)]
-    assert {name: getattr(monitor, name) for name in arguments} == arguments
