@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_lowbit import Cast, Scale, convert, quantize
 from lightning_lowbit.metrics import swiglu_alignment
 from lightning_lowbit.nn import AmaxHistories
-from tests.nn.swiglus import DELAYED, MLP, down_power, product_amax, relative
+from tests.nn.conversion.swiglus import DELAYED, MLP, down_power, product_amax, relative
 
 HIDDEN, CHANNELS, TOKENS, STEPS = 64, 128, 256, 20
 

@@ -33,7 +33,7 @@ Ranks = list[dict[str, Any]]
 
 
 def fast(case: Case) -> bool:
-    """Each strategy once, and FSDP2 with every precision; tests/nn/test_tensor_parallel.py has every cast in parts."""
+    """Each strategy once, and FSDP2 with every precision; tests/nn/sharded has every cast under tensor parallelism."""
     name, precision, optimizer = case
     return optimizer == "StableSPAM" and (name == "FSDP2" or (precision == "NVFP4" and "compile" not in name))
 

@@ -19,9 +19,9 @@ from tests.lightnings import (
     MisconfigurationException,
     MixedPrecision,
 )
+from tests.precision.base.models import GAN
 from tests.precision.fp16.runs import MOVING, Overflowing, assert_same, fp16, moving, static, train
 from tests.precision.regression import Regression, flat, state, trainer
-from tests.precision.test_precision import GAN
 
 
 class Absent(Regression):

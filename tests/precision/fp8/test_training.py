@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_lowbit import FP8Precision, LowBitPrecision, QAFSwitch
 from lightning_lowbit.nn import AmaxHistories, fold
 from tests.lightnings import BoringModel, Callback
+from tests.precision.base.models import GAN
 from tests.precision.regression import (
     DOWN,
     LAYERS,
@@ -20,7 +21,6 @@ from tests.precision.regression import (
     state,
     trainer,
 )
-from tests.precision.test_precision import GAN
 
 SCALINGS = ("delayed", "current", "row", "mx")
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from lightning_lowbit import LinearCasts, convert, quantize
 from lightning_lowbit.nn import AmaxHistories, LayerKeys
 from lightning_lowbit.quant import smoothing_factor
-from tests.nn.layers import CONTRACTION, by_definition
-from tests.nn.swiglus import (
+from tests.nn.conversion.swiglus import (
     CURRENT,
     DELAYED,
     KINDS,
@@ -29,6 +28,7 @@ from tests.nn.swiglus import (
     sources,
     step,
 )
+from tests.nn.layers import CONTRACTION, by_definition
 
 # --- the unquantized function -----------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import convert, fold
 from lightning_lowbit.nn import AmaxHistories, set_phase, swiglus
-from tests.nn.swiglus import (
+from tests.nn.conversion.swiglus import (
     CURRENT,
     DELAYED,
     MLP,

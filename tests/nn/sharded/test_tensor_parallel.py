@@ -9,7 +9,7 @@ import pytest
 from lightning_lowbit.nn import PRESETS
 from tests.launch import launch
 from tests.nn.named_casts import CASTS
-from tests.nn.ranks_tensor_parallel import RANKS, SIZES, STYLES, UNEVEN
+from tests.nn.sharded.ranks_tensor_parallel import RANKS, SIZES, STYLES, UNEVEN
 from tests.pairs import selected
 
 CASES = [f"{name}, {style}" for name in CASTS for style in STYLES]
@@ -23,7 +23,7 @@ FAST += [case for case in CASES if case.rpartition(", ")[2] in SIZES]
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     work = [*selected(request, "case"), *selected(request, "compiled")]
-    return launch("tests.nn.ranks_tensor_parallel", RANKS, tmp_path_factory.mktemp("ranks"), *work)
+    return launch("tests.nn.sharded.ranks_tensor_parallel", RANKS, tmp_path_factory.mktemp("ranks"), *work)
 
 
 @pytest.mark.fast(*FAST)

@@ -16,7 +16,7 @@ from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.nn.sharded.eligible import obstacle
 from lightning_lowbit.nn.sharded.gather import WeightGathers, release_gathers
 from tests.launch import launch
-from tests.nn.ranks_gather import CASTS, RANKS, RUNS, STEPS
+from tests.nn.sharded.ranks_gather import CASTS, RANKS, RUNS, STEPS
 from tests.pairs import selected
 from tests.precision.regression import Regression, trainer
 
@@ -24,7 +24,7 @@ from tests.precision.regression import Regression, trainer
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     names = [name for name in selected(request, "name") if name in RUNS]
-    return launch("tests.nn.ranks_gather", RANKS, tmp_path_factory.mktemp("ranks"), *names)
+    return launch("tests.nn.sharded.ranks_gather", RANKS, tmp_path_factory.mktemp("ranks"), *names)
 
 
 @pytest.mark.fast(

@@ -1,4 +1,5 @@
-"""One of two processes that train one model under FSDP2: ``python -m tests.nn.ranks_gather RANK FOLDER RUN ...``.
+"""One of two processes that train one model under FSDP2:
+``python -m tests.nn.sharded.ranks_gather RANK FOLDER RUN ...``.
 
 Each run is made twice, with weights that are quantized before they are gathered and without. What came out lies in
 ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.

@@ -1,6 +1,6 @@
 """One of the processes that compute one layer together.
 
-``python -m tests.nn.ranks_tensor_parallel RANK FOLDER CASE ...``.
+``python -m tests.nn.sharded.ranks_tensor_parallel RANK FOLDER CASE ...``.
 
 Each computes the whole layer, too, and says in ``FOLDER/0.pt`` where its part of the other one differs.
 """

@@ -9,7 +9,18 @@ from torch import Tensor, nn
 
 from lightning_lowbit import LinearCasts, convert, smooth_swiglu
 from lightning_lowbit.nn import AmaxHistories, swiglus
-from tests.nn.swiglus import CURRENT, DELAYED, KINDS, MLP, Net, down_power, factors, only_down, product_amax, step
+from tests.nn.conversion.swiglus import (
+    CURRENT,
+    DELAYED,
+    KINDS,
+    MLP,
+    Net,
+    down_power,
+    factors,
+    only_down,
+    product_amax,
+    step,
+)
 
 
 def test_histories_hold_what_is_quantized() -> None:

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_lowbit import LinearCasts, convert, smooth_swiglu
 from lightning_lowbit.nn import AmaxHistories, plan, set_phase, swiglus
-from tests.nn.swiglus import (
+from tests.nn.conversion.swiglus import (
     CURRENT,
     DELAYED,
     KINDS,
