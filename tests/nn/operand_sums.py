@@ -1,4 +1,4 @@
-"""What tests of layers that are watched share: the operands of a run as layers quantized them, and their slow sums."""
+"""The operands of a run as layers quantized them, and their slow sums."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

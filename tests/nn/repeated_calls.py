@@ -1,4 +1,4 @@
-"""What tests of several calls of one layer share: a model with such layers, regions to recompute, and a step of it."""
+"""A model whose layers are called several times, regions to recompute, and a step of it."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What tests of casts share: samples, every setting of a scale, and equality that says what differs."""
+"""Samples, every setting of a scale, and equality that says what differs."""
 
 import itertools
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What tests of SwiGLUs share: MLPs and models of them, a training step, what a pass quantizes, s by definition."""
+"""MLPs and models of them, a training step, what a pass quantizes, s by definition."""
 
 import math
 from collections.abc import Callable, Iterator

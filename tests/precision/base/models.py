@@ -5,6 +5,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.lightnings import (
+    QUIET,
     BoringModel,
     LightningModule,
     Trainer,
@@ -13,16 +14,8 @@ from tests.precision.regression import Regression
 
 
 def quiet(**kwargs):
-    defaults = {
-        "max_steps": 2,
-        "limit_train_batches": 4,
-        "limit_val_batches": 0,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(accelerator="cpu", **{**defaults, **kwargs})
+    defaults = {"max_steps": 2, "limit_train_batches": 4, "limit_val_batches": 0}
+    return Trainer(**{"accelerator": "cpu", **QUIET, **defaults, **kwargs})
 
 
 class Recorder(BoringModel):

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys
-from tests.nn.amax_histories import E4M3, IN, NVFP4, OUT, TOKENS, filled, remembered, same_states, single, trained
+from tests.nn.amax.histories import E4M3, IN, NVFP4, OUT, TOKENS, filled, remembered, same_states, single, trained
 from tests.nn.layers import Net, every, gradients, identical, run
 
 COMPILED = {

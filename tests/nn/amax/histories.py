@@ -1,4 +1,4 @@
-"""What tests of delayed scaling share: casts, tensors of a given amax, models with histories, what those remember."""
+"""Casts, tensors of a given amax, models with histories, what those remember."""
 
 import math
 from typing import Any

@@ -11,7 +11,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale, convert, quantize
 from lightning_lowbit.nn import OPERANDS, AmaxHistories
 from lightning_lowbit.quant import rotate, split_mean, surrogate_factor
 from lightning_lowbit.quant.shard import amax_of
-from tests.nn.amax_histories import (
+from tests.nn.amax.histories import (
     E4M3,
     IN,
     NVFP4,

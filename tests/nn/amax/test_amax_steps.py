@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, set_phase
-from tests.nn.amax_histories import (
+from tests.nn.amax.histories import (
     BY_TENSOR,
     E4M3,
     IN,

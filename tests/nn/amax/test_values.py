@@ -10,7 +10,7 @@ from lightning_lowbit import Cast, LinearCasts, convert, quantize
 from lightning_lowbit.nn import AmaxHistories
 from lightning_lowbit.quant.scaling import scales_of
 from tests.golden_vectors import load
-from tests.nn.amax_histories import BY_TENSOR, IN, TOKENS, delayed, filled, remembered, single
+from tests.nn.amax.histories import BY_TENSOR, IN, TOKENS, delayed, filled, remembered, single
 from tests.nn.layers import every, run, spied
 
 # Per sequence the amaxes of 12 steps and, for 16 configurations, what Transformer Engine's update makes of them.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, smooth_swiglu
-from tests.nn.amax_histories import (
+from tests.nn.amax.histories import (
     E4M3,
     IN,
     NVFP4,
