@@ -1,6 +1,9 @@
-"""One of two processes that train a tiny model, and what they send: ``python -m tests.cli.ranks_estimate 0 FOLDER``."""
+"""One of two processes that train a tiny model, and what they send:
+``python -m tests.cli.ranks_estimate 0 FOLDER RUN …``."""
 
+import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -125,15 +128,16 @@ def replicated() -> dict[str, Any]:
 
 def work() -> dict[str, Any]:
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    return {
-        "ddp stored": replicated(),
-        "fsdp stored": sharded(),
-        "fsdp bf16": sharded(**bf16),
-        "fsdp casts": sharded("fp8-current"),
-        "fsdp casts+bf16": sharded("fp8-current", **bf16),
-        "tensor parallel": cut(),
-        "tensor parallel, again": cut(gradient_checkpointing=True),
+    runs: dict[str, Callable[[], Any]] = {
+        "ddp stored": replicated,
+        "fsdp stored": sharded,
+        "fsdp bf16": lambda: sharded(**bf16),
+        "fsdp casts": lambda: sharded("fp8-current"),
+        "fsdp casts+bf16": lambda: sharded("fp8-current", **bf16),
+        "tensor parallel": cut,
+        "tensor parallel, again": lambda: cut(gradient_checkpointing=True),
     }
+    return {name: runs[name]() for name in sys.argv[3:]}
 
 
 if __name__ == "__main__":

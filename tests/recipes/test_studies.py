@@ -275,7 +275,7 @@ def test_studies_share_what_has_the_same_name():
     assert len(recipes_by_folder) < sum(len(runs_of(name)) for name in STUDIES)
 
 
-@pytest.mark.fast("ablation", "qat", "spikes")
+@pytest.mark.fast("ablation", "qat")
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_row_of_each_study_parses(name):
     save_pretrained("model")

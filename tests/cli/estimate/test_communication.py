@@ -22,6 +22,7 @@ from lightning_lowbit.recipes.models import CausalLM
 from tests.cli import ranks_estimate
 from tests.cli.estimate.models import BATCH, SMALL, loss_of, shapes
 from tests.launch import launch
+from tests.pairs import selected
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -63,10 +64,12 @@ def test_arithmetic_of_presets(name):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return launch("tests.cli.ranks_estimate", ranks_estimate.RANKS, tmp_path_factory.mktemp("ranks"))
+def ranks(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    return launch("tests.cli.ranks_estimate", ranks_estimate.RANKS, folder, *selected(request, "name"))
 
 
+@pytest.mark.fast("ddp stored", "fsdp bf16", "fsdp casts")
 @pytest.mark.parametrize("name", ["ddp stored", "fsdp stored", "fsdp bf16", "fsdp casts", "fsdp casts+bf16"])
 def test_two_processes_send_and_keep_what_is_estimated(ranks, name):
     """Bytes of all collectives of a step with two micro-batches, and memory of the first rank, exactly."""

@@ -27,14 +27,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return launch("tests.nn.sharded.ranks_gather", RANKS, tmp_path_factory.mktemp("ranks"), *names)
 
 
-@pytest.mark.fast(
-    "nvfp4-nvidia",
-    "fp8-delayed",
-    "ternary",
-    "stochastic",
-    "phases",
-    "odd blocks",
-)
+@pytest.mark.fast("fp8-delayed", "rows", "phases", "odd blocks")
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_and_weights_are_the_same(ranks: list[dict[str, Any]], name: str) -> None:
     for results in ranks:
@@ -44,7 +37,7 @@ def test_losses_and_weights_are_the_same(ranks: list[dict[str, Any]], name: str)
         assert found["bytes"][1] < found["bytes"][0]
 
 
-@pytest.mark.fast("nvfp4-nvidia", "fp8-delayed", "ternary", "stochastic")
+@pytest.mark.fast("fp8-delayed", "rows")
 @pytest.mark.parametrize("name", CASTS)
 def test_one_collective_measures_all_weights(ranks: list[dict[str, Any]], name: str) -> None:
     cast = LinearCasts.of(CASTS[name]).fprop_w
