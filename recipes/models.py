@@ -165,7 +165,7 @@ class CausalLM(LightningModule):
             device = "meta" if torch.get_default_device().type == "meta" else "cpu"
             with torch.random.fork_rng(devices=[]), torch.device(device):
                 torch.default_generator.manual_seed(global_seed() if seed is None else seed)
-                self.model = AutoModelForCausalLM.from_config(made)  # type: ignore[no-untyped-call]
+                self.model = AutoModelForCausalLM.from_config(made)
         vars(self.model)["save_pretrained"] = SavePretrained(self.model)
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable()

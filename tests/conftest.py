@@ -1,3 +1,4 @@
+import importlib.metadata
 import os
 import re
 import signal
@@ -12,6 +13,12 @@ import torch
 from tests.pairs import mark_slow
 
 TESTS = Path(__file__).parent
+
+# Each Trainer asks all installed packages for callbacks, which takes a third of the time of a short run.
+importlib.metadata.entry_points = cache(importlib.metadata.entry_points)
+
+# Without an accelerator, torch.manual_seed only takes longer: it keeps the stack, for an accelerator that may yet come.
+SEED = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
 # The package uses the Lightning that is imported already: see tests/lightnings.py.
 if "LOWBIT_TEST_LIGHTNING" in os.environ:
@@ -51,20 +58,20 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """One worker runs all files that launch ranks, so that no more of them than one launch's want the cores."""
+    """One worker runs all files that start processes: they are forks of one server, and one launch at a time."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduler(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
-            return "ranks" if _launches(config.rootpath / file) else file
+            return "processes" if _launches(config.rootpath / file) else file
 
     return Scheduler(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @cache
 def _launches(file):
-    return re.search(r"^ .*\blaunch\(|tests.precision.distributed", file.read_text(), re.MULTILINE) is not None
+    return re.search(r"^from tests\.(launch import|precision\.ranks_ddp)", file.read_text(), re.MULTILINE) is not None
 
 
 @pytest.fixture(scope="session")
@@ -86,6 +93,6 @@ def _clean(request, monkeypatch, _empty_folders):
     wants_its_own = "tmp_path" in request.fixturenames
     monkeypatch.chdir(request.getfixturevalue("tmp_path") if wants_its_own else next(_empty_folders))
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    torch.manual_seed(0)
+    SEED(0)
     yield
     os.environ.pop("PL_GLOBAL_SEED", None)

@@ -27,9 +27,10 @@ _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
     [
         os.environ.get("LOWBIT_TEST_LIGHTNING", "lightning.pytorch"),  # first, as in tests.lightnings
-        "lightning_lowbit.cli",
+        "lightning_lowbit.callbacks",
         "lightning_lowbit.recipes.models",
         "torch.distributed.fsdp",
+        "torch.distributed.tensor.debug",
         "torch.distributed.tensor.parallel",
         "torch.utils.tensorboard",
         "transformers.models.llama.modeling_llama",

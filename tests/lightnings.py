@@ -6,6 +6,7 @@ imported before the package, by conftest.py in the process of pytest, and by lau
 
 import os
 from importlib import import_module
+from typing import Any
 
 from lightning_lowbit._lightning import (
     NAME,
@@ -52,8 +53,17 @@ Fabric = fabric.Fabric
 _format_checkpoint = import_module(f"{NAME}.utilities.consolidate_checkpoint")._format_checkpoint
 _load_distributed_checkpoint = fabric.utilities.load._load_distributed_checkpoint
 
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+
+def quiet_trainer(*plugins: Any, **kwargs: Any) -> Trainer:
+    """A Trainer on the CPU that logs, saves and shows nothing unless it is told to."""
+    return Trainer(plugins=[*plugins], **{"accelerator": "cpu", **QUIET, **kwargs})
+
+
 __all__ = [
     "NAME",
+    "QUIET",
     "AsyncCheckpointIO",
     "BoringModel",
     "CSVLogger",
@@ -89,4 +99,5 @@ __all__ = [
     "_load_distributed_checkpoint",
     "fabric",
     "pytorch",
+    "quiet_trainer",
 ]

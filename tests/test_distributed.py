@@ -20,13 +20,22 @@ from tests.pairs import selected
 # a dozen steps of 1e-3 move by a hundredth.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-6}
 TRAJECTORIES = [f"{spread}: {case}" for spread in SPREADS for case in SPREADS[spread].cases]
+RESUMPTIONS = [
+    f"{case}: {state}, {on}"
+    for case in SAVED
+    for state, places in {
+        "parts": ("one process", "fsdp2", "fsdp2 on three", "hsdp"),
+        "whole": ("one process", "fsdp2 on three"),
+    }.items()
+    for on in places
+]
 FAST = ["fsdp2 on three: sparse", "fsdp2 of tensor parallel: stable_spam", "fsdp1: spam", "ddp: fp8"]
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    trajectories = selected(request, "trajectory")
-    return launch("tests.optim.distributed", RANKS, tmp_path_factory.mktemp("sharding"), *trajectories)
+    runs = [*selected(request, "trajectory"), *selected(request, "resumption")]
+    return launch("tests.optim.distributed", RANKS, tmp_path_factory.mktemp("sharding"), *runs)
 
 
 @pytest.fixture(scope="module")
@@ -103,25 +112,23 @@ def test_collectives_whatever_the_number_of_parameters(
         assert found == (1 if name == "adamw" else 2), f"{found} collectives for {parameters} parameters"
 
 
-@pytest.mark.parametrize("on", ["one process", "fsdp2", "fsdp2 on three", "hsdp"])
-@pytest.mark.parametrize("case", SAVED)
-def test_run_goes_on_from_parts(
-    results: list[dict[str, Any]], whole: dict[str, dict[str, Any]], case: str, on: str
+@pytest.mark.fast(
+    "stable_spam: parts, hsdp",
+    "adaptive: parts, fsdp2 on three",
+    "adaptive: parts, one process",
+    "fp8: parts, fsdp2",
+    "stable_spam: whole, one process",
+    "fp8: whole, fsdp2 on three",
+)
+@pytest.mark.parametrize("resumption", RESUMPTIONS)
+def test_run_goes_on_from_a_checkpoint(
+    results: list[dict[str, Any]], whole: dict[str, dict[str, Any]], resumption: str
 ) -> None:
-    """A checkpoint of two ranks, each of which has written its own part."""
+    """Of two ranks, each of which has written its part, or gathered."""
+    case, on = resumption.split(": ")[0], resumption.split(", ")[1]
     ranks = (1,) if on == "one process" else SPREADS[on].mesh
     for rank, result in enumerate(taking_part(results, ranks)):
-        assert_same_run(result["resumptions"][f"{case}: parts, {on}"], whole[case], case, f"rank {rank}", HALF)
-
-
-@pytest.mark.parametrize("on", ["one process", "fsdp2 on three"])
-@pytest.mark.parametrize("case", SAVED)
-def test_run_goes_on_from_a_whole_state(
-    results: list[dict[str, Any]], whole: dict[str, dict[str, Any]], case: str, on: str
-) -> None:
-    """A checkpoint of two ranks, gathered."""
-    for rank, result in enumerate(taking_part(results, (1,) if on == "one process" else (3,))):
-        assert_same_run(result["resumptions"][f"{case}: whole, {on}"], whole[case], case, f"rank {rank}", HALF)
+        assert_same_run(result["resumptions"][resumption], whole[case], case, f"rank {rank}", HALF)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("whole, fsdp1 on three", 3), ("parts, fsdp1", 2)])

@@ -7,7 +7,7 @@ import torch
 
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format, integer, table
 from lightning_lowbit.quant.rounding import round_nearest, round_up
-from tests.oracles import load
+from tests.golden_vectors import load
 from tests.references import quantize as reference
 
 ORACLE = load("formats")

@@ -8,9 +8,8 @@ Lightning is imported by `_lightning` alone, which alone touches its private par
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 import lightning_lowbit
 
@@ -38,52 +37,61 @@ OPTIONAL = {"transformers", "datasets", "torchmetrics", "tensorboard", "rich", "
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 OBJECTS_OF_LIGHTNING = re.compile(r"(\w+_)?(trainer|loop|connector|strategy)")
 RECIPES = sorted((ROOT.parent / "recipes").glob("*.py"))
+FOREIGN_TO_LIGHTNING = [path for path in FILES + RECIPES if path != ROOT / "_lightning.py"]
+
+
+@cache
+def tree(path):
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes(path):
+    return list(ast.walk(tree(path)))
 
 
 def imports(path):
     """(module, whether at the top level of the file) of each import."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    for node in nodes(path):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
         for name in names:
-            yield name, node in tree.body
+            yield name, node in tree(path).body
 
 
 def test_every_file_has_a_level():
     assert {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in FILES} == set(LEVELS)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_downwards(path):
-    package = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    for name, at_top in imports(path):
-        top, *rest = name.split(".")
-        if top == "lightning_lowbit":
-            assert rest, f"{path.name} imports the whole package: name the module"
-            target = rest[0]
-            is_lower = LEVELS[target] < LEVELS[package]
-            same_level = target == package or {target, package} <= {"precision", "callbacks", "report"}
-            uses_lightning = target == "_lightning" and LEVELS[package] < 5
-            assert not uses_lightning, f"{package} (level {LEVELS[package]}) imports Lightning"
-            assert is_lower or same_level, f"{package} (level {LEVELS[package]}) imports {target} ({LEVELS[target]})"
-        in_triton = path.parent == ROOT / "kernels" / "gpu"  # whose modules `casts` imports where it launches kernels
-        if top == "triton":
-            assert in_triton, f"{package} imports Triton: its kernels live in kernels/gpu"
-        if top in OPTIONAL and not (in_triton and path.stem in ("device", "kernels")):
-            assert not at_top, f"{path.name} imports the optional package {top} at its top level"
+def test_imports_point_downwards():
+    for path in FILES:
+        package = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        where = f"{path.relative_to(ROOT)} (level {LEVELS[package]})"
+        for name, at_top in imports(path):
+            top, *rest = name.split(".")
+            if top == "lightning_lowbit":
+                assert rest, f"{where} imports the whole package: name the module"
+                target = rest[0]
+                is_lower = LEVELS[target] < LEVELS[package]
+                same_level = target == package or {target, package} <= {"precision", "callbacks", "report"}
+                uses_lightning = target == "_lightning" and LEVELS[package] < 5
+                assert not uses_lightning, f"{where} imports Lightning"
+                assert is_lower or same_level, f"{where} imports {target} ({LEVELS[target]})"
+            in_triton = path.parent == ROOT / "kernels" / "gpu"  # imported where kernels are launched
+            assert top != "triton" or in_triton, f"{where} imports Triton: its kernels live in kernels/gpu"
+            if top in OPTIONAL and not (in_triton and path.stem in ("device", "kernels")):
+                assert not at_top, f"{where} imports the optional package {top} at its top level"
 
 
-@pytest.mark.parametrize("path", FILES + RECIPES, ids=lambda path: str(path.relative_to(ROOT.parent)))
-def test_lightning_is_imported_by_one_module_alone(path):
-    if path != ROOT / "_lightning.py":
+def test_lightning_is_imported_by_one_module_alone():
+    for path in FOREIGN_TO_LIGHTNING:
         found = [name for name, _ in imports(path) if name.split(".")[0] in LIGHTNING]
-        assert not found, f"{path.name} imports {found}: import from lightning_lowbit._lightning"
+        assert not found, f"{path} imports {found}: import from lightning_lowbit._lightning"
 
 
-def private_parts(code):
-    """Private attributes of objects of Lightning that code touches, such as `trainer.fit_loop._data_fetcher`."""
-    for node in ast.walk(ast.parse(code)):
+def private_parts(path):
+    """Private attributes of objects of Lightning that a file touches, such as `trainer.fit_loop._data_fetcher`."""
+    for node in nodes(path):
         if isinstance(node, ast.Attribute) and re.fullmatch(r"_[^_].*", node.attr):
             owner = node.value
             name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
@@ -92,16 +100,18 @@ def private_parts(code):
                 yield f"{name}.{node.attr}"
 
 
-def test_private_parts_are_found():
-    code = "trainer._results, self.trainer.fit_loop._x, my_strategy._y, self._trainer, trainer.z, trainer.__dict__"
-    assert [*private_parts(code)] == ["trainer._results", "fit_loop._x", "my_strategy._y"]
+def test_private_parts_are_found(tmp_path):
+    path = tmp_path / "code.py"
+    path.write_text(
+        "trainer._results, self.trainer.fit_loop._x, my_strategy._y, self._trainer, trainer.z, trainer.__dict__"
+    )
+    assert [*private_parts(path)] == ["trainer._results", "fit_loop._x", "my_strategy._y"]
 
 
-@pytest.mark.parametrize("path", FILES + RECIPES, ids=lambda path: str(path.relative_to(ROOT.parent)))
-def test_private_parts_of_lightning_are_touched_by_one_module_alone(path):
-    if path != ROOT / "_lightning.py":
-        found = [*private_parts(path.read_text())]
-        assert not found, f"{path.name} touches {found}: write a function for it in lightning_lowbit._lightning"
+def test_private_parts_of_lightning_are_touched_by_one_module_alone():
+    for path in FOREIGN_TO_LIGHTNING:
+        found = [*private_parts(path)]
+        assert not found, f"{path} touches {found}: write a function for it in lightning_lowbit._lightning"
 
 
 def test_a_file_fits_in_one_reading_and_a_folder_on_one_screen():

@@ -1,4 +1,4 @@
-"""What tests of layers share: a converted copy, a pass through it, its operands, and what it computes by definition."""
+"""A converted copy of a layer, a pass through it, its operands, and what it computes by definition."""
 
 import copy
 import math

@@ -13,7 +13,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale, convert
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, linear, set_blend
 from lightning_lowbit.nn.presets import quantization_aware
 from lightning_lowbit.quant import rotate, surrogate_factor
-from tests.nn.histories import remembered
+from tests.nn.amax.histories import remembered
 from tests.nn.layers import (
     GEMMS,
     RESULTS,

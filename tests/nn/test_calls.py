@@ -17,7 +17,7 @@ from lightning_lowbit.nn import OPERANDS, LayerKeys, calls
 from lightning_lowbit.quant import Hadamard
 from lightning_lowbit.quant.rounding import mix_key, uniform
 from tests.nn.layers import spied
-from tests.nn.recurrent import (
+from tests.nn.repeated_calls import (
     EVERYTHING,
     SHAPES,
     SIZE,

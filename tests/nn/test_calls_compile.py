@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import LayerKeys
-from tests.nn.recurrent import (
+from tests.nn.repeated_calls import (
     EVERYTHING,
     SIZE,
     Recurrent,

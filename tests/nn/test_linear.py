@@ -16,17 +16,6 @@ from lightning_lowbit import Cast, LinearCasts, Scale, convert, quantize
 from lightning_lowbit.nn import OPERANDS, PHASES, AmaxHistories, LayerKeys, QuantizedLayer, set_phase
 from lightning_lowbit.nn.casts import SMOOTHINGS
 from lightning_lowbit.quant import Hadamard, Operand
-from tests.nn.combinations import (
-    ALL_MEANS,
-    CASTS,
-    DELAYED,
-    FP8_TENSORS,
-    INT8_ROWS,
-    REMEMBERED,
-    SATURATING,
-    STOCHASTIC,
-    TWO_LEVEL,
-)
 from tests.nn.layers import (
     CONTRACTION,
     GEMMS,
@@ -45,6 +34,17 @@ from tests.nn.layers import (
     spied,
     token_amax,
     value,
+)
+from tests.nn.named_casts import (
+    ALL_MEANS,
+    CASTS,
+    DELAYED,
+    FP8_TENSORS,
+    INT8_ROWS,
+    REMEMBERED,
+    SATURATING,
+    STOCHASTIC,
+    TWO_LEVEL,
 )
 from tests.references.quantize import fake_quantize
 

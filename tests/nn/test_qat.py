@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn.presets import quantization_aware
-from tests import oracles
+from tests import golden_vectors as golden
 from tests.nn.layers import gradients, identical, layer_like, net, run, spied
 
 TOKENS, IN, OUT = 24, 160, 40  # the second group of 128 is not a whole one
@@ -277,10 +277,10 @@ def test_transformers_bitlinear(dtype: torch.dtype, bias: bool) -> None:
     assert_close(found, expected, allowed, f"{dtype}")
 
 
-@pytest.mark.parametrize("name", [name for name in oracles.cases("bitnet") if name.startswith("layer_")])
+@pytest.mark.parametrize("name", [name for name in golden.cases("bitnet") if name.startswith("layer_")])
 def test_golden_layers(name: str) -> None:
     """Forward passes of whole layers, exact from the codes, and as transformers' two classes compute them."""
-    case = oracles.case("bitnet", name)
+    case = golden.case("bitnet", name)
     x, bias = torch.from_numpy(case["layer_x"]), torch.from_numpy(case["layer_bias"])
     original = nn.Linear(x.shape[1], len(case["w"]), bias=len(bias) > 0)
     original.weight.data = case["w"]

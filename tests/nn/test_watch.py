@@ -14,7 +14,7 @@ from lightning_lowbit.nn.watch import Watch
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.statistics import SUMS
 from tests.nn.layers import gradients, identical, layer_like, net, run, spied, value
-from tests.nn.watching import assert_numbers, captured, numbers_of, places
+from tests.nn.operand_sums import assert_numbers, captured, numbers_of, places
 
 CPU = torch.device("cpu")
 LAYERS = ("first", "second", "head")

@@ -1,4 +1,5 @@
-"""One of four processes that train one small model, spread in all ways: ``python -m tests.optim.distributed 0 FOLDER``.
+"""One of four processes that train one small model, spread in all ways:
+``python -m tests.optim.distributed 0 FOLDER RUN …``.
 
 What it saw and what came out lies in ``FOLDER/0.pt``, of the other ranks in ``FOLDER/1.pt`` and so on. Where fewer are
 needed than there are, the first ones take part.
@@ -246,7 +247,7 @@ class Meshes(dict[tuple[int, ...], DeviceMesh]):
 
 def trajectories(meshes: Meshes) -> dict[str, Any]:
     results = {}
-    for trajectory in sys.argv[3:]:
+    for trajectory in (name for name in sys.argv[3:] if name.partition(": ")[0] in SPREADS):
         name, case = trajectory.split(": ")
         if meshes.has(SPREADS[name].mesh):
             results[trajectory] = meshes.run(case, name).train().outcome()
@@ -277,20 +278,22 @@ def resumptions(meshes: Meshes) -> dict[str, Any]:
             if dist.get_rank() == 0:
                 torch.save(state, f"{case} whole.pt")
         dist.barrier()
+        asked = [name.removeprefix(f"{case}: ") for name in sys.argv[3:] if name.startswith(f"{case}: ")]
         for name in ("fsdp2", "fsdp2 on three", "hsdp"):
-            if meshes.has(SPREADS[name].mesh):
+            if f"parts, {name}" in asked and meshes.has(SPREADS[name].mesh):
                 run = meshes.run(case, name)
                 load_parts(run, f"{case} parts", meshes[SPREADS[name].mesh])
                 results[f"{case}: parts, {name}"] = run.train(HALF).outcome()
-        if meshes.has((3,)):
+        if "whole, fsdp2 on three" in asked and meshes.has((3,)):
             run, state = meshes.run(case, "fsdp2 on three"), torch.load(f"{case} whole.pt", weights_only=True)
             set_model_state_dict(run.wrapped, state["model"], options=whole)
             set_optimizer_state_dict(run.wrapped, run.optimizer, state["optimizer"], options=whole)
             results[f"{case}: whole, fsdp2 on three"] = run.train(HALF).outcome()
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and "parts, one process" in asked:
             run = Run(case)
             load_parts(run, f"{case} parts")
             results[f"{case}: parts, one process"] = run.train(HALF).outcome()
+        if dist.get_rank() == 0 and "whole, one process" in asked:
             run, state = Run(case), torch.load(f"{case} whole.pt", weights_only=True)
             set_model_state_dict(run.wrapped, state["model"])
             set_optimizer_state_dict(run.wrapped, run.optimizer, state["optimizer"])

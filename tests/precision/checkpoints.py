@@ -4,6 +4,7 @@ A run sees the same two micro-batches in a step however many processes there are
 of the other rank in ``FOLDER/1.pt``; checkpoints after step ``HALF`` are ``FOLDER/WRITER KIND.ckpt``.
 """
 
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -219,6 +220,11 @@ def accumulates(strategy: str) -> bool:
     return strategy in (*ALONE, "tensor parallel")
 
 
+def resumed(kind: str, writer: str, reader: str) -> str:
+    """The name of a run that goes on from the checkpoint of another one."""
+    return f"{path_of(writer, kind)} {reader}"
+
+
 def work() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for kind, writers in READERS.items():
@@ -226,8 +232,8 @@ def work() -> dict[str, Any]:
             if writer not in ALONE:
                 results[path_of(writer, kind)] = train(writer, kind)
     for kind, writer, reader in PAIRS:
-        if reader not in ALONE:
-            results[f"{path_of(writer, kind)} {reader}"] = train(reader, kind, path_of(writer, kind))
+        if reader not in ALONE and resumed(kind, writer, reader) in sys.argv[3:]:
+            results[resumed(kind, writer, reader)] = train(reader, kind, path_of(writer, kind))
     return results
 
 

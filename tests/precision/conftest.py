@@ -3,10 +3,11 @@ from typing import Any
 import pytest
 
 from tests.launch import launch
-from tests.precision.distributed import RANKS
+from tests.pairs import selected
+from tests.precision.ranks_ddp import RANKS
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes made of everything."""
-    return launch("tests.precision.distributed", RANKS, tmp_path_factory.mktemp("ddp"))
+    return launch("tests.precision.ranks_ddp", RANKS, tmp_path_factory.mktemp("ddp"), *selected(request, "counted"))

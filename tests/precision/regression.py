@@ -1,4 +1,4 @@
-"""What tests of histories share: a small module whose batches follow from their place, and a witness of operands."""
+"""A small module whose batches follow from their place, and a witness of operands."""
 
 from collections import defaultdict
 from typing import Any
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_lowbit import Cast, LinearCasts, LowBitPrecision, Scale
 from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.nn.linear import QuantizedLayer
-from tests.lightnings import Callback, LightningModule, Trainer
+from tests.lightnings import Callback, LightningModule, Trainer, quiet_trainer
 
 LAYERS = ("first", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "head")
 DOWN = "mlp.down_proj"
@@ -19,17 +20,14 @@ DOWN = "mlp.down_proj"
 
 def trainer(plugin: Any, **kwargs: Any) -> Trainer:
     """Two steps, one epoch, nothing else; with a plugin, or None."""
-    defaults = {
-        "accelerator": "cpu",
-        "max_steps": 2,
-        "limit_train_batches": 2,
-        "limit_val_batches": 0,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(plugins=None if plugin is None else [plugin], **{**defaults, **kwargs})
+    defaults = {"max_steps": 2, "limit_train_batches": 2, "limit_val_batches": 0}
+    return quiet_trainer(*([] if plugin is None else [plugin]), **{**defaults, **kwargs})
+
+
+def two_casts() -> LowBitPrecision:
+    """A plugin that rounds one operand of each pass: the cheapest one of which all phases differ."""
+    cast = Cast("int8", Scale("fp32", "tensor"))
+    return LowBitPrecision(LinearCasts(fprop_w=cast, dgrad_g=cast))
 
 
 def state(plugin: Any) -> dict[str, Any]:

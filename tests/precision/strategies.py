@@ -35,6 +35,7 @@ from tests.lightnings import (
     ModelParallelStrategy,
     Strategy,
     Trainer,
+    quiet_trainer,
 )
 from tests.optim.trainers import FSDPOnCPU
 
@@ -179,17 +180,12 @@ ON_FOUR: Strategies = {
 
 def trainer(plugin: LowBitPrecision | None, **kwargs: Any) -> Trainer:
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
         "max_steps": STEPS,
         "gradient_clip_val": 1.0,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "use_distributed_sampler": False,
         "limit_val_batches": 0,
     }
-    return Trainer(plugins=None if plugin is None else [plugin], **{**defaults, **kwargs})
+    return quiet_trainer(*([] if plugin is None else [plugin]), **{**defaults, **kwargs})
 
 
 def plugin(precision: str, **kwargs: Any) -> LowBitPrecision:

@@ -14,8 +14,20 @@ import torch.distributed as dist
 from lightning_lowbit import restore
 from tests.launch import LIMIT, launch, start
 from tests.lightnings import _format_checkpoint, _load_distributed_checkpoint
-from tests.precision import checkpoints, killed
-from tests.precision.checkpoints import HALF, KINDS, MICRO_BATCHES, PAIRS, RANKS, STEPS, accumulates, path_of, train
+from tests.pairs import selected
+from tests.precision import checkpoints, ranks_killed
+from tests.precision.checkpoints import (
+    HALF,
+    KINDS,
+    MICRO_BATCHES,
+    PAIRS,
+    RANKS,
+    STEPS,
+    accumulates,
+    path_of,
+    resumed,
+    train,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
@@ -57,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, dict[str, Any]]:
+def results(request: pytest.FixtureRequest, folder: Path) -> dict[str, dict[str, Any]]:
     """Of all runs, those of both ranks put together."""
     found = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -65,7 +77,9 @@ def results(folder: Path) -> dict[str, dict[str, Any]]:
             for writer in checkpoints.ALONE:
                 if writer in writers:
                     found[path_of(writer, kind)] = in_this_process(writer, kind, folder, monkeypatch)
-    ranks = launch("tests.precision.checkpoints", RANKS, folder)
+    ranks = launch(
+        "tests.precision.checkpoints", RANKS, folder, *(resumed(*pair) for pair in selected(request, "pair"))
+    )
     for name, of_first in ranks[0].items():
         losses = {place: loss for rank in ranks for place, loss in rank[name]["losses"].items()}
         found[name] = of_first | {"losses": losses}
@@ -111,30 +125,40 @@ def test_what_is_saved_is_not_what_a_run_starts_with(results: dict[str, dict[str
     assert fp16["plugin"]["scaler"]["scale"] != 256
 
 
-@pytest.mark.parametrize(("kind", "writer", "reader"), PAIRS)
+@pytest.mark.fast(
+    "fp8: one, ddp",
+    "fp8: ddp, ddp",
+    "fp8: fsdp1 file, one",
+    "fp8: fsdp1, fsdp1",
+    "fp8: fsdp2 file, fsdp1 file",
+    "fp8: fsdp2, tensor parallel",
+    "fp8: fsdp2, one rank, fsdp2",
+    "fp8: tensor parallel, tensor parallel",
+    "fp8: tensor parallel, fsdp2, one rank",
+    "fp16: ddp, fsdp2 file",
+    "fp16: fsdp2 file, one",
+    "fp16: fsdp2, fsdp2",
+)
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "{}: {}, {}".format(*pair))
 def test_resumed_run_is_the_uninterrupted_one(
-    results: dict[str, dict[str, Any]],
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    writer: str,
-    reader: str,
+    results: dict[str, dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str, str]
 ) -> None:
+    kind, writer, reader = pair
     path, whole = path_of(writer, kind), results[path_of(writer, kind)]
     if reader in checkpoints.ALONE:
-        resumed = in_this_process(reader, kind, folder, monkeypatch, path)
+        run = in_this_process(reader, kind, folder, monkeypatch, path)
     else:
-        resumed = results[f"{path} {reader}"]
+        run = results[resumed(*pair)]
     tolerance = 0.0 if reader == writer else 1e-5
-    found, saved = (plain(run["state"]["plugin"]) for run in (resumed, whole))
+    found, saved = (plain(of["state"]["plugin"]) for of in (run, whole))
     if accumulates(writer) != accumulates(reader):
         for state in (found, saved):
             for name in ("amax_history", "accumulated"):  # which then follow the run
                 state.pop(name, None)
     assert found == saved
-    assert resumed["state"]["monitor"] == whole["state"]["monitor"]
-    assert_equal(from_half(resumed["losses"]), from_half(whole["losses"]), tolerance)
-    assert_equal(resumed["weights"], whole["weights"], tolerance)
+    assert run["state"]["monitor"] == whole["state"]["monitor"]
+    assert_equal(from_half(run["losses"]), from_half(whole["losses"]), tolerance)
+    assert_equal(run["weights"], whole["weights"], tolerance)
 
 
 @pytest.mark.parametrize(
@@ -148,9 +172,9 @@ def test_shards_become_a_file_for_one_device(
     if "model" not in checkpoint:  # Lightning 2.6.6's own command knows the names of FSDP1 alone
         checkpoint["model"] = checkpoint.pop("state_dict")
     torch.save(_format_checkpoint(checkpoint), folder / f"{path}.consolidated")
-    resumed = in_this_process("one", kind, folder, monkeypatch, f"{path}.consolidated")
-    assert_equal(from_half(resumed["losses"]), from_half(whole["losses"]), 1e-5)
-    assert_equal(resumed["weights"], whole["weights"], 1e-5)
+    run = in_this_process("one", kind, folder, monkeypatch, f"{path}.consolidated")
+    assert_equal(from_half(run["losses"]), from_half(whole["losses"]), 1e-5)
+    assert_equal(run["weights"], whole["weights"], 1e-5)
 
 
 @pytest.mark.parametrize("writer", ["fsdp1", "fsdp1 file", "fsdp2", "fsdp2 file", "tensor parallel"])
@@ -168,7 +192,9 @@ def test_shards_are_restored_without_a_trainer(results: dict[str, dict[str, Any]
 def meet(folder: Path, fate: str) -> list[tuple[int, float]]:
     """How both processes ended, and when: seconds since the first one did."""
     logs = [folder / f"{fate} {rank}.log" for rank in range(RANKS)]
-    processes = [start(log, "tests.precision.killed", str(rank), str(folder), fate) for rank, log in enumerate(logs)]
+    processes = [
+        start(log, "tests.precision.ranks_killed", str(rank), str(folder), fate) for rank, log in enumerate(logs)
+    ]
     ended: dict[int, float] = {}
     try:
         limit = time.monotonic() + LIMIT
@@ -188,12 +214,12 @@ def meet(folder: Path, fate: str) -> list[tuple[int, float]]:
 @pytest.mark.slow
 def test_killed_runs_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """Rank 1 is killed in a step, and then, when both have come back, while it saves."""
-    for fate in killed.DIES:
+    for fate in ranks_killed.DIES:
         (first, seconds), (second, _) = meet(tmp_path, fate)
         told = (tmp_path / f"{fate} 0.log").read_text()
         assert second == -signal.SIGKILL, (tmp_path / f"{fate} 1.log").read_text()[-3000:]
         assert first == 1 and "RuntimeError" in told, told[-3000:]
-        assert seconds < killed.NOTICED + 30, f"rank 0 went on for {seconds:.0f} s"
+        assert seconds < ranks_killed.NOTICED + 30, f"rank 0 went on for {seconds:.0f} s"
     left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert left == ["last.ckpt"], "the rank that lives removes what was half written"
     codes = [code for code, _ in meet(tmp_path, "nothing")]

@@ -22,7 +22,7 @@ from lightning_lowbit import (
     restore,
 )
 from lightning_lowbit.nn import QuantizedLayer
-from tests.lightnings import LightningModule, Trainer
+from tests.lightnings import LightningModule, Trainer, quiet_trainer
 
 Plugin = Callable[[], LowBitPrecision]
 
@@ -74,15 +74,7 @@ def loader() -> DataLoader:
 
 
 def trainer(*plugins: LowBitPrecision, **kwargs: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        plugins=[*plugins],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 4, "limit_val_batches": 1} | kwargs,
-    )
+    return quiet_trainer(*plugins, **{"max_epochs": 4, "limit_val_batches": 1} | kwargs)
 
 
 def validate(*plugins: LowBitPrecision, model: LightningModule | None = None, ckpt_path: Any = None) -> float:

@@ -1,7 +1,8 @@
-"""What tests of casts share: samples, every setting of a scale, and equality that says what differs."""
+"""Samples, every setting of a scale, and equality that says what differs."""
 
 import itertools
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,9 +42,10 @@ def scales(block: Any = 16, element: str = "e2m1") -> Iterator[Scale]:
         yield Scale("fp32", block, rounding, **setting)
 
 
-def casts(element: str, block: Any = 16, **fields: Any) -> list[Cast]:
+@cache  # they are checked as they are made
+def casts(element: str, block: Any = 16) -> tuple[Cast, ...]:
     """The casts of an element format with each of :func:`scales`."""
-    return [Cast(element, scale, **fields) for scale in scales(block, element)]
+    return tuple(Cast(element, scale) for scale in scales(block, element))
 
 
 def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

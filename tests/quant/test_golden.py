@@ -1,4 +1,4 @@
-"""Golden vectors: what independent implementations computed, bit for bit. ``tests/oracles.py`` loads them.
+"""Golden vectors: what independent implementations computed, bit for bit. ``tests/golden_vectors.py`` loads them.
 
 -0 folds into 0 on their side (ours never emits it). A block whose scale is 0 decodes to 0 whatever its codes, so codes
 under a zero scale are not compared. Non-finite elements follow our own rule: they decode to NaN.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_lowbit import Cast, LinearCasts, Scale, compilation, quantize
 from lightning_lowbit.quant import Hadamard, Quantized, quantize_operand, rotate
-from tests import oracles
+from tests import golden_vectors as golden
 from tests.quant.tensors import NVFP4, NVFP4_TILES, float_scales, same, sample
 
 CPU = torch.device("cpu")
@@ -32,8 +32,8 @@ def equal(found: Tensor, expected: np.ndarray, where: np.ndarray | None, message
 
 # --- NVFP4 ------------------------------------------------------------------------------------------------------------
 
-FINITE_CASES = [name for name in oracles.cases("nvfp4_1x16") if not oracles.case("nvfp4_1x16", name)["peer_only"]]
-PEER_CASES = sorted(set(oracles.cases("nvfp4_1x16")) - set(FINITE_CASES))
+FINITE_CASES = [name for name in golden.cases("nvfp4_1x16") if not golden.case("nvfp4_1x16", name)["peer_only"]]
+PEER_CASES = sorted(set(golden.cases("nvfp4_1x16")) - set(FINITE_CASES))
 
 
 def check_nvfp4(found: Quantized, case: dict[str, Any], name: str, prefix: str = "", scale: str = "scale") -> None:
@@ -51,7 +51,7 @@ def check_nvfp4(found: Quantized, case: dict[str, Any], name: str, prefix: str =
 
 @pytest.mark.parametrize("name", FINITE_CASES)
 def test_nvfp4(name: str) -> None:
-    case = oracles.case("nvfp4_1x16", name)
+    case = golden.case("nvfp4_1x16", name)
     rows, columns = quantize(case["x"], NVFP4), quantize(case["x"].t(), NVFP4, dim=0)
     check_nvfp4(rows, case, name)
     same(columns.codes.t(), rows.codes, f"{name}: blocks along columns, codes")
@@ -59,9 +59,9 @@ def test_nvfp4(name: str) -> None:
     same(columns.dequantize().t(), rows.dequantize(), f"{name}: blocks along columns, values")
 
 
-@pytest.mark.parametrize("name", oracles.cases("nvfp4_16x16"))
+@pytest.mark.parametrize("name", golden.cases("nvfp4_16x16"))
 def test_nvfp4_tiles(name: str) -> None:
-    case = oracles.case("nvfp4_16x16", name)
+    case = golden.case("nvfp4_16x16", name)
     check_nvfp4(quantize(case["x"], NVFP4_TILES), case, name, scale="block_scale")
     check_nvfp4(quantize(case["x"].t(), NVFP4_TILES), case, f"{name} transposed", "t_", "block_scale")
 
@@ -72,7 +72,7 @@ def test_non_finite_inputs(name: str) -> None:
 
 
 def check_non_finite(name: str) -> None:
-    x = oracles.case("nvfp4_1x16", name)["x"]
+    x = golden.case("nvfp4_1x16", name)["x"]
     found = quantize(x, NVFP4)
     bad = ~x.isfinite()
     bad_block = bad.unflatten(1, (-1, 16)).any(-1)
@@ -90,12 +90,12 @@ MX_FILES = ("mxfp4", "mxfp6", "mxfp8")
 
 def mx_modes(file: str, name: str) -> list[str]:
     """The combinations of element and rule that a case has, such as ``e2m1_floor``."""
-    fields = oracles.case(file, name)
+    fields = golden.case(file, name)
     return sorted({field.split("/")[0] for field in fields if field.endswith("/codes")})
 
 
 def check_mx(file: str, name: str, mode: str) -> None:
-    case = oracles.case(file, name)
+    case = golden.case(file, name)
     element, rounding = mode.split("_")
     cast = Cast(element, Scale("e8m0", 32, rounding))
     found = quantize(case["x"], cast)
@@ -106,14 +106,14 @@ def check_mx(file: str, name: str, mode: str) -> None:
     same(~found.dequantize().isnan(), torch.from_numpy(in_finite), f"{message}: which elements are NaN")
 
 
-@pytest.mark.parametrize(("file", "name"), [(file, name) for file in MX_FILES for name in oracles.cases(file)])
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file in MX_FILES for name in golden.cases(file)])
 def test_mx(file: str, name: str) -> None:
     for mode in mx_modes(file, name):
         check_mx(file, name, mode)
 
 
 def test_mx_covers_every_element_and_rule() -> None:
-    found = {mode for file in MX_FILES for name in oracles.cases(file) for mode in mx_modes(file, name)}
+    found = {mode for file in MX_FILES for name in golden.cases(file) for mode in mx_modes(file, name)}
     rules = {f"{element}_{rule}" for element in ("e2m1", "e2m3", "e4m3") for rule in ("floor", "ceil", "even", "rceil")}
     assert found >= rules | {f"{element}_{rule}" for element in ("e3m2", "e5m2") for rule in ("floor", "even", "rceil")}
 
@@ -123,7 +123,7 @@ def test_mx_covers_every_element_and_rule() -> None:
 
 def rotated(name: str) -> tuple[dict[str, Any], Tensor]:
     """A case and its x, rotated along tokens."""
-    case, file = oracles.case("nvfp4_rht", name), oracles.load("nvfp4_rht")
+    case, file = golden.case("nvfp4_rht", name), golden.load("nvfp4_rht")
     transform = Hadamard(16).matrix(None, CPU)
     if name.startswith("no_signs"):
         transform = torch.from_numpy(case["signs"][:, None] * file["hadamard16"]).float() / 4
@@ -131,12 +131,12 @@ def rotated(name: str) -> tuple[dict[str, Any], Tensor]:
 
 
 def test_hadamard_matrix() -> None:
-    file = oracles.load("nvfp4_rht")
+    file = golden.load("nvfp4_rht")
     expected = torch.from_numpy(file["transform_bf16"].view(np.int16)).view(torch.bfloat16).float()
     same(Hadamard(16).matrix(None, CPU), expected, "diag(signs) H / 4")
 
 
-@pytest.mark.parametrize("name", oracles.cases("nvfp4_rht"))
+@pytest.mark.parametrize("name", golden.cases("nvfp4_rht"))
 def test_hadamard(name: str) -> None:
     case, y = rotated(name)
     assert y.dtype == torch.bfloat16
@@ -165,7 +165,7 @@ def check_rotated(found: Quantized, case: dict[str, Any], name: str) -> None:
 
 def four_over_six(name: str, mode: str) -> tuple[dict[str, Any], Quantized]:
     """A case in one mode, such as ``mse256``, and what we make of it."""
-    case = oracles.case("nvfp4_4over6", name)
+    case = golden.case("nvfp4_4over6", name)
     block = (16, 16) if "2d" in name else 16
     cast = Cast("e2m1", Scale("e4m3", block, two_level=True, top=float(mode[3:]), four_over_six=mode[:3]))
     fields = {key.removeprefix(f"{mode}/"): value for key, value in case.items() if key.startswith(f"{mode}/")}
@@ -187,9 +187,9 @@ def check_four_over_six(name: str, mode: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", oracles.cases("nvfp4_4over6"))
+@pytest.mark.parametrize("name", golden.cases("nvfp4_4over6"))
 def test_four_over_six(name: str) -> None:
-    modes = {field.split("/")[0] for field in oracles.case("nvfp4_4over6", name) if field.endswith("/codes")}
+    modes = {field.split("/")[0] for field in golden.case("nvfp4_4over6", name) if field.endswith("/codes")}
     assert modes >= {"mae448", "mse256"}
     for mode in sorted(modes):
         check_four_over_six(name, mode)
@@ -197,14 +197,14 @@ def test_four_over_six(name: str) -> None:
 
 def test_four_over_six_takes_both() -> None:
     """The golden cases tell the two maps apart: some blocks take 4, some 6."""
-    picks = np.concatenate([oracles.case("nvfp4_4over6", "randn_bf16")[f"{m}/pick4"].ravel() for m in ("mse256",)])
+    picks = np.concatenate([golden.case("nvfp4_4over6", "randn_bf16")[f"{m}/pick4"].ravel() for m in ("mse256",)])
     assert 0.1 < picks.mean() < 0.9
 
 
 # --- BitNet -----------------------------------------------------------------------------------------------------------
 
 BITNET = LinearCasts.preset("ternary")
-BITNET_CASES = {name: oracles.case("bitnet", name) for name in oracles.cases("bitnet")}
+BITNET_CASES = {name: golden.case("bitnet", name) for name in golden.cases("bitnet")}
 WEIGHTS = [name for name, case in BITNET_CASES.items() if "w" in case]
 ACTIVATIONS = [name for name, case in BITNET_CASES.items() if "x" in case]
 LAYERS = [name for name, case in BITNET_CASES.items() if "layer_x" in case]
@@ -261,12 +261,12 @@ def test_bitnet_layers(name: str) -> None:
 def test_compiled_nvfp4() -> None:
     with compilation.backend("compiled"):
         for name in ("randn_f32", "association_f32", "code_tie_ulp_f32", "underflow_blocks_bf16", "small_bf16"):
-            case = oracles.case("nvfp4_1x16", name)
+            case = golden.case("nvfp4_1x16", name)
             check_nvfp4(quantize(case["x"], NVFP4), case, f"{name} compiled")
         for name in PEER_CASES:
             check_non_finite(name)
         for name in ("randn_bf16", "zero_and_underflow_bf16"):
-            case = oracles.case("nvfp4_16x16", name)
+            case = golden.case("nvfp4_16x16", name)
             check_nvfp4(quantize(case["x"], NVFP4_TILES), case, f"{name} compiled", scale="block_scale")
 
 

@@ -137,6 +137,7 @@ def test_bias_leaves_a_floor_that_the_step_does_not_move(curvature: float) -> No
         assert losses[-1].item() == pytest.approx(curve.size**2 / (2 * curvature), rel=1e-3)
 
 
+@pytest.mark.fast("1.0")
 @pytest.mark.parametrize("curvature", [1.0, 2.5])
 def test_unbiased_errors_of_that_size_have_a_floor_that_falls_with_the_step(curvature: float) -> None:
     number = 100  # steps, after those in which the loss settles

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_lowbit import FP4Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision, bake, convert, restore
 from lightning_lowbit.recipes.models import CausalLM
-from tests.lightnings import Trainer
+from tests.lightnings import quiet_trainer
 
 CONFIG = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 TOKENS = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(0))
@@ -21,27 +21,15 @@ def loader() -> DataLoader:
     return DataLoader([TOKENS], batch_size=None)
 
 
-def trainer(*plugins: LowBitPrecision, **kwargs: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        plugins=[*plugins],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 8} | kwargs,
-    )
-
-
 def validate(model: CausalLM, *plugins: LowBitPrecision, **kwargs: Any) -> float:
-    run = trainer(*plugins, **kwargs)
+    run = quiet_trainer(*plugins, **kwargs)
     return run.validate(model, loader(), verbose=False)[0]["val_loss"]
 
 
 def train(plugin: LowBitPrecision, path: Path, weights_only: bool = False) -> tuple[CausalLM, float]:
     model = CausalLM("llama-small", config=CONFIG)
     model.make_optimizer = lambda parameters: torch.optim.AdamW(parameters, 1e-2)
-    run = trainer(plugin)
+    run = quiet_trainer(plugin, max_epochs=8)
     run.fit(model, loader(), loader())
     loss = run.validate(model, loader(), verbose=False)[0]["val_loss"]
     run.save_checkpoint(path, weights_only=weights_only)
@@ -55,7 +43,7 @@ def test_a_checkpoint_is_loaded_as_it_was_trained(weights_only: bool, tmp_path: 
     loaded = CausalLM.load_from_checkpoint(path, weights_only=True)
     assert validate(loaded) == pytest.approx(expected, abs=1e-6)
     assert loaded.training, "as Lightning leaves it"
-    run = trainer()
+    run = quiet_trainer()
     found = run.validate(CausalLM("llama-small", config=CONFIG), loader(), ckpt_path=path, verbose=False)
     assert found[0]["val_loss"] == pytest.approx(expected, abs=1e-6), "also by a Trainer without a plugin"
     latent = validate(convert(CausalLM.load_from_checkpoint(path, weights_only=True), "bf16"))

@@ -11,7 +11,7 @@ import torch
 
 from lightning_lowbit import CrashSafeCheckpoint, atomic_files
 from lightning_lowbit.callbacks.recovery.crash_safe_checkpoint import save_checkpoint
-from tests.callbacks.recovery.crashes import KILLED, SAVED
+from tests.callbacks.recovery.crash_in_save import KILLED, SAVED
 from tests.launch import start, wait
 from tests.lightnings import (
     AsyncCheckpointIO,
@@ -39,7 +39,7 @@ def crashes(request, tmp_path_factory):
     logs = [folder / f"{number}.log" for number in range(len(together))]
     codes = wait(
         [
-            start(log, "tests.callbacks.recovery.crashes", str(folder), *cases)
+            start(log, "tests.callbacks.recovery.crash_in_save", str(folder), *cases)
             for log, cases in zip(logs, together, strict=True)
         ]
     )

@@ -1,0 +1,107 @@
+"""A model whose gradient noise is measured, and runs of it."""
+
+from typing import Any
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import (
+    Cast,
+    GradientNoiseMonitor,
+    LinearCasts,
+    LowBitPrecision,
+)
+from tests.callbacks.monitors.gradient_noise.ranks import E2M1, STOCHASTIC
+from tests.lightnings import (
+    Callback,
+    LightningModule,
+    Trainer,
+)
+
+NEAREST = LinearCasts(**dict.fromkeys(("fprop_x", "fprop_w", "dgrad_g", "wgrad_g"), Cast(**E2M1)))
+
+
+NOISY = LinearCasts(wgrad_g=STOCHASTIC, dgrad_w=STOCHASTIC)
+
+
+METRIC = "gradient_noise/ratio"
+
+
+class Model(LightningModule):
+    """Two layers, and the same batch all the time unless there are several.
+
+    Attributes:
+        calls: how often ``training_step`` was called in each optimizer step; no list of the module itself.
+    """
+
+    def __init__(self, lr: float = 0.0, batches: int = 1) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+            self.data = torch.randn(batches, 48, 32)
+        self.lr = lr
+        self.calls = (calls := dict[int, int]()).items()  # a view, so that no draw takes it back
+        self.count = lambda: calls.__setitem__(
+            self.trainer.global_step + 1, calls.get(self.trainer.global_step + 1, 0) + 1
+        )
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.net(x).float() - x.roll(1, 1)).square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.count()
+        return self.loss(batch)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.data.repeat(40, 1, 1), batch_size=None)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def trainer(casts: LinearCasts | LowBitPrecision, *callbacks: Callback, **kwargs: Any) -> Trainer:
+    plugin = casts if isinstance(casts, LowBitPrecision) else LowBitPrecision(casts, compute_dtype="fp32", seed=2)
+    defaults = {
+        "max_steps": 6,
+        "log_every_n_steps": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(accelerator="cpu", plugins=[plugin], callbacks=list(callbacks), **{**defaults, **kwargs})
+
+
+def fit(model: LightningModule, monitor: Callback, casts: Any = NOISY, **kwargs: Any) -> Trainer:
+    torch.manual_seed(11)
+    run = trainer(casts, monitor, **kwargs)
+    run.fit(model)
+    return run
+
+
+def ratios(monitor: GradientNoiseMonitor) -> list[float]:
+    return [ratio for _, ratio in monitor.measurements(METRIC)]
+
+
+def logged(run: Trainer) -> dict[str, dict[int, float]]:
+    """What the event file holds, by optimizer step (Lightning numbers the first one 0)."""
+    assert run.logger is not None
+    run.logger.finalize("success")
+    events = EventAccumulator(run.logger.log_dir).Reload()
+    return {tag: {event.step + 1: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def assert_equal(found: Any, wanted: Any, where: str = "") -> None:
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys(), where
+        for name in wanted:
+            assert_equal(found[name], wanted[name], f"{where}/{name}")
+    elif isinstance(wanted, list | tuple):
+        for index, pair in enumerate(zip(found, wanted, strict=True)):
+            assert_equal(*pair, f"{where}/{index}")
+    else:
+        same = torch.equal(found, wanted) if isinstance(wanted, Tensor) else found == wanted
+        assert same, f"{where} is {found}, without the monitor {wanted}"

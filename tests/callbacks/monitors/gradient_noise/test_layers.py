@@ -1,0 +1,200 @@
+"""Noise of single layers, asked in the backward pass."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from lightning_lowbit import (
+    Cast,
+    GradientNoiseMonitor,
+    LinearCasts,
+    LowBitPrecision,
+    PrecisionSwitch,
+)
+from lightning_lowbit.report.html import Chart, Text
+from tests.callbacks.monitors.gradient_noise.ranks import E2M1
+from tests.callbacks.monitors.gradient_noise.runs import METRIC, NOISY, Model, assert_equal, fit, ratios, trainer
+from tests.lightnings import (
+    Callback,
+    LightningModule,
+    Trainer,
+)
+
+
+class ByHand(Callback):
+    """Of each step, by layer: Σ (dW - dW')² and Σ dW'², of the last backward pass, from what hooks saw and `.grad`.
+
+    Attributes:
+        rows: of each step; once for all layers, by ``""``.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, tuple[float, float]]] = []
+        self._before: dict[str, Tensor] = {}
+        self._exact: dict[str, Tensor] = {}
+
+    def on_train_start(self, run: Trainer, module: LightningModule) -> None:
+        for name in ("net.0", "net.2"):
+            layer = module.get_submodule(name)
+
+            def look(layer: Any, inputs: tuple[Tensor], y: Tensor, name: str = name) -> None:
+                (x,) = inputs
+                dtype = y.dtype  # what autocast computes in
+
+                def gradient(g: Tensor) -> None:
+                    exact = g.to(dtype).double().flatten(0, -2).t() @ x.to(dtype).double().flatten(0, -2)
+                    self._exact[name] = exact.detach()
+                    grad = layer.weight.grad
+                    self._before[name] = torch.zeros_like(exact) if grad is None else grad.double().clone()
+
+                y.register_hook(gradient)
+
+            layer.register_forward_hook(look)
+
+    def on_after_backward(self, run: Trainer, module: LightningModule) -> None:
+        if run.fit_loop._should_accumulate():
+            return
+        found = {}
+        for name, exact in self._exact.items():
+            dw = module.get_submodule(name).weight.grad.double() - self._before[name]  # type: ignore[union-attr, operator]
+            found[name] = (float((dw - exact).square().sum()), float(exact.square().sum()))
+        found[""] = tuple(map(sum, zip(*found.values(), strict=True)))  # type: ignore[assignment]
+        self.rows.append(found)
+
+    def ratio(self, steps: slice, name: str = "") -> float:
+        noise, signal = (sum(row[name][i] for row in self.rows[steps]) for i in (0, 1))
+        return math.sqrt(signal / noise) if noise else math.inf
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize("preset", ["nvfp4", "nvfp4-nvidia", "ternary", "fp8-delayed"])
+def test_layers_by_hand(preset: str, micro: int) -> None:
+    """The norm of dW' over that of dW - dW', of the last micro-batch, averaged; all layers weigh as their elements."""
+    monitor, hand = GradientNoiseMonitor(2, kind="layers", average=2, layers=["net.*"]), ByHand()
+    torch.manual_seed(1)
+    plugin = LowBitPrecision(preset, compute_dtype="fp32", seed=2)
+    run = trainer(plugin, monitor, hand, accumulate_grad_batches=micro)
+    run.fit(model := Model(0.1, 4))
+    expected = [hand.ratio(slice(1, 2)), hand.ratio(slice(1, 4, 2)), hand.ratio(slice(3, 6, 2))]
+    assert [step for step, _ in monitor.measurements()] == [2, 4, 6]
+    assert ratios(monitor) == pytest.approx(expected, rel=1e-4)
+    assert all(ratio < 1e3 for ratio in expected)
+    found = {name: float(value) for name, value in run.callback_metrics.items()}
+    wanted = {f"{METRIC}/{name}": hand.ratio(slice(3, 6, 2), name) for name in ("net.0", "net.2")}
+    assert found == pytest.approx({METRIC: expected[-1], **wanted}, rel=1e-4)
+    assert dict(model.calls) == dict.fromkeys(range(1, 7), micro), "no step runs twice"
+
+
+def test_layers_in_the_phase_of_finetuning_have_no_noise() -> None:
+    monitor = GradientNoiseMonitor(1, kind="layers", average=1)
+    plugin = LowBitPrecision("nvfp4", compute_dtype="bf16", seed=2)
+    run = trainer(plugin, monitor, PrecisionSwitch("qaf", step=3), PrecisionSwitch("bf16", step=5))
+    run.fit(Model(0.1))
+    assert [step for step, _ in monitor.measurements()] == [1, 2, 3, 4, 5]
+    assert [ratio == math.inf for ratio in ratios(monitor)] == [False] * 3 + [True] * 2
+    (chart, text) = monitor.report_sections(run)[0].blocks
+    assert isinstance(chart, Chart)
+    monitor = GradientNoiseMonitor(1, kind="layers")
+    run = trainer(LinearCasts(fprop_w=Cast(**E2M1)), monitor)
+    run.fit(Model())
+    (text,) = monitor.report_sections(run)[0].blocks
+    assert isinstance(text, Text)
+    assert "none of their operands was quantized" in text.text
+
+
+def test_layers_that_are_frozen_are_left_out() -> None:
+    model = Model()
+    model.net[0].weight.requires_grad_(False)
+    monitor, hand = GradientNoiseMonitor(1, kind="layers", layers=["net.*"]), GradientNoiseMonitor(1, kind="layers")
+    run = fit(model, monitor)
+    assert set(run.callback_metrics) == {METRIC, f"{METRIC}/net.2"}
+    model.net.requires_grad_(False)
+    model.bias = nn.Parameter(torch.zeros(()))
+    model.loss = lambda x: Model.loss(model, x + model.bias)  # type: ignore[method-assign, operator]
+    fit(model, hand)
+    assert ratios(hand) == []
+
+
+def test_layers_are_asked_in_measured_steps_only() -> None:
+    class Look(Callback):
+        def on_before_backward(self, run: Trainer, module: Any, loss: Tensor) -> None:
+            asked.append(all(layer.gradient_sums is not None for layer in (module.net[0], module.net[2])))
+
+        def on_train_batch_end(self, run: Trainer, module: Any, *_: Any) -> None:
+            assert "gradient_sums" not in vars(module.net[0])
+
+    class Fails(Model):
+        def on_before_backward(self, loss: Tensor) -> None:
+            if self.trainer.global_step == 5:
+                raise RuntimeError("of the step's own")
+
+    asked: list[bool] = []
+    run = trainer(NOISY, GradientNoiseMonitor(3, kind="layers"), Look(), accumulate_grad_batches=2)
+    with pytest.raises(RuntimeError, match="of the step's own"):
+        run.fit(model := Fails())
+    # Micro-batches of steps 1 to 5, and the first one of the sixth, which failed.
+    assert asked == [False, False, False, False, False, True, *[False] * 4, False]
+    assert "gradient_sums" not in vars(model.net[0])
+
+
+def test_a_step_of_layers_that_fails() -> None:
+    class Fails(Model):
+        def on_before_backward(self, loss: Tensor) -> None:
+            assert self.net[0].gradient_sums is not None
+            raise RuntimeError("of the step's own")
+
+    with pytest.raises(RuntimeError, match="of the step's own"):
+        trainer(NOISY, GradientNoiseMonitor(1, kind="layers")).fit(model := Fails())
+    assert "gradient_sums" not in vars(model.net[0])
+
+
+@pytest.mark.slow
+def test_compiled_layers_measure_the_same_and_compile_twice() -> None:
+    """With and without rows; not once for each measurement."""
+
+    class Plain(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return self.loss(batch)
+
+    found, graphs = [], []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        model, monitor = Plain(0.1, 4), GradientNoiseMonitor(2, kind="layers", layers=["net.*"])
+        counter = CompileCounterWithBackend("aot_eager")
+        compiles: Any = torch.compile(model, backend=counter) if is_compiled else model
+
+        class Look(Callback):
+            def on_train_batch_end(self, *_: Any) -> None:
+                graphs.append(counter.frame_count)  # noqa: B023
+
+        torch.manual_seed(1)
+        run = trainer(LowBitPrecision("nvfp4", compute_dtype="fp32", seed=2), monitor, Look(), max_steps=8)
+        run.fit(compiles)
+        values = {name: float(value) for name, value in run.callback_metrics.items()}
+        found.append((ratios(monitor), values, model.state_dict()))
+    torch._dynamo.reset()
+    eager, compiled = found
+    assert compiled[0] == pytest.approx(eager[0], rel=1e-6)
+    assert compiled[1] == pytest.approx(eager[1], rel=1e-6)
+    assert_equal(compiled[2], eager[2])
+    once = graphs[8]
+    assert once > 0
+    assert graphs == [0] * 8 + [once] + [2 * once] * 7
+
+
+def test_layers_do_not_mind_an_iterator() -> None:
+    class Iterates(Model):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            return self.loss(next(dataloader_iter)[0])
+
+    monitor = GradientNoiseMonitor(1, kind="layers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning warns of it
+        fit(Iterates(), monitor, max_steps=3)
+    assert [step for step, _ in monitor.measurements()] == [1, 2, 3]

@@ -1,0 +1,272 @@
+"""A run that is measured is the run that is not; what cannot be measured is refused."""
+
+import math
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from lightning_lowbit import (
+    Cast,
+    FP8Precision,
+    GradientNoiseMonitor,
+    LinearCasts,
+    LowBitPrecision,
+    PrecisionSummary,
+    QuantizationMonitor,
+)
+from tests.callbacks.monitors.gradient_noise.ranks import E2M1, STOCHASTIC
+from tests.callbacks.monitors.gradient_noise.runs import (
+    NEAREST,
+    NOISY,
+    Model,
+    assert_equal,
+    fit,
+    logged,
+    ratios,
+    trainer,
+)
+from tests.lightnings import (
+    Callback,
+    LightningModule,
+    MisconfigurationException,
+    TensorBoardLogger,
+    Trainer,
+)
+
+
+class Stateful(Model):
+    """Its loss depends on everything that a step may leave behind, and it leaves much."""
+
+    def __init__(self) -> None:
+        super().__init__(0.05, 4)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            self.net = nn.Sequential(
+                nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Dropout(0.2), nn.GELU(), nn.Linear(64, 32)
+            )
+        self.error = torchmetrics.MeanMetric()
+        self.losses: list[float] = []
+        self.steps_seen = 0
+        self.generator = torch.Generator().manual_seed(3)
+        self.running = torch.zeros(())
+        self.register_buffer("power", torch.ones(32))
+        self.register_buffer("replaced", torch.zeros(1))
+        self.register_buffer("expanded", torch.ones(1).expand(3), persistent=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        assert isinstance(batch, Tensor)
+        batch += 0.1 * torch.randn(batch.shape, generator=self.generator)  # in place
+        batch *= 1 + 0.1 * random.random() + 0.1 * np.random.rand() + 0.1 * torch.rand(())
+        self.power.mul_(0.9).add_(0.1 * self.net[0].weight.detach().norm(dim=0))
+        self.replaced = self.replaced + 1
+        loss = self.loss(batch * self.power) * (1 + 0.1 * self.steps_seen + 0.1 * self.running)
+        loss = loss * (1 + 0.01 * self.replaced.sum() + 0.01 * len(self.losses))
+        self.running.mul_(0.5).add_(loss.detach())
+        self.steps_seen += 1
+        self.losses.append(float(loss.detach()))
+        self.late = self.steps_seen
+        self.error(loss.detach())
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log_dict({"sum": loss.detach()}, on_step=False, on_epoch=True, reduce_fx="sum")
+        if self.logger is not None:
+            self.logger.experiment.add_scalar("by hand", loss.detach(), self.steps_seen)
+            self.logger.log_metrics({"by logger": float(loss.detach())}, step=self.steps_seen)
+        return {"loss": loss, "more": batch}
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Between the step and the measurement."""
+        self.between = float(torch.rand(())) + random.random() + np.random.rand()
+
+
+def left_behind(model: Stateful, run: Trainer) -> dict[str, Any]:
+    """Everything."""
+    plugin: Any = run.precision_plugin
+    found = {
+        **model.state_dict(),
+        "error": model.error.metric_state,
+        "updates": model.error._update_count,
+        "losses": list(model.losses),
+        "steps": [model.steps_seen, model.late],
+        "generator": model.generator.get_state(),
+        "running": model.running,
+        "random": [random.getstate(), str(np.random.get_state()), torch.get_rng_state()],
+        "plugin": [plugin.step, plugin.micro_batch],
+        "metrics": {name: value for name, value in run.callback_metrics.items() if not name.startswith("gradient")},
+    }
+    if plugin.histories:
+        found |= plugin.histories.state_dict()
+    return found
+
+
+PLUGINS: dict[str, Callable[[], LowBitPrecision]] = {
+    "nvfp4": lambda: LowBitPrecision("nvfp4", seed=2),
+    "delayed": lambda: FP8Precision("delayed", compute_dtype="fp32", seed=2),
+    "fp16": lambda: LowBitPrecision("nvfp4", compute_dtype="fp16", seed=2),
+    "nearest": lambda: LowBitPrecision(NEAREST, seed=2),
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize(
+    ("plugin", "micro", "kind"),
+    [
+        *((plugin, micro, "draws") for plugin in PLUGINS for micro in (1, 2)),
+        *((plugin, 2, "layers") for plugin in PLUGINS),
+    ],
+)
+def test_a_run_that_is_measured_is_the_run_that_is_not(plugin: str, micro: int, kind: str) -> None:
+    """And where rounding draws nothing, a further draw is the training step to the bit: all states were put back."""
+    found, make = [], PLUGINS[plugin]
+    for monitor in (GradientNoiseMonitor(2, kind), Callback()):
+        random.seed(1)
+        np.random.seed(1)
+        model = Stateful()
+        run = fit(model, monitor, make(), logger=TensorBoardLogger("."), accumulate_grad_batches=micro)
+        curves = {name: curve for name, curve in logged(run).items() if not name.startswith("gradient")}
+        found.append({**left_behind(model, run), "curves": curves})
+        if isinstance(monitor, GradientNoiseMonitor):
+            assert [step for step, _ in monitor.measurements()] == [2, 4, 6]
+            noisy = kind == "layers" or plugin in ("nvfp4", "fp16")
+            assert all((ratio < 1e3) == noisy and (ratio == math.inf) != noisy for ratio in ratios(monitor))
+    assert_equal(*found)
+    assert len(found[0]["losses"]) == 6 * micro
+    assert {"loss_step", "sum", "by hand", "by logger"} <= found[0]["curves"].keys() | {"sum"}
+
+
+def test_gradients_and_buffers_stay_the_same_objects() -> None:
+    class Look(GradientNoiseMonitor):
+        def on_after_backward(self, run: Trainer, module: LightningModule) -> None:
+            def objects() -> list[Any]:
+                gradients = [(id(p.grad), p.grad._version) for p in module.parameters()]  # type: ignore[union-attr]
+                return [*gradients, *map(id, module.buffers()), module.training, set(vars(module))]
+
+            before = objects()
+            hooks = [p.register_post_accumulate_grad_hook(lambda _: touched.append(1)) for p in module.parameters()]
+            super().on_after_backward(run, module)
+            for hook in hooks:
+                hook.remove()
+            seen.append(objects() == before)
+
+    seen: list[bool] = []
+    touched: list[int] = []
+    fit(Stateful(), Look(1))
+    assert seen == [True] * 6
+    assert not touched, "hooks on what accumulates gradients belong to others"
+
+
+class Checkpointed(Model):
+    reentrant = False
+
+    def loss(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.net[0], x.requires_grad_(), use_reentrant=self.reentrant)
+        y = checkpoint(nn.Sequential(nn.Dropout(0.1), self.net[2]), hidden, use_reentrant=self.reentrant)
+        return (y.float() - x.roll(1, 1)).square().mean()
+
+
+@pytest.mark.parametrize("casts", [NEAREST, NOISY], ids=["nearest", "noisy"])
+def test_activation_checkpointing(casts: LinearCasts) -> None:
+    monitor = GradientNoiseMonitor(1)
+    fit(Checkpointed(), monitor, LowBitPrecision(casts, seed=2))
+    assert len(ratios(monitor)) == 6
+    assert all((ratio == math.inf) == (casts is NEAREST) for ratio in ratios(monitor))
+
+
+def test_a_backward_pass_runs_outside_of_autocast() -> None:
+    """As in training, where a product of float32 stays one."""
+
+    class Wide(Model):
+        def loss(self, x: Tensor) -> Tensor:
+            y = self.net(x).float()
+            with torch.autocast("cpu", enabled=False):
+                return (y @ self.data[0].t()).square().mean()
+
+    monitor = GradientNoiseMonitor(1)
+    fit(Wide(), monitor, LowBitPrecision(NEAREST, seed=2), max_steps=2)
+    assert ratios(monitor) == [math.inf] * 2
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    model = Checkpointed()
+    model.reentrant = True
+    with pytest.raises(MisconfigurationException, match="use_reentrant=False"):
+        fit(model, GradientNoiseMonitor(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("casts", [NEAREST, NOISY], ids=["nearest", "noisy"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_module(casts: LinearCasts, backend: str) -> None:
+    """Its graphs run backward three times."""
+
+    class Random(Model):
+        def __init__(self) -> None:
+            super().__init__(0.1)
+            self.net = nn.Sequential(self.net[0], nn.BatchNorm1d(64), nn.Dropout(0.2), self.net[2])
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return self.loss(batch)
+
+    found = []
+    for monitor in (GradientNoiseMonitor(1), Callback()):
+        torch._dynamo.reset()
+        model = Random()
+        torch.manual_seed(3)
+        compiled: Any = torch.compile(model, backend=backend)
+        trainer(LowBitPrecision(casts, seed=2), monitor, max_steps=3).fit(compiled)
+        found.append(model.state_dict())
+        if isinstance(monitor, GradientNoiseMonitor):
+            assert len(ratios(monitor)) == 3
+            assert all((ratio == math.inf) == (casts is NEAREST) for ratio in ratios(monitor))
+    assert_equal(*found)
+    assert torch._functorch.config.donated_buffer, "it is switched off"
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_other_callbacks_do_not_see_draws(recompute: bool) -> None:
+    """Neither what layers measure of their operands, nor FLOPs."""
+    found = []
+    for monitors in ([GradientNoiseMonitor(1)], []):
+        torch.manual_seed(11)  # of dropout
+        summary = PrecisionSummary(quiet=True)
+        run = trainer(LowBitPrecision("fp8-delayed", seed=2), summary, QuantizationMonitor(), *monitors)
+        run.fit(Checkpointed(0.1) if recompute else Model(0.1))
+        metrics = {name: float(value) for name, value in run.callback_metrics.items() if "gradient_noise" not in name}
+        found.append((metrics, summary.coverage().flops, summary.counter.recomputed))  # type: ignore[union-attr]
+    assert found[0] == found[1]
+    assert found[0][0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "micro", "message"),
+    [
+        (FullyShardedDataParallel, 1, "frees the weights in it after the first: use kind='layers'"),
+        (FSDPModule, 2, "use kind='layers', or accumulate_grad_batches=1"),
+    ],
+)
+def test_strategies_that_are_refused(kind: Any, micro: int, message: str) -> None:
+    run, part = trainer(NOISY, accumulate_grad_batches=micro), object.__new__(kind)  # of processes alone
+    run.strategy._model = SimpleNamespace(modules=lambda: [part])  # type: ignore[assignment]
+    with pytest.raises(MisconfigurationException, match=message):
+        GradientNoiseMonitor()._source.check(run, Model())
+
+
+@pytest.mark.parametrize("casts", [{"fprop_x": STOCHASTIC}, {"hadamard": {"fprop": {"size": 16, "signs": "keyed"}}}])
+def test_random_bits_of_the_forward_pass_are_refused(casts: Any) -> None:
+    with pytest.raises(MisconfigurationException, match="forward pass of net.0 has some, too.*use kind='layers'"):
+        fit(
+            Model(),
+            GradientNoiseMonitor(1),
+            LinearCasts.of({"fprop_w": Cast(**E2M1), "fprop_x": Cast(**E2M1), **casts}),
+        )
+    fit(Model(), GradientNoiseMonitor(1, kind="layers"), NOISY.replace(fprop_x=STOCHASTIC))

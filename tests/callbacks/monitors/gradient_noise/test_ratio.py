@@ -1,0 +1,218 @@
+"""The ratio of a gradient to the noise of stochastic rounding, by draws."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit import (
+    Cast,
+    GradientNoiseMonitor,
+    LowBitPrecision,
+    PrecisionSwitch,
+    StaticGradScaler,
+    convert,
+)
+from lightning_lowbit.nn import LayerKeys
+from tests.callbacks.monitors.gradient_noise.ranks import E2M1
+from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, ratios, trainer
+from tests.lightnings import (
+    Callback,
+    Trainer,
+)
+
+
+def test_the_ratio_is_that_of_many_draws() -> None:
+    """σ and ‖∇L‖ from 200 draws, against 20 measurements; of some 4000 elements each scatters by less than 1 %."""
+    model = Model()
+    net, x = convert(Model(), NOISY).net, model.data[0]
+    keys, gradients = LayerKeys(net, seed=9), []
+    for step in range(200):
+        keys.fill_(step)
+        loss = (net(x) - x.roll(1, 1)).square().mean()
+        gradients.append([*torch.autograd.grad(loss, [net[0].weight, net[2].weight])])
+    expected = {}
+    for name, layers in (("", (0, 1)), ("/net.0", (0,)), ("/net.2", (1,))):
+        drawn = torch.stack([torch.cat([pair[i].flatten() for i in layers]) for pair in gradients]).double()
+        variance = drawn.var(0).sum()
+        signal = drawn.mean(0).square().sum() - variance / len(drawn)  # the mean has noise of its own
+        expected[METRIC + name] = float((signal / variance).sqrt())
+    monitor = GradientNoiseMonitor(1, average=20, layers=["net.*"])
+    run = fit(model, monitor, max_steps=20)
+    found = {name: float(value) for name, value in run.callback_metrics.items()}
+    assert found == pytest.approx(expected, rel=0.03)
+    assert ratios(monitor)[-1] == found[METRIC]
+
+
+def test_averaged_over_the_last_measurements() -> None:
+    single, averaged = GradientNoiseMonitor(1, average=1), GradientNoiseMonitor(1, average=3)
+    for monitor in (single, averaged):
+        fit(Model(0.1, 8), monitor)
+    state = single.state_dict()
+    assert len(state["window"]) == 1
+    rows = averaged.state_dict()["window"]
+    assert len(rows) == 3
+    noise, signal = (sum(row["sums"][0][i] for row in rows) for i in (0, 1))
+    assert ratios(averaged)[-1] == pytest.approx(math.sqrt(signal / noise), rel=1e-6)
+    assert ratios(averaged)[0] == ratios(single)[0] != ratios(averaged)[1]
+
+
+@pytest.mark.parametrize("kind", ["draws", "layers"])
+def test_not_averaged_over_a_switch(kind: str) -> None:
+    """In finetuning nothing is rounded stochastically; back in training the window is that of other weights."""
+    monitor, single = GradientNoiseMonitor(1, kind, average=5), GradientNoiseMonitor(1, kind, average=1)
+    for one in (monitor, single):
+        switches = [PrecisionSwitch("qaf", step=3), PrecisionSwitch("fqt", step=6)]
+        trainer(NOISY.replace(fprop_w=Cast(**E2M1)), *switches, one, max_steps=8).fit(Model(0.1, 8))
+        assert [ratio == math.inf for ratio in ratios(one)] == [False] * 3 + [True] * 3 + [False] * 2
+    assert ratios(monitor)[6] == ratios(single)[6]
+    assert ratios(monitor)[7] != ratios(single)[7], "the window did not fill again"
+
+
+@pytest.mark.parametrize("change", ["casts", "blend", "phase"])
+def test_not_averaged_over_a_change_of_precision(change: str) -> None:
+    class Changes(Callback):
+        def on_train_batch_start(self, run: Trainer, *_: Any) -> None:
+            plugin: Any = run.precision_plugin
+            if run.global_step in (3, 5):  # the second time it is no change
+                {
+                    "casts": lambda: plugin.set_casts({"net.2": NOISY.replace(dgrad_w=None)}),
+                    "blend": lambda: plugin.set_blend(0.1 * run.global_step),
+                    "phase": lambda: plugin.set_phase("hp-forward"),
+                }[change]()
+
+    monitor, lengths = GradientNoiseMonitor(1), list[int]()
+
+    class Look(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            lengths.append(len(monitor.state_dict()["window"]))
+
+    trainer(NOISY, Changes(), monitor, Look()).fit(Model())
+    assert lengths == [1, 2, 3, 1, 2, 3]
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_accumulation_draws_of_the_last_micro_batch(micro: int) -> None:
+    """The same gradient, so that the ratio has to be the same, too, but for other bits."""
+    monitor, model = GradientNoiseMonitor(2, average=3), Model()
+    fit(model, monitor, accumulate_grad_batches=micro)
+    assert dict(model.calls) == dict.fromkeys(range(1, 7), micro), "a training step ran again"
+    other = GradientNoiseMonitor(2, average=3)
+    fit(Model(), other)
+    assert ratios(monitor)[-1] == pytest.approx(ratios(other)[-1], rel=0.1)
+
+
+def test_the_last_batch_of_an_epoch_steps_alone() -> None:
+    monitor, model = GradientNoiseMonitor(1, average=1), Model()
+    fit(model, monitor, accumulate_grad_batches=2, limit_train_batches=3, max_steps=4)
+    assert [step for step, _ in monitor.measurements()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
+def test_one_measurement_in_a_step(optimizer: str) -> None:
+    """LBFGS computes losses several times."""
+
+    class Chosen(Model):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return (
+                torch.optim.LBFGS(self.parameters(), max_iter=3)
+                if optimizer == "lbfgs"
+                else super().configure_optimizers()
+            )
+
+    monitor = GradientNoiseMonitor(2)
+    fit(Chosen(), monitor)
+    assert [step for step, _ in monitor.measurements()] == [2, 4, 6]
+
+
+def test_a_backward_pass_of_the_modules_own_is_not_compared() -> None:
+    """Draws are gradients of the loss, whatever it makes of that."""
+
+    class Doubles(Model):
+        def backward(self, loss: Tensor) -> None:
+            (2 * loss).backward()
+
+    monitor, model = GradientNoiseMonitor(1), Doubles()
+    fit(model, monitor, NEAREST)
+    assert set(ratios(monitor)) == {math.inf}
+
+
+def test_a_layer_without_a_gradient_in_both_draws_counts_for_nothing() -> None:
+    class Unused(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Linear(32, 32)
+
+    monitor = GradientNoiseMonitor(1, layers=["unused"])
+    run = fit(Unused(), monitor)
+    assert 0 < ratios(monitor)[-1] < math.inf
+    assert run.callback_metrics[f"{METRIC}/unused"] == math.inf
+
+
+def test_weights_that_are_shared_or_frozen() -> None:
+    class Shared(Model):
+        def __init__(self, frozen: bool = False) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+            self.net[2].weight = self.net[0].weight
+            self.net.requires_grad_(not frozen)
+            self.bias = nn.Parameter(torch.zeros(32))
+
+        def loss(self, x: Tensor) -> Tensor:
+            return super().loss(x + self.bias)
+
+    monitor = GradientNoiseMonitor(1, layers=["net.*"])
+    run = fit(Shared(), monitor)
+    assert set(run.callback_metrics) == {METRIC, f"{METRIC}/net.0", f"{METRIC}/net.1"}
+    monitor = GradientNoiseMonitor(1)
+    run = fit(model := Shared(frozen=True), monitor)
+    assert ratios(monitor) == []
+    assert not run.callback_metrics
+    assert set(dict(model.calls).values()) == {1}, "a draw for nothing"
+
+
+def test_nothing_quantized_nothing_measured() -> None:
+    monitor, model = GradientNoiseMonitor(1), Model()
+    run = trainer(NOISY, monitor, PrecisionSwitch("bf16", step=2), PrecisionSwitch("fqt", step=4))
+    run.fit(model)
+    assert [step for step, _ in monitor.measurements()] == [1, 2, 5, 6]
+
+
+@pytest.mark.parametrize("kind", ["draws", "layers"])
+def test_the_ratio_does_not_depend_on_the_scale_of_the_loss(kind: str) -> None:
+    """The backward pass computes in fp16, where powers of two change no digit; nor do scales that change on the way."""
+
+    class Grows(Callback):
+        def on_train_batch_end(self, run: Trainer, *_: Any) -> None:
+            run.precision_plugin.scaler._scale.mul_(2)  # type: ignore[union-attr]
+
+    found = []
+    for scale, others in ((2.0**4, ()), (2.0**9, ()), (2.0**5, (Grows(),))):
+        monitor = GradientNoiseMonitor(1, kind)
+        plugin = LowBitPrecision(NOISY, compute_dtype="fp16", scaler=StaticGradScaler(scale, device="cpu"), seed=2)
+        torch.manual_seed(1)
+        trainer(plugin, monitor, *others).fit(Model(0.01))
+        found.append(ratios(monitor))
+    assert len(found[0]) == 6
+    rel = 0 if kind == "draws" else 1e-4  # dW' is rounded to fp16, below its smallest normal number too
+    assert found[1] == pytest.approx(found[0], rel=rel)
+    assert found[2] == pytest.approx(found[0], rel=rel)
+
+
+@pytest.mark.parametrize("kind", ["draws", "layers"])
+def test_an_overflow_is_no_measurement(kind: str) -> None:
+    monitor = GradientNoiseMonitor(1, kind, average=2)
+    plugin = LowBitPrecision(NOISY, compute_dtype="fp16", scaler=torch.amp.GradScaler("cpu", 2.0**24), seed=2)
+    run = trainer(plugin, monitor, max_steps=16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.fit(Model(0.01))
+    skipped = int(plugin.skipped_steps)
+    assert 0 < skipped < 14
+    assert [step for step, _ in monitor.measurements()] == list(range(skipped + 1, 17))
+    assert all(0 < ratio < math.inf for ratio in ratios(monitor))
+    torch.save(monitor.state_dict(), "state.pt")
+    assert torch.load("state.pt", weights_only=True)["measurements"] == monitor.measurements()

@@ -1,0 +1,143 @@
+"""State of the gradient noise monitor: checkpoints, bad arguments, YAML."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_lowbit import (
+    GradientNoiseMonitor,
+)
+from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, logged, ratios, trainer
+from tests.lightnings import (
+    DeepSpeedStrategy,
+    MisconfigurationException,
+    TensorBoardLogger,
+    Trainer,
+)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one() -> None:
+    """Stopped between a measurement and the step that logs it."""
+    curves, states = [], []
+    for name, steps, resumed in (("whole", 9, None), ("half", 5, None), ("rest", 9, "half.ckpt")):
+        monitor = GradientNoiseMonitor(5, average=3, threshold=1e6, layers=[r"net\.0"])
+        run = trainer(
+            NOISY,
+            monitor,
+            max_steps=steps,
+            logger=TensorBoardLogger(name),
+            limit_train_batches=1,  # an epoch is a step: Lightning resumes with the next epoch
+            log_every_n_steps=3,
+        )
+        torch.manual_seed(0)
+        if name == "rest":
+            run.fit(Model(0.1, 3), ckpt_path=resumed, weights_only=True)  # what was said is not repeated
+        else:
+            with pytest.warns(UserWarning, match="the gradient, step 5"):
+                run.fit(Model(0.1, 3))
+        run.save_checkpoint(f"{name}.ckpt")
+        curves.append(logged(run))
+        states.append(monitor.state_dict())
+    whole, half, rest = curves
+    assert METRIC not in half
+    assert whole[METRIC] == rest[METRIC]
+    assert whole[METRIC].keys() == {6}
+    assert states[0] == states[2]
+    saved = torch.load("half.ckpt", weights_only=True)["callbacks"]
+    assert saved["GradientNoiseMonitor"] == states[1]
+
+
+def test_the_window_goes_on() -> None:
+    monitor = GradientNoiseMonitor(1, average=4)
+    fit(Model(0.1, 5), monitor)
+    shorter = GradientNoiseMonitor(1, average=2, layers=[r"net\.0"])
+    shorter.load_state_dict(monitor.state_dict())
+    assert [row["sums"] for row in shorter.state_dict()["window"]] == [
+        row["sums"] for row in monitor.state_dict()["window"][-2:]
+    ]
+    run = trainer(NOISY, shorter, max_steps=1)
+    shorter.setup = lambda *_, **__: None  # type: ignore[method-assign]  # as if a run went on
+    run.fit(Model(0.1, 5))
+    assert set(run.callback_metrics) == {METRIC, f"{METRIC}/net.0"}
+    assert len(shorter.measurements()) == 7
+
+
+def test_sums_of_other_casts_are_not_averaged_with_after_a_resume() -> None:
+    monitor = GradientNoiseMonitor(1)
+    fit(Model(), monitor, max_steps=3)
+    for casts, length in ((NOISY, 4), (NEAREST, 1)):
+        other = GradientNoiseMonitor(1)
+        other.load_state_dict(monitor.state_dict())
+        other.setup = lambda *_, **__: None  # type: ignore[method-assign]  # as if a run went on
+        fit(Model(), other, casts, max_steps=1)
+        assert len(other.state_dict()["window"]) == length
+    assert ratios(other)[-1] == math.inf
+
+
+def test_sums_of_another_kind_are_not_averaged_with() -> None:
+    """What was measured stays."""
+    monitor, other = GradientNoiseMonitor(4, log := "draws"), GradientNoiseMonitor(1, kind="layers")
+    fit(Model(), monitor, max_steps=5, log_every_n_steps=6)
+    state = monitor.state_dict()
+    assert state["kind"] == log
+    assert state["to_log"]
+    other.load_state_dict(state)
+    assert other.measurements() == monitor.measurements()
+    assert other.state_dict()["window"] == []
+    assert not other.state_dict()["to_log"]
+
+
+def test_another_run_begins_anew() -> None:
+    monitor = GradientNoiseMonitor(2)
+    for _ in range(2):
+        fit(Model(), monitor)
+        assert [step for step, _ in monitor.measurements()] == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps is a number of optimizer steps, 1 or more; got 0"),
+        ({"every_n_steps": 1.5}, "1 or more; got 1.5"),
+        ({"every_n_steps": None}, "1 or more; got None"),
+        ({"kind": "layer"}, "Unknown kind of GradientNoiseMonitor 'layer'. Did you mean 'layers'.*: 'draws', 'layers'"),
+        ({"kind": None}, "Unknown kind of GradientNoiseMonitor None"),
+        ({"average": 0}, "average is a number of measurements, 1 or more; got 0"),
+        ({"average": True}, "1 or more; got True"),
+        ({"threshold": 0}, "threshold is a ratio of gradient to noise, above 0; got 0"),
+        ({"threshold": math.nan}, "above 0; got nan"),
+        ({"threshold": math.inf}, "above 0; got inf"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GradientNoiseMonitor(**arguments)
+
+
+def test_bad_patterns() -> None:
+    with pytest.raises(ValueError, match="layers: the pattern 'lm_head' matches no quantized layer. There are 2"):
+        fit(Model(), GradientNoiseMonitor(layers=["lm_head"]))
+
+
+def test_without_the_plugin() -> None:
+    run = Trainer(accelerator="cpu", callbacks=[GradientNoiseMonitor()], max_steps=1, logger=False)
+    with pytest.raises(MisconfigurationException, match="Trainer has Precision. Use e.g. Trainer"):
+        run.fit(Model())
+
+
+def test_manual_optimization() -> None:
+    model = Model()
+    model.automatic_optimization = False
+    with pytest.raises(MisconfigurationException, match="train with automatic optimization"):
+        fit(model, GradientNoiseMonitor())
+
+
+def test_deepspeed_is_refused() -> None:
+    run, model = trainer(NOISY), Model()
+    run.strategy.__class__ = DeepSpeedStrategy  # which is not installed
+    with pytest.raises(
+        MisconfigurationException, match="DeepSpeed keeps to itself: use kind='layers', or train with DDP"
+    ):
+        GradientNoiseMonitor().on_train_start(run, model)

@@ -1,0 +1,210 @@
+"""Norms of gradients that are logged, under fp16, clipping and accumulation."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import get_total_norm
+
+from lightning_lowbit import GradientNormMonitor, LowBitPrecision, StaticGradScaler
+from tests.callbacks.monitors.gradient_norm.runs import RULES, Planned, assert_same, fit, sgd
+from tests.lightnings import (
+    MixedPrecision,
+)
+
+
+def expected(
+    seen: dict[int, dict[str, float]], every: int = 1, clips: bool = False, spikes: tuple[int, ...] = ()
+) -> dict[int, dict[str, float]]:
+    return {
+        step: {name: value for name, value in found.items() if clips or not name.startswith("clipped")}
+        | {"spikes": float(sum(at <= step for at in spikes))}
+        for step, found in seen.items()
+        if step % every == 0
+    }
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every_n_steps", [None, 1, 2])
+def test_curves_are_what_torch_says(every: int, every_n_steps: int | None) -> None:
+    model = Planned({1: 0.3})
+    found = fit(model, GradientNormMonitor([r"layer\.\d"], every_n_steps), log_every_n_steps=every)
+    assert_same(found, expected(model.seen, every))
+
+
+@pytest.mark.parametrize("clip", [{"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.03}], ids=["norm", "value"])
+def test_clipped(clip: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    model = Planned({2: 2.0})
+    algorithm = request.node.callspec.id
+    found = fit(model, gradient_clip_algorithm=algorithm, **clip)
+    assert_same(found, expected(model.seen, clips=True))
+    assert found[3]["clipped"] < found[3]["unclipped"] / 5, "the run does not clip"
+    if algorithm == "norm":
+        assert found[3]["clipped"] == pytest.approx(0.1, rel=1e-4), "torch adds 1e-6 to the norm"
+
+
+def test_clipped_by_a_hook() -> None:
+    class Halves(Planned):
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            for parameter in self.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= 2
+
+    model = Halves()
+    found = fit(model)
+    assert_same(found, expected(model.seen, clips=True))
+    for row in found.values():
+        assert row["clipped"] == pytest.approx(row["unclipped"] / 2)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_of_all_micro_batches_together(accumulate: int) -> None:
+    model = Planned({3: 2.0})
+    found = fit(model, accumulate_grad_batches=accumulate, log_every_n_steps=2)
+    assert sorted(found) == [2, 4, 6]
+    assert_same(found, expected(model.seen, 2))
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+def test_used_is_what_the_rules_leave(make: Callable[[nn.Module], Any], clip: float | None) -> None:
+    class Rules(Planned):
+        def on_train_batch_end(self, *_: Any) -> None:
+            super().on_train_batch_end()
+            rows = self.optimizers().optimizer.gradient_statistics()
+            after = [p.grad.norm() if rows[p].norm_after.isnan() else rows[p].norm_after for p in self.parameters()]
+            for name, norms in (("used", after), ("used/layer.0", after[:2]), ("used/layer.1", after[2:])):
+                self.seen[self.trainer.global_step][name] = float(torch.stack(norms).norm())
+
+    model = Rules({3: 30.0}, make)
+    found = fit(model, GradientNormMonitor([r"layer\.\d"], limit=None), gradient_clip_val=clip)
+    assert_same(found, expected(model.seen, clips=clip is not None))
+    ratio = found[4]["used"] / found[4]["unclipped" if clip is None else "clipped"]
+    if make is RULES["without rules"]:
+        assert ratio == pytest.approx(1, rel=1e-6)
+    elif clip is None:
+        assert ratio < 0.9, "the rules did nothing"
+
+
+@pytest.mark.parametrize("optimizer", [sgd, RULES["Stable-SPAM"]])
+def test_the_norm_does_not_depend_on_the_scale_of_the_loss(optimizer: Callable[[nn.Module], Any]) -> None:
+    """The backward pass computes in fp16, where powers of two change no digit."""
+    curves = []
+    for scale in (2.0**4, 2.0**11):
+        torch.manual_seed(1)
+        plugin = LowBitPrecision("bf16", compute_dtype="fp16", scaler=StaticGradScaler(scale, device="cpu"))
+        model = Planned(make_optimizer=optimizer)
+        curves.append(fit(model, GradientNormMonitor([r"layer\.\d"]), plugins=[plugin], gradient_clip_val=0.1))
+    assert curves[0].keys() == curves[1].keys()
+    for step, row in curves[0].items():
+        # Below 6e-8 fp16 has no numbers: the smaller scale loses some of the smallest gradients.
+        assert curves[1][step] == pytest.approx(row, rel=1e-3), f"step {step}"
+    found = {step: {n: v for n, v in row.items() if "used" not in n} for step, row in curves[1].items()}
+    assert_same(found, expected(model.seen, clips=True))
+
+
+def test_a_fused_optimizer_unscales_within_its_step() -> None:
+    """Under Lightning's own plugin, where gradients are still scaled when they are measured."""
+
+    def fused(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    model = Planned(make_optimizer=fused)
+    found = fit(model, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
+    for row in model.seen.values():
+        row.update({name: value / 2**10 for name, value in row.items() if name.startswith("unclipped")})
+    assert_same(found, expected(model.seen))
+
+
+def test_gradients_of_other_kinds() -> None:
+    """Sparse, of float64, of bfloat16, missing, frozen, and shared: each counts once, or not at all."""
+
+    class Kinds(Planned):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(7, 4, sparse=True)
+            self.wide, self.narrow = nn.Linear(4, 4).double(), nn.Linear(4, 4).bfloat16()
+            self.idle, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+            self.tied = nn.Linear(4, 4)
+            self.tied.weight = self.idle.weight
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            x = self.frozen(self.table(torch.tensor([1, 1, 4])))
+            return (self.wide(x.double()).float() + self.narrow(x.bfloat16()).float() + self.tied(x)).square().mean()
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+            dense = {name: g.to_dense().float() for name, g in gradients.items()}
+            layers = {name: [g for n, g in dense.items() if n.startswith(name)] for name in ("table", "wide", "narrow")}
+            layers |= {"tied": [dense["idle.weight"], dense["tied.bias"]], "idle": [dense["idle.weight"]]}
+            found = {f"unclipped/{name}": float(get_total_norm(of_one)) for name, of_one in layers.items()}
+            self.seen[self.trainer.global_step + 1] = {"unclipped": float(get_total_norm([*dense.values()])), **found}
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            pass
+
+    names = ["table", "wide", "narrow", "idle", "tied", "frozen", "layer"]
+    model = Kinds()
+    found = fit(model, GradientNormMonitor(names))
+    for row in found.values():
+        for number in (0, 1):
+            assert row.pop(f"unclipped/layer.{number}") == 0, "a layer without gradients has a norm"
+    assert_same(found, expected(model.seen))
+
+
+@pytest.mark.parametrize("precision", [None, "bf16-true"])
+def test_optimizers_that_step_in_one_batch_count_together(precision: Any) -> None:
+    """Norms are of float32, whatever dtype is the default in `training_step`, where such optimizers step."""
+
+    class Manual(Planned):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            squares = []
+            for number, optimizer in enumerate(self.optimizers()):
+                optimizer.zero_grad()
+                self.manual_backward(self.layer(batch).square().mean() * (number + 1))
+                self.clip_gradients(optimizer, 0.05, "norm")
+                squares.append(self.norm(self.layer[number]) ** 2)
+                optimizer.step()
+                optimizer.zero_grad()
+            of_layers = {f"unclipped/layer.{number}": math.sqrt(square) for number, square in enumerate(squares)}
+            self.seen[self.trainer.global_step] = {"unclipped": math.sqrt(sum(squares)), **of_layers}
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            pass
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            pass
+
+        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+            raise AssertionError("Lightning clips nothing in manual optimization")
+
+        def configure_optimizers(self) -> Any:
+            return [sgd(layer) for layer in self.layer]
+
+    model = Manual()
+    found = fit(model, max_steps=8, log_every_n_steps=2, precision=precision)
+    assert sorted(model.seen) == [2, 4, 6, 8]
+    assert_same(found, {step: {**model.seen[2 * step], "spikes": 0.0} for step in (2, 4)})
+
+
+def test_a_batch_without_a_step_shows_no_norm() -> None:
+    """Not even that of the step before it, which Lightning would go on to log."""
+
+    class Skips(Planned):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.manual_backward(super().training_step(batch, batch_idx))
+            if batch_idx % 2 == 0:
+                self.optimizers().step()
+
+    found = fit(Skips(), GradientNormMonitor(), max_steps=-1, max_epochs=1, limit_train_batches=6)
+    assert sorted(found) == [1, 3, 5]

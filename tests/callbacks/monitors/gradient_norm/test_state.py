@@ -1,0 +1,150 @@
+"""State, refusals and the report of the gradient norm monitor."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_lowbit import GradientNormMonitor, RunReport
+from lightning_lowbit.report.html import Table, Text
+from tests.callbacks.monitors.gradient_norm.runs import SAID, Constant, Planned, logged, spikes_of, trainer
+from tests.lightnings import (
+    Callback,
+    DeepSpeedStrategy,
+    MisconfigurationException,
+    TensorBoardLogger,
+    Trainer,
+)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one() -> None:
+    """Stopped after a spike, between two logged steps, and before another."""
+    curves, states = [], []
+    for name, steps, resumed in (("whole", 18, None), ("half", 14, None), ("rest", 18, "half.ckpt")):
+        monitor = GradientNormMonitor(["layer"], every_n_steps=1)
+        run = trainer(
+            monitor,
+            max_steps=steps,
+            logger=TensorBoardLogger(name),
+            limit_train_batches=1,  # an epoch is a step: Lightning resumes with the next epoch
+            log_every_n_steps=3,
+        )
+        torch.manual_seed(0)
+        model = Constant({12: 6.0, 16: 7.0, 17: 1.5})
+        if name == "rest":
+            run.fit(model, ckpt_path=resumed, weights_only=True)  # what was said is not repeated
+        else:
+            with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)):
+                run.fit(model)
+        run.save_checkpoint(f"{name}.ckpt")
+        curves.append(logged(run))
+        states.append(monitor.state_dict())
+    whole, half, rest = curves
+    assert sorted(whole) == [3, 6, 9, 12, 15, 18]
+    assert whole == half | rest
+    assert states[0] == states[2]
+    saved = torch.load("half.ckpt", weights_only=True)["callbacks"]
+    assert saved["GradientNormMonitor"] == states[1]
+
+
+def test_a_checkpoint_knows_of_the_step_that_has_just_been_done() -> None:
+    monitor, saved = GradientNormMonitor(), []
+
+    class Save(Callback):
+        def on_train_batch_end(self, run: Trainer, *_: Any) -> None:
+            if run.global_step == 13:
+                saved.append(monitor.state_dict())
+
+    with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)):
+        trainer(monitor, Save(), max_steps=14).fit(Constant({12: 6.0}))
+    assert [step for step, *_ in saved[0]["spikes"]] == [13]
+    assert saved[0]["alerts"], "the checkpoint does not know what was said"
+
+
+def test_another_run_begins_anew_and_the_same_goes_on() -> None:
+    monitor = GradientNormMonitor()
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)):
+            assert spikes_of({12: 6.0}, monitor, 14) == [(13, 6.0, 1.0)]
+    run, model = trainer(monitor, max_steps=12, limit_train_batches=12), Constant({12: 6.0})
+    run.fit(model)
+    run.fit_loop.epoch_loop.max_steps = 14
+    with pytest.warns(UserWarning, match=SAID.format(13, 6, 1)):
+        run.fit(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps is a number of steps, 1 or more, or None; got 0"),
+        ({"every_n_steps": 2.0}, "or None; got 2.0"),
+        ({"every_n_steps": True}, "or None; got True"),
+        ({"spike_factor": 1}, "spike_factor is how many times the mean is a spike, above 1; got 1"),
+        ({"spike_factor": math.inf}, "above 1; got inf"),
+        ({"spike_factor": "5"}, "above 1; got '5'"),
+        ({"spike_factor": None}, "above 1; got None"),
+        ({"decay": 1.0}, "decay is what remains of a mean with each norm, 0 or more and below 1; got 1.0"),
+        ({"decay": -0.1}, "below 1; got -0.1"),
+        ({"decay": math.nan}, "below 1; got nan"),
+        ({"limit": 0}, "limit is a norm, or a text such as '10x' .* above 0, or None; got 0"),
+        ({"limit": "10"}, "or None; got '10'"),
+        ({"limit": "1x"}, "or None; got '1x'"),
+        ({"limit": math.inf}, "or None; got inf"),
+        ({"limit": True}, "or None; got True"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GradientNormMonitor(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (
+            ["layer", "lm_head"],
+            r"layers: the pattern 'lm_head' matches no layer with parameters. There are 2, e.g. layer.0, layer.1",
+        ),
+        ("layer", r"layers is a list of patterns; got the string 'layer'. Write \['layer'\]"),
+        (["("], "layers: '\\(' is not a regular expression"),
+    ],
+)
+def test_bad_patterns(layers: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(GradientNormMonitor(layers)).fit(Planned())
+
+
+def test_deepspeed_is_refused() -> None:
+    run, model = trainer(), Planned()
+    run.strategy.__class__ = DeepSpeedStrategy  # which is not installed
+    with pytest.raises(MisconfigurationException, match="DeepSpeed keeps to itself: leave it out, or train with DDP"):
+        GradientNormMonitor().on_train_start(run, model)
+
+
+def test_reported() -> None:
+    monitor = GradientNormMonitor(["layer"], limit=10)
+    with pytest.warns(UserWarning, match="Gradient norm"):
+        run = trainer(RunReport(), monitor, max_steps=16)
+        run.fit(Constant({12: 6.0, 14: 12.0}))
+    (table,) = monitor.report_sections(run)[0].blocks
+    assert isinstance(table, Table)
+    assert [row[0] for row in table.rows] == [13, 15]
+    listed = monitor.report_alerts(run)
+    assert [text.split(":")[0] for text in listed] == ["Gradient norm, step 13", "Gradient norm, step 15"]
+    page = Path("report.html").read_text()
+    assert "Gradient norm" in page
+    assert "above the limit of 10" in page
+    found = json.loads(Path("run.json").read_text())["summary"]["gradient_norm"]
+    assert [spike["step"] for spike in found["spikes"]] == [13, 15]
+    assert found["alerts"] == listed
+
+
+def test_reported_without_a_spike() -> None:
+    monitor = GradientNormMonitor()
+    run = trainer(monitor)
+    run.fit(Planned())
+    (block,) = monitor.report_sections(run)[0].blocks
+    assert block == Text("No gradient norm exceeded 5 times its running mean.")

@@ -1,0 +1,121 @@
+"""Runs whose loss scale is monitored."""
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, StaticGradScaler
+from tests.lightnings import (
+    BoringModel,
+    Callback,
+    MixedPrecision,
+    Trainer,
+)
+
+Overflows = Collection[tuple[int, int]]  # of which batches, in the gradients of which optimizer
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=1e-3)
+
+
+class Scripted(BoringModel):
+    """Gradients overflow where they are told to; after each batch with a step, what the scaler says is kept."""
+
+    def __init__(self, overflows: Collection[int] = (), make_optimizer: Callable[[nn.Module], Any] = sgd) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 2))
+        self.overflows: Overflows = {(batch, 0) for batch in overflows}
+        self.make_optimizer = make_optimizer
+        self.seen: list[dict[str, float]] = []
+        self.steps = 0
+        self.skip: set[int] = set()  # which optimizers, in the step under way
+
+    def mean(self, batch: Tensor, optimizer: int = 0) -> Tensor:
+        mean = self.layer(batch).float().mean()
+        if (self.trainer.fit_loop.epoch_loop.total_batch_idx, optimizer) in self.overflows:
+            self.skip.add(optimizer)
+            return mean * math.inf
+        return mean
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.mean(batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == self.steps:  # gradients are being accumulated
+            return
+        scaler = self.trainer.precision_plugin.scaler
+        scale, tracker = scaler.get_scale(), scaler._get_growth_tracker()
+        self.seen.append({"scale": scale, "growth_tracker": tracker, "overflows": len(self.skip)})
+        self.steps, self.skip = self.trainer.global_step, set()
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self)
+
+
+def conservative(**kwargs: Any) -> ConservativeGradScaler:
+    settings = {"init_scale": 2.0**10, "growth_interval": 3, "cooldown": 1, "device": "cpu"}
+    return ConservativeGradScaler(**{**settings, **kwargs})
+
+
+def torchs(**kwargs: Any) -> GradScaler:
+    return GradScaler("cpu", **{"init_scale": 2.0**10, "growth_interval": 3, **kwargs})
+
+
+def lowbit(scaler: GradScaler) -> LowBitPrecision:
+    return LowBitPrecision("bf16", compute_dtype="fp16", scaler=scaler)
+
+
+def mixed(scaler: GradScaler) -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", scaler=scaler)
+
+
+PLUGINS = {
+    "conservative": lambda: lowbit(conservative()),
+    "tolerant": lambda: lowbit(conservative(hysteresis=2)),
+    "torch's": lambda: lowbit(torchs()),
+    "static": lambda: lowbit(StaticGradScaler(2.0**10, device="cpu")),
+    "Lightning's, conservative": lambda: mixed(conservative(hysteresis=2)),
+    "Lightning's, torch's": lambda: mixed(torchs()),
+}
+
+
+plugins = pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
+
+
+def trainer(*callbacks: Callback, plugin: Any = None, **kwargs: Any) -> Trainer:
+    defaults = {
+        "max_steps": 8,
+        "log_every_n_steps": 1,
+        "limit_val_batches": 0,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "plugins": [lowbit(conservative()) if plugin is None else plugin],
+    }
+    return Trainer(accelerator="cpu", callbacks=list(callbacks), **{**defaults, **kwargs})
+
+
+def warned(match: str, scaler: GradScaler, overflows: Collection[int], plugin: Any = lowbit, **kwargs: Any) -> None:
+    """A run warns of the scale once, and of nothing else."""
+    settings = {name: kwargs.pop(name) for name in ("falls", "within") if name in kwargs}
+    with pytest.warns(UserWarning) as said:  # what is not matched here is raised again, and is an error
+        trainer(LossScaleMonitor(**settings), plugin=plugin(scaler), **kwargs).fit(Scripted(overflows))
+    texts = [str(one.message) for one in said if "Loss scale" in str(one.message)]
+    assert len(texts) == 1, texts
+    assert texts[0].startswith(f"LossScaleMonitor: {match}"), texts[0]
+
+
+def silent(scaler: GradScaler, overflows: Collection[int], plugin: Any = lowbit, **kwargs: Any) -> None:
+    """A run warns of nothing: warnings are errors."""
+    settings = {name: kwargs.pop(name) for name in ("falls", "within") if name in kwargs}
+    trainer(LossScaleMonitor(**settings), plugin=plugin(scaler), **kwargs).fit(Scripted(overflows))
+
+
+FALLS: dict[str, Any] = {"falls": 3, "within": 6}

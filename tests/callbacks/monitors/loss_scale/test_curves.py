@@ -1,0 +1,322 @@
+"""Curves of the loss scale, its state and the report."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from lightning_lowbit import LossScaleMonitor, RunReport, StaticGradScaler
+from lightning_lowbit.report.html import Text
+from tests.callbacks.monitors.device_reads import HOOKS, counted
+from tests.callbacks.monitors.loss_scale.runs import (
+    FALLS,
+    Overflows,
+    Scripted,
+    conservative,
+    lowbit,
+    mixed,
+    plugins,
+    sgd,
+    silent,
+    torchs,
+    trainer,
+    warned,
+)
+from tests.lightnings import (
+    Callback,
+    TensorBoardLogger,
+    Trainer,
+)
+
+CURVES = ("scale", "growth_tracker", "overflows", "skipped_steps")
+
+
+class Manual(Scripted):
+    """Two optimizers that step in every batch, each after a backward pass of its own."""
+
+    automatic_optimization = False
+
+    def __init__(self, overflows: Overflows = ()) -> None:
+        super().__init__()
+        self.overflows = overflows
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for number, optimizer in enumerate(self.optimizers()):
+            optimizer.zero_grad()
+            self.manual_backward(self.mean(batch, number))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [sgd(layer) for layer in self.layer]
+
+
+def logged(run: Trainer) -> dict[int, dict[str, float]]:
+    """What the event file holds, by the step it was logged at."""
+    assert run.logger is not None
+    run.logger.finalize("success")
+    events = EventAccumulator(run.logger.log_dir).Reload()
+    assert {tag for tag in events.Tags()["scalars"] if tag != "epoch"} == {f"loss_scale/{name}" for name in CURVES}
+    found: dict[int, dict[str, float]] = {}
+    for name in CURVES:
+        for event in events.Scalars(f"loss_scale/{name}"):
+            assert name not in found.setdefault(event.step, {}), f"{name} twice in step {event.step}"
+            found[event.step][name] = event.value
+    return found
+
+
+def expected(seen: list[dict[str, float]], every: int) -> dict[int, dict[str, float]]:
+    """Lightning numbers the first step 0. Overflows are those since the last point, skipped steps all of them."""
+    return {
+        step: {
+            **seen[step],
+            "overflows": sum(one["overflows"] for one in seen[step - every + 1 : step + 1]),
+            "skipped_steps": sum(one["overflows"] for one in seen[: step + 1]),
+        }
+        for step in range(every - 1, len(seen), every)
+    }
+
+
+def reported(monitor: LossScaleMonitor, run: Trainer) -> list[str]:
+    (section,) = monitor.report_sections(run)
+    assert section.title == "Loss scale"
+    return [block.text for block in section.blocks if isinstance(block, Text)]
+
+
+@pytest.mark.pairwise
+@plugins
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_curves_are_what_the_module_reads(plugin: Callable[[], Any], every: int, accumulate: int) -> None:
+    run = trainer(
+        LossScaleMonitor(falls=20),
+        plugin=plugin(),
+        log_every_n_steps=every,
+        accumulate_grad_batches=accumulate,
+        max_steps=9,
+        logger=TensorBoardLogger("."),
+    )
+    # With two micro-batches: in both of a step, in the second of one, in the first of one.
+    model = Scripted({2, 3, 7, 12} if accumulate == 2 else {1, 2, 6})
+    run.fit(model)
+    assert sum(one["overflows"] for one in model.seen) == 3, "the run does not test what it should"
+    assert logged(run) == expected(model.seen, every)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_fused_optimizer_shows_overflows_in_the_scale_alone(every: int) -> None:
+    """Under Lightning's plugin it unscales within its step."""
+    monitor = LossScaleMonitor()
+    run = trainer(monitor, plugin=mixed(torchs()), log_every_n_steps=every, logger=TensorBoardLogger("."))
+    model = Scripted({1, 4}, lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True))
+    run.fit(model)
+    assert [one["scale"] for one in model.seen][:5] == [2**10, 2**9, 2**9, 2**9, 2**8]
+    assert logged(run) == expected(model.seen, every)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: StaticGradScaler(2.0**10, device="cpu"),
+        lambda: conservative(hysteresis=3),
+        lambda: conservative(floor=2.0**10),
+        lambda: conservative(cap=2.0**10, growth_interval=1, cooldown=0),
+    ],
+    ids=["static", "tolerant", "at its floor", "at its cap"],
+)
+def test_overflows_of_a_fused_optimizer_show_where_the_scale_does_not_fall(make: Callable[[], GradScaler]) -> None:
+    monitor = LossScaleMonitor()
+    run = trainer(monitor, plugin=mixed(make()), logger=TensorBoardLogger("."))
+    model = Scripted({1, 4, 5}, lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True))
+    run.fit(model)
+    assert logged(run) == expected(model.seen, 1)
+
+
+def test_falls_of_a_first_scale_that_is_too_large_do_not_count() -> None:
+    """Before a step is taken it only finds its place; at its floor it does not."""
+    silent(conservative(), {0, 1, 2, 3, 5}, falls=2, within=8)
+    warned("Loss scale, step 7: 2 overflows", conservative(), {0, 1, 2, 3, 5, 6}, falls=2, within=8)
+    warned("Loss scale, step 2: 2 overflows", conservative(floor=2.0**9), {0, 1, 2}, falls=2, within=20)
+
+
+def test_a_static_scale_that_is_too_large_is_told_so() -> None:
+    scaler = StaticGradScaler(2.0**10, device="cpu")
+    advice = "3 overflows came within 6 optimizer steps at 1024, where it stays: lower it, or let it adapt"
+    warned(f"Loss scale, step 3: {advice}", scaler, {0, 1, 2, 3}, **FALLS)
+
+
+@pytest.mark.parametrize(
+    "plugin", [lambda: lowbit(conservative()), lambda: mixed(torchs())], ids=["ours", "Lightning's"]
+)
+def test_each_of_two_optimizers_counts(plugin: Callable[[], Any]) -> None:
+    monitor = LossScaleMonitor()
+    run = trainer(monitor, plugin=plugin(), max_steps=12, log_every_n_steps=2, logger=TensorBoardLogger("."))
+    model = Manual({(0, 1), (2, 0), (3, 0), (3, 1)})
+    run.fit(model)
+    assert [one["overflows"] for one in model.seen] == [1, 0, 1, 2, 0, 0]
+    assert logged(run) == expected(model.seen, 2)
+    assert reported(monitor, run)[0].startswith("4 of 12 optimizer steps were skipped")
+
+
+def test_falls_of_two_optimizers_in_one_batch_are_two() -> None:
+    with pytest.warns(UserWarning, match="2 overflows came within 2 optimizer steps, .*; it is now 256."):
+        trainer(LossScaleMonitor(falls=2, within=2)).fit(Manual({(1, 0), (1, 1)}))
+
+
+def test_a_batch_without_a_step_counts_nothing() -> None:
+    class Skips(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            if batch_idx % 2:
+                super().training_step(batch, batch_idx)
+
+    monitor = LossScaleMonitor()
+    run = trainer(monitor, max_steps=-1, max_epochs=1, limit_train_batches=6)
+    run.fit(Skips({(1, 0)}))
+    assert reported(monitor, run)[0].startswith("1 of 6 optimizer steps were skipped")
+
+
+def test_nothing_is_read_between_logged_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    Watched, reads = counted(LossScaleMonitor, monkeypatch)
+    trainer(Watched(), log_every_n_steps=4, max_steps=10).fit(Scripted({1, 5}))
+    assert all(reads.pop((hook, -1)) == 10 for hook in HOOKS), "a hook was not watched"
+    assert +reads == {("on_train_batch_start", 4): 1, ("on_train_batch_start", 8): 1}
+
+
+def test_watching_changes_nothing() -> None:
+    ends = []
+    for callbacks in ([], [LossScaleMonitor()]):
+        torch.manual_seed(0)
+        run, model = trainer(*callbacks), Scripted({1, 2, 6})
+        run.fit(model)
+        ends.append((model.seen, [parameter.detach() for parameter in model.parameters()]))
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+# An epoch is a step: Lightning resumes with the next epoch.
+SHORT: dict[str, Any] = {"limit_train_batches": 1, "log_every_n_steps": 3}
+
+
+@plugins
+def test_a_resumed_run_is_the_uninterrupted_one(plugin: Callable[[], Any]) -> None:
+    """Also where it stops between two logged steps, with an overflow since the last."""
+    curves = []
+    for name, steps, resumed in (("whole", 12, None), ("half", 5, None), ("rest", 12, "half.ckpt")):
+        monitor = LossScaleMonitor(falls=20)
+        run = trainer(monitor, plugin=plugin(), max_steps=steps, logger=TensorBoardLogger(name), **SHORT)
+        torch.manual_seed(0)
+        run.fit(Scripted({1, 4, 6}), ckpt_path=resumed, weights_only=True)
+        run.save_checkpoint(f"{name}.ckpt")
+        curves.append(logged(run))
+    whole, half, rest = curves
+    assert sorted(whole) == [2, 5, 8, 11]
+    assert whole == half | rest
+    states = [torch.load(f"{name}.ckpt", weights_only=True)["callbacks"] for name in ("whole", "rest")]
+    (one,), (other,) = [[state for key, state in found.items() if "LossScaleMonitor" in key] for found in states]
+    assert one == other
+
+
+def test_a_resumed_run_does_not_repeat_what_was_said() -> None:
+    scaler = {"init_scale": 8.0, "floor": 4.0, "growth_interval": 100}
+    with pytest.warns(UserWarning, match="Loss scale") as said:
+        monitor = LossScaleMonitor(falls=3, within=4)
+        run = trainer(monitor, plugin=lowbit(conservative(**scaler)), max_steps=4, **SHORT)
+        run.fit(Scripted({0, 2, 3}))
+        run.save_checkpoint("half.ckpt")
+    texts = [str(one.message) for one in said if "Loss scale" in str(one.message)]
+    assert len(texts) == 2, f"falls, and the floor, which was reached in the first step: {texts}"
+    resumed = LossScaleMonitor(falls=3, within=4)
+    again = trainer(resumed, plugin=lowbit(conservative(**scaler)), max_steps=9, **SHORT)
+    again.fit(Scripted({4, 5, 6}), ckpt_path="half.ckpt", weights_only=True)
+    (counts,) = reported(resumed, again)
+    assert counts.startswith("6 of 9 optimizer steps were skipped")
+    assert resumed.report_alerts(again) == [text.removeprefix("LossScaleMonitor: ") for text in texts], (
+        "not what was said before it"
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 3), (2, 3), (5, 3), (3, 4)])
+def test_falls_before_the_checkpoint_count(before: int, after: int) -> None:
+    """Also with another number of them, of which as many are known as were looked at."""
+    run = trainer(LossScaleMonitor(before), max_steps=5, **SHORT)
+    run.fit(Scripted({4} if before == 2 else {3, 4}))
+    run.save_checkpoint("half.ckpt")
+    later = {5, 6, 7, 8} if before == 2 or after == 4 else {5}
+    with pytest.warns(UserWarning, match=f"step 9: {after} overflows came within 100 optimizer steps"):
+        resumed = trainer(LossScaleMonitor(after), max_steps=9, **{**SHORT, "log_every_n_steps": 9})
+        resumed.fit(Scripted(later), ckpt_path="half.ckpt", weights_only=True)
+
+
+def test_what_was_not_said_before_the_checkpoint_is_said_after_it() -> None:
+    class Save(Callback):
+        def on_train_batch_end(self, run: Trainer, *_: Any) -> None:
+            if run.global_step == 4:
+                run.save_checkpoint("half.ckpt")
+
+    run = trainer(LossScaleMonitor(3, 3), Save(), max_steps=4, limit_train_batches=1)
+    with pytest.warns(UserWarning, match="step 4: 3 overflows came within 3"):
+        run.fit(Scripted({1, 2, 3}))
+    with pytest.warns(UserWarning, match="step 5: 3 overflows came within 3"):
+        again = trainer(LossScaleMonitor(3, 3), max_steps=8, limit_train_batches=1)
+        again.fit(Scripted(), ckpt_path="half.ckpt", weights_only=True)
+
+
+def test_another_run_begins_anew() -> None:
+    monitor = LossScaleMonitor(**FALLS)
+    for _ in range(2):
+        run = trainer(monitor, logger=TensorBoardLogger("."))
+        model = Scripted({1, 2, 3})
+        with pytest.warns(UserWarning, match="Loss scale, step 4: 3 overflows"):
+            run.fit(model)
+        assert logged(run) == expected(model.seen, 1)
+    assert reported(monitor, run)[0].startswith("3 of 8 optimizer steps")
+
+
+def test_the_same_trainer_goes_on() -> None:
+    monitor = LossScaleMonitor(**FALLS)
+    run, model = trainer(monitor, max_steps=4, limit_train_batches=4), Scripted({1, 2, 3, 5, 6, 7})
+    with pytest.warns(UserWarning, match="Loss scale, step 4: 3 overflows"):
+        run.fit(model)
+    run.fit_loop.epoch_loop.max_steps = 8
+    run.fit(model)
+    assert reported(monitor, run)[0].startswith("6 of 8 optimizer steps")
+
+
+def test_reported() -> None:
+    with pytest.warns(UserWarning, match="Loss scale"):
+        trainer(RunReport(), LossScaleMonitor(**FALLS)).fit(Scripted({1, 2, 3, 6}))
+    page = Path("report.html").read_text()
+    assert "Loss scale" in page
+    assert "4 of 8 optimizer steps were skipped" in page
+    assert "3 overflows came within 6 optimizer steps" in page
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_reported_after_an_exception(at: int) -> None:
+    class Breaks(Scripted):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            if batch_idx == at:
+                raise KeyError("broken")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(KeyError, match="broken"):
+        trainer(RunReport(), LossScaleMonitor()).fit(Breaks({1}))
+    page = Path("report.html").read_text()
+    assert "Loss scale" in page
+    if at:
+        assert "1 of 3 optimizer steps were skipped" in page
+        assert "The loss scale ended at 512." in page
+    else:
+        assert "ended at 0" not in page, "it never was 0"
+        assert "No optimizer step was taken" in page
+
+
+def test_nothing_warns_in_a_healthy_run() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", "The '.*_dataloader' does not have many workers")
+        trainer(LossScaleMonitor(falls=1, within=1), max_steps=20).fit(Scripted())

@@ -1,0 +1,172 @@
+"""Warnings of the loss scale monitor, and what it refuses."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.amp.grad_scaler import GradScaler
+
+from lightning_lowbit import LossScaleMonitor, LowBitPrecision, StaticGradScaler
+from tests.callbacks.monitors.loss_scale.runs import (
+    FALLS,
+    Scripted,
+    conservative,
+    lowbit,
+    mixed,
+    silent,
+    torchs,
+    trainer,
+    warned,
+)
+from tests.lightnings import (
+    MisconfigurationException,
+    MixedPrecision,
+)
+
+BOUNDS: dict[str, Any] = {"falls": 3, "within": 4}
+
+
+@pytest.mark.parametrize("make", [conservative, torchs])
+@pytest.mark.parametrize("plugin", [lowbit, mixed])
+def test_too_many_falls(make: Any, plugin: Any) -> None:
+    """Three in the steps 2 to 7, which are six; and, a step later, not."""
+    warned(
+        "Loss scale, step 7: 3 overflows came within 6 optimizer steps, where one now and then is usual; it is "
+        "now 128. Look for what grows: a learning rate too high or a warm-up too short, data or activations with "
+        "outliers. Clipping comes too late for that. Where the device has bf16, compute_dtype='bf16' needs no scale.",
+        make(growth_interval=100),
+        {1, 4, 6},
+        plugin,
+        **FALLS,
+    )
+    silent(make(growth_interval=100), {1, 4, 7}, plugin, **FALLS)
+
+
+@pytest.mark.parametrize("every", [5, 50])
+def test_too_many_falls_between_two_logged_steps(every: int) -> None:
+    """What falls where nobody looks is told of when somebody does, also where single falls come after it."""
+    at = {5: 10, 50: 20}[every]  # the first logged step after them, or the last one
+    for later in (set(), {18}):
+        scale = 128 / 2 ** (len(later) if at == 20 else 0)
+        match = f"Loss scale, step {at}: 3 overflows came within 6 optimizer steps, where one now and then is "
+        match += f"usual; it is now {scale:g}."
+        options = {**FALLS, "log_every_n_steps": every, "max_steps": 20}
+        warned(match, conservative(growth_interval=100), {1, 4, 6} | later, **options)
+    silent(conservative(growth_interval=100), {1, 4, 7, 18}, **options)
+
+
+def test_too_many_falls_are_said_once() -> None:
+    warned("Loss scale, step 4: 3 overflows", conservative(), {1, 2, 3, 4, 20, 21, 22}, max_steps=24, **FALLS)
+
+
+def test_falls_that_are_too_many_at_the_end() -> None:
+    warned("Loss scale, step 8: 3 overflows", conservative(), {5, 6, 7}, **FALLS)
+
+
+def test_one_fall_may_be_too_many() -> None:
+    warned("Loss scale, step 3: 1 overflows", conservative(), {2}, falls=1, within=1)
+
+
+@pytest.mark.parametrize("plugin", [lowbit, mixed])
+def test_overflows_that_are_tolerated_are_no_falls(plugin: Any) -> None:
+    silent(conservative(hysteresis=3), {1, 2, 3}, plugin, falls=2)
+    warned("Loss scale, step 5: 2 overflows", conservative(hysteresis=3), {1, 2, 3, 4}, plugin, falls=2)
+
+
+def test_at_its_floor_overflows_count() -> None:
+    """It leaves the floor in between, so that there is no warning of that."""
+    floor = {"init_scale": 4, "floor": 4, "growth_interval": 2, "cooldown": 0}
+    warned("Loss scale, step 7: 3 overflows came within 6 optimizer steps", conservative(**floor), {1, 4, 6}, **FALLS)
+    silent(conservative(**floor), {1, 4, 7}, **FALLS)
+
+
+@pytest.mark.parametrize("plugin", [lowbit, mixed])
+def test_of_a_static_scale_overflows_count(plugin: Any) -> None:
+    match = "Loss scale, step 7: 3 overflows came within 6 optimizer steps"
+    warned(match, StaticGradScaler(8, device="cpu"), {1, 4, 6}, plugin, **FALLS)
+
+
+@pytest.mark.parametrize("plugin", [lowbit, mixed])
+def test_a_static_scale_is_at_no_bound(plugin: Any) -> None:
+    silent(StaticGradScaler(1, device="cpu"), {1}, plugin, falls=3, within=3)
+
+
+AT_FLOOR = "it has been at its floor of {:g} for 4 optimizer steps: gradients leave the range of fp16 by themselves."
+
+
+@pytest.mark.parametrize(
+    ("make", "floor"),
+    [
+        (lambda: conservative(init_scale=16, floor=8, growth_interval=100), 8),
+        (lambda: torchs(init_scale=2.0, growth_interval=100), 1),
+        (lambda: torchs(init_scale=1.0, growth_interval=100), 1),  # falls below 1, where it has no floor
+    ],
+)
+def test_the_floor(make: Callable[[], GradScaler], floor: float) -> None:
+    advice = " The model needs the range of float32: train it with compute_dtype='bf16' or 'fp32'; or lower"
+    first = 2 if make().get_scale() > floor else 1  # the first step at the floor
+    at = first + BOUNDS["within"] - 1
+    warned(f"Loss scale, step {at}: " + AT_FLOOR.format(floor) + advice, make(), {1}, **BOUNDS)
+    silent(make(), {1}, **BOUNDS, max_steps=at - 1)
+
+
+def test_a_scale_that_leaves_its_floor_again() -> None:
+    def make() -> GradScaler:
+        return conservative(init_scale=1, growth_interval=2, growth_factor=2.0, cooldown=0)
+
+    scales = Scripted({2, 5, 8})
+    trainer(LossScaleMonitor(), plugin=lowbit(make()), max_steps=10).fit(scales)
+    assert [one["scale"] for one in scales.seen] == [1, 2, 1, 1, 2, 1, 1, 2, 1, 1]
+    silent(make(), {2, 5, 8}, falls=3, within=3, max_steps=10)
+
+
+def test_the_cap() -> None:
+    def make() -> GradScaler:
+        return conservative(init_scale=32, cap=64, growth_interval=2)
+
+    match = "Loss scale, step 7: it has been at its cap of 64 for 4 optimizer steps, and nothing overflows. If "
+    match += "gradients are that small, raise the cap; if they are 0, look for what does not depend on the parameters."
+    warned(match, make(), (), **BOUNDS)  # 48 in the second step, 64 in the fourth
+    silent(make(), (), **BOUNDS, max_steps=6)
+    leaves = conservative(init_scale=64, cap=64, growth_interval=2, growth_factor=2.0, cooldown=0)
+    silent(leaves, {2, 5, 8}, **BOUNDS, max_steps=10)  # at its cap in the steps 1, 2, 5 and 8
+
+
+def test_torchs_own_scale_has_no_cap() -> None:
+    silent(torchs(init_scale=2.0, growth_interval=1), (), **BOUNDS)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        (lambda: [LowBitPrecision("bf16")], "LowBitPrecision with precision 'bf16-mixed' has none"),
+        (lambda: [MixedPrecision("bf16-mixed", "cpu")], "MixedPrecision with precision 'bf16-mixed' has none"),
+        (lambda: [mixed(GradScaler("cpu", enabled=False))], "MixedPrecision with precision '16-mixed' has none"),
+        (list, "Precision with precision '32-true' has none"),
+    ],
+)
+def test_without_a_scaler(plugin: Callable[[], list[Any]], message: str) -> None:
+    advice = "compute_dtype='fp16'.* or leave out the callback"
+    with pytest.raises(MisconfigurationException, match=f"{message}.* {advice}"):
+        trainer(LossScaleMonitor(), plugins=plugin()).fit(Scripted())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"falls": 0}, "falls is how often the scale falls before a warning, 1 or more; got 0"),
+        ({"falls": -1}, "1 or more; got -1"),
+        ({"falls": 2.0}, "1 or more; got 2.0"),
+        ({"falls": True}, "1 or more; got True"),
+        ({"falls": "5"}, "1 or more; got '5'"),
+        ({"within": 4}, "within is a number of optimizer steps, no fewer than falls, 5 or more; got 4"),
+        ({"falls": 200}, "no fewer than falls, 200 or more; got 100"),
+        ({"within": 100.0}, "or more; got 100.0"),
+        ({"within": math.inf}, "or more; got inf"),
+        ({"within": None}, "or more; got None"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LossScaleMonitor(**arguments)

@@ -1,0 +1,109 @@
+"""Runs whose operands are watched."""
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import LowBitPrecision
+from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
+from lightning_lowbit.nn import OPERANDS
+from tests.lightnings import BoringModel, Callback, CSVLogger, RandomDataset, Trainer
+
+LAYERS = ["layer.0", "layer.2"]
+
+
+NAMES = {"sqnr", "underflow", "saturation", "scale_min", "scale_max"}
+
+
+MEANS = {"sqnr", "underflow", "saturation"}
+
+
+FORWARD, BACKWARD = OPERANDS[:2], OPERANDS[2:]
+
+
+Curves = dict[int, dict[str, float]]
+
+
+class Two(BoringModel):
+    """Data that differ from step to step; the loss of a batch may be multiplied."""
+
+    def __init__(self, factors: Mapping[int, float] | None = None, recompute: bool = False) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.layer = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
+        self.factors, self.recompute = factors or {}, recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False) if self.recompute else self.layer(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self(batch).float().square().mean() * self.factors.get(batch_idx, 1.0)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self(100 * batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            return DataLoader(RandomDataset(32, 64 * 12), batch_size=12)
+
+
+def trainer(*callbacks: Callback, plugin: Any = "nvfp4", **kwargs: Any) -> Trainer:
+    defaults = {
+        "max_steps": 4,
+        "log_every_n_steps": 2,
+        "limit_val_batches": 0,
+        "logger": CSVLogger("logs"),
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    plugins = [LowBitPrecision(plugin) if isinstance(plugin, str) else plugin] if plugin else None
+    return Trainer(accelerator="cpu", plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
+
+
+def logged(run: Trainer, names: set[str] = NAMES) -> Curves:
+    """What was logged of operands, by the step it was logged at."""
+    assert run.logger is not None
+    path = Path(run.logger.experiment.metrics_file_path)
+    found: Curves = {}
+    for row in csv.DictReader(path.read_text().splitlines()) if path.exists() else ():
+        values = {name: float(value) for name, value in row.items() if value and name.split("/")[0] in names}
+        if values:
+            found.setdefault(int(row["step"]), {}).update(values)
+    return found
+
+
+def of_layers(row: Mapping[str, float]) -> dict[tuple[str, str], dict[str, float]]:
+    """The numbers by name, by layer and operand."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for tag, value in row.items():
+        name, operand, *layer = tag.split("/")
+        if layer:
+            found.setdefault((layer[0], operand), {})[name] = value
+    return found
+
+
+def fit(model: Any = None, *callbacks: Callback, **kwargs: Any) -> Curves:
+    run = trainer(*callbacks, QuantizationMonitor(weights=False), **kwargs)
+    run.fit(model or Two())
+    return logged(run)
+
+
+def assert_curves(found: Curves, expected: Curves) -> None:
+    assert found.keys() == expected.keys()
+    for step, row in expected.items():
+        assert found[step].keys() == row.keys(), f"step {step}"
+        for name, value in row.items():
+            assert found[step][name] == pytest.approx(value, rel=1e-6, nan_ok=True), f"step {step}, {name}"

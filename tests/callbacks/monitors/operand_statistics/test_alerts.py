@@ -1,0 +1,140 @@
+"""Alerts on statistics of operands."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
+from lightning_lowbit.nn import OPERANDS
+from tests.callbacks.monitors.operand_statistics.runs import (
+    MEANS,
+    NAMES,
+    Curves,
+    Two,
+    assert_curves,
+    logged,
+    of_layers,
+    trainer,
+)
+from tests.lightnings import Trainer
+
+
+def said_by(monitor: QuantizationMonitor, said: pytest.WarningsRecorder) -> list[str]:
+    prefix = f"{type(monitor).__name__}: "
+    return [text.removeprefix(prefix) for text in (str(one.message) for one in said) if text.startswith(prefix)]
+
+
+def outlier(batch: Tensor) -> Tensor:
+    """All but one element of the input are so small beside it that int4 makes zeros of them."""
+    batch = torch.full_like(batch, 1e-3)
+    batch[:, 0] = 1.0
+    return batch
+
+
+class Spoilt(Two):
+    """Some batches are spoilt; weights stay as they are."""
+
+    def __init__(self, spoil: Callable[[Tensor], Tensor], since: int = 2) -> None:
+        super().__init__()
+        self.spoil, self.since = spoil, since
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return super().training_step(self.spoil(batch) if batch_idx >= self.since else batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.zero_grad()
+
+
+def test_underflow_is_said_once() -> None:
+    monitor = QuantizationMonitor()
+    run = trainer(monitor, plugin="int4", log_every_n_steps=1, max_steps=5)
+    with pytest.warns(UserWarning, match="fprop_x") as said:
+        run.fit(Spoilt(outlier))
+    (text,) = said_by(monitor, said)
+    assert text.startswith("layer.0, step 3: 96.9% of the elements of fprop_x that are not 0 became 0")
+    assert "(underflow_limit=0.5)" in text
+    assert monitor.report_data(run)["quantized_weights"]["alerts"] == [text]
+
+
+@pytest.mark.parametrize(("plugin", "limit"), [("int4", 0.97), ("ternary", 1e-3)])
+def test_underflow_that_is_tolerated(plugin: str, limit: float) -> None:
+    """Zeros are levels of ternary weights. Warnings are errors."""
+    monitor = QuantizationMonitor(underflow_limit=limit)
+    run = trainer(monitor, plugin=plugin, log_every_n_steps=1)
+    run.fit(Spoilt(outlier if plugin == "int4" else lambda batch: torch.ones_like(batch), since=0))
+    assert not any("underflow" in alert or "fprop_w" in alert for alert in _alerts(monitor, run))
+
+
+def _alerts(monitor: QuantizationMonitor, run: Trainer) -> list[str]:
+    return monitor.report_data(run)["quantized_weights"]["alerts"]
+
+
+def test_what_is_not_finite_is_said_once() -> None:
+    def spoil(batch: Tensor) -> Tensor:
+        batch = batch.clone()
+        batch[3, 4] = math.nan
+        return batch
+
+    monitor = QuantizationMonitor(weights=False)
+    run = trainer(monitor, log_every_n_steps=1, max_steps=5)
+    with pytest.warns(UserWarning, match="a NaN or an infinity") as said:
+        run.fit(Spoilt(spoil))
+    texts = said_by(monitor, said)
+    assert len(texts) == len(set(texts))
+    assert "layer.0, step 3: fprop_x holds a NaN or an infinity. Look at the data of this step" in texts[0]
+    assert not any("fprop_w" in text or "became 0" in text for text in texts)
+    assert math.isnan(of_layers(logged(run)[2])["layer.0", "fprop_x"]["sqnr"])
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    def go(steps: int, **kwargs: Any) -> tuple[Curves, list[str]]:
+        monitor = QuantizationMonitor(no_flips_for=100)
+        run = trainer(monitor, max_steps=steps, plugin="int4", log_every_n_steps=1)
+        with pytest.warns(UserWarning) as said:
+            run.fit(Spoilt(outlier, since=0), **kwargs)
+            run.save_checkpoint(tmp_path / f"{steps}.ckpt")
+        return logged(run), said_by(monitor, said)
+
+    whole, texts = go(4)
+    first, before = go(2)
+    assert (
+        [text.partition(":")[0] for text in texts] == [text.partition(":")[0] for text in before] == ["layer.0, step 1"]
+    )
+    monitor = QuantizationMonitor(no_flips_for=100)
+    run = trainer(monitor, max_steps=4, plugin="int4", log_every_n_steps=1)
+    run.fit(Spoilt(outlier, since=0), ckpt_path=tmp_path / "2.ckpt", weights_only=True)  # an alert would be an error
+    assert_curves(first | logged(run), whole)
+    assert _alerts(monitor, run) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"underflow_limit": 0}, "underflow_limit is a share of elements, above 0 and at most 1; got 0"),
+        ({"underflow_limit": 1.01}, "got 1.01"),
+        ({"underflow_limit": math.nan}, "got nan"),
+        ({"underflow_limit": True}, "got True"),
+        ({"operands": False, "weights": False}, "nothing to watch with operands=False and weights=False: leave out"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantizationMonitor(**arguments)
+
+
+@pytest.mark.parametrize(("operands", "weights"), [(True, None), (True, False), (False, True), (False, None)])
+def test_operands_or_weights(operands: bool, weights: bool | None) -> None:
+    run = trainer(QuantizationMonitor(only=[r"layer\.2"], operands=operands, weights=weights))
+    run.fit(Two())
+    found = logged(run, {*NAMES, "flips", "distance"})[3]
+    of_operands = {f"{name}/{operand}/layer.2" for name in NAMES for operand in OPERANDS}
+    of_operands |= {f"{name}/{operand}" for name in MEANS for operand in OPERANDS}
+    of_weights = {f"{name}/fprop_w/layer.2" for name in ("flips", "distance")}
+    assert set(found) == (of_operands if operands else set()) | (of_weights if weights is not False else set())

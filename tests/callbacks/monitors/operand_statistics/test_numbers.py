@@ -1,0 +1,200 @@
+"""Statistics of operands are those of the metrics."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import OptimizedModule
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from lightning_lowbit import LowBitPrecision
+from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
+from lightning_lowbit.nn import OPERANDS
+from tests.callbacks.monitors.operand_statistics.runs import (
+    BACKWARD,
+    FORWARD,
+    LAYERS,
+    MEANS,
+    Two,
+    assert_curves,
+    fit,
+    logged,
+    of_layers,
+    trainer,
+)
+from tests.lightnings import Callback, Trainer
+from tests.nn.operand_sums import Operands, assert_numbers, captured, numbers_of, places
+
+
+class Manual(Two):
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for part in batch.split(6):
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(part, batch_idx))
+            optimizer.step()
+
+
+class AtBatch(Callback):
+    """Does something to a run before one of its batches."""
+
+    def __init__(self, batch: int, action: Callable[[Any], Any]) -> None:
+        self.batch, self.action = batch, action
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            self.action(trainer)
+
+
+PLUGINS: dict[str, Any] = {
+    "nvfp4": lambda: LowBitPrecision("nvfp4"),
+    "mxfp4": lambda: LowBitPrecision("mxfp4"),
+    "fp8-delayed": lambda: LowBitPrecision("fp8-delayed"),
+    "ternary": lambda: LowBitPrecision("ternary"),
+    "int4": lambda: LowBitPrecision("int4", compute_dtype="fp32"),  # in bf16 operands are rounded once more
+}
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_numbers_are_those_of_the_metrics(plugin: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each layer and operand, over all micro-batches of a step that is logged, and of no other."""
+    steps: list[Operands] = []
+
+    class Steps(Callback):
+        """What has been captured by the end of a step is of that step."""
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if made and not trainer.fit_loop._should_accumulate():
+                steps.append({place: list(each) for place, each in made.items()})
+                made.clear()
+
+    with captured(monkeypatch) as made:
+        run = trainer(
+            Steps(), QuantizationMonitor(weights=False), plugin=PLUGINS[plugin](), accumulate_grad_batches=accumulate
+        )
+        run.fit(Two({0: 3.0, 4: 0.01, 9: 20.0}))
+    found = logged(run)
+    assert list(found) == [1, 3], "Lightning numbers the first step 0, and every second one is logged"
+    assert len(steps) == 2, "layers measured in other steps"
+    for made_in_step, row in zip(steps, found.values(), strict=True):
+        expected = places(LAYERS, made_in_step)
+        numbers = of_layers(row)
+        assert numbers.keys() == expected.keys()
+        for (layer, operand), each in expected.items():
+            assert len(each) == accumulate
+            assert_numbers(numbers[layer, operand], numbers_of(each), f"{layer}, {operand}")
+        for name in MEANS:
+            for operand in {operand for _, operand in expected}:
+                of_one = [numbers[place][name] for place in expected if place[1] == operand]
+                mean = pytest.approx(sum(of_one) / len(of_one), rel=1e-5, abs=1e-9)
+                assert row[f"{name}/{operand}"] == mean, f"mean of {name}/{operand}"
+    if plugin in ("ternary", "int4"):
+        assert {operand for _, operand in of_layers(found[1])} == set(FORWARD), "what was taken over is no operand"
+
+
+def test_phases() -> None:
+    """Operands that a phase does not quantize have no numbers, and no means either."""
+
+    def phase(name: str) -> Callable[[Any], None]:
+        return lambda run: run.precision_plugin.set_phase(name)
+
+    switches = [AtBatch(2, phase("qaf")), AtBatch(4, phase("bf16")), AtBatch(6, phase("hp-forward"))]
+    for order in (0, 1):  # before the monitor and after it
+        run = trainer(
+            *(switches if order == 0 else []),
+            QuantizationMonitor(weights=False),
+            *(switches if order == 1 else []),
+            log_every_n_steps=1,
+            max_steps=8,
+        )
+        run.fit(Two())
+        found = logged(run)
+        assert list(found) == [0, 1, 2, 3, 6, 7], "nothing of a step in high precision"
+        for steps, operands in (((0, 1), OPERANDS), ((2, 3), FORWARD), ((6, 7), BACKWARD)):
+            for step in steps:
+                assert {place[1] for place in of_layers(found[step])} == set(operands), f"step {step}"
+                means = {name for name in found[step] if name.count("/") == 1}
+                assert means == {f"{name}/{operand}" for name in MEANS for operand in operands}, f"step {step}"
+                assert all(math.isfinite(value) for value in found[step].values()), f"step {step}"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_on_the_way_numbers_are_of_where_it_leads(share: float) -> None:
+    """Of the first step, whose weights and inputs are those of a run with λ = 1."""
+    plugins = [LowBitPrecision("nvfp4") for _ in range(2)]
+    plugins[1].set_blend(share)
+    rows = [of_layers(fit(plugin=plugin, max_steps=1, log_every_n_steps=1)[0]) for plugin in plugins]
+    for operand in ("fprop_x", "fprop_w"):
+        assert rows[1]["layer.0", operand] == rows[0]["layer.0", operand]
+    assert rows[1]["layer.2", "fprop_x"] != rows[0]["layer.2", "fprop_x"], "λ is 1 in both runs"
+
+
+def test_computing_activations_again_changes_no_number() -> None:
+    assert_curves(*(fit(Two(recompute=recompute)) for recompute in (True, False)))
+
+
+def test_manual_optimization() -> None:
+    """Both passes of a batch together: with a learning rate of 0 those of the whole batch, of rows as of tokens."""
+
+    class Still:
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)  # type: ignore[attr-defined]
+
+    class StillManual(Still, Manual): ...
+
+    class StillTwo(Still, Two): ...
+
+    manual = fit(StillManual(), plugin="mxfp8", max_steps=8)
+    whole = fit(StillTwo(), plugin="mxfp8", max_steps=4)
+    assert list(manual) == list(whole) == [1, 3]
+    for step, row in whole.items():
+        expected, found = of_layers(row), of_layers(manual[step])
+        assert found.keys() == expected.keys()
+        for layer in LAYERS:
+            for operand in FORWARD:
+                assert_numbers(found[layer, operand], expected[layer, operand], f"step {step}, {layer}, {operand}")
+
+
+@pytest.mark.parametrize("how", ["between steps", "between micro-batches"])
+def test_evaluation_does_not_count(how: str) -> None:
+    """Its inputs are a hundred times as large."""
+    accumulate = 1 if how == "between steps" else 3
+    evaluated, alone = (
+        fit(accumulate_grad_batches=accumulate, limit_val_batches=2, val_check_interval=1, num_sanity_val_steps=2)
+        if validate
+        else fit(accumulate_grad_batches=accumulate)
+        for validate in (True, False)
+    )
+    assert_curves(evaluated, alone)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_logs_the_same() -> None:
+    torch._dynamo.reset()
+    compilations: list[int] = []
+
+    class Count(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            compilations.append(counter.frame_count)
+
+    class Compiled(Two):
+        def configure_model(self) -> None:
+            if not isinstance(self.layer, OptimizedModule):
+                self.layer = torch.compile(self.layer, backend=counter)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    arguments: dict[str, Any] = {"max_steps": 8, "limit_val_batches": 1, "val_check_interval": 3}
+    found = fit(Compiled(), Count(), **arguments)
+    expected = fit(**arguments)
+    assert list(found) == [1, 3, 5, 7]
+    for step, row in expected.items():
+        assert found[step] == pytest.approx(row, rel=1e-5), f"step {step}"
+    assert compilations[3:] == [compilations[3]] * 5, f"after the second logged step: {compilations}"
+    torch._dynamo.reset()

@@ -1,0 +1,249 @@
+"""A run is the same with operands watched and without; where the numbers go."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+
+from lightning_lowbit import PrecisionSwitch, RunReport
+from lightning_lowbit.callbacks.monitors import quantization
+from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
+from lightning_lowbit.nn import OPERANDS, QuantizedLayer
+from lightning_lowbit.report.html import HeatMap, Table
+from tests.callbacks.monitors.device_reads import HOOKS, counted
+from tests.callbacks.monitors.operand_statistics.runs import LAYERS, MEANS, NAMES, Two, fit, logged, of_layers, trainer
+from tests.lightnings import Callback, TensorBoardLogger, Trainer
+
+# The input of the first layer needs no gradient.
+PLACES = [(layer, operand) for layer in LAYERS for operand in OPERANDS if (layer, operand[:5]) != ("layer.0", "dgrad")]
+
+
+class Weights(Callback):
+    """Weights, gradients and random numbers after each batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        gradients = [p.grad.clone() for p in pl_module.parameters() if p.grad is not None]
+        state = torch.random.get_rng_state()
+        self.seen.append([*(p.detach().clone() for p in pl_module.parameters()), *gradients, state])
+
+
+@pytest.mark.parametrize("plugin", ["nvfp4", "fp8-delayed", "mxfp4-rht"])
+def test_watching_changes_nothing(plugin: str) -> None:
+    """Weights, gradients and random numbers are those of a run without the monitor, to the bit."""
+    runs = []
+    for monitors in ([], [QuantizationMonitor()]):
+        torch.manual_seed(1)
+        witness = Weights()
+        trainer(*monitors, witness, plugin=plugin, log_every_n_steps=1, accumulate_grad_batches=2).fit(Two())
+        runs.append(witness.seen)
+    assert len(runs[0]) == 8
+    for batch, (one, other) in enumerate(zip(*runs, strict=True)):
+        assert len(one) == len(other), "a gradient is left, or gone"
+        assert all(map(torch.equal, one, other)), f"batch {batch}"
+
+
+class Watching(Callback):
+    """Whether layers measure, by batch, while the loss is computed."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        (on,) = {is_on(layer) for layer in pl_module.modules() if isinstance(layer, QuantizedLayer)}
+        self.seen.append(on)
+
+
+def is_on(layer: QuantizedLayer) -> bool:
+    return layer.operand_sums is not None
+
+
+def all_off(model: nn.Module) -> bool:
+    return not any(is_on(layer) for layer in model.modules() if isinstance(layer, QuantizedLayer))
+
+
+def test_layers_measure_in_logged_steps_only() -> None:
+    watching, model = Watching(), Two()
+    fit(model, watching, max_steps=6, log_every_n_steps=3)
+    assert watching.seen == [False, False, True, False, False, True]
+    assert all_off(model)
+    watching = Watching()
+    trainer(watching, QuantizationMonitor(operands=False)).fit(Two())
+    assert not any(watching.seen)
+
+
+def test_hooks_read_nothing_but_the_numbers_of_the_last_logged_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    cls, reads = counted(QuantizationMonitor, monkeypatch)
+    monkeypatch.setattr(quantization, "is_ternary", lambda cast: False)  # which asks a table of the host
+    trainer(cls(), max_steps=6).fit(Two())
+    assert {place: n for place, n in reads.items() if n and place[1] >= 0} == {
+        ("on_train_batch_start", 2): 1,
+        ("on_train_batch_start", 4): 1,
+    }
+    assert [reads[hook, -1] for hook in HOOKS] == [6, 6, 6]
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_layers_are_let_go_of_after_an_error(error: Any, where: str) -> None:
+    class Breaks(Two):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            assert not all_off(self)
+            if where == "forward":
+                raise error("broken")
+            return loss
+
+        def on_after_backward(self) -> None:
+            raise error("broken")
+
+    model = Breaks()
+    run = trainer(QuantizationMonitor(), log_every_n_steps=1)
+    # Ctrl-C ends the process, once callbacks know of it.
+    with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+        run.fit(model)
+    assert all_off(model)
+
+
+def test_layers_are_let_go_of_when_a_step_is_cut_short() -> None:
+    """After the first of three micro-batches of a step."""
+
+    class Ends(Two):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 4 else None
+
+    model = Ends()
+    run = trainer(QuantizationMonitor(), accumulate_grad_batches=3, max_epochs=1, max_steps=-1, log_every_n_steps=1)
+    run.fit(model)
+    assert all_off(model)
+    assert list(logged(run)) == [0]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_report_draws_the_sqnr_of_each_layer_over_steps(tmp_path: Path, order: int) -> None:
+    """The points of the history are those of the logger, also of the last step; and the page has a chart of them."""
+    run = trainer(*[RunReport(), QuantizationMonitor(weights=False)][::order], log_every_n_steps=1)
+    run.fit(Two())
+    curves = logged(run)
+    (path,) = tmp_path.rglob("run.json")
+    data = json.loads(path.read_text())
+    for layer, operand in PLACES:
+        name = f"sqnr/{operand}/{layer}"
+        points = dict(data["history"][name])
+        assert points == pytest.approx({step + 1: row[name] for step, row in curves.items()})
+        assert len(points) == 4
+        assert data["quantities"][name] == f"sqnr/{operand}"
+    page = (path.parent / "report.html").read_text()
+    assert "sqnr of layers" in page
+    assert "sqnr/wgrad_g" in page
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_resumed_report_has_points_that_were_not_read_when_it_was_saved(tmp_path: Path, order: int) -> None:
+    class Save(Callback):
+        def on_train_batch_end(self, run: Trainer, *_: Any) -> None:
+            if run.global_step == 2:
+                run.save_checkpoint(tmp_path / "two.ckpt")
+
+    def watched() -> list[Callback]:
+        return [RunReport(), QuantizationMonitor(weights=False)][::order]
+
+    trainer(*watched(), Save(), log_every_n_steps=1).fit(Two())
+    trainer(*watched(), log_every_n_steps=1).fit(Two(), ckpt_path=tmp_path / "two.ckpt", weights_only=False)
+    for path in tmp_path.rglob("run.json"):
+        points = json.loads(path.read_text())["history"]["sqnr/fprop_x/layer.2"]
+        assert [step for step, _ in points] == [1, 2, 3, 4]
+
+
+def test_event_files_have_the_steps_of_other_metrics() -> None:
+    class Logs(Two):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+    run = trainer(QuantizationMonitor(weights=False), logger=TensorBoardLogger("."), max_steps=6)
+    run.fit(Logs())
+    events = EventAccumulator(run.logger.log_dir).Reload()  # type: ignore[union-attr]
+    of_each = {f"{name}/{operand}/{layer}" for name in NAMES for layer, operand in PLACES}
+    means = {f"{name}/{operand}" for name in MEANS for operand in OPERANDS}
+    assert set(events.Tags()["scalars"]) == {*of_each, *means, "loss", "epoch"}
+    steps = [event.step for event in events.Scalars("loss")]
+    assert steps == [1, 3, 5]
+    for tag in (*of_each, *means):
+        assert [event.step for event in events.Scalars(tag)] == steps, tag
+        assert all(math.isfinite(event.value) for event in events.Scalars(tag)), tag
+
+
+def test_means_are_there_for_other_callbacks() -> None:
+    seen: list[set[str]] = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            seen.append({name for name in trainer.callback_metrics if name.split("/")[0] in NAMES})
+
+    trainer(QuantizationMonitor(), Looks(), max_steps=2).fit(Two())
+    assert seen == [set(), {f"{name}/{operand}" for name in MEANS for operand in OPERANDS}]
+
+
+def test_without_converted_layers_nothing_is_logged() -> None:
+    run = trainer(QuantizationMonitor(), plugin=None)
+    run.fit(Two())
+    assert logged(run) == {}
+    assert not any("/" in name for name in run.callback_metrics)
+
+
+def test_without_a_logger() -> None:
+    """Numbers are for the report and for alerts."""
+    monitor = QuantizationMonitor()
+    run = trainer(monitor, logger=False)
+    run.fit(Two())
+    data = monitor.report_data(run)["quantized_operands"]
+    assert data["step"] == 4
+    assert set(data["layers"]) == set(LAYERS)
+
+
+def test_reported() -> None:
+    monitor = QuantizationMonitor(weights=False)
+    run = trainer(monitor)
+    assert monitor.report_data(run)["quantized_operands"] == {"step": 0, "layers": {}}
+    run.fit(Two())
+    last = of_layers(logged(run)[3])
+    data = monitor.report_data(run)["quantized_operands"]
+    assert data["step"] == 4
+    assert set(last) == set(PLACES)
+    for (layer, operand), numbers in last.items():
+        assert data["layers"][layer][operand] == pytest.approx(numbers, rel=1e-6)
+    section = monitor.report_sections(run)[0]
+    assert section.title == "Quantized operands"
+    picture, table = section.blocks
+    assert isinstance(picture, HeatMap)
+    assert (list(picture.rows), list(picture.columns)) == (LAYERS, list(OPERANDS))
+    assert "At step 4" in picture.caption
+    for layer, row in zip(picture.rows, picture.values, strict=True):
+        expected = [last.get((layer, operand), {}).get("sqnr") for operand in picture.columns]
+        assert row == [None if value is None else pytest.approx(value) for value in expected]
+    assert isinstance(table, Table)
+    assert [row[0] for row in table.rows] == list(OPERANDS)
+    for operand, underflow, saturation, least, largest in table.rows:
+        of_one = [numbers for (_, name), numbers in last.items() if name == operand]
+        assert float(underflow.strip("%")) / 100 == pytest.approx(max(n["underflow"] for n in of_one), abs=1e-4)
+        assert float(saturation.strip("%")) / 100 == pytest.approx(max(n["saturation"] for n in of_one), abs=1e-4)
+        assert float(least) == pytest.approx(min(n["scale_min"] for n in of_one), rel=1e-2)
+        assert float(largest) == pytest.approx(max(n["scale_max"] for n in of_one), rel=1e-2)
+
+
+def test_the_report_shows_operands_of_the_last_step_that_had_some() -> None:
+    monitor = QuantizationMonitor()
+    run = trainer(PrecisionSwitch("bf16", step=2), monitor)
+    run.fit(Two())
+    assert monitor.report_data(run)["quantized_operands"]["step"] == 2
+    assert [section.title for section in monitor.report_sections(run)] == ["Quantized operands", "Quantized weights"]

@@ -1,0 +1,185 @@
+"""Alerts, state, report and refusals of the outlier monitor."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_lowbit import OutlierMonitor, RunReport
+from lightning_lowbit.report.html import Table
+from tests.callbacks.monitors.outliers.runs import LAYERS, Model, fit, logged, trainer
+from tests.lightnings import (
+    BoringModel,
+    MisconfigurationException,
+    TensorBoardLogger,
+)
+
+
+def texts(said: pytest.WarningsRecorder) -> list[str]:
+    return [str(one.message) for one in said if str(one.message).startswith("OutlierMonitor")]
+
+
+def test_a_channel_takes_off() -> None:
+    plan = {**dict.fromkeys(range(40), 6.0), 15: 60.1, 18: 200.0, 20: 1400.0}
+    with pytest.warns(UserWarning) as said:
+        fit(Model(plan), OutlierMonitor(["up_proj"], swiglu=False), max_steps=24)
+    text, worse = texts(said)
+    assert "mlp.up_proj, step 21: channel 5" in worse
+    assert worse.endswith("It is much worse than at step 16.")
+    assert "mlp.up_proj, step 16: channel 5 of what enters it reaches 60.1, where the largest of all was 6" in text
+
+
+def test_takeoff_needs_measurements_and_can_be_changed() -> None:
+    six = dict.fromkeys(range(40), 6.0)
+    fit(Model({**six, 9: 700.0}), OutlierMonitor(["up_proj"], swiglu=False), max_steps=10)  # warnings are errors
+    fit(Model({**six, 15: 59.9}), OutlierMonitor(["up_proj"], swiglu=False), max_steps=16)
+    fit(Model({**six, 15: 700.0}), OutlierMonitor(["up_proj"], swiglu=False, takeoff=None), max_steps=16)
+    with pytest.warns(UserWarning, match=r"up_proj, step 11: channel 5 .* reaches 12.1"):
+        fit(Model({**six, 10: 12.1}), OutlierMonitor(["up_proj"], swiglu=False, takeoff=2.0), max_steps=11)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_not_finite(value: float) -> None:
+    class Still(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return 0 * self.lm_head.bias.sum() + 0 * torch.nan_to_num(super().training_step(batch, batch_idx)).detach()
+
+    monitor = OutlierMonitor(["up_proj", "lm_head"])
+    with pytest.warns(UserWarning) as said:
+        found = fit(Still({3: value, 4: value}), monitor)
+    (text,) = texts(said)
+    assert ": 2 layers, the worst mlp.up_proj, step 4: what enters it is not finite" in text
+    assert not math.isfinite(found[4]["activation_max/mlp.up_proj"])
+    assert math.isnan(found[4]["kurtosis/mlp.up_proj"])
+    assert monitor.state_dict()["means"]["mlp.up_proj"]["count"] == 4, "what is not finite enters the mean"
+
+
+def test_alignment_names_its_channels() -> None:
+    model = Model()
+    with torch.no_grad():
+        for channel in (2, 7):
+            model.mlp.up_proj.weight[channel] = -3 * model.mlp.gate_proj.weight[channel]
+    with pytest.warns(UserWarning) as said:
+        found = fit(model, OutlierMonitor(alignment_limit=0.95))
+    (text,) = texts(said)
+    assert "mlp, step 1: channels " in text
+    named = text.split("channels ")[1].split(" have")[0]
+    assert sorted(int(one.split()[0]) for one in named.split(", ")) == [2, 7]
+    assert "above 0.95 (alignment_limit)" in text
+    assert found[1]["alignment/mlp"] > 0.99
+    fit(model, OutlierMonitor(alignment_limit=None), max_steps=1)
+    with torch.no_grad():
+        model.mlp.up_proj.weight.copy_(model.mlp.gate_proj.weight)
+    with pytest.warns(UserWarning, match="and 9 more channels have"):
+        fit(model, max_steps=1)
+    with torch.no_grad():
+        nn.init.normal_(model.mlp.up_proj.weight)
+        model.mlp.up_proj.weight[4] = model.mlp.gate_proj.weight[4]
+    with pytest.warns(UserWarning, match=r"step 1: channel 4 \(0.99\d|1.000\) has"):
+        fit(model, OutlierMonitor(alignment_limit=0.97), max_steps=1)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one() -> None:
+    plan = {**dict.fromkeys(range(40), 6.0), 9: 9.0, 12: 61.0, 16: 200.0}
+    curves, states = [], []
+    for name, steps, resumed in (("whole", 18, None), ("half", 14, None), ("rest", 18, "half.ckpt")):
+        monitor = OutlierMonitor(["up_proj"], swiglu=False, takeoff=9.0)
+        run = trainer(monitor, max_steps=steps, logger=TensorBoardLogger(name), limit_train_batches=1)
+        model = Model(plan)
+        if name == "rest":
+            run.fit(model, ckpt_path=resumed, weights_only=True)  # what was said is not repeated
+        else:
+            with pytest.warns(UserWarning, match="up_proj, step 13: channel 5"):
+                run.fit(model)
+        run.save_checkpoint(f"{name}.ckpt")
+        curves.append(logged(run))
+        states.append(monitor.state_dict())
+    assert curves[0] == curves[1] | curves[2]
+    assert states[0] == states[2]
+    assert torch.load("half.ckpt", weights_only=True)["callbacks"]["OutlierMonitor"] == states[1]
+    assert states[1]["means"]["mlp.up_proj"]["count"] == 14
+
+
+def test_another_run_begins_anew() -> None:
+    monitor = OutlierMonitor(["up_proj"], swiglu=False)
+    for _ in range(2):
+        trainer(monitor).fit(Model())
+        assert monitor.state_dict()["means"]["mlp.up_proj"]["count"] == 6
+
+
+def test_reported() -> None:
+    plan = {**dict.fromkeys(range(40), 6.0), 13: 100.0}
+    monitor = OutlierMonitor()
+    with pytest.warns(UserWarning, match="takeoff=10"):
+        run = trainer(RunReport(), monitor, max_steps=14)
+        run.fit(Model(plan))
+    layers, mlps = monitor.report_sections(run)[0].blocks
+    assert isinstance(layers, Table)
+    assert isinstance(mlps, Table)
+    assert [row[0] for row in layers.rows] == LAYERS
+    assert layers.rows[1][1] == "100"
+    assert layers.rows[1][-1] == "takeoff"
+    assert [row[0] for row in mlps.rows] == ["mlp"]
+    assert "At step 14" in str(layers.caption)
+    found = json.loads(Path("run.json").read_text())["summary"]["outliers"]
+    assert found["step"] == 14
+    assert found["alerts"] == monitor.report_alerts(run)
+    assert found["layers"]["mlp.up_proj"]["activation_max"] == 100
+    assert found["mlps"]["mlp"].keys() == {"alignment", "gate_norm"}
+    assert "Outliers" in Path("report.html").read_text()
+
+
+def test_reported_without_a_step() -> None:
+    assert "No step" in str(OutlierMonitor().report_sections(trainer())[0].blocks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"swiglu": "yes"}, "swiglu is True, False or None, which looks where it can; got 'yes'"),
+        ({"swiglu": 1}, "looks where it can; got 1"),
+        ({"k": 0}, "k is how many times the rms an outlier exceeds, above 0; got 0"),
+        ({"k": math.inf}, "above 0; got inf"),
+        ({"k": None}, "above 0; got None"),
+        ({"alignment_limit": 1.5}, r"alignment_limit is a \|cos\|, above 0 and at most 1, or None; got 1.5"),
+        ({"alignment_limit": 0}, "or None; got 0"),
+        ({"takeoff": 1}, "takeoff is how many times the mean is too much, above 1, or None; got 1"),
+        ({"takeoff": math.nan}, "or None; got nan"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OutlierMonitor(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (["mlp", "q_proj"], "layers: the pattern 'q_proj' matches no linear layer. There are 4, e.g. mlp.gate_proj"),
+        ("mlp", "layers is a list of patterns; got the string 'mlp'"),
+    ],
+)
+def test_bad_patterns(layers: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(OutlierMonitor(layers)).fit(Model())
+
+
+def test_what_is_not_there() -> None:
+    class Convolution(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.mlp, self.lm_head
+            self.layer = nn.Conv1d(1, 1, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.silu(self.layer(x[:, None]))
+
+    with pytest.raises(MisconfigurationException, match="Convolution holds none: leave it out"):
+        trainer(OutlierMonitor()).fit(Convolution())
+    with pytest.raises(MisconfigurationException, match="swiglu=True looks at SwiGLUs, and BoringModel holds none"):
+        trainer(OutlierMonitor(swiglu=True)).fit(BoringModel())

@@ -1,0 +1,77 @@
+"""Runs whose quantization errors are monitored."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import TernaryPrecision
+from tests.lightnings import BoringModel, Callback, CSVLogger, RandomDataset, Trainer
+
+LAYERS = ("layer.0", "layer.2")
+
+
+SHARES = {"minus", "zeros", "plus"}
+
+
+ALL = {*SHARES, "flips", "distance"}
+
+
+class Two(BoringModel):
+    """Steps that flip codes, on data that differ from step to step."""
+
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1), nn.Linear(32, 2))
+        self.lr = lr
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(RandomDataset(32, 64), batch_size=2)
+
+
+class AtStep(Callback):
+    """Does something to a run before one of its batches."""
+
+    def __init__(self, batch: int, action: Callable[[Trainer], Any]) -> None:
+        self.batch, self.action = batch, action
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            self.action(trainer)
+
+
+def trainer(*callbacks: Callback, plugin: Any = None, **kwargs: Any) -> Trainer:
+    defaults = {
+        "max_steps": 6,
+        "log_every_n_steps": 2,
+        "limit_val_batches": 0,
+        "logger": CSVLogger("logs"),
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    plugins = [plugin or TernaryPrecision()]
+    return Trainer(accelerator="cpu", plugins=plugins, callbacks=list(callbacks), **{**defaults, **kwargs})
+
+
+def rows(run: Trainer) -> dict[int, dict[str, float]]:
+    """What was logged of weights, by the step it was logged at."""
+    assert run.logger is not None
+    path = Path(run.logger.experiment.metrics_file_path)
+    found = {}
+    for row in csv.DictReader(path.read_text().splitlines()) if path.exists() else ():
+        values = {name: float(value) for name, value in row.items() if value and name.split("/")[0] in ALL}
+        if values:
+            found[int(row["step"])] = values
+    return found
+
+
+def zeros(weight: Tensor) -> None:
+    weight.zero_()

@@ -1,0 +1,255 @@
+"""Columns that the quantization monitor logs."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbit import IntegerPrecision, LowBitPrecision, TernaryPrecision
+from lightning_lowbit.callbacks.monitors import quantization
+from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
+from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, SHARES, AtStep, Two, rows, trainer
+from tests.lightnings import Callback, MisconfigurationException, Trainer
+
+
+class Manual(Two):
+    """Two optimizers, each of which steps in every batch; the first one twice."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for optimizer in (*self.optimizers(), self.optimizers()[0]):
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.layer[i].parameters(), lr=self.lr) for i in (0, 2)]
+
+
+def codes(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Levels, and the weight in units of its scale before it is rounded. A group of 128 is a row here."""
+    w = weight.detach().to(torch.bfloat16).float()
+    if kind == "ternary":
+        w = w * torch.ones(()).div(w.abs().mean())
+        return w.round().clamp(-1, 1), w
+    if kind == "int4":
+        amax = w.abs().amax(1, keepdim=True)
+        w = w * torch.full_like(amax, 7).div(amax)
+        return w.round(), w
+    low, high = w.amin(1, keepdim=True), w.amax(1, keepdim=True)  # on either side of 0
+    steps = torch.full_like(low, 15).div(high - low)
+    zero = (-low * steps).round()
+    return torch.minimum(torch.maximum((w * steps).round(), -zero), 15 - zero), w * steps
+
+
+def columns(before: Tensor, after: Tensor, kind: str) -> dict[str, float]:
+    """What is logged of one weight; distances with zero points are left to the tests of the metric."""
+    (old, _), (new, w) = codes(before, kind), codes(after, kind)
+    found = {"flips": (old != new).float().mean().item()}
+    if kind == "ternary":
+        shares = {"minus": new == -1, "zeros": new == 0, "plus": new == 1}
+        found |= {name: where.float().mean().item() for name, where in shares.items()}
+        found["distance"] = (w.abs() - 0.5).abs().mean().item()
+    elif kind == "int4":
+        thresholds = torch.arange(-6.5, 7)
+        found["distance"] = (w[..., None] - thresholds).abs().amin(-1).mean().item()
+    return found
+
+
+class Witness(Callback):
+    """Weights before and after every batch."""
+
+    def __init__(self) -> None:
+        self.weights: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+        self.grads: list[list[Tensor | None]] = []
+
+    @staticmethod
+    def _copies(module: Any) -> dict[str, Tensor]:
+        return {name: module.get_submodule(name).weight.detach().clone() for name in LAYERS}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self._before = self._copies(pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.weights.append((self._before, self._copies(pl_module)))
+        self.grads.append([None if p.grad is None else p.grad.clone() for p in pl_module.parameters()])
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize(
+    ("kind", "plugin"),
+    [
+        ("ternary", TernaryPrecision),
+        ("int4", lambda: LowBitPrecision("int4")),
+        ("zero points", lambda: IntegerPrecision(4, 8, group="row", symmetric=False)),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_columns_are_those_of_the_step(kind: str, plugin: Any, accumulate: int) -> None:
+    witness = Witness()
+    run = trainer(witness, QuantizationMonitor(), plugin=plugin(), accumulate_grad_batches=accumulate, max_steps=5)
+    run.fit(Two())
+    logged = rows(run)
+    assert list(logged) == [1, 3], "Lightning numbers the first step 0, and every second one is logged"
+    flips = []
+    for step, row in logged.items():
+        before, after = witness.weights[(step + 1) * accumulate - 1]
+        expected = {}
+        for layer in LAYERS:
+            found = columns(before[layer], after[layer], kind)
+            expected |= {f"{name}/fprop_w/{layer}": value for name, value in found.items()}
+            flips.append(found["flips"])
+        names = ALL if kind == "ternary" else ALL - SHARES
+        assert set(row) == {f"{name}/fprop_w/{layer}" for name in names for layer in LAYERS}
+        assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6), f"step {step}"
+    assert max(flips) > 0, "the run does not test what it should"
+
+
+def test_several_optimizers() -> None:
+    """Flips of a batch are those from before its first step to after its last one."""
+    witness = Witness()
+    run = trainer(witness, QuantizationMonitor(), max_steps=12)
+    run.fit(Manual())
+    logged = rows(run)
+    assert list(logged) == [1, 3], "three optimizer steps a batch"
+    for step, row in logged.items():
+        before, after = witness.weights[step]
+        for layer in LAYERS:
+            flips = row[f"flips/fprop_w/{layer}"]
+            assert flips == pytest.approx(columns(before[layer], after[layer], "ternary")["flips"])
+            assert flips > 0, "the run does not test what it should"
+
+
+def test_a_batch_without_a_step() -> None:
+    class Skips(Manual):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            if batch_idx < 2:
+                super().training_step(batch, batch_idx)
+
+    run = trainer(QuantizationMonitor(), max_steps=-1, max_epochs=1, limit_train_batches=4)
+    run.fit(Skips())
+    with_step, without = rows(run).values()
+    assert {name.partition("/")[0] for name in with_step} == ALL
+    assert {name.partition("/")[0] for name in without} == ALL - {"flips"}, "those of the last step are logged again"
+
+
+def test_nothing_is_computed_in_other_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    original = quantization.latent_weights
+    run = trainer(QuantizationMonitor(), accumulate_grad_batches=2, log_every_n_steps=3, max_steps=7)
+
+    def spy(*arguments: Any) -> Any:
+        steps.append(run.global_step)
+        return original(*arguments)
+
+    monkeypatch.setattr(quantization, "latent_weights", spy)
+    run.fit(Two())
+    assert steps == [2, 3, 5, 6], "before and after the third and the sixth step"
+
+
+def test_codes_are_kept_for_a_step_only() -> None:
+    """Also where the phase has changed by its end."""
+    kept = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            kept.append(len(monitor._before))
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trainer.precision_plugin.set_phase("bf16" if batch_idx == 2 else "fqt")
+
+    monitor = QuantizationMonitor()
+    trainer(Look(), monitor, log_every_n_steps=1).fit(Two())
+    assert kept == [0] * 6
+
+
+@pytest.mark.parametrize("plugin", [TernaryPrecision, lambda: LowBitPrecision("nvfp4")])
+def test_watching_changes_nothing(plugin: Any) -> None:
+    """Gradients, weights and random numbers (dropout, stochastic rounding) are those of a run without the monitor."""
+    witnesses, draws = [Witness(), Witness()], []
+    for witness, callbacks in zip(witnesses, ([], [QuantizationMonitor()]), strict=True):
+        torch.manual_seed(1)
+        trainer(*callbacks, witness, plugin=plugin(), log_every_n_steps=1, accumulate_grad_batches=2).fit(Two())
+        draws.append(torch.rand(4))
+    assert torch.equal(*draws), "the generator is not where it was"
+    for (_, one), (_, other) in zip(*(witness.weights for witness in witnesses), strict=True):
+        assert all(torch.equal(one[layer], other[layer]) for layer in LAYERS), "weights differ"
+    for one, other in zip(*(witness.grads for witness in witnesses), strict=True):
+        assert [a is None for a in one] == [b is None for b in other], "a gradient is left, or gone"
+        assert all(a is None or torch.equal(a, b) for a, b in zip(one, other, strict=True)), "gradients differ"
+
+
+@pytest.mark.parametrize("off", ["phase", "λ"])
+def test_nothing_is_logged_while_weights_are_not_quantized(off: str) -> None:
+    def switch(on: bool) -> Callable[[Trainer], None]:
+        if off == "phase":
+            return lambda run: run.precision_plugin.set_phase("fqt" if on else "bf16")
+        return lambda run: run.precision_plugin.set_blend(0.5 if on else 0.0)
+
+    run = trainer(AtStep(2, switch(False)), AtStep(4, switch(True)), QuantizationMonitor(), log_every_n_steps=1)
+    run.fit(Two())
+    assert list(rows(run)) == [0, 1, 4, 5], "what Lightning logged before it logs again"
+
+
+def test_no_layer_is_quantized() -> None:
+    run = trainer(QuantizationMonitor(), plugin=LowBitPrecision("bf16"))
+    run.fit(Two())
+    assert rows(run) == {}
+
+
+@pytest.mark.slow
+def test_only_some_layers_with_clean_names() -> None:
+    class Wrapped(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.compile(self.layer, backend="eager")
+
+    run = trainer(QuantizationMonitor(only=[r"layer\.2"]), log_every_n_steps=6)
+    run.fit(Wrapped())
+    (row,) = rows(run).values()
+    assert set(row) == {f"{name}/fprop_w/layer.2" for name in ALL}
+
+
+@pytest.mark.parametrize(
+    ("only", "message"),
+    [
+        (["layer.7"], "only: the pattern 'layer.7' matches no linear layer. There are 2"),
+        ("layer.2", "list of patterns"),
+    ],
+)
+def test_patterns_that_match_nothing(only: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(QuantizationMonitor(only=only), logger=False).fit(Two())
+
+
+def test_flat_weights_are_left_out_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of FSDP1, of which no stretch is a matrix; operands are there as they always are."""
+    monkeypatch.setattr(quantization, "has_flat_weights", lambda run: True)
+    run = trainer(monitor := QuantizationMonitor())
+    run.fit(Two())
+    assert rows(run) == {}
+    data = monitor.report_data(run)
+    assert data["quantized_weights"]["layers"] == {}
+    assert set(data["quantized_operands"]["layers"]) == set(LAYERS)
+    with pytest.raises(MisconfigurationException, match=r"QuantizationMonitor\(weights=True\) needs weights that are"):
+        trainer(QuantizationMonitor(weights=True)).fit(Two())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"no_flips_for": 0}, "no_flips_for is a number of optimizer steps, 1 or more; got 0"),
+        ({"no_flips_for": 10.0}, "got 10.0"),
+        ({"zeros_tolerance": 0}, "zeros_tolerance is a share of elements, above 0 and at most 1; got 0"),
+        ({"zeros_tolerance": 1.5}, "got 1.5"),
+        ({"zeros_tolerance": math.nan}, "got nan"),
+        ({"zeros_tolerance": "a"}, "a share of elements, above 0 and at most 1; got 'a'"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantizationMonitor(**arguments)

@@ -1,0 +1,168 @@
+"""Resets in real runs, resumed runs, and what is refused."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import Cast, LowBitPrecision, TernaryPrecision, quantize
+from lightning_lowbit.callbacks import osci_reset
+from lightning_lowbit.callbacks.osci_reset import OsciReset
+from tests.callbacks.osci_reset.weights import WEIGHT, Row, Watch, fit, logged, reset_at, trainer
+from tests.lightnings import BoringModel, Callback, CSVLogger, MisconfigurationException, RandomDataset, Trainer
+
+
+class Small(BoringModel):
+    """Steps that are small beside the bins, on data that differ from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 16)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x).relu())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(RandomDataset(32, 64), batch_size=2)
+
+
+def slow(path: list[Tensor], cast: Cast, threshold: float) -> Iterator[bool]:
+    """Whether each element oscillates, by a loop over the steps of a window."""
+    quantized = [quantize(weight.bfloat16(), cast) for weight in path]
+    codes = [q.codes.flatten().tolist() for q in quantized]
+    values = [q.dequantize().flatten().tolist() for q in quantized]
+    weights = [weight.flatten().tolist() for weight in path]
+    for i in range(path[0].numel()):
+        steps = range(1, len(path))
+        moved = sum(abs(weights[t][i] - weights[t - 1][i]) for t in steps)
+        jumped = sum(abs(values[t][i] - values[t - 1][i]) for t in steps if codes[t][i] != codes[t - 1][i])
+        yield moved > 0 and jumped >= threshold * moved
+
+
+@pytest.mark.parametrize("plugin", [TernaryPrecision, lambda: LowBitPrecision("nvfp4")])
+def test_a_real_run(plugin: Any) -> None:
+    before, after = Watch(), Watch()
+    model, run = Small(), trainer(before, OsciReset(window=6, every=8), after, plugin=plugin(), max_steps=16)
+    first = model.layer.weight.detach().clone()
+    run.fit(model)
+    cast = model.layer.casts.fprop_w
+    number = 0
+    for begin, end in ((0, 6), (8, 14)):
+        path = [after.weights[begin - 1] if begin else first, *before.weights[begin:end]]
+        expected = torch.tensor(list(slow(path, cast, 8.0))).view_as(first)
+        number += expected.sum().item()
+        centers = quantize(path[-1].bfloat16(), cast).dequantize()
+        torch.testing.assert_close(after.weights[end - 1], torch.where(expected, centers, path[-1]), rtol=0, atol=0)
+    assert number > 0, "the run does not test what it should"
+    for step in {*range(16)} - {5, 13}:
+        assert torch.equal(before.weights[step], after.weights[step]), f"reset in step {step}"
+
+
+def test_the_moments_stay() -> None:
+    class Moments(Callback):
+        def __init__(self) -> None:
+            self.seen: list[Tensor] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            state = trainer.optimizers[0].state[pl_module.layer.weight]
+            self.seen.append(torch.stack([state["exp_avg"], state["exp_avg_sq"]]).clone())
+
+    before, after = Moments(), Moments()
+    run = trainer(before, OsciReset(window=2, every=2), after, plugin=TernaryPrecision(), max_steps=4)
+    run.fit(Small())
+    assert torch.equal(torch.stack(before.seen), torch.stack(after.seen))
+    assert run.callback_metrics["reset/fprop_w/layer"] > 0, "the run does not test what it should"
+
+
+@pytest.mark.parametrize("at", [3, 4, 5, 6, 9, 10])
+def test_a_resumed_run_goes_on_with_its_window(tmp_path: Path, at: int) -> None:
+    """Windows are open from 0 to 5 and from 10 to 15; checkpoints lie within, at the ends and in between.
+
+    Were paths of the first four steps lost, the fifth alone would not reach the threshold, or too easily.
+    """
+
+    class Keep(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == at:
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+
+    def run(*callbacks: Callback, **kwargs: Any) -> tuple[Tensor, dict[int, Any]]:
+        made = trainer(
+            OsciReset(window=5, every=10, threshold=12),
+            *callbacks,
+            max_steps=16,
+            limit_train_batches=1,
+            logger=CSVLogger("logs"),
+        )
+        model = Row()
+        made.fit(model, **kwargs)
+        return model.layer.weight.detach(), logged(made)
+
+    whole, rows = run(Keep())
+    resumed, more = run(ckpt_path=tmp_path / "x.ckpt", weights_only=True)
+    assert list(rows) == [4, 14], "the run does not test what it should"
+    assert rows[4] == {"reset/fprop_w/layer": 2 / 8}
+    assert more == {step: row for step, row in rows.items() if step >= at}
+    assert torch.equal(whole, resumed)
+
+
+def test_a_window_is_part_of_the_checkpoint_while_it_is_open(tmp_path: Path) -> None:
+    for steps, size in ((3, 2 * WEIGHT[0].numel()), (5, 0)):
+        run = trainer(OsciReset(window=4, every=10), max_steps=steps)
+        run.fit(Row())
+        run.save_checkpoint(tmp_path / "x.ckpt")
+        (state,) = torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"].values()
+        assert sum(tensor.numel() for paths in state["paths"].values() for tensor in paths.values()) == size
+        loaded = OsciReset(window=4, every=10)
+        loaded.load_state_dict(state)
+        assert loaded.state_dict() == state, "what is loaded and saved again before training starts is lost"
+
+
+def test_another_run_begins_anew() -> None:
+    reset = OsciReset(window=4, every=10)
+    fit(reset, max_steps=2)
+    assert reset_at(fit(reset, max_steps=6)) == {4: ["oscillating", "oscillating below 0"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"window": 1}, "window is a number of optimizer steps, 2 or more; got 1"),
+        ({"window": 50.0}, "got 50.0"),
+        ({"window": 50, "every": 49}, "every is a number of optimizer steps, no fewer than window, 50 or more; got 49"),
+        ({"threshold": 1}, "threshold is the ratio of two paths, above 1; got 1"),
+        ({"threshold": math.nan}, "got nan"),
+        ({"threshold": math.inf}, "got inf"),
+        ({"threshold": "8"}, "above 1; got '8'"),
+        ({"start": -1}, "start is a number of optimizer steps, 0 or more; got -1"),
+        ({"start": 0.6}, "got 0.6"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OsciReset(**arguments)
+
+
+@pytest.mark.parametrize("casts", ["bf16", "ufp4", {"preset": "int4", "fprop_w": {"rounding": "stochastic"}}], ids=str)
+def test_nothing_to_act_on(casts: Any) -> None:
+    with pytest.raises(MisconfigurationException, match="OsciReset acts on .* and of 1 converted layers none has one"):
+        fit(OsciReset(), plugin=LowBitPrecision(casts))
+
+
+def test_sharded_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(callback: Any, run: Any, module: Any) -> Any:
+        assert isinstance(callback, OsciReset) and isinstance(run, Trainer) and isinstance(module, Row)
+        raise MisconfigurationException("sharded")
+
+    monkeypatch.setattr(osci_reset, "whole_layers", refuse)
+    with pytest.raises(MisconfigurationException, match="sharded"):
+        fit(OsciReset())

@@ -1,0 +1,56 @@
+"""Runs with a precision summary."""
+
+from torch import nn
+
+from lightning_lowbit import (
+    FP4Precision,
+    PrecisionSummary,
+)
+from tests.lightnings import BoringModel, Trainer
+
+# Of Two, with one sample in a batch: the first layer's input needs no gradient.
+FIRST, LAST = 2 * 32 * 32, 2 * 32 * 2
+
+
+TOTAL = 2 * FIRST + 3 * LAST
+
+
+SKIP = {"skip": ["layer.2"]}
+
+
+BITS = {
+    "fqt": (4.5 * 2 * FIRST + 16 * 3 * LAST) / TOTAL,
+    "qaf": (4.5 * FIRST + 16 * (FIRST + 3 * LAST)) / TOTAL,
+}
+
+
+class Two(BoringModel):
+    """Two layers, the second of which the runs here leave alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
+
+
+def trainer_with(*callbacks, plugin=None, **kwargs):
+    defaults = {
+        "max_steps": 2,
+        "limit_train_batches": 4,
+        "limit_val_batches": 0,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    if "precision" not in kwargs:
+        kwargs["plugins"] = [plugin or FP4Precision(**SKIP)]
+    return Trainer(accelerator="cpu", callbacks=list(callbacks), **{**defaults, **kwargs})
+
+
+def fit(*callbacks, model=None, ckpt_path=None, **kwargs):
+    """Runs, and returns the summary among the callbacks."""
+    trainer_with(*callbacks, **kwargs).fit(model or Two(), ckpt_path=ckpt_path)
+    return next((callback for callback in callbacks if isinstance(callback, PrecisionSummary)), None)
+
+
+CAPTION, COVERAGE, AVERAGE = "weights and biases of converted layers", "Coverage: ", "Average over the run: "

@@ -1,0 +1,212 @@
+"""The precision summary as JSON and in reports; it changes nothing."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as module_globals
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from lightning_lowbit import (
+    FP8Precision,
+    GradientNoiseMonitor,
+    LowBitPrecision,
+    PrecisionSummary,
+    QAFSwitch,
+    convert,
+)
+from lightning_lowbit.callbacks.layer_table import layer_table
+from tests.callbacks.precision_summary.runs import AVERAGE, BITS, COVERAGE, FIRST, LAST, TOTAL, Two, fit, trainer_with
+from tests.lightnings import BoringModel, Callback, TensorBoardLogger, Trainer
+
+
+def traces():
+    hooks = [len(getattr(module_globals, name)) for name in vars(module_globals) if name.endswith("_hooks")]
+    return hooks, list(_get_current_dispatch_mode_stack())
+
+
+def test_writes_json_beside_the_log(tmp_path):
+    summary = fit(
+        PrecisionSummary("bits.json", quiet=True), QAFSwitch(step=1), logger=TensorBoardLogger(tmp_path), max_steps=2
+    )
+    folder = tmp_path / "lightning_logs" / "version_0"
+    data = json.loads((folder / "bits.json").read_text())
+    casts = data["layers"][0].pop("casts")
+    assert data.pop("layers") == [{"name": "layer.0", "in": 32, "out": 32, "native": []}]
+    assert casts["fprop_x"] == "e2m1/e4m3:1x16+fp32"
+    assert casts["wgrad_g"].endswith("~")
+    assert data == {
+        "flops_per_micro_batch": TOTAL,
+        "coverage": pytest.approx(2 * FIRST / TOTAL),
+        "bits_by_phase": {"fqt": pytest.approx(BITS["fqt"]), "qaf": pytest.approx(BITS["qaf"])},
+        "average_bits": pytest.approx(summary.average_bits()),
+        "optimizer_steps_by_phase": {"fqt": 1, "qaf": 1},
+        "uncovered": {"layer.2": 3 * LAST},
+        "uncounted": [],
+    }
+    assert not list(folder.glob(".*")), "a partial file was left"
+
+
+@pytest.mark.parametrize(
+    ("plugin", "has_tensor_cores", "where", "native"),
+    [
+        (lambda: FP8Precision("current"), True, "native", ["fprop", "dgrad", "wgrad"]),
+        (lambda: FP8Precision("current"), False, "emulated", []),
+        (lambda: FP8Precision("current", backend="emulated"), True, "emulated", []),
+        (lambda: FP8Precision("mx"), True, "emulated", []),
+        (lambda: FP8Precision("row", overrides={r"layer\.\d": "bf16"}), True, "", []),
+        (
+            lambda: LowBitPrecision({"preset": "fp8-row", "dgrad_w": "fprop"}),  # rows along the other axis
+            True,
+            "native fprop, wgrad; emulated dgrad",
+            ["fprop", "wgrad"],
+        ),
+    ],
+)
+def test_says_which_layers_run_natively(monkeypatch, plugin, has_tensor_cores, where, native):
+    obstacle = None if has_tensor_cores else "no tensor cores"
+    monkeypatch.setattr("lightning_lowbit.nn.linear.native_obstacle", lambda device, kind: obstacle)
+    summary, model = PrecisionSummary(quiet=True), Two()
+    trainer = trainer_with(summary, plugin=plugin())
+    trainer.fit(model)
+    assert [row[-1] for row in layer_table(model).rows] == [where, where]
+    assert [layer["native"] for layer in summary.report_data(trainer)["layers"]] == [native, native]
+    share = sum(summary.counter.native_shares(torch.device("cpu")).values())
+    assert (share == 1) == (where == "native"), f"{share:.0%} of the FLOPs are said to be native"
+
+
+def test_writes_nothing_without_a_logger(tmp_path):
+    fit(PrecisionSummary(quiet=True))
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_reports_are_plain_data():
+    summary = PrecisionSummary(quiet=True)
+    trainer = trainer_with(summary)
+    trainer.fit(Two())
+    data = summary.report_data(trainer)
+    assert json.loads(json.dumps(data)) == data
+    sections = summary.report_sections(trainer)
+    assert [section.title for section in sections] == ["Layers and casts", "Coverage"]
+    text = json.dumps([asdict(section) for section in sections])
+    assert "layer.0" in text
+    assert COVERAGE in text
+    assert AVERAGE in text
+
+
+def test_a_report_without_a_step():
+    summary = PrecisionSummary(quiet=True)
+    trainer = trainer_with(summary)
+    summary.on_train_start(trainer, Two())
+    assert "No training step was taken." in json.dumps(
+        [asdict(section) for section in summary.report_sections(trainer)]
+    )
+    assert json.dumps(summary.report_data(trainer))
+
+
+def test_results_are_the_same_to_the_bit():
+    class Watch(Callback):
+        def __init__(self):
+            self.seen = []
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.seen.append(outputs["loss"].detach().clone())
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            self.seen += [p.grad.clone() for p in pl_module.parameters()]
+
+    def run(*callbacks):
+        torch.manual_seed(1)
+        watch = Watch()
+        fit(*callbacks, watch)
+        return watch.seen
+
+    found, expected = run(PrecisionSummary(quiet=True)), run()
+    assert len(found) == 2 * 5
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_further_draw_is_not_counted(order):
+    summary = PrecisionSummary(quiet=True)
+    fit(*[summary, GradientNoiseMonitor(1)][::order], model=Two())
+    assert summary.coverage().flops == summary.counter.model_flops == TOTAL
+    assert summary.coverage().uncovered == {"layer.2": 3 * LAST}
+    assert not summary.coverage().uncounted
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_after_backward", "on_before_optimizer_step"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyError])
+def test_an_exception_in_the_first_step(where, error):
+    """It arrives as it was, no counter stays, and what was half measured is not told as if it were all."""
+    model, summary, before = Two(), PrecisionSummary(), traces()
+
+    def fail(*_):
+        raise error("broken")
+
+    setattr(model, where, fail)
+    trainer = trainer_with(summary)
+    with pytest.raises(error, match="broken") as caught:
+        trainer.fit(model)
+    assert caught.value.__context__ is None, "masked by another exception"
+    assert traces() == before
+    if where != "on_before_optimizer_step":
+        with pytest.raises(RuntimeError, match="there was none yet"):
+            summary.coverage()
+        assert "coverage" not in summary.report_data(trainer)
+
+
+def test_nothing_is_left_behind():
+    before = traces()
+    fit(PrecisionSummary(quiet=True))
+    assert traces() == before
+
+
+def test_counts_the_first_step_only():
+    """The others run without a dispatch mode."""
+
+    class Watch(Callback):
+        def __init__(self):
+            self.modes = []
+
+        def on_before_backward(self, *_):
+            self.modes.append(len(_get_current_dispatch_mode_stack()))
+
+    watch = Watch()
+    fit(PrecisionSummary(quiet=True), watch, max_steps=3)
+    assert watch.modes == [1, 0, 0]
+
+
+def test_names_in_the_tables(capsys):
+    """Numbers that are missing in a row are not in its name; tied weights are counted once."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(5))
+    convert(model, "nvfp4", overrides={r"layers\.(0|2|4)": "bf16"})
+    names = [row[0] for row in layer_table(model).rows]
+    assert names == ["layers.{0,2,4}", "layers.{1,3}"]
+    model.layers[1].weight = model.layers[0].weight
+    assert "1.02 k of 1.02 k parameters" in layer_table(model).caption
+
+
+def test_a_skipped_first_batch_leaves_no_counter():
+    class Skips(BoringModel):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1
+
+        def configure_optimizers(self):  # without a schedule, which would step before it
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    summary = PrecisionSummary(quiet=True)
+    Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        limit_val_batches=0,
+        callbacks=[summary],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Skips())
+    assert summary.counter is None and not _get_current_dispatch_mode_stack()

@@ -1,0 +1,283 @@
+"""What the precision summary says and measures."""
+
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowbit import (
+    FP4Precision,
+    LowBitProgressBar,
+    PrecisionSummary,
+    QAFSwitch,
+)
+from lightning_lowbit.callbacks.layer_table import layer_table
+from lightning_lowbit.report.console import Table, plain
+from tests.callbacks.precision_summary.runs import (
+    AVERAGE,
+    BITS,
+    CAPTION,
+    COVERAGE,
+    FIRST,
+    LAST,
+    SKIP,
+    TOTAL,
+    Two,
+    fit,
+    trainer_with,
+)
+from tests.lightnings import BoringModel, RichProgressBar, TQDMProgressBar
+
+
+class Manual(Two):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class Multiplies(torch.optim.SGD):
+    """An optimizer with arithmetic of its own."""
+
+    def step(self, closure=None):
+        result = super().step(closure)
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        return result
+
+
+def assert_said_once(output):
+    words = " ".join(output.split())  # a caption may be wrapped
+    for part in (CAPTION, COVERAGE, AVERAGE):
+        assert words.count(part) == 1, f"{part!r} was said {words.count(part)} times:\n{output}"
+
+
+def test_says_layers_coverage_and_average_once(capsys):
+    fit(PrecisionSummary())
+    output = capsys.readouterr().out
+    assert_said_once(output)
+    assert re.search(r"layer\.0 +QuantLinear +32 → 32 +1\.06 k +nvfp4", output)
+    assert re.search(r"layer\.2 +Linear +66 +high precision", output)
+    assert "1.06 k of 1.12 k parameters (94.1%)" in output
+    assert f"Coverage: {2 * FIRST / TOTAL:.1%} of 4480 FLOPs per micro-batch and process" in output
+    assert f"{BITS['fqt']:.2f} bits per GEMM operand." in output
+    assert re.search(rf"layer\.2 +1 +{3 * LAST} FLOPs +{3 * LAST / TOTAL:.1%}", output)
+    assert f"Average over the run: {BITS['fqt']:.2f} bits per GEMM operand (optimizer steps in fqt: 2)." in output
+    assert output.index("1.06 k of") < output.index(COVERAGE) < output.index(AVERAGE)
+
+
+def test_tables_and_lines_fit_a_notebook_and_a_terminal(capsys, monkeypatch):
+    """Names are folded at their dots; no column is cut, and none but that of names where that suffices."""
+
+    class Deep(BoringModel):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Sequential()
+            self.layer.add_module("a_name_that_is_long_enough", nn.Sequential(nn.Sequential(nn.Linear(32, 2))))
+
+    def said():
+        fit(PrecisionSummary(), model=Deep(), plugin=FP4Precision())
+        return capsys.readouterr().out
+
+    assert max(map(len, said().splitlines())) > 88, "what is in a file need not be folded"
+    with monkeypatch.context() as notebook:
+        notebook.setitem(sys.modules, "ipykernel", object())
+        shown = said()
+    assert max(map(len, shown.splitlines())) <= 88
+    assert_said_once(shown)
+    assert re.search(r"^layer\.a_name_that_is_long_enough\.0\.0 +QuantLinear +32 → 2 +66 .*emulated$", shown, re.M)
+    with monkeypatch.context() as terminal:
+        terminal.setattr(sys.stdout, "isatty", lambda: True)
+        terminal.setenv("COLUMNS", "72")
+        shown = said()
+    assert max(map(len, shown.splitlines())) <= 72
+    assert re.search(r"^layer\. +QuantLinear.*emulated\n  a_name_that_is_\w+\n  \w+\.0\.0$", shown, re.M)
+
+
+def test_columns_that_are_wide_together_are_folded():
+    casts = ["e2m1/e4m3:1x16+fp32~"] * 4
+    lines = plain(Table(["operand", "a", "b", "c", "d"], [["fprop_x", *casts]], "caption " * 12), width=64).splitlines()
+    assert max(map(len, lines)) <= 64
+    assert "".join("".join(line.split()) for line in lines[2:4]).count("e2m1/e4m3:") == 4
+    assert len(plain(Table(["operand"], [["x" * 100]])).splitlines()[2]) == 100, "nothing has to be folded"
+
+
+def test_quiet(capsys):
+    summary = fit(PrecisionSummary(quiet=True))
+    assert capsys.readouterr().out == ""
+    assert summary.coverage().flops == TOTAL, "quiet, and yet it counts"
+
+
+@pytest.mark.parametrize(
+    "bar", [LowBitProgressBar, TQDMProgressBar, lambda: LowBitProgressBar(refresh_rate=0), RichProgressBar]
+)
+@pytest.mark.parametrize("bar_first", [False, True])
+def test_above_a_progress_bar(capsys, bar, bar_first):
+    """All of it, whatever the order of callbacks, and no line has a piece of the bar in it."""
+    order = [bar(), PrecisionSummary()] if bar_first else [PrecisionSummary(), bar()]
+    fit(*order, enable_progress_bar=True)
+    output = capsys.readouterr().out
+    assert_said_once(output)
+    [line] = [line for line in re.split(r"[\n\r]", output) if COVERAGE in line]
+    assert re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", line).strip().startswith(COVERAGE)
+    assert "it/s" not in line
+
+
+def test_above_the_default_progress_bar(capsys):
+    fit(PrecisionSummary(), enable_progress_bar=True)
+    assert_said_once(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("bf16-mixed", 16), ("32-true", 32), ("64-true", 64)])
+def test_without_the_plugin(capsys, precision, bits):
+    summary = fit(PrecisionSummary(), precision=precision)
+    coverage = summary.coverage()
+    assert coverage.share == 0
+    assert coverage.average_bits == summary.average_bits() == bits
+    assert coverage.uncovered == {"layer.0": 2 * FIRST, "layer.2": 3 * LAST}
+    assert "Coverage: 0.0% of 4480 FLOPs" in capsys.readouterr().out
+
+
+def test_high_precision_is_that_of_the_plugin():
+    summary = fit(PrecisionSummary(quiet=True), plugin=FP4Precision(compute_dtype="fp32", **SKIP))
+    assert summary.coverage().average_bits == pytest.approx((4.5 * 2 * FIRST + 32 * 3 * LAST) / TOTAL)
+
+
+def test_layers_alike_are_one_row():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(12)))
+    table = layer_table(model)
+    assert [row[:2] for row in table.rows] == [["{0-11}.0", "Linear"], ["{0-11}.1", "LayerNorm"]]
+    assert "0 of 336 parameters (0.0%)" in table.caption
+    assert "none" in layer_table(nn.Identity()).caption
+
+
+def test_an_operation_without_a_formula_is_named(capsys):
+    class Trilinear(Two):
+        def training_step(self, batch, batch_idx):
+            nn.functional.bilinear(batch, batch, batch.new_ones(1, 32, 32))
+            return super().training_step(batch, batch_idx)
+
+    fit(PrecisionSummary(), model=Trilinear())
+    said = capsys.readouterr().out
+    assert "Matrix products whose FLOPs are not known are left out of all numbers: aten._trilinear." in said
+
+
+@pytest.mark.parametrize("filename", ["summary.txt", "folder/summary.json", "../summary.json", "/summary.json", ""])
+def test_a_wrong_filename(filename):
+    with pytest.raises(ValueError, match=re.escape(f"got {filename!r}")):
+        PrecisionSummary(filename)
+
+
+def test_nothing_is_known_before_the_first_step():
+    summary = PrecisionSummary()
+    for ask in (summary.coverage, summary.average_bits):
+        with pytest.raises(RuntimeError, match="there was none yet"):
+            ask()
+    trainer = trainer_with()
+    assert summary.report_sections(trainer) == []
+    assert summary.report_data(trainer) == {"layers": []}
+
+
+def test_average_over_phases():
+    summary = fit(PrecisionSummary(quiet=True), QAFSwitch(step=2), max_steps=5)
+    assert summary.coverage("fqt").average_bits == pytest.approx(BITS["fqt"])
+    assert summary.coverage("qaf").average_bits == pytest.approx(BITS["qaf"])
+    assert summary.average_bits() == pytest.approx((2 * BITS["fqt"] + 3 * BITS["qaf"]) / 5)
+
+
+def test_a_resumed_run_continues_the_average(tmp_path):
+    """The first step after the resume is in another phase, and the coverage said is that of full quantization."""
+
+    def run(steps, ckpt_path=None):
+        summary = PrecisionSummary(quiet=True)
+        trainer = trainer_with(summary, QAFSwitch(step=2), max_steps=steps)
+        trainer.fit(Two(), ckpt_path=ckpt_path)
+        return summary, trainer
+
+    _, trainer = run(4)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    summary, trainer = run(8, tmp_path / "x.ckpt")
+    assert summary.average_bits() == pytest.approx((2 * BITS["fqt"] + 6 * BITS["qaf"]) / 8)
+    data = summary.report_data(trainer)
+    assert data["optimizer_steps_by_phase"] == {"fqt": 2, "qaf": 6}
+    assert data["coverage"] == pytest.approx(2 * FIRST / TOTAL)
+
+
+def test_another_run_begins_anew():
+    """A callback that is used in a second fit without a checkpoint does not add to the first."""
+    summary = fit(PrecisionSummary(quiet=True), max_steps=3)
+    trainer = trainer_with(summary)
+    trainer.fit(Two())
+    assert summary.report_data(trainer)["optimizer_steps_by_phase"] == {"fqt": 2}
+
+
+def test_accumulated_gradients():
+    """FLOPs are those of one micro-batch, steps those of the optimizer."""
+    summary = PrecisionSummary(quiet=True)
+    trainer = trainer_with(summary, accumulate_grad_batches=2)
+    trainer.fit(Two())
+    assert summary.coverage().flops == TOTAL
+    assert summary.report_data(trainer)["optimizer_steps_by_phase"] == {"fqt": 2}
+
+
+def assert_manual(summary, trainer):
+    trainer.fit(model := Manual())
+    assert not model.automatic_optimization
+    assert dict(summary.counter.others) == {"layer.2": 3 * LAST}
+    assert summary.counter.model_flops == summary.coverage().flops == TOTAL
+    assert summary.report_data(trainer)["optimizer_steps_by_phase"] == {"fqt": 2}
+
+
+def test_manual_optimization():
+    summary = PrecisionSummary(quiet=True)
+    assert_manual(summary, trainer_with(summary))
+
+
+def test_manual_optimization_under_ddp():
+    """Its forward runs the whole training step, and the backward pass with it."""
+    summary = PrecisionSummary(quiet=True)
+    try:
+        assert_manual(summary, trainer_with(summary, strategy="ddp", devices=1))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("base", [Two, Manual])
+def test_the_optimizers_own_arithmetic_is_not_counted(base):
+    class Model(base):
+        def configure_optimizers(self):
+            return Multiplies(self.parameters(), lr=0.1)
+
+    summary = fit(PrecisionSummary(quiet=True), model=Model())
+    assert summary.coverage().uncovered == {"layer.2": 3 * LAST}
+
+
+def test_two_manual_steps_in_a_batch():
+    """As in adversarial training: all of the batch counts."""
+
+    class Twice(Manual):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            super().training_step(batch, batch_idx)
+
+    summary = fit(PrecisionSummary(quiet=True), model=Twice())
+    assert summary.coverage().flops == 2 * TOTAL
+
+
+def test_a_penalty_on_gradients_with_respect_to_the_input():
+    """autograd.grad works while it counts. A converted layer computes the weight's gradient too, and throws it away."""
+
+    class Penalty(Manual):
+        def training_step(self, batch, batch_idx):
+            batch = batch.requires_grad_()
+            torch.autograd.grad(self.layer(batch).sum(), batch)
+            super().training_step(batch.detach(), batch_idx)
+
+    summary = fit(PrecisionSummary(quiet=True), model=Penalty())
+    assert summary.coverage().flops == TOTAL + 3 * FIRST + 2 * LAST

@@ -1,0 +1,263 @@
+"""Runs that die in the midst of a save, at each moment in turn:
+``python -m tests.callbacks.recovery.crash_in_save FOLDER CASE …``.
+
+A moment lies between two operations on files, which Python announces (``sys.audit``), or half-way through copying one.
+For each there is a process that trains, and is killed there, and another one that trains on. What these found lies in
+``FOLDER/CASE.json``: of each moment the operation before which the first one died, and what became of the second one.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import CrashSafeCheckpoint, StableSPAM
+from tests.lightnings import Callback, LightningModule, ModelCheckpoint, ModelParallelStrategy, Trainer
+from tests.optim.distributed import full
+
+SAVED, KILLED, LAST = 1, 2, 3  # steps: of the save before, of the one that is killed, of the end
+OPERATIONS = {"os.remove", "os.rmdir", "os.symlink", "half a copy"}
+
+
+class Line(LightningModule):
+    """Fits a line to noise of each step's own.
+
+    Args:
+        shard: its parameters, for FSDP2.
+    """
+
+    def __init__(self, shard: bool) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.line = nn.Linear(4, 4)
+        self.shard = shard
+
+    def configure_model(self) -> None:
+        if self.shard:
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])  # type: ignore[arg-type,index]
+            self.shard = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(self.trainer.global_step))
+        return F.mse_loss(self(x), -x)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(range(8))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return StableSPAM(self.parameters(), lr=0.1)
+
+
+class Case:
+    """How checkpoints are written.
+
+    Args:
+        callback: makes what saves.
+        directory: of shards, by FSDP2; or else a file.
+        far: files come from another file system, so that they are copied.
+        resumed: another run has made the save before.
+    """
+
+    def __init__(
+        self, callback: Callable[[str], Callback], directory: bool = False, far: bool = False, resumed: bool = False
+    ) -> None:
+        self.callback, self.directory, self.far, self.resumed = callback, directory, far, resumed
+
+
+def _saver(kind: type[ModelCheckpoint], **kwargs: Any) -> Callable[[str], Callback]:
+    return lambda folder: kind(folder, every_n_train_steps=1, enable_version_counter=False, **kwargs)
+
+
+CASES = {
+    "a file": Case(_saver(CrashSafeCheckpoint, save_last=True, save_top_k=0), far=True),
+    "a directory": Case(_saver(CrashSafeCheckpoint, save_last=True, save_top_k=0), directory=True),
+    "a linked directory": Case(_saver(CrashSafeCheckpoint, save_last="link"), directory=True),
+    "a linked directory, resumed": Case(_saver(CrashSafeCheckpoint, save_last="link"), directory=True, resumed=True),
+    "Lightning's file": Case(_saver(ModelCheckpoint, save_last=True, save_top_k=0), far=True),
+    "Lightning's directory": Case(_saver(ModelCheckpoint, save_last=True, save_top_k=0), directory=True),
+}
+
+
+class Kill(Callback):
+    """Kills this process before one of the operations that follow the step ``KILLED``.
+
+    Args:
+        moment: its number.
+        note: a file in which its name is left.
+    """
+
+    def __init__(self, moment: int, note: Path) -> None:
+        self.left, self.note, self.armed = moment, note, False
+        sys.addaudithook(self.hear)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:  # callbacks that save come after all others
+        self.armed = trainer.global_step == KILLED
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.armed or not changes_something(event, arguments):
+            return
+        if self.left == 0:
+            self.armed = False
+            self.note.write_text(f"{event} {' '.join(str(a) for a in arguments[:2])}")
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+
+
+def changes_something(event: str, arguments: tuple[Any, ...]) -> bool:
+    if event == "open":
+        return bool(arguments[2] & (os.O_WRONLY | os.O_RDWR)) and isinstance(arguments[0], str | os.PathLike)
+    if event == "os.mkdir":
+        return not os.path.exists(arguments[0])
+    if event == "os.rename" or (event == "os.remove" and arguments[1] == -1):  # or else relative to a directory
+        return os.path.lexists(arguments[0])
+    return event in OPERATIONS
+
+
+def _copy_by_halves(source: Any, target: Any, *, follow_symlinks: bool = True) -> Any:
+    content = Path(source).read_bytes()
+    with open(target, "wb") as file:
+        file.write(content[: len(content) // 2])
+        file.flush()
+        sys.audit("half a copy", target)
+        file.write(content[len(content) // 2 :])
+    return target
+
+
+@contextmanager
+def _file_systems(far: bool) -> Any:
+    """Lets nothing be renamed that comes from the temporary folder."""
+    rename = os.rename
+
+    def refuse(source: Any, target: Any) -> None:
+        if Path(source).parent == Path(tempfile.gettempdir()):
+            raise OSError("another file system")
+        rename(source, target)
+
+    with patch("shutil.copyfile", _copy_by_halves), patch("os.rename", refuse if far else rename):
+        yield
+
+
+def train(case: Case, folder: Path, end: int, callbacks: list[Callback]) -> list[Tensor]:
+    """Weights when training starts (those of a checkpoint, if there is one) and at the end."""
+    weights: list[Tensor] = []
+
+    class Weights(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            weights.append(torch.cat([full(p).flatten() for p in pl_module.parameters()]))
+            weights.append(torch.tensor(trainer.global_step))
+
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            weights.append(torch.cat([full(p).flatten() for p in pl_module.parameters()]))
+
+    Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=ModelParallelStrategy(1, 1) if case.directory else "auto",
+        callbacks=[Weights(), *callbacks],
+        max_steps=end,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Line(case.directory), ckpt_path="last")
+    return weights
+
+
+def _in_a_process(work: Callable[[], None]) -> int:
+    """How one ended that works and shares nothing with this one."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def crash(case: Case, folder: Path, moment: int) -> dict[str, Any] | None:
+    """What one moment leads to; None if there are not so many."""
+    place, note, found = folder / "checkpoints", folder / "note", folder / "found.json"
+
+    def begin() -> None:
+        with _meeting(folder), _file_systems(case.far):
+            train(case, place, KILLED, [case.callback(str(place)), Kill(moment, note)])
+
+    def save_once() -> None:
+        with _meeting(folder):
+            train(case, place, SAVED, [case.callback(str(place))])
+
+    def go_on() -> None:
+        with _meeting(folder):
+            start, step, end = train(case, place, LAST, [case.callback(str(place))])
+        found.write_text(json.dumps({"step": int(step), "start": start.tolist(), "end": end.tolist()}))
+
+    if case.resumed:
+        assert _in_a_process(save_once) == 0
+    if _in_a_process(begin) != -signal.SIGKILL:
+        return None
+    names = sorted(path.name for path in place.iterdir())
+    code = _in_a_process(go_on)
+    left = sorted(path.name for path in place.iterdir())
+    result = {"before": note.read_text().replace(str(folder), ""), "code": code, "names": names, "left": left}
+    return result | (json.loads(found.read_text()) if code == 0 else {})
+
+
+@contextmanager
+def _meeting(folder: Path) -> Any:
+    """A process group of one."""
+    store = folder / "store"
+    store.unlink(missing_ok=True)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def work(name: str, folder: Path) -> None:
+    results: list[dict[str, Any]] = []
+    while True:
+        place = folder / "place"
+        place.mkdir()
+        result = crash(CASES[name], place, len(results))
+        shutil.rmtree(place)
+        if result is None:
+            break
+        results.append(result)
+    (folder / f"{name}.json").write_text(json.dumps(results))
+
+
+def main(folder: str, *names: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ.update(LOCAL_RANK="0", NODE_RANK="0", WORLD_SIZE="1")
+    own = Path(folder) / names[0]
+    tempfile.tempdir = str(own / "far")
+    os.makedirs(tempfile.tempdir)
+    for name in names:
+        work(name, own)
+        (own / f"{name}.json").rename(Path(folder) / f"{name}.json")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

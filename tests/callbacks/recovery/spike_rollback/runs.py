@@ -1,0 +1,151 @@
+"""Runs with planted spikes and NaN, and how they go on."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import (
+    SpikeRollback,
+)
+from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
+from tests.lightnings import (
+    Callback,
+    LightningModule,
+    Trainer,
+)
+
+BAD = 11
+
+
+# A snapshot before step 8, and step 12 is taken before the loss of 11 is read.
+KEPT = [*range(8), *range(13, 20)]
+
+
+class SGD(torch.optim.SGD):
+    """Notes the learning rate of each step, for which torch calls hooks twice."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        torch.optim.SGD([torch.zeros(1)])  # it is the first one of a class that makes its step call hooks
+        super().__init__(*args, **kwargs)
+        self.rates: list[float] = []
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.rates.append(self.param_groups[0]["lr"])
+        return loss
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: SGD(p, lr=1e-2),
+    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "SGD, fused": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "StableSPAM": lambda p: StableSPAM(p, lr=1e-2, reset_interval=5, weight_decay=0.1),
+    "LowBitAdamW": lambda p: LowBitAdamW(p, lr=1e-2),
+    "Adaptive": lambda p: Adaptive(torch.optim.AdamW(p, lr=1e-2)),
+}
+
+
+class Scripted(LightningModule):
+    """Learns from batches of which each has a number; some of them are bad.
+
+    Args:
+        numbers: of the batches, in their order.
+        bad: what is wrong with which: "spike": targets are off; "nan": the loss; "late": the gradient alone.
+        optimizer: of `OPTIMIZERS`.
+        scheduler: makes one, for each step.
+    """
+
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        bad: Mapping[int, str] | None = None,
+        optimizer: str = "SGD",
+        scheduler: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.body = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+        self.numbers, self.bad, self.optimizer, self.scheduler = list(numbers), dict(bad or {}), optimizer, scheduler
+        self.losses: list[float] = []
+        self.phases: list[str] = []
+        self.made: Any = None
+        self.end: Any = None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        number = self.numbers[self.trainer.fit_loop.epoch_loop.total_batch_idx]
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(8, 16, generator=generator)
+        y = x[:, :1] + 0.3 * torch.randn(8, 1, generator=generator)
+        kind = self.bad.get(number)
+        loss = F.mse_loss(self.body(x).float(), y * (1e4 if kind == "spike" else 1))
+        if kind == "nan":
+            loss = loss * math.nan
+        if kind == "late":
+            steep = 1e6 * sum(parameter.float().sum() for parameter in self.parameters())
+            loss = loss + (steep - steep.detach())
+        self.losses.append(float(loss.detach()))
+        self.phases.append(getattr(self.trainer.precision_plugin, "phase", ""))
+        return loss
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(range(len(self.numbers)))
+
+    def configure_optimizers(self) -> Any:
+        self.made = OPTIMIZERS[self.optimizer](self.parameters())
+        if self.scheduler is None:
+            return self.made
+        return [self.made], [{"scheduler": self.scheduler(self.made), "interval": "step"}]
+
+    def on_train_end(self) -> None:
+        self.end = self.everything()
+
+    def everything(self) -> Any:
+        """Copies of weights, buffers and optimizer state."""
+        weights = {name: value.clone() for name, value in self.state_dict().items()}
+        state = [{name: _clone(value) for name, value in kept.items()} for kept in self.made.state.values()]
+        return weights, state
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def rollback(**kwargs: Any) -> SpikeRollback:
+    """Armed early, with snapshots before each fourth step."""
+    return SpikeRollback(**{"warmup_steps": 4, "every_n_steps": 4, "good_for": 1, **kwargs})
+
+
+def trainer(*callbacks: Callback, plugin: Any = None, **kwargs: Any) -> Trainer:
+    defaults = {
+        "max_epochs": 1,
+        "logger": False,
+        "log_every_n_steps": 1,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    plugins = None if plugin is None else [plugin]
+    return Trainer(accelerator="cpu", callbacks=list(callbacks), plugins=plugins, **{**defaults, **kwargs})
+
+
+def fit(model: Scripted, *callbacks: Callback, **kwargs: Any) -> Scripted:
+    trainer(*callbacks, **kwargs).fit(model)
+    return model
+
+
+def steps(callback: SpikeRollback) -> list[tuple[float, ...]]:
+    """(at which step, whose loss, where to) of each rollback."""
+    return [tuple(one[name] for name in ("step", "spike", "to")) for one in callback.state_dict()["rollbacks"]]
+
+
+def assert_same(found: Any, wanted: Any, what: str) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")

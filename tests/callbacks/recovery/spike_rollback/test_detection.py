@@ -1,0 +1,162 @@
+"""What a spike is, and after how many the rollback gives up."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import (
+    SpikeRollback,
+)
+from tests.callbacks.recovery.spike_rollback.runs import BAD, KEPT, Scripted, assert_same, fit, rollback, steps, trainer
+from tests.lightnings import (
+    BoringModel,
+    Trainer,
+)
+
+
+def test_only_what_is_not_finite_counts_before_it_is_armed() -> None:
+    callback = rollback(warmup_steps=12)
+    fit(Scripted(range(20), {BAD: "spike"}, "AdamW"), callback)
+    assert steps(callback) == []
+    with pytest.warns(UserWarning, match="SpikeRollback"):
+        fit(Scripted(range(20), {BAD: "nan"}, "AdamW"), callback)
+    assert steps(callback) == [(13, 11, 8)]
+
+
+class Losses(BoringModel):
+    """Has the losses it is given, whatever the weights."""
+
+    def __init__(self, losses: Sequence[float]) -> None:
+        super().__init__()
+        self.losses = losses
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.losses[batch_idx]
+        return None if math.isnan(loss) else self.layer(batch).sum() * 0 + loss
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.randn(len(self.losses), 32))
+
+
+def is_spike(*losses: float, accumulate: int = 1, **kwargs: Any) -> bool:
+    callback = rollback(**{"warmup_steps": 2, **kwargs})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "SpikeRollback")
+        warnings.filterwarnings("ignore", "`training_step` returned `None`")
+        trainer(callback, limit_val_batches=0, accumulate_grad_batches=accumulate).fit(Losses(losses))
+    return bool(steps(callback))
+
+
+def test_the_rule() -> None:
+    """Mean 2 and deviation 1 of 1 and 3; of 2 and 2 the deviation counts as 0.02. Bounds are those of float32."""
+    assert is_spike(1, 3, 8.01)
+    assert not is_spike(1, 3, 7.99)
+    assert is_spike(2, 2, 2.1201)
+    assert not is_spike(2, 2, 2.1199)
+    assert is_spike(1, 3, 5.01, threshold=3.0)
+    assert is_spike(-2, -2, -1.8799), "a mean below 0"
+    assert not is_spike(-2, -2, -1.8801)
+    assert is_spike(1, 3, -math.inf)
+    assert not is_spike(1, 3, -1e6), "below the mean there is no spike"
+    assert is_spike(9, 1, 3, 8.01, history=2), "the 9 is too long ago to count"
+    assert not is_spike(9, 1, 3, 8.01, history=3)
+
+
+def test_the_loss_is_the_mean_over_micro_batches() -> None:
+    """Also in the last step of an epoch, which has one of two; and where one of them has no loss."""
+    steady = [1, 3, 3, 1, 2, 2]  # means of 2, 2, 2
+    assert not is_spike(*steady, 2.11, accumulate=2), "the lone micro-batch counts as half a step, or twice"
+    assert is_spike(*steady, 2.13, accumulate=2)
+    assert is_spike(*steady, 1.13, 3.13, accumulate=2)
+    assert not is_spike(*steady, 1.11, 3.11, accumulate=2)
+    assert not is_spike(*steady, math.nan, 2.11, accumulate=2), "a micro-batch without a loss was counted"
+    assert not is_spike(*steady, math.nan, math.nan, accumulate=2), "no loss is no spike"
+    callback = rollback()
+    trainer(callback, limit_val_batches=0, accumulate_grad_batches=2).fit(Losses([1, 3, 4, 5, 6]))
+    assert callback.state_dict()["good"] == [2, 4.5, 6]
+
+
+def test_goes_back_between_steps_with_micro_batches() -> None:
+    callback = rollback()
+    with pytest.warns(UserWarning, match="The loss of step 11 .* goes on with the weights of step 8"):
+        model = fit(Scripted(range(40), {2 * BAD: "spike"}), callback, accumulate_grad_batches=2)
+    kept = [2 * step + half for step in KEPT for half in (0, 1)]
+    assert_same(model.end, fit(Scripted(kept), accumulate_grad_batches=2).end, "not the run without these batches")
+
+
+@pytest.mark.parametrize("at", [18, 19])
+def test_the_last_steps_are_judged_too(at: int) -> None:
+    callback = rollback()
+    with pytest.warns(UserWarning, match=f"The loss of step {at} .* weights of step 16"):
+        model = fit(Scripted(range(20), {at: "spike"}), callback)
+    assert_same(model.end, fit(Scripted(range(16))).end, "the run ends with a bad update")
+
+
+def test_validates_what_has_been_judged() -> None:
+    class Validated(Scripted):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            if not self.trainer.sanity_checking:
+                self.validated.append(self.everything())
+
+        def val_dataloader(self) -> DataLoader:
+            return DataLoader(range(1))
+
+    model = Validated(range(12), {BAD: "spike"})
+    model.validated = []
+    with pytest.warns(UserWarning, match="The loss of step 11 .* Step 12 goes on with the weights of step 8"):
+        fit(model, rollback(), val_check_interval=4)
+    assert len(model.validated) == 3
+    assert_same(model.validated[-1], fit(Scripted(range(8))).end, "the bad update was validated")
+
+
+def test_nothing_is_read_within_a_step_and_nothing_of_the_last_one() -> None:
+    """A number of a tensor is what a device has to be waited for. The one that is read is older than a step."""
+    judged: list[tuple[int, int]] = []
+
+    class Watched(SpikeRollback):
+        def on_train_batch_start(self, run: Trainer, *args: Any) -> None:
+            before = [one.step for one in self._losses.pending]
+            super().on_train_batch_start(run, *args)
+            after = [one.step for one in self._losses.pending]
+            judged.extend((run.global_step, step) for step in before if step not in after)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            class Refuse(TorchDispatchMode):
+                def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                    assert func is not torch.ops.aten._local_scalar_dense.default, "a number was read"
+                    return func(*args, **(kwargs or {}))
+
+            with Refuse():
+                super().on_train_batch_end(*args)
+
+    fit(Scripted(range(10)), Watched(warmup_steps=2))
+    assert judged == [(step, step - 2) for step in range(2, 10)]
+
+
+@pytest.mark.parametrize("within", [1, 1000])
+def test_gives_up_without_progress(within: int) -> None:
+    """From step 10 on all losses are bad: each time two more steps are taken; the good snapshot stays the same one."""
+    callback, model = rollback(max_rollbacks=2, within=within), Scripted(range(40), dict.fromkeys(range(10, 40), "nan"))
+    told = r"step 14 is nan.* has gone back 2 times since step 12, and max_rollbacks is 2.* those of step 8"
+    with pytest.warns(UserWarning, match="SpikeRollback"), pytest.raises(RuntimeError, match=told):
+        fit(model, callback)
+    assert_same(model.everything(), fit(Scripted(range(8))).end, "the weights were not put back")
+
+
+@pytest.mark.parametrize(("within", "gives_up"), [(16, False), (17, True)])
+def test_gives_up_within_a_window_only(within: int, gives_up: bool) -> None:
+    """Spikes at 8 and 24, and with them rollbacks at 10 and 26, from different snapshots."""
+    model = Scripted(range(40), {8: "nan", 24: "nan"})
+    with pytest.warns(UserWarning, match="SpikeRollback"):
+        if gives_up:
+            with pytest.raises(RuntimeError, match="max_rollbacks is 1"):
+                fit(model, rollback(max_rollbacks=1, within=within))
+        else:
+            fit(model, rollback(max_rollbacks=1, within=within))

@@ -1,0 +1,118 @@
+"""What is said of rollbacks, and what is refused."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_lowbit import (
+    RunReport,
+    SpikeRollback,
+)
+from tests.callbacks.recovery.spike_rollback.runs import BAD, Scripted, fit, rollback, trainer
+from tests.lightnings import (
+    BoringModel,
+    DeepSpeedStrategy,
+    LightningCLI,
+    MisconfigurationException,
+    TensorBoardLogger,
+)
+
+
+def test_logged() -> None:
+    run = trainer(rollback(), logger=TensorBoardLogger("."))
+    with pytest.warns(UserWarning, match="SpikeRollback"):
+        run.fit(model := Scripted(range(20), {BAD: "nan"}))
+    run.logger.finalize("success")
+    events = EventAccumulator(run.logger.log_dir).Reload()
+    found = {
+        name: {event.step: event.value for event in events.Scalars(f"spike_rollback/{name}")}
+        for name in ("rollbacks", "mean", "limit")
+    }
+    assert found["rollbacks"] == {step: float(step >= 13) for step in range(20)}
+    assert list(found["mean"]) == list(range(5, 20)), "after four good losses, the last of which is read in step 5"
+    for step in (5, 12, 13):
+        good = torch.tensor(model.losses[: min(step - 1, 11)], dtype=torch.float64)
+        mean, limit = float(good.mean()), float(good.mean() + 6 * good.std(correction=0))
+        assert found["mean"][step] == pytest.approx(mean, rel=1e-6)
+        assert found["limit"][step] == pytest.approx(limit, rel=1e-6)
+
+
+def test_reported() -> None:
+    with pytest.warns(UserWarning, match="SpikeRollback"):
+        fit(Scripted(range(20), {BAD: "nan"}), RunReport(), rollback())
+    page = Path("report.html").read_text()
+    assert "Spikes" in page
+    assert "Rollbacks: 1." in page
+    assert f'<td class="number">{BAD + 1}</td>' in page, "charts count the first step as 1"
+    fit(Scripted(range(4)), RunReport(), rollback())
+    assert "No loss spiked." in Path("version_1/report.html").read_text()
+
+
+def test_from_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["fit.py"])
+    config = yaml.safe_load("""
+        trainer:
+          accelerator: cpu
+          logger: false
+          callbacks:
+            - class_path: lightning_lowbit.callbacks.recovery.spike_rollback.SpikeRollback
+              init_args: {threshold: 4, phase: bf16, lr_factor: 0.5, device: cpu}
+    """)
+    settings = {"run": False, "save_config_callback": None, "seed_everything_default": False}
+    made = LightningCLI(BoringModel, args=config, **settings).trainer.callbacks
+    (callback,) = (one for one in made if isinstance(one, SpikeRollback))
+    found = (callback.threshold, callback.phase, callback.lr_factor, callback.device)
+    assert found == (4, "bf16", 0.5, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"threshold": 0}, "threshold is a number of standard deviations, above 0; got 0"),
+        ({"threshold": math.inf}, "above 0; got inf"),
+        ({"threshold": math.nan}, "above 0; got nan"),
+        ({"threshold": "6"}, "above 0; got '6'"),
+        ({"history": 1}, "history is a whole number, 2 or more; got 1"),
+        ({"warmup_steps": 1.0}, "warmup_steps is a whole number, 2 or more; got 1.0"),
+        ({"every_n_steps": 0}, "every_n_steps is a whole number, 1 or more; got 0"),
+        ({"good_for": -1}, "good_for is a whole number, 0 or more; got -1"),
+        ({"good_for": True}, "good_for is a whole number, 0 or more; got True"),
+        ({"every_n_steps": 20}, "good_for is less than every_n_steps; got good_for=20, every_n_steps=20"),
+        ({"recovery_steps": 0}, "recovery_steps is a whole number, 1 or more; got 0"),
+        ({"max_rollbacks": 0}, "max_rollbacks is a whole number, 1 or more; got 0"),
+        ({"within": None}, "within is a whole number, 1 or more; got None"),
+        ({"lr_factor": 0}, "above 0 and at most 1; got 0"),
+        ({"lr_factor": 1.5}, "above 0 and at most 1; got 1.5"),
+        ({"lr_factor": math.nan}, "above 0 and at most 1; got nan"),
+        ({"device": "cuda"}, "Unknown device of snapshots 'cuda'.*'same', 'cpu'"),
+        ({"phase": "fp32"}, "Unknown phase 'fp32'"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpikeRollback(**arguments)
+
+
+def test_manual_optimization() -> None:
+    class Manual(BoringModel):
+        automatic_optimization = False
+
+    with pytest.raises(MisconfigurationException, match="Use automatic optimization, or leave out the callback"):
+        trainer(SpikeRollback()).fit(Manual())
+
+
+def test_a_phase_without_a_plugin() -> None:
+    with pytest.raises(MisconfigurationException, match=r"the Trainer has Precision\. Use e\.g\. Trainer\(plugins="):
+        fit(Scripted(range(2)), SpikeRollback(phase="bf16"))
+
+
+def test_deepspeed() -> None:
+    run = trainer()
+    run.strategy.__class__ = type("Likewise", (DeepSpeedStrategy,), {})  # the package need not be installed
+    with pytest.raises(MisconfigurationException, match="DeepSpeed keeps its own. Use DDP, FSDPStrategy"):
+        SpikeRollback().on_fit_start(run, Scripted(range(2)))

@@ -1,0 +1,178 @@
+"""Where a rollback ends: the run without the bad batches; which snapshot is taken."""
+
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from lightning_lowbit import (
+    ConservativeGradScaler,
+    FP8Precision,
+    LowBitPrecision,
+)
+from tests.callbacks.recovery.spike_rollback.runs import (
+    BAD,
+    KEPT,
+    OPTIMIZERS,
+    Scripted,
+    assert_same,
+    fit,
+    rollback,
+    steps,
+    trainer,
+)
+from tests.lightnings import (
+    Callback,
+    MixedPrecision,
+    Trainer,
+)
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("device", ["same", "cpu"])
+@pytest.mark.parametrize("kind", ["spike", "nan"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_ends_as_the_run_that_never_saw_the_batches(optimizer: str, kind: str, device: str) -> None:
+    callback = rollback(device=device)
+    with pytest.warns(UserWarning, match="SpikeRollback: The loss of step 11 is .* goes on with the weights of step 8"):
+        model = fit(Scripted(range(20), {BAD: kind}, optimizer), callback)
+    assert steps(callback) == [(13, 11, 8)]
+    assert_same(model.end, fit(Scripted(KEPT, optimizer=optimizer)).end, "not the run without these batches")
+
+
+@pytest.mark.parametrize("kind", ["spike", "nan"])
+def test_without_it_the_run_is_lost(kind: str) -> None:
+    """And with it the loss ends where it would have without the batch: within a quarter, since five of 20 steps are
+    missing."""
+    clean = fit(Scripted(range(40))).losses
+    lost = fit(Scripted(range(40), {30: kind})).losses
+    with pytest.warns(UserWarning, match="SpikeRollback"):
+        kept = fit(Scripted(range(40), {30: kind}), rollback()).losses
+    end, ends = sum(clean[-5:]), (sum(lost[-5:]), sum(kept[-5:]))
+    assert not ends[0] < 10 * end, f"without the callback the run goes on: {ends[0]} against {end}"
+    assert ends[1] == pytest.approx(end, rel=0.25), f"with the callback {ends[1]}, without the batch {end}"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_without_a_spike_nothing_changes(optimizer: str) -> None:
+    callback = rollback(lr_factor=0.5)
+    found = fit(Scripted(range(20), optimizer=optimizer), callback)
+    assert steps(callback) == []
+    assert_same(found.end, fit(Scripted(range(20), optimizer=optimizer)).end, "watching changed the run")
+
+
+def test_a_state_that_appeared_since_goes() -> None:
+    """To the very beginning, before which an optimizer has none."""
+    callback = rollback()
+    with pytest.warns(UserWarning, match="weights of step 0"):
+        model = fit(Scripted(range(10), {1: "nan"}, "AdamW"), callback)
+    assert steps(callback) == [(3, 1, 0)]
+    assert_same(model.end, fit(Scripted(range(3, 10), optimizer="AdamW")).end, "something was left")
+
+
+def test_objects_stay() -> None:
+    """Parameters and tensors of states are filled, not replaced."""
+
+    class Addresses(Callback):
+        def __init__(self) -> None:
+            self.seen: list[list[int]] = []
+
+        def on_train_batch_end(self, run: Trainer, module: Any, *_: Any) -> None:
+            state = [value for kept in module.made.state.values() for value in kept.values()]
+            self.seen.append([value.data_ptr() for value in (*module.parameters(), *state)])
+
+    addresses = Addresses()
+    with pytest.warns(UserWarning, match="SpikeRollback"):
+        fit(Scripted(range(20), {BAD: "spike"}, "AdamW"), rollback(), addresses)
+    assert all(a == b for a, b in pairwise(addresses.seen)), "a tensor was replaced"
+
+
+def test_a_snapshot_with_the_bad_update_is_not_gone_back_to() -> None:
+    """The update of step 8 is bad and its loss is not; the snapshot of step 9 holds it, which only the loss of 9 tells
+    of."""
+    callback = rollback(every_n_steps=3)
+    with pytest.warns(UserWarning, match="The loss of step 9 .* weights of step 6"):
+        model = fit(Scripted(range(20), {8: "late"}), callback)
+    assert steps(callback) == [(11, 9, 6)]
+    assert_same(model.end, fit(Scripted([*range(6), *range(11, 20)])).end, "not the run without these batches")
+
+
+def test_a_candidate_with_the_bad_update_does_not_prove_good_later() -> None:
+    """The snapshot of step 12 holds the update of step 11; after the rollback losses are good again, until step 15."""
+    callback = rollback()
+    with pytest.warns(UserWarning, match="SpikeRollback"):
+        model = fit(Scripted(range(20), {11: "spike", 15: "spike"}), callback)
+    assert steps(callback) == [(13, 11, 8), (17, 15, 8)]
+    assert_same(model.end, fit(Scripted([*range(8), *range(17, 20)])).end, "not the run without these batches")
+
+
+def test_trusting_a_snapshot_too_early_shows_why_one_waits() -> None:
+    with (
+        pytest.warns(UserWarning, match="weights of step 9"),
+        pytest.raises(RuntimeError, match="it is no batch that is to blame"),
+    ):
+        fit(Scripted(range(40), {8: "late"}), rollback(every_n_steps=3, good_for=0))
+
+
+@pytest.mark.parametrize(("good_for", "to"), [(0, 8), (2, 8), (3, 8), (4, 0), (7, 0)])
+def test_a_snapshot_proves_good(good_for: int, to: int) -> None:
+    """Of the snapshot of step 8, where the losses of 8, 9 and 10 are good and that of 11 is not. That of 0 precedes."""
+    callback = rollback(good_for=good_for, every_n_steps=8)
+    with pytest.warns(UserWarning, match=f"weights of step {to}"):
+        fit(Scripted(range(20), {BAD: "nan"}), callback)
+
+
+def scaled() -> ConservativeGradScaler:
+    return ConservativeGradScaler(init_scale=2.0**4, growth_interval=3, cooldown=1, device="cpu")
+
+
+PLUGINS: dict[str, Callable[[], Any]] = {
+    "fp8, delayed": lambda: FP8Precision("delayed", compute_dtype="fp32"),
+    "fp16": lambda: LowBitPrecision("bf16", compute_dtype="fp16", scaler=scaled()),
+    "fp16, fp8, delayed": lambda: FP8Precision("delayed", compute_dtype="fp16", scaler=scaled()),
+    "Lightning's": lambda: MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**4, growth_interval=3)),
+}
+
+
+@pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
+def test_the_scaler_and_the_amaxes_go_back_and_counters_go_on(plugin: Callable[[], Any]) -> None:
+    """Random bits differ, of which these casts have none: they round to nearest."""
+    ends = []
+    for numbers, callbacks in ((range(20), [rollback()]), (KEPT, [])):
+        used = plugin()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "SpikeRollback")
+            run = trainer(*callbacks, plugin=used)
+            run.fit(model := Scripted(numbers, {BAD: "spike"}, "AdamW"))
+        assert run.global_step == len(numbers)
+        assert getattr(used, "step", run.global_step) == run.global_step, "the plugin's step went back"
+        histories = used.histories.state_dict() if isinstance(used, LowBitPrecision) else {}
+        ends.append((model.end, None if used.scaler is None else used.scaler.state_dict(), histories))
+    assert_same(*ends, "not the run without these batches")
+
+
+def test_schedules_go_on() -> None:
+    """One that computes a learning rate from the last one, too."""
+    with pytest.warns(UserWarning, match="SpikeRollback"):
+        model = fit(
+            Scripted(range(20), {BAD: "nan"}, scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9)),
+            rollback(),
+        )
+    assert model.made.rates == pytest.approx([1e-2 * 0.9**step for step in range(20)])
+
+
+def test_what_an_optimizer_keeps_in_its_groups_goes_back_and_what_is_scheduled_stays() -> None:
+    class Counts(Callback):
+        def on_train_batch_end(self, run: Trainer, module: Any, *_: Any) -> None:
+            group = module.made.param_groups[0]
+            group["k"] = group.get("k", 0) + 1
+            group["weight_decay"] = run.global_step / 1000
+
+    with pytest.warns(UserWarning, match="SpikeRollback"):
+        model = fit(Scripted(range(20), {BAD: "nan"}), rollback(), Counts())
+    assert model.made.param_groups[0]["k"] == 15, "20 steps, of which five were undone"
+    assert model.made.param_groups[0]["weight_decay"] == 0.02

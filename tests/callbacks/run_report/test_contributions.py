@@ -1,0 +1,240 @@
+"""What other callbacks contribute to the report, and values that are not finite."""
+
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowbit import FP4Precision, LinearCasts
+from lightning_lowbit.callbacks.run_report import RunReport
+from lightning_lowbit.nn import OPERANDS
+from lightning_lowbit.nn.presets import PRESETS
+from lightning_lowbit.report import history as run_history
+from lightning_lowbit.report.cast_words import in_words
+from lightning_lowbit.report.history import History
+from lightning_lowbit.report.html import Section, Table, Text
+from tests.callbacks.run_report.runs import Known, load, steps, trainer
+from tests.lightnings import (
+    BoringModel,
+    Callback,
+    CSVLogger,
+    Trainer,
+)
+from tests.report.test_html import EVIL, check_self_contained
+
+
+class Contributes(Callback):
+    def __init__(self, name, fails=False):
+        self.name, self.fails = name, fails
+
+    @property
+    def state_key(self):
+        return self.name
+
+    def report_sections(self, trainer):
+        if self.fails:
+            raise RuntimeError(f"{self.name} has no sections")
+        yield Section(self.name, [Text(EVIL), Table(["layer"], [[EVIL]])])
+
+    def report_data(self, trainer):
+        if self.fails:
+            raise RuntimeError(f"{self.name} has no data")
+        return {self.name: {"share": torch.tensor(0.5), "bad": math.nan, "list": (1, None, True, Path("x"))}}
+
+
+def test_alerts_come_first():
+    class Alarmed(Contributes):
+        def report_alerts(self, trainer):
+            return [f"{self.name} is wrong {EVIL}"]
+
+    class Convolutional(Known):
+        def __init__(self):
+            super().__init__()
+            self.convolution = torch.nn.Conv1d(1, 64, 9)
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch + self.convolution(batch[:, None]).mean(), batch_idx)
+
+    trainer(Alarmed("Alpha"), Alarmed("Omega")).fit(Convolutional())
+    page, run = check_self_contained(Path("report.html").read_text()).text, load()
+    little, *others = run["alerts"]
+    assert "Conv1d (a convolution), such as convolution" in little
+    assert run["coverage"] < 0.5
+    assert others == [f"Alpha is wrong {EVIL}", f"Omega is wrong {EVIL}"]
+    places = [page.index(text) for text in ("Alerts", little, *others, "Optimization")]
+    assert places == sorted(places)
+    trainer(default_root_dir="fine").fit(Known())
+    assert "Alerts" not in check_self_contained(Path("fine/report.html").read_text()).text
+
+
+def test_casts_are_explained():
+    trainer(max_steps=1).fit(Known())
+    page = check_self_contained(Path("report.html").read_text()).text
+    words = "elements in e2m1, rounded stochastically; one scale in e4m3 for each 16 elements along the contraction; "
+    assert f"e2m1/e4m3:1x16+fp32~{words}another scale in fp32 for the tensor" in page
+
+
+def test_every_preset_is_explained():
+    for preset in PRESETS:
+        casts = LinearCasts.preset(preset)
+        for operand in OPERANDS:
+            cast = casts.cast_of(operand)
+            if cast is not None:
+                text = in_words(cast)
+                assert cast.element in text
+                assert cast.scale.format in text
+                assert ("stochastic" in text) == str(cast).endswith("~")
+
+
+def test_throughput_while_compiling_does_not_stretch_the_axis():
+    class Compiles(Known):
+        def on_train_batch_end(self, *_):
+            self.log("tokens/s", torch.tensor(10.0 * self.k if self.k < 3 else 1000.0 + self.k))
+
+    trainer().fit(Compiles())
+    page = check_self_contained(Path("report.html").read_text())
+    assert "Not drawn, since a run begins with compiling: 10 at step 1, 20 at step 2." in page.text
+    assert [value for _, value in load()["history"]["tokens/s"]][:2] == [10.0, 20.0], "run.json has all"
+    trainer(default_root_dir="fine").fit(Known())
+    assert "Not drawn" in check_self_contained(Path("fine/report.html").read_text()).text, "100 where 350 is usual"
+
+
+def test_sections_and_data_of_other_callbacks():
+    trainer(Contributes("Alpha"), Contributes("broken", fails=True), Contributes("Omega")).fit(Known())
+    page, run = check_self_contained(Path("report.html").read_text()).text, load()
+    places = [page.index(text) for text in ("Other metrics", "Alpha", "Omega", "Environment", "Configuration")]
+    assert places == sorted(places)
+    assert "broken has no sections" in page
+    assert "broken has no data" in page
+    expected = {"share": 0.5, "bad": None, "list": [1, None, True, "x"]}
+    assert run["summary"] == {"Alpha": expected, "Omega": expected}
+
+
+def test_names_and_values_of_any_kind():
+    class Odd(Known):
+        def training_step(self, batch, batch_idx):
+            self.log(EVIL, torch.tensor(1.0))
+            self.log("breaks", torch.tensor(math.inf if self.trainer.global_step >= 3 else 2.0))
+            self.log("half", torch.tensor(0.5, dtype=torch.bfloat16))
+            self.log("double", torch.tensor(0.1, dtype=torch.float64))
+            return super().training_step(batch, batch_idx)
+
+    trainer().fit(Odd())
+    run, page = load(), check_self_contained(Path("report.html").read_text())
+    assert run["history"]["breaks"] == [[1, 2.0], [2, 2.0], [3, 2.0], [4, None], [5, None], [6, None]]
+    assert (run["metrics"]["breaks"], run["metrics"]["half"], run["metrics"]["double"]) == (None, 0.5, 0.1)
+    assert "3 values not finite, first at step 4" in page.text
+    assert EVIL in page.text
+
+
+def test_a_history_is_bounded_and_evenly_thinned():
+    history = History()
+    for step in range(1, 10_001):
+        history.add("a", step, torch.tensor(float(step if step != 4321 else -1)))
+    points = history.points()["a"]
+    found = [step for step, _ in points]
+    assert 900 < len(points) <= run_history.MOST_POINTS
+    assert (found[0], found[-1]) == (1, 10_000)
+    gaps = [b - a for a, b in zip(found, found[1:], strict=False)]
+    assert max(gaps) <= 4 * statistics.median(gaps)
+    assert history.extremes["a"] == (-1.0, 10_000.0), "the best value is lost with its point"
+    other = History()
+    other.load_state_dict(history.state_dict())
+    assert other.points() == history.points()
+    assert not other.add("a", 10_000, torch.tensor(0.0))
+    assert other.add("a", 10_001, torch.tensor(0.0))
+
+
+def test_metrics_of_many_layers_share_a_bound(monkeypatch):
+    monkeypatch.setattr(run_history, "MOST_OF_LAYERS", 2000)
+    history = History()
+    for step in range(1, 1001):
+        history.add("loss", step, torch.tensor(0.0))
+        for layer in range(10):
+            history.add(f"sqnr/fprop_x/{layer}", step, torch.tensor(float(step)))
+    points = history.points()
+    assert len(points.pop("loss")) == 1000
+    assert {points[name][-1] for name in points} == {(1000, 1000.0)}
+    assert {100 <= len(of_layer) <= 200 for of_layer in points.values()} == {True}, "2000 points for 10 layers"
+
+
+def test_hundreds_of_metrics_are_not_copied_in_each_step(monkeypatch):
+    history, copies = History(), []
+    monkeypatch.setattr(History, "_convert", lambda self: (copies.append(len(self._pending)), self._pending.clear()))
+    for step in range(1, 13):
+        for layer in range(300):
+            history.add(f"sqnr/fprop_x/{layer}", step, torch.tensor(0.0))
+    assert copies == [1200, 1200, 1200]
+
+
+def test_later_changes_do_not_reach_what_is_recorded():
+    history, value = History(), torch.tensor([3.0], requires_grad=True)
+    history.add("a", 1, value)
+    value.data.zero_()
+    assert history.points() == {"a": [(1, 3.0)]}
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses what makes the host wait for a device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_recording_waits_for_no_device(accelerator):
+    hooks = ["on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_start"]
+
+    def watched(hook):
+        def method(self, *args):
+            with NoSync():
+                mode = torch.cuda.get_sync_debug_mode() if accelerator == "cuda" else None
+                if mode is not None:
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    getattr(RunReport, hook)(self, *args)
+                finally:
+                    if mode is not None:
+                        torch.cuda.set_sync_debug_mode(mode)
+
+        return method
+
+    report_class = type("Watched", (RunReport,), {hook: watched(hook) for hook in [*hooks, "on_validation_end"]})
+
+    class OnDevice(Known):
+        def training_step(self, batch, batch_idx):
+            self.log("level", batch.mean())
+            return super().training_step(batch, batch_idx)
+
+    options = {"accelerator": accelerator, "devices": 1, "max_steps": 6, "log_every_n_steps": 1, "limit_val_batches": 1}
+    quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+    Trainer(callbacks=[report_class()], plugins=[FP4Precision()], **options, **quiet).fit(OnDevice())
+    assert steps(load(), "level") == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(AssertionError), NoSync():
+        torch.ones(()).item()
+
+
+def test_two_processes_write_one_report(tmp_path):
+    class Shared(Known):
+        def training_step(self, batch, batch_idx):
+            self.k = self.trainer.global_step + 1
+            self.log("rank", torch.tensor(float(self.trainer.global_rank)), on_step=True, on_epoch=True, sync_dist=True)
+            return BoringModel.training_step(self, batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", torch.tensor(float(self.trainer.global_rank)), sync_dist=True)
+
+    logger = CSVLogger(tmp_path, name=None)
+    trainer(devices=2, strategy="ddp_fork", logger=logger, max_steps=4, limit_train_batches=2).fit(Shared())
+    assert len(list(tmp_path.rglob("run.json"))) == len(list(tmp_path.rglob("report.html"))) == 1
+    run = load(tmp_path / "version_0")
+    assert run["environment"]["processes"] == 2
+    assert run["history"]["rank"] == [[k, 0.5] for k in range(1, 5)]
+    assert run["history"]["val_loss"] == [[2, 0.5], [4, 0.5]]

@@ -1,0 +1,170 @@
+"""A run and its report: the page and the files beside it."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_lowbit import PrecisionSwitch, QAFSwitch
+from lightning_lowbit.callbacks.run_report import RunReport
+from lightning_lowbit.report import page as run_page
+from tests.callbacks.run_report.runs import Known, load, steps, trainer
+from tests.lightnings import (
+    BoringModel,
+    CSVLogger,
+    LearningRateMonitor,
+)
+from tests.report.test_html import check_self_contained
+
+
+def test_a_finished_run():
+    trainer(QAFSwitch(step=4)).fit(Known())
+    run = load()
+    assert (run["status"], run["steps"], run["max_steps"], run["error"]) == ("finished", 6, 6, None)
+    assert run["name"] == Path.cwd().name
+    assert run["phases"] == [[0, 4, "fqt"], [4, 6, "qaf"]]
+    assert run["best"] == {"val_loss": 1.0}
+    assert run["metrics"]["val_loss"] == 3.0
+    assert 0 < run["seconds"] < 60
+    assert run["peak_memory_bytes"] > 2**20
+    assert run["precision"] == {"plugin": "FP4Precision", "casts": "nvfp4"}
+    assert run["environment"]["torch"] == torch.__version__
+    assert run["environment"]["strategy"] == "SingleDeviceStrategy"
+    page = check_self_contained(Path("report.html").read_text())
+    assert "Validation loss3at step 6; best 1 at step 4" in page.text, "the last value, and beside it the best"
+    assert re.search(r"Training loss\S+at step 6", page.text)
+    for text in ("finished", "fqt 0–4", "qaf 4–6", "grad_norm", "tokens/s, median", "lr: 1.0"):
+        assert text in page.text, text
+    assert "Traceback" not in page.text
+    assert not list(Path().glob(".*")), "a temporary file stayed"
+
+
+@pytest.mark.parametrize("monitor", [[], ["before"], ["after"]])
+def test_each_value_belongs_to_its_step(monitor, tmp_path):
+    rates = [LearningRateMonitor()] if monitor == ["before"] else []
+    report = RunReport()
+    loggers = CSVLogger(tmp_path, name=None) if monitor else False
+    run_trainer = trainer(*rates, report=report, logger=loggers, limit_train_batches=4)
+    run_trainer.callbacks += [LearningRateMonitor()] if monitor == ["after"] else []
+    run_trainer.fit(Known())
+    run = load(tmp_path / "version_0" if monitor else ".")
+    every = list(range(1, 7))
+    assert run["history"]["loss"] == run["history"]["grad_norm"] == [[k, float(k)] for k in every]
+    assert run["history"]["tokens/s"] == [[k, 100.0 * k] for k in every]
+    assert [step for step, _ in run["history"]["lr-SGD"]] == every
+    assert [rate for _, rate in run["history"]["lr-SGD"]] == pytest.approx([k * 1e-3 for k in every])
+    assert run["history"]["val_loss"] == [[2, 3.0], [4, 1.0], [6, 3.0]]
+    assert run["history"]["epoch_only"] == [[4, 4.0], [6, 6.0]]
+    assert not [name for name in run["history"] if name.endswith(("_step", "_epoch"))]
+
+
+def test_only_log_steps_and_whole_optimizer_steps():
+    trainer(log_every_n_steps=2, accumulate_grad_batches=3, val_check_interval=6).fit(Known())
+    run = load()
+    assert run["history"]["loss"] == run["history"]["grad_norm"] == [[k, float(k)] for k in (2, 4, 6)]
+    assert run["history"]["tokens/s"] == [[k, 100.0 * k] for k in (2, 4, 6)]
+    assert steps(run, "val_loss") == [2, 4, 6]
+    assert run["phases"] == [[0, 6, "fqt"]]
+
+
+def test_a_value_that_was_not_logged_again_is_no_new_one():
+    class Rare(Known):
+        def on_before_optimizer_step(self, optimizer):
+            if self.k in (2, 5):
+                self.log("grad_norm", torch.tensor(1.0))
+
+    trainer().fit(Rare())
+    assert steps(load(), "grad_norm") == [2, 5]
+
+
+def test_manual_optimization_counts_each_optimizer():
+    class Manual(BoringModel):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.layer(batch).mean())
+                optimizer.step()
+            self.log("loss", torch.tensor(float(self.trainer.global_step)))
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), rate) for rate in (0.1, 0.2)]
+
+    trainer(PrecisionSwitch("bf16", step=4), max_steps=8, val_check_interval=None, limit_val_batches=0).fit(Manual())
+    run = load()
+    assert run["history"]["loss"] == [[k, float(k)] for k in (2, 4, 6, 8)]
+    assert run["history"]["lr-SGD"] == [[k, 0.1] for k in (2, 4, 6, 8)]
+    assert run["history"]["lr-SGD-1"] == [[k, 0.2] for k in (2, 4, 6, 8)]
+    assert run["phases"] == [[0, 4, "fqt"], [4, 8, "bf16"]]
+
+
+def test_learning_rates_of_groups_that_differ():
+    class Groups(Known):
+        def configure_optimizers(self):
+            groups = [{"params": [p], "lr": lr} for p, lr in zip(self.parameters(), (0.1, 0.2), strict=True)]
+            return torch.optim.SGD(groups)
+
+    trainer().fit(Groups())
+    metrics = load()["metrics"]
+    assert metrics["lr-SGD"] == 0.1
+    assert metrics["lr-SGD/pg2"] == 0.2
+
+
+def test_what_was_not_logged_is_said():
+    trainer(plugins=[], max_steps=2).fit(BoringModel())
+    page, run = check_self_contained(Path("report.html").read_text()).text, load()
+    for text in ("No training loss", "No validation loss", "No gradient norm", "No throughput", "no saved hyper"):
+        assert text in page
+    assert run["phases"] == []
+    assert run["precision"] == {"plugin": "Precision", "casts": "32-true"}
+
+
+class Layers(Known):
+    """Logs metrics of 30 layers, and 30 others."""
+
+    def on_before_optimizer_step(self, optimizer):
+        for i in range(30):
+            for operand in ("fprop_x", "fprop_w", "wgrad_g"):
+                self.log(f"sqnr/{operand}/layers.{i}.up", torch.tensor(float(i)))
+            self.log(f"flips/fprop_w/layers.{i}.up", torch.tensor(float(i)))
+            self.log(f"part.{i}", torch.tensor(float(i + self.k)))
+
+
+def test_layers_of_one_quantity_share_a_chart(monkeypatch):
+    monkeypatch.setattr(run_page, "MOST_CHARTS", 20)
+    trainer(max_steps=2).fit(Layers())
+    page = check_self_contained(Path("report.html").read_text())
+    assert page.text.count("30 series of layers; lowest and highest in the end:0.up 029.up 29") == 1, "of flips"
+    assert "14 more are in run.json: part.26, part.27" in page.text
+    assert page.count("svg") < 30
+
+
+def test_quantities_of_layers_have_sections_of_their_own():
+    trainer(max_steps=2).fit(Layers())
+    page = check_self_contained(Path("report.html").read_text())
+    titles = re.findall(r"<h2>(.*?)</h2>(.*?)</section>", Path("report.html").read_text(), re.DOTALL)
+    drawn = {title: re.findall("<strong>(.*?)</strong>", body) for title, body in titles}
+    assert drawn["sqnr of layers"] == ["sqnr/fprop_x", "sqnr/fprop_w", "sqnr/wgrad_g"], "in the order of logging"
+    assert drawn["Metrics of layers"] == ["flips/fprop_w"], "few charts share a section"
+    assert drawn["Other metrics"][0] == "part.0"
+    assert page.text.count("30 series of layers; lowest and highest in the end:0.up 029.up 29") == 4
+
+
+def test_what_monitors_log_is_neither_the_loss_nor_its_own_norm():
+    class Monitored(BoringModel):
+        def on_before_optimizer_step(self, optimizer):
+            step = float(self.trainer.global_step)
+            for name in ("loss_scale/scale", "grad_norm/spikes", "grad_norm/unclipped/layer", "grad_norm/used"):
+                self.log(name, torch.tensor(1024.0 if name == "loss_scale/scale" else step))
+            self.log("grad_norm/unclipped", torch.tensor(step + 1))
+
+    trainer(max_steps=2, plugins=[]).fit(Monitored())
+    text = check_self_contained(page := Path("report.html").read_text()).text
+    assert "No training loss was logged" in text
+    assert "loss_scale/scale1,024" in text, "a constant needs no chart"
+    assert "No gradient norm" not in text
+    drawn = re.findall("<strong>(.*?)</strong>", page)
+    assert drawn == ["grad_norm", "lr-SGD", "grad_norm/spikes", "grad_norm/unclipped"]
+    assert "grad_normunclipped 2used 1" in re.sub(r" +", " ", text)

@@ -1,0 +1,263 @@
+"""Gradual switches after a resume, in logs and in compiled code; their arguments."""
+
+import csv
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from lightning_lowbit import FP4Precision, LowBitPrecision, PrecisionSwitch, QAFSwitch
+from lightning_lowbit.callbacks import Plateau
+from tests.callbacks.switches.gradual.runs import INF, Validated, Witness, blends, fit
+from tests.lightnings import (
+    BoringModel,
+    Callback,
+    CSVLogger,
+    LightningCLI,
+    MisconfigurationException,
+)
+from tests.precision.regression import Regression, flat, state
+
+# Short runs: many end in the middle of a switch.
+pytestmark = pytest.mark.filterwarnings("ignore:Training ended at")
+
+
+# The loader begins again, and nothing depends on it: a batch follows from its place in the run.
+resumes = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+
+
+def assert_resumes(make: Callable[[], list[Callback]], at: Sequence[int], keep: str, **kwargs: Any) -> None:
+    """From the checkpoint after each of these steps a run goes on as the uninterrupted one does."""
+
+    def run(keep: str | None = None, ckpt_path: str | None = None) -> tuple[Witness, Tensor, LowBitPrecision]:
+        model, plugin = Validated(3, 2, 2), FP4Precision()
+        witness = fit(*make(), model=model, plugin=plugin, keep=keep, ckpt_path=ckpt_path, **kwargs)
+        return witness, flat(model), plugin
+
+    whole, weights, plugin = run(keep)
+    for step in at:
+        saved = torch.load(f"{step}.ckpt", weights_only=True)["lightning_lowbit"]
+        assert saved["blend"].item() == whole.blends[step - 1]
+        resumed, resumed_weights, resumed_plugin = run(ckpt_path=f"{step}.ckpt")
+        assert list(resumed.blends) == list(whole.blends)[step:], f"resumed after step {step}: other steps"
+        for name in ("blends", "phases"):
+            found, expected = getattr(resumed, name), getattr(whole, name)
+            assert found == {k: expected[k] for k in found}, f"resumed after step {step}: other {name}"
+        assert torch.equal(resumed_weights, weights), f"resumed after step {step}: other weights"
+        assert state(resumed_plugin) == state(plugin)
+
+
+@resumes
+def test_a_resumed_run_goes_on_with_the_switch() -> None:
+    """Before its begin, at it, in the middle, before its end, at it and after it."""
+
+    def make() -> list[Callback]:
+        return [PrecisionSwitch("bf16", step=0), PrecisionSwitch("fqt", step=2, steps=3, schedule="cosine")]
+
+    assert_resumes(make, [1, 2, 3, 4, 5, 6], "trained", accumulate_grad_batches=2)
+
+
+@resumes
+@pytest.mark.parametrize(("keep", "at"), [("trained", [3, 7, 9, 11]), ("validated", [2, 6, 8, 10])])
+def test_a_resumed_run_remembers_the_plateau(keep: str, at: Sequence[int]) -> None:
+    """Validations after steps 2, 4, …: the third is the first without an improvement, the fourth the last that counts.
+
+    (Of a checkpoint between a step and the validation that follows it, Lightning leaves this validation out.)
+    """
+
+    def make() -> list[Callback]:
+        return [PrecisionSwitch("qaf", plateau={"patience": 2}, over=0.25)]
+
+    assert_resumes(make, at, keep, val_check_interval=2, limit_val_batches=1, max_steps=12)
+    saved = (torch.load(f"{step}.ckpt", weights_only=True)["lightning_lowbit_switches"] for step in at[1:3])
+    (before,), (after,) = (states.values() for states in saved)
+    assert before == {"due": INF, "best": 2.0, "stalled": 1}
+    record = after.pop("record", {})  # there in the checkpoint of a later step only
+    is_set = after.pop("set", 8)  # likewise
+    assert after == {"due": 8, "best": 2.0, "stalled": 2}
+    assert record.get("step", 8) == is_set == 8
+
+
+@resumes
+@pytest.mark.filterwarnings("ignore:The run is at λ")
+def test_without_its_state_a_plateau_is_another() -> None:
+    """The former test would see it."""
+    kwargs = {"val_check_interval": 1, "limit_val_batches": 1}
+    plateau = {"patience": 2}
+    whole = fit(PrecisionSwitch("qaf", plateau=plateau, steps=2), model=Validated(1), keep="validated", **kwargs)
+    assert list(whole.blends.values()) == [1, 1, 1, 0, 0.5, 1, 1, 1]
+    checkpoint = torch.load("4.ckpt", weights_only=True)
+    checkpoint["lightning_lowbit_switches"].clear()
+    torch.save(checkpoint, "damaged.ckpt")
+    resumed = fit(
+        PrecisionSwitch("qaf", plateau=plateau, steps=2), model=Validated(1), ckpt_path="damaged.ckpt", **kwargs
+    )
+    assert list(resumed.blends.values()) == [0, 0, 0, 0], "it goes on from somewhere else"
+
+
+def logged(name: str, *callbacks: Callback, **kwargs: Any) -> list[tuple[int, float]]:
+    """The metric, with the step of each row."""
+    logger = CSVLogger("logs")
+    fit(*callbacks, logger=logger, **kwargs)
+    with open(logger.experiment.metrics_file_path, newline="") as file:
+        return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)]
+
+
+def test_lambda_is_logged_as_often_as_the_logger_takes_it() -> None:
+    """Steps of a row are those that the logger takes, here the third of each three; the begin of an epoch forgets."""
+
+    class Asked(Regression):
+        def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            asked.append(self.trainer.global_step)
+            assert value.device.type == "cpu", "the host would wait for a device"
+            super().log(name, value, *args, **kwargs)
+
+    asked: list[int] = []
+    kwargs = {"max_steps": 16, "limit_train_batches": 24, "accumulate_grad_batches": 2, "log_every_n_steps": 3}
+    found = logged("blend", PrecisionSwitch("fqt", step=1, steps=8), model=Asked(), **kwargs)
+    assert asked == [2, 5, 8, 9], "where the logger takes it, and at the end"
+    assert found == [(2, 0.125), (5, 0.5), (8, 0.875), (11, 1.0)], "the next epoch begins at step 12"
+
+
+def test_each_lambda_is_logged() -> None:
+    found = logged("blend", PrecisionSwitch("fqt", step=1, steps=2), log_every_n_steps=1, limit_train_batches=4)
+    assert found == [(1, 0.0), (2, 0.5), (3, 1.0)]
+
+
+def test_a_sudden_switch_ends_the_log_of_another() -> None:
+    switches = [PrecisionSwitch("fqt", step=0, steps=4), QAFSwitch(step=2)]
+    found = logged("blend", *switches, log_every_n_steps=1, limit_train_batches=4)
+    assert found == [(0, 0.0), (1, 0.25), (2, 1.0), (3, 1.0)]  # Lightning repeats a value until the epoch ends
+
+
+def test_without_progressive_quantization_no_lambda_is_logged() -> None:
+    assert logged("blend", QAFSwitch(step=2), log_every_n_steps=1) == []
+
+
+def test_the_phase_is_logged_at_the_begin() -> None:
+    assert logged("phase", PrecisionSwitch("qaf", step=2, steps=4), log_every_n_steps=1) == [(2, 1.0)]
+
+
+@pytest.mark.slow
+def test_no_recompilation_while_lambda_changes() -> None:
+    from torch._dynamo.utils import counters
+
+    class Compiled(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 2))
+            self.compiled: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.compiled = self.compiled or torch.compile(self.layer, backend="eager")
+            return self.compiled(x)
+
+    counters.clear()
+    torch._dynamo.reset()
+    found = blends(PrecisionSwitch("fqt", step=1, steps=5), model=Compiled())
+    assert found == pytest.approx([1, 0, 0.2, 0.4, 0.6, 0.8, 1, 1])
+    assert counters["stats"]["unique_graphs"] == 2, "one graph for all λ below 1, and one for all the way"
+    assert not counters["graph_break"], dict(counters["graph_break"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"at": 0.5, "over": 0.1, "steps": 5}, r"Give over .* or steps .*, not both; got over=0.1, steps=5"),
+        ({"at": 0.5, "over": 0}, "over is a fraction of all optimizer steps, above 0 and below 1, or None; got 0"),
+        ({"at": 0, "over": 1}, "above 0 and below 1, or None; got 1"),
+        ({"at": 0, "over": "0.5"}, "above 0 and below 1, or None; got '0.5'"),
+        ({"at": 0, "over": math.nan}, "above 0 and below 1, or None; got nan"),
+        ({"at": 0.95, "over": 0.1}, r"would end half quantized: at \+ over is less than 1; got at=0.95, over=0.1"),
+        ({"at": 0.5, "over": 0.5}, r"at \+ over is less than 1; got at=0.5, over=0.5"),
+        ({"at": True}, "at is a fraction of all optimizer steps, 0 or more and at most 1; got True"),
+        ({"step": 1.5}, "step is a number of optimizer steps, 0 or more; got 1.5"),
+        ({"at": 0.5, "steps": 2.5}, "steps is a number of optimizer steps, 1 or more, or None; got 2.5"),
+        ({"plateau": "val_loss"}, "plateau is a Plateau or a mapping such as .*; got 'val_loss'"),
+        ({"plateau": {"patience": 2.5}}, "patience is a number of validations, 1 or more; got 2.5"),
+        ({"at": 0.5, "steps": 0}, "steps is a number of optimizer steps, 1 or more, or None; got 0"),
+        ({"at": 0.5, "over": 0.1, "schedule": "cosin"}, r"Unknown schedule 'cosin'. Did you mean 'cosine'\?"),
+        ({"at": 0.5, "schedule": "cosine"}, "A sudden switch has no schedule: give over or steps"),
+        ({"to": "bf16", "at": 0.5, "over": 0.1}, "nothing to quantize progressively: leave out over and steps"),
+        ({"to": "bf16", "at": 0.5, "steps": 5}, "nothing to quantize progressively: leave out over and steps"),
+        ({"at": 0.5, "plateau": {}}, r"Give either at .* or below \(.*; got at=0.5, plateau={}\."),
+        ({"step": 5, "plateau": Plateau()}, r"Give either .*; got step=5, plateau=Plateau\("),
+        ({"plateau": {"moniter": "x"}}, r"Unknown field of a plateau 'moniter'. Did you mean 'monitor'\?"),
+        ({"plateau": {"patience": 0}}, "patience is a number of validations, 1 or more; got 0"),
+        ({"plateau": {"min_delta": -1}}, "min_delta is what an improvement exceeds, 0 or more; got -1"),
+        ({"plateau": {"mode": "least"}}, "Unknown mode of a plateau 'least'"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PrecisionSwitch(**{"to": "fqt", **arguments})
+
+
+def test_a_run_that_ends_in_the_middle_says_so() -> None:
+    with pytest.warns(UserWarning, match=r"Training ended at λ = 0.4: .* Shorten the gradual switch, or train for lon"):
+        fit(PrecisionSwitch("fqt", step=4, steps=5), max_steps=7)
+
+
+@resumes
+def test_a_resumed_run_without_its_switch_says_so() -> None:
+    fit(PrecisionSwitch("fqt", step=4, steps=5), max_steps=7, keep="trained")
+    with pytest.warns(
+        UserWarning, match=r"is at λ = 0.4, .* none of its callbacks goes on with: .* plugin.set_blend\(1.0\)"
+    ):
+        resumed = fit(PrecisionSwitch("fqt", step=100), ckpt_path="7.ckpt")
+    assert list(resumed.blends.values()) == pytest.approx([0.4])
+
+
+def test_a_share_of_an_endless_run() -> None:
+    switch = PrecisionSwitch("fqt", step=2, over=0.1)
+    message = r"PrecisionSwitch\(over=0.1\) is a fraction of all steps, .* or give steps instead of over"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(switch, max_steps=-1, max_epochs=-1)
+
+
+@pytest.mark.parametrize("plateau", [None, {"patience": 1}])
+def test_a_switch_may_be_given_twice(plateau: dict[str, int] | None) -> None:
+    """By a recipe, and by an overlay on top of it."""
+    when: dict[str, Any] = {"at": 0.0} if plateau is None else {"plateau": plateau}
+    runs = []
+    for times in (1, 2):
+        switches = [PrecisionSwitch("fqt", steps=3, **when) for _ in range(times)]
+        runs.append(blends(*switches, model=Validated(1), val_check_interval=2, limit_val_batches=1))
+    assert runs[0] == runs[1] and 0 in runs[0]
+
+
+def test_switches_of_one_kind_have_states_of_their_own() -> None:
+    changes = [
+        {},
+        {"to": "qaf"},
+        {"plateau": {"patience": 3}},
+        {"plateau": {"monitor": "other"}},
+    ]
+    keys = {PrecisionSwitch(**{"to": "fqt", "plateau": {}, "steps": 4, **change}).state_key for change in changes}
+    assert len(keys) == len(changes)
+
+
+def test_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    config = yaml.safe_load("""
+        seed_everything: 1
+        trainer:
+          accelerator: cpu
+          logger: false
+          enable_checkpointing: false
+          plugins: {class_path: lightning_lowbit.TernaryPrecision}
+          callbacks:
+            - class_path: lightning_lowbit.PrecisionSwitch
+              init_args: {to: bf16, step: 0}
+            - class_path: lightning_lowbit.PrecisionSwitch
+              init_args: {to: fqt, plateau: {monitor: loss, patience: 3}, over: 0.1, schedule: cosine}
+    """)
+    cli = LightningCLI(BoringModel, args=config, run=False, save_config_callback=None, auto_configure_optimizers=False)
+    sudden, gradual = (switch for switch in cli.trainer.callbacks if isinstance(switch, PrecisionSwitch))
+    assert (sudden.step, sudden.is_gradual) == (0, False)
+    assert gradual.plateau == Plateau("loss", 3, 0.0, "min")
+    assert (gradual.over, gradual.steps, gradual.schedule) == (0.1, None, "cosine")

@@ -1,0 +1,69 @@
+"""One of two processes that train one model and switch: ``python -m tests.callbacks.switches.targets.ranks 0 FOLDER``.
+
+Ranks see different numbers of tokens. What came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
+"""
+
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from lightning_lowbit import LowBitPrecision, PrecisionSwitch, QAFSwitch
+from lightning_lowbit.nn.linear import QuantizedLayer
+from tests.launch import take_part
+from tests.lightnings import Callback
+from tests.optim.trainers import RANKS, STRATEGIES, Regression, trainer
+
+STEPS, TOKENS = 9, 200
+OF_RANK = [40, 5]  # tokens in a step
+RESUMED = [4, 5, 6]  # before the switch, at it and after it
+
+
+class Witness(Callback):
+    """Step, phase, and the casts of both layers; a checkpoint after some steps, if it shall."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+        self.seen: list[list[Any]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        casts = [str(m.full_casts) for m in pl_module.modules() if isinstance(m, QuantizedLayer)]
+        self.seen.append([trainer.global_step, trainer.precision_plugin.phase, *casts])
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self.path is not None and trainer.global_step in RESUMED:
+            trainer.save_checkpoint(f"{self.path} {trainer.global_step}.ckpt")
+
+
+def train(strategy: str, path: str | None = None, ckpt_path: str | None = None) -> dict[str, Any]:
+    model, witness = Regression("stable_spam", shard=strategy == "fsdp2"), Witness(path)
+
+    def count(batch: Tensor) -> int:
+        return OF_RANK[model.global_rank]
+
+    first = PrecisionSwitch({r"body\.0": "mxfp4"}, tokens=TOKENS, count=count, rewarm=3, moments="reset")
+    used = trainer(
+        LowBitPrecision("nvfp4", compute_dtype="fp32"),
+        STEPS,
+        devices=RANKS,
+        strategy=STRATEGIES[strategy](),
+        callbacks=[first, QAFSwitch(tokens=TOKENS, count=count), witness],
+    )
+    used.fit(model, ckpt_path=ckpt_path)
+    return {"seen": witness.seen, "weights": model.whole, "record": first._record}
+
+
+def work() -> dict[str, Any]:
+    results = {}
+    for strategy in ("ddp", "fsdp2"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            results[strategy] = train(strategy, strategy)
+            results[strategy]["resumed"] = {
+                step: train(strategy, ckpt_path=f"{strategy} {step}.ckpt")["weights"] for step in RESUMED
+            }
+    return results
+
+
+if __name__ == "__main__":
+    take_part(RANKS, work)

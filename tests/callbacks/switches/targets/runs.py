@@ -1,0 +1,83 @@
+"""Runs of which a switch changes a part."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_lowbit import (
+    FP4Precision,
+)
+from lightning_lowbit.nn import LinearCasts
+from lightning_lowbit.nn.linear import QuantizedLayer
+from tests.lightnings import Callback, LightningModule
+from tests.precision.regression import Regression, trainer
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+class Model(Regression):
+    """With an optimizer of one's own, of which each step notes the learning rate; a schedule halves it in each step.
+
+    Args:
+        make: the optimizer.
+    """
+
+    def __init__(self, make: Optimizer = lambda p: torch.optim.Adam(p, 1e-2)) -> None:
+        super().__init__()
+        self.make = make
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make(self.parameters())
+        optimizer.register_step_post_hook(lambda *_: self.scheduled.append(self.rate(optimizer)))
+        self.scheduled: list[float] = []
+        schedule = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def rate(self, optimizer: torch.optim.Optimizer) -> float:
+        return float(optimizer.param_groups[0]["lr"])
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        def noted() -> Any:  # the hooks before a step have run
+            loss = closure()
+            self.rates.append(self.rate(optimizer.optimizer))
+            return loss
+
+        optimizer.step(closure=noted)
+
+
+class Casts(Callback):
+    """The casts of all layers in each step, outside the phase and in it; a checkpoint after each step, if it shall."""
+
+    def __init__(self, keep: bool = False) -> None:
+        self.full: list[dict[str, LinearCasts]] = []
+        self.phases: list[str] = []
+        self.keep = keep
+
+    def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
+        layers = {name: m for name, m in pl_module.named_modules() if isinstance(m, QuantizedLayer)}
+        phase = trainer.precision_plugin.phase
+        for name, layer in layers.items():
+            assert layer.casts == layer.full_casts.phase(phase), f"{name} is not in phase {phase}"
+        self.phases.append(phase)
+        self.full.append({name: layer.full_casts for name, layer in layers.items()})
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self.keep and not trainer.fit_loop._should_accumulate():
+            trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
+
+    def of(self, name: str) -> list[str]:
+        return [str(casts[name]) for casts in self.full]
+
+
+def fit(*callbacks: Callback, model: Any = None, plugin: Any = None, ckpt_path: Any = None, **kwargs: Any) -> Casts:
+    """Six steps, with callbacks and then a witness."""
+    witness = Casts(kwargs.pop("keep", False))
+    made = trainer(
+        plugin or FP4Precision(),
+        callbacks=[*callbacks, witness],
+        **{"max_steps": 6, "limit_train_batches": 64, **kwargs},
+    )
+    made.fit(model or Regression(), ckpt_path=ckpt_path)
+    return witness

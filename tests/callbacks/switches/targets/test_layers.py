@@ -1,0 +1,309 @@
+"""Switches of some layers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbit import (
+    FP4Precision,
+    FP8Precision,
+    LowBitPrecision,
+    PrecisionSwitch,
+    QAFSwitch,
+    SpikeRollback,
+)
+from lightning_lowbit.nn import OPERANDS, PRESETS, LinearCasts
+from lightning_lowbit.precision.checkpoints.trained import primitive
+from tests.callbacks.switches.targets.runs import Casts, Model, fit
+from tests.lightnings import Callback, MisconfigurationException
+from tests.precision.regression import DOWN, LAYERS, Regression, flat, state, trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Training ended at"),
+    # The loader begins again, and nothing depends on it: a batch follows from its place in the run.
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+]
+
+
+HP = LinearCasts()
+
+
+WEIGHTS_OF_DOWN = {f"{DOWN}/fprop_w", f"{DOWN}/dgrad_w"}  # smoothed, and scaled by themselves
+
+
+NVFP4 = PRESETS["nvfp4"]()
+
+
+def test_layers_that_match_get_other_casts_and_others_keep_theirs() -> None:
+    seen = fit(PrecisionSwitch({"head": "bf16", "down_proj": "nvfp4-4over6", "mlp": "mxfp4"}, step=2))
+    assert seen.of("head") == ["nvfp4"] * 2 + ["bf16"] * 4
+    assert seen.of("mlp.down_proj") == ["nvfp4"] * 2 + ["nvfp4-4over6"] * 4, "the first pattern holds"
+    assert seen.of("mlp.up_proj") == ["nvfp4"] * 2 + ["mxfp4"] * 4
+    assert seen.of("first") == ["nvfp4"] * 6
+
+
+def test_casts_of_any_kind() -> None:
+    e1m2 = LinearCasts.of({"fprop_w": {"element": "e1m2"}})
+    seen = fit(PrecisionSwitch({"head": {"fprop_w": {"element": "e1m2"}}, "first": e1m2}, step=1))
+    assert seen.full[1]["head"] == seen.full[1]["first"] == e1m2
+
+
+def test_phases_and_mappings_compose() -> None:
+    """Each at its time, and in the order of time, whatever their order in the list."""
+    seen = fit(
+        PrecisionSwitch({"head": "fqt"}, step=5),
+        PrecisionSwitch({"head": "mxfp4", "first": "bf16"}, step=1),
+        QAFSwitch(step=3),
+        PrecisionSwitch({"head": "qaf"}, step=2),
+        PrecisionSwitch("fqt", step=4),
+    )
+    assert seen.phases == ["fqt"] * 3 + ["qaf"] + ["fqt"] * 2
+    qaf = NVFP4.phase("qaf")
+    assert [casts["head"] for casts in seen.full] == [NVFP4, PRESETS["mxfp4"](), qaf, qaf, qaf, NVFP4]
+    assert [casts["first"] for casts in seen.full] == [NVFP4] + [HP] * 5
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_of_mappings_that_are_late_the_last_one_due_acts_last(reverse: bool) -> None:
+    """A run resumes with switches that it did not have: all act in its first step."""
+    fit(keep=True, max_steps=4)
+    switches = [PrecisionSwitch({"head": "bf16"}, step=1), PrecisionSwitch({"head": "mxfp4"}, step=2)]
+    seen = fit(*(reversed(switches) if reverse else switches), ckpt_path="4.ckpt")
+    assert seen.of("head") == ["mxfp4"] * 2
+
+
+def test_lambda_is_left_alone() -> None:
+    blends: list[float] = []
+
+    class Blends(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            blends.append(trainer.precision_plugin.blend.item())
+
+    fit(PrecisionSwitch("fqt", step=0, steps=4), PrecisionSwitch({"head": "bf16"}, step=2), Blends())
+    assert blends == [0, 0.25, 0.5, 0.75, 1, 1]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_resumes_with_the_casts_and_their_histories(accumulate: int) -> None:
+    """Delayed scaling comes and goes, and smoothing is there all the time."""
+
+    kwargs = {"max_steps": 7, "accumulate_grad_batches": accumulate}
+
+    def run(ckpt_path: str | None = None, keep: bool = False) -> Any:
+        switches = [
+            PrecisionSwitch({"head": "bf16", "mlp": "nvfp4"}, step=2, rewarm=3),
+            PrecisionSwitch({"mlp": "fp8-delayed"}, step=4, moments="reset"),
+        ]
+        model, plugin = Regression(), FP8Precision("delayed", smooth_swiglu="channel")
+        seen = fit(*switches, model=model, plugin=plugin, ckpt_path=ckpt_path, keep=keep, **kwargs)
+        return seen, flat(model), state(plugin)
+
+    seen, weights, whole = run(keep=True)
+    assert list(whole["casts"]) == ["head"], "the MLP has the constructor's casts again"
+    assert whole["amax_history"].keys() == {f"{name}/{o}" for name in LAYERS[:-1] for o in OPERANDS} - WEIGHTS_OF_DOWN
+    for step in range(1, 7):
+        resumed, resumed_weights, resumed_state = run(f"{step}.ckpt")
+        assert resumed.full == seen.full[step * accumulate :], f"resumed after step {step}: other casts"
+        assert torch.equal(resumed_weights, weights), f"resumed after step {step}: other weights"
+        for kind in ("amax_history", "channel_amax"):
+            assert resumed_state[kind].keys() == whole[kind].keys()
+            for name, tensor in whole[kind].items():
+                assert torch.equal(resumed_state[kind][name], tensor), f"resumed after step {step}: {name}"
+
+
+def test_amaxes_of_other_layers_go_on() -> None:
+    """Weights stay, so that every history depends on the step alone."""
+
+    class Still(Regression):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.0)
+
+    def histories(*switches: Callback) -> Any:
+        plugin = FP8Precision("delayed", compute_dtype="fp32", exact=True)
+        fit(*switches, model=Still(), plugin=plugin)
+        return state(plugin)["amax_history"]
+
+    whole = histories()
+    switched = histories(PrecisionSwitch({"first": "nvfp4"}, step=3), PrecisionSwitch({"first": "fqt"}, step=4))
+    assert whole.keys() == switched.keys()
+    for name, history in whole.items():
+        if name.startswith("first/"):
+            expected = 2 if history.any() else 0  # no gradient of the input is asked for
+            assert switched[name].count_nonzero() == expected, f"{name}: of the last two steps"
+        elif name.endswith(("_w", "first/fprop_x")):
+            assert torch.equal(switched[name], history), f"{name} has not gone on"
+        else:
+            assert switched[name].count_nonzero() == history.count_nonzero(), f"{name} has not gone on"
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_casts_of_a_checkpoint_are_primitives(preset: str, tmp_path: Path) -> None:
+    casts = PRESETS[preset]()
+    torch.save(primitive(casts), tmp_path / "x.pt")
+    assert LinearCasts.of(torch.load(tmp_path / "x.pt", weights_only=True)) == casts
+
+
+def test_another_run_begins_with_the_constructors_casts() -> None:
+    plugin, model = FP4Precision(overrides={"first": "mxfp4"}), Regression()
+    for _ in range(2):
+        seen = fit(PrecisionSwitch({"head": "bf16", "first": "bf16"}, step=3), plugin=plugin, model=model)
+        assert seen.of("head") == ["nvfp4"] * 3 + ["bf16"] * 3
+        assert seen.of("first") == ["mxfp4"] * 3 + ["bf16"] * 3
+
+
+def test_the_same_trainer_goes_on() -> None:
+    plugin, model, seen = FP8Precision("delayed"), Regression(), Casts()
+    switch = PrecisionSwitch({"head": "bf16"}, step=1, moments="reset")
+    made = trainer(plugin, callbacks=[switch, seen], max_steps=-1, max_epochs=1)
+    for epochs in (1, 2):
+        made.fit_loop.max_epochs = epochs
+        made.fit(model)
+    assert seen.of("head") == ["fp8-delayed", *["bf16"] * 3]
+
+
+def test_the_same_trainer_goes_back_to_an_earlier_checkpoint(tmp_path: Path) -> None:
+    """From before the switch, when it had no state to save."""
+    model, seen = Model(), Casts(keep=True)
+    switch = PrecisionSwitch({"head": "bf16"}, step=3, rewarm=2)
+    made = trainer(FP4Precision(), callbacks=[switch, seen], max_steps=6, limit_train_batches=64)
+    made.fit(model)
+    assert seen.of("head") == ["nvfp4"] * 3 + ["bf16"] * 3
+    rates, before = list(model.rates), len(seen.full)
+    made.fit(model, ckpt_path="1.ckpt")
+    assert seen.of("head")[before:] == ["nvfp4"] * 2 + ["bf16"] * 3
+    assert model.rates[before:] == rates[1:], "other learning rates"
+    assert switch._record is not None
+    assert switch._record["step"] == 3
+
+
+def test_a_checkpoint_with_casts_of_layers_that_are_not_converted(tmp_path: Path) -> None:
+    """They are said, and other casts may be set all the same."""
+    fit(PrecisionSwitch({"head": "bf16"}, step=1), keep=True)
+    plugin = FP4Precision(skip=["head"])
+    with pytest.warns(UserWarning, match="layers that this run does not convert: head; they stay in high precision"):
+        seen = fit(PrecisionSwitch({"first": "bf16"}, step=4), plugin=plugin, ckpt_path="3.ckpt")
+    assert seen.of("first") == ["nvfp4", "bf16", "bf16"]
+    assert list(state(plugin)["casts"]) == ["first"]
+
+
+def test_another_model_without_a_layer_whose_casts_were_changed() -> None:
+    class Headless(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tail = self.head
+            del self.head
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return self.tail(h + self.mlp(h))
+
+    plugin = FP4Precision()
+    made = trainer(plugin, max_steps=-1, max_epochs=1)
+    made.fit(Regression())
+    plugin.set_casts({"head": "bf16"})
+    made.validate(model := Headless(), verbose=False)
+    plugin.set_casts({"first": "bf16"})
+    assert model.first.full_casts == HP
+
+
+def test_a_resumed_run_leaves_the_phase_as_it_was_saved() -> None:
+    """Unless a switch is no longer there that has acted since."""
+
+    class ByHand(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.precision_plugin.set_phase("hp-forward")
+
+    def switches() -> list[Callback]:
+        return [QAFSwitch(step=1, rewarm=2)]
+
+    assert fit(*switches(), ByHand(), keep=True).phases == ["fqt", "qaf", *["hp-forward"] * 4]
+    assert fit(*switches(), ckpt_path="3.ckpt").phases == ["hp-forward"] * 3
+    last = PrecisionSwitch("bf16", step=2)
+    assert fit(*switches(), last, keep=True).phases == ["fqt", "qaf", *["bf16"] * 4]
+    assert fit(*switches(), last, ckpt_path="3.ckpt").phases == ["bf16"] * 3
+    assert fit(*switches(), ckpt_path="3.ckpt").phases == ["qaf"] * 3
+
+
+def test_a_switch_that_is_due_later_in_a_longer_run_acts_again() -> None:
+    class Back(Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            trainer.precision_plugin.set_phase("fqt")
+
+    fit(QAFSwitch(at=0.5), max_steps=4, keep=True)
+    with pytest.warns(UserWarning, match="in phase 'qaf' already"):
+        seen = fit(QAFSwitch(at=0.5), Back(), max_steps=12, ckpt_path="4.ckpt")
+    assert seen.phases == ["fqt"] * 2 + ["qaf"] * 6
+
+
+def test_a_rollback_from_after_a_switch_to_before_it() -> None:
+    """Histories of layers that have other casts since are passed over."""
+
+    class Bad(Regression):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * (float("nan") if self.trainer.global_step == 4 else 1)
+
+    rollback = SpikeRollback(warmup_steps=50, every_n_steps=50)
+    switches = [PrecisionSwitch({"head": "bf16"}, step=2), PrecisionSwitch({"first": "nvfp4"}, step=3)]
+    plugin = FP8Precision("delayed")
+    with pytest.warns(UserWarning, match="goes on with the weights of step 0"):
+        seen = fit(*switches, rollback, model=Bad(), plugin=plugin, max_steps=9)
+    assert seen.of("head")[-1] == "bf16"
+    names = {name.partition("/")[0] for name in state(plugin)["amax_history"]}
+    assert names == {name for name in LAYERS if name.startswith("mlp")}
+
+
+@pytest.mark.parametrize(
+    ("to", "message"),
+    [
+        ({"heed": "bf16"}, r"to={'heed': 'bf16'}\) cannot be: casts: the pattern 'heed' matches no converted layer"),
+        ({"mlp": "mxfp4", "gate_proj": "bf16", "head": "bf16"}, "matches head, left in high precision by skip or only"),
+    ],
+    ids=["no layer", "unconverted"],
+)
+def test_patterns_without_a_layer(to: dict[str, str], message: str) -> None:
+    """At the start of training, and before anything is changed."""
+    seen = Casts()
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(PrecisionSwitch(to, step=2), seen, plugin=FP4Precision(skip=["head"]))
+    assert not seen.full
+
+
+def test_casts_that_the_backend_refuses() -> None:
+    plugin = LowBitPrecision("bf16", backend="native")
+    with pytest.raises(
+        MisconfigurationException, match="cannot be: backend='native', but fprop of first has no native"
+    ):
+        fit(PrecisionSwitch({"first": "nvfp4"}, step=2), plugin=plugin)
+
+
+def test_by_hand_before_there_is_a_model() -> None:
+    with pytest.raises(MisconfigurationException, match="no model has been converted yet. Give the plugin overrides"):
+        FP4Precision().set_casts({"head": "bf16"})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it itself
+@pytest.mark.parametrize("changes", [False, True])
+def test_compiled_before_training_it_computes_the_same(changes: bool) -> None:
+    """One graph for each precision, and none for going back."""
+    from torch._dynamo.utils import counters
+
+    def train(compiled: bool) -> Tensor:
+        model = Regression()
+        if compiled:
+            model.mlp.compile(backend="eager")
+        to: Any = {"mlp": "mxfp4"} if changes else "qaf"
+        back: Any = {"mlp": "fqt"} if changes else "fqt"
+        fit(PrecisionSwitch(to, step=2), PrecisionSwitch(back, step=4), model=model)
+        return flat(model)
+
+    counters.clear()
+    torch._dynamo.reset()
+    eager, compiled = train(False), train(True)
+    assert torch.equal(eager, compiled)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"], dict(counters["graph_break"])

@@ -1,0 +1,199 @@
+"""Learning rates and moments at a switch; the report, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit import (
+    SPAM,
+    Adaptive,
+    LowBitAdamW,
+    PrecisionSwitch,
+    QAFSwitch,
+    StableSPAM,
+)
+from lightning_lowbit.callbacks.learning_rates import LowerRates, Rewarm
+from tests.callbacks.switches.targets.runs import Model, Optimizer, fit
+from tests.lightnings import Callback
+from tests.precision.regression import Regression, trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Training ended at"),
+    # The loader begins again, and nothing depends on it: a batch follows from its place in the run.
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+]
+
+
+def adam(p: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(p, 1.0)
+
+
+def tensor_rate(p: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(p, torch.tensor(1.0), capturable=False, foreach=False)
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("make", [adam, tensor_rate, lambda p: Adaptive(adam(p))], ids=["adam", "tensor", "adaptive"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_learning_rate_rises_again_and_the_schedule_goes_on(make: Optimizer, accumulate: int) -> None:
+    model = Model(make)
+    fit(QAFSwitch(step=1, rewarm=4), model=model, accumulate_grad_batches=accumulate)
+    assert model.rates == [1, 0.5 / 4, 0.25 / 2, 0.125 * 3 / 4, 0.0625, 0.03125]
+    assert model.scheduled[0] == 1
+    (optimizer,) = [model.trainer.optimizers[0]]
+    assert not optimizer._optimizer_step_pre_hooks, "a hook is left"
+
+
+class TwoOptimizers(Regression):
+    """Two optimizers by hand, both of which step with each batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        loss = self.loss(batch_idx, 1.0)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        self.rates: list[float] = []
+        made = [torch.optim.SGD([layer.weight], 1.0) for layer in (self.first, self.head)]
+        for optimizer in made:
+            # Hooks before a step run in the order in which they came, and this is run after those of the switch.
+            optimizer.step = self.noted(optimizer, optimizer.step)
+        return made
+
+    def noted(self, optimizer: torch.optim.Optimizer, step: Any) -> Any:
+        def run(closure: Any = None) -> Any:
+            handle = optimizer.register_step_pre_hook(lambda *_: self.rates.append(optimizer.param_groups[0]["lr"]))
+            step(closure)
+            handle.remove()
+
+        return run
+
+
+def test_by_hand_steps_of_all_optimizers_count_and_a_batch_has_one_rate() -> None:
+    model = TwoOptimizers()
+    fit(QAFSwitch(step=2, rewarm=4), model=model, max_steps=8)
+    assert model.rates == [1, 1, 1 / 4, 1 / 4, 3 / 4, 3 / 4, 1, 1]
+
+
+def test_it_does_not_rise_before_the_switch() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 1.0)
+    rewarm = Rewarm(4)
+    rewarm.follow([optimizer], 0)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    rewarm.follow([optimizer], -1)
+    assert not optimizer._optimizer_step_pre_hooks, "of a negative number of steps"
+
+
+def test_learning_rates_of_two_causes_multiply_and_come_back() -> None:
+    weights = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weights], 1.0)
+    weights.grad = torch.ones(1)
+    first, second = LowerRates(optimizer, 0.5), LowerRates(optimizer, 0.5)
+    optimizer.step()
+    assert (weights.item(), optimizer.param_groups[0]["lr"]) == (0.75, 1.0)
+    first.release()
+    second.factor = 0.25
+    optimizer.step()
+    assert (weights.item(), optimizer.param_groups[0]["lr"]) == (0.5, 1.0)
+    second.release()
+    first.release()
+    optimizer.step()
+    assert weights.item() == -0.5
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
+    "adaptive": lambda p: Adaptive(torch.optim.AdamW(p, 1e-2)),
+    "stable_spam": lambda p: StableSPAM(p, lr=1e-2),
+    "fp8": lambda p: LowBitAdamW(p, lr=1e-2),
+    "sparse": lambda p: SPAM(p, lr=1e-2, density=0.25),
+}
+
+
+GUARDS = ("steps", "threshold", "norm_mean", "norm_mean_square", "norm_mean_weight")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_start_anew_and_guards_go_on(name: str) -> None:
+    """After a step that follows the reset, moments are those of its gradients alone."""
+    states: list[Any] = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            (optimizer,) = trainer.optimizers
+            weight = trainer.lightning_module.first.weight
+            kept = {key: v.clone() for key, v in optimizer.state[weight].items() if isinstance(v, Tensor)}
+            states.append({**kept, "g": weight.grad.clone()})
+
+    fit(QAFSwitch(step=3, moments="reset"), Look(), model=Model(OPTIMIZERS[name]), max_steps=5)
+    before, after = states[2], states[3]
+    if name == "sgd":
+        assert torch.equal(after["momentum_buffer"], after["g"])
+    elif name in ("adamw", "adaptive"):
+        assert (before["step"], after["step"]) == (3, 1)
+    else:
+        assert (before["steps_since_reset"], after["steps_since_reset"]) == (3, 1)
+        assert after["mean_weight"] < before["mean_weight"]
+    if name == "adamw":
+        assert torch.allclose(after["exp_avg"], 0.1 * after["g"])
+    for guard in [key for key in GUARDS if key in before]:
+        assert states[4]["steps"] == 5, "the guards have forgotten their steps"
+        assert before[guard] == 0 or after[guard] != 0, f"{guard} starts anew"
+    assert ("steps" in before) == (name not in ("sgd", "adamw"))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_each_switch_that_acted_is_reported(resumed: bool) -> None:
+    def make() -> list[PrecisionSwitch]:
+        return [
+            PrecisionSwitch({"head": "bf16", "mlp": "qaf"}, step=3),
+            QAFSwitch(at=0.25),
+            QAFSwitch(at=0.25),  # it is there twice
+            PrecisionSwitch("bf16", step=100),
+        ]
+
+    switches = make()
+    fit(*switches, max_steps=8, keep=True)
+    if resumed:
+        switches = make()
+        fit(*switches, max_steps=8, ckpt_path="5.ckpt")
+    made = trainer(None, callbacks=list(switches))
+    expected = [
+        {"step": 2, "from": "fqt", "to": "qaf", "why": "at=0.25"},
+        {"step": 3, "from": "head: nvfp4, mlp: nvfp4", "to": "head: bf16, mlp: qaf", "why": "step=3"},
+    ]
+    assert switches[0].report_data(made) == {"precision_switches": expected}
+    ((section,), *others) = [switch.report_sections(made) for switch in switches]
+    assert [list(row) for row in section.blocks[0].rows] == [list(record.values()) for record in expected]
+    assert others == [[], [], []], "said more than once"
+
+
+def test_nothing_to_report() -> None:
+    switch = QAFSwitch(step=100)
+    fit(switch)
+    made = trainer(None, callbacks=[switch])
+    assert (switch.report_data(made), switch.report_sections(made)) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"to": {}}, "to maps patterns of layers to casts, at least one"),
+        ({"to": {"head": "qat"}}, "Unknown phase or preset 'qat'. Did you mean 'qaf'.*'mxfp4'"),
+        ({"to": {"head": {"fprop_v": None}}}, "Unknown field of LinearCasts 'fprop_v'"),
+        ({"to": {"head": "bf16"}, "steps": 5}, "λ belongs to all layers, and a mapping is for some of them"),
+        ({"rewarm": 0}, "rewarm is a number of optimizer steps, 1 or more, or None; got 0"),
+        ({"rewarm": 2.5}, "rewarm is a number of optimizer steps, 1 or more, or None; got 2.5"),
+        ({"moments": "forget"}, "Unknown moments 'forget'"),
+    ],
+    ids=["empty", "preset", "field", "gradual", "no rewarm", "part of a step", "moments"],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PrecisionSwitch(**{"to": "fqt", "step": 3, **arguments})

@@ -1,0 +1,225 @@
+"""Switches when a measurement of a monitor falls below a value; all triggers in resumed runs and YAML."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_lowbit import Below, Plateau, PrecisionSwitch, QAFSwitch
+from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow
+from lightning_lowbit.callbacks.switches.step_triggers import count_tokens
+from tests.callbacks.switches.triggers.runs import Texts, begin, fit
+from tests.lightnings import BoringModel, Callback, LightningCLI, LightningModule, MisconfigurationException
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Training ended at"),
+    # The loader begins again, and nothing depends on it: a batch follows from its place in the run.
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+]
+
+
+class Measured(Callback):
+    """Measures what it is told to, in each step the next, and knows it one batch later; forgets it when it is saved."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = values
+        self.known: list[tuple[int, float]] = []
+
+    def measurements(self, monitor: str) -> Sequence[tuple[int, float]]:
+        if monitor != "noise":
+            raise KeyError(f"it measures 'noise' and not {monitor!r}")
+        return self.known
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self._read(trainer)
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        self._read(trainer)
+
+    def _read(self, trainer: Any) -> None:
+        step = trainer.global_step
+        if step and (not self.known or self.known[-1][0] < step):
+            self.known.append((step, self.values[min(step, len(self.values)) - 1]))
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([3, 1, 1, 3], 4),  # the 2nd and 3rd are below; that of the 3rd step is looked at once four are taken
+        ([1, 3, 1, 1, 3], 5),
+        ([1, math.nan, 1, 1], 5),
+        ([2, 2, 2], None),  # the threshold itself is not below
+        ([1, 3, 1, 3, 1, 3, 1, 3], None),
+        ([1, 1], 3),
+    ],
+    ids=["after another", "not in a row", "nan", "equal", "alternating", "at once"],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_after_some_measurements_in_a_row(values: list[float], expected: int | None, first: bool) -> None:
+    """Whatever the order of the callbacks."""
+    switch = PrecisionSwitch("qaf", below=Below("noise", threshold=2, measurements=2))
+    both = [Measured(*values, 3), switch]
+    assert begin(*(both if first else reversed(both)), accumulate_grad_batches=2) == expected
+
+
+class Disagrees:
+    """A Trainer of two ranks, as far as a trigger sees it, of which the other one decides by itself, too."""
+
+    def __init__(self, *others: bool) -> None:
+        self.others, self.strategy, self.global_step = list(others), self, 0
+
+    def reduce_boolean_decision(self, decision: bool, all: bool) -> bool:
+        assert not all
+        return decision or self.others.pop(0)
+
+
+def test_ranks_whose_values_differ_decide_alike() -> None:
+    ranks: Any = Disagrees(False, True, True)
+    trigger = AtBelow(Below("noise", threshold=2, measurements=2))
+    trigger._source = Measured()
+    for step in range(5):
+        ranks.global_step = step
+        trigger.look(ranks)
+        assert (trigger.due, len(ranks.others)) == (4 if step == 4 else math.inf, 3 - max(0, step - 1)), step
+        trigger._source.known.append((step + 1, 2.0))
+
+
+def test_a_metric_that_nobody_measures() -> None:
+    with pytest.raises(
+        MisconfigurationException, match=r"'gradient_noise/ratio', which no .* Add GradientNoiseMonitor"
+    ):
+        fit(QAFSwitch(below={}))
+    message = r"offers: Measured does not \(it measures 'noise' and not 'gradient_noise/ratio'\)"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(QAFSwitch(below={}), Measured())
+
+
+def test_the_default_is_that_of_the_paper() -> None:
+    assert QAFSwitch(below={}).below == Below("gradient_noise/ratio", math.sqrt(3), 3)
+
+
+TRIGGERS: dict[str, dict[str, Any]] = {
+    "at": {"at": 0.5},
+    "step": {"step": 4},
+    "tokens": {"tokens": 31},
+    "plateau": {"plateau": {"patience": 1}},  # the validation after step 8 is the first without an improvement
+    "below": {"below": {"monitor": "noise", "threshold": 2, "measurements": 2}},
+}
+
+
+@pytest.mark.parametrize("name", TRIGGERS)
+def test_resumes_before_at_and_after(name: str) -> None:
+    """With a re-warm and new moments, which happen once."""
+
+    def make() -> list[Callback]:
+        switch = QAFSwitch(**TRIGGERS[name], rewarm=4, moments="reset")
+        return [Measured(3, 1, 1, 3), switch]
+
+    kwargs: dict[str, Any] = {"max_steps": 12 if name == "plateau" else 8}
+    if name == "plateau":
+        kwargs |= {"val_check_interval": 2, "limit_val_batches": 1}
+    phases, weights = fit(*make(), keep=True, **kwargs)
+    switched = next(step for step, phase in phases.items() if phase == "qaf")
+    assert switched == {"plateau": 6}.get(name, 4)
+    # Of a checkpoint between a step and the validation after it, Lightning leaves this validation out.
+    at = [3, 7, 9] if name == "plateau" else [switched - 1, switched, switched + 1, switched + 2]
+    for step in at:
+        resumed, resumed_weights = fit(*make(), ckpt_path=f"{step}.ckpt", **kwargs)
+        assert resumed == {k: phase for k, phase in phases.items() if k >= step}, f"resumed after step {step}"
+        assert torch.equal(resumed_weights, weights), f"resumed after step {step}: other weights"
+
+
+def test_what_is_measured_and_not_looked_at_is_saved() -> None:
+    """The fake monitor forgets its measurements: that of the 2nd step is known after the 3rd, and looked at later."""
+    fit(Measured(3, 1, 1, 3), QAFSwitch(below=TRIGGERS["below"]["below"]), keep=True)
+    (state,) = torch.load("3.ckpt", weights_only=True)["lightning_lowbit_switches"].values()
+    assert state == {"due": math.inf, "in_a_row": 0, "value": 3, "seen": 1, "waiting": [(2, 1)]}
+
+
+def test_of_two_that_are_due_at_once_the_last_in_the_list_holds() -> None:
+    """Also where one finds out only then."""
+    for switches, last in [
+        ([PrecisionSwitch("bf16", step=3), QAFSwitch(tokens=30)], "qaf"),
+        ([QAFSwitch(tokens=30), PrecisionSwitch("bf16", step=3)], "bf16"),
+    ]:
+        phases, _ = fit(*switches)
+        assert list(phases.values()) == ["fqt"] * 3 + [last] * 5
+        assert [switch._record is None for switch in switches] == [True, False], "the first one has acted"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "got at=None, step=None, tokens=None, plateau=None, below=None"),
+        ({"at": 0.5, "tokens": 5}, "Give either .*; got at=0.5, tokens=5"),
+        ({"step": 3, "below": {}}, "got step=3, below={}"),
+        ({"tokens": -1}, "tokens is how many are trained on first, 0 or more; got -1"),
+        ({"tokens": 1e9}, "got 1000000000.0"),
+        ({"step": 5, "count": count_tokens}, "count counts the tokens of a batch, for tokens alone"),
+        ({"tokens": 5, "count": 3}, "count takes a batch and gives the number of its tokens; got 3"),
+        ({"below": "noise"}, "below is a Below or a mapping .*; got 'noise'"),
+        ({"below": {"measurement": 3}}, "Unknown field of below 'measurement'. Did you mean 'measurements'"),
+        ({"below": {"measurements": 0}}, "measurements is how many in a row, 1 or more; got 0"),
+        ({"below": {"threshold": math.nan}}, "threshold is what the metric is below, a finite number; got nan"),
+        ({"below": {"monitor": ""}}, "monitor is the name of a metric that a callback measures; got ''"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value) or "none",
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QAFSwitch(**arguments)
+
+
+def test_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    config = yaml.safe_load("""
+        seed_everything: 1
+        trainer:
+          accelerator: cpu
+          logger: false
+          enable_checkpointing: false
+          plugins: {class_path: lightning_lowbit.FP4Precision}
+          callbacks:
+            - class_path: lightning_lowbit.QAFSwitch
+              init_args: {below: {}}
+            - class_path: lightning_lowbit.PrecisionSwitch
+              init_args: {to: bf16, below: {threshold: 1.5, measurements: 5}, rewarm: 10}
+            - class_path: lightning_lowbit.PrecisionSwitch
+              init_args:
+                to: fqt
+                tokens: 1000000
+                count: lightning_lowbit.callbacks.switches.step_triggers.count_tokens
+            - class_path: lightning_lowbit.QAFSwitch
+              init_args: {plateau: {patience: 3}, moments: reset}
+            - class_path: lightning_lowbit.PrecisionSwitch
+              init_args:
+                to:
+                  lm_head: bf16
+                  layers\\.0: {preset: nvfp4, every: {rounding: nearest}}
+                step: 7
+    """)
+    cli = LightningCLI(BoringModel, args=config, run=False, save_config_callback=None, auto_configure_optimizers=False)
+    first, second, third, fourth, last = (c for c in cli.trainer.callbacks if isinstance(c, PrecisionSwitch))
+    assert first.below == Below()
+    assert (second.below, second.rewarm) == (Below(threshold=1.5, measurements=5), 10)
+    assert (third.tokens, third.count) == (1_000_000, count_tokens)
+    assert (fourth.plateau, fourth.moments) == (Plateau(patience=3), "reset")
+    assert last.to == {"lm_head": "bf16", r"layers\.0": {"preset": "nvfp4", "every": {"rounding": "nearest"}}}
+
+
+def test_switches_of_other_triggers_have_states_of_their_own() -> None:
+    keys = {QAFSwitch(**arguments).state_key for arguments in TRIGGERS.values()}
+    assert len(keys) == len(TRIGGERS)
+
+
+def test_a_second_run_begins_anew() -> None:
+    switches: list[Callback] = [QAFSwitch(tokens=30, rewarm=2, moments="reset")]
+    first = fit(*switches)
+    model: LightningModule = Texts()
+    second = fit(*switches, model=model)
+    assert first[0] == second[0]
+    assert torch.equal(first[1], second[1])

@@ -1,0 +1,142 @@
+"""The command: what it prints, and mistakes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_lowbit import cli
+from lightning_lowbit.cli.estimate.shapes import Decoder, describe
+from lightning_lowbit.recipes.models import CausalLM
+from tests.cli.estimate.models import SMALL
+
+QUICK = ["--config=quickstart", f"--model.init_args.config={json.dumps(SMALL)}"]
+
+
+def estimate(*arguments):
+    return cli.main(["estimate", *arguments])
+
+
+def test_llama_7b_on_256_devices(capsys):
+    """Two of its 32 blocks, which take most of the time that it takes to make them."""
+    two = "--model.init_args.config.num_hidden_layers=2"
+    recipe = ["--config=c4", "--config=llama_7b", "--config=multi_node", two]
+    assert estimate(*recipe, "--devices=256", "--device=b200", "--gather=bf16", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    block = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096
+    assert told["parameters"] == 2 * block + 2 * 32000 * 4096 + 4096
+    assert told["memory_bytes"]["parameters"] == 4 * told["parameters"] // 256
+    assert told["memory_bytes"]["optimizer state"] == pytest.approx(8 * told["parameters"] / 256, rel=1e-3)
+    assert told["layout"] == {**told["layout"], "devices": 256, "strategy": "fsdp", "tensor_parallel": 1}
+    assert told["flops"]["fp4"] == 6 * 16 * 256 * 2 * (block - 2 * 4096)
+    assert 0 < told["seconds"]["hidden"] < told["seconds"]["exposed"]
+    assert not Path("runs").exists()
+
+
+def test_what_is_printed(capsys):
+    assert estimate(*QUICK, "--devices=16", "--strategy=fsdp", "--utilization=0.3") == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "16 devices: 16 data-parallel (fsdp)",
+        "32,768 tokens a step: 8 sequences of 256",
+        "optimizer state",
+        "fits on h100",
+        "all_gather of parameters",
+        "not a measurement: GEMMs are assumed to reach 30% of the peak, links 70%",
+        "h100 has no arithmetic for fp4",
+        "Not in it:",
+    ):
+        assert part in shown, part
+    assert estimate(*QUICK, "--device=b200", "--memory=0.001") == 0
+    shown = capsys.readouterr().out
+    assert "does NOT fit" in shown and "This package emulates them" in shown and "1 device\n" in shown
+
+
+def test_the_configuration_says_what_options_do_not(capsys):
+    def layout(*arguments):
+        assert estimate(*QUICK, *arguments, "--json") == 0
+        told = json.loads(capsys.readouterr().out)
+        return tuple(told["layout"][name] for name in ("devices", "strategy", "tensor_parallel"))
+
+    assert layout() == (1, "ddp", 1)
+    assert layout("--trainer.devices=4", "--trainer.num_nodes=2", "--trainer.strategy=ddp") == (8, "ddp", 1)
+    two = ["--trainer.devices=2", "--trainer.num_nodes=2", "--trainer.strategy=ModelParallelStrategy"]
+    assert layout(*two) == (4, "fsdp", 2), "Lightning's auto: tensor parallelism within a node"
+    assert layout(*two, "--tensor_parallel=1") == (4, "fsdp", 1)
+
+
+@pytest.mark.slow
+def test_the_configuration_says_what_is_gathered(capsys):
+    def gather(*arguments):
+        assert (
+            estimate(
+                *QUICK,
+                "--strategy=fsdp",
+                "--devices=4",
+                "--trainer.plugins.init_args.casts=fp8-current",
+                *arguments,
+                "--json",
+            )
+            == 0
+        )
+        return json.loads(capsys.readouterr().out)["layout"]["gather"]
+
+    casts, bf16 = "--trainer.plugins.init_args.quantize_before_gather=true", "--model.init_args.gather_dtype=bf16"
+    assert (gather(), gather(bf16)) == ("stored", "bf16")
+    assert (gather(casts), gather(casts, bf16)) == ("casts", "casts+bf16")
+    assert gather(casts, bf16, "--gather=stored") == "stored"
+
+
+def test_what_a_device_lacks_is_counted_as_what_is_computed_in(capsys):
+    for dtype, high in (("bf16", "bf16"), ("fp32", "fp32")):
+        assert estimate(*QUICK, f"--trainer.plugins.init_args.compute_dtype={dtype}") == 0
+        assert f"no arithmetic for fp4: its GEMMs are counted as {high}" in capsys.readouterr().out
+
+
+@pytest.mark.fast("--device=h1000-", "--devices=0-", "--peak=fp8=fast-", "--nonsense=1-")
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--device=h1000"], "Did you mean 'h100'?"),
+        (["--strategy=ddpp"], "Did you mean 'ddp'?"),
+        (["--gather=fp8", "--strategy=fsdp"], "Unknown --gather 'fp8'."),
+        (["--gather=bf16"], "DDP gathers nothing"),
+        (["--gather=casts", "--strategy=fsdp", "--devices=4"], "No weight can be gathered as its casts quantize it"),
+        (["--devices=0"], "--devices is a whole number, 1 or more; got 0."),
+        (["--devices=6", "--tensor_parallel=4", "--strategy=fsdp"], "6 devices do not divide into groups of 4"),
+        (["--devices=2", "--tensor_parallel=2"], "give --strategy fsdp"),
+        (["--utilization=1.5"], "--utilization is a share of the peak"),
+        (["--peak=fp9=100"], "Unknown arithmetic in --peak 'fp9'."),
+        (["--peak=fp8=fast"], "such as bf16=989,fp8=1979"),
+        (["--memory=-1"], "--memory takes numbers above 0"),
+        (["--batch_size=0"], "give --batch_size"),
+        (["--trainer.devices=auto"], "give --devices"),
+        (["--trainer.strategy=deepspeed"], "say --strategy ddp or --strategy fsdp"),
+        (["--trainer.plugins.init_args.casts=nvfp5"], "Did you mean 'nvfp4'?"),
+        (["--nonsense=1"], "nonsense"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes(arguments, line, capsys):
+    assert estimate(*QUICK, *arguments) == 2
+    assert line in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_peaks_can_be_given(capsys):
+    assert estimate(*QUICK, "--json", "--peak=bf16=1,fp4=2") == 0
+    told = json.loads(capsys.readouterr().out)
+    rest = told["flops"]["bf16"] + told["flops"]["attention"]
+    assert told["seconds"]["gemms"]["fp4"] == pytest.approx(told["flops"]["fp4"] / 2e12 / 0.4)
+    assert told["seconds"]["gemms"]["bf16"] == pytest.approx(rest / 1e12 / 0.4)
+
+
+def test_a_gate_is_found():
+    def gated(network, **config):
+        with torch.device("meta"):
+            decoder = describe(CausalLM(network, config))[0].decoder
+        assert isinstance(decoder, Decoder)
+        return decoder.gated
+
+    assert gated("llama-small") and gated("bitnet-small")
+    assert not gated("gpt2", n_layer=2, n_embd=64, n_head=2, vocab_size=256)

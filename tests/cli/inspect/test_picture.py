@@ -1,0 +1,249 @@
+"""The picture of layers, and mistakes."""
+
+import itertools
+import json
+import math
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from safetensors.torch import save_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_lowbit import cli
+from lightning_lowbit.cli.inspect import command
+from lightning_lowbit.cli.inspect.table import Inspection, _limits
+from tests.cli.inspect.runs import WITH_WEIGHTS, inspect, is_png, table
+
+
+def inspection(names, casts="nvfp4,mxfp4"):
+    candidates = command.parse_casts(casts)
+    errors = {name: [command.measure(torch.randn(4, 32), candidate) for candidate in candidates] for name in names}
+    return Inspection(candidates, dict.fromkeys(names, (4, 32)), errors)
+
+
+def test_many_weights_share_rows():
+    few = [f"layers.{i}.up" for i in range(40)]
+    assert inspection(few)._rows() == {name: [name] for name in few}
+    many = ["embed", *(f"layers.{i}.{kind}2" for i in range(30) for kind in ("up", "down")), "lm_head"]
+    rows = inspection(many)._rows()
+    assert [label.splitlines()[0] for label in rows] == ["embed", "layers.*.up2", "layers.*.down2", "lm_head"]
+    assert rows["layers.*.up2\n30, first on top"] == [f"layers.{i}.up2" for i in range(30)]
+    assert sorted(name for names in rows.values() for name in names) == sorted(many)
+
+
+@pytest.mark.fast("a row for each", "one cast")
+@pytest.mark.parametrize(
+    ("names", "casts"),
+    [
+        (["a", "b"], "nvfp4"),
+        (["embed", *(f"layers.{i}.up" for i in range(300))], "nvfp4, mxfp8, {element: int8}, {element: ternary}"),
+        ([f"layers.{i}.up" for i in range(40)], "nvfp4, {element: int4, scale: {format: fp32, statistic: minmax}}"),
+        (["a", "b"], ",".join(WITH_WEIGHTS)),
+    ],
+    ids=["one cast", "many weights", "a row for each", "many casts"],
+)
+def test_pictures(names, casts, monkeypatch):
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    study = inspection(names, casts)
+    study.draw("a title as long as the names of two casts", Path("a.png"))
+    (figure,) = figures
+    save(figure, "a.png", dpi=100, bbox_inches="tight")
+    assert is_png("a.png")
+    left, *histograms = figure.axes
+    assert len(histograms) == len(study.candidates)
+    for i in range(len(histograms)):
+        line, exact = left.lines[2 * i : 2 * i + 2]
+        assert sorted(line.get_xdata()) == sorted(study.numbers[name][i]["sqnr"] for name in names)
+        assert len(exact.get_xdata()) == 0
+        (low, high), (bottom, top) = left.get_xlim(), left.get_ylim()
+        assert high - low > 2.999
+        assert all(low < x < high for x in line.get_xdata())
+        assert all(top < y < bottom for y in line.get_ydata())
+        assert [bar.get_height() for bar in histograms[i].patches] == pytest.approx(
+            (100 * study.codes[i] / study.codes[i].sum()).tolist()
+        )
+    boxes = list(boxes_of_texts(figure))
+    assert len(boxes) > 20
+    for (one, box), (other, another) in itertools.combinations(boxes, 2):
+        assert not box.overlaps(another), f"{one!r} and {other!r} lie on top of each other"
+
+
+def boxes_of_texts(figure):
+    """What is written, and where: without labels of ticks beyond an axis, and turned ones, whose boxes say nothing."""
+    beyond = set()
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        places = zip(axis.get_ticklabels(), axis.get_ticklocs(), strict=True)
+        beyond |= {label for label, place in places if not low <= place <= high}
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()  # gives everything its place
+    for text in set(figure.findobj(Text)) - beyond:
+        if text.get_visible() and text.get_text() and not text.get_rotation():
+            yield text.get_text(), text.get_window_extent(canvas.get_renderer())
+
+
+def test_small_differences_look_small():
+    assert _limits([20.0, 20.2]) == pytest.approx((18.6, 21.6))
+    assert _limits([10.0, 20.0, math.inf, -math.inf, math.nan]) == pytest.approx((9.5, 20.5))
+    assert _limits([math.inf]) == pytest.approx((-1.5, 1.5))
+
+
+def test_exact_weights_are_drawn():
+    candidates = command.parse_casts("nvfp4")
+    errors = {"zero": [command.measure(torch.zeros(4, 32), candidates[0])]}
+    study = Inspection(candidates, {"zero": (4, 32)}, errors)
+    assert study.totals[0]["sqnr"] == math.inf
+    study.draw("title", Path("a.png"))
+    assert is_png("a.png")
+
+
+def write(kind):
+    path = Path("it.safetensors" if kind in ("garbage.safetensors", "F4") else "it.ckpt")
+    if kind == "object":
+        torch.save({"state_dict": {"w": torch.ones(2, 16)}, "hyper_parameters": partial(print)}, path)
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind in ("garbage", "garbage.safetensors"):
+        path.write_text("hello there\n" * 20)
+    elif kind == "broken zip":
+        torch.save({"w": torch.ones(2, 16)}, path)
+        path.write_bytes(path.read_bytes()[:-200])
+    elif kind == "numbers":
+        torch.save({"bias": torch.ones(16), "count": torch.ones(2, 16, dtype=torch.int64), "step": 1}, path)
+    elif kind == "tensor":
+        torch.save(torch.ones(4, 16), path)
+    elif kind == "sharded":
+        path.mkdir()
+        (path / ".metadata").touch()
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "missing shard":
+        path.mkdir()
+        index = {"weight_map": {"w": "model-00001-of-00002.safetensors"}}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif kind.endswith("index"):
+        path.mkdir()
+        content = {"garbage index": "garbage", "empty index": "{}", "nested index": "[" * 200_000}[kind]
+        (path / "pytorch_model.bin.index.json").write_text(content)
+    elif kind == "sparse":
+        torch.save({"up.weight": torch.eye(16).to_sparse(), "down.weight": torch.randn(2, 16)}, path)
+    elif kind == "meta":
+        torch.save({"up.weight": torch.empty(2, 16, device="meta")}, path)
+    elif kind == "F4":
+        save_file({"up.weight": torch.zeros(2, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, path)
+    elif kind == "good":
+        torch.save({"state_dict": {"up.weight": torch.randn(2, 16)}}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        ("nothing", "There is no checkpoint it.ckpt. Give a Lightning .ckpt, "),
+        (
+            "object",
+            "it.ckpt holds an object of functools.partial, and to load objects may run any code. Save the weights",
+        ),
+        ("empty", "it.ckpt is not a checkpoint that can be read (EOFError). Give a Lightning .ckpt, "),
+        ("garbage", "it.ckpt is not a checkpoint that can be read"),
+        ("garbage.safetensors", "it.safetensors is not a checkpoint that can be read (SafetensorError). Give "),
+        ("broken zip", "it.ckpt is not a checkpoint that can be read"),
+        ("numbers", "it.ckpt holds no matrix of floating point numbers"),
+        ("tensor", "it.ckpt holds no matrix of floating point numbers"),
+        ("sharded", "`python -m lightning.pytorch.utilities.consolidate_checkpoint it.ckpt` makes one file of it"),
+        ("folder", "The folder it.ckpt holds neither model.safetensors nor pytorch_model.bin."),
+        ("garbage index", "it.ckpt/pytorch_model.bin.index.json does not tell the files of weights"),
+        ("empty index", "it.ckpt/pytorch_model.bin.index.json does not tell the files of weights"),
+        ("nested index", "it.ckpt/pytorch_model.bin.index.json does not tell the files of weights"),
+        ("sparse", "up is sparse (sparse_coo); save weight.to_dense(). Name the other weights with --only, or give"),
+        ("meta", "up has a shape and no numbers (it is on the meta device). Name the other weights with --only"),
+        ("F4", "up holds codes of FP4, two in a byte, which are quantized already. Name the other weights with"),
+        ("missing shard", "No such file or directory: it.ckpt/model-00001-of-00002.safetensors"),
+    ],
+)
+def test_what_is_no_checkpoint(kind, line, capsys):
+    assert inspect(write(kind), "--casts", "nvfp4") == 2
+    shown = capsys.readouterr().err.strip()
+    assert line in shown
+    assert len(shown.splitlines()) == 1
+    assert not list(Path().glob("*.png"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--casts", "nvfp5"], "Unknown preset 'nvfp5'. Did you mean 'nvfp4'?"),
+        (["--casts", "nvfp4,mxfp"], "Unknown preset 'mxfp'. Did you mean 'mxfp"),
+        (["--casts", "4"], "a preset's name or a mapping of fields; got 4."),
+        (["--casts", "bf16"], "bf16 leaves weights in high precision (its fprop_w is None)"),
+        (["--casts", "{element: int5000}"], "Unknown element format 'int5000'. Did you mean 'int5'?"),
+        (["--casts", "{elment: int4}"], "Unknown field of Cast 'elment'. Did you mean 'element'?"),
+        (["--casts", "{element: int4"], "--casts takes presets and fields of casts"),
+        (["--casts", ""], "--casts takes presets and fields of casts"),
+        (["--casts", "nvfp4", "--only", "u"], "--only: the pattern 'u' matches no weight. There are 1, e.g. up."),
+        (["--casts", "nvfp4", "--only", "("], "--only: '(' is not a regular expression"),
+        (["--casts", "nvfp4", "--transposed", "c_fc"], "--transposed: the pattern 'c_fc' matches no weight."),
+        (
+            ["--casts", "nvfp4", "--output", "a.doc"],
+            "--output is the name of a picture, such as casts.png; got 'a.doc'.",
+        ),
+        (["--casts", "nvfp4", "--nonsense"], "unrecognized arguments: --nonsense"),
+        ([], "required: --casts"),
+    ],
+)
+def test_mistakes(arguments, line, capsys):
+    try:
+        status = inspect(write("good"), *arguments)
+    except SystemExit as ended:  # argparse prints its line itself
+        status = ended.code
+    assert status == 2
+    assert line in capsys.readouterr().err.strip().splitlines()[-1]
+    assert not list(Path().glob("*.png"))
+
+
+@pytest.mark.parametrize(
+    ("missing", "checkpoint", "line"),
+    [
+        ("matplotlib.figure", "good", "The picture takes matplotlib: pip install 'lightning_lowbit[recipes]'."),
+        ("safetensors.torch", "garbage.safetensors", "takes the package safetensors: pip install safetensors."),
+    ],
+)
+def test_packages_that_are_missing(missing, checkpoint, line, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert inspect(write(checkpoint), "--casts", "nvfp4") == 2
+    shown = capsys.readouterr()
+    assert line in shown.err
+    assert ("mean of 1" in shown.out) == (checkpoint == "good"), "the table needs no picture"
+
+
+def test_help(capsys):
+    assert cli.main(["--help"]) == 0
+    assert "\n  inspect CHECKPOINT --casts A,B\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        inspect("--help")
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in ("--casts", "--only", "--transposed", "--output", "Conv1D"))
+
+
+def test_weights_stored_the_other_way_round_are_told_by_their_biases(capsys):
+    shape = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    torch.save(GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **shape)).state_dict(), "gpt2.pt")
+    assert inspect("gpt2.pt", "--casts", "nvfp4") == 2
+    error = capsys.readouterr().err
+    assert "c_attn has 96 biases and the shape (32, 96)" in error and "--transposed 'c_attn|c_proj|c_fc'" in error
+    assert inspect("gpt2.pt", "--casts", "nvfp4", "--only", "wte") == 0
+
+
+def test_casts_may_be_repeated_and_change_a_preset(capsys):
+    torch.save({"up.weight": torch.randn(8, 32)}, "weights.pt")
+    changed = "{preset: nvfp4, every: {scale: {block: 8}}}"
+    assert inspect("weights.pt", "--casts", "nvfp4", "--casts", f"mxfp4, {changed}") == 0
+    casts = [cast for name, cast in table(capsys) if name == "up"]
+    assert casts == ["nvfp4", "mxfp4", "e2m1/e4m3:1x8+fp32"]

@@ -1,0 +1,216 @@
+"""Kills the installed ``lowbit fit`` again and again: ``python -m tests.cli.kill_and_resume FOLDER [KILLS [SEED]]``.
+
+Each run goes on from ``--ckpt_path last``, and is killed (``kill -9``) at a random moment: every third one in a save,
+between two operations on files or some milliseconds after it began; some while they start; the others anywhere. What
+comes of it, weights, optimizer, state of the plugin and all that was logged, has to be that of a run that nobody
+killed. What Lightning logs of a step after its callbacks have saved it is lost if the process dies in between, and
+nothing else.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+from tests.callbacks.recovery.crash_in_save import changes_something
+
+LOWBIT = Path(sys.executable).with_name("lowbit")
+KINDS = ("save", "anywhere", "save", "anywhere", "anywhere", "start")  # in turn
+STEPS_PER_KILL = 8  # at most, so that all kills come before the end
+OPERATIONS = 9  # of the two saves and the removal at one step
+# What differs between any two runs, such as the identity of its report; and a default that torch adds to what it loads.
+PATHS = {"dirpath", "best_model_path", "kth_best_model_path", "last_model_path", "best_k_models"}
+TIMES = {"seconds", "tokens/s", "tflops"}
+OTHERS = PATHS | TIMES | {"differentiable", "id"}
+CHAINS = 2  # at a time
+
+RECIPE = """
+trainer: {max_steps: STEPS, log_every_n_steps: 1, val_check_interval: 3, default_root_dir: runs}
+model: {init_args: {config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2},
+                    scheduler: {init_args: {warmup_steps: 1}}}}
+data: {init_args: {path: text.txt, sequence_length: 16, batch_size: 2, val_batches: 2, val_fraction: 0.2}}
+"""
+
+
+class Die(Callback):
+    """Kills this process, at a step or in the first save from that step on.
+
+    Args:
+        kind: ``"save"``, ``"anywhere"`` or another one, of a process that lives.
+        step: which one.
+        delay: seconds from the beginning of the step or save.
+        operation: instead of the delay, the number of the operation on files before which it dies.
+        note: a file for where it died.
+    """
+
+    def __init__(self, kind: str, step: int, delay: float, operation: int | None, note: str) -> None:
+        self.kind, self.step, self.delay, self.left, self.note = kind, step, delay, operation, note
+        self.armed = False
+        sys.addaudithook(self.hear)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if self.kind == "anywhere" and trainer.global_step == self.step:
+            threading.Timer(
+                self.delay, self.die, [f"{self.delay:.3f} s after the beginning of step {self.step}"]
+            ).start()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.kind != "save" or trainer.global_step < self.step or self.armed:
+            return
+        self.armed = True
+        if self.left is None:
+            where = f"{self.delay:.4f} s after the beginning of the save at step {trainer.global_step}"
+            threading.Timer(self.delay, self.die, [where]).start()
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.armed or self.left is None or not changes_something(event, arguments):
+            return
+        if self.left == 0:
+            self.die(f"before {event} {' '.join(str(a) for a in arguments[:2])}")
+        self.left -= 1
+
+    def die(self, where: str) -> None:
+        self.armed = False
+        Path(self.note).write_text(where)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit(folder: Path, *arguments: str, log: str, kill_after: float | None = None) -> int:
+    """The exit status of ``lowbit fit`` in a folder."""
+    root = str(Path(__file__).parents[2])  # where Die is
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": root}
+    often = "--trainer.callbacks.init_args.every_n_train_steps=2"  # of the last callback, which saves
+    command = [str(LOWBIT), "fit", "--config=quickstart", "--config=tiny.yaml", often, *arguments]
+    with (folder / log).open("w") as told:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=told, stderr=told)
+        if kill_after is not None:
+            time.sleep(kill_after)
+            process.kill()
+        return process.wait(300)
+
+
+def prepare(folder: Path, steps: int) -> None:
+    folder.mkdir(parents=True)
+    (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    (folder / "tiny.yaml").write_text(RECIPE.replace("STEPS", str(steps)))
+
+
+def chain(folder: Path, steps: int, kills: int, seed: int) -> tuple[list[str], set[int]]:
+    """Kills a run so often, and lets it end: where it was killed, and the steps that had been saved then."""
+    prepare(folder, steps)
+    draw, reached, died, saved_steps = random.Random(seed), 0, [], set()
+    for number in range(kills):
+        kind, step = KINDS[number % len(KINDS)], reached + draw.randrange(STEPS_PER_KILL - 1)
+        operation = draw.choice([None, draw.randrange(OPERATIONS)]) if kind == "save" else None
+        delay = draw.uniform(0, {"save": 0.02, "anywhere": 0.3, "start": 10}[kind])
+        note = folder / f"{number}.txt"
+        die = {"kind": kind, "step": step, "delay": delay, "operation": operation, "note": str(note)}
+        callback = json.dumps({"class_path": "tests.cli.kill_and_resume.Die", "init_args": die})
+        saved = any(folder.glob("runs/*/checkpoints/*.ckpt"))
+        status = fit(
+            folder,
+            f"--trainer.callbacks+={callback}",
+            *(["--ckpt_path=last"] if saved else []),
+            log=f"{number}.log",
+            kill_after=delay if kind == "start" else None,
+        )
+        assert status == -signal.SIGKILL, f"{number}: {kind} ended with {status}\n{tail(folder / f'{number}.log')}"
+        where = note.read_text() if kind != "start" else f"{delay:.1f} s after the start"
+        died.append(
+            f"{kind}: {where.replace(str(folder), '')}; left {sum(1 for _ in folder.rglob('*.partial'))} partial"
+        )
+        reached = max(map(step_of, folder.glob("runs/*/checkpoints/*.ckpt")), default=0)
+        saved_steps.add(reached)
+    saved = any(folder.glob("runs/*/checkpoints/*.ckpt"))
+    status = fit(folder, *(["--ckpt_path=last"] if saved else []), log="end.log")
+    assert status == 0, f"the end: {status}\n{tail(folder / 'end.log')}"
+    return died, saved_steps
+
+
+def tail(log: Path) -> str:
+    return log.read_text()[-3000:]
+
+
+def step_of(path: Path) -> int:
+    return torch.load(path, weights_only=True, mmap=True)["global_step"]
+
+
+def state(folder: Path) -> dict[str, Any]:
+    """Each leaf of the newest checkpoint but paths, by its place in it."""
+    newest = max(folder.glob("runs/*/checkpoints/last.ckpt"), key=step_of)
+    leaves: dict[str, Any] = {}
+
+    def add(place: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key in value.keys() - OTHERS:
+                add(f"{place}/{key}", value[key])
+        elif isinstance(value, list | tuple):
+            for number, item in enumerate(value):
+                add(f"{place}/{number}", item)
+        else:
+            leaves[place] = value
+
+    add("", torch.load(newest, weights_only=True))
+    return leaves
+
+
+def scalars(folder: Path) -> dict[tuple[str, int], set[float]]:
+    """All values that were logged, by name and step; those that are times left out."""
+    found: dict[tuple[str, int], set[float]] = {}
+    for run in sorted(folder.glob("runs/version_*")):
+        events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+        for tag in set(events.Tags()["scalars"]) - TIMES:
+            for event in events.Scalars(tag):
+                found.setdefault((tag, event.step), set()).add(event.value)
+    return found
+
+
+def differences(uninterrupted: Path, killed: Path, saved: set[int]) -> list[str]:
+    """What a run that was killed, after these steps had been saved, has else than one that was not."""
+    ours, others = state(uninterrupted), state(killed)
+    found = [f"only one has {place}" for place in sorted(ours.keys() ^ others.keys())]
+    for place in sorted(ours.keys() & others.keys()):
+        one, other = ours[place], others[place]
+        same = torch.equal(one, other) if isinstance(one, Tensor) else one == other
+        if not same:
+            found.append(f"{place}: {one} is {other}")
+    logged, again = scalars(uninterrupted), scalars(killed)
+    for place in sorted(logged.keys() | again.keys()):
+        lost = place not in again and place[1] + 1 in saved and not place[0].startswith("val_")
+        if logged.get(place) != again.get(place) and not lost:
+            found.append(f"logged {place}: {logged.get(place)} is {again.get(place)}")
+    left = [path for path in killed.rglob("*") if path.name.endswith((".partial", ".previous"))]
+    return [*found, *(f"left {path}" for path in left)]
+
+
+def main(folder: str, kills: str = "6", seed: str = "0") -> None:
+    torch.set_num_threads(1)
+    root, each = Path(folder), -(-int(kills) // CHAINS)
+    steps = each * STEPS_PER_KILL + 4
+    prepare(root / "uninterrupted", steps)
+    assert fit(root / "uninterrupted", log="end.log") == 0, tail(root / "uninterrupted/end.log")
+    places = [root / f"chain {number}" for number in range(CHAINS)]
+    counts = [min(each, int(kills) - number * each) for number in range(CHAINS)]
+    seeds = [int(seed) * CHAINS + number for number in range(CHAINS)]
+    with ThreadPoolExecutor(CHAINS) as pool:
+        died = list(pool.map(chain, places, [steps] * CHAINS, counts, seeds))
+    differ = [differences(root / "uninterrupted", place, saved) for place, (_, saved) in zip(places, died, strict=True)]
+    report = {"died": sum((where for where, _ in died), []), "differences": sum(differ, [])}
+    (root / "report.json").write_text(json.dumps(report, indent=1))
+    print("\n".join([*report["died"], f"{len(report['differences'])} differences", *report["differences"][:50]]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,98 @@
+"""Casts, tensors of a given amax, models with histories, what those remember."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_lowbit import Cast, Scale, convert
+from lightning_lowbit.nn import AmaxHistories
+from tests.nn.layers import Net, every, gradients, layer_like, run
+
+TOKENS, IN, OUT = 32, 48, 16
+BY_TENSOR = {"x": ("fprop_x", "wgrad_x"), "w": ("fprop_w", "dgrad_w"), "g": ("dgrad_g", "wgrad_g")}
+
+
+def delayed(element: str = "e4m3", rounding: str | None = None, **scale: Any) -> Cast:
+    return Cast(element, Scale("fp32", "tensor", rounding, source="delayed", **scale))
+
+
+E4M3 = delayed()
+NVFP4 = every(
+    Cast("e2m1", Scale("e4m3", 16, two_level=True, source="delayed")),
+    dgrad_g=Cast("e2m1", Scale("e4m3", 16, two_level=True, source="delayed"), "stochastic"),
+)
+
+
+def single(casts: Any, inputs: int = IN, outputs: int = OUT) -> tuple[Any, AmaxHistories]:
+    """A layer of its own, and its histories."""
+    layer = layer_like(nn.Linear(inputs, outputs, bias=False), casts)
+    return layer, AmaxHistories(layer)
+
+
+def filled(shape: tuple[int, ...], amax: float, seed: int = 0) -> Tensor:
+    """Numbers of all sizes, one of which is minus the largest magnitude."""
+    tensor = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    tensor *= amax if math.isfinite(amax) else 1
+    tensor.view(-1)[1] = -amax
+    return tensor
+
+
+def one_pass(layer: Any, x: float, w: float | None = None, g: float | None = None) -> dict[str, Tensor | None]:
+    """Forward and backward pass of tensors with these largest magnitudes, those of w and g by default that of x."""
+    layer.weight.data.copy_(filled(layer.weight.shape, x if w is None else w, 1))
+    outputs, inputs = layer.weight.shape
+    return run(layer, filled((TOKENS, inputs), x), filled((TOKENS, outputs), x if g is None else g, 2))
+
+
+def remembered(histories: AmaxHistories) -> dict[str, list[float]]:
+    """By layer and operand, the amaxes that there are, oldest first."""
+    found = {}
+    for name, tensor in histories.state_dict()["amax_history"].items():
+        amaxes = tensor.tolist()
+        found[name] = [amax for amax in amaxes if amax != 0]
+        empty = len(amaxes) - len(found[name])
+        assert not any(amaxes[:empty]), f"{name}: a gap in {amaxes}"
+    return found
+
+
+def same_states(found: AmaxHistories, expected: AmaxHistories, message: str = "") -> None:
+    for kind, tensors in expected.state_dict().items():
+        own = found.state_dict()[kind]
+        assert own.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(own[name], tensor), f"{message} {kind} of {name}: {own[name]}, not {tensor}"
+
+
+def trained(casts: Any = "fp8-delayed", steps: int = 3, start: int = 0, **kwargs: Any) -> tuple[Net, AmaxHistories]:
+    torch.manual_seed(0)
+    model = convert(Net(), casts, **kwargs)
+    histories = AmaxHistories(model)
+    steps_of(model, histories, range(start, start + steps))
+    return model, histories
+
+
+def steps_of(model: nn.Module, histories: AmaxHistories, steps: range) -> list[dict[str, Tensor | None]]:
+    found = []
+    for step in steps:
+        found.append(gradients(model, filled((16, 32), [2.0, 0.5, 5.0, 1.0, 0.3][step % 5], step)))
+        histories.advance_()
+    return found
+
+
+class Gated(nn.Module):
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, width), nn.Linear(16, width)
+        self.down_proj = nn.Linear(width, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def gated(casts: Any = "fp8-delayed", width: int = 24, smooth: str | None = "channel") -> tuple[Gated, AmaxHistories]:
+    torch.manual_seed(0)
+    model = convert(Gated(width), casts, smooth_swiglu=smooth)
+    return model, AmaxHistories(model)

@@ -1,0 +1,299 @@
+"""Delayed scaling's scales: every operand's are by its own casts and histories, and what exceeds those saturates."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit import Cast, LinearCasts, Scale, convert, quantize
+from lightning_lowbit.nn import OPERANDS, AmaxHistories
+from lightning_lowbit.quant import rotate, split_mean, surrogate_factor
+from lightning_lowbit.quant.shard import amax_of
+from tests.nn.amax.histories import (
+    E4M3,
+    IN,
+    NVFP4,
+    OUT,
+    TOKENS,
+    delayed,
+    filled,
+    one_pass,
+    remembered,
+    same_states,
+    single,
+)
+from tests.nn.layers import CONTRACTION, GEMMS, every, layer_like, rotation, run, spied, value
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_what_exceeds_the_histories_saturates(monkeypatch: pytest.MonkeyPatch, element: str) -> None:
+    layer, histories = single(LinearCasts(fprop_x=delayed(element)), 4, 4)
+    layer.weight.data.copy_(torch.eye(4))
+    x = torch.tensor([[3.5, -3.5, 3.0, 0.25], [14.0, -7.0, 5.0, 0.25]])
+    layer(x[:1])
+    histories.advance_()
+    with spied(monkeypatch) as seen:
+        y = layer(x)
+    assert seen["fprop_x"].values.abs().max() == seen["fprop_x"].values[1, 0] == {"e4m3": 448, "e5m2": 57344}[element]
+    clipped = torch.tensor([[3.5, -3.5, 3.0, 0.25], [3.5, -3.5, 3.5, 0.25]])
+    assert y.tolist() == clipped.tolist(), "does not clip at the amax in force"
+    assert (x - y).abs().max() == 14 - 3.5
+    histories.advance_()
+    assert layer(x).tolist() == x.tolist(), "the next step does not make room"
+
+
+# By what is asked of the scale, the factors of amaxes 3.5, 0.75, 1.75 and 0.875, step by step, in E4M3: a factor is
+# the amax in force over 448.
+FACTORS: dict[str, tuple[dict[str, Any], list[float]]] = {
+    "the largest": ({}, [3.5 / 448, 3.5 / 448, 3.5 / 448, 3.5 / 448, 3.5 / 448]),
+    "the largest of 2": ({"history": 2}, [3.5 / 448, 3.5 / 448, 3.5 / 448, 1.75 / 448, 1.75 / 448]),
+    "the largest of 1": ({"history": 1}, [3.5 / 448, 3.5 / 448, 0.75 / 448, 1.75 / 448, 0.875 / 448]),
+    "the newest": ({"algorithm": "most_recent"}, [3.5 / 448, 3.5 / 448, 0.75 / 448, 1.75 / 448, 0.875 / 448]),
+    "margin": ({"margin": 3, "history": 2}, [28 / 448, 28 / 448, 28 / 448, 14 / 448, 14 / 448]),
+    "power of two": (
+        {"rounding": "power_of_two", "algorithm": "most_recent"},
+        [2.0**-7, 2.0**-7, 2.0**-9, 2.0**-8, 2.0**-9],
+    ),
+    "power of two and margin": (
+        {"rounding": "power_of_two", "algorithm": "most_recent", "margin": 2},
+        [2.0**-5, 2.0**-5, 2.0**-7, 2.0**-6, 2.0**-7],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_scales_by_hand(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The first step scales by its own amax, each other one by those before it."""
+    settings, factors = FACTORS[name]
+    layer, histories = single(every(delayed(**settings)))
+    for step, (amax, factor) in enumerate(zip((3.5, 0.75, 1.75, 0.875, 1.0), factors, strict=True)):
+        with spied(monkeypatch) as seen:
+            one_pass(layer, amax)
+        histories.advance_()
+        for operand in OPERANDS:
+            found = seen[operand].factor
+            assert found is not None
+            assert found.item() == pytest.approx(factor, rel=2e-7), f"{operand}, step {step}: {found.item() * 448}/448"
+            if "power" in name:
+                assert math.frexp(found.item())[0] == 0.5, f"{operand}: {found.item()} is no power of two"
+
+
+def test_every_operand_has_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    casts = LinearCasts(
+        fprop_x=delayed(history=2),
+        fprop_w=delayed(history=5),
+        dgrad_g=delayed("e5m2", history=1),
+        dgrad_w="fprop",
+        wgrad_g=delayed("e5m2", history=3, algorithm="most_recent", margin=1),
+        wgrad_x=Cast("e4m3", Scale("fp32", "tensor")),
+    )
+    layer, histories = single(casts)
+    for amax in (8.0, 4.0, 1.0, 2.0):
+        one_pass(layer, amax)
+        histories.advance_()
+    assert remembered(histories) == {
+        "/fprop_x": [1, 2],
+        "/fprop_w": [8, 4, 1, 2],
+        "/dgrad_g": [2],
+        "/wgrad_g": [4, 1, 2],
+    }
+    with spied(monkeypatch) as seen:
+        one_pass(layer, 16.0)
+    scaled_by = {"fprop_x": 2 / 448, "fprop_w": 8 / 448, "dgrad_g": 2 / 57344, "dgrad_w": 8 / 448}
+    scaled_by |= {"wgrad_g": 4 / 57344, "wgrad_x": 16 / 448}
+    found = {name: operand.factor.item() for name, operand in seen.items() if operand.factor is not None}
+    assert found == pytest.approx(scaled_by, rel=2e-7)
+
+
+def test_every_layer_has_its_own_settings() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
+    overrides = {
+        "1": every(delayed(history=2)),
+        "2": "fp8-current",
+        "3": LinearCasts(dgrad_g=delayed("e5m2", history=7, algorithm="most_recent")),
+    }
+    convert(model, every(delayed(history=3)), skip=["4"], overrides=overrides)
+    histories = AmaxHistories(model)
+    assert len(histories) == 3
+    assert [layer.amaxes is not None for layer in model[:4]] == [True, True, False, True]
+    expected: dict[str, list[float]] = {}
+    for amax in (5.0, 3.0, 1.0, 2.0):
+        for layer in model[:4]:
+            one_pass(layer, amax)
+        histories.advance_()
+    for name in OPERANDS:
+        expected |= {f"0/{name}": [3, 1, 2], f"1/{name}": [1, 2]}
+    expected["3/dgrad_g"] = [5, 3, 1, 2]
+    assert remembered(histories) == expected
+    in_force = [layer.amaxes.in_force.tolist() for layer in model if getattr(layer, "amaxes", None) is not None]
+    assert in_force == [[3] * 6, [2] * 6, [0, 0, 2, 0, 0, 0]]
+
+
+CASTS = {
+    "fp8-delayed": LinearCasts.preset("fp8-delayed"),
+    "nvfp4": NVFP4,
+    "tiles": every(Cast("e2m1", Scale("e4m3", (16, 16), two_level=True, source="delayed", history=3))),
+    "rows": every(Cast("int4", Scale("e4m3", "row", two_level=True, source="delayed"))),
+    "4/6": every(Cast("e2m1", Scale("e4m3", 16, two_level=True, four_over_six="mse", source="delayed"))),
+    "mx": every(Cast("e4m3", Scale("e8m0", 32, two_level=True, source="delayed", algorithm="most_recent"))),
+    "powers of two": every(Cast("e4m3", Scale("e8m0", "tensor", source="delayed"))),
+    "integers": every(Cast("int8", Scale("fp32", "tensor", source="delayed", margin=1), "stochastic")),
+    "ternary": every(Cast("ternary", Scale("fp32", "tensor", source="delayed"))),
+}
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASTS)
+def test_operands_are_quantized_with_the_amax_in_force(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    casts = CASTS[name]
+    layer = layer_like(nn.Linear(IN, OUT, dtype=dtype), casts)
+    histories = AmaxHistories(layer)
+    sizes = {"x": (5.0, 17.0, 0.13), "w": (0.25, 0.11, 0.6), "g": (1e-3, 1.3e-4, 3e-3)}
+    shapes = {"x": (TOKENS, IN), "w": (OUT, IN), "g": (TOKENS, OUT)}
+    largest: dict[str, list[Tensor]] = {name: [] for name in sizes}
+    for step in range(3):
+        tensors = {key: filled(shape, sizes[key][step], step).to(dtype) for key, shape in shapes.items()}
+        layer.weight.data.copy_(tensors["w"])
+        layer.calls.begin()
+        with spied(monkeypatch) as seen:
+            run(layer, tensors["x"], tensors["g"])
+        histories.advance_()
+        for i, operand in enumerate(OPERANDS):
+            cast, past = getattr(casts, operand), largest[operand[-1]]
+            pick = max if cast.scale.algorithm == "max" else (lambda amaxes: amaxes[-1])
+            tensor, axis = tensors[operand[-1]], CONTRACTION[operand]
+            amax = pick(past) if past else None
+            expected = quantize(tensor, cast, axis, layer.keys[i], amax).dequantize().double()
+            message = f"step {step}, {operand}, amax {amax}"
+            torch.testing.assert_close(value(seen[operand]), expected, rtol=2e-7, atol=0, msg=message)
+            if past:
+                own = quantize(tensor, cast, axis, layer.keys[i]).dequantize().double()
+                # Powers of two, and the blocks below them, do not see every change of the amax above.
+                assert name in ("mx", "powers of two") or not torch.equal(own, expected), f"{message}: nothing to see"
+        for key, tensor in tensors.items():
+            largest[key].append(amax_of(tensor))
+
+
+def test_two_levels_saturate_above_the_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2688 = 6 * 448 in force: the scale of the tensor is 1, and no block reaches higher."""
+    layer, histories = single(NVFP4)
+    layer(filled((TOKENS, IN), 2688.0))
+    histories.advance_()
+    x = torch.zeros(TOKENS, IN)
+    x[0, :3] = torch.tensor([5376.0, -2688.0, 1344.0])
+    x[0, 16:19] = torch.tensor([6.0, -3.0, 0.5])
+    with spied(monkeypatch) as seen:
+        layer(x)
+    decoded = value(seen["fprop_x"])
+    assert seen["fprop_x"].factor == 1
+    assert decoded[0, :3].tolist() == [2688, -2688, 1344]
+    assert decoded[0, 16:19].tolist() == [6, -3, 0.5]
+    assert decoded.count_nonzero() == 6
+
+
+TRANSFORMS: dict[str, dict[str, Any]] = {
+    "hadamard": {"hadamard": dict.fromkeys(GEMMS, 16)},
+    "keyed": {"hadamard": {"fprop": 16, "wgrad": {"size": 32, "signs": "keyed"}}},
+    "means": {"subtract_mean": tuple(GEMMS)},
+    "both": {"hadamard": {"dgrad": 16, "wgrad": 16}, "subtract_mean": tuple(GEMMS)},
+}
+
+
+@pytest.mark.parametrize("element", ["e4m3", "nvfp4"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_amaxes_are_those_of_the_transformed_tensor(monkeypatch: pytest.MonkeyPatch, name: str, element: str) -> None:
+    cast = E4M3 if element == "e4m3" else NVFP4.fprop_x
+    layer, histories = single(every(cast, **TRANSFORMS[name]))  # type: ignore[arg-type]
+    casts = layer.casts
+
+    def transformed(operand: str, tensor: Tensor) -> Tensor:
+        gemm, kind = operand.split("_")
+        if gemm in casts.subtract_mean and kind != "w":
+            tensor = split_mean(tensor)[0]
+        if gemm in casts.hadamard:
+            matrix = rotation(casts.hadamard[gemm], int(layer.keys[OPERANDS.index(GEMMS[gemm][1])]))
+            tensor = rotate(tensor, matrix.float(), CONTRACTION[operand])
+        return tensor
+
+    expected: dict[str, list[float]] = {f"/{operand}": [] for operand in OPERANDS}
+    for step, amax in enumerate((3.0, 1.0)):
+        tensors = {"x": filled((TOKENS, IN), amax) + amax, "g": filled((TOKENS, OUT), amax, 2) + amax}
+        tensors["w"] = layer.weight.data.copy_(filled((OUT, IN), amax, 1)).clone()
+        layer.calls.begin()
+        with spied(monkeypatch) as seen:
+            run(layer, tensors["x"], tensors["g"])
+        histories.advance_()
+        for operand in OPERANDS:
+            raw = tensors[operand[-1]]
+            tensor = transformed(operand, raw)
+            history = expected[f"/{operand}"]
+            given = torch.tensor(history[0]) if history else None
+            wanted = quantize(tensor, cast, CONTRACTION[operand], amax=given).dequantize().double()
+            torch.testing.assert_close(value(seen[operand]), wanted, rtol=2e-7, atol=0, msg=f"{operand}, step {step}")
+            history.append(amax_of(tensor).item())
+            changed = operand.split("_")[0] in casts.hadamard or (name != "keyed" and operand[-1] != "w")
+            assert (history[-1] != amax_of(raw)) == changed, f"{operand}: the sample does not tell"
+    assert remembered(histories) == expected
+
+
+# --- surrogates -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operand", ["fprop_x", "fprop_w"])
+def test_trust_ends_where_the_forward_pass_saturated(operand: str) -> None:
+    """With 3.5 in force elements are multiplied by 128, and 448 + 16 is the last one that is trusted: 3.625."""
+    casts = LinearCasts(**{operand: E4M3}, surrogate={operand: "trust"})  # type: ignore[arg-type]
+    layer, histories = single(casts, 6, 1)
+    sample = torch.tensor([[1.0, 3.5, -3.625, 3.65, -7.0, 14.0]])
+    # With an empty history the own amax is in force, which saturates nothing.
+    for amax, trusted in ((3.5, [True] * 6), (14.0, [True, True, True, False, False, False])):
+        tensor, other = (sample * (amax / 14)).requires_grad_(), torch.ones(1, 6)
+        x, w = (tensor, other) if operand == "fprop_x" else (other, tensor)
+        layer.weight.data.copy_(w.detach())
+        layer.zero_grad()
+        y = layer(x)
+        histories.advance_()  # the backward pass does not see what is in force from now on
+        y.sum().backward()
+        gradient = x.grad if operand == "fprop_x" else layer.weight.grad
+        assert gradient is not None
+        assert (gradient != 0).tolist() == [trusted], f"{operand}: {gradient} after {remembered(histories)}"
+    histories.advance_()
+    assert remembered(histories) == {f"/{operand}": [3.5, 14]}, "the backward pass staged it for another step"
+
+
+@pytest.mark.parametrize("hadamard", [{}, {"fprop": 16}], ids=["", "rotated"])
+@pytest.mark.parametrize("kind", ["trust", "dge"])
+def test_surrogates_take_the_amax_of_the_forward_pass(kind: str, hadamard: dict[str, int]) -> None:
+    bare = LinearCasts(fprop_x=E4M3, fprop_w=E4M3, hadamard=hadamard)  # type: ignore[arg-type]
+    (layer, histories), (straight, plain) = (
+        single(bare.replace(surrogate=surrogate)) for surrogate in ({"fprop_x": kind, "fprop_w": kind}, {})
+    )
+    for step, amax in enumerate((1.0, 2.5, 1.5)):
+        in_force = {operand: layer.amaxes.in_force[i].clone() for i, operand in enumerate(OPERANDS[:2])}
+        found, expected = one_pass(layer, amax), one_pass(straight, amax)
+        histories.advance_()
+        plain.advance_()
+        same_states(histories, plain, f"step {step}: a surrogate is no pass of its own")
+        for operand, name, tensor in (
+            ("fprop_x", "x", filled((TOKENS, IN), amax)),
+            ("fprop_w", "weight", layer.weight.detach()),
+        ):
+            gradient, turn = expected[name], torch.eye(IN)
+            assert gradient is not None
+            if hadamard:
+                turn = torch.block_diag(*[rotation(layer.casts.hadamard["fprop"], 0).float()] * (IN // 16))
+            turned = tensor @ turn
+            given = in_force[operand] if step else amax_of(turned)
+            factor = surrogate_factor(kind, turned, E4M3, 1, given)
+            wanted = ((gradient @ turn) * factor) @ turn.t()
+            tolerance = 1e-5 * wanted.abs().max().item()
+            torch.testing.assert_close(
+                found[name], wanted, rtol=1e-5, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            )
+            if kind == "trust" and step == 1:
+                assert 0 < factor.mean() < 1, f"{operand}: nothing saturates"

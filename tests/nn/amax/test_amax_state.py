@@ -1,0 +1,281 @@
+"""The state of histories: plain tensors, with which training goes on bit for bit, and refused by anything else.
+
+And whose histories are when models are copied, converted anew or moved.
+"""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit import LinearCasts, convert
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, smooth_swiglu
+from tests.nn.amax.histories import (
+    E4M3,
+    IN,
+    NVFP4,
+    OUT,
+    TOKENS,
+    delayed,
+    filled,
+    gated,
+    remembered,
+    same_states,
+    steps_of,
+    trained,
+)
+from tests.nn.layers import Net, every, gradients, identical
+
+
+def test_state_is_plain_tensors() -> None:
+    casts = LinearCasts(fprop_x=delayed(history=3), wgrad_g=delayed("e5m2", history=5))
+    model, histories = trained(every(delayed(history=2)), steps=1, overrides={"second": casts, "head": "fp8-current"})
+    expected = {f"first/{name}": 2 for name in OPERANDS} | {"second/fprop_x": 3, "second/wgrad_g": 5}
+    state = histories.state_dict()
+    assert list(state) == ["amax_history", "channel_amax"]
+    assert {name: tensor.numel() for name, tensor in state["amax_history"].items()} == expected
+    assert state["channel_amax"] == {}
+    for name, tensor in state["amax_history"].items():
+        assert (type(tensor), tensor.dtype, tensor.device.type, tensor.dim()) == (Tensor, torch.float32, "cpu", 1), name
+        assert tensor.untyped_storage().nbytes() == 4 * len(tensor), f"{name} drags other tensors into the file"
+        tensor.fill_(7)
+    assert all(7 not in history for history in remembered(histories).values()), "the state is not a copy"
+
+
+def test_names_are_those_of_the_unwrapped_model() -> None:
+    model = nn.Sequential(torch.compile(convert(nn.Linear(8, 8), LinearCasts(fprop_x=E4M3))))
+    assert list(AmaxHistories(model).state_dict()["amax_history"]) == ["0/fprop_x"]
+
+
+@pytest.mark.parametrize("casts", ["fp8-delayed", "mixed"])
+def test_a_loaded_state_goes_on_bit_for_bit(casts: str) -> None:
+    setup: dict[str, Any] = {}
+    if casts == "mixed":
+        setup = {"casts": every(delayed(history=2)), "overrides": {"second": NVFP4.replace(dgrad_g=None)}}
+    model, histories = trained(**setup)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "lightning_lowbit": histories.state_dict()}, file)
+    expected = steps_of(model, histories, range(3, 6))
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed, resumed_histories = trained(steps=0, **setup)
+    resumed.load_state_dict(saved["model"])
+    resumed_histories.load_state_dict(saved["lightning_lowbit"])
+    found = steps_of(resumed, resumed_histories, range(3, 6))
+    for step, results in enumerate(found):
+        identical(results, expected[step], f"step {step} after loading")
+    same_states(resumed_histories, histories, "later")
+    anew, anew_histories = trained(steps=0, **setup)
+    assert not torch.equal(steps_of(anew, anew_histories, range(3, 4))[0]["y"], expected[0]["y"]), "nothing to resume"
+
+
+def test_smoothed_channels_are_state() -> None:
+    model, histories = gated()
+    seen: list[Tensor] = []
+    model.down_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    for micro_batch in range(2):
+        model(filled((TOKENS, 16), 2.0, micro_batch)).sum().backward()
+    histories.advance_()
+    state = copy.deepcopy(histories.state_dict())
+    assert list(state["channel_amax"]) == ["down_proj"]
+    assert torch.equal(state["channel_amax"]["down_proj"], torch.cat(seen).abs().amax(0)), "of another input"
+    assert "down_proj/fprop_w" not in state["amax_history"], "the smoothed weight has its own scale"
+    other, loaded = gated()
+    loaded.load_state_dict(state)
+    same_states(loaded, histories)
+    x = filled((TOKENS, 16), 0.01, 3)
+    for each in (histories, loaded):
+        each.recording = False
+    assert torch.equal(other(x), model(x)), "evaluates with other channels"
+    assert not torch.equal(gated()[0](x), model(x)), "the sample does not tell"
+    for each in (histories, loaded):
+        each.advance_()
+        same_states(each, loaded, "evaluation was staged")
+    assert torch.equal(histories.state_dict()["channel_amax"]["down_proj"], state["channel_amax"]["down_proj"])
+
+
+def test_loading_forgets_the_step_under_way() -> None:
+    model, histories = trained()
+    state = copy.deepcopy(histories.state_dict())
+    gradients(model, filled((16, 32), 100.0))
+    histories.load_state_dict(state)
+    histories.advance_()
+    for name, tensor in state["amax_history"].items():
+        assert torch.equal(histories.state_dict()["amax_history"][name], tensor), f"{name} holds a step of before"
+
+
+# By case: how the state was saved, who loads it, and what the message says.
+OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], list[str]]] = {
+    "shorter": (
+        lambda: trained(),
+        lambda: trained(every(delayed(history=8))),
+        ["amax_history of first/fprop_x has 16 steps", "this run's 8"],
+    ),
+    "longer": (
+        lambda: trained(every(delayed(history=8))),
+        lambda: trained(),
+        ["amax_history of first/fprop_x has 8 steps", "this run's 16"],
+    ),
+    "one is longer": (
+        lambda: trained(),
+        lambda: trained(overrides={"head": every(E4M3).replace(wgrad_x=delayed(history=17))}),
+        ["amax_history of head/wgrad_x has 16 steps", "this run's 17"],
+    ),
+    "fewer layers": (
+        lambda: trained(skip=["second"]),
+        lambda: trained(),
+        ["missing there", "second/dgrad_g, second/dgrad_w, second/fprop_w, second/fprop_x, second/wgrad_g"],
+    ),
+    "more layers": (lambda: trained(), lambda: trained(skip=["head"]), ["not in this model", "head/fprop_x"]),
+    "other layers": (
+        lambda: trained(skip=["head"]),
+        lambda: trained(skip=["first"]),
+        ["missing there: head/dgrad_g", "not in this model: first/dgrad_g"],
+    ),
+    "fewer operands": (
+        lambda: trained(every(E4M3).replace(wgrad_x=None)),
+        lambda: trained(every(E4M3)),
+        ["missing there: first/wgrad_x, head/wgrad_x, second/wgrad_x."],
+    ),
+    "other operands": (
+        lambda: trained(LinearCasts(fprop_x=E4M3)),
+        lambda: trained(LinearCasts(fprop_w=E4M3)),
+        ["missing there: first/fprop_w, head/fprop_w, second/fprop_w; not in this model: first/fprop_x"],
+    ),
+    "no delayed scaling": (lambda: trained("fp8-current"), lambda: trained(), ["missing there", "and 12 more"]),
+    "not smoothed": (lambda: gated(smooth=None), lambda: gated(), ["not in this model: down_proj/dgrad_w"]),
+    "channels missing": (
+        lambda: gated("fp8-current", smooth=None),
+        lambda: gated("fp8-current"),
+        ["channel_amax is that of other layers", "missing there: down_proj"],
+    ),
+    "other channels": (
+        lambda: gated("fp8-current", 32),
+        lambda: gated("fp8-current"),
+        ["channel_amax of down_proj has 32 channels", "this run's 24"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_state_of_something_else_is_refused_whole(case: str) -> None:
+    save, load, words = OTHERS[case]
+    state = save()[1].state_dict()
+    model, histories = load()
+    before = copy.deepcopy(histories.state_dict())
+    in_force = [layer.amaxes.in_force.clone() for layer in model.modules() if getattr(layer, "amaxes", None)]
+    with pytest.raises(ValueError, match="fresh_histories=True") as error:
+        histories.load_state_dict(state)
+    for part in words:
+        assert part in str(error.value), f"{part!r} is not in {error.value}"
+    for kind, tensors in before.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(histories.state_dict()[kind][name], tensor), f"{kind} of {name} has been changed"
+    after = [layer.amaxes.in_force for layer in model.modules() if getattr(layer, "amaxes", None)]
+    assert all(map(torch.equal, after, in_force))
+
+
+def test_the_model_holds_no_state() -> None:
+    model, _ = trained()
+    assert list(model.state_dict()) == list(Net().state_dict())
+    assert not list(model.buffers())
+    Net().load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_dtype_of_the_model_is_not_that_of_amaxes(dtype: torch.dtype) -> None:
+    model, histories = trained(steps=0)
+    model.to(dtype)
+    amax = 1.0 + 2**-7  # which both hold
+    gradients(model, filled((16, 32), amax).to(dtype))
+    histories.advance_()
+    assert remembered(histories)["first/fprop_x"] == [amax]
+    for tensor in (*histories.state_dict()["amax_history"].values(), *model.first.amaxes[:4]):
+        assert tensor.dtype == torch.float32
+
+
+def test_copies_are_independent() -> None:
+    model, histories = trained()
+    before = copy.deepcopy(histories.state_dict())
+    twin = copy.deepcopy(model)
+    x = filled((16, 32), 50.0)
+    found = gradients(twin, x)
+    histories.advance_()
+    for name, tensor in before["amax_history"].items():
+        assert torch.equal(histories.state_dict()["amax_history"][name], tensor), f"{name}: the copy staged it"
+    identical(gradients(model, x), found, "the copy is scaled otherwise")
+    own = AmaxHistories(twin)
+    own.load_state_dict(histories.state_dict())
+    histories.advance_()
+    identical(gradients(twin, x), found, "the original stepped, and changed the copy")
+    own.advance_()
+    same_states(own, histories, "each by itself")
+
+
+def test_new_histories_take_the_place_of_old_ones() -> None:
+    model, old = trained()
+    new = AmaxHistories(model)
+    gradients(model, filled((16, 32), 9.0))
+    old.advance_()
+    assert len(remembered(old)["first/fprop_x"]) == 3, "the layers still stage into the old ones"
+    assert model.first.amaxes.in_force.tolist() == [0] * 6, "not empty"
+    new.advance_()
+    assert remembered(new)["first/fprop_x"] == [9]
+
+
+def test_without_histories_is_refused() -> None:
+    layer = convert(nn.Linear(IN, OUT), LinearCasts(dgrad_g=E4M3))
+    with pytest.raises(ValueError, match=r"Delayed scaling needs histories.*lightning_lowbit\.nn\.AmaxHistories"):
+        layer(torch.ones(1, IN))
+
+
+@pytest.mark.parametrize("change", ["convert", "smooth"])
+def test_casts_that_the_histories_do_not_know_are_refused(change: str) -> None:
+    """Other operands than those that are remembered would be scaled by their own amaxes for ever, without a word."""
+    model, _ = gated(LinearCasts(fprop_x=E4M3), smooth=None)
+    if change == "convert":
+        convert(model, LinearCasts(fprop_x=E4M3, dgrad_g=E4M3))
+    else:
+        smooth_swiglu(model)
+    with pytest.raises(ValueError, match="histories"):
+        model(torch.ones(2, 16))
+    histories = AmaxHistories(model)
+    model(torch.ones(2, 16)).sum().backward()
+    histories.advance_()
+    assert ("down_proj/dgrad_g" in remembered(histories)) == (change == "convert")
+
+
+def test_nothing_to_remember() -> None:
+    model, _ = trained(steps=1)
+    histories = AmaxHistories(convert(model, "fp8-current"))
+    assert not histories
+    assert len(histories) == 0
+    histories.advance_(lambda tensor: pytest.fail("there is nothing to reduce"))
+    assert histories.state_dict() == {"amax_history": {}, "channel_amax": {}}
+    histories.load_state_dict(histories.state_dict())
+    assert model.first.amaxes is None, "it still holds those of former casts"
+
+
+def test_the_first_pass_may_be_in_inference_mode() -> None:
+    """Evaluation before training moves what layers hold to their device; training then fills it in place."""
+    model, histories = trained(steps=0)
+    with torch.inference_mode():
+        histories.to_(torch.device("meta"))
+    assert model.first.amaxes.staged.device.type == "meta"
+    held = {name: getattr(model.first.amaxes, name) for name in ("in_force", "staged", "channels", "staged_channels")}
+    assert not [name for name, tensor in held.items() if tensor.is_inference()], "cannot be changed any more"
+    histories.advance_()
+
+
+def test_moving_to_the_same_device_changes_nothing() -> None:
+    model, histories = trained()
+    before = model.first.amaxes
+    gradients(model, filled((16, 32), 9.0))
+    histories.to_(torch.device("cpu"))
+    assert all(a is b for a, b in zip(before, model.first.amaxes, strict=True))
+    histories.advance_()
+    assert remembered(histories)["first/fprop_x"][-1] == 9

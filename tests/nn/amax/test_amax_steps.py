@@ -1,0 +1,293 @@
+"""Delayed scaling, step by step: what a pass stages, what is remembered of a step, and what is no step."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_lowbit import convert
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, set_phase
+from tests.nn.amax.histories import (
+    BY_TENSOR,
+    E4M3,
+    IN,
+    NVFP4,
+    OUT,
+    TOKENS,
+    filled,
+    gated,
+    one_pass,
+    remembered,
+    same_states,
+    single,
+    trained,
+)
+from tests.nn.layers import Net, every, gradients, identical, run, spied, value
+from tests.optim.parameters import NoHostSync
+
+
+def test_a_step_is_the_largest_of_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, histories = single(every(E4M3))
+    for step, amaxes in enumerate(([1.0, 3.0, 2.0], [0.5, 0.25])):
+        for amax in amaxes:
+            with spied(monkeypatch) as seen:
+                one_pass(layer, amax)
+            in_force = amax if step == 0 else 3.0
+            for operand in OPERANDS:
+                assert seen[operand].factor == pytest.approx(in_force / 448), f"{operand}: changed in mid-step"
+        assert all(len(history) == step for history in remembered(histories).values()), "advanced in mid-step"
+        histories.advance_()
+    assert remembered(histories) == {f"/{operand}": [3, 0.5] for operand in OPERANDS}
+    for _ in range(3):
+        histories.advance_()
+    assert remembered(histories) == {f"/{operand}": [3, 0.5] for operand in OPERANDS}, "advanced without a pass"
+
+
+def test_each_tensor_has_its_own_history() -> None:
+    layer, histories = single(every(E4M3))
+    for x, w, g in ((1.0, 2.0, 3.0), (6.0, 5.0, 4.0)):
+        one_pass(layer, x, w, g)
+        histories.advance_()
+    expected = {"x": [1, 6], "w": [2, 5], "g": [3, 4]}
+    assert remembered(histories) == {f"/{operand}": expected[operand[-1]] for operand in OPERANDS}
+
+
+def test_amaxes_are_those_of_the_compute_dtype() -> None:
+    layer, histories = single(every(E4M3))
+    layer.weight.data.copy_(filled((OUT, IN), 1.001))
+    run(layer, filled((TOKENS, IN), 1.002), filled((TOKENS, OUT), 1.003), autocast=True)
+    histories.advance_()
+    rounded = {name: torch.tensor(amax).bfloat16().item() for name, amax in (("x", 1.002), ("w", 1.001), ("g", 1.003))}
+    assert remembered(histories) == {f"/{operand}": [rounded[operand[-1]]] for operand in OPERANDS}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_evaluation_is_no_step(monkeypatch: pytest.MonkeyPatch, mode: Callable[[], Any]) -> None:
+    layer, histories = single(every(E4M3))
+    one_pass(layer, 3.5)
+    histories.advance_()
+    before = copy.deepcopy(histories.state_dict())
+    histories.recording = False
+    assert not histories.recording
+    with mode(), spied(monkeypatch) as seen:
+        y = layer(filled((TOKENS, IN), 7.0))
+    assert seen["fprop_x"].factor == 1 / 128, "not scaled by what is remembered"
+    if y.requires_grad:
+        y.sum().backward()
+    histories.advance_()
+    for name, history in histories.state_dict()["amax_history"].items():
+        assert torch.equal(history, before["amax_history"][name]), f"{name}: evaluation was staged"
+    histories.recording = True
+    with mode():
+        layer(filled((TOKENS, IN), 7.0))
+    histories.advance_()
+    assert remembered(histories)["/fprop_x"] == [3.5, 7]
+
+
+def test_a_pass_that_the_step_overtakes_keeps_its_scales() -> None:
+    """The backward pass scales by what was in force in its forward pass."""
+    found = []
+    for overtaken in (False, True):
+        layer, histories = single(every(E4M3))
+        one_pass(layer, 1.0)
+        histories.advance_()
+        x = filled((TOKENS, IN), 9.0).requires_grad_()
+        y = layer(x)
+        if overtaken:
+            histories.advance_()
+        y.backward(filled((TOKENS, OUT), 5.0))
+        found.append({"x": x.grad, "weight": layer.weight.grad})
+    identical(*found, "overtaken")
+
+
+class Blocks(Net):
+    """:class:`Net` with either kind of recomputation."""
+
+    use_reentrant: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.block(x) if self.use_reentrant is None else checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+        return self.head(x + y)
+
+
+@pytest.mark.parametrize("casts", ["fp8-delayed", NVFP4], ids=["fp8", "nvfp4"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_changes_nothing(use_reentrant: bool, casts: Any) -> None:
+    models = []
+    for kind in (None, use_reentrant):
+        torch.manual_seed(0)
+        model = convert(Blocks(), casts)
+        model.use_reentrant = kind
+        LayerKeys(model).fill_(0)
+        models.append((model, AmaxHistories(model)))
+    (plain, expected), (recomputing, histories) = models
+    for step, amax in enumerate((1.0, 7.0, 0.5, 3.0)):
+        for micro_batch in range(2):
+            x = filled((16, 32), amax, micro_batch)
+            identical(gradients(recomputing, x), gradients(plain, x), f"step {step}")
+        histories.advance_()
+        expected.advance_()
+        same_states(histories, expected, f"step {step}")
+    assert len(remembered(histories)["first/fprop_x"]) == 4
+
+
+def test_a_layer_that_does_not_run_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = convert(nn.ModuleList(nn.Linear(IN, OUT, bias=False) for _ in range(2)), every(E4M3))
+    histories = AmaxHistories(model)
+    for amax, layers in ((3.5, (0, 1)), (7.0, (0,)), (14.0, (1,))):
+        for i in layers:
+            with spied(monkeypatch) as seen:
+                one_pass(model[i], amax)
+        histories.advance_()
+    assert seen["wgrad_g"].factor == 1 / 128, "a step without the layer changed its scale"
+    expected = {0: [3.5, 7], 1: [3.5, 14]}
+    assert remembered(histories) == {f"{i}/{name}": history for i, history in expected.items() for name in OPERANDS}
+
+
+def test_a_phase_leaves_the_histories_of_what_it_does_not_quantize() -> None:
+    layer, histories = single(every(E4M3))
+    for phase in ("fqt", "qaf", "bf16", "hp-forward", "fqt"):
+        set_phase(layer, phase)
+        one_pass(layer, {"fqt": 1.0, "qaf": 2.0, "bf16": 3.0, "hp-forward": 4.0}[phase])
+        histories.advance_()
+    forward = {f"/{name}": [1, 2, 1] for name in OPERANDS[:2]}
+    assert remembered(histories) == forward | {f"/{name}": [1, 4, 1] for name in OPERANDS[2:]}
+
+
+def test_a_layer_that_runs_twice_remembers_the_larger() -> None:
+    layer, histories = single(every(E4M3), IN, IN)
+    x = filled((TOKENS, IN), 2.0)
+    middle = layer(x)
+    layer(middle).sum().backward()
+    histories.advance_()
+    assert remembered(histories)["/fprop_x"] == [max(2.0, middle.abs().max().item())]
+    assert len(remembered(histories)) == len(OPERANDS)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["", "first"])
+def test_zeros_change_nothing(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    layer, histories = single(every(E4M3))
+    if not first:
+        one_pass(layer, 3.5)
+        histories.advance_()
+    before = remembered(histories)
+    with spied(monkeypatch) as seen:
+        found = one_pass(layer, 0.0)
+    histories.advance_()
+    assert remembered(histories) == before
+    for operand in OPERANDS:
+        assert seen[operand].factor == (1 if first else 1 / 128), f"{operand}: another scale"
+    for name, tensor in found.items():
+        assert tensor is not None
+        assert not tensor.any(), f"{name}: {tensor}"
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["", "first"])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("where", BY_TENSOR)
+def test_an_overflow_is_seen_and_not_remembered(
+    monkeypatch: pytest.MonkeyPatch, where: str, bad: float, first: bool
+) -> None:
+    layer, histories = single(every(E4M3))
+    if not first:
+        one_pass(layer, 3.5)
+        histories.advance_()
+    with spied(monkeypatch) as seen:
+        found = one_pass(layer, **{**dict.fromkeys("xwg", 1.75), where: bad})
+    histories.advance_()
+    before = [] if first else [3.5]
+    for operand in OPERANDS:
+        tainted = operand[-1] == where
+        assert remembered(histories)[f"/{operand}"] == (before if tainted else [*before, 1.75])
+        place = value(seen[operand]).flatten()[1]  # where the largest magnitude is
+        assert place.isnan() == tainted, f"{operand} is {place}"
+    for name in {"x": ("y", "weight"), "w": ("y", "x"), "g": ("x", "weight")}[where]:
+        tensor = found[name]
+        assert tensor is not None
+        assert tensor.isnan().any(), f"{bad} in {where} is not seen in {name}"
+    with spied(monkeypatch) as seen:
+        found = one_pass(layer, 0.875)
+    for operand in BY_TENSOR[where]:
+        assert seen[operand].factor == (1 / 512 if first else 1 / 128), f"{operand}: another scale"
+    assert all(tensor is not None and tensor.isfinite().all() for tensor in found.values()), "it lasts"
+
+
+def test_an_overflow_in_one_micro_batch_leaves_the_others() -> None:
+    layer, histories = single(every(E4M3))
+    for amax in (2.0, torch.inf, 3.0, torch.nan):
+        one_pass(layer, amax)
+    histories.advance_()
+    assert remembered(histories) == {f"/{operand}": [3] for operand in OPERANDS}
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def test_amaxes_of_gradients_follow_the_scale_of_the_loss() -> None:
+    """Those of the step under way too; without an index that the host would copy to the device."""
+
+    class NoIndex(NoHostSync):
+        FORBIDDEN = (*NoHostSync.FORBIDDEN, "index", "index_put", "index_put_")
+
+    layer, histories = single(every(E4M3))
+    for amax in (1.0, 2.0):
+        one_pass(layer, amax)
+        histories.advance_()
+    one_pass(layer, 4.0)
+    factor = torch.tensor(0.5)
+    with NoIndex():
+        histories.scale_gradients_(factor)
+    histories.advance_()
+    for name, amaxes in remembered(histories).items():
+        assert amaxes == ([0.5, 1, 2] if name.endswith("_g") else [1, 2, 4]), name
+
+
+def test_one_collective_per_step() -> None:
+    """Whatever is given as the maximum over ranks is what is remembered."""
+    model, histories = gated()
+    plain, alone = gated()
+    calls: list[Tensor] = []
+
+    def as_if_twice_as_large_elsewhere(tensor: Tensor) -> None:
+        calls.append(tensor.clone())
+        tensor.mul_(2)
+
+    for step in range(3):
+        x = filled((TOKENS, 16), 2.0**step)
+        if step == 0:  # later ones differ, for other scales are in force
+            plain(x).sum().backward()
+            alone.advance_()
+        model(x).sum().backward()
+        histories.advance_(as_if_twice_as_large_elsewhere)
+        assert len(calls) == step + 1, f"{len(calls)} collectives in {step + 1} steps"
+        assert calls[step].dim() == 1
+        assert calls[step].dtype == torch.float32
+        if step == 0:
+            for kind, tensors in alone.state_dict().items():
+                for name, tensor in tensors.items():
+                    found = histories.state_dict()[kind][name]
+                    assert torch.equal(found, 2 * tensor), f"{kind} of {name}: {found}, not twice {tensor}"
+    assert remembered(histories)["up_proj/fprop_x"] == [2, 4, 8]
+    assert model.up_proj.amaxes.in_force[0] == 8, "not scaled by what was reduced"
+    histories.advance_(as_if_twice_as_large_elsewhere)
+    assert len(calls) == 4, "a rank without a pass takes part, too"
+    assert not calls[3].any()
+
+
+def test_ranks_that_reduce_agree() -> None:
+    """Two replicas with different batches: the larger amax of both is what either remembers."""
+    ranks = [trained(steps=0) for _ in range(2)]
+    for step in range(2):
+        staged: list[Tensor] = []
+        for rank, (model, histories) in enumerate(ranks):
+            gradients(model, filled((16, 32), [[1.0, 4.0], [3.0, 2.0]][rank][step], rank))
+            reference = copy.deepcopy(histories)
+            reference.advance_(lambda tensor, staged=staged: staged.append(tensor.clone()))
+        for _, histories in ranks:
+            histories.advance_(lambda tensor, staged=staged: tensor.copy_(torch.maximum(*staged)))
+    same_states(ranks[0][1], ranks[1][1], "another history on the other rank")
+    assert remembered(ranks[0][1])["first/fprop_x"] == [3, 4]

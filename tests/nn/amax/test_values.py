@@ -1,0 +1,142 @@
+"""Delayed scaling by golden vectors: its rule is Transformer Engine's, except, on purpose, where nothing finite is
+remembered."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit import Cast, LinearCasts, convert, quantize
+from lightning_lowbit.nn import AmaxHistories
+from lightning_lowbit.quant.scaling import scales_of
+from tests.golden_vectors import load
+from tests.nn.amax.histories import BY_TENSOR, IN, TOKENS, delayed, filled, remembered, single
+from tests.nn.layers import every, run, spied
+
+# Per sequence the amaxes of 12 steps and, for 16 configurations, what Transformer Engine's update makes of them.
+GOLDEN = load("fp8_delayed")
+SEQUENCES = [str(name) for name in GOLDEN["sequences"]]
+CONFIGS = [
+    delayed({448: "e4m3", 57344: "e5m2"}[int(largest)], history=int(length), algorithm=str(algorithm), margin=int(m))
+    for length, algorithm, m, largest in zip(
+        *(GOLDEN[f"config/{name}"] for name in ("history_len", "algo", "margin", "fp8_max")), strict=True
+    )
+]
+
+
+def by_the_rule(amaxes: np.ndarray, cast: Cast) -> tuple[Tensor, Tensor, list[float]]:
+    """At the last of the steps with these amaxes: what is in force, what elements are multiplied by, and the history
+    after it. An amax that is 0 or not finite is not remembered, and with nothing remembered the own one is in force."""
+    scale = cast.scale
+    *past, own = amaxes
+    window = [amax for amax in past if 0 < amax < np.inf][-scale.history :]
+    in_force = own if not window else max(window) if scale.algorithm == "max" else window[-1]
+    if in_force == 0:
+        encode = np.float32(1)
+    elif not np.isfinite(in_force):
+        encode = np.float32(np.nan)
+    else:
+        with np.errstate(over="ignore"):
+            encode = min(np.float32(cast.format.max * 2.0**-scale.margin) / in_force, np.finfo(np.float32).max)
+    history = [*window, *([own] if 0 < own < np.inf else [])][-scale.history :]
+    padded = [0.0] * (scale.history - len(history)) + [float(amax) for amax in history]
+    return torch.tensor(float(in_force)), torch.tensor(float(encode)), padded
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("sequence", SEQUENCES)
+@pytest.mark.parametrize("config", range(len(CONFIGS)))
+def test_the_rule_is_that_of_the_golden_vectors(config: int, sequence: str) -> None:
+    """And where it is not: before the first amax, where theirs is a scale of 1, and after one that is not finite."""
+    cast, amaxes = CONFIGS[config], GOLDEN[f"{sequence}/amax"]
+    scales, histories = GOLDEN[f"{sequence}/scale_used"][config], GOLDEN[f"{sequence}/history_after"][config]
+    tainted = GOLDEN[f"{sequence}/after_nonfinite"]
+    for step, theirs in enumerate(scales.tolist()):
+        if step > 0 and tainted[step - 1]:
+            break
+        _, encode, history = by_the_rule(amaxes[: step + 1], cast)
+        if any(amaxes[:step] > 0):
+            assert encode.item() == theirs, f"step {step}: the rule scales by {encode}, not {theirs}"
+        else:
+            assert theirs == 1, f"step {step}: nothing has been remembered, and the scale is {theirs}"
+        if not tainted[step]:  # theirs has one slot for the step under way, and so one fewer for former ones
+            assert history[1:] == histories[step, 1 : cast.scale.history].tolist(), f"after step {step}"
+
+
+@pytest.mark.parametrize("first", range(0, len(SEQUENCES), 3), ids=lambda i: "-".join(SEQUENCES[i : i + 3]))
+def test_golden_vectors(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    """Layers of all configurations in one model, with a sequence for x, one for w and one for g: every operand is
+    scaled, bit for bit, as the rule has it, and the histories are the rule's."""
+    size = 4
+    names = dict(zip(BY_TENSOR, SEQUENCES[first : first + 3], strict=True))
+    model = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in CONFIGS)
+    convert(model, "bf16", overrides={str(i): every(cast) for i, cast in enumerate(CONFIGS)})
+    histories = AmaxHistories(model)
+    assert len(histories) == len(CONFIGS)
+    for step in range(12):
+        amaxes = {kind: GOLDEN[f"{name}/amax"][: step + 1] for kind, name in names.items()}
+        tensors = {kind: filled((size, size), float(given[-1]), step) for kind, given in amaxes.items()}
+        state: dict[str, list[float]] = {}
+        for i, (layer, cast) in enumerate(zip(model, CONFIGS, strict=True)):
+            layer.weight.data.copy_(tensors["w"])
+            with spied(monkeypatch) as seen:
+                run(layer, tensors["x"], tensors["g"])
+            for kind, operands in BY_TENSOR.items():
+                in_force, encode, history = by_the_rule(amaxes[kind], cast)
+                message = f"{names[kind]}, step {step}, {cast}, scaled by {in_force}"
+                given = scales_of(in_force, torch.ones(()), cast)
+                assert torch.equal(given, encode) or encode.isnan(), f"{message}: multiplied by {given}, not {encode}"
+                public = quantize(tensors[kind], cast, amax=in_force)
+                finite = bool(tensors[kind].isfinite().all())
+                expected = encode.reciprocal() if finite else torch.tensor(torch.nan)  # its one block holds a NaN
+                np.testing.assert_array_equal(public.scales, expected.view(1, 1), message)
+                elements = (tensors[kind] * encode).clamp(-cast.format.max, cast.format.max).to(cast.format.dtype)
+                elements = torch.where(tensors[kind].isfinite(), elements.float(), torch.nan)
+                for operand in operands:
+                    factor = seen[operand].factor
+                    assert factor is not None
+                    np.testing.assert_array_equal(factor, encode.reciprocal(), f"{operand} of {message}")
+                    np.testing.assert_array_equal(seen[operand].values, elements, f"{operand} of {message}")
+                    if finite:
+                        decoded = (seen[operand].values * factor).numpy()
+                        np.testing.assert_array_equal(public.dequantize(), decoded, f"{operand} of {message}, decoded")
+                    state[f"{i}/{operand}"] = history
+        histories.advance_()
+        found = {name: tensor.tolist() for name, tensor in histories.state_dict()["amax_history"].items()}
+        assert found.keys() == state.keys()
+        wrong = [name for name in state if found[name] != state[name]]
+        assert not wrong, f"after step {step}: {wrong[0]} is {found[wrong[0]]}, not {state[wrong[0]]}"
+
+
+def test_golden_single_amaxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A history of one step: 0 and what is not finite leave the scale at 1."""
+    amaxes, scales, largest = (GOLDEN[f"unit_tests/{name}"] for name in ("amax", "scale", "fp8_max"))
+    casts = [LinearCasts(fprop_x=delayed("e4m3" if most == 448 else "e5m2", history=1)) for most in largest]
+    model = nn.ModuleList(nn.Linear(8, 8) for _ in casts)
+    convert(model, "bf16", overrides={str(i): cast for i, cast in enumerate(casts)})
+    histories = AmaxHistories(model)
+    for layer, amax in zip(model, amaxes.tolist(), strict=True):
+        layer(filled((4, 8), amax))
+    histories.advance_()
+    for layer, amax, expected in zip(model, amaxes, scales.tolist(), strict=True):
+        found = scales_of(layer.amaxes.in_force[0], torch.ones(()), layer.casts.fprop_x)
+        assert found == expected, f"amax {amax}: scaled by {found}, not {expected}"
+        with spied(monkeypatch) as seen:
+            layer(torch.zeros(4, 8))
+        assert seen["fprop_x"].factor == torch.tensor(expected).reciprocal(), f"amax {amax}"
+
+
+@pytest.mark.parametrize(("sequence", "frozen_until"), [("inf", 7), ("nan", 5)])
+def test_what_is_not_finite_is_forgotten_at_once(sequence: str, frozen_until: int) -> None:
+    """On purpose: with an infinity in its history the peer's scale stays what it was until that has left. After step 4,
+    whose amax is 100, it is 448 / 100."""
+    config, amaxes = 0, GOLDEN[f"{sequence}/amax"]  # E4M3, the largest of 4 steps
+    assert amaxes.astype(str).tolist()[:5] == ["1.0", "2.0", sequence, "1.0", "100.0"]
+    theirs = GOLDEN[f"{sequence}/scale_used"][config].tolist()
+    assert theirs[5 : frozen_until + 1] == [224.0] * (frozen_until - 5) + [pytest.approx(4.48)]
+    layer, histories = single(LinearCasts(fprop_x=CONFIGS[config]))
+    for amax in amaxes[:5].tolist():
+        layer(filled((TOKENS, IN), amax))
+        histories.advance_()
+    assert remembered(histories) == {"/fprop_x": [1, 2, 1, 100]}
+    assert layer.amaxes.in_force[0] == 100, "the scale is frozen"

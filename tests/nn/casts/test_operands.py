@@ -1,0 +1,149 @@
+"""What follows from casts: operands, native GEMMs."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_lowbit import Cast, LinearCasts, Scale
+from lightning_lowbit.nn import OPERANDS, PRESETS
+from tests.nn.casts.examples import AWKWARD, DELAYED, E4M3, E5M2, INT4, MIXED, NEAREST, SIX
+from tests.nn.layers import GEMMS
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *AWKWARD])
+def test_casts_of_operands(name: str) -> None:
+    casts = AWKWARD[name] if name in AWKWARD else LinearCasts.preset(name)
+    for operand in OPERANDS:
+        given = getattr(casts, operand)
+        expected = {"dgrad_w": casts.fprop_w, "wgrad_x": casts.fprop_x}[operand] if given == "fprop" else given
+        assert casts.cast_of(operand) == expected, operand
+    assert casts.quantizes_x_or_w == any(isinstance(getattr(casts, n), Cast) for n in OPERANDS if n[-1] in "xw")
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_any_delayed_operand_makes_casts_delayed(operand: str) -> None:
+    assert not SIX.is_delayed
+    assert SIX.replace(**{operand: DELAYED}).is_delayed
+    assert LinearCasts(**{operand: DELAYED}).is_delayed
+    assert not SIX.replace(**{operand: DELAYED}).phase("bf16").is_delayed
+    assert LinearCasts(**{operand: DELAYED}).quantizes_x_or_w == (operand[-1] != "g")
+
+
+def test_former_spellings_warn() -> None:
+    with pytest.warns(DeprecationWarning, match="quantised_gemms is now quantized_gemms"):
+        assert SIX.quantised_gemms == SIX.quantized_gemms
+    with pytest.warns(DeprecationWarning, match="quantises_x_or_w is now quantizes_x_or_w"):
+        assert SIX.quantises_x_or_w
+
+
+FORMS = {
+    None: None,
+    "e4m3": E4M3,
+    "e5m2": E5M2,
+    "e4m3 rows": Cast("e4m3", Scale("fp32", "row", "power_of_two")),
+    "e5m2 rows": Cast("e5m2", Scale("e4m3", "row", two_level=True), "stochastic"),
+    "e4m3 delayed": DELAYED,
+    "e4m3 blocks": Cast("e4m3", Scale("e8m0", 32)),
+    "e4m3 tiles": Cast("e4m3", Scale("e4m3", (16, 16), two_level=True)),
+    "e3m2": Cast("e3m2", Scale("fp32", "tensor")),
+    "int8 rows": Cast("int8", Scale("fp32", "row")),
+    "int2 rows": Cast("int2", Scale("fp32", "row", "power_of_two"), "stochastic", rounded=True),
+    "int4": Cast("int4", Scale("e8m0", "tensor")),
+    "ternary": Cast("ternary", Scale("fp32", "tensor", statistic="absmean", factor=1.1, epsilon=1e-5)),
+    "int8 groups": Cast("int8", Scale("fp32", 128), rounded=True),
+    "int8 from min to max": Cast("int8", Scale("fp32", "row", statistic="minmax")),
+    "int8 delayed": Cast("int8", Scale("fp32", "tensor", source="delayed")),
+}
+
+
+TAKEN = {
+    "fp8": {"e4m3", "e5m2", "e4m3 rows", "e5m2 rows", "e4m3 delayed"},
+    "int8": {"int8 rows", "int2 rows", "int4", "ternary"},
+}
+
+
+def taken(left: str | None, right: str | None) -> str | None:
+    """In what hardware computes a GEMM of these two: FP8 takes E4M3 and E5M2, not E5M2 twice, and by rows E4M3 last."""
+    if {left, right} <= TAKEN["int8"]:
+        return "int8"
+    if not {left, right} <= TAKEN["fp8"]:
+        return None
+    rows = "rows" in f"{left} {right}"
+    return "fp8" if str(right).startswith("e4m3") or (str(left).startswith("e4m3") and not rows) else None
+
+
+def test_native_gemms() -> None:
+    for left, right in itertools.product(FORMS, repeat=2):
+        for gemm, (one, other) in GEMMS.items():
+            found = LinearCasts(**{one: FORMS[left], other: FORMS[right]}).native_gemms
+            kind = taken(left, right)
+            assert found == ({gemm: kind} if kind else {}), f"{gemm}: {left} times {right}"
+
+
+def test_native_gemms_of_what_is_reused() -> None:
+    """It is in few bits if the forward pass had it so, and its scales do not lie along what is now the contraction."""
+    weights = ("e4m3", "e5m2", "e4m3 rows", "e4m3 delayed", "ternary", "int8 rows", "int8 groups", None)
+    for x, w, g in itertools.product(FORMS, weights, FORMS):
+        casts = LinearCasts(
+            fprop_x=FORMS[x], fprop_w=FORMS[w], dgrad_g=FORMS[g], dgrad_w="fprop", wgrad_g=FORMS[g], wgrad_x="fprop"
+        )
+        expected = {"fprop": kind} if (kind := taken(x, w)) else {}
+        for gemm, operand in (("dgrad", w), ("wgrad", x)):
+            if "fprop" in expected and (kind := taken(g, operand)) and not str(operand).endswith("rows"):
+                expected[gemm] = kind
+        assert casts.native_gemms == expected, f"x {x}, w {w}, g {g}"
+
+
+@pytest.mark.parametrize(
+    ("name", "native"),
+    [
+        *((name, {}) for name in PRESETS if not name.startswith("fp8-") and name != "ternary"),
+        *((name, dict.fromkeys(GEMMS, "fp8")) for name in ("fp8-delayed", "fp8-current", "fp8-row")),
+        ("ternary", {"fprop": "int8"}),
+    ],
+)
+def test_native_gemms_of_presets(name: str, native: dict[str, str]) -> None:
+    casts = LinearCasts.preset(name)
+    assert casts.native_gemms == native
+    assert casts.phase("qaf").native_gemms == {gemm: kind for gemm, kind in native.items() if gemm == "fprop"}
+    assert casts.phase("hp-forward").native_gemms == {gemm: kind for gemm, kind in native.items() if gemm != "fprop"}
+
+
+TILES = Cast("e2m1", Scale("e4m3", (16, 16), two_level=True))
+
+
+@pytest.mark.parametrize(
+    ("cast", "one"),
+    [
+        (E4M3, True),
+        (E5M2, True),
+        (DELAYED, True),
+        (TILES, True),
+        (Cast("int4", Scale("e4m3", (4, 8))), True),
+        (NEAREST, False),  # whose blocks lie along another axis
+        (INT4, False),
+        (FORMS["e4m3 rows"], False),
+        (replace(E4M3, rounding="stochastic"), False),  # whose random bits are the operand's own
+        (replace(TILES, rounding="stochastic"), False),
+        (None, False),
+    ],
+    ids=str,
+)
+def test_operands_that_are_one(cast: Any, one: bool) -> None:
+    for first, second in (("fprop_w", "dgrad_w"), ("dgrad_g", "wgrad_g")):
+        casts = LinearCasts(**{first: cast, second: cast})
+        others = {"dgrad_w", "wgrad_g"} - {second}
+        assert casts.shared(second) == one
+        assert not any(casts.shared(other) for other in others)
+        if cast is None:
+            continue
+        assert not casts.replace(**{first: None}).shared(second)
+        assert not casts.replace(**{first: MIXED.wgrad_g}).shared(second), "not if the two differ"
+        for gemm in GEMMS:
+            touched = gemm in (first.split("_")[0], second.split("_")[0])
+            six = LinearCasts(**{**dict.fromkeys(OPERANDS, E5M2), first: cast, second: cast})
+            assert six.replace(hadamard={gemm: 16}).shared(second) == (one and not touched), f"{gemm} rotated"
+            assert six.replace(subtract_mean=[gemm]).shared(second) == (one and not touched), f"{gemm} centerd"
+    assert not LinearCasts(fprop_w=cast, dgrad_w="fprop").shared("dgrad_w"), "what is reused is no cast of its own"

@@ -1,0 +1,311 @@
+"""Casts that contradict each other are refused."""
+
+import ast
+import inspect
+import itertools
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_lowbit import Cast, LinearCasts, Scale
+from lightning_lowbit.nn import OPERANDS
+from tests.nn.casts.examples import DELAYED, E4M3, INT4, NEAREST, SIX, STOCHASTIC, assert_phases
+from tests.nn.layers import GEMMS
+
+# Fields that contradict each other, what the error says of them, and a change that it proposes.
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "hadamard of nothing": (
+        {"hadamard": {"wgrad": 16}},
+        "hadamard rotates wgrad, which quantizes nothing: leave wgrad out of hadamard",
+        {"hadamard": {}},
+    ),
+    "hadamard of what is only reused": (
+        {"fprop_x": INT4, "wgrad_x": "fprop", "hadamard": {"wgrad": 16}},
+        "hadamard rotates wgrad, which quantizes nothing: leave wgrad out",
+        {"hadamard": {}},
+    ),
+    "hadamard and reuse in its GEMM": (
+        {"fprop_w": INT4, "dgrad_g": INT4, "dgrad_w": "fprop", "hadamard": {"dgrad": 16}},
+        "hadamard rotates dgrad, but dgrad_w is the operand of the forward pass as that pass quantized it: give "
+        "dgrad_w a cast of its own, or leave dgrad out",
+        {"dgrad_w": INT4},
+    ),
+    "reuse of what is rotated": (
+        {"fprop_x": INT4, "wgrad_x": "fprop", "hadamard": {"fprop": 16}},
+        "hadamard rotates fprop, but wgrad_x is the operand of the forward pass .*: give wgrad_x a cast of its own",
+        {"wgrad_x": INT4},
+    ),
+    "reuse of a weight whose GEMM is rotated": (
+        {"fprop_x": INT4, "dgrad_w": "fprop", "hadamard": {"fprop": 16}},
+        "hadamard rotates fprop, but dgrad_w is the operand of the forward pass .* or leave fprop out of hadamard",
+        {"hadamard": {}},
+    ),
+    "mean of no cast": (
+        {"fprop_w": INT4, "subtract_mean": ["fprop"]},
+        "subtract_mean needs an x or g of fprop with a cast: leave fprop out of subtract_mean",
+        {"subtract_mean": []},
+    ),
+    "mean of dgrad in hp": (
+        {"dgrad_w": INT4, "subtract_mean": ["dgrad"]},
+        "subtract_mean needs an x or g of dgrad with a cast: leave dgrad out of subtract_mean",
+        {"subtract_mean": []},
+    ),
+    "mean of what is reused": (
+        {"fprop_x": INT4, "wgrad_x": "fprop", "subtract_mean": ["fprop"]},
+        "subtract_mean changes x in fprop, but wgrad_x is the x that the forward pass quantized: give wgrad_x a cast "
+        "of its own, or leave fprop out",
+        {"wgrad_x": INT4},
+    ),
+    "mean and reuse in wgrad": (
+        {"fprop_x": INT4, "wgrad_g": INT4, "wgrad_x": "fprop", "subtract_mean": ["wgrad"]},
+        "subtract_mean changes x in wgrad, but wgrad_x is .* or leave wgrad out of subtract_mean",
+        {"subtract_mean": []},
+    ),
+    "surrogate of hp": (
+        {"fprop_x": INT4, "surrogate": {"fprop_w": "trust"}},
+        "surrogate names fprop_w, which is not quantized: leave it out of surrogate",
+        {"surrogate": {}},
+    ),
+    "surrogate of levels that begin elsewhere": (
+        {"fprop_w": Cast("int4", Scale("fp32", "row", statistic="minmax")), "surrogate": {"fprop_w": "dge"}},
+        "The surrogate of fprop_w counts levels from zero, and with statistic='minmax' those of a block begin "
+        "elsewhere: leave fprop_w out of surrogate, or take another statistic",
+        {"fprop_w": Cast("int4", Scale("fp32", "row", statistic="absmean"))},
+    ),
+    "dge of stochastic rounding": (
+        {"fprop_w": STOCHASTIC, "surrogate": {"fprop_w": "dge"}},
+        "'dge' stands for rounding to nearest, and fprop_w rounds stochastically, .*: leave fprop_w out of surrogate, "
+        "or round it to nearest",
+        {"fprop_w": NEAREST},
+    ),
+    "surrogate of x without its mean": (
+        {"fprop_x": INT4, "surrogate": {"fprop_x": "trust"}, "subtract_mean": ["fprop"]},
+        "A surrogate of fprop_x and subtract_mean in fprop contradict each other, .*: leave out one of them",
+        {"subtract_mean": []},
+    ),
+    "surrogate of a weight that also meets the mean": (  # which it does unquantized: that part of dW passes as it is
+        {"fprop_x": INT4, "fprop_w": INT4, "surrogate": {"fprop_w": "trust"}, "subtract_mean": ["fprop"]},
+        "A surrogate of fprop_w and subtract_mean in fprop contradict each other, .*: leave out one of them",
+        {"surrogate": {}},
+    ),
+    "smoothing of hp": (
+        {"smooth": "channel"},
+        "smooth scales x and w, which are not quantized: leave out smooth",
+        {"smooth": None},
+    ),
+    "smoothing of gradients only": (
+        {"dgrad_g": INT4, "dgrad_w": "fprop", "wgrad_g": INT4, "wgrad_x": "fprop", "smooth": "token"},
+        "smooth scales x and w, which are not quantized: leave out smooth",
+        {"wgrad_x": INT4},
+    ),
+    "delayed scaling of a smoothed weight": (
+        {"fprop_x": DELAYED, "fprop_w": DELAYED, "smooth": "channel"},
+        "With smooth='channel' the weight changes with every batch, and delayed scaling of fprop_w would meet the leap "
+        "of a channel there: give fprop_w a scale with source='current'",
+        {"fprop_w": E4M3},
+    ),
+    "delayed scaling of a smoothed weight, backwards": (
+        {"fprop_x": DELAYED, "dgrad_w": DELAYED, "smooth": "channel"},
+        "delayed scaling of dgrad_w would meet the leap of a channel there: give dgrad_w a scale with source='current'",
+        {"smooth": "token"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_contradictions(name: str) -> None:
+    given, message, remedy = CONTRADICTIONS[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        LinearCasts(**given)
+    assert "Got fprop(" in str(caught.value), "the error does not say what was given"
+    LinearCasts(**{**given, **remedy})
+
+
+def test_every_contradiction_is_in_the_table() -> None:
+    source = textwrap.dedent(inspect.getsource(LinearCasts._contradictions))
+    kinds = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Yield)]
+    starts = [
+        "hadamard rotates .*, which",
+        "hadamard rotates .*, but",
+        "subtract_mean needs",
+        "subtract_mean changes",
+        "surrogate names",
+        "The surrogate of",
+        "'dge'",
+        "A surrogate of",
+        "smooth scales",
+        "With smooth='channel'",
+    ]
+    assert len(kinds) == len(starts), "a contradiction was added: tell of it here and in CONTRADICTIONS"
+    for start in starts:
+        assert any(message.startswith(start.split(" .*")[0]) for _, message, _ in CONTRADICTIONS.values()), start
+
+
+def impossible(casts: dict[str, Any]) -> bool:
+    """Whether the fields contradict each other, in other words than the package's."""
+    quantized = {name for name in OPERANDS if isinstance(casts.get(name), Cast)}
+    reused = {name for name in OPERANDS if casts.get(name) == "fprop"}
+    rotated = {name for gemm in casts["hadamard"] for name in GEMMS[gemm]}
+    centerd = {name for gemm in casts["subtract_mean"] for name in GEMMS[gemm] if name[-1] != "w"}
+    return (
+        any(not quantized & set(GEMMS[gemm]) for gemm in casts["hadamard"])
+        or any(not quantized & centerd & set(GEMMS[gemm]) for gemm in casts["subtract_mean"])
+        or bool(reused & rotated)  # the tensor of the forward pass, in a space in which it was not quantized
+        or bool(reused and "fprop" in casts["hadamard"])  # and the other way round
+        or ("wgrad_x" in reused and bool(centerd & {"fprop_x", "wgrad_x"}))
+        or any(name not in quantized for name in casts["surrogate"])
+        or any(k == "dge" and casts[name].rounding == "stochastic" for name, k in casts["surrogate"].items())
+        or ("fprop" in casts["subtract_mean"] and bool(casts["surrogate"]))
+        or (casts["smooth"] is not None and not any(name[-1] != "g" for name in quantized))
+        or (
+            casts["smooth"] == "channel"
+            and any(name[-1] == "w" and casts[name].scale.source == "delayed" for name in quantized)
+        )
+    )
+
+
+@pytest.mark.slow
+def test_all_combinations_are_honored_or_refused_and_have_phases() -> None:
+    forward = itertools.product((None, NEAREST), (None, NEAREST, STOCHASTIC))
+    backward = itertools.product((None, NEAREST), (None, NEAREST, "fprop"), (None, NEAREST), (None, NEAREST, "fprop"))
+    extras = [{}, *({"hadamard": {gemm: 16}} for gemm in GEMMS), *({"subtract_mean": (gemm,)} for gemm in GEMMS)]
+    extras += [{"surrogate": {name: kind}} for name in OPERANDS[:2] for kind in ("dge", "trust")]
+    extras += [{"surrogate": {name: "trust"}, "subtract_mean": ("fprop",)} for name in OPERANDS[:2]]
+    extras += [{"hadamard": {"wgrad": 64}, "subtract_mean": ("fprop", "wgrad"), "surrogate": {}}]
+    settings = itertools.product(((*f, *b) for f, b in itertools.product(forward, list(backward))), extras)
+    casts_of_x, casts_of_w = (None, NEAREST, DELAYED), (None, DELAYED, E4M3)
+    smoothed = itertools.product(
+        casts_of_x, casts_of_w, (None, DELAYED), (*casts_of_w, "fprop"), (None, NEAREST), (*casts_of_x, "fprop")
+    )
+    extras = [{"smooth": kind, **extra} for kind in ("channel", "token") for extra in ({}, {"hadamard": {"wgrad": 16}})]
+    valid = 0
+    for six, extra in itertools.chain(settings, itertools.product(smoothed, extras)):
+        given = dict(zip(OPERANDS, six, strict=True))
+        given = {**given, "hadamard": {}, "subtract_mean": (), "surrogate": {}, "smooth": None, **extra}
+        try:
+            casts = LinearCasts(**given)
+        except ValueError as error:
+            assert impossible(given), f"refused: {error}"
+        else:
+            assert not impossible(given), f"not refused: {casts}"
+            valid += 1
+            assert_phases(casts)
+    assert valid > 500
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: LinearCasts("nvfp4"), "LinearCasts.fprop_x is a Cast, .* got 'nvfp4'"),
+        *[
+            (lambda operand=operand: LinearCasts(**{operand: "fprop"}), f"LinearCasts.{operand} is .* got 'fprop'")
+            for operand in ("fprop_x", "fprop_w", "dgrad_g", "wgrad_g")
+        ],
+        (lambda: LinearCasts(dgrad_w="forward"), "or \"fprop\"; got 'forward'"),
+        (lambda: LinearCasts(dgrad_w=16), "LinearCasts.dgrad_w .* got 16"),
+        (lambda: LinearCasts(fprop_x={"elment": "e2m1"}), "Unknown field of Cast 'elment'. Did you mean 'element'"),
+        (lambda: LinearCasts.preset("nvfp5"), "Unknown preset 'nvfp5'. Did you mean 'nvfp4'"),
+        (lambda: LinearCasts.of("nvfp5"), "Unknown preset 'nvfp5'. Did you mean 'nvfp4'"),
+        (lambda: LinearCasts.of({"preset": None}), "Unknown preset None"),
+        (
+            lambda: LinearCasts.of({"preset": "nvfp4", "fprop_y": None}),
+            "Unknown field of LinearCasts 'fprop_y'. Did you",
+        ),
+        (lambda: LinearCasts.of({1: None}), "Unknown field of LinearCasts 1"),
+        (lambda: LinearCasts.of(None), "a preset's name or a mapping of fields; got None"),
+        (lambda: LinearCasts.of(["nvfp4"]), r"a preset's name or a mapping of fields; got \['nvfp4'\]"),
+        (lambda: SIX.replace(fprop=None), "Unknown field of LinearCasts 'fprop'. Did you mean 'fprop_"),
+        (lambda: SIX.replace(fprop_x="fprop"), "LinearCasts.fprop_x is"),
+        (lambda: SIX.phase("qat"), "Unknown phase 'qat'. Did you mean 'qaf'"),
+        (lambda: SIX.phase(None), "Unknown phase None"),
+        (lambda: SIX.with_rounding({"wgradx": "nearest"}), "Unknown operand 'wgradx'. Did you mean 'wgrad_x'"),
+        (lambda: SIX.with_rounding({"wgrad_x": "near"}), "Unknown rounding 'near'"),
+        (lambda: SIX.with_rounding("stochastic"), "rounding"),
+        (lambda: LinearCasts().with_rounding({"wgrad_x": "nearest"}), "wgrad_x is None"),
+        (lambda: SIX.replace(wgrad_x="fprop").with_rounding({"wgrad_x": "nearest"}), "wgrad_x is 'fprop'"),
+        (lambda: SIX.replace(hadamard=16), "LinearCasts.hadamard maps some of fprop, dgrad, wgrad to .* got 16"),
+        (lambda: SIX.replace(hadamard=16), "LinearCasts.hadamard maps some of fprop, .*{'wgrad': 16}; got 16"),
+        (
+            lambda: SIX.replace(hadamard={"wgard": 16}),
+            "Unknown key of LinearCasts.hadamard 'wgard'. Did you mean 'wgrad'",
+        ),
+        (lambda: SIX.replace(hadamard={"wgrad_x": 16}), "Unknown key of LinearCasts.hadamard 'wgrad_x'"),
+        *[
+            (lambda size=size: SIX.replace(hadamard={"wgrad": size}), "Hadamard.size is one of 16, 32, 64, 128; got")
+            for size in (8, 48, True, None, "16", 16.0)
+        ],
+        (
+            lambda: SIX.replace(hadamard={"wgrad": {"sise": 16}}),
+            "Unknown field of Hadamard 'sise'. Did you mean 'size'",
+        ),
+        (lambda: SIX.replace(hadamard={"wgrad": {"signs": "key"}}), "Unknown signs of a Hadamard transform 'key'. Did"),
+        (
+            lambda: SIX.replace(subtract_mean="wgrad"),
+            "LinearCasts.subtract_mean is a list of GEMMs such as .*; got 'wgrad'",
+        ),
+        (lambda: SIX.replace(subtract_mean=None), "LinearCasts.subtract_mean is a list of GEMMs such as .*; got None"),
+        (lambda: SIX.replace(subtract_mean=True), "LinearCasts.subtract_mean is a list of GEMMs such as .*; got True"),
+        (
+            lambda: SIX.replace(subtract_mean={"wgrad": False}),
+            "LinearCasts.subtract_mean is a list of GEMMs such as .*; got {",
+        ),
+        (lambda: SIX.replace(subtract_mean=["wgard"]), "Unknown GEMM in .*subtract_mean 'wgard'. Did you mean 'wgrad'"),
+        (lambda: SIX.replace(subtract_mean=["wgrad_x"]), "Unknown GEMM in LinearCasts.subtract_mean 'wgrad_x'"),
+        (lambda: SIX.replace(surrogate="dge"), "LinearCasts.surrogate maps some of fprop_x, fprop_w to .* got 'dge'"),
+        (lambda: SIX.replace(surrogate={"dgrad_w": "dge"}), "Unknown key of LinearCasts.surrogate 'dgrad_w'"),
+        (lambda: SIX.replace(surrogate={"fprop_w": "ste"}), "Unknown surrogate 'ste'.*'trust', 'dge'"),
+        (lambda: SIX.replace(surrogate={"fprop_w": None}), "Unknown surrogate None"),
+        (lambda: SIX.replace(smooth="chanel"), "Unknown kind of LinearCasts.smooth 'chanel'. Did you mean 'channel'"),
+        (lambda: SIX.replace(smooth=True), "Unknown kind of LinearCasts.smooth True.* Choose one of: 'channel', 'tok"),
+        (lambda: SIX.replace(smooth=""), "Unknown kind of LinearCasts.smooth ''"),
+        (lambda: SIX.replace(smoth="token"), "Unknown field of LinearCasts 'smoth'. Did you mean 'smooth'"),
+        (
+            lambda: LinearCasts.of({"preset": "fp8-delayed", "smooth": "channel"}),
+            "give fprop_w a scale with source='current'.* Got fprop\\(x=e4m3/fp32:tensor\\(delayed 16\\)",
+        ),
+        (
+            lambda: LinearCasts.of({"preset": "fp8-row", "every": {"scale": {"source": "delayed"}}}),
+            "take block='tensor', two_level=True, or source='current'",
+        ),
+        (
+            lambda: LinearCasts.of({"preset": "nvfp4", "every": 32}),
+            "casts.every is a mapping of fields of Cast; got 32",
+        ),
+        (
+            lambda: LinearCasts.of({"every": {"element": "int4"}}),
+            "every changes the casts of a preset, and there are none",
+        ),
+        (lambda: LinearCasts.of({"preset": "bf16", "every": {}}), "every changes the casts of a preset, and there are"),
+        (lambda: LinearCasts.of({"preset": "nvfp4", "every": {"elment": "int4"}}), "Unknown field of Cast 'elment'"),
+        (lambda: LinearCasts.of({"preset": "nvfp4", "every": {"scale": {"blok": 8}}}), "Unknown field of Scale 'blok'"),
+        (lambda: LinearCasts.of({"preset": "nvfp4", "every": {1: 2}}), "Unknown field of Cast '?1"),
+        (lambda: LinearCasts.of({"preset": "nvfp4", "fprop_x": {"elment": 1}}), "Unknown field of Cast 'elment'. Did"),
+        (lambda: LinearCasts.of({"preset": "nvfp4", "fprop_x": {1: 2}}), "Unknown field of Cast '?1"),
+        (
+            lambda: LinearCasts.of({"preset": "nvfp4", "fprop_x": {"scale": {"top": 500}}}),
+            r"Scale.top must lie in \(0, 448",
+        ),
+        (lambda: LinearCasts.of({"preset": "ufp4", "wgrad_g": None, "wgrad_x": None}), "hadamard rotates wgrad, which"),
+    ],
+)
+def test_errors(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda settings: settings.__setitem__("wgrad", None),
+        lambda settings: settings.update(wgrad=None),
+        lambda settings: settings.pop("wgrad"),
+        lambda settings: settings.clear(),
+    ],
+)
+def test_settings_do_not_change(change: Callable[[Any], Any]) -> None:
+    casts = LinearCasts.preset("ufp4")
+    with pytest.raises(TypeError, match="LinearCasts.replace"):
+        change(casts.hadamard)
+    assert casts == LinearCasts.preset("ufp4")

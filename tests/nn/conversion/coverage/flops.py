@@ -1,0 +1,163 @@
+"""FLOPs to expect of layers by their shapes, and how to count them."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as module_globals
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowbit import LinearCasts, convert
+from lightning_lowbit.nn import GemmCounter, LayerKeys, QuantizedLayer
+from lightning_lowbit.quant import Hadamard
+
+NVFP4 = LinearCasts.preset("nvfp4")
+
+
+BITS, HP_BITS = 4.5, 16
+
+
+BATCH, TOKENS, WIDTH, HEADS = 2, 5, 16, 2
+
+
+BACKWARD = ("dgrad", "wgrad")
+
+
+def gemm(m: int, n: int, k: int) -> int:
+    """FLOPs of ``[m, k] · [k, n]``."""
+    return 2 * m * n * k
+
+
+def layer(rows: int, inputs: int, outputs: int, without: Iterable[str] = ()) -> dict[str, int]:
+    """A linear layer's GEMMs but for some."""
+    return {name: gemm(rows, outputs, inputs) for name in ("fprop", *BACKWARD) if name not in without}
+
+
+def assert_counted(
+    counter: GemmCounter, layers: Mapping[str, Mapping[str, int]], others: Mapping[str, int], recomputed: int = 0
+) -> None:
+    """Every FLOP is in a GEMM of a converted layer, both operands quantized, or uncovered under the right name."""
+    assert dict(counter.gemms) == {(name, g): flops for name, gemms in layers.items() for g, flops in gemms.items()}
+    assert dict(counter.others) == dict(others)
+    low_bit, rest = sum(counter.gemms.values()), sum(others.values())
+    coverage = counter.coverage()
+    assert coverage.flops == low_bit + rest
+    assert coverage.low_bit == low_bit
+    assert coverage.uncovered == dict(others)
+    assert list(coverage.uncovered.values()) == sorted(others.values(), reverse=True), "the largest does not come first"
+    assert coverage.uncounted == ()
+    assert coverage.share == pytest.approx(low_bit / (low_bit + rest))
+    assert coverage.average_bits == pytest.approx((BITS * low_bit + HP_BITS * rest) / (low_bit + rest))
+    assert counter.recomputed == recomputed
+    assert counter.model_flops == low_bit + rest - recomputed
+
+
+def low_bit(model: nn.Module, casts: Any = NVFP4, **kwargs: Any) -> Any:
+    convert(model, casts, **kwargs)
+    LayerKeys(model).fill_(0)
+    return model
+
+
+@contextmanager
+def quantized(*models: nn.Module) -> Iterator[None]:
+    """Asserts that converted layers have run, and that their output is not that of the raw weights."""
+    layers = {m for model in models for m in model.modules() if isinstance(m, QuantizedLayer)}
+    seen: list[tuple[QuantizedLayer, Tensor, Tensor]] = []
+
+    def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if module in layers:
+            seen.append((module, inputs[0].detach(), output.detach()))  # type: ignore[arg-type]
+
+    hook = module_globals.register_module_forward_hook(record)  # a module's own would close torch's fast paths
+    try:
+        yield
+    finally:
+        hook.remove()
+    assert {module for module, *_ in seen} == layers, "a converted layer did not run"
+    with torch.no_grad():
+        for module, x, y in seen:
+            given = module.quantized_forward(x, module.weight_matrix(), module.bias)
+            assert torch.equal(y, given), f"{module}: not what the casts give"
+            raw = F.linear(x, module.weight_matrix(), module.bias)
+            assert not torch.equal(y, raw), f"{module}: computes on the raw operands"
+
+
+def backward(output: Any) -> None:
+    output = getattr(output, "logits", output)
+    output.square().sum().backward()
+
+
+class Operations(TorchDispatchMode):
+    """Notes what runs, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def count(model: nn.Module, *inputs: Any, runs: str | None = None, **kwargs: Any) -> GemmCounter:
+    """Counts a forward and, in training, a backward pass, in which an operation ``runs``."""
+    with quantized(model), Operations() as operations, GemmCounter(model) as counter:
+        output = model(*inputs, **kwargs)
+        if model.training:
+            backward(output)
+    assert runs is None or runs in operations.names, f"{runs} did not run: {operations.names}"
+    return counter
+
+
+def x_of(*shape: int, grad: bool = False) -> Tensor:
+    return torch.randn(*shape, requires_grad=grad)
+
+
+class Applied(nn.Module):
+    """A function of itself and its input, with named members."""
+
+    def __init__(self, function: Callable[..., Tensor], **members: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.function(self, *inputs)
+
+
+class UNet(nn.Module):
+    """Down, attention in the middle, up; the time enters through an MLP."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(4, 16), nn.SiLU(), nn.Linear(16, 2 * width))
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(4, 2 * width)
+        self.middle = nn.ModuleDict({"qkv": nn.Linear(2 * width, 6 * width), "out": nn.Linear(2 * width, 2 * width)})
+        self.up = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
+        self.last = nn.Conv2d(2 * width, 3, 1)
+
+    def forward(self, image: Tensor, time: Tensor) -> Tensor:
+        outer = self.stem(image)
+        x = self.norm(self.down(outer) + self.time(time)[..., None, None])
+        tokens = x.flatten(2).transpose(1, 2)
+        q, k, v = self.middle["qkv"](tokens).chunk(3, dim=-1)
+        tokens = tokens + self.middle["out"](torch.softmax(q @ k.transpose(1, 2), dim=-1) @ v)
+        x = tokens.transpose(1, 2).reshape(x.shape)
+        return self.last(torch.cat([self.up(x), outer], dim=1))
+
+
+def tower(inputs: int, hidden: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, 4))
+
+
+HADAMARD = {"fprop": 16, "dgrad": Hadamard(16, "keyed"), "wgrad": Hadamard(32, "keyed")}
+
+
+MEANS = ("fprop", "dgrad", "wgrad")

@@ -1,0 +1,246 @@
+"""Coverage by phases and casts; operations without a formula; casts with GEMMs of their own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_lowbit import Cast, LinearCasts, Scale
+from lightning_lowbit.nn import GemmCounter, set_phase
+from tests.nn.conversion.coverage.flops import (
+    BACKWARD,
+    BITS,
+    HADAMARD,
+    HP_BITS,
+    MEANS,
+    NVFP4,
+    TOKENS,
+    WIDTH,
+    Applied,
+    assert_counted,
+    backward,
+    count,
+    gemm,
+    layer,
+    low_bit,
+    x_of,
+)
+
+FLOPS = gemm(TOKENS, WIDTH, WIDTH)
+
+
+def three_layers(casts: Any = NVFP4, **kwargs: Any) -> GemmCounter:
+    """Three layers with the same FLOPs in each of nine GEMMs, "c" skipped; ``kwargs`` override "b"."""
+    layers = {name: nn.Linear(WIDTH, WIDTH) for name in "abc"}
+    model = low_bit(Applied(lambda self, x: self.c(self.b(self.a(x))), **layers), casts, skip=["c"], **kwargs)
+    with GemmCounter(model) as counter:
+        backward(model(x_of(TOKENS, WIDTH, grad=True)))
+    return counter
+
+
+C = {"c": 3 * FLOPS}
+
+
+AB = ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("phase", "low", "uncovered"),
+    [
+        (None, 6, C),
+        ("fqt", 6, C),
+        ("qaf", 2, C | {f"{name} ({g})": FLOPS for name in AB for g in BACKWARD}),
+        ("hp-forward", 4, C | {f"{name} (fprop)": FLOPS for name in AB}),
+        ("bf16", 0, C | dict.fromkeys(AB, 3 * FLOPS)),
+    ],
+)
+@pytest.mark.parametrize("hp_bits", [16, 32])
+def test_phases(phase: str | None, low: int, uncovered: dict[str, int], hp_bits: int) -> None:
+    coverage = three_layers().coverage(phase, hp_bits)
+    assert coverage.flops == 9 * FLOPS
+    assert coverage.low_bit == low * FLOPS
+    assert coverage.share == pytest.approx(low / 9)
+    assert coverage.average_bits == pytest.approx((low * BITS + (9 - low) * hp_bits) / 9)
+    assert coverage.uncovered == uncovered
+
+
+def test_the_phase_in_force() -> None:
+    counter = three_layers()
+    for name, module in counter._layers.items():
+        set_phase(module, "bf16" if name == "a" else "qaf")
+    coverage = counter.coverage()
+    assert coverage.low_bit == FLOPS
+    assert coverage.uncovered == C | {"a": 3 * FLOPS, "b (dgrad)": FLOPS, "b (wgrad)": FLOPS}
+    assert counter.coverage("fqt") == three_layers().coverage(), "the phase asked for, not the one in force"
+
+
+def test_an_unknown_phase() -> None:
+    with pytest.raises(ValueError, match="Unknown phase 'qat'"):
+        three_layers().coverage("qat")
+
+
+def test_casts_of_the_forward_pass() -> None:
+    """Quantization-aware training: dW meets the quantized x, but the gradient is in high precision."""
+    casts = LinearCasts(
+        fprop_x=Cast("int8", Scale(block=32)),
+        fprop_w=Cast("int4", Scale(block=16)),
+        dgrad_g=Cast("int8", Scale(block=32)),
+        dgrad_w="fprop",
+        wgrad_x="fprop",
+    )
+    counter = three_layers(casts)
+    x_bits, w_bits = 8.25, 4.5
+    coverage = counter.coverage()
+    assert coverage.low_bit == 4 * FLOPS, "fprop and dgrad of two layers"
+    assert coverage.uncovered == C | {f"{name} (wgrad)": FLOPS for name in AB}
+    per_layer = (x_bits + w_bits) / 2 + (x_bits + w_bits) / 2 + (16 + x_bits) / 2
+    assert coverage.average_bits == pytest.approx((2 * per_layer + 3 * 16) / 9)
+    hp_forward = counter.coverage("hp-forward")
+    assert hp_forward.low_bit == 0, "what the forward pass used is in high precision there"
+    assert hp_forward.average_bits == pytest.approx((2 * (16 + (x_bits + 16) / 2 + 16) + 3 * 16) / 9)
+
+
+def test_an_override_in_high_precision() -> None:
+    coverage = three_layers(overrides={"b": "bf16"}).coverage()
+    assert coverage.low_bit == 3 * FLOPS
+    assert coverage.uncovered == C | {"b": 3 * FLOPS}
+
+
+def test_one_gemm_in_high_precision() -> None:
+    """One operand suffices: the GEMM is then not low-bit, and its bits are those of both."""
+    coverage = three_layers(overrides={"b": NVFP4.replace(dgrad_g=None)}).coverage()
+    assert coverage.low_bit == 5 * FLOPS
+    assert coverage.uncovered == C | {"b (dgrad)": FLOPS}
+    assert coverage.average_bits == pytest.approx((5 * BITS + (BITS + 16) / 2 + 3 * 16) / 9)
+
+
+@pytest.mark.parametrize(
+    ("cast", "bits"),
+    [
+        (NVFP4.fprop_x, 4.5),
+        (NVFP4.wgrad_g, 4.5),
+        (Cast("e2m1", Scale("e4m3", 32)), 4.25),
+        (Cast("e2m1", Scale("e4m3", (16, 16))), 4.03125),
+        (Cast("e2m1", Scale("e4m3", (1, 128))), 4.0625),
+        (Cast("e2m3", Scale("e5m2", 16)), 6.5),
+        (Cast("e4m3", Scale("e4m3", 128)), 8.0625),
+        (Cast("int2", Scale("e4m3", 16)), 2.5),
+    ],
+)
+def test_bits_of_a_cast(cast: Cast, bits: float) -> None:
+    """The scale of a block is shared by its elements; that of the tensor weighs nothing."""
+    assert cast.bits == bits
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        (lambda: torch.addbmm(torch.zeros(2, 4), torch.randn(3, 2, 5), torch.randn(3, 5, 4)), "aten.addbmm"),
+        (lambda: torch.sparse.mm(torch.eye(3).to_sparse(), torch.randn(3, 4)), "aten._sparse_addmm"),
+        (lambda: F.bilinear(torch.randn(2, 3), torch.randn(2, 4), torch.randn(5, 3, 4)), "aten._trilinear"),
+    ],
+)
+def test_an_operation_without_a_formula(operation: Callable[[], Tensor], name: str) -> None:
+    with GemmCounter(nn.Identity()) as counter:
+        operation()
+    assert counter.coverage().uncounted == (name,)
+    assert counter.coverage().flops == 0
+
+
+def test_a_custom_operation_without_a_formula() -> None:
+    """Somebody's kernel: its name tells, and once."""
+
+    @torch.library.custom_op("coverage_test::fused_mlp_mm", mutates_args=())
+    def fused(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+    with GemmCounter(nn.Identity()) as counter:
+        fused(torch.randn(2, 3), torch.randn(3, 4))
+        fused(torch.randn(2, 3), torch.randn(3, 4))
+    assert counter.coverage().uncounted == ("coverage_test.fused_mlp_mm",)
+
+
+def test_what_is_no_matrix_product_is_not_taken_for_one() -> None:
+    with GemmCounter(nn.Identity()) as counter:
+        x = torch.randn(4, 4)
+        x.to(torch.bfloat16).float().sum().add(1)
+        F.layer_norm(F.gelu(x), (4,)).softmax(-1).cumsum(0).argmax(-1)
+        F.interpolate(x[None, None], scale_factor=2, mode="nearest")
+        F.interpolate(x[None, None], scale_factor=2, mode="bilinear")  # aten.upsample_bilinear2d
+        F.embedding(torch.tensor([1]), x).logsumexp(-1).lerp(x[0, 0], 0.5).norm()
+        torch.where(x > 0, x, -x).triu().sort()
+    assert counter.coverage().uncounted == ()
+    assert counter.coverage().flops == 0
+    assert counter.coverage().share == 0
+    assert counter.coverage().average_bits == 16
+
+
+@pytest.mark.parametrize(
+    ("operation", "flops"),
+    [
+        (lambda: torch.mv(torch.randn(3, 5), torch.randn(5)), 2 * 3 * 5),
+        (lambda: torch.addmv(torch.randn(3), torch.randn(3, 5), torch.randn(5)), 2 * 3 * 5),
+        (lambda: torch.baddbmm(torch.randn(2, 3, 4), torch.randn(2, 3, 5), torch.randn(2, 5, 4)), 2 * gemm(3, 4, 5)),
+        (lambda: torch._int_mm(*(torch.ones(8, 8, dtype=torch.int8),) * 2), gemm(8, 8, 8)),
+        (lambda: torch.tensordot(torch.randn(2, 3, 4), torch.randn(3, 4, 5), 2), gemm(2, 5, 12)),
+    ],
+)
+def test_operations_outside_any_module(operation: Callable[[], Tensor], flops: int) -> None:
+    with GemmCounter(nn.Identity()) as counter:
+        operation()
+    assert counter.coverage().uncovered == {"": flops}
+    assert counter.coverage().uncounted == ()
+
+
+def test_a_module_that_is_not_part_of_the_model() -> None:
+    """A loss or a metric counts as the module that calls it."""
+    stranger = nn.Linear(4, 8)
+    head = Applied(lambda self, x: self.function_of[0](x), function_of=(stranger,))
+    model = low_bit(Applied(lambda self, x: self.head(self.layer(x)), layer=nn.Linear(WIDTH, 4), head=head))
+    counter = count(model, x_of(TOKENS, WIDTH))
+    assert_counted(counter, {"layer": layer(TOKENS, WIDTH, 4, ["dgrad"])}, {"head": 3 * gemm(TOKENS, 8, 4)})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hadamard": HADAMARD},
+        {"subtract_mean": MEANS},
+        {"hadamard": HADAMARD, "subtract_mean": MEANS},
+        {"surrogate": {"fprop_x": "dge", "fprop_w": "trust"}, "hadamard": HADAMARD},
+        {"subtract_mean": MEANS, "dgrad_w": "fprop"},
+    ],
+    ids=str,
+)
+def test_rotations_and_means(changes: dict[str, Any]) -> None:
+    """They are part of the casts: GEMMs, coverage and what the model needs are what they would be without."""
+    model = low_bit(nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32)), NVFP4.replace(**changes))
+    counter = count(model, x_of(32, 64, grad=True))
+    assert_counted(counter, {"0": layer(32, 64, 48), "2": layer(32, 48, 32)}, {})
+
+
+def test_casts_of_rows_and_tensors_are_covered() -> None:
+    """Their scales count as no bits: there is one for a whole row."""
+    rows, tensor = Cast("int8", Scale("fp32", "row")), Cast("e4m3", Scale("fp32", "tensor"))
+    model = low_bit(nn.Sequential(nn.Linear(64, 48)), LinearCasts(rows, tensor, rows, "fprop", rows, None))
+    counter = count(model, x_of(32, 64, grad=True))
+    flops = gemm(32, 64, 48)
+    coverage = counter.coverage()
+    assert coverage.low_bit == 2 * flops
+    assert coverage.uncovered == {"0 (wgrad)": flops}
+    assert coverage.average_bits == pytest.approx((8 + 8 + (8 + HP_BITS) / 2) / 3)
+
+
+def test_a_phase_without_rotations() -> None:
+    """Coverage of another phase follows from the counts, whatever was rotated when they were made."""
+    model = low_bit(nn.Sequential(nn.Linear(64, 48)), NVFP4.replace(hadamard=HADAMARD, subtract_mean=MEANS))
+    counter = count(model, x_of(32, 64, grad=True))
+    assert counter.coverage().uncounted == ()
+    assert counter.coverage("fqt").average_bits == pytest.approx(BITS)
+    assert counter.coverage("bf16").share == 0
+    assert counter.coverage("bf16").average_bits == HP_BITS
+    assert 0 < counter.coverage("qaf").share < counter.coverage("fqt").share == 1
+    assert counter.coverage("qaf").uncovered.keys() == {"0 (dgrad)", "0 (wgrad)"}

@@ -1,0 +1,309 @@
+"""FLOPs that are counted in attention, experts and models of others."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_lowbit.nn import QuantizedLayer
+from tests.nn.conversion.coverage.flops import (
+    BACKWARD,
+    BATCH,
+    HEADS,
+    TOKENS,
+    WIDTH,
+    Applied,
+    UNet,
+    assert_counted,
+    count,
+    gemm,
+    layer,
+    low_bit,
+    x_of,
+)
+
+
+def attention(batch: int, queries: int, keys: int, width: int) -> int:
+    """Q · Kᵀ and P · V of all heads, whose widths add up."""
+    return batch * (gemm(queries, keys, width) + gemm(queries, width, keys))
+
+
+def fused_backward(forward: int) -> int:
+    """Fused attention computes Q · Kᵀ again, and two products for each of the two: five for two."""
+    return forward * 5 // 2
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("keys", [TOKENS, 7])
+def test_multihead_attention(need_weights: bool, keys: int) -> None:
+    """Its projections are functional calls: none is quantized, though out_proj looks like a layer."""
+    model = low_bit(
+        Applied(
+            lambda self, x, m: self.head(self.mha(x, m, m, need_weights=need_weights)[0]),
+            mha=nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
+            head=nn.Linear(WIDTH, 8),
+        )
+    )
+    x = x_of(BATCH, TOKENS, WIDTH)
+    memory = x if keys == TOKENS else x_of(BATCH, keys, WIDTH)
+    counter = count(model, x, memory)
+    # of the input no gradient is needed, of out_proj's input one
+    projections = 2 * gemm(BATCH * TOKENS, WIDTH, WIDTH) + 4 * gemm(BATCH * keys, WIDTH, WIDTH)
+    projections += 3 * gemm(BATCH * TOKENS, WIDTH, WIDTH)
+    forward = attention(BATCH, TOKENS, keys, WIDTH)
+    products = forward + (2 * forward if need_weights else fused_backward(forward))
+    assert_counted(counter, {"head": layer(BATCH * TOKENS, WIDTH, 8)}, {"mha": projections + products})
+
+
+def encoder_layer() -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True)
+
+
+ENCODER_ATTENTION = 4 * gemm(BATCH * TOKENS, WIDTH, WIDTH) + attention(BATCH, TOKENS, TOKENS, WIDTH)
+
+
+def test_encoder_layer_in_training() -> None:
+    counter = count(low_bit(encoder_layer()), x_of(BATCH, TOKENS, WIDTH))
+    projection, products = gemm(BATCH * TOKENS, WIDTH, WIDTH), attention(BATCH, TOKENS, TOKENS, WIDTH)
+    assert_counted(
+        counter,
+        {"linear1": layer(BATCH * TOKENS, WIDTH, 32), "linear2": layer(BATCH * TOKENS, 32, WIDTH)},
+        {"self_attn": (3 * 2 + 3) * projection + products + fused_backward(products)},
+    )
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_encoder_layer_in_evaluation(norm_first: bool) -> None:
+    """Where its feed-forward layers are converted they run, and its attention is one fused operation."""
+    model = low_bit(nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True, norm_first=norm_first)).eval()
+    with torch.no_grad():
+        counter = count(model, x_of(BATCH, TOKENS, WIDTH), runs="_native_multi_head_attention")
+    layers = {
+        "linear1": layer(BATCH * TOKENS, WIDTH, 32, BACKWARD),
+        "linear2": layer(BATCH * TOKENS, 32, WIDTH, BACKWARD),
+    }
+    assert_counted(counter, layers, {"self_attn": ENCODER_ATTENTION})
+
+
+def test_a_skipped_encoder_layer_in_evaluation() -> None:
+    """It is one fused operation, in which nothing is quantized."""
+    model = low_bit(nn.Sequential(encoder_layer(), nn.Linear(WIDTH, 8)), skip=["0"]).eval()
+    with torch.no_grad():
+        counter = count(model, x_of(BATCH, TOKENS, WIDTH), runs="_transformer_encoder_layer_fwd")
+    feed_forward = 2 * gemm(BATCH * TOKENS, WIDTH, 32)
+    layers = {"1": layer(BATCH * TOKENS, WIDTH, 8, BACKWARD)}
+    assert_counted(counter, layers, {"0": ENCODER_ATTENTION + feed_forward})
+
+
+def padded_encoder(skip: Iterable[str] = ()) -> tuple[nn.Module, Tensor, Tensor]:
+    """With padding, torch's fast path makes the input a nested tensor."""
+    encoder = nn.TransformerEncoder(encoder_layer(), 2)
+    model = Applied(
+        lambda self, x, padding: self.head(self.encoder(x, src_key_padding_mask=padding)),
+        encoder=encoder,
+        head=nn.Linear(WIDTH, 8),
+    )
+    padding = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+    padding[1, 3:] = True
+    return low_bit(model, skip=skip).eval(), x_of(BATCH, TOKENS, WIDTH), padding
+
+
+def test_an_encoder_with_padding_in_evaluation() -> None:
+    model, x, padding = padded_encoder()
+    with torch.no_grad():
+        counter = count(model, x, padding)
+    shapes = {"linear1": (WIDTH, 32), "linear2": (32, WIDTH)}
+    layers = {
+        f"encoder.layers.{i}.{name}": layer(BATCH * TOKENS, *shape, BACKWARD)
+        for i in range(2)
+        for name, shape in shapes.items()
+    }
+    layers["head"] = layer(BATCH * TOKENS, WIDTH, 8, BACKWARD)
+    assert_counted(counter, layers, {f"encoder.layers.{i}.self_attn": ENCODER_ATTENTION for i in range(2)})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_a_skipped_encoder_with_padding_in_evaluation() -> None:
+    """A nested tensor has no shape to count by: it is said that there is more, and the run goes on."""
+    model, x, padding = padded_encoder(skip=["encoder"])
+    with torch.no_grad():
+        counter = count(model, x, padding)
+    assert dict(counter.gemms) == {("head", "fprop"): gemm(BATCH * TOKENS, 8, WIDTH)}
+    assert dict(counter.others) or counter.coverage().uncounted == ("aten._transformer_encoder_layer_fwd",)
+
+
+def test_einsum_and_functional_calls() -> None:
+    """They belong to the module whose forward makes them, also where the weight is a converted layer's."""
+    inner = Applied(lambda self, x: torch.einsum("bti,io->bto", x, self.w), w=nn.Parameter(torch.randn(WIDTH, 8)))
+    model = low_bit(
+        Applied(
+            lambda self, x: F.linear(self.up(self.down(self.inner(x))), self.up.weight.t()),
+            inner=inner,
+            down=nn.Linear(8, 4),
+            up=nn.Linear(4, 24),
+        )
+    )
+    counter, rows = count(model, x_of(BATCH, TOKENS, WIDTH)), BATCH * TOKENS
+    assert_counted(
+        counter,
+        {"down": layer(rows, 8, 4), "up": layer(rows, 4, 24)},
+        {"inner": 2 * gemm(rows, 8, WIDTH), "": 3 * gemm(rows, 4, 24)},
+    )
+
+
+def expert_stack(function: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype = torch.float32) -> nn.Module:
+    experts = Applied(lambda self, x: function(x, self.stack), stack=nn.Parameter(torch.randn(3, WIDTH, 8)))
+    return low_bit(nn.Sequential(nn.Linear(4, WIDTH), experts, nn.Linear(8, 4)).to(dtype))
+
+
+@pytest.mark.parametrize("product", [torch.bmm, lambda x, w: torch.einsum("eti,eio->eto", x, w)], ids=["bmm", "einsum"])
+def test_an_expert_stack(product: Callable[[Tensor, Tensor], Tensor]) -> None:
+    counter, rows = count(expert_stack(product), x_of(3, TOKENS, 4)), 3 * TOKENS
+    layers = {"0": layer(rows, 4, WIDTH, ["dgrad"]), "2": layer(rows, 8, 4)}
+    assert_counted(counter, layers, {"1": 3 * 3 * gemm(TOKENS, 8, WIDTH)})
+
+
+def test_a_grouped_product() -> None:
+    """Each row meets one expert, however the rows are divided."""
+    offsets = torch.tensor([1, 1, 8], dtype=torch.int32)
+    model = expert_stack(lambda x, w: torch._grouped_mm(x, w, offs=offsets), torch.bfloat16)
+    counter = count(model, x_of(8, 4).bfloat16())
+    layers = {"0": layer(8, 4, WIDTH, ["dgrad"]), "2": layer(8, 8, 4)}
+    assert_counted(counter, layers, {"1": 3 * gemm(8, 8, WIDTH)})
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(context: Callable[[], Any]) -> None:
+    """In inference mode linear, matmul, einsum and conv1d arrive whole, not as the operations they are made of."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y = self.plain(self.layer(x))
+        scores = torch.einsum("bqc,bkc->bqk", y, y)
+        return self.convolution((scores @ y).transpose(1, 2))
+
+    members = {"layer": nn.Linear(WIDTH, 8), "plain": nn.Linear(8, 4), "convolution": nn.Conv1d(4, 6, 1)}
+    model = low_bit(Applied(forward, **members), skip=["plain"]).eval()
+    with context():
+        counter, rows = count(model, x_of(BATCH, TOKENS, WIDTH)), BATCH * TOKENS
+    others = {"plain": gemm(rows, 4, 8), "": attention(BATCH, TOKENS, TOKENS, 4), "convolution": gemm(rows, 6, 4)}
+    assert_counted(counter, {"layer": layer(rows, WIDTH, 8, BACKWARD)}, others)
+
+
+def test_gpt2() -> None:
+    """Its layers are Conv1D; only attention itself is left."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=32, n_positions=8, n_embd=WIDTH, n_layer=2, n_head=HEADS, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    model = low_bit(GPT2LMHeadModel(config)).train()
+    counter, rows = count(model, torch.arange(BATCH * TOKENS).view(BATCH, TOKENS), use_cache=False), BATCH * TOKENS
+    shapes = {"attn.c_attn": (WIDTH, 3 * WIDTH), "attn.c_proj": (WIDTH, WIDTH)}
+    shapes |= {"mlp.c_fc": (WIDTH, 4 * WIDTH), "mlp.c_proj": (4 * WIDTH, WIDTH)}
+    layers = {f"transformer.h.{i}.{name}": layer(rows, *shape) for i in range(2) for name, shape in shapes.items()}
+    layers["lm_head"] = layer(rows, WIDTH, 32)
+    forward = attention(BATCH, TOKENS, TOKENS, WIDTH)
+    assert_counted(counter, layers, {f"transformer.h.{i}.attn": forward + fused_backward(forward) for i in range(2)})
+
+
+def encoder_sizes() -> dict[str, Any]:
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS, "intermediate_size": 24}
+    return sizes | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_a_bert_classifier(kernel: str) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(vocab_size=32, max_position_embeddings=8, attn_implementation=kernel, **encoder_sizes())
+    model = low_bit(BertForSequenceClassification(config)).train()
+    counter, rows = count(model, torch.arange(BATCH * TOKENS).view(BATCH, TOKENS)), BATCH * TOKENS
+    block = "bert.encoder.layer.0"
+    layers = {f"{block}.attention.self.{name}": layer(rows, WIDTH, WIDTH) for name in ("query", "key", "value")}
+    layers |= {
+        f"{block}.attention.output.dense": layer(rows, WIDTH, WIDTH),
+        f"{block}.intermediate.dense": layer(rows, WIDTH, 24),
+        f"{block}.output.dense": layer(rows, 24, WIDTH),
+        "bert.pooler.dense": layer(BATCH, WIDTH, WIDTH),
+        "classifier": layer(BATCH, WIDTH, 3),
+    }
+    forward = attention(BATCH, TOKENS, TOKENS, WIDTH)
+    products = forward + (fused_backward(forward) if kernel == "sdpa" else 2 * forward)
+    assert_counted(counter, layers, {f"{block}.attention.self": products})
+
+
+def test_a_vit_classifier() -> None:
+    """The patches are a convolution, of whose input no gradient is needed."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    model = low_bit(ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **encoder_sizes()))).train()
+    counter = count(model, x_of(BATCH, 3, 8, 8))
+    patches, rows = BATCH * 4, BATCH * 5  # with the class token
+    shapes = sorted((m.in_features, m.out_features) for m in model.modules() if isinstance(m, QuantizedLayer))
+    assert shapes == [(WIDTH, 3)] + [(WIDTH, WIDTH)] * 4 + [(WIDTH, 24), (24, WIDTH)]
+    layers = {
+        name: layer(BATCH if name == "classifier" else rows, m.in_features, m.out_features)
+        for name, m in model.named_modules()
+        if isinstance(m, QuantizedLayer)
+    }
+    [convolution] = [name for name, m in model.named_modules() if isinstance(m, nn.Conv2d)]
+    [block] = [name for name, m in model.named_modules() if type(m).__name__.endswith("Attention")]
+    forward = attention(BATCH, 5, 5, WIDTH)
+    others = {convolution: 2 * gemm(patches, WIDTH, 3 * 4 * 4), block: forward + fused_backward(forward)}
+    assert_counted(counter, layers, others)
+
+
+def test_a_unet() -> None:
+    counter = count(low_bit(UNet()), x_of(BATCH, 3, 6, 6), x_of(BATCH, 4))
+    small, large, width = BATCH * 9, BATCH * 36, 8
+    layers = {
+        "time.0": layer(BATCH, 4, 16, ["dgrad"]),
+        "time.2": layer(BATCH, 16, 16),
+        "middle.qkv": layer(small, 16, 48),
+        "middle.out": layer(small, 16, 16),
+    }
+    others = {
+        "stem": 2 * gemm(large, width, 3 * 9),  # no gradient of the image
+        "down": 3 * gemm(small, 2 * width, width * 9),
+        "": 3 * attention(BATCH, 9, 9, 2 * width),
+        "up": 3 * gemm(small, 2 * width, width * 4),  # each input pixel meets the whole filter
+        "last": 3 * gemm(large, 3, 2 * width),
+    }
+    assert_counted(counter, layers, others)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_convolutions(groups: int, transposed: bool) -> None:
+    """As in ConvNeXt and MobileNet: channels meet those of their group only, in the backward pass too."""
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    model = low_bit(nn.Sequential(kind(8, 8, 3, groups=groups), nn.Flatten(1, 2), nn.Linear(6 if transposed else 2, 4)))
+    counter = count(model, x_of(BATCH, 8, 4, 4, grad=True))
+    points, height = (16, 6) if transposed else (4, 2)
+    forward = groups * gemm(BATCH * points, 8 // groups, 8 // groups * 9)
+    assert_counted(counter, {"2": layer(BATCH * 8 * height, height, 4)}, {"0": 3 * forward})
+
+
+@pytest.mark.parametrize("directions", [1, 2])
+def test_lstm(directions: int) -> None:
+    """One fused operation a layer; its backward pass computes the gradients of all its inputs."""
+    lstm = nn.LSTM(8, 12, num_layers=2, batch_first=True, bidirectional=directions == 2)
+    head = nn.Linear(12 * directions, 6)
+    model = low_bit(Applied(lambda self, x: self.head(self.lstm(x)[0]), lstm=lstm, head=head))
+    counter, rows = count(model, x_of(BATCH, TOKENS, 8), runs="mkldnn_rnn_layer"), BATCH * TOKENS
+    forward = directions * (gemm(rows, 4 * 12, 8 + 12) + gemm(rows, 4 * 12, 12 * directions + 12))
+    assert_counted(counter, {"head": layer(rows, 12 * directions, 6)}, {"lstm": 3 * forward})
+
+
+def test_gru() -> None:
+    """Many small operations: the first needs no gradient of its input, nor any step one of the initial state."""
+    model = low_bit(
+        Applied(lambda self, x: self.head(self.gru(x)[0]), gru=nn.GRU(8, 12, batch_first=True), head=nn.Linear(12, 6))
+    )
+    counter, rows = count(model, x_of(BATCH, TOKENS, 8)), BATCH * TOKENS
+    inputs, states = gemm(rows, 36, 8), gemm(rows, 36, 12)
+    recurrent = 3 * states - gemm(BATCH, 36, 12)
+    assert_counted(counter, {"head": layer(rows, 12, 6)}, {"gru": 2 * inputs + recurrent})

@@ -1,0 +1,92 @@
+"""The operands of a run as layers quantized them, and their slow sums."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbit import Cast, quantize
+from lightning_lowbit.metrics import CastStatistics, cast_statistics
+from lightning_lowbit.nn import OPERANDS, function
+from lightning_lowbit.nn.plan import SHARED
+from tests.quant.tensors import spread_scales
+
+
+class Made(NamedTuple):
+    """What :func:`lightning_lowbit.quant.quantize_operand` took."""
+
+    x: Tensor
+    cast: Cast
+    dim: int
+    key: Tensor | None
+    amax: Tensor | None
+
+    def statistics(self) -> CastStatistics:
+        return cast_statistics(self.x.float(), self.cast, self.dim, self.key, self.amax)
+
+    def scales(self) -> Tensor:
+        """Of the blocks that hold something."""
+        quantized = quantize(self.x.float(), self.cast, self.dim, self.key, self.amax)
+        scales = spread_scales(quantized) * (1.0 if quantized.tensor_scale is None else quantized.tensor_scale)
+        return scales[(self.x != 0) & (scales > 0)]
+
+
+# By the place of a layer among those that are watched, and operand.
+Operands = dict[tuple[int, str], list[Made]]
+
+
+@contextmanager
+def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
+    """All that watched layers quantize within this context, in the order of their rows."""
+    made: Operands = defaultdict(list)
+    at: list[tuple[int, str]] = []
+    make: Callable[..., Any] = function._operand
+    quantize: Callable[..., Any] = function.quantize_operand
+
+    def spy(name: str, source: Any, settings: Any) -> Any:
+        rows = settings.operand_sums
+        at[:] = [] if rows is None else [(rows.storage_offset() // rows.numel(), name)]
+        for layer, _ in at if source.is_operand else ():  # what another GEMM made
+            made[layer, name] = made[layer, SHARED[name]]
+        return make(name, source, settings)
+
+    def note(x: Tensor, cast: Cast, dim: int, key: Tensor | None, amax: Tensor | None, *rest: Any) -> Any:
+        for place in at:
+            made[place].append(Made(*(a.clone() if isinstance(a, Tensor) else a for a in (x, cast, dim, key, amax))))
+        return quantize(x, cast, dim, key, amax, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(function, "_operand", spy)
+        patch.setattr(function, "quantize_operand", note)
+        yield made
+
+
+def numbers_of(made: Sequence[Made]) -> dict[str, float]:
+    """What is said of an operand that was made so often."""
+    first, *others = (one.statistics() for one in made)
+    whole = sum(others, first)
+    scales = torch.cat([one.scales() for one in made])
+    ends = {"scale_min": float(scales.min()), "scale_max": float(scales.max())}
+    return {name: float(getattr(whole, name)) for name in ("sqnr", "underflow", "saturation")} | ends
+
+
+def assert_numbers(found: Mapping[str, float], expected: Mapping[str, float], message: str) -> None:
+    """Sums of float32 squares are good for some 1e-6 of a share, so for 1e-5 dB; scales are rounded once more."""
+    assert found.keys() == expected.keys(), message
+    for name, value in expected.items():
+        near = pytest.approx(value, abs=1e-4) if name == "sqnr" else pytest.approx(value, rel=1e-5)
+        assert found[name] == near, f"{message}, {name}: {found[name]}, not {value}"
+
+
+def places(layers: Sequence[str], made: Operands) -> dict[tuple[str, str], list[Made]]:
+    """By layer and operand, in the order in which they are logged."""
+    return {
+        (layer, operand): made[i, operand]
+        for i, layer in enumerate(layers)
+        for operand in OPERANDS
+        if (i, operand) in made
+    }

@@ -1,0 +1,313 @@
+"""One of two processes that train one model under FSDP2:
+``python -m tests.nn.sharded.ranks_gather RANK FOLDER RUN ...``.
+
+Each run is made twice, with weights that are quantized before they are gathered and without. What came out lies in
+``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import Cast, LowBitPrecision, Scale, convert
+from lightning_lowbit.compilation import backend
+from lightning_lowbit.nn.sharded.gather import WeightGathers
+from tests.launch import take_part
+from tests.optim.distributed import full
+from tests.precision.regression import trainer
+
+RANKS, STEPS = 2, 3
+
+NVFP4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
+ROWS = Cast("e4m3", Scale("fp32", "row"))
+
+# By name, casts under which the weights are gathered in few bits.
+CASTS: dict[str, Any] = {
+    "nvfp4-nvidia": "nvfp4-nvidia",
+    "fp8-current": "fp8-current",
+    "fp8-delayed": "fp8-delayed",
+    "ternary": "ternary",
+    "int4": "int4",
+    "int8, not rounded": {"preset": "int8", "every": {"rounded": False, "scale": {"block": 32}}},
+    "mxfp6, fprop": {"preset": "mxfp6", "dgrad_w": "fprop"},
+    "rows": {"preset": "fp8-row", "fprop_w": ROWS, "dgrad_w": "fprop"},
+    "stochastic": {"preset": "nvfp4", "fprop_w": NVFP4.replace(rounding="stochastic"), "dgrad_w": "fprop"},
+    "mean magnitudes of rows": {
+        "fprop_w": Cast("int2", Scale("fp32", "row", statistic="absmean")),
+        "dgrad_w": "fprop",
+    },
+}
+
+
+class Network(LightningModule):
+    """Learns from batches that follow from their place; each rank has its own.
+
+    Args:
+        sizes: of the layers, each of which is sharded by itself; all but the last one have a bias, which is not
+            gathered in few bits.
+        recompute: computes activations a second time in the backward pass.
+        by_hand: two steps of the optimizer in each training step.
+        **kwargs: of ``fully_shard``.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, ...] = (40, 64, 96, 32, 4),
+        recompute: bool = False,
+        by_hand: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            layers = [nn.Linear(m, n, bias=n != sizes[-1]) for m, n in zip(sizes, sizes[1:], strict=False)]
+        self.layers = nn.ModuleList(layers)
+        self.sizes, self.recompute, self.how = sizes, recompute, kwargs
+        self.automatic_optimization = not by_hand
+        self.sharded = False
+        self.losses: list[Tensor] = []
+        self.whole: list[Tensor] = []
+
+    def configure_model(self) -> None:
+        if self.sharded or self.device_mesh is None:
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.layers[1:]:  # the first one belongs to the root, which stays gathered after a forward pass
+            fully_shard(layer, mesh=mesh, **self.how)
+        fully_shard(self, mesh=mesh, **self.how)  # type: ignore[arg-type]
+        self.sharded = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+            x = F.silu(x)
+        return x
+
+    def loss(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        x, y = (torch.randn(16, n, generator=generator) for n in (self.sizes[0], self.sizes[-1]))
+        loss = F.mse_loss(self(x.to(self.layers[0].weight.dtype)).float(), y)
+        self.losses.append(loss.detach())
+        return loss
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        if self.automatic_optimization:
+            return self.loss(2 * batch_idx + self.global_rank)
+        optimizer: Any = self.optimizers()
+        for number in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(100 * number + 2 * batch_idx + self.global_rank))
+            optimizer.step()
+        return None
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.loss(1000 + 2 * batch_idx + self.global_rank)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(range(64))
+
+    val_dataloader = train_dataloader
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+    def on_train_end(self) -> None:
+        self.whole = [full(p) for p in self.parameters()]
+
+
+class Phases(Callback):
+    """Enters a phase in each step, also one in which nothing can be gathered in few bits, and leaves it."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.precision_plugin.set_phase(("fqt", "qaf", "fqt")[trainer.global_step])
+
+
+class Blend(Callback):
+    """Quantizes half way in the second step."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.precision_plugin.set_blend((1.0, 0.5, 1.0)[trainer.global_step])
+
+
+class Rewrite(Callback):
+    """Other weights, in ways that no version counter tells of."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in pl_module.parameters():
+            parameter.data.to_local().data.mul_(1.5)
+
+
+class Bytes(TorchDispatchMode):
+    """Adds up what this process gives to all-gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered, self.calls = 0, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d" and "_allgather_base" in function.overloadpacket.__name__:
+            self.gathered, self.calls = self.gathered + args[1].nbytes, self.calls + 1
+        return function(*args, **(kwargs or {}))
+
+
+def train(
+    casts: Any,
+    before: bool,
+    model: dict[str, Any],
+    ckpt_path: str | None = None,
+    dtype: str = "bf16",
+    whole: bool = False,
+    shared: tuple[str, ...] = (),
+    **kwargs: Any,
+) -> tuple[Network, Any]:
+    """A model that has been trained, and its Trainer."""
+    plugin = LowBitPrecision(casts, compute_dtype=dtype, quantize_before_gather=before, shared_amax=shared)
+    network = Network(**model)
+    strategy = ModelParallelStrategy(RANKS, 1, save_distributed_checkpoint=not whole)
+    defaults = {"devices": RANKS, "strategy": strategy, "max_steps": STEPS, "limit_train_batches": 64}
+    used = trainer(plugin, **{**defaults, "num_sanity_val_steps": 0, **kwargs})
+    used.fit(network, ckpt_path=ckpt_path)
+    return network, used
+
+
+def outcome(network: Network) -> Tensor:
+    """All losses and weights."""
+    return torch.cat([torch.stack(network.losses), *(weight.float().flatten() for weight in network.whole)])
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+EVALUATE = {"val_check_interval": 1, "limit_val_batches": 2}
+
+# By name: casts, arguments of the model, arguments of `train`.
+RUNS: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Any]]]] = {
+    **{name: (name, {}, dict) for name in CASTS},
+    "kept after forward": ("nvfp4-nvidia", {"reshard_after_forward": False}, lambda: EVALUATE),
+    "stochastic, evaluated": ("stochastic", {}, lambda: EVALUATE),
+    "bf16 policy": ("nvfp4-nvidia", {"mp_policy": BF16}, dict),
+    "bf16 policy, rows": ("rows", {"mp_policy": BF16}, dict),
+    "fp16": ("fp8-current", {}, lambda: {"dtype": "fp16"}),
+    "float32": ("nvfp4-nvidia", {}, lambda: {"dtype": "fp32"}),
+    "phases": ("nvfp4-nvidia", {}, lambda: {**EVALUATE, "callbacks": [Phases()]}),
+    "blend": ("fp8-current", {}, lambda: {"callbacks": [Blend()]}),
+    "accumulated": ("fp8-delayed", {}, lambda: {**EVALUATE, "accumulate_grad_batches": 2}),
+    "accumulated, kept": ("stochastic", {"reshard_after_forward": False}, lambda: {"accumulate_grad_batches": 2}),
+    "rewritten": ("fp8-current", {}, lambda: {"callbacks": [Rewrite()]}),
+    "shared": ("nvfp4-nvidia", {}, lambda: {**EVALUATE, "shared": (r"layers\.[012]",)}),
+    "shared, delayed": ("fp8-delayed", {}, lambda: {"accumulate_grad_batches": 2, "shared": (r"layers\.[12]",)}),
+    "shared, rewritten": ("fp8-current", {}, lambda: {"callbacks": [Rewrite()], "shared": (r"layers\.[12]",)}),
+    "recomputed": ("stochastic", {"recompute": True}, dict),
+    "by hand": ("fp8-current", {"by_hand": True}, dict),
+    "odd": ("fp8-current", {"sizes": (7, 5, 3, 1)}, dict),
+    "odd blocks": ("stochastic", {"sizes": (23, 31, 7, 1)}, dict),
+    "odd mean": ("ternary", {"sizes": (7, 5, 3, 1)}, dict),
+    "offloaded": ("ternary", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, dict),
+}
+
+
+def compare(name: str) -> dict[str, Any]:
+    """A run in both ways: what came out, and the bytes of all-gathers."""
+    casts, model, how = RUNS[name]
+    found: dict[str, Any] = {"bytes": [], "calls": []}
+    outcomes = []
+    for before in (False, True):
+        with Bytes() as counted:
+            network, _ = train(CASTS[casts], before, model, **how())
+        outcomes.append(outcome(network))
+        found["bytes"].append(counted.gathered)
+        found["calls"].append(counted.calls)
+    return found | {"same": torch.equal(*outcomes), "finite": bool(outcomes[0].isfinite().all())}
+
+
+def share(casts: str, model: dict[str, Any]) -> float:
+    """Bytes of all-gathers of a training with weights quantized before, over those of one without."""
+    gathered = []
+    for before in (False, True):
+        with Bytes() as counted:
+            train(CASTS[casts], before, {"sizes": (1024, 256), **model}, max_steps=1)
+        gathered.append(counted.gathered)
+    return gathered[1] / gathered[0]
+
+
+def resumed(whole: bool) -> list[bool]:
+    """Whether runs that go on from a checkpoint, in either way, are those that were not interrupted."""
+    expected, _ = train("nvfp4-nvidia", False, {})
+    _, used = train("nvfp4-nvidia", True, {}, max_steps=2, whole=whole)
+    path = f"{whole}.ckpt"
+    used.save_checkpoint(path)
+    networks = [train("nvfp4-nvidia", before, {}, path, whole=whole)[0] for before in (False, True)]
+    return [all(map(torch.equal, network.whole, expected.whole)) for network in networks]
+
+
+def again() -> bool:
+    """One model that is trained in turn: in few bits, in full, and in few bits."""
+    networks = []
+    for orders in ((True, False, True), (False, False, False)):
+        network = Network()
+        for before in orders:
+            plugin = LowBitPrecision("nvfp4-nvidia", quantize_before_gather=before)
+            used = trainer(plugin, devices=RANKS, strategy=ModelParallelStrategy(RANKS, 1), **EVALUATE)
+            used.fit(network)
+        networks.append(network)
+    return torch.equal(*map(outcome, networks))
+
+
+def by_replicas(shape: tuple[int, int]) -> bool:
+    """Without a Trainer, on a mesh of replicas and shards."""
+    mesh, gradients = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")), []
+    for before in (False, True):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 32))
+        fully_shard(model, mesh=mesh)
+        convert(model, "fp8-current")
+        if before:
+            WeightGathers(model).prepare()
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
+        model(x).square().sum().backward()
+        gradients.append(torch.cat([full(p.grad).flatten() for p in model.parameters()]))  # type: ignore[arg-type]
+    return torch.equal(*gradients)
+
+
+def refused(casts: Any, strategy: Any = None, **model: Any) -> str:
+    plugin = LowBitPrecision(casts, quantize_before_gather=True)
+    try:
+        trainer(plugin, devices=RANKS, strategy=strategy or ModelParallelStrategy(RANKS, 1)).fit(Network(**model))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def work() -> dict[str, Any]:
+    return {
+        "runs": {name: compare(name) for name in sys.argv[3:]},
+        "shares": {
+            "nvfp4, float32": share("stochastic", {}),
+            "nvfp4, bfloat16": share("stochastic", {"mp_policy": BF16}),
+            "fp8, float32": share("fp8-current", {}),
+            "ternary, float32": share("ternary", {}),
+        },
+        "resumed": {"whole": resumed(True), "distributed": resumed(False)},
+        "again": again(),
+        "by replicas": by_replicas((2, 1)) and by_replicas((1, 2)),
+        "refused": {
+            "casts": refused("nvfp4"),
+            "tiles": refused("nvfp4-nvidia", sizes=(32, 24, 8)),
+            "dtype": refused(CASTS["int8, not rounded"], mp_policy=BF16),
+            "strategy": refused("nvfp4-nvidia", "ddp"),
+        },
+    }
+
+
+if __name__ == "__main__":
+    with backend("eager"):  # for each cast another code would be generated
+        take_part(RANKS, work)

@@ -1,0 +1,55 @@
+"""A layer that processes compute together has the operands of one that is whole, to the bit, and its results."""
+
+import re
+from itertools import cycle
+from typing import Any
+
+import pytest
+
+from lightning_lowbit.nn import PRESETS
+from tests.launch import launch
+from tests.nn.named_casts import CASTS
+from tests.nn.sharded.ranks_tensor_parallel import RANKS, SIZES, STYLES, UNEVEN
+from tests.pairs import selected
+
+CASES = [f"{name}, {style}" for name in CASTS for style in STYLES]
+CASES += [f"{name}, {style}, {size}" for size in SIZES if size != "even" for name in UNEVEN for style in STYLES]
+
+# Fast is every third preset, cut either way by turns, and all that is uneven.
+FAST = [f"{name}, {style}" for name, style in zip([n for n in CASTS if n in PRESETS][::3], cycle(STYLES), strict=False)]
+FAST += [case for case in CASES if case.rpartition(", ")[2] in SIZES]
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    work = [*selected(request, "case"), *selected(request, "compiled")]
+    return launch("tests.nn.sharded.ranks_tensor_parallel", RANKS, tmp_path_factory.mktemp("ranks"), *work)
+
+
+@pytest.mark.fast(*FAST)
+@pytest.mark.parametrize("case", CASES)
+def test_parts_are_those_of_the_whole(ranks: list[dict[str, Any]], case: str) -> None:
+    for rank, results in enumerate(ranks):
+        assert results["differences"][case] == [], f"rank {rank} differs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["compiled"])
+def test_generated_code_has_the_same_gradients(ranks: list[dict[str, Any]], compiled: str) -> None:
+    for rank, results in enumerate(ranks):
+        wrong = {name: off for name, off in results[compiled].items() if off > 1e-6}
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("blocks", "cut after each 40 of dimension 1, in the middle of blocks of 16"),
+        ("tiles", "in the middle of blocks of 16"),
+        ("groups", "in the middle of groups of a Hadamard transform, of 64"),
+        ("plain", "its input is a plain tensor"),
+    ],
+)
+def test_what_has_no_scale_is_refused_on_all_ranks(ranks: list[dict[str, Any]], what: str, message: str) -> None:
+    for results in ranks:
+        assert re.search(message, results["refused"][what]), results["refused"][what]

@@ -1,0 +1,194 @@
+"""Arguments of any precision plugin: from Python and YAML, and what is refused."""
+
+import pytest
+import yaml
+from torch import nn
+
+from lightning_lowbit import (
+    Cast,
+    FP4Precision,
+    LinearCasts,
+    Scale,
+)
+from lightning_lowbit.nn import PRESETS
+from lightning_lowbit.precision.run_settings import global_seed
+from lightning_lowbit.quant import Hadamard
+from tests.lightnings import (
+    BoringModel,
+    Fabric,
+    LightningCLI,
+    MisconfigurationException,
+)
+from tests.precision.base.models import quiet
+
+
+def test_rounding_and_overrides_reach_the_layers():
+    class Two(BoringModel):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 2))
+
+    model = Two()
+    plugin = FP4Precision(rounding={"wgrad_x": "nearest"}, overrides={"layer.1": "bf16"})
+    quiet(plugins=[plugin]).fit(model)
+    assert model.layer[0].casts == LinearCasts.preset("nvfp4").with_rounding({"wgrad_x": "nearest"})
+    assert model.layer[0].casts.wgrad_x.rounding == "nearest"
+    assert model.layer[1].casts == LinearCasts()
+    plugin.set_phase("qaf")
+    assert model.layer[0].casts.wgrad_x is None
+    assert model.layer[0].casts.fprop_x is not None
+    assert model.layer[1].casts == LinearCasts()
+    plugin.set_phase("fqt")
+    assert model.layer[0].casts.wgrad_x.rounding == "nearest"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_exact_reaches_the_layers(exact):
+    model = BoringModel()
+    quiet(plugins=[FP4Precision(exact=exact)]).fit(model)
+    assert model.layer.exact is exact
+
+
+def test_seed_of_seed_everything(monkeypatch):
+    assert global_seed() == 0
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    assert FP4Precision().seed == 7
+    assert FP4Precision(seed=1).seed == 1
+
+
+def test_from_yaml(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    config = yaml.safe_load("""
+        seed_everything: 1
+        trainer:
+          plugins:
+            class_path: lightning_lowbit.FP4Precision
+            init_args:
+              casts:
+                preset: nvfp4
+                wgrad_x: fprop
+                wgrad_g: {element: e1m2, rounding: stochastic, scale: {format: e5m2, block: 32}}
+                dgrad_g: {element: e2m1, rounding: nearest, scale: {format: e4m3, block: [16, 16], two_level: true}}
+              rounding: {wgrad_g: nearest}
+              overrides:
+                layer:
+                  fprop_w: {element: e1m2, scale: {format: e5m2, block: 32}}
+                  hadamard: {fprop: {size: 32, signs: keyed}}
+              compute_dtype: fp32
+              seed: 5
+          logger: false
+          enable_checkpointing: false
+    """)
+    cli = LightningCLI(BoringModel, args=config, run=False, save_config_callback=None, auto_configure_optimizers=False)
+    plugin = cli.trainer.precision_plugin
+    assert plugin.casts.wgrad_x == "fprop"
+    assert plugin.casts.dgrad_g.scale.block == (16, 16)
+    assert plugin.casts.dgrad_g.rounding == "nearest"
+    changed = Cast("e1m2", Scale("e5m2", 32, two_level=True), "nearest")
+    assert plugin.casts.wgrad_g == changed, "YAML changes other fields of the preset than it names"
+    alone = LinearCasts(fprop_w=Cast("e1m2", Scale("e5m2", 32)), hadamard={"fprop": Hadamard(32, "keyed")})
+    assert plugin.overrides == {"layer": alone}, "YAML's fields have other defaults"
+    assert plugin.seed == 5
+    assert plugin.precision == "32-true"
+
+
+EXPLICIT = """
+fprop_x: {element: int8, scale: {format: fp32, block: row}}
+fprop_w: {element: e2m1, scale: {format: e4m3, block: [16, 16], two_level: true, top: 256, four_over_six: mse}}
+dgrad_g: {element: e5m2, scale: {format: fp32, block: tensor, rounding: power_of_two}, rounding: stochastic}
+dgrad_w: fprop
+wgrad_g: {element: e2m1, scale: {format: e8m0, block: 32, rounding: floor, prescale: 0.75}}
+wgrad_x: null
+hadamard: {wgrad: 64}
+subtract_mean: [dgrad, wgrad]
+surrogate: {fprop_w: dge}
+"""
+
+
+def check_casts_of_yaml(monkeypatch, text):
+    """Whatever :meth:`LinearCasts.of` reads reaches the plugin through the command line of Lightning as it is."""
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    plugin = {"class_path": "lightning_lowbit.LowBitPrecision", "init_args": {"casts": yaml.safe_load(text)}}
+    config = {"seed_everything": 1, "trainer": {"plugins": plugin, "logger": False, "enable_checkpointing": False}}
+    cli = LightningCLI(BoringModel, args=config, run=False, save_config_callback=None, auto_configure_optimizers=False)
+    assert cli.trainer.precision_plugin.casts == LinearCasts.of(yaml.safe_load(text)), text
+
+
+@pytest.mark.parametrize(
+    "casts",
+    [
+        "nvfp4",
+        "{preset: int4, fprop_x: null, dgrad_w: {element: int4}, hadamard: {}}",
+        "{preset: nvfp4, every: {scale: {format: e8m0, rounding: null, block: 32, two_level: false}}}",
+        "{preset: mxfp4-rht, hadamard: {wgrad: {size: 128, signs: fixed}}, subtract_mean: [fprop]}",
+        "{fprop_w: {element: int4}}",
+        EXPLICIT,
+    ],
+)
+def test_casts_from_yaml(monkeypatch, casts):
+    check_casts_of_yaml(monkeypatch, casts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_from_yaml(monkeypatch, name):
+    check_casts_of_yaml(monkeypatch, name)
+    check_casts_of_yaml(monkeypatch, f"{{preset: {name}, fprop_x: null, dgrad_w: {{element: int4}}, hadamard: {{}}}}")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FP4Precision("nvfp5"), r"Unknown preset 'nvfp5'. Did you mean 'nvfp4'\?"),
+        (lambda: FP4Precision({"fprop_y": None}), r"Unknown field of LinearCasts 'fprop_y'. Did you mean 'fprop_"),
+        (lambda: FP4Precision(rounding={"wgradx": "nearest"}), r"Unknown operand 'wgradx'. Did you mean 'wgrad_x'"),
+        (lambda: FP4Precision(rounding={"wgrad_x": "up"}), r"Unknown rounding 'up'"),
+        (lambda: FP4Precision("bf16", rounding={"wgrad_x": "nearest"}), r"needs an operand with a cast of its own"),
+        (
+            lambda: FP4Precision(compute_dtype="fp8"),
+            r"Unknown compute_dtype 'fp8'. Choose one of: 'bf16', 'fp16', 'fp32'",
+        ),
+        (lambda: FP4Precision(overrides={"x": "nvfp"}), r"Unknown preset 'nvfp'"),
+    ],
+)
+def test_bad_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("argument", ["skip", "only"])
+def test_pattern_that_matches_nothing(argument):
+    model = BoringModel()
+    with pytest.raises(ValueError, match=rf"{argument}: the pattern 'head' matches no linear layer.*e\.g\. layer"):
+        quiet(plugins=[FP4Precision(**{argument: ["head"]})]).fit(model)
+    assert type(model.layer) is nn.Linear
+
+
+def test_no_layer_to_convert():
+    class Convolution(BoringModel):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Conv1d(1, 1, 1)
+
+    with pytest.raises(ValueError, match="holds no layer to quantize"):
+        quiet(plugins=[FP4Precision()]).fit(Convolution())
+    with pytest.raises(ValueError, match="No layer is left to quantize"):
+        quiet(plugins=[FP4Precision(skip=["layer"])]).fit(BoringModel())
+
+
+def test_precision_beside_the_plugin():
+    with pytest.raises(ValueError, match="Received both `precision=bf16-mixed` and `plugins="):
+        quiet(plugins=[FP4Precision()], precision="bf16-mixed")
+
+
+def test_fabric():
+    fabric = Fabric(plugins=[FP4Precision()], accelerator="cpu", devices=1)
+    with pytest.raises(MisconfigurationException, match=r"With Fabric or plain PyTorch, call lightning_lowbit.convert"):
+        fabric.setup(nn.Linear(16, 16))
+
+
+def test_xla():
+    from tests.lightnings import SingleDeviceXLAStrategy
+
+    with pytest.raises(TypeError, match="XLAPrecision"):
+        SingleDeviceXLAStrategy.precision_plugin.fset(object.__new__(SingleDeviceXLAStrategy), FP4Precision())

@@ -1,0 +1,113 @@
+"""Training with any precision plugin."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowbit import (
+    FP4Precision,
+    GradientNoiseMonitor,
+    LowBitPrecision,
+    convert,
+)
+from lightning_lowbit.nn import set_phase
+from tests.lightnings import (
+    BoringModel,
+)
+from tests.precision.base.models import GAN, Recorder, Recurrent, quiet
+from tests.precision.regression import flat
+from tests.precision.regression import trainer as regression_trainer
+
+
+def test_each_micro_batch_has_its_own_random_bits():
+    model = Recorder()
+    trainer = quiet(plugins=[FP4Precision(seed=3)], accumulate_grad_batches=2)
+    trainer.fit(model)
+    keys = [str(keys) for keys, _, _ in model.seen]
+    assert len(keys) == 4
+    assert len(set(keys)) == 4, "two micro-batches share their keys"
+    again = Recorder()
+    quiet(plugins=[FP4Precision(seed=3)], accumulate_grad_batches=2).fit(again)
+    assert again.seen == model.seen, "the keys of a run are not reproducible"
+    other = Recorder()
+    quiet(plugins=[FP4Precision(seed=4)], accumulate_grad_batches=2).fit(other)
+    assert not set(keys) & {str(keys) for keys, _, _ in other.seen}, "the seed changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("recompute", "settings"),
+    [
+        (True, dict),
+        (False, lambda: {"limit_val_batches": 2, "val_check_interval": 1}),
+        (True, lambda: {"callbacks": [GradientNoiseMonitor(1, average=2)]}),
+    ],
+    ids=["recomputed", "evaluated in between", "drawn a second time"],
+)
+def test_what_else_computes_leaves_the_calls_of_a_layer_alone(recompute, settings):
+    outcomes = []
+    for model, how in ((Recurrent(), {}), (Recurrent(recompute), settings())):
+        regression_trainer(FP4Precision(compute_dtype="fp32"), accumulate_grad_batches=2, max_steps=3, **how).fit(model)
+        outcomes.append(flat(model))
+    assert torch.equal(*outcomes)
+
+
+@pytest.mark.parametrize(("compute_dtype", "autocast"), [("bf16", True), ("fp32", False)])
+def test_compute_dtype(compute_dtype, autocast):
+    model = Recorder()
+    quiet(plugins=[LowBitPrecision("nvfp4", compute_dtype=compute_dtype)]).fit(model)
+    assert {on for _, _, on in model.seen} == {autocast}
+
+
+def test_bf16_casts_train_as_lightnings_bf16_mixed_does_to_the_bit():
+    def weights(**kwargs):
+        torch.manual_seed(1)
+        model = BoringModel()
+        quiet(max_steps=4, **kwargs).fit(model)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(weights(plugins=[LowBitPrecision("bf16")]), weights(precision="bf16-mixed"))
+
+
+def test_manual_optimization_with_two_optimizers():
+    model, plugin = GAN(), FP4Precision()
+    before = [p.detach().clone() for p in model.parameters()]
+    quiet(max_steps=6, plugins=[plugin]).fit(model)
+    assert plugin.step == 6, "each step of each optimizer counts"
+    for old, (name, new) in zip(before, model.named_parameters(), strict=True):
+        assert torch.isfinite(new).all()
+        constant = name == "critic.bias"  # cancels in the critic's loss
+        assert torch.equal(old, new) == constant, f"{name}: trained means changed"
+
+
+def test_clips_by_norm_and_by_value():
+    class Watch(BoringModel):
+        def on_before_zero_grad(self, optimizer):
+            gradients = [p.grad for p in self.parameters() if p.grad is not None]
+            if gradients:
+                self.norm = torch.nn.utils.get_total_norm(gradients).item()
+                self.largest = max(g.abs().max().item() for g in gradients)
+
+    model = Watch()
+    quiet(plugins=[FP4Precision()], max_steps=3, gradient_clip_val=1e-3).fit(model)
+    assert model.norm == pytest.approx(1e-3, rel=1e-3)
+    model = Watch()
+    quiet(plugins=[FP4Precision()], max_steps=3, gradient_clip_val=1e-4, gradient_clip_algorithm="value").fit(model)
+    assert model.largest == pytest.approx(1e-4, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_batches_keep_their_dtype(dtype):
+    batch = {"x": torch.ones(2, dtype=dtype)}
+    assert FP4Precision().convert_input(batch)["x"].dtype == dtype
+
+
+def test_transformer_encoder_is_quantized_in_evaluation_too():
+    """Torch's fused evaluation path reads the raw weights; it must not be taken."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2).eval()
+    convert(model, "nvfp4")
+    x = torch.randn(2, 16, 32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        quantized = model(x)
+        set_phase(model, "bf16")
+        plain = model(x)
+    assert not torch.equal(quantized, plain), "the casts change nothing in evaluation"

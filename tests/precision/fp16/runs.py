@@ -1,0 +1,179 @@
+"""Models in fp16 whose gradients overflow or vanish, and runs of them."""
+
+import math
+from collections.abc import Callable, Collection
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from lightning_lowbit import (
+    ConservativeGradScaler,
+    FP4Precision,
+    FP8Precision,
+    IntegerPrecision,
+    LowBitPrecision,
+    StaticGradScaler,
+    TernaryPrecision,
+)
+from tests.lightnings import (
+    Callback,
+    LightningModule,
+)
+from tests.precision.regression import Regression, flat, state, trainer
+
+#: A scale that moves within a few steps; a power of two at any time, which changes no digit of a gradient.
+MOVING: dict[str, Any] = {"init_scale": 2.0**10, "growth_factor": 2.0, "growth_interval": 2}
+
+
+def fp16(scaler: GradScaler | None = None, casts: Any = "bf16") -> LowBitPrecision:
+    """Only fp16: there are no casts."""
+    return LowBitPrecision(casts, compute_dtype="fp16", scaler=scaler)
+
+
+def moving(**kwargs: Any) -> ConservativeGradScaler:
+    return ConservativeGradScaler(device="cpu", **{**MOVING, **kwargs})
+
+
+def static(scale: float = 2.0**10) -> StaticGradScaler:
+    return StaticGradScaler(scale, device="cpu")
+
+
+class Overflowing(Regression):
+    """Has gradients that are not finite in some steps: from their first micro-batch.
+
+    Args:
+        at: which steps.
+        by: ``"loss"``: it is infinite; ``"activations"``: they exceed 65504, and no other dtype would mind.
+        make: the optimizer, from the parameters; None for Adam.
+        schedule: makes a schedule of the learning rate, which falls to a half each step.
+    """
+
+    def __init__(
+        self,
+        at: Collection[int] = (),
+        by: str = "loss",
+        make: Callable[[Any], Optimizer] | None = None,
+        schedule: bool = False,
+    ) -> None:
+        super().__init__()
+        self.at, self.by, self.make, self.schedule = at, by, make, schedule
+
+    def loss(self, seed: int, size: float) -> Tensor:
+        if not self.training or seed % 8 or self.trainer.global_step not in self.at:
+            return super().loss(seed, size)
+        return super().loss(seed, 1e6) if self.by == "activations" else super().loss(seed, size) * math.inf
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers() if self.make is None else self.make(self.parameters())
+        if not self.schedule:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Steps(Callback):
+    """What came of each optimizer step.
+
+    Attributes:
+        scalers: states of the scaler.
+        weights: all of them.
+        optimizers: states of the first optimizer.
+        gradients: as hooks see them, before clipping.
+        clipped: as the optimizer left them.
+        saved: what the plugin would put into a checkpoint, if it is one of this package.
+    """
+
+    def __init__(self) -> None:
+        self.scalers: list[dict[str, Any]] = []
+        self.weights: list[Tensor] = []
+        self.optimizers: list[dict[str, Any]] = []
+        self.gradients: list[Tensor] = []
+        self.clipped: list[Tensor] = []
+        self.saved: list[dict[str, Any]] = []
+
+    @property
+    def scales(self) -> list[float]:
+        return [scaler["scale"] for scaler in self.scalers]
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
+        self.gradients.append(gradients(pl_module))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
+        if len(self.scalers) == trainer.global_step:  # in the midst of accumulation
+            return
+        self.clipped.append(gradients(pl_module))
+        self.weights.append(flat(pl_module))
+        self.optimizers.append(deepcopy(trainer.optimizers[0].state_dict()))
+        plugin = trainer.precision_plugin
+        self.scalers.append({} if plugin.scaler is None else plugin.scaler.state_dict())
+        if isinstance(plugin, LowBitPrecision):
+            self.saved.append(state(plugin))
+
+
+def gradients(model: LightningModule) -> Tensor:
+    found = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(found).clone() if found else torch.zeros(0)
+
+
+def train(plugin: Any, model: Regression | None = None, steps: int = 8, **kwargs: Any) -> Steps:
+    """One epoch of as many steps."""
+    seen = Steps()
+    batches = steps * kwargs.get("accumulate_grad_batches", 1)
+    made = trainer(plugin, max_steps=steps, limit_train_batches=batches, callbacks=[seen], **kwargs)
+    made.fit(model or Regression())
+    assert made.global_step == len(seen.scalers) == steps, "the run has not the length that it was given"
+    return seen
+
+
+def assert_same(found: Any, expected: Any, place: str = "it") -> None:
+    """Equal to the bit, tensors within mappings and lists too."""
+    if isinstance(expected, Tensor):
+        assert torch.equal(found, expected), f"{place} differs"
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), f"{place} has other parts"
+        for key in expected:
+            assert_same(found[key], expected[key], f"{place}/{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), f"{place} has another length"
+        for i, pair in enumerate(zip(found, expected, strict=True)):
+            assert_same(*pair, f"{place}/{i}")
+    else:
+        assert found == expected, f"{place} is {found}, not {expected}"
+
+
+PRECISIONS: dict[str, Callable[..., LowBitPrecision]] = {
+    "LowBitPrecision": lambda **kwargs: LowBitPrecision("mxfp4", **kwargs),
+    "FP4Precision": FP4Precision,
+    "FP8Precision": FP8Precision,
+    "FP8Precision current": lambda **kwargs: FP8Precision("current", **kwargs),
+    "FP8Precision row": lambda **kwargs: FP8Precision("row", **kwargs),
+    "FP8Precision mx": lambda **kwargs: FP8Precision("mx", **kwargs),
+    "TernaryPrecision": TernaryPrecision,
+    "IntegerPrecision": lambda **kwargs: IntegerPrecision(group="row", **kwargs),
+}
+
+
+OVERFLOWS = (3, 5)
+
+
+SCALERS: dict[str, Callable[[], GradScaler]] = {
+    "conservative": lambda: moving(growth_interval=3, hysteresis=2, cooldown=1),
+    "torch's": lambda: GradScaler("cpu", **MOVING),
+}
+
+
+def run(plugin: Any, steps: int, model: Regression | None = None, **kwargs: Any) -> Regression:
+    """Trains in epochs of one step, and leaves a checkpoint."""
+    model = model or Overflowing(OVERFLOWS)
+    made = trainer(plugin, max_steps=steps, limit_train_batches=1)
+    made.fit(model, **kwargs)
+    made.save_checkpoint("x.ckpt")
+    return model
+
+
+def checkpoint() -> dict[str, Any]:
+    return torch.load("x.ckpt", weights_only=True)

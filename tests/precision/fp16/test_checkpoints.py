@@ -1,0 +1,196 @@
+"""Checkpoints of fp16 runs, delayed scaling, YAML."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from lightning_lowbit import (
+    ConservativeGradScaler,
+    FP8Precision,
+    LowBitPrecision,
+    StaticGradScaler,
+)
+from tests.lightnings import (
+    BoringModel,
+    LightningCLI,
+)
+from tests.precision.fp16.runs import (
+    MOVING,
+    OVERFLOWS,
+    SCALERS,
+    Overflowing,
+    assert_same,
+    checkpoint,
+    fp16,
+    moving,
+    run,
+    static,
+    train,
+)
+from tests.precision.regression import Regression, flat, state, trainer
+
+
+@pytest.mark.fast("5-conservative", "4-torch's")
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("cut", [3, 4, 5, 6])  # just before an overflow, after it, and between two
+def test_a_resumed_run_equals_the_uninterrupted_one(cut: int, scaler: str) -> None:
+    def plugin() -> LowBitPrecision:
+        return FP8Precision(history=3, compute_dtype="fp16", scaler=SCALERS[scaler]())
+
+    whole = run(plugin(), 9)
+    expected = checkpoint()["lightning_lowbit"]
+    assert expected["skipped_steps"] == 2
+    before = plugin()
+    run(before, cut)
+    between = checkpoint()["lightning_lowbit"]
+    assert between["scaler"] == before.scaler.state_dict()
+    assert between["skipped_steps"] == sum(step < cut for step in OVERFLOWS)
+    resumed = run(plugin(), 9, ckpt_path="x.ckpt")
+    assert torch.equal(flat(resumed), flat(whole)), "final weights differ"
+    assert_same(checkpoint()["lightning_lowbit"], expected)
+
+
+def test_the_scale_of_a_checkpoint_matters() -> None:
+    """Else the test above would prove nothing."""
+    run(fp16(SCALERS["conservative"]()), 4)
+    found = checkpoint()["lightning_lowbit"]["scaler"]
+    fresh = SCALERS["conservative"]().state_dict()
+    differing = {key for key in fresh if fresh[key] != found[key]}
+    assert differing == {"scale", "_growth_tracker", "_tolerated"}
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
+def test_a_checkpoint_of_bf16_goes_on_in_fp16_and_back() -> None:
+    run(LowBitPrecision("bf16"), 2)
+    assert "scaler" not in checkpoint()["lightning_lowbit"]
+    plugin = fp16(moving())
+    run(plugin, 4, ckpt_path="x.ckpt")  # one overflow, in step 3
+    assert (plugin.step, plugin.skipped_steps.item(), plugin.scaler.get_scale()) == (4, 1, 2.0**9)
+    in_bf16 = LowBitPrecision("bf16")
+    model = run(in_bf16, 5, Regression(), ckpt_path="x.ckpt")
+    assert (in_bf16.step, in_bf16.scaler) == (5, None)
+    assert flat(model).isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
+def test_a_scale_is_that_of_another_class_within_the_bounds_of_this_one() -> None:
+    run(fp16(GradScaler("cpu", **{**MOVING, "init_scale": 2.0**14})), 3, Regression())
+    taken, bounded = moving(), moving(cap=2.0**12)
+    run(fp16(taken), 3, Regression(), ckpt_path="x.ckpt")
+    assert (taken.get_scale(), taken._get_growth_tracker()) == (2.0**15, 1)
+    run(fp16(bounded), 3, Regression(), ckpt_path="x.ckpt")
+    assert bounded.get_scale() == 2.0**12
+    back = GradScaler("cpu")
+    run(fp16(back), 3, Regression(), ckpt_path="x.ckpt")
+    assert back.get_scale() == 2.0**12
+
+
+def amaxes(saved: dict[str, Any], scale: float) -> dict[str, Tensor]:
+    """Histories of the loss itself: those of output gradients hold that of the scaled one."""
+    return {key: history / scale if key.endswith("_g") else history for key, history in saved["amax_history"].items()}
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_histories_of_gradients_follow_the_scale(algorithm: str) -> None:
+    """To the bit: a power of two moves no digit, of the histories nor of what is quantized with them."""
+
+    def plugin(scaler: GradScaler) -> LowBitPrecision:
+        return FP8Precision(history=4, algorithm=algorithm, compute_dtype="fp16", scaler=scaler)
+
+    fixed = train(plugin(static(2.0**10)), Overflowing((4,)))
+    scaler = moving(init_scale=2.0**9, growth_interval=1, cap=2.0**11, cooldown=0)
+    found = train(plugin(scaler), Overflowing((4,)))
+    assert found.scales == [2.0**k for k in (10, 11, 11, 11, 10, 11, 11, 11)]
+    for step in range(8):
+        expected = amaxes(fixed.saved[step], 2.0**10)
+        empty = {key for key, history in expected.items() if history[-1] == 0}
+        assert empty == {"first/dgrad_g"}, "only the inputs of the model have no gradients"
+        assert_same(amaxes(found.saved[step], found.scales[step]), expected, f"histories after step {step}")
+    assert_same(found.weights, fixed.weights, "weights")
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (None, lambda: static(2.0**10)),
+        (lambda: static(2.0**10), None),
+        (lambda: static(2.0**10), lambda: static(2.0**6)),
+        (lambda: GradScaler("cpu", init_scale=2.0**12), lambda: moving(cap=2.0**10)),
+    ],
+    ids=["bf16 to fp16", "fp16 to bf16", "static", "above the cap"],
+)
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
+def test_histories_of_a_checkpoint_follow_the_scale(
+    first: Callable[[], GradScaler] | None, then: Callable[[], GradScaler] | None
+) -> None:
+    """A run that goes on with another scale than the checkpoint's: gradients are of another size, amaxes too."""
+
+    def plugin(make: Callable[[], GradScaler] | None) -> LowBitPrecision:
+        return FP8Precision(history=4, compute_dtype="fp16" if make else "bf16", scaler=make() if make else None)
+
+    def scale(plugin: LowBitPrecision) -> float:
+        return 1.0 if plugin.scaler is None else plugin.scaler.get_scale()
+
+    before, after = plugin(first), plugin(then)
+    run(before, 2, Regression())
+    expected = amaxes(state(before), scale(before))
+    trainer(after, max_steps=2, limit_train_batches=1).fit(Regression(), ckpt_path="x.ckpt")
+    assert scale(after) != scale(before)
+    assert_same(amaxes(state(after), scale(after)), expected, "histories")
+
+
+class Doubling(GradScaler):
+    """A user's own scaler."""
+
+    def __init__(self, interval: int = 7) -> None:
+        super().__init__("cpu", growth_interval=interval)
+
+
+CONSERVATIVE = {"preset": "quantized-fine-tuning", "growth_factor": 2.0, "floor": 4.0, "cooldown": 5, "device": "cpu"}
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("plugin", ["FP4Precision", "LowBitPrecision"])
+@pytest.mark.parametrize(
+    ("scaler", "expected"),
+    [
+        (None, ConservativeGradScaler()),
+        ({"class_path": "lightning_lowbit.ConservativeGradScaler"}, ConservativeGradScaler()),
+        (
+            {"class_path": "lightning_lowbit.ConservativeGradScaler", "init_args": CONSERVATIVE},
+            ConservativeGradScaler(**CONSERVATIVE),
+        ),
+        ({"class_path": "lightning_lowbit.StaticGradScaler", "init_args": {"scale": 8}}, StaticGradScaler(8)),
+        (
+            {"class_path": "torch.amp.GradScaler", "init_args": {"device": "cpu", "growth_interval": 9}},
+            GradScaler("cpu", growth_interval=9),
+        ),
+        ({"class_path": f"{__name__}.Doubling", "init_args": {"interval": 3}}, Doubling(3)),
+    ],
+)
+def test_from_yaml(monkeypatch: pytest.MonkeyPatch, plugin: str, scaler: Any, expected: GradScaler) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    arguments = {"casts": "nvfp4", "compute_dtype": "fp16"} | ({} if scaler is None else {"scaler": scaler})
+    config = yaml.safe_load(
+        yaml.safe_dump(
+            {
+                "seed_everything": 1,
+                "trainer": {
+                    "plugins": {"class_path": f"lightning_lowbit.{plugin}", "init_args": arguments},
+                    "logger": False,
+                    "enable_checkpointing": False,
+                },
+            }
+        )
+    )
+    cli = LightningCLI(BoringModel, args=config, run=False, save_config_callback=None, auto_configure_optimizers=False)
+    found = cli.trainer.precision_plugin.scaler
+    assert (type(found).__module__, type(found).__name__) == (type(expected).__module__, type(expected).__name__)
+    assert found.state_dict() == expected.state_dict()
+    for name in ("floor", "cap", "cooldown", "hysteresis"):
+        assert getattr(found, name, None) == getattr(expected, name, None), f"{name} is not the one given"

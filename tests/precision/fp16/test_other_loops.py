@@ -1,0 +1,257 @@
+"""fp16 with other ways to train: manual optimization, several optimizers, closures."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import SGD, AdamW, Optimizer
+
+from lightning_lowbit import (
+    FP4Precision,
+    FP8Precision,
+    LowBitPrecision,
+    StableSPAM,
+)
+from tests.lightnings import (
+    MisconfigurationException,
+    MixedPrecision,
+)
+from tests.precision.base.models import GAN
+from tests.precision.fp16.runs import MOVING, Overflowing, assert_same, fp16, moving, static, train
+from tests.precision.regression import Regression, flat, state, trainer
+
+
+class Absent(Regression):
+    """Has no loss in some training steps."""
+
+    def __init__(self, *absent: int) -> None:
+        super().__init__()
+        self.absent = absent
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx in self.absent else loss
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.filterwarnings("ignore:.*training_step.* returned .None")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("make", [lambda: moving(), lambda: GradScaler("cpu", **MOVING)], ids=["conservative", "torch"])
+@pytest.mark.parametrize("absent", [(0,), (0, 1), (3,), (2, 3)], ids=str)
+def test_steps_without_a_loss(absent: tuple[int, ...], make: Callable[[], GradScaler], accumulate: int) -> None:
+    """As without a scale: the optimizer gets what the other micro-batches left, or nothing."""
+    plugin = fp16(make())
+    found = train(plugin, Absent(*absent), steps=4, accumulate_grad_batches=accumulate)
+    assert plugin.skipped_steps == 0
+    expected = train(LowBitPrecision("bf16"), Absent(*absent), steps=4, accumulate_grad_batches=accumulate)
+    moves = [
+        [not torch.equal(a, b) for a, b in zip(weights, weights[1:], strict=False)]
+        for weights in ([flat(Regression()), *seen.weights] for seen in (found, expected))
+    ]
+    assert moves[0] == moves[1], "other steps than in bf16 move the weights"
+    assert any(moves[0])
+
+
+def test_manual_optimization_with_two_optimizers() -> None:
+    model, plugin = GAN(), FP4Precision(compute_dtype="fp16", scaler=moving())
+    before = [p.detach().clone() for p in model.parameters()]
+    trainer(plugin, max_steps=6, limit_train_batches=3).fit(model)
+    assert (plugin.step, plugin.skipped_steps.item()) == (6, 0), "each step of each optimizer counts"
+    for old, (name, new) in zip(before, model.named_parameters(), strict=True):
+        assert torch.isfinite(new).all()
+        if name != "critic.bias":  # cancels in the critic's loss
+            assert not torch.equal(old, new), f"{name} has not moved"
+
+
+class Manual(Overflowing):
+    """Manual optimization, by two optimizers with the gradients of one backward pass."""
+
+    def __init__(self, at: Collection[int] = ()) -> None:
+        super().__init__(at)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(self.loss(8 * batch_idx, 1.0))
+        first.step()
+        second.step()
+
+    def configure_optimizers(self) -> list[Optimizer]:
+        return [SGD(p, 0.05) for p in (self.first.parameters(), [*self.mlp.parameters(), *self.head.parameters()])]
+
+
+def test_two_optimizers_share_a_backward_pass() -> None:
+    """Also where the scale changes between their steps: gradients have that of the backward pass."""
+
+    def weights(scaler: GradScaler) -> Tensor:
+        model = Manual()
+        trainer(fp16(scaler), max_steps=8, limit_train_batches=4).fit(model)
+        return flat(model)
+
+    assert torch.equal(weights(moving(growth_interval=1, cap=2.0**14)), weights(static())), "a scale is left in"
+
+
+class ClippedByHand(Manual):
+    """Clips one of two optimizers by hand, before or after the backward pass of the other.
+
+    Attributes:
+        norms: of both optimizers' gradients, as they step.
+    """
+
+    def __init__(self, between: bool) -> None:
+        super().__init__()
+        self.between = between
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()
+        x = torch.ones(2, 16)
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(self.first(x).float().square().mean())
+        if self.between:
+            self.clip_gradients(first, gradient_clip_val=1e-3)
+        self.manual_backward(self.head(x).float().square().mean())
+        if not self.between:
+            self.clip_gradients(first, gradient_clip_val=1e-3)
+        first.step()
+        second.step()
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self.norms.append(torch.nn.utils.get_total_norm(found).item())
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_clipping_by_hand_clips_true_gradients(between: bool) -> None:
+    """Without a step in between, so that the scale moves only after both."""
+
+    def norms(scaler: GradScaler) -> list[float]:
+        model = ClippedByHand(between)
+        trainer(fp16(scaler), max_steps=8, limit_train_batches=4).fit(model)
+        return model.norms
+
+    found = norms(moving(growth_interval=1, cap=2.0**12))
+    assert found == norms(static(1.0)), "a scale is left in"
+    assert found[::2] == pytest.approx([1e-3] * 4, rel=1e-3), "those that are clipped"
+    assert min(found[1::2]) > 0.1, "those that are not"
+
+
+@pytest.mark.parametrize(
+    ("make", "own"),
+    [
+        (lambda p: SGD(p, 0.05), 0),
+        (lambda p: AdamW(p, lr=1e-3), 0),
+        (lambda p: AdamW(p, lr=1e-3, fused=True), 0),
+        (lambda p: SGD(p, 0.05, momentum=0.9, fused=True), 1),  # until it has a momentum
+        (lambda p: StableSPAM(p), 0),
+    ],
+)
+def test_the_host_waits_no_more_often_than_with_lightnings_plugin(
+    make: Callable[[Any], Optimizer], own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers that are read between backward pass and end of the step, over eight steps of which none is skipped."""
+    read: list[str] = []
+    for name in ("item", "__bool__", "tolist"):
+        original = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda self, name=name, of=original: (read.append(name), of(self))[1])
+    counts = []
+    for plugin in (MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", **MOVING)), fp16(moving())):
+        model = Overflowing(make=make)
+        monkeypatch.setattr(model, "log", lambda *_, **__: None)
+        monkeypatch.setattr(plugin, "optimizer_step", watched(plugin.optimizer_step, read))
+        trainer(plugin, max_steps=8, limit_train_batches=8).fit(model)
+        counts.append(len(plugin.optimizer_step.found))
+    assert counts[1] <= counts[0] + own, f"read {counts[1]} numbers, Lightning's {counts[0]}"
+
+
+def watched(step: Callable[..., Any], read: list[str]) -> Any:
+    """An optimizer step that notes what was read in it, its closure left out."""
+    found: list[str] = []
+
+    def run(optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        def closed() -> Any:
+            result = closure()
+            read.clear()
+            return result
+
+        result = step(optimizer, model, closed, **kwargs)
+        found.extend(read)
+        return result
+
+    run.found = found  # type: ignore[attr-defined]
+    return run
+
+
+def test_parameters_in_float16_are_refused_unless_they_are_frozen() -> None:
+    model = Regression()
+    model.mlp.half().requires_grad_(False)
+    model.head.half()
+    with pytest.raises(ValueError, match=r"parameters in float32.*; head.weight is in float16.*Call model.float\(\)"):
+        trainer(fp16()).fit(model)
+    assert type(model.head) is torch.nn.Linear, "a refused model has been changed"
+
+
+def test_a_run_that_broke_off_in_a_step_leaves_nothing_behind() -> None:
+    class Breaks(Overflowing):
+        def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+            if self.trainer.global_step == 3:
+                raise RuntimeError("in the midst of a step")
+
+    plugin = fp16(moving())
+    with pytest.raises(RuntimeError, match="in the midst"):
+        train(plugin, Breaks())
+    assert_same(train(plugin).scalers, train(fp16(moving())).scalers, "scaler")
+
+
+def test_two_plugins_with_one_scaler_start_each_from_the_beginning() -> None:
+    scaler = moving()
+    plugins = [fp16(scaler), fp16(scaler)]
+    first, second = (train(plugin, Overflowing((1, 4))) for plugin in plugins)
+    assert_same(second.scalers, first.scalers, "scaler")
+    assert_same(second.weights, first.weights, "weights")
+
+
+def test_a_checkpoint_without_the_plugin_says_where_the_scale_starts() -> None:
+    model = Overflowing()
+    made = trainer(MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", init_scale=4.0)))
+    made.fit(model)
+    made.save_checkpoint("other.ckpt")
+    with pytest.warns(UserWarning, match="holds no state of lightning_lowbit .* The loss scale starts at 1024."):
+        trainer(fp16(moving()), max_steps=3).fit(Overflowing(), ckpt_path="other.ckpt", weights_only=True)
+
+
+def test_lbfgs_is_refused() -> None:
+    model = Overflowing(make=torch.optim.LBFGS)
+    with pytest.raises(MisconfigurationException, match=r"LBFGS .* compute_dtype='bf16' or 'fp32', or use another"):
+        trainer(fp16()).fit(model)
+
+
+@pytest.mark.parametrize("make", [lambda: moving(hysteresis=2), lambda: GradScaler("cpu", **MOVING)])
+def test_one_plugin_in_two_runs_starts_each_from_the_beginning(make: Callable[[], GradScaler]) -> None:
+    plugin = FP8Precision(history=3, compute_dtype="fp16", scaler=make())
+    first = train(plugin, Overflowing((1, 4)))
+    second = train(plugin, Overflowing((1, 4)))
+    assert plugin.skipped_steps == 2, "those of the first run are counted"
+    assert_same(second.scalers, first.scalers, "scaler")
+    assert_same(second.saved, first.saved, "state")
+    assert_same(second.weights, first.weights, "weights")
+
+
+def test_fit_validate_fit_on_one_trainer() -> None:
+    plugin, model = fp16(moving()), Overflowing((1,))
+    made = trainer(plugin, limit_train_batches=4, limit_val_batches=2, num_sanity_val_steps=0)
+    made.fit(model)
+    before = state(plugin)
+    made.validate(model, verbose=False)
+    made.predict(model)
+    assert_same(state(plugin), before, "evaluation moves it: state")
+    assert torch.stack(model.val_losses).isfinite().all()
+    made.fit_loop.epoch_loop.max_steps = 4
+    made.fit(model)
+    assert (plugin.step, plugin.skipped_steps.item()) == (4, 1)

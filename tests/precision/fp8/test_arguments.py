@@ -1,0 +1,169 @@
+"""Arguments of the FP8 plugin, and single layers."""
+
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import Cast, FP8Precision, LinearCasts, Scale
+from lightning_lowbit.nn import OPERANDS
+from lightning_lowbit.recipes.models import CausalLM
+from tests.lightnings import BoringModel, LightningCLI
+from tests.precision.regression import (
+    DOWN,
+    Regression,
+    Witness,
+    assert_histories,
+    assert_in_force,
+    state,
+    trainer,
+)
+
+DELAYED = {"block": "tensor", "source": "delayed"}
+
+
+def fp8(gradient: str, scale: Scale) -> LinearCasts:
+    x, g = Cast("e4m3", scale), Cast(gradient, scale)
+    return LinearCasts(fprop_x=x, fprop_w=x, dgrad_g=g, dgrad_w=x, wgrad_g=g, wgrad_x=x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "casts"),
+    [
+        ({}, fp8("e5m2", Scale("fp32", **DELAYED, history=16, algorithm="max"))),
+        ({"scaling": "delayed"}, fp8("e5m2", Scale("fp32", **DELAYED))),
+        ({"history": 3}, fp8("e5m2", Scale("fp32", **DELAYED, history=3))),
+        ({"algorithm": "most_recent"}, fp8("e5m2", Scale("fp32", **DELAYED, algorithm="most_recent"))),
+        ({"margin": 2}, fp8("e5m2", Scale("fp32", **DELAYED, margin=2))),
+        ({"power_of_two": True}, fp8("e5m2", Scale("fp32", **DELAYED, rounding="power_of_two"))),
+        ({"gradient_format": "e4m3"}, fp8("e4m3", Scale("fp32", **DELAYED))),
+        ({"gradient_format": "e5m2"}, fp8("e5m2", Scale("fp32", **DELAYED))),
+        ({"scaling": "current"}, fp8("e5m2", Scale("fp32", "tensor"))),
+        ({"scaling": "current", "margin": 1}, fp8("e5m2", Scale("fp32", "tensor", margin=1))),
+        ({"scaling": "current", "power_of_two": True}, fp8("e5m2", Scale("fp32", "tensor", "power_of_two"))),
+        ({"scaling": "current", "gradient_format": "e4m3"}, fp8("e4m3", Scale("fp32", "tensor"))),
+        ({"scaling": "row"}, fp8("e5m2", Scale("fp32", "row"))),
+        ({"scaling": "row", "margin": 1}, fp8("e5m2", Scale("fp32", "row", margin=1))),
+        ({"scaling": "row", "power_of_two": True}, fp8("e5m2", Scale("fp32", "row", "power_of_two"))),
+        ({"scaling": "row", "gradient_format": "e4m3"}, fp8("e4m3", Scale("fp32", "row"))),
+        ({"scaling": "mx"}, fp8("e4m3", Scale("e8m0", 32))),
+        ({"scaling": "mx", "power_of_two": True}, fp8("e4m3", Scale("e8m0", 32))),
+        ({"scaling": "mx", "gradient_format": "e5m2"}, fp8("e5m2", Scale("e8m0", 32))),
+    ],
+    ids=str,
+)
+def test_arguments_land_in_the_casts(arguments: dict[str, Any], casts: LinearCasts) -> None:
+    plugin = FP8Precision(**arguments)
+    for operand in OPERANDS:
+        assert getattr(plugin.casts, operand) == getattr(casts, operand), f"{arguments} gives another {operand}"
+    assert plugin.casts == casts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scaling": "delayd"}, r"Unknown scaling 'delayd'. Did you mean 'delayed'\? Choose one of: 'delayed', 'cur"),
+        ({"scaling": None}, r"Unknown scaling None. Choose one of"),
+        ({"history": 0}, r"history is a whole number from 1 to \d+; got 0"),
+        ({"history": 2.0}, r"history is a whole number from 1 to \d+; got 2.0"),
+        ({"algorithm": "mean"}, r"Unknown algorithm of Scale 'mean'.* Choose one of: 'max', 'most_recent'"),
+        ({"power_of_two": "no"}, r"power_of_two is true or false; got 'no'"),
+        ({"margin": -1}, r"margin is a whole number from 0 to \d+; got -1"),
+        ({"gradient_format": "e3m2"}, r"Unknown gradient_format 'e3m2'.* Choose one of: 'e4m3', 'e5m2'"),
+        ({"scaling": "current", "history": 4}, r"history .* take source='delayed', or leave both out"),
+        ({"scaling": "row", "algorithm": "most_recent"}, r"algorithm .* take source='delayed', or leave both out"),
+        ({"scaling": "mx", "history": 4}, r"history .* take source='delayed', or leave both out"),
+        ({"scaling": "mx", "margin": 1}, r"margin .*leave out margin"),
+        ({"smooth_swiglu": "chanel"}, r"Unknown kind of smooth_swiglu 'chanel'. Did you mean 'channel'"),
+        ({"backend": "cuda"}, r"Unknown backend 'cuda'.* Choose one of: 'auto', 'native', 'emulated'"),
+        ({"backend": "native", "scaling": "mx"}, r"backend='native', but fprop .* no native GEMM.* Use backend='auto'"),
+        ({"backend": "native", "gradient_format": "e4m3", "overrides": {"head": "nvfp4"}}, r"head has no native GEMM"),
+        ({"backend": "native", "exact": True}, r"exact emulates GEMMs, and backend='native' does not: choose one"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_say_what_to_do(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FP8Precision(**arguments)
+
+
+def test_native_on_a_cpu_is_refused_when_training_starts() -> None:
+    model = Regression()
+    with pytest.raises(ValueError, match=r"NVIDIA GPU of compute capability 8\.9 .*the device is 'cpu'.*'auto'"):
+        trainer(FP8Precision(backend="native")).fit(model)
+    assert type(model.head) is nn.Linear, "a refused model has been changed"
+
+
+@pytest.mark.parametrize("backend", ["auto", "emulated"])
+def test_backend_reaches_the_layers(backend: str) -> None:
+    model = Regression()
+    trainer(FP8Precision(backend=backend)).fit(model)
+    assert model.head.backend == backend
+
+
+def test_smoothing_without_a_swiglu_is_refused_when_training_starts() -> None:
+    with pytest.raises(ValueError, match="found no SwiGLU in BoringModel"):
+        trainer(FP8Precision(smooth_swiglu="channel")).fit(BoringModel())
+
+
+def test_from_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    config = yaml.safe_load("""
+        seed_everything: 1
+        trainer:
+          plugins:
+            class_path: lightning_lowbit.FP8Precision
+            init_args:
+              scaling: delayed
+              history: 4
+              algorithm: most_recent
+              margin: 1
+              power_of_two: true
+              gradient_format: e4m3
+              overrides: {head: bf16, first: {preset: fp8-delayed, every: {scale: {history: 2}}}}
+              skip: [down_proj]
+              smooth_swiglu: token
+              backend: emulated
+              fresh_histories: true
+              compute_dtype: fp32
+          logger: false
+          enable_checkpointing: false
+    """)
+    cli = LightningCLI(Regression, args=config, run=False, save_config_callback=None, auto_configure_optimizers=False)
+    plugin = cli.trainer.precision_plugin
+    scale = Scale("fp32", **DELAYED, history=4, algorithm="most_recent", margin=1, rounding="power_of_two")
+    assert plugin.casts == fp8("e4m3", scale)
+    assert plugin.overrides == {"head": LinearCasts(), "first": fp8("e5m2", Scale("fp32", **DELAYED, history=2))}
+    assert (plugin.skip, plugin.smooth_swiglu, plugin.backend) == (["down_proj"], "token", "emulated")
+    assert (plugin.fresh_histories, plugin.precision) == (True, "32-true")
+
+
+def test_layers_in_other_casts_have_no_histories_and_the_others_do() -> None:
+    shorter = {"preset": "fp8-delayed", "every": {"scale": {"history": 2}}}
+    overrides = {"head": "bf16", "up_proj": "fp8-current", "gate_proj": shorter}
+    plugin, witness = FP8Precision(history=4, overrides=overrides, skip=["first"], compute_dtype="fp32"), Witness()
+    model = Regression()
+    trainer(plugin, callbacks=[witness], max_steps=3, limit_train_batches=3).fit(model)
+    found = state(plugin)["amax_history"]
+    assert {key.split("/")[0] for key in found} == {"mlp.gate_proj", DOWN}
+    assert model.head.amaxes is None
+    gate = {key: amaxes for key, amaxes in found.items() if key.startswith("mlp.gate_proj")}
+    down = {key: amaxes for key, amaxes in found.items() if key.startswith(DOWN)}
+    assert_histories(gate, witness, 2)
+    assert_histories(down, witness, 4)
+    assert_in_force(gate, witness, 2)
+    assert_in_force(down, witness, 4)
+
+
+def test_first_and_last_blocks_of_a_language_model_in_high_precision() -> None:
+    config = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
+    plugin = FP8Precision(skip=["layers.0", "lm_head"], overrides={"layers.-1": "bf16"})
+    tokens = DataLoader(torch.randint(256, (4, 9)), batch_size=2)
+    trainer(plugin).fit(CausalLM(config=config), tokens, tokens)
+    kept = {tuple(key.split(".")[2:4]) for key in state(plugin)["amax_history"]}
+    assert kept == {("layers", "1"), ("layers", "2")}
+    for amaxes in state(plugin)["amax_history"].values():
+        assert (amaxes[-2:] > 0).all() and (amaxes[:-2] == 0).all(), "two steps give two amaxes of every operand"

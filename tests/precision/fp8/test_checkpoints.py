@@ -1,0 +1,188 @@
+"""Checkpoints of FP8 runs: histories, and settings that differ."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision
+from lightning_lowbit.nn import OPERANDS
+from tests.lightnings import Callback
+from tests.precision.regression import (
+    DOWN,
+    Regression,
+    Witness,
+    assert_histories,
+    assert_in_force,
+    flat,
+    state,
+    trainer,
+)
+
+
+def saved(plugin: LowBitPrecision, path: str = "x.ckpt", **kwargs: Any) -> Regression:
+    """A model trained for two steps, and its checkpoint."""
+    model, made = Regression(), trainer(plugin, **kwargs)
+    made.fit(model)
+    made.save_checkpoint(path)
+    return model
+
+
+def resume(plugin: LowBitPrecision | None, model: Regression | None = None, **kwargs: Any) -> Witness:
+    """Two more steps from the checkpoint."""
+    witness = Witness()
+    options = {"max_steps": 4, "callbacks": [witness], **kwargs}
+    trainer(plugin, **options).fit(model or Regression(), ckpt_path="x.ckpt")
+    return witness
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
+def test_a_checkpoint_holds_plain_weights_and_loads_everywhere() -> None:
+    plugin = FP8Precision(history=4, smooth_swiglu="channel")
+    model = saved(plugin)
+    checkpoint = torch.load("x.ckpt", weights_only=True)
+    assert list(checkpoint["state_dict"]) == list(Regression().state_dict())
+    assert not list(model.buffers()), "there are buffers, which a strategy would broadcast"
+    plain = Regression()
+    plain.load_state_dict(checkpoint["state_dict"])
+    assert torch.equal(flat(plain), flat(model))
+    held = checkpoint["lightning_lowbit"]
+    expected = {"step", "trained", "micro_batch", "phase", "seed", "blend", "accumulated"}
+    expected |= {"amax_history", "channel_amax"}
+    assert set(held) == expected
+    for kind in ("amax_history", "channel_amax"):
+        for key, amaxes in held[kind].items():
+            assert (amaxes.dtype, amaxes.device.type) == (torch.float32, "cpu")
+            assert amaxes.untyped_storage().nbytes() == 4 * amaxes.numel(), f"{key} drags along a larger tensor"
+            assert torch.equal(amaxes, state(plugin)[kind][key])
+    assert held["channel_amax"][DOWN].shape == (24,)
+
+
+class Keep(Callback):
+    """A checkpoint of each step."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"history": 4},
+        {"history": 4, "smooth_swiglu": "channel"},
+        {"history": 4, "smooth_swiglu": "token"},
+        {"scaling": "current", "smooth_swiglu": "channel"},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_evaluates_as_the_run_did(arguments: dict[str, Any], step: int) -> None:
+    """Its histories and channels are in force in evaluation, too; another run would scale by the batch itself."""
+    model, options = Regression(), {"limit_val_batches": 2, "num_sanity_val_steps": 0}
+    trainer(FP8Precision(**arguments), val_check_interval=1, callbacks=[Keep()], max_steps=4, **options).fit(model)
+    expected = torch.stack(model.val_losses[2 * step - 2 : 2 * step])
+
+    def evaluate(**others: Any) -> Tensor:
+        fresh = Regression()
+        plugin = FP8Precision(**arguments, **others)
+        trainer(plugin, **options).validate(fresh, ckpt_path=f"{step}.ckpt", verbose=False)
+        assert plugin.step == step
+        return torch.stack(fresh.val_losses)
+
+    assert torch.equal(evaluate(), expected), "a checkpoint evaluates to another loss than the run it is of"
+    assert not torch.equal(evaluate(fresh_histories=True), expected), "the histories make no difference"
+
+
+def test_fresh_histories_forget_those_of_the_checkpoint() -> None:
+    arguments = {"history": 4, "smooth_swiglu": "channel", "compute_dtype": "fp32"}
+    saved(FP8Precision(**arguments))
+    plugin = FP8Precision(**arguments, fresh_histories=True)
+    witness = resume(plugin)
+    assert (plugin.step, len(witness.steps)) == (4, 2)
+    assert_histories(state(plugin)["amax_history"], witness, 4)
+    assert_in_force(state(plugin)["amax_history"], witness, 4)
+
+
+def test_resuming_goes_on_with_the_histories() -> None:
+    arguments = {"history": 4, "smooth_swiglu": "channel", "compute_dtype": "fp32"}
+    before = Witness()
+    saved(FP8Precision(**arguments), callbacks=[before])
+    plugin = FP8Precision(**arguments)
+    witness = resume(plugin)
+    before.steps += witness.steps
+    assert len(before.steps) == plugin.step == 4
+    assert_histories(state(plugin)["amax_history"], before, 4)
+    for steps, amaxes in witness.in_force["head"]:
+        for operand, amax in zip(OPERANDS, amaxes, strict=True):
+            expected = before.history(f"head/{operand}", 4, 2 + steps).max()
+            assert amax == expected, f"head/{operand} goes on with {amax}, not {expected}"
+
+
+BASE = {"history": 4, "compute_dtype": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({}, {"history": 3}, r"amax_history of first/fprop_x has 4 steps, and this run's 3\."),
+        ({}, {"history": 16}, r"amax_history of first/fprop_x has 4 steps, and this run's 16\."),
+        ({"skip": ["head"]}, {}, r"is that of other layers: missing there: head/dgrad_g, head/dgrad_w, head/f"),
+        ({}, {"skip": ["head"]}, r"is that of other layers: not in this model: head/dgrad_g, head/dgrad_w, head/f"),
+        ({"only": ["mlp"]}, {"only": ["first"]}, r"missing there: first/.*; not in this model: mlp\.down_proj/"),
+        ({}, {"overrides": {"first": "bf16"}}, r"not in this model: first/"),
+        ({}, {"smooth_swiglu": "channel"}, r"not in this model: mlp\.down_proj/dgrad_w, mlp\.down_proj/fprop_w"),
+        ({"smooth_swiglu": "channel"}, {}, r"missing there: mlp\.down_proj/dgrad_w, mlp\.down_proj/fprop_w"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
+def test_histories_of_other_settings_are_refused_and_can_be_left(
+    before: dict[str, Any], after: dict[str, Any], message: str
+) -> None:
+    saved(FP8Precision(**{**BASE, **before}))
+    with pytest.raises(
+        ValueError, match=rf"The checkpoint's {message if 'amax' in message else '.*' + message}"
+    ) as info:
+        resume(FP8Precision(**{**BASE, **after}))
+    assert "fresh_histories=True" in str(info.value), "the message does not say what to do"
+    plugin = FP8Precision(**{**BASE, **after}, fresh_histories=True)
+    witness = resume(plugin)
+    length = after.get("history", 4)
+    assert (plugin.step, len(witness.steps)) == (4, 2)
+    assert_histories(state(plugin)["amax_history"], witness, length)
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
+def test_a_checkpoint_of_fp4_starts_empty_histories_and_says_so() -> None:
+    saved(FP4Precision())
+    plugin = FP8Precision(history=4, compute_dtype="fp32")
+    with pytest.warns(UserWarning, match="holds no amax histories.*they start empty"):
+        witness = resume(plugin)
+    assert plugin.step == 4
+    assert_histories(state(plugin)["amax_history"], witness, 4)
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
+def test_fresh_histories_expect_none_of_a_checkpoint() -> None:
+    saved(FP4Precision())
+    plugin = FP8Precision(history=4, compute_dtype="fp32", fresh_histories=True)
+    witness = resume(plugin)  # a warning would be an error
+    assert_histories(state(plugin)["amax_history"], witness, 4)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [FP8Precision("current"), FP8Precision("mx"), FP4Precision(), None],
+    ids=["fp8-current", "mxfp8", "nvfp4", "no plugin"],
+)
+@pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
+def test_a_checkpoint_with_histories_goes_on_without(other: LowBitPrecision | None) -> None:
+    saved(FP8Precision(history=4, smooth_swiglu="channel"))
+    model = Regression()
+    resume(other, model)
+    assert len(model.losses) == 2
+    if other is not None:
+        assert other.step == 4
+        assert {*state(other)} == {"step", "trained", "micro_batch", "phase", "seed", "blend"}

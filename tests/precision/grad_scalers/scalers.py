@@ -1,0 +1,62 @@
+"""Scalers of the loss, and steps with them."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, settings
+from torch.amp.grad_scaler import GradScaler
+from torch.nn import Parameter
+from torch.optim import SGD
+
+# The fixtures that every test has give it a folder and a seed, which these do not use.
+PROFILE = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+INF, NAN = math.inf, math.nan
+
+
+def make(cls: Callable[..., Any], **arguments: Any) -> Any:
+    """A scaler of the CPU, on machines with an accelerator too."""
+    return cls(device="cpu", **arguments)
+
+
+def state_of(scaler: GradScaler) -> tuple[float, int]:
+    """The scale and the growth tracker."""
+    scale, tracker = scaler._check_scale_growth_tracker("the test")
+    assert (scale.dtype, tracker.dtype, scale.shape, tracker.shape) == (torch.float32, torch.int32, (), ())
+    return scale.item(), int(tracker.item())
+
+
+def drive(scaler: GradScaler, overflows: Iterable[bool]) -> Iterator[tuple[float, int]]:
+    """Trains a parameter, in some steps with an infinity or a NaN in its gradient; yields the scale and the tracker.
+
+    A step is taken unless there is one, by the gradient without the scale.
+    """
+    parameter = Parameter(torch.zeros(2))
+    optimizer = SGD([parameter], lr=1.0)
+    bad = itertools.cycle((INF, NAN, -INF))
+    for overflowed in overflows:
+        before = parameter[0].item()
+        scaler.scale(torch.zeros(()))
+        scale = scaler.get_scale()
+        parameter.grad = torch.tensor([1.0, next(bad) if overflowed else 1.0]) * scale
+        scaler.step(optimizer)
+        scaler.update()
+        if 2.0**-100 < scale < 2.0**100:  # beyond, the reciprocal is not within float32
+            moved = before - parameter[0].item()
+            assert math.isclose(moved, not overflowed, rel_tol=1e-5), f"moved by {moved}, overflow: {overflowed}"
+        yield state_of(scaler)
+
+
+def steps(text: str) -> list[bool]:
+    """x for a step with an overflow, a dot for one without."""
+    return [letter == "x" for letter in text]

@@ -1,0 +1,180 @@
+"""Small gradients count for more under a scaled loss."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from lightning_lowbit import (
+    ConservativeGradScaler,
+    GradientNormGradScaler,
+    ShardedGradientNormGradScaler,
+    StaticGradScaler,
+)
+from lightning_lowbit.precision.grad_scalers import loss_factor, overflow
+from tests.precision.grad_scalers.scalers import INF, NAN, PROFILE, make, state_of
+
+
+def test_sparse_gradients_and_groups_without_any() -> None:
+    """A sparse gradient has a norm when what it holds twice is added; so one row of two ones twice is of length √8."""
+    sparse = Parameter(torch.zeros(4, 2))
+    sparse.grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (4, 2), check_invariants=True)
+    optimizer = SGD([{"params": []}, {"params": [sparse]}], lr=1.0)
+    scaler = make(GradientNormGradScaler, threshold=math.sqrt(32), init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    expected = torch.zeros(4, 2)
+    expected[1] = -2 * 1.5  # 1 + (1 - √8 / √32)
+    torch.testing.assert_close(sparse.detach(), expected)  # a root and a quotient are rounded
+
+
+def test_gradients_in_float64_have_a_norm() -> None:
+    parameter = Parameter(torch.zeros(4, dtype=torch.float64))
+    parameter.grad = torch.ones(4, dtype=torch.float64)
+    optimizer = SGD([parameter], lr=1.0)
+    scaler = make(GradientNormGradScaler, threshold=4.0, init_scale=1.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    assert parameter.grad.tolist() == [1.5] * 4
+
+
+@pytest.mark.parametrize(("given", "kind"), [("cpu", "cpu"), ("cpu:0", "cpu"), ("meta", "meta")])
+def test_a_device_is_taken_by_its_type(given: str, kind: str) -> None:
+    assert ConservativeGradScaler(device=given)._device == kind
+
+
+def test_no_device_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="device is where it trains, such as 'cuda' or 'cpu'; got 'gpu'"):
+        ConservativeGradScaler(device="gpu")
+
+
+@pytest.mark.parametrize("other", ["floor", "growth_factor", "preset", "hysteresis"])
+def test_a_static_scale_takes_no_setting_that_moves_it(other: str) -> None:
+    with pytest.raises(TypeError, match=other):
+        StaticGradScaler(8.0, **{other: 2})
+
+
+@pytest.mark.parametrize("threshold", [1e-2, 1.0, 300])
+def test_the_factor_of_the_loss(threshold: float) -> None:
+    shares = torch.tensor([[0.0, 0.25, 0.5, 1.0], [1.5, 2.0, 2.5, INF]])
+    expected = torch.tensor([[2.0, 1.75, 1.5, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    # Two roundings in float32: of the quotient, which is at most 2, and of the difference.
+    torch.testing.assert_close(loss_factor(shares * threshold, threshold), expected, rtol=0, atol=2.0**-22)
+
+
+@PROFILE
+@given(st.floats(0, 100, width=32), st.floats(1e-3, 1e3))
+def test_the_factor_is_the_rule_within_bounds(norm: float, threshold: float) -> None:
+    found = loss_factor(torch.tensor(norm), threshold).item()
+    assert 1 <= found <= 2
+    rule = 1 + (1 - norm / threshold)
+    assert found == pytest.approx(rule if norm < threshold else 1, rel=0, abs=2.0**-22)
+
+
+@pytest.mark.parametrize("cls", [GradientNormGradScaler, ShardedGradientNormGradScaler])
+@pytest.mark.parametrize(("size", "factor"), [(0.0, 2), (0.2, 1.8), (0.5, 1.5), (0.75, 1.25), (1.0, 1), (3.0, 1)])
+def test_unscaled_gradients_are_the_true_ones_times_the_factor(cls: Any, size: float, factor: float) -> None:
+    """The norm is that of all gradients of the optimizer: 3, 4 and 12 make 13."""
+    scaler = make(cls, threshold=0.13, init_scale=2.0**12)
+    parameters = [Parameter(torch.zeros(shape)) for shape in ((2, 2), (1,), (0,), (3,), ())]
+    true = [torch.tensor([[0, 0.03], [0, 0]]), torch.tensor([0.04]), torch.zeros(0), None, torch.tensor(-0.12)]
+    optimizer = SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=1.0)
+    scaled = scaler.scale(torch.ones(()))
+    for p, gradient in zip(parameters, true, strict=True):
+        p.grad = None if gradient is None else gradient * size * scaled
+    scaler.unscale_(optimizer)
+    for p, gradient in zip(parameters, true, strict=True):
+        if gradient is None:
+            assert p.grad is None
+        else:  # float32, a few roundings: of the norm, the factor and the product
+            torch.testing.assert_close(p.grad, gradient * size * factor, rtol=1e-6, atol=0)
+    assert overflow(scaler) == torch.tensor(False)
+    scaler.step(optimizer)
+    torch.testing.assert_close(parameters[1].detach(), torch.tensor([-0.04 * size * factor]), rtol=1e-6, atol=0)
+
+
+def gradients_of(step: int) -> list[Tensor]:
+    """Of norms below the threshold of 1, and each another one."""
+    generator = torch.Generator().manual_seed(step)
+    directions = [torch.randn(shape, generator=generator) for shape in ((4, 3), (5,))]
+    return [g * 0.04 * (step + 1) for g in directions]
+
+
+def trained(make_optimizer: Callable[..., Optimizer], scaler: Any = None, rule: float | None = None) -> list[Tensor]:
+    """Parameters after some steps: by a scaler, or by gradients to which the rule is applied by hand."""
+    parameters = [Parameter(torch.ones(shape)) for shape in ((4, 3), (5,))]
+    optimizer = make_optimizer(parameters)
+    for step in range(5):
+        gradients = gradients_of(step)
+        if scaler is not None:
+            scale = scaler.scale(torch.ones(()))
+            gradients = [g * scale for g in gradients]
+        elif rule is not None:
+            norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients))
+            assert norm < rule or step > 2, "these are to be small"
+            gradients = [g * min(max(2 - norm / rule, 1), 2) for g in gradients]
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    return [p.detach() for p in parameters]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("cls", [SGD, Adam, AdamW])
+@pytest.mark.parametrize("scaler", [GradientNormGradScaler, ShardedGradientNormGradScaler])
+def test_optimizers_are_given_the_factor(scaler: Any, cls: Any, fused: bool) -> None:
+    """Without an explicit `unscale_`; fused optimizers would unscale by themselves."""
+
+    def make_optimizer(parameters: list[Parameter]) -> Optimizer:
+        optimizer: Optimizer = cls(parameters, lr=0.1, fused=fused)
+        return optimizer
+
+    found = trained(make_optimizer, make(scaler, threshold=1.0))
+    expected, without = trained(make_optimizer, rule=1.0), trained(make_optimizer)
+    for a, b, c in zip(found, expected, without, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # float32 in another order, five steps of about 0.1
+        assert (a - c).abs().max() > 1e-3, "it makes no difference, so that this shows nothing"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("cls", [GradientNormGradScaler, ShardedGradientNormGradScaler])
+def test_an_infinity_is_found_under_the_rule(cls: Any, bad: float, fused: bool) -> None:
+    scaler, parameters = make(cls), [Parameter(torch.ones(3)), Parameter(torch.ones(2))]
+    optimizer = AdamW(parameters, lr=0.1, fused=fused)
+    scaler.scale(torch.ones(()))
+    parameters[0].grad, parameters[1].grad = torch.tensor([1.0, bad, 1.0]), torch.ones(2)
+    scaler.step(optimizer)
+    assert overflow(scaler, optimizer) == torch.tensor(True)
+    scaler.update()
+    assert all((p == 1).all() for p in parameters), "a step with an infinity was taken"
+    assert state_of(scaler)[0] == 2.0**15
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_adam_ignores_a_constant_factor(foreach: bool) -> None:
+    """With a threshold far above all norms the factor is 2: m doubles, v becomes 4 times as large, to the bit."""
+    makes: dict[str, Callable[..., Optimizer]] = {
+        "Adam": lambda p: Adam(p, lr=0.1, eps=1e-30, foreach=foreach),
+        "SGD": lambda p: SGD(p, lr=0.1, foreach=foreach),
+    }
+    plain, doubled = (
+        {name: trained(one, make(cls, **more)) for name, one in makes.items()}
+        for cls, more in ((ConservativeGradScaler, {}), (GradientNormGradScaler, {"threshold": 1e30}))
+    )
+    for a, b in zip(plain["Adam"], doubled["Adam"], strict=True):
+        assert torch.equal(a, b), "Adam does not ignore the factor"
+    for a, b in zip(plain["SGD"], doubled["SGD"], strict=True):
+        torch.testing.assert_close(1 - b, 2 * (1 - a), rtol=0, atol=1e-6, msg="SGD ignores the factor")

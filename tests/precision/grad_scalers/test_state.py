@@ -1,0 +1,209 @@
+"""State of the scalers: checkpoints, and no wait for the device."""
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn import Parameter
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowbit import (
+    ConservativeGradScaler,
+    GradientNormGradScaler,
+    ShardedConservativeGradScaler,
+    ShardedGradientNormGradScaler,
+    StaticGradScaler,
+)
+from lightning_lowbit.precision.grad_scalers import overflow, share_overflow
+from tests.optim.parameters import NoHostSync
+from tests.precision.grad_scalers.scalers import INF, drive, make, steps
+
+REMEMBERING: dict[str, Any] = {"growth_factor": 2, "growth_interval": 3, "cooldown": 1, "hysteresis": 3}
+
+
+LONG = steps("..x.....xx....xxx......x")
+
+
+def saved_and_loaded(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    torch.save(state, path)
+    return torch.load(path, weights_only=True)
+
+
+def through_state(scaler: Any, path: Path) -> Any:
+    fresh = make(type(scaler), **REMEMBERING)
+    fresh.load_state_dict(saved_and_loaded(scaler.state_dict(), path))
+    return fresh
+
+
+def through_state_of_a_used_one(scaler: Any, path: Path) -> Any:
+    used = make(type(scaler), **REMEMBERING)
+    list(drive(used, steps("xxx..")))
+    used.load_state_dict(saved_and_loaded(scaler.state_dict(), path))
+    return used
+
+
+def through_deepcopy(scaler: Any, path: Path) -> Any:
+    return copy.deepcopy(scaler)
+
+
+def through_pickle(scaler: Any, path: Path) -> Any:
+    return pickle.loads(pickle.dumps(scaler))
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("cls", [ConservativeGradScaler, ShardedConservativeGradScaler])
+@pytest.mark.parametrize(
+    "through", [through_state, through_state_of_a_used_one, through_deepcopy, through_pickle], ids=lambda f: f.__name__
+)
+def test_a_resumed_run_is_the_uninterrupted_one(cls: Any, through: Callable[[Any, Path], Any], tmp_path: Path) -> None:
+    expected = list(drive(make(cls, **REMEMBERING), LONG))
+    for cut in range(len(LONG)):
+        scaler = make(cls, **REMEMBERING)
+        found = list(drive(scaler, LONG[:cut]))
+        resumed = through(scaler, tmp_path / "state.pt")
+        assert resumed is not scaler
+        if cut:
+            list(drive(scaler, steps("xx")))  # the first one goes on by itself
+        assert [*found, *drive(resumed, LONG[cut:])] == expected, f"cut before step {cut}, {through.__name__}"
+
+
+def test_a_state_of_torch_and_back() -> None:
+    theirs = make(GradScaler, growth_interval=10, init_scale=512.0)
+    list(drive(theirs, steps("x....")))
+    ours = make(ConservativeGradScaler, growth_interval=6, hysteresis=2, cooldown=0, growth_factor=1.5, init_scale=64)
+    list(drive(ours, steps("x")))  # whose hysteresis a state without one fills again
+    ours.load_state_dict(theirs.state_dict())
+    assert list(drive(ours, steps("..xx"))) == [(256, 5), (384, 0), (384, 0), (192, 0)]
+    theirs.load_state_dict(ours.state_dict())
+    assert list(drive(theirs, steps("......"))) == [(192, n) for n in range(1, 6)] + [(288, 0)], (
+        "torch takes scale, tracker and settings of the state"
+    )
+
+
+def test_settings_are_those_of_the_constructor() -> None:
+    saved = make(ConservativeGradScaler, init_scale=2.0**20, growth_factor=3, backoff_factor=0.1, growth_interval=50)
+    list(drive(saved, [False] * 40))
+    scaler = make(ConservativeGradScaler, cap=2.0**18, growth_factor=1.25, backoff_factor=0.75, growth_interval=5)
+    scaler.load_state_dict(saved.state_dict())
+    assert scaler.get_scale() == 2.0**18, "a scale from a checkpoint has the bounds of this run"
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (1.25, 0.75, 5)
+    found = list(drive(scaler, steps("x" + "." * 10)))
+    assert found[0] == (0.75 * 2.0**18, -5)
+    assert found[-1] == (0.9375 * 2.0**18, 0)
+    floored = make(ConservativeGradScaler, init_scale=2.0**22, floor=2.0**21)
+    floored.load_state_dict(saved.state_dict())
+    assert floored.get_scale() == 2.0**21
+
+
+def test_a_tracker_beyond_a_shorter_interval_still_grows() -> None:
+    saved = make(ConservativeGradScaler, growth_interval=50)
+    list(drive(saved, [False] * 40))
+    for used in (False, True):
+        scaler = make(ConservativeGradScaler, growth_interval=5, growth_factor=2)
+        if used:
+            list(drive(scaler, [False]))
+        scaler.load_state_dict(saved.state_dict())
+        assert list(drive(scaler, steps(".."))) == [(2.0**17, 0), (2.0**17, 1)], "the first step reaches the interval"
+
+
+def test_a_cooldown_from_a_checkpoint_is_not_longer_than_this_one() -> None:
+    saved = make(ConservativeGradScaler, growth_interval=2000)
+    list(drive(saved, [True]))
+    scaler = make(ConservativeGradScaler, growth_interval=5, cooldown=2, growth_factor=2)
+    scaler.load_state_dict(saved.state_dict())
+    found = [scale for scale, _ in drive(scaler, [False] * 7)]
+    assert found == [2.0**15] * 6 + [2.0**16], "cooldown=2 and an interval of 5 are at most 7 steps"
+
+
+def test_hysteresis_of_a_checkpoint_is_at_most_that_of_the_run() -> None:
+    saved = make(ConservativeGradScaler, hysteresis=5)
+    saved.scale(torch.zeros(()))
+    scaler = make(ConservativeGradScaler, hysteresis=2)
+    scaler.load_state_dict(saved.state_dict())
+    assert [scale for scale, _ in drive(scaler, steps("xx"))] == [2.0**16, 2.0**15]
+
+
+@pytest.mark.parametrize("cls", [ConservativeGradScaler, StaticGradScaler, GradientNormGradScaler])
+def test_an_empty_state_raises_as_torch_does(cls: Any) -> None:
+    scaler = make(cls)
+    with pytest.raises(RuntimeError, match="source state dict is empty"):
+        scaler.load_state_dict({})
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what would let the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in NoHostSync.FORBIDDEN:
+            self.count[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def host_reads(scaler: GradScaler, make_optimizer: Callable[..., Optimizer], overflowed: bool) -> dict[str, int]:
+    """How often the host waits in each part of a step."""
+    parameters = [Parameter(torch.ones(3)), Parameter(torch.ones(2, 2)), Parameter(torch.ones(1))]
+    optimizer = make_optimizer(parameters)
+    reads = {}
+    for _ in range(2):  # the first step makes the scale
+        for p in parameters[:2]:
+            p.grad = torch.full_like(p, INF if overflowed else 1.0)
+        parts: dict[str, Callable[[], Any]] = {
+            "scale": lambda: scaler.scale(torch.ones(())),
+            "unscale_": lambda: scaler.unscale_(optimizer),
+            "step": lambda: scaler.step(optimizer),
+            "update": scaler.update,
+        }
+        for name, part in parts.items():
+            with HostReads() as mode:
+                part()
+            reads[name] = mode.count.total()
+    return reads
+
+
+@pytest.mark.parametrize("overflowed", [False, True])
+@pytest.mark.parametrize(
+    ("cls", "theirs"),
+    [
+        (ConservativeGradScaler, GradScaler),
+        (StaticGradScaler, GradScaler),
+        (GradientNormGradScaler, GradScaler),
+        (ShardedConservativeGradScaler, ShardedGradScaler),
+        (ShardedGradientNormGradScaler, ShardedGradScaler),
+    ],
+)
+def test_the_host_waits_no_more_often_than_with_torch(cls: Any, theirs: Any, overflowed: bool) -> None:
+    made: list[Callable[..., Optimizer]] = [lambda p: SGD(p, lr=0.1)]
+    if theirs is GradScaler:  # torch's sharded one does not go with a fused optimizer after `unscale_`
+        made.append(lambda p: AdamW(p, lr=0.1, fused=True))
+    for make_optimizer in made:
+        expected = host_reads(make(theirs), make_optimizer, overflowed)
+        assert host_reads(make(cls), make_optimizer, overflowed) == expected
+        if theirs is GradScaler:  # the sharded one reads in its update on the CPU, and nowhere else
+            assert (expected["scale"], expected["unscale_"], expected["update"]) == (0, 0, 0)
+
+
+def test_nothing_is_copied_from_the_host() -> None:
+    """Not counted above: numbers that travel to the device and are waited for."""
+    scaler, parameter = make(GradientNormGradScaler), Parameter(torch.ones(3))
+    optimizer = SGD([parameter], lr=0.1)
+    for _ in range(2):
+        parameter.grad = torch.ones(3)
+        with NoHostSync():
+            scaler.scale(parameter)
+            scaler.unscale_(optimizer)
+            share_overflow(scaler, optimizer, parameter.device, over_ranks=False)
+            assert overflow(scaler, optimizer) is not None
+            scaler.update()

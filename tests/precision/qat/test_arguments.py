@@ -1,0 +1,180 @@
+"""Arguments of the quantization-aware plugins."""
+
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_lowbit import (
+    Cast,
+    IntegerPrecision,
+    LinearCasts,
+    Scale,
+    TernaryPrecision,
+    quantize,
+)
+from lightning_lowbit.nn.gemm import native_obstacle
+from tests.lightnings import LightningCLI
+from tests.precision.qat.plugins import qat
+from tests.precision.regression import Regression, flat, trainer
+
+on_int8_units = pytest.mark.skipif(
+    native_obstacle(torch.device("cpu"), "int8") is not None, reason="this CPU has no int8 units"
+)
+
+
+def integer(bits: int, block: Any = 128, statistic: Any = "absmax") -> Cast:
+    return Cast(f"int{bits}", Scale("fp32", block, statistic=statistic), rounded=isinstance(block, int))
+
+
+TOKENS = Cast("int8", Scale("fp32", "row", epsilon=1e-5))
+
+
+GAMMA = Scale("fp32", "tensor", statistic="absmean", epsilon=1e-5)
+
+
+TERNARY = Cast("ternary", GAMMA)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "casts"),
+    [
+        (TernaryPrecision, {}, qat(TOKENS, TERNARY)),
+        (TernaryPrecision, {"activation_bits": 4}, qat(TOKENS.replace(element="int4"), TERNARY)),
+        (TernaryPrecision, {"activation_bits": None}, qat(None, TERNARY)),
+        (TernaryPrecision, {"scale_factor": 1.1547}, qat(TOKENS, TERNARY.replace(scale={"factor": 1.1547}))),
+        (IntegerPrecision, {}, qat(integer(8), integer(8))),
+        (IntegerPrecision, {"weight_bits": 4}, qat(integer(8), integer(4))),
+        (IntegerPrecision, {"activation_bits": 2}, qat(integer(2), integer(8))),
+        (IntegerPrecision, {"weight_bits": 4, "activation_bits": None}, qat(None, integer(4))),
+        (IntegerPrecision, {"weight_bits": None}, qat(integer(8), None)),
+        (IntegerPrecision, {"group": 64}, qat(integer(8, 64), integer(8, 64))),
+        (IntegerPrecision, {"group": "row"}, qat(integer(8, "row"), integer(8, "row"))),
+        (IntegerPrecision, {"group": "tensor"}, qat(integer(8, "tensor"), integer(8, "tensor"))),
+        (IntegerPrecision, {"activation_group": "row"}, qat(integer(8, "row"), integer(8))),
+        (IntegerPrecision, {"group": 32, "activation_group": 64}, qat(integer(8, 64), integer(8, 32))),
+        (IntegerPrecision, {"symmetric": False}, qat(integer(8), integer(8, statistic="minmax"))),
+        (
+            IntegerPrecision,
+            {"weight_bits": 3, "activation_bits": None, "group": "row", "symmetric": False},
+            qat(None, integer(3, "row", "minmax")),
+        ),
+    ],
+    ids=str,
+)
+def test_arguments_land_in_the_casts(kind: type, arguments: dict[str, Any], casts: LinearCasts) -> None:
+    assert kind(**arguments).casts == casts
+
+
+def test_by_default_they_are_the_presets() -> None:
+    assert TernaryPrecision().casts == LinearCasts.preset("ternary")
+    for bits in range(2, 9):
+        assert IntegerPrecision(bits, bits).casts == LinearCasts.preset(f"int{bits}")
+
+
+BITS = r"is a whole number from 2 to 8, or None for high precision; got"
+
+
+GROUP = r"group is a number of elements such as 128, 'row' or 'tensor'; got"
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (TernaryPrecision, {"activation_bits": 1}, rf"activation_bits {BITS} 1\."),
+        (TernaryPrecision, {"activation_bits": True}, rf"activation_bits {BITS} True\."),
+        (
+            TernaryPrecision,
+            {"scale_factor": 0},
+            r"scale_factor is what mean\|W\| is multiplied by, a positive number; got 0\.",
+        ),
+        (TernaryPrecision, {"scale_factor": -1.0}, r"a positive number; got -1.0\."),
+        (TernaryPrecision, {"scale_factor": "1"}, r"a positive number; got '1'\."),
+        (TernaryPrecision, {"backend": "nativ"}, r"Unknown backend 'nativ'. Did you mean 'native'\?"),
+        (IntegerPrecision, {"weight_bits": 1}, rf"weight_bits {BITS} 1\."),
+        (IntegerPrecision, {"weight_bits": 9}, rf"weight_bits {BITS} 9\."),
+        (IntegerPrecision, {"weight_bits": 4.5}, rf"weight_bits {BITS} 4.5\."),
+        (IntegerPrecision, {"activation_bits": "4"}, rf"activation_bits {BITS} '4'\."),
+        (IntegerPrecision, {"weight_bits": None, "activation_bits": None}, "Give weight_bits or activation_bits: with"),
+        (IntegerPrecision, {"group": 0}, f"{GROUP} 0"),
+        (IntegerPrecision, {"group": "rows"}, f"{GROUP} 'rows'"),
+        (IntegerPrecision, {"activation_group": 0}, f"{GROUP} 0"),
+        (IntegerPrecision, {"symmetric": 1}, r"symmetric is true or false; got 1\."),
+        (IntegerPrecision, {"backend": "native"}, "fprop of the casts has no native GEMM: .* or integers, with scales"),
+        (
+            IntegerPrecision,
+            {"group": "row", "symmetric": False, "backend": "native"},
+            "fprop of the casts has no native GEMM",
+        ),
+    ],
+    ids=str,
+)
+def test_bad_arguments_say_what_to_do(kind: type, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**arguments)
+
+
+def test_default_groups_train_models_of_any_width() -> None:
+    """Rows of 1, 16 and 24 elements, a transposed weight, and zero points."""
+    for arguments in ({}, {"symmetric": False}, {"group": 24, "activation_group": 25}):
+        model = Regression()
+        model.narrow = nn.Linear(1, 16)
+        before = flat(model).clone()
+        trainer(IntegerPrecision(4, 8, **arguments)).fit(model)
+        assert flat(model).isfinite().all() and not torch.equal(flat(model), before), f"{arguments}: not trained"
+    config = GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    assert len(IntegerPrecision(4, 8).plan(GPT2LMHeadModel(config))) == 5
+
+
+@pytest.mark.parametrize("columns", [1, 86, 128])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_short_row_is_one_group(columns: int, symmetric: bool) -> None:
+    """Zeros that pad it are no part of it: codes, scales and zero points are those of the row."""
+    x = torch.randn(5, columns, generator=torch.Generator().manual_seed(0)) + 0.5
+    of = {group: IntegerPrecision(4, None, group, symmetric=symmetric).casts.fprop_w for group in (128, "row")}
+    groups, rows = (quantize(x, cast) for cast in of.values())
+    assert groups.scales.shape == rows.scales.shape == (5, 1)
+    for name in ("codes", "scales", "zero_points"):
+        found, wanted = getattr(groups, name), getattr(rows, name)
+        assert found is wanted is None or torch.equal(found, wanted), f"{name} differ"
+    assert torch.equal(groups.dequantize(), rows.dequantize())
+
+
+@on_int8_units
+@pytest.mark.parametrize("make", [TernaryPrecision, lambda **how: IntegerPrecision(4, 8, "row", **how)])
+def test_backend_native(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    """Trains on int8 units, and is refused before anything is changed where there are none."""
+    model = Regression()
+    trainer(make(backend="native")).fit(model)
+    assert model.head.native_gemms(torch.device("cpu")) == ("fprop",)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    model = Regression()
+    with pytest.raises(ValueError, match="or a CPU with VNNI; this CPU has none. Use backend='auto'"):
+        trainer(make(backend="native")).fit(model)
+    assert type(model.head) is nn.Linear, "a refused model has been changed"
+
+
+def test_from_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py"])
+
+    def plugin(kind: str, arguments: str) -> Any:
+        given = {"class_path": f"lightning_lowbit.{kind}", "init_args": yaml.safe_load(arguments)}
+        config = {"seed_everything": 1, "trainer": {"plugins": given, "logger": False, "enable_checkpointing": False}}
+        how = {"run": False, "save_config_callback": None, "auto_configure_optimizers": False}
+        return LightningCLI(Regression, args=config, **how).trainer.precision_plugin
+
+    found = plugin("TernaryPrecision", "{activation_bits: 4, scale_factor: 1.1547, skip: [head], backend: emulated}")
+    assert found.casts == TernaryPrecision(4, 1.1547).casts
+    assert (found.skip, found.backend) == (["head"], "emulated")
+    found = plugin("TernaryPrecision", "{activation_bits: null, overrides: {head: int8}, compute_dtype: fp32}")
+    assert found.casts == TernaryPrecision(None).casts
+    assert (found.overrides, found.precision) == ({"head": LinearCasts.preset("int8")}, "32-true")
+    found = plugin(
+        "IntegerPrecision", "{weight_bits: 4, activation_bits: 8, group: 16, activation_group: row, symmetric: false}"
+    )
+    assert found.casts == IntegerPrecision(4, 8, 16, activation_group="row", symmetric=False).casts
+    found = plugin("IntegerPrecision", "{weight_bits: 2, activation_bits: null, group: tensor}")
+    assert found.casts == IntegerPrecision(2, None, "tensor").casts

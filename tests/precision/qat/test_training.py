@@ -1,0 +1,205 @@
+"""Quantization-aware training, its λ, checkpoints and two processes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbit import (
+    FP8Precision,
+    IntegerPrecision,
+    LowBitPrecision,
+    TernaryPrecision,
+)
+from lightning_lowbit.nn import convert, set_blend
+from tests.lightnings import Callback
+from tests.precision.ranks_ddp import QAT
+from tests.precision.regression import LAYERS, Ramp, Regression, flat, state, trainer
+
+PLUGINS = {
+    "ternary": TernaryPrecision,
+    "ternary, x in hp": lambda **how: TernaryPrecision(None, **how),
+    "A8W8": lambda **how: IntegerPrecision(group=8, **how),
+    "A8W4, zero points": lambda **how: IntegerPrecision(4, 8, 8, activation_group="row", symmetric=False, **how),
+    "W2": lambda **how: IntegerPrecision(2, None, "row", **how),
+}
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_loss_falls_and_weights_load_anywhere(name: str) -> None:
+    model, plugin = Regression(), PLUGINS[name]()
+    made = trainer(plugin, max_steps=40, limit_train_batches=20, limit_val_batches=4)
+    made.fit(model)
+    assert {layer.casts for layer in model.modules() if hasattr(layer, "casts")} == {plugin.casts}
+    first, last = torch.stack(model.val_losses[2:6]).mean(), torch.stack(model.val_losses[-4:]).mean()
+    assert last < 0.6 * first, f"the loss only falls from {first:.3f} to {last:.3f}"
+    made.save_checkpoint("x.ckpt")
+    checkpoint = torch.load("x.ckpt", weights_only=True)
+    plain = Regression()
+    assert list(checkpoint["state_dict"]) == list(plain.state_dict())
+    plain.load_state_dict(checkpoint["state_dict"])
+    assert torch.equal(flat(plain), flat(model))
+
+
+def trained(plugin: LowBitPrecision, *shares: float, ckpt_path: str | None = None, **kwargs: Any) -> Regression:
+    """A model after four steps, in the first of which λ was set by hand."""
+    model = Regression()
+    callbacks = [Ramp(*shares), *kwargs.pop("callbacks", [])]
+    made = trainer(plugin, **{"max_steps": 4, "limit_train_batches": 4, "callbacks": callbacks, **kwargs})
+    made.fit(model, ckpt_path=ckpt_path)
+    return model
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_at_0_it_trains_as_without_casts_and_at_1_as_without_a_share(name: str) -> None:
+    make = PLUGINS[name]
+    assert torch.equal(flat(trained(make(), 0.0)), flat(trained(LowBitPrecision("bf16"))))
+    whole = flat(trained(make()))
+    assert torch.equal(flat(trained(make(), 1.0)), whole)
+    assert not torch.equal(flat(trained(make(), 0.0, 0.5, 1.0)), whole), "λ makes no difference"
+
+
+def test_the_share_is_one_tensor_for_all_layers() -> None:
+    plugin = TernaryPrecision()
+    assert (plugin.blend.shape, plugin.blend.dtype, plugin.blend.item()) == ((), torch.float32, 1.0)
+    model = trained(plugin, 0.25)
+    for name in LAYERS:
+        assert model.get_submodule(name).blend is plugin.blend, f"λ of {name} is another tensor"
+    assert plugin.is_blending
+    plugin.set_blend(0)
+    assert (model.head.blend.item(), plugin.is_blending) == (0.0, True)
+    plugin.set_blend(1)
+    assert (model.head.blend, plugin.blend.item(), plugin.is_blending) == (None, 1.0, False)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, torch.nan, True, "0.5", None, torch.tensor(0.5)], ids=str)
+def test_what_is_no_share_is_refused(share: Any) -> None:
+    plugin = TernaryPrecision()
+    model = trained(plugin, 0.25)
+    with pytest.raises(ValueError, match="1 for full quantization, 0 or more and at most 1; got "):
+        plugin.set_blend(share)
+    assert plugin.blend == model.head.blend == 0.25, "what was refused has been set"
+
+
+def test_a_run_begins_with_the_share_that_was_set_and_another_one_at_1() -> None:
+    plugin = TernaryPrecision()
+    plugin.set_blend(0.5)
+    model = trained(plugin)
+    assert plugin.blend == model.head.blend == 0.5
+    other = trained(plugin)
+    assert plugin.blend == 1
+    assert other.head.blend is None
+    assert torch.equal(flat(other), flat(trained(TernaryPrecision())))
+
+
+def test_phases_and_shares_go_together() -> None:
+    plugin = FP8Precision("current")
+    model = trained(plugin, 0.5)
+    plugin.set_phase("hp-forward")
+    assert model.head.blend == 0.5
+    assert model.head.casts.fprop_x is None
+    assert (state(plugin)["phase"], state(plugin)["blend"]) == ("hp-forward", 0.5)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_evaluation_has_the_share_in_force(share: float) -> None:
+    plugin = TernaryPrecision()
+    model = Regression()
+    made = trainer(plugin, callbacks=[Ramp(share)], limit_val_batches=1, limit_test_batches=1)
+    made.fit(model)
+    for evaluate in (made.validate, made.test):
+        evaluate(model, verbose=False)
+    during, validated, tested = model.val_losses[-3:]
+    plain = Regression()
+    plain.load_state_dict(model.state_dict())
+    convert(plain, "ternary")
+    set_blend(plain, share)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = plain.loss(1000, 1.0)
+    assert during == validated == tested == expected
+
+
+class ElsewhereTensor(Tensor):
+    """As on a GPU: it lies elsewhere than the model, and is copied there."""
+
+    device = torch.device("meta")  # type: ignore[assignment]
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.as_subclass(Tensor).clone()
+
+
+def test_training_goes_on_where_evaluation_has_moved_the_share() -> None:
+    """Evaluation runs under ``torch.inference_mode``, whose tensors cannot be refilled outside."""
+    model, plugin = Regression(), TernaryPrecision()
+    made = trainer(plugin, callbacks=[Ramp(0.25, 0.5)], limit_val_batches=1)
+    plugin.blend = plugin.blend.as_subclass(ElsewhereTensor)
+    made.validate(model, verbose=False)
+    assert type(plugin.blend) is Tensor, "it was not moved"
+    made.fit(model)
+    assert plugin.blend == model.head.blend == 0.5
+
+
+def test_it_may_be_set_in_evaluation() -> None:
+    class Later(Callback):
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.precision_plugin.set_blend(0.5)
+
+    plugin = TernaryPrecision()
+    model = trained(plugin, 0.25, callbacks=[Later()], val_check_interval=2, limit_val_batches=1)
+    assert plugin.blend == model.head.blend == 0.5
+    assert len(model.losses) == 4
+
+
+class Keep(Callback):
+    """A checkpoint at the end."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint("x.ckpt")
+
+
+@pytest.mark.parametrize("name", ["ternary", "A8W4, zero points"])
+def test_a_resumed_run_goes_on_with_the_share(name: str) -> None:
+    """Set by hand in the first two of four steps; what goes on after these has it from the checkpoint alone."""
+    epochs = {"limit_train_batches": 2}
+    whole = trained(PLUGINS[name](), 0.25, 0.5, **epochs)
+    trained(PLUGINS[name](), 0.25, 0.5, callbacks=[Keep()], max_steps=2, **epochs)
+    checkpoint = torch.load("x.ckpt", weights_only=True)
+    share = checkpoint["lightning_lowbit"]["blend"]
+    assert (share.shape, share.dtype, share.device.type, share.item()) == ((), torch.float32, "cpu", 0.5)
+    plugin = PLUGINS[name]()
+    resumed = trained(plugin, ckpt_path="x.ckpt", **epochs)
+    assert plugin.blend == resumed.head.blend == 0.5
+    assert torch.equal(flat(resumed), flat(whole))
+    # One from before there was a λ: all the way.
+    del checkpoint["lightning_lowbit"]["blend"]
+    torch.save(checkpoint, "before.ckpt")
+    plugin = PLUGINS[name]()
+    other = trained(plugin, ckpt_path="before.ckpt", **epochs)
+    assert (plugin.blend, plugin.is_blending, other.head.blend) == (1.0, False, None)
+    assert not torch.equal(flat(other), flat(whole)), "λ makes no difference"
+
+
+def test_what_is_saved_stays_as_it_was() -> None:
+    plugin = TernaryPrecision()
+    trained(plugin, 0.25)
+    saved = state(plugin)
+    plugin.set_blend(0.75)
+    assert saved["blend"] == 0.25, "the checkpoint's λ is the plugin's own tensor"
+
+
+def test_a_checkpoint_evaluates_with_its_share() -> None:
+    model, options = Regression(), {"limit_val_batches": 1, "num_sanity_val_steps": 0}
+    trainer(TernaryPrecision(), callbacks=[Ramp(0.25), Keep()], **options).fit(model)
+    plugin, fresh = LowBitPrecision("ternary"), Regression()
+    trainer(plugin, **options).validate(fresh, ckpt_path="x.ckpt", verbose=False)
+    assert plugin.blend == 0.25, "the state is kept under the name of a class"
+    assert fresh.val_losses == model.val_losses[-1:]
+
+
+@pytest.mark.parametrize("name", QAT)
+def test_both_ranks_train_the_same_weights(results: list[dict[str, Any]], name: str) -> None:
+    one, other = (result["qat"][name] for result in results)
+    assert not torch.equal(one["losses"], other["losses"]), "the ranks see the same data"
+    assert torch.equal(one["weights"], other["weights"]), "the ranks have trained different weights"
+    assert one["state"]["blend"] == other["state"]["blend"] == 0.5

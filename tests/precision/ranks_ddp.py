@@ -1,0 +1,127 @@
+"""One of two processes that train one model, each on its own data:
+``python -m tests.precision.ranks_ddp 0 FOLDER COUNTED …``.
+
+What it saw and what came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
+"""
+
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_lowbit import FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
+from tests.launch import take_part
+from tests.lightnings import Callback, Trainer
+from tests.precision.regression import Ramp, Regression, Witness, flat, state, trainer
+
+RANKS, STEPS, HISTORY, ACCUMULATE = 2, 4, 3, 2
+SMOOTHINGS = (None, "channel")
+
+QAT = {
+    "ternary": lambda: TernaryPrecision(),
+    "integers": lambda: IntegerPrecision(4, 8, group=8, activation_group="row"),
+}
+
+# Runs whose collectives are counted. Those with histories have one more in each step than one without the plugin.
+COUNTED = {
+    "without the plugin": lambda: None,
+    "bf16": lambda: LowBitPrecision("bf16"),
+    "current": lambda: FP8Precision("current"),
+    "current, tokens smoothed": lambda: FP8Precision("current", smooth_swiglu="token"),
+    "mx": lambda: FP8Precision("mx"),
+    "current, channels smoothed": lambda: FP8Precision("current", smooth_swiglu="channel"),
+    "delayed": lambda: FP8Precision("delayed"),
+    "delayed, channels smoothed": lambda: FP8Precision("delayed", smooth_swiglu="channel"),
+    "delayed, tokens smoothed": lambda: FP8Precision("delayed", smooth_swiglu="token"),
+}
+
+
+def both(plugin: LowBitPrecision | None, **kwargs: Any) -> Trainer:
+    """A Trainer of all ranks."""
+    defaults = {
+        "devices": RANKS,
+        "strategy": "ddp",
+        "use_distributed_sampler": False,
+        "max_steps": STEPS,
+        "accumulate_grad_batches": ACCUMULATE,
+        "limit_train_batches": STEPS * ACCUMULATE,
+        "num_sanity_val_steps": 0,
+    }
+    return trainer(plugin, **{**defaults, **kwargs})
+
+
+def histories(smooth: str | None) -> dict[str, Any]:
+    """A run with validation between micro-batches, and what a witness on this rank saw."""
+    model, witness = Regression(val_size=100.0), Witness()
+    plugin = FP8Precision(history=HISTORY, smooth_swiglu=smooth, compute_dtype="fp32")
+    both(plugin, callbacks=[witness], val_check_interval=3, limit_val_batches=1).fit(model)
+    return {
+        "state": state(plugin),
+        "weights": flat(model),
+        "validated": len(model.val_losses),
+        "steps": witness.steps,
+        "channels": witness.channels,
+        "in_force": dict(witness.in_force),
+    }
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives, also those that DDP starts from C++ in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def collectives(plugin: LowBitPrecision | None) -> dict[str, dict[str, int]]:
+    """Of a training run, and of evaluating it."""
+    model, made = Regression(), both(plugin, limit_val_batches=2)
+    with Collectives() as training:
+        made.fit(model)
+    with Collectives() as evaluation:
+        made.validate(model, verbose=False)
+    return {"training": dict(training.counts), "evaluation": dict(evaluation.counts)}
+
+
+class Keep(Callback):
+    """A checkpoint of each step."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % ACCUMULATE == 0:
+            trainer.save_checkpoint(f"{trainer.global_step}.ckpt")
+
+
+def run(ckpt_path: str | None = None, **kwargs: Any) -> dict[str, Any]:
+    """A run that keeps its checkpoints, or one that goes on from one of them."""
+    model, plugin = Regression(), FP8Precision(history=HISTORY, smooth_swiglu="channel", **kwargs)
+    both(plugin, callbacks=[] if ckpt_path else [Keep()]).fit(model, ckpt_path=ckpt_path)
+    return {"losses": torch.stack(model.losses), "weights": flat(model), "state": state(plugin)}
+
+
+def progressive(plugin: LowBitPrecision) -> dict[str, Any]:
+    """A run in which λ rises."""
+    model = Regression()
+    both(plugin, callbacks=[Ramp(0.0, 0.25, 0.5)]).fit(model)
+    return {"losses": torch.stack(model.losses), "weights": flat(model), "state": state(plugin)}
+
+
+def work() -> dict[str, Any]:
+    return {
+        "histories": {str(smooth): histories(smooth) for smooth in SMOOTHINGS},
+        "collectives": {name: collectives(COUNTED[name]()) for name in ("without the plugin", *sys.argv[3:])},
+        "whole": run(),
+        "resumed": run("2.ckpt"),
+        "fresh": run("2.ckpt", fresh_histories=True),
+        "qat": {name: progressive(make()) for name, make in QAT.items()},
+    }
+
+
+if __name__ == "__main__":
+    take_part(RANKS, work)

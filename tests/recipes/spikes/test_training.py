@@ -1,0 +1,161 @@
+"""Spoilt gradients and batches in training, and mistakes."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
+
+from lightning_lowbit.recipes.spikes import CorruptBatches, GradientSpikes
+from tests.recipes.spikes.runs import SLOPE, Slope, fit, sgd, spiked
+
+
+def test_it_is_logged():
+    logger = TensorBoardLogger("logs", name=None)
+    module = fit(GradientSpikes(0.3, seed=0), steps=30, logger=logger, log_every_n_steps=1)
+    events = EventAccumulator(logger.log_dir).Reload().Scalars("gradient_spike")
+    assert {event.step: event.value for event in events} == {
+        step: float(gradients[0].max() > 1) for step, gradients in module.seen.items()
+    }
+    assert {event.value for event in events} == {0.0, 1.0}
+
+
+def test_clipping_sees_the_spike():
+    module = fit(GradientSpikes(0.3, seed=0), steps=20, gradient_clip_val=1.0)
+    quiet = SLOPE * sum(weight.numel() for weight in module.weights) ** 0.5
+    assert quiet < 1, "without a spike nothing is to be clipped"
+    norms = [torch.nn.utils.get_total_norm(gradients).item() for gradients in module.clipped.values()]
+    is_spiked = [gradients[0].max() > 1 for gradients in module.seen.values()]
+    assert norms == pytest.approx([1.0 if spike else quiet for spike in is_spiked], rel=1e-5)
+    assert 0 < sum(is_spiked) < 20
+
+
+def test_an_accumulated_gradient_is_multiplied_once():
+    module = fit(GradientSpikes(1, seed=0), steps=3, accumulate_grad_batches=4)
+    assert [gradients[0][0, 0].item() for gradients in module.seen.values()] == [1000 * SLOPE] * 3
+
+
+def test_each_of_several_optimizers_has_its_steps():
+    """Manual optimization: the one has the first two parameters, the other the last."""
+    optimizers = (
+        lambda module: sgd([module.weights[0], module.weights[1]]),
+        lambda module: sgd([module.weights[2]]),
+    )
+    spikes = GradientSpikes(0.5, seed=0)
+    module = fit(spikes, Slope(optimizers), steps=40)
+    expected = spiked(spikes, 40)
+    assert sorted(module.seen) == list(range(40))
+    assert {expected[step : step + 2] for step in range(0, 40, 2)} == {(a, b) for a in (0, 1) for b in (0, 1)}
+    for step, gradients in module.seen.items():
+        factors = [(gradient / SLOPE).unique().item() for gradient in gradients]
+        own = 1000.0 if expected[step] else 1.0
+        assert factors == ([own, own, 1.0] if step % 2 == 0 else [1.0, 1.0, own]), f"step {step}"
+
+
+def test_bf16_gradients_stay_bf16():
+    module = fit(GradientSpikes(1, seed=0), steps=1, precision="bf16-true")
+    expected = torch.tensor(1000 * SLOPE).bfloat16()
+    for gradient in module.seen[0]:
+        assert gradient.dtype == torch.bfloat16 and (gradient == expected).all()
+
+
+def test_parameters_without_a_gradient_keep_none():
+    module = Slope()
+    module.log = lambda name, value: None
+    module.weights[1].grad = torch.ones(5)
+    GradientSpikes(1).on_before_optimizer_step(SimpleNamespace(global_step=0), module, sgd(module.parameters()))
+    assert [weight.grad is None for weight in module.weights] == [True, False, True]
+    assert module.weights[1].grad.tolist() == [1000.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"probability": 1.1}, "probability is a number from 0 to 1; got 1.1"),
+        ({"probability": -0.1}, "probability is a number from 0 to 1; got -0.1"),
+        ({"probability": "0.1"}, "probability is a number from 0 to 1; got '0.1'"),
+        ({"probability": float("nan")}, "probability is a number from 0 to 1; got nan"),
+        ({"share": 2}, "share is a number from 0 to 1; got 2"),
+        ({"share": True}, "share is a number from 0 to 1; got True"),
+        ({"factor": "large"}, "factor is a number, such as 1000; got 'large'"),
+        ({"factor": None}, "factor is a number, such as 1000; got None"),
+        ({"seed": -1}, r"seed is an integer from 0 to 2\^32 - 1, or None; got -1"),
+        ({"seed": 2**32}, r"seed is an integer from 0 to 2\^32 - 1, or None; got 4294967296"),
+        ({"seed": 0.5}, r"seed is an integer from 0 to 2\^32 - 1, or None; got 0.5"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(options, line):
+    with pytest.raises(ValueError, match=line):
+        GradientSpikes(**options)
+
+
+class Tokens(LightningModule):
+    """What of each batch arrives, and what becomes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2))
+        self.batches, self.losses = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.batches.append(batch.clone())
+        loss = self.layer(batch.float()).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return sgd(self.parameters())
+
+
+TOKENS = torch.arange(6 * 24).view(18, 8) % 50
+
+
+def spoil(tokens=TOKENS, **arguments):
+    model = Tokens()
+    options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    run = Trainer(accelerator="cpu", max_steps=6, callbacks=[CorruptBatches(**arguments)], **options)
+    run.fit(model, DataLoader(tokens, batch_size=3))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["noise", "shuffle"])
+def test_tokens_of_a_corrupt_batch(kind):
+    """Change places, or are drawn from all up to the largest."""
+    clean, spoilt = spoil(steps=[100]), spoil(steps=[1, 4], kind=kind)
+    for step, (before, after) in enumerate(zip(clean.batches, spoilt.batches, strict=True)):
+        assert torch.equal(before, after) == (step not in (1, 4)), f"step {step}"
+        assert after.dtype == before.dtype and after.min() >= 0 and after.max() <= before.max()
+        are_same = torch.equal(before.flatten().sort().values, after.flatten().sort().values)
+        assert are_same == (kind == "shuffle" or step not in (1, 4)), f"step {step}"
+    again = spoil(steps=[1, 4], kind=kind)
+    assert all(map(torch.equal, spoilt.batches, again.batches)), "not the same in another run"
+
+
+def test_a_loss_that_is_nan_for_one_step():
+    model = spoil(steps=[5], kind="nan")
+    assert [math.isnan(loss) for loss in model.losses] == [False] * 5 + [True]
+    assert not any(module._forward_hooks for module in model.modules()), "the model is not itself again"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": []}, "steps are optimizer steps"),
+        ({"steps": [-1]}, "steps are optimizer steps"),
+        ({"steps": [0.5]}, "steps are optimizer steps"),
+        ({"steps": [1], "kind": "tokens"}, "Unknown kind of corruption 'tokens'"),
+    ],
+)
+def test_bad_corruption(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CorruptBatches(**arguments)
+
+
+def test_batches_without_tokens():
+    with pytest.raises(ValueError, match="takes a batch of integers"):
+        spoil(tokens=torch.zeros(18, 8), steps=[0])

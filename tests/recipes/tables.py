@@ -1,0 +1,45 @@
+"""Names of all recipes, overlays and studies."""
+
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lightning_lowbit.cli.configs import OVERLAY, STUDY, kind, recipes
+
+RECIPES, OVERLAYS, STUDIES = (
+    [name for name, path in recipes().items() if kind(path) == mark] for mark in ("", OVERLAY, STUDY)
+)
+
+
+FP4_STUDIES = ("scale_formats", "block_sizes", "stochastic_rounding", "nearest_rounding")
+
+
+OPTIMIZER_STUDIES = ("spikes", "learning_rates", "ablation")
+
+
+# The rules of Stable-SPAM's table 4.6, for elements and for norms, beside resets of the moments.
+RULES = {
+    "moret": (None, None),
+    "moret_adaclip": ("ada_clip", None),
+    "moret_adagn": (None, "ada_gn"),
+    "stable_spam": ("ada_clip", "ada_gn"),
+    "moret_adagn_spikeclip": ("spike_clip", "ada_gn"),
+    "moret_gradclip_adaclip": ("ada_clip", "grad_clip"),
+}
+
+
+SMALL = """
+trainer: {max_steps: 2, accumulate_grad_batches: 1, log_every_n_steps: 1, val_check_interval: 1}
+model: {init_args: {config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2},
+                    scheduler: {init_args: {warmup_steps: 1}}}}
+data: {init_args: {path: PATH, tokenizer: bytes, sequence_length: 16, batch_size: 2, val_batches: 2}}
+"""
+
+
+def save_pretrained(folder, network="llama"):
+    """A model of the small size, as `transformers` saves them."""
+    sizes = yaml.safe_load(SMALL)["model"]["init_args"]["config"]
+    fixed = {"vocab_size": 256, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
+    config = AutoConfig.for_model(network, **fixed, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    return model

@@ -1,0 +1,315 @@
+"""Every study: its rows differ in what they say, and are the same wherever two studies share a name."""
+
+import re
+from pathlib import Path
+from pydoc import locate
+
+import pytest
+import torch
+
+from lightning_lowbit.cli import run
+from lightning_lowbit.cli.compare.command import plan
+from lightning_lowbit.cli.compare.study import read_study
+from lightning_lowbit.nn import LinearCasts
+from lightning_lowbit.nn.casts import OPERANDS
+from lightning_lowbit.optim.stable_spam import PRESETS as GAMMAS
+from lightning_lowbit.recipes.spikes import GradientSpikes
+from tests.recipes.tables import FP4_STUDIES, OPTIMIZER_STUDIES, RULES, STUDIES, save_pretrained
+
+
+def runs_of(study):
+    return plan(read_study(study).rows, Path("out"), ())
+
+
+def casts_of(study):
+    """By row, the casts."""
+    arguments = {row.name: row.config["trainer"]["plugins"]["init_args"] for row in read_study(study).rows}
+    return {name: LinearCasts.of(given["casts"]) for name, given in arguments.items()}
+
+
+def differing(casts, other):
+    return {operand for operand in OPERANDS if getattr(casts, operand) != getattr(other, operand)}
+
+
+@pytest.mark.parametrize("name", FP4_STUDIES)
+def test_the_rows_of_a_study_differ_in_their_casts_alone(name):
+    study, casts = read_study(name), casts_of(name)
+    assert study.name == name and study.baseline == "bf16"
+    assert casts["bf16"] == LinearCasts() and casts["e4m3"] == LinearCasts.preset("nvfp4")
+    assert len(set(casts.values())) == len(casts)
+    assert {len(row.seeds) for row in study.rows if row.name in ("bf16", "e4m3")} == {3}
+    for row in study.rows:
+        del row.config["trainer"]["default_root_dir"], row.config["trainer"]["plugins"]["init_args"]["casts"]
+        assert row.config["trainer"].pop("plugins")["init_args"] == {"skip": ["lm_head"]}
+        assert row.config == study.rows[0].config
+    callbacks = [callback["class_path"] for callback in study.rows[0].config["trainer"]["callbacks"]]
+    assert not any(callback.endswith("Switch") for callback in callbacks), "one precision from first to last"
+
+
+def test_the_rows_of_fp8_scalings():
+    """FP8 by its scales over all steps of the quickstart, without a switch."""
+    plugins = {row.name: row.config["trainer"]["plugins"] for row in read_study("fp8_scalings").rows}
+    assert plugins.pop("bf16_400")["init_args"] == {"casts": "bf16", "skip": ["lm_head"]}
+    classes = {name: plugin["class_path"].rpartition(".")[2] for name, plugin in plugins.items()}
+    assert classes == {name: "LowBitPrecision" if name == "mxfp8" else "FP8Precision" for name in plugins}
+    assert {name: plugin["init_args"] for name, plugin in plugins.items()} == {
+        "fp8": {"scaling": "delayed", "skip": ["lm_head"]},
+        "fp8_current": {"scaling": "current", "skip": ["lm_head"]},
+        "fp8_row": {"scaling": "row", "skip": ["lm_head"]},
+        "mxfp8": {"casts": "mxfp8", "skip": ["lm_head"]},
+        "fp8+smooth_swiglu": {"scaling": "delayed", "smooth_swiglu": "channel", "skip": ["lm_head"]},
+        "fp8+w3_bf16": {"scaling": "delayed", "overrides": {"down_proj": "bf16"}, "skip": ["lm_head"]},
+    }
+    for row in read_study("fp8_scalings").rows:
+        assert row.config["trainer"]["max_steps"] == 400 and len(row.seeds) == 3
+        callbacks = [callback["class_path"] for callback in row.config["trainer"]["callbacks"]]
+        assert not any(callback.endswith("Switch") for callback in callbacks), "one precision from first to last"
+
+
+def test_the_rows_of_qat():
+    """Each precision with each optimizer at each learning rate, over the same steps, without a switch in between."""
+    study = read_study("qat")
+    seen = {}
+    for row in study.rows:
+        assert row.config["trainer"]["max_steps"] == 400 and row.seeds == [0, 1, 2]
+        arguments = row.config["trainer"]["plugins"]["init_args"]
+        optimizer = row.config["model"]["init_args"]["optimizer"]
+        name = optimizer["class_path"].rpartition(".")[2]
+        seen[row.name] = (arguments.get("weight_bits"), name, optimizer["init_args"]["lr"])
+        kind = row.config["trainer"]["plugins"]["class_path"].rpartition(".")[2]
+        assert kind == {"bf16": "LowBitPrecision", "tern": "TernaryPrecision"}.get(row.name[:4], "IntegerPrecision")
+        assert arguments["skip"] == ["lm_head"] and arguments.get("activation_bits") in (None, 8, seen[row.name][0])
+    names = {"adamw": "AdamW", "stable_spam": "StableSPAM"}
+    bits = {"bf16": None, "int4": 4, "int3": 3, "int2": 2, "ternary": None}
+    assert seen == {
+        f"{precision}+{optimizer}@{rate}": (bits[precision], names[optimizer], float(rate))
+        for rate in ("1e-3", "5e-3")
+        for precision in bits
+        for optimizer in names
+    }
+
+
+def test_the_rows_of_progressive():
+    """Of switches at one step the last holds: each row's own."""
+    last = {}
+    for row in read_study("progressive").rows:
+        switches = [c for c in row.config["trainer"]["callbacks"] if c["class_path"].endswith("PrecisionSwitch")]
+        at_the_start = [switch["init_args"] for switch in switches if switch["init_args"]["at"] == 0]
+        last[row.name] = (at_the_start[-1].get("over"), at_the_start[-1].get("schedule"))
+    schedules = ("linear", "cosine", "sigmoid", "delayed")
+    assert last == {"sudden": (None, None), **{name: (0.5, name) for name in schedules}}
+
+
+def test_the_rows_of_loss_scaling_differ_in_the_scale_alone():
+    """Of the loss; and bf16, which has none to watch."""
+    scales = {}
+    for row in read_study("loss_scaling").rows:
+        arguments = row.config["trainer"]["plugins"]["init_args"]
+        dtype, scaler = arguments.pop("compute_dtype"), arguments.pop("scaler")
+        made = None if scaler is None else locate(scaler["class_path"])(**scaler["init_args"], device="cpu")
+        scales[row.name] = dtype, made and (type(made).__name__, made.get_scale())
+        callbacks = [callback["class_path"] for callback in row.config["trainer"].pop("callbacks")]
+        assert ("lightning_lowbit.LossScaleMonitor" in callbacks) == (dtype == "fp16"), row.name
+        del row.config["trainer"]["default_root_dir"]
+        assert row.config == read_study("loss_scaling").rows[-1].config | {"trainer": row.config["trainer"]}, row.name
+        assert row.seeds == [0, 1, 2]
+    assert scales == {
+        "dpo_bf16": ("bf16", None),
+        **{f"dpo_scale_{scale}": ("fp16", ("StaticGradScaler", scale)) for scale in (1, 1024, 65536)},
+        "dpo_tiny_loss": ("fp16", ("ConservativeGradScaler", 2**18)),
+    }
+
+
+def callbacks_of(row, name):
+    """The arguments of the callbacks of a class."""
+    callbacks = [c for c in row.config["trainer"]["callbacks"] if c["class_path"].rpartition(".")[2] == name]
+    given = [c.get("init_args", {}) for c in callbacks]
+    return [arguments if isinstance(arguments, dict) else arguments.as_dict() for arguments in given]
+
+
+def test_the_rows_of_gradient_noise_differ_in_casts_and_switch():
+    study, casts = read_study("gradient_noise"), casts_of("gradient_noise")
+    nvfp4 = LinearCasts.preset("nvfp4")
+    for row in study.rows:
+        precision, _, target = row.name.removeprefix("noise_").partition("+")
+        changed = {} if precision == "bf16" else differing(casts[row.name], nvfp4)
+        assert set(changed) == ({"wgrad_g", "wgrad_x"} if precision == "int2" else set()), row.name
+        assert (casts[row.name] == LinearCasts()) == (precision == "bf16")
+        switches = [s for s in callbacks_of(row, "PrecisionSwitch") if s["to"] != "fqt"]
+        when = {"below": {}} if precision == "int2" else {"at": 0.8}
+        assert switches == ([{"to": target.replace("_", "-"), **when}] if target else []), row.name
+        assert callbacks_of(row, "GradientNoiseMonitor") == [{"every_n_steps": 5}]
+        assert row.seeds == [0, 1, 2] and row.config["model"] == study.rows[0].config["model"]
+    targets = ("", "+qaf", "+hp_forward", "+bf16")
+    assert set(casts) == {"noise_bf16", *(f"noise_{p}{target}" for p in ("nvfp4", "int2") for target in targets)}
+    assert casts["noise_int2"].wgrad_g.element == casts["noise_int2"].wgrad_x.element == "int2"
+
+
+def test_the_rows_of_rollback_differ_in_what_is_spoilt_and_who_watches():
+    study = read_study("rollback")
+    for row in study.rows:
+        spoilt = {"clean": [], "noise": [{"steps": [150]}]}
+        spoilt |= {kind: [{"steps": [150], "kind": kind}] for kind in ("nan", "shuffle")}
+        kind, _, rollback = row.name.removeprefix("rollback_").partition("+")
+        assert callbacks_of(row, "CorruptBatches") == spoilt[kind]
+        assert len(callbacks_of(row, "SpikeRollback")) == bool(rollback)
+        trainer = row.config["trainer"]
+        trainer["callbacks"] = [c for c in trainer["callbacks"] if not re.search("Corrupt|Rollback", c["class_path"])]
+        del trainer["default_root_dir"]
+        assert row.config == study.rows[0].config and row.seeds == [0, 1, 2]
+    assert {row.name for row in study.rows} == {
+        "rollback_clean",
+        *(f"rollback_{kind}{how}" for kind in ("noise", "shuffle", "nan") for how in ("", "+rollback")),
+        *(f"rollback_{kind}+often" for kind in ("noise", "nan")),
+    }
+
+
+def options_of(row):
+    """The name of a row's optimizer, and all options that it comes to have, defaults included."""
+    optimizer = row.config["model"]["init_args"]["optimizer"]
+    made = locate(optimizer["class_path"])([torch.nn.Parameter(torch.zeros(2, 2))], **optimizer["init_args"])
+    (group,) = made.param_groups
+    return type(made).__name__, {name: value for name, value in group.items() if name != "params"}
+
+
+def is_spikes(callback):
+    return locate(callback["class_path"]) is GradientSpikes
+
+
+def spikes_of(row):
+    """Probability, factor, share and seed of each callback that makes spikes."""
+    given = [callback.get("init_args", {}) for callback in row.config["trainer"]["callbacks"] if is_spikes(callback)]
+    made = [GradientSpikes(**arguments) for arguments in given]
+    return [(each.probability, each.factor, each.share, each.seed) for each in made]
+
+
+def check_optimizer(row, name, precision, lr=1e-3):
+    """What Adam, SPAM and Stable-SPAM are in all three studies; or a row of table 4.6."""
+    kind, options = options_of(row)
+    assert kind == {"adam": "AdamW", "spam": "SPAM"}.get(name, "StableSPAM"), row.name
+    assert (options["lr"], list(options["betas"]), options["weight_decay"]) == (lr, [0.9, 0.999], 0), row.name
+    if kind == "AdamW":
+        return
+    assert options["reset_interval"] == 100, row.name
+    rules = (options["element_clip"], options["norm_clip"])
+    if kind == "SPAM":
+        assert rules == ("spike_clip", None) and (options["spike_threshold"], options["warmup_steps"]) == (5000, 30)
+        return
+    gammas = GAMMAS["bf16" if precision == "bf16" else "4-bit"]
+    assert {name: options[name] for name in gammas} == gammas, f"{row.name} has not the values of its table"
+    assert rules == RULES[name], row.name
+    assert (options["warmup_steps"], options["total_steps"], options["matrices_only"]) == (0, None, False), row.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZER_STUDIES)
+def test_the_rows_of_a_study_of_optimizers_differ_in_nothing_else(name):
+    study = read_study(name)
+    plugins = {
+        "bf16": {"casts": "bf16"},
+        "int4": {"weight_bits": 4, "activation_bits": 4, "group": 128},
+        "fp4": {"casts": "e1m2"},
+    }
+    for row in study.rows:
+        precision = re.match(r"[a-z\d]+", row.name)[0]
+        trainer = row.config["trainer"]
+        assert trainer.pop("plugins")["init_args"] == {**plugins[precision], "skip": ["lm_head"]}, row.name
+        del trainer["default_root_dir"], row.config["model"]["init_args"]["optimizer"]
+        assert trainer.pop("gradient_clip_val", None) == (1.0 if "gradclip+" in row.name else None), row.name
+        # One that says what holds anyway: a row in four bits has it, one in bf16 has not.
+        no_switch = {"class_path": "lightning_lowbit.PrecisionSwitch", "init_args": {"to": "fqt", "at": 0.9}}
+        trainer["callbacks"] = [c for c in trainer["callbacks"] if not is_spikes(c) and c != no_switch]
+        assert row.config == study.rows[0].config, row.name
+        assert len(row.seeds) == 3
+    assert study.baseline.startswith("bf16") and study.rows[0].config["trainer"]["max_steps"] == 250
+    callbacks = [callback["class_path"] for callback in study.rows[0].config["trainer"]["callbacks"]]
+    assert not any(callback.endswith("Switch") for callback in callbacks), "one precision from first to last"
+
+
+def test_the_rows_of_spikes():
+    study = read_study("spikes")
+    optimizers = ("adam", "adam+gradclip", "spam", "stable_spam")
+    assert {row.name for row in study.rows} == {
+        *(f"{precision}+{optimizer}" for precision in ("bf16", "int4") for optimizer in ("adam", "stable_spam")),
+        *(f"{precision}+{optimizer}+spikes" for precision in ("bf16", "int4") for optimizer in optimizers),
+        *(f"int4+{optimizer}+elements" for optimizer in optimizers),
+    }
+    spikes = {"spikes": [(0.01, 1000, 1, None)], "elements": [(0.01, 1000, 0.01, None)]}
+    for row in study.rows:
+        precision, optimizer, *others = row.name.split("+")
+        check_optimizer(row, optimizer, precision)
+        assert spikes_of(row) == spikes.get(row.name.split("+")[-1], []), row.name
+        assert ("gradient_clip_val" in row.config["trainer"]) == ("gradclip" in others), row.name
+
+
+@pytest.mark.slow
+def test_the_rows_of_learning_rates():
+    study = read_study("learning_rates")
+    names = ("bf16_adam", "bf16_stable_spam", "int4_adam", "int4_spam", "int4_stable_spam")
+    rates = ("5e-4", "1e-3", "2e-3", "5e-3", "1e-2")
+    assert [row.name for row in study.rows] == [f"{name}@{rate}" for name in names for rate in rates]
+    for row in study.rows:
+        name, _, rate = row.name.partition("@")
+        precision, _, optimizer = name.partition("_")
+        check_optimizer(row, optimizer, precision, float(rate))
+        assert not spikes_of(row)
+
+
+def test_the_rows_of_ablation():
+    """Each of table 4.6 once in FP4 (E1M2) and once in bf16."""
+    study = read_study("ablation")
+    assert [row.name for row in study.rows] == [f"{p}+{name}" for p in ("fp4", "bf16") for name in ("adam", *RULES)]
+    for row in study.rows:
+        precision, _, optimizer = row.name.partition("+")
+        check_optimizer(row, optimizer, precision)
+        assert not spikes_of(row)
+
+
+@pytest.mark.slow
+def test_studies_share_what_has_the_same_name():
+    recipes_by_folder = {}
+    for name in STUDIES:
+        for each in runs_of(name):
+            recipes_by_folder.setdefault(each.folder, set()).add(each.recipe)
+    assert all(len(recipes) == 1 for recipes in recipes_by_folder.values())
+    assert len(recipes_by_folder) < sum(len(runs_of(name)) for name in STUDIES)
+
+
+@pytest.mark.fast("ablation", "qat")
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_row_of_each_study_parses(name):
+    save_pretrained("model")
+    Path("row.yaml").write_text(runs_of(name)[-1].recipe)
+    run.check(["fit", "--config=row.yaml"])
+
+
+def test_scale_formats_and_block_sizes_are_what_their_names_say():
+    for row, casts in (casts_of("scale_formats") | casts_of("block_sizes")).items():
+        if row == "bf16":
+            continue
+        scale_format, _, block = row.partition("_block")
+        for operand in OPERANDS:
+            scale = getattr(casts, operand).scale
+            assert (scale.format, scale.block) == (scale_format, int(block or 16))
+            assert scale.two_level == (scale_format != "e8m0")
+            assert scale.rounding == ("rceil" if scale_format == "e8m0" else "nearest")
+            assert getattr(casts, operand).rounding == getattr(LinearCasts.preset("nvfp4"), operand).rounding
+
+
+@pytest.mark.parametrize(
+    ("study", "all_of_them", "prefix", "others"),
+    [
+        ("stochastic_rounding", "all_nearest", "sr", "nearest"),
+        ("nearest_rounding", "all_stochastic", "nearest", "stochastic"),
+    ],
+)
+def test_one_operand_at_a_time_rounds_otherwise(study, all_of_them, prefix, others):
+    casts = casts_of(study)
+    everywhere = casts[all_of_them]
+    assert {getattr(everywhere, operand).rounding for operand in OPERANDS} == {others}
+    assert everywhere.fprop_x.scale == LinearCasts.preset("nvfp4").fprop_x.scale
+    for operand in OPERANDS:
+        one = casts[f"{prefix}_{operand}"]
+        assert differing(one, everywhere) == {operand}
+        assert getattr(one, operand).rounding != others
+        assert getattr(one, operand).scale == getattr(everywhere, operand).scale
