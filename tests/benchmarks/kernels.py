@@ -27,7 +27,7 @@ from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.nn import OPERANDS, PRESETS
-from lightning_lowbit.quant.operand import _quantize_operand, operand_dtype
+from lightning_lowbit.quant.operand import operand_dtype, plain_operand
 from tests.benchmarks.environment import describe
 
 ARCHITECTURES = (80, 90, 100)
@@ -280,7 +280,7 @@ def measure(presets: list[str], rounds: int = 30) -> None:
         given, dtype = amax if cast.scale.needs_amax else None, operand_dtype(x.dtype, cast)
         functions = (
             lambda c=cast, d=dim, a=given, t=dtype: gpu.quantize_operand(x, c, d, key, a, t),
-            lambda c=cast, d=dim, a=given, t=dtype: _quantize_operand(x, c.spec, d, key, a, t, None),
+            lambda c=cast, d=dim, a=given, t=dtype: plain_operand(x, c.spec, d, key, a, t, None),
         )
         for found, expected in zip(*(function() for function in functions), strict=True):
             assert torch.equal(found, expected), f"{cast} along {dim} differs from the plain code"

@@ -12,8 +12,7 @@ from torch import Tensor
 from lightning_lowbit import Cast, compilation
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.nn.gemm import _finish
-from lightning_lowbit.quant.operand import operand_dtype
-from lightning_lowbit.quant.operand import plain_operand as _quantize_operand
+from lightning_lowbit.quant.operand import operand_dtype, plain_operand
 from lightning_lowbit.quant.shard import amax_of
 
 np.seterr(all="ignore")  # divisions by zero are meant
@@ -43,7 +42,7 @@ def _differences(case: Case) -> list[str]:
     if (reason := gpu.covers(cast, x, dtype)) is not None:
         return [f"not covered: {reason}"]
     with compilation.backend("eager"):
-        expected = _quantize_operand(x, cast.spec, case.dim, key, amax, dtype, None)
+        expected = plain_operand(x, cast.spec, case.dim, key, amax, dtype, None)
     found = gpu.quantize_operand(x, cast, case.dim, key, amax, dtype)
     return _unequal(found, expected, f"{cast}, dim {case.dim}, {describe(x)} to {dtype}, amax {case.amax}")
 
@@ -56,7 +55,7 @@ def differences_of_both(cases: list[tuple[Cast, Cast, Tensor]]) -> list[str]:
         keys = torch.tensor(KEY), torch.tensor(-KEY)
         found = gpu.quantize_both(x, row, column, *keys, dtypes=dtypes)
         for dim, cast, key, dtype, operand in zip((1, 0), (row, column), keys, dtypes, found, strict=True):
-            expected = _quantize_operand(x, cast.spec, dim, key, None, dtype, None)
+            expected = plain_operand(x, cast.spec, dim, key, None, dtype, None)
             texts += _unequal(operand, expected, f"{row} and {column}: dim {dim}, {describe(x)}")
     return texts
 

@@ -12,7 +12,7 @@ from lightning_lowbit.nn.casts import PRESETS
 from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.quant import quantize_operand as plain
 from lightning_lowbit.quant.shard import Shard
-from tests import oracles
+from tests import golden_vectors
 
 # Fields that no preset has: other formats, roundings and tiles, blocks that are no multiple of a vector.
 RARE = [
@@ -147,7 +147,7 @@ def test_golden_inputs():
         ("mxfp6", LinearCasts.preset("mxfp6").fprop_x),
         ("mxfp8", LinearCasts.preset("mxfp8").fprop_x),
     ):
-        inputs = [case["x"] for name in oracles.cases(file) if "x" in (case := oracles.case(file, name))]
+        inputs = [case["x"] for name in golden_vectors.cases(file) if "x" in (case := golden_vectors.case(file, name))]
         assert inputs, f"{file} has inputs"
         for x in inputs:
             check(x, cast, 1)

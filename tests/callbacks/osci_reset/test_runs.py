@@ -154,7 +154,7 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("casts", ["bf16", "ufp4", {"preset": "int4", "fprop_w": {"rounding": "stochastic"}}], ids=str)
 def test_nothing_to_act_on(casts: Any) -> None:
-    with pytest.raises(MisconfigurationException, match="OsciReset acts on .* and of 1 converted layers none has one"):
+    with pytest.raises(MisconfigurationException, match="OsciReset needs .* and of 1 converted layers none has one"):
         fit(OsciReset(), plugin=LowBitPrecision(casts))
 
 

@@ -183,7 +183,7 @@ def test_precision_beside_the_plugin():
 
 def test_fabric():
     fabric = Fabric(plugins=[FP4Precision()], accelerator="cpu", devices=1)
-    with pytest.raises(MisconfigurationException, match=r"With Fabric or plain PyTorch, call lightning_lowbit.convert"):
+    with pytest.raises(MisconfigurationException, match=r"Else call lightning_lowbit.convert"):
         fabric.setup(nn.Linear(16, 16))
 
 

@@ -192,7 +192,7 @@ def test_parameters_in_float16_are_refused_unless_they_are_frozen() -> None:
     model = Regression()
     model.mlp.half().requires_grad_(False)
     model.head.half()
-    with pytest.raises(ValueError, match=r"parameters in float32.*; head.weight is in float16.*Call model.float\(\)"):
+    with pytest.raises(ValueError, match=r"parameters in float32.* head.weight is in float16.*Call model.float\(\)"):
         trainer(fp16()).fit(model)
     assert type(model.head) is torch.nn.Linear, "a refused model has been changed"
 

@@ -79,7 +79,7 @@ def test_a_sharded_scaler_needs_ranks() -> None:
     model = Regression()
     with pytest.raises(
         MisconfigurationException,
-        match=r"ShardedConservativeGradScaler asks all ranks .*SingleDeviceStrategy has none.*the plugin asks them",
+        match=r"ShardedConservativeGradScaler needs .*SingleDeviceStrategy has none.*the plugin asks all ranks",
     ):
         trainer(FP4Precision(compute_dtype="fp16", scaler=ShardedConservativeGradScaler(device="cpu"))).fit(model)
     assert type(model.head) is torch.nn.Linear, "a refused model has been changed"

@@ -75,7 +75,7 @@ def test_by_default_they_are_the_presets() -> None:
         assert IntegerPrecision(bits, bits).casts == LinearCasts.preset(f"int{bits}")
 
 
-BITS = r"is a whole number from 2 to 8, or None for high precision; got"
+BITS = r"is a number of bits, 2 or more and at most 8, or None; got"
 
 
 GROUP = r"group is a number of elements such as 128, 'row' or 'tensor'; got"
@@ -89,10 +89,10 @@ GROUP = r"group is a number of elements such as 128, 'row' or 'tensor'; got"
         (
             TernaryPrecision,
             {"scale_factor": 0},
-            r"scale_factor is what mean\|W\| is multiplied by, a positive number; got 0\.",
+            r"scale_factor is what mean\|W\| is multiplied by, above 0 and below 65536; got 0\.",
         ),
-        (TernaryPrecision, {"scale_factor": -1.0}, r"a positive number; got -1.0\."),
-        (TernaryPrecision, {"scale_factor": "1"}, r"a positive number; got '1'\."),
+        (TernaryPrecision, {"scale_factor": -1.0}, r"above 0 and below 65536; got -1.0\."),
+        (TernaryPrecision, {"scale_factor": "1"}, r"above 0 and below 65536; got '1'\."),
         (TernaryPrecision, {"backend": "nativ"}, r"Unknown backend 'nativ'. Did you mean 'native'\?"),
         (IntegerPrecision, {"weight_bits": 1}, rf"weight_bits {BITS} 1\."),
         (IntegerPrecision, {"weight_bits": 9}, rf"weight_bits {BITS} 9\."),

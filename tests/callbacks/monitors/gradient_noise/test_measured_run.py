@@ -250,7 +250,7 @@ def test_other_callbacks_do_not_see_draws(recompute: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "micro", "message"),
     [
-        (FullyShardedDataParallel, 1, "frees the weights in it after the first: use kind='layers'"),
+        (FullyShardedDataParallel, 1, "whose weights FSDPStrategy frees: use kind='layers'"),
         (FSDPModule, 2, "use kind='layers', or accumulate_grad_batches=1"),
     ],
 )

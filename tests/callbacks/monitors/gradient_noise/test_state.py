@@ -130,7 +130,7 @@ def test_without_the_plugin() -> None:
 def test_manual_optimization() -> None:
     model = Model()
     model.automatic_optimization = False
-    with pytest.raises(MisconfigurationException, match="train with automatic optimization"):
+    with pytest.raises(MisconfigurationException, match="Use automatic optimization"):
         fit(model, GradientNoiseMonitor())
 
 

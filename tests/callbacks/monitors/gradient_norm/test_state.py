@@ -120,7 +120,9 @@ def test_bad_patterns(layers: Any, message: str) -> None:
 def test_deepspeed_is_refused() -> None:
     run, model = trainer(), Planned()
     run.strategy.__class__ = DeepSpeedStrategy  # which is not installed
-    with pytest.raises(MisconfigurationException, match="DeepSpeed keeps to itself: leave it out, or train with DDP"):
+    with pytest.raises(
+        MisconfigurationException, match="DeepSpeed keeps to itself: leave out the callback, or train with DDP"
+    ):
         GradientNormMonitor().on_train_start(run, model)
 
 

@@ -181,5 +181,5 @@ def test_what_is_not_there() -> None:
 
     with pytest.raises(MisconfigurationException, match="Convolution holds none: leave it out"):
         trainer(OutlierMonitor()).fit(Convolution())
-    with pytest.raises(MisconfigurationException, match="swiglu=True looks at SwiGLUs, and BoringModel holds none"):
+    with pytest.raises(MisconfigurationException, match="swiglu=True needs SwiGLUs, and BoringModel holds none"):
         trainer(OutlierMonitor(swiglu=True)).fit(BoringModel())

@@ -155,7 +155,7 @@ def test_a_recovery_goes_on_in_a_resumed_run(at: int) -> None:
             Scripted(range(20), {BAD: "nan"}), callback := rollback(**settings), Saves(at), plugin=FP8Precision()
         )
     if at == 13:  # saved before the loss of step 11 was read
-        with pytest.raises(RuntimeError, match="saved after it, at step 13, .*: resume from an earlier one"):
+        with pytest.raises(RuntimeError, match="saved after it, at step 13: resume from an earlier one"):
             resumed(Scripted(range(20)), rollback(**settings), plugin=FP8Precision())
         return
     model = resumed(Scripted(range(20)), again := rollback(**settings), plugin=FP8Precision())

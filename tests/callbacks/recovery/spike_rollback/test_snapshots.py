@@ -38,7 +38,9 @@ from tests.lightnings import (
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ends_as_the_run_that_never_saw_the_batches(optimizer: str, kind: str, device: str) -> None:
     callback = rollback(device=device)
-    with pytest.warns(UserWarning, match="SpikeRollback: The loss of step 11 is .* goes on with the weights of step 8"):
+    with pytest.warns(
+        UserWarning, match="SpikeRollback: The loss of step 11 is .* continues with the weights of step 8"
+    ):
         model = fit(Scripted(range(20), {BAD: kind}, optimizer), callback)
     assert steps(callback) == [(13, 11, 8)]
     assert_same(model.end, fit(Scripted(KEPT, optimizer=optimizer)).end, "not the run without these batches")

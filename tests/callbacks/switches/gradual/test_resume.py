@@ -182,8 +182,8 @@ def test_no_recompilation_while_lambda_changes() -> None:
         ({"at": 0.5, "steps": 0}, "steps is a number of optimizer steps, 1 or more, or None; got 0"),
         ({"at": 0.5, "over": 0.1, "schedule": "cosin"}, r"Unknown schedule 'cosin'. Did you mean 'cosine'\?"),
         ({"at": 0.5, "schedule": "cosine"}, "A sudden switch has no schedule: give over or steps"),
-        ({"to": "bf16", "at": 0.5, "over": 0.1}, "nothing to quantize progressively: leave out over and steps"),
-        ({"to": "bf16", "at": 0.5, "steps": 5}, "nothing to quantize progressively: leave out over and steps"),
+        ({"to": "bf16", "at": 0.5, "over": 0.1}, "quantizes nothing, so not progressively: leave out over and steps"),
+        ({"to": "bf16", "at": 0.5, "steps": 5}, "quantizes nothing, so not progressively: leave out over and steps"),
         ({"at": 0.5, "plateau": {}}, r"Give either at .* or below \(.*; got at=0.5, plateau={}\."),
         ({"step": 5, "plateau": Plateau()}, r"Give either .*; got step=5, plateau=Plateau\("),
         ({"plateau": {"moniter": "x"}}, r"Unknown field of a plateau 'moniter'. Did you mean 'monitor'\?"),
@@ -206,7 +206,7 @@ def test_a_run_that_ends_in_the_middle_says_so() -> None:
 def test_a_resumed_run_without_its_switch_says_so() -> None:
     fit(PrecisionSwitch("fqt", step=4, steps=5), max_steps=7, keep="trained")
     with pytest.warns(
-        UserWarning, match=r"is at λ = 0.4, .* none of its callbacks goes on with: .* plugin.set_blend\(1.0\)"
+        UserWarning, match=r"is at λ = 0.4, .* none of its callbacks continues: .* plugin.set_blend\(1.0\)"
     ):
         resumed = fit(PrecisionSwitch("fqt", step=100), ckpt_path="7.ckpt")
     assert list(resumed.blends.values()) == pytest.approx([0.4])
@@ -214,7 +214,7 @@ def test_a_resumed_run_without_its_switch_says_so() -> None:
 
 def test_a_share_of_an_endless_run() -> None:
     switch = PrecisionSwitch("fqt", step=2, over=0.1)
-    message = r"PrecisionSwitch\(over=0.1\) is a fraction of all steps, .* or give steps instead of over"
+    message = r"PrecisionSwitch\(over=0.1\) is a fraction of all optimizer steps, .* or give steps instead"
     with pytest.raises(MisconfigurationException, match=message):
         fit(switch, max_steps=-1, max_epochs=-1)
 

@@ -249,7 +249,7 @@ def test_a_rollback_from_after_a_switch_to_before_it() -> None:
     rollback = SpikeRollback(warmup_steps=50, every_n_steps=50)
     switches = [PrecisionSwitch({"head": "bf16"}, step=2), PrecisionSwitch({"first": "nvfp4"}, step=3)]
     plugin = FP8Precision("delayed")
-    with pytest.warns(UserWarning, match="goes on with the weights of step 0"):
+    with pytest.warns(UserWarning, match="continues with the weights of step 0"):
         seen = fit(*switches, rollback, model=Bad(), plugin=plugin, max_steps=9)
     assert seen.of("head")[-1] == "bf16"
     names = {name.partition("/")[0] for name in state(plugin)["amax_history"]}
@@ -281,7 +281,7 @@ def test_casts_that_the_backend_refuses() -> None:
 
 
 def test_by_hand_before_there_is_a_model() -> None:
-    with pytest.raises(MisconfigurationException, match="no model has been converted yet. Give the plugin overrides"):
+    with pytest.raises(MisconfigurationException, match="none has been converted yet. Give the plugin overrides"):
         FP4Precision().set_casts({"head": "bf16"})
 
 

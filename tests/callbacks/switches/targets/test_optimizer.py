@@ -187,7 +187,7 @@ def test_nothing_to_report() -> None:
         ({"to": {}}, "to maps patterns of layers to casts, at least one"),
         ({"to": {"head": "qat"}}, "Unknown phase or preset 'qat'. Did you mean 'qaf'.*'mxfp4'"),
         ({"to": {"head": {"fprop_v": None}}}, "Unknown field of LinearCasts 'fprop_v'"),
-        ({"to": {"head": "bf16"}, "steps": 5}, "λ belongs to all layers, and a mapping is for some of them"),
+        ({"to": {"head": "bf16"}, "steps": 5}, "λ is for all layers, and a mapping for some"),
         ({"rewarm": 0}, "rewarm is a number of optimizer steps, 1 or more, or None; got 0"),
         ({"rewarm": 2.5}, "rewarm is a number of optimizer steps, 1 or more, or None; got 2.5"),
         ({"moments": "forget"}, "Unknown moments 'forget'"),

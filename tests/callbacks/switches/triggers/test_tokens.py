@@ -41,7 +41,7 @@ def test_what_is_counted() -> None:
     ids = torch.zeros(2, 5, dtype=torch.int64)
     assert count_tokens(ids) == count_tokens({"input_ids": ids, "mask": torch.zeros(7)}) == 10
     for batch, kind in [(torch.zeros(2), "Tensor of torch.float32"), ([ids], "list"), ({"ids": ids}, "dict")]:
-        with pytest.raises(MisconfigurationException, match=f"the batch is a {kind} without them. Give count"):
+        with pytest.raises(MisconfigurationException, match=f"got a {kind}. Give count"):
             count_tokens(batch)
 
 
