@@ -37,7 +37,8 @@ int load_gradient(const Shard &s, const Rules &rules, int64_t i, const Block &b,
     if (s.gradient_kind == kNothing) {
         std::fill_n(work.gradient = buffer, kBlock, 0.0f);
     } else {
-        of_kind(s.gradient_kind, s.gradient, [&](auto *all) { work.gradient = gather(b, all, work.picks, buffer); });
+        of_kind(s.gradient_kind, s.gradient,
+                [&](auto *values) { work.gradient = gather(b, values, work.picks, buffer); });
     }
     if (!clips_by_square(s, rules, i)) return 0;
     const float *scale = scale_of(s, b, s.mean_square_scale), *g = work.gradient, multiple = rules.limit[i];
@@ -81,7 +82,8 @@ inline float lerp(float old, float value, float weight) {  // exact at weights o
     return multiply_add(is_near ? weight : weight - 1, value - old, is_near ? old : value);
 }
 
-// AdaClip, the factor and Adam on a block; leaves the bits of the largest moments, which for positive numbers are ordered as these are.
+// AdaClip, the factor and Adam on a block; leaves the largest moments, found by their bits, which for positive numbers are
+// ordered as these are.
 void adam(const Work &work, const Rules &rules, int64_t i, float decay, int count, float *amaxes) {
     float weight1 = rules.weight1[i], weight2 = rules.weight2[i], rate = rules.rate[i], eps = (float)rules.eps;
     float factor = rules.factor[i], ratio = rules.ratio[i], kept = 1 - decay;
@@ -90,7 +92,8 @@ void adam(const Work &work, const Rules &rules, int64_t i, float decay, int coun
     float *__restrict weights = work.weights, *__restrict mean = work.mean, *__restrict square = work.square;
     int32_t largest[2] = {};
     for (int k = 0; k < count; k++) {
-        float g = ada_clip(gradient[k], limit, ratio) * factor, m = lerp(mean[k], g, weight1), v = lerp(square[k], g * g, weight2);
+        float g = ada_clip(gradient[k], limit, ratio) * factor;
+        float m = lerp(mean[k], g, weight1), v = lerp(square[k], g * g, weight2);
         mean[k] = m, square[k] = v;
         weights[k] = weights[k] * kept - m / (std::sqrt(v) + eps) * rate;
         int32_t bits[2];
@@ -139,13 +142,13 @@ void update_block(const Shard &s, const Rules &rules, int64_t i, const Block &b,
     load_gradient(s, rules, i, b, work);
     work.mean = load_moment<E4M3>(s, b, s.mean, mean_scale, work.buffers[2]);
     work.square = load_moment<E5M2OfSquares>(s, b, s.mean_square, square_scale, work.buffers[3]);
-    of_kind(s.weights_kind, s.weights, [&](auto *all) {
-        if (b.every > 1 && rules.decays) decay_all(b, all, decay);
-        work.weights = gather(b, all, work.picks, work.buffers[1]);
+    of_kind(s.weights_kind, s.weights, [&](auto *values) {
+        if (b.every > 1 && rules.decays) decay_all(b, values, decay);
+        work.weights = gather(b, values, work.picks, work.buffers[1]);
         if (s.master) load_masters(s, b, rules.old_scale[i], work.weights);
         adam(work, rules, i, b.every > 1 ? 0 : decay, b.count, amaxes);
         if (s.master) round_to_masters(s, b, rules.new_scale[i], work.weights);
-        scatter(b, all, work.picks, work.weights);
+        scatter(b, values, work.picks, work.weights);
     });
     store_moment<E4M3>(s, b, s.mean, mean_scale, amaxes[0], mix(key), work.mean);
     store_moment<E5M2OfSquares>(s, b, s.mean_square, square_scale, amaxes[1], mix(key + 1), work.square);
@@ -272,7 +275,8 @@ EXPORT void clipped(const Shard *shards, int64_t count, int threads, const Rules
         for (int64_t number = first; number < last; number++) {
             Block b(shards[i], Walk(shards[i], false), number);
             load_clipped(shards[i], *rules, i, b, rules->factor[i], work);
-            of_kind(shards[i].weights_kind, shards[i].weights, [&](auto *all) { scatter(b, all, work.picks, work.gradient); });
+            of_kind(shards[i].weights_kind, shards[i].weights,
+                    [&](auto *target) { scatter(b, target, work.picks, work.gradient); });
         }
     });
 }
