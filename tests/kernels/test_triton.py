@@ -218,7 +218,7 @@ def test_random_casts_shapes_strides_and_dtypes(run, seed):
 
 
 def test_what_is_not_covered_is_said_in_words(monkeypatch):
-    monkeypatch.setattr(gpu, "_obstacle", lambda device: None)
+    monkeypatch.setattr(gpu, "obstacle", lambda device: None)
     x = torch.empty(4, 4)
     for cast, matrix, dtype, reason in (
         (NVFP4, x, torch.bfloat16, None),

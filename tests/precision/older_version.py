@@ -93,7 +93,7 @@ def main(folder):
         path = Path(folder) / f"older_version_{name}.ckpt"
         weights = train(name, save_to=path)
         checkpoint = torch.load(path, weights_only=True)
-        checkpoint["ended_with"] = {"weights": weights, "cpu": torch.backends.cpu.get_cpu_capability()}
+        checkpoint["ended_with"] = {"weights": weights}
         torch.save(checkpoint, path)
 
 

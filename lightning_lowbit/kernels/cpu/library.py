@@ -44,8 +44,9 @@ def library() -> ctypes.CDLL | None:
         kernels = ctypes.CDLL(str(_built()))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
         warnings.warn(
-            f"The C++ kernels cannot be built here ({error}). Casts and optimizers run on slower code, with the same "
-            "bits. Install g++ or clang, or set CXX to a C++17 compiler and LOWBIT_CACHE_DIR to a folder to write to.",
+            f"The C++ kernels cannot be built here ({error}). Casts run on slower code, with the same bits, and "
+            "optimizers in plain torch. Install g++ or clang, or set CXX to a C++17 compiler and LOWBIT_CACHE_DIR to a "
+            "folder to write to.",
             stacklevel=2,
         )
         return None
