@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.compilation import current_backend
+from lightning_lowbit.kernels.cpu import products as cpu
 from lightning_lowbit.kernels.gpu import casts as gpu
 
 
@@ -19,7 +20,11 @@ def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: t
         bias: what broadcasts to ``[m, n]``, or None.
     """
     chosen = current_backend()
-    if not (chosen == "triton" or (chosen == "auto" and product.is_cuda)) or product.numel() == 0:
+    if type(product) is not Tensor or product.numel() == 0:
+        return None
+    if product.is_cpu and chosen in ("auto", "cpp"):
+        return cpu.finish(product, factors, bias, dtype)
+    if not (chosen == "triton" or (chosen == "auto" and product.is_cuda)):
         return None
     is_covered = product.dtype in (torch.float32, torch.int32) and gpu.obstacle(product.device) is None
     return gpu.finish(product, factors, bias, dtype) if is_covered and _agrees(product.device) else None

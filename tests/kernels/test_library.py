@@ -32,10 +32,10 @@ def start(folder, **environment):
 @pytest.fixture
 def unloaded():
     """The kernels are loaded anew within a test, and after it."""
-    for function in (library.library, casts.plan_of):
+    for function in (library.library, library._loaded, casts.plan_of):
         function.cache_clear()
     yield
-    for function in (library.library, casts.plan_of):
+    for function in (library.library, library._loaded, casts.plan_of):
         function.cache_clear()
 
 

@@ -34,25 +34,33 @@ _P, _L, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _SIGNATURES = {
     "lowbit_cast": (_P, _I, _L, _L, _P, _P, _P, _I),
     "lowbit_amax": (_P, _I, _L, _P, _I),
+    "lowbit_finish": (_P, _I, _L, _L, _P, _I, _P, _I, _P, _I, _P, _I, _I),
 }
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """The loaded kernels; None, with one warning in the process, where they cannot be built or loaded."""
-    try:
-        kernels = ctypes.CDLL(str(_built()))
-    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+    kernels, error = _loaded()
+    if kernels is None:
         warnings.warn(
             f"The C++ kernels cannot be built here ({error}). Casts run on slower code, with the same bits, and "
             "optimizers in plain torch. Install g++ or clang, or set CXX to a C++17 compiler and LOWBIT_CACHE_DIR to a "
             "folder to write to.",
             stacklevel=2,
         )
-        return None
+    return kernels
+
+
+@cache  # apart from the warning, which may be an error: a second call must not build again
+def _loaded() -> tuple[ctypes.CDLL | None, Exception | None]:
+    try:
+        kernels = ctypes.CDLL(str(_built()))
+    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+        return None, error
     for name, arguments in _SIGNATURES.items():
         getattr(kernels, name).argtypes, getattr(kernels, name).restype = arguments, None
-    return kernels
+    return kernels, None
 
 
 def _built() -> Path:

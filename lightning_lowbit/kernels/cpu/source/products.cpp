@@ -1,0 +1,68 @@
+// What is left to do after a GEMM: factors, bias, and the rounding of the result.
+
+#include "lanes.h"
+
+// A factor of the result: float, by how many of them there are.
+enum Extent : int32_t { kAbsent, kOne, kPerRow, kPerColumn };
+
+namespace {
+
+using ::load;
+inline F32 load(const int32_t *source, int count) {
+    I32 whole = {};
+    memcpy(&whole, source, (count < kLanes ? count : kLanes) * sizeof(int32_t));
+    return __builtin_convertvector(whole, F32);
+}
+
+struct Factor {
+    const float *values;
+    int32_t extent;
+
+    F32 at(int64_t row, int64_t column, int count) const {
+        return extent == kPerColumn ? load(values + column, count) : all(values[extent == kPerRow ? row : 0]);
+    }
+};
+
+template <class In, class Bias, class Out>
+void finish(const In *product, int64_t rows, int64_t columns, const Factor *factors, const Bias *bias, Out *result,
+            int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * columns > 8192)
+    for (int64_t row = 0; row < rows; row++) {
+        for (int64_t column = 0; column < columns; column += kLanes) {
+            int count = int(columns - column < kLanes ? columns - column : kLanes);
+            F32 value = load(product + row * columns + column, count);
+            for (int i = 0; i < 2; i++)
+                if (factors[i].extent != kAbsent) value = value * factors[i].at(row, column, count);
+            if (bias) value = value + load(bias + column, count);
+            store(result + row * columns + column, value, count);
+        }
+    }
+}
+
+template <class In, class Bias>
+void finish_to(const In *product, int64_t rows, int64_t columns, const Factor *factors, const Bias *bias, void *result,
+               int32_t dtype, int threads) {
+    if (dtype == 0)
+        finish(product, rows, columns, factors, bias, (float *)result, threads);
+    else
+        finish(product, rows, columns, factors, bias, (BF16 *)result, threads);
+}
+
+}  // namespace
+
+// product * first * second + bias, rounded once. Dtypes: 0 float, 1 bfloat16; a product may be int32, which is 2.
+EXPORT void lowbit_finish(const void *product, int32_t product_dtype, int64_t rows, int64_t columns, const float *first,
+                          int32_t first_extent, const float *second, int32_t second_extent, const void *bias,
+                          int32_t bias_dtype, void *result, int32_t result_dtype, int32_t threads) {
+    const Factor factors[2] = {{first, first_extent}, {second, second_extent}};
+    auto with_bias = [&](auto *typed) {
+        if (bias_dtype == 0)
+            finish_to(typed, rows, columns, factors, (const float *)bias, result, result_dtype, threads);
+        else
+            finish_to(typed, rows, columns, factors, (const BF16 *)bias, result, result_dtype, threads);
+    };
+    if (product_dtype == 2)
+        with_bias((const int32_t *)product);
+    else
+        with_bias((const float *)product);
+}
