@@ -85,10 +85,10 @@ def _by_triton(
 ) -> Operand | None:
     dtype, tile = dtype or operand_dtype(x.dtype, cast), tile_of(cast, dim, 2)
     is_cut = shard is not None and (shard.cuts(tile) or shard.splits(tile[shard.dim]))
-    is_regular = are_regular(cast.rounding == "stochastic", cast.scale.needs_amax, key, amax)
+    is_regular = are_regular(cast.rounding == "stochastic", cast.scale.needs_amax, key, amax, x.device)
     if gpu.covers(cast, x, dtype, is_cut) is not None or x.numel() == 0 or not is_regular:
         return None
-    if not _agrees(cast, dim, x.dtype, dtype, x.device):
+    if not _agrees(cast.spec, dim, x.dtype, dtype, x.device):
         return None
     offset = None if shard is None or key is None else shard.offset(x.shape, tile, x.device)
     values, factor = gpu.quantize_operand(x, cast, dim, key, amax, dtype, offset)
@@ -96,10 +96,11 @@ def _by_triton(
 
 
 @cache
-def _agrees(cast: Cast, dim: int, source: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
+def _agrees(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the Triton kernel of a cast equals the plain code on a sample: asked once per device; warns if not."""
-    generator = torch.Generator().manual_seed(0)
-    sample = torch.randn(64, 160, generator=generator) * torch.randn(64, 160, generator=generator).mul(4).exp()
+    cast, generator = Cast.from_spec(spec), torch.Generator("cpu").manual_seed(0)
+    normal, exponents = torch.randn(2, 64, 160, generator=generator, device="cpu")
+    sample = normal * (4 * exponents).exp()
     sample, key = sample.to(device, source), torch.tensor(0x5DEECE66D, device=device)
     with torch.no_grad(), backend("eager"):
         plain = plain_operand(sample, cast.spec, dim, key, None, dtype, None)

@@ -33,9 +33,10 @@ def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: t
 @cache
 def _agrees(device: torch.device) -> bool:
     """Whether the kernel equals plain code on a sample: asked once per device; warns if not."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     product, rows, columns, bias = (
-        torch.randn(shape, generator=generator).to(device) for shape in ((40, 72), (40, 1), (1, 72), (72,))
+        torch.randn(shape, generator=generator, device="cpu").to(device)
+        for shape in ((40, 72), (40, 1), (1, 72), (72,))
     )
     expected = (product * rows * columns + bias).bfloat16()
     if torch.equal(gpu.finish(product, [rows, columns], bias, torch.bfloat16), expected):

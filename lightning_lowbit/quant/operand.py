@@ -114,11 +114,11 @@ def operand_dtype(dtype: torch.dtype, cast: Cast) -> torch.dtype:
     return dtype if fits or is_rounded(dtype, cast) else torch.float32
 
 
-def are_regular(draws: bool, needs_amax: bool, key: Tensor | None, amax: Tensor | None) -> bool:
+def are_regular(draws: bool, needs_amax: bool, key: Tensor | None, amax: Tensor | None, device: torch.device) -> bool:
     """Whether a kernel takes a key and an amax: the plain code converts, or refuses, all others."""
-    if draws and (key is None or key.dtype != torch.int64 or key.numel() != 1):
+    if draws and (key is None or key.dtype != torch.int64 or key.numel() != 1 or key.device != device):
         return False
-    return amax is None or (needs_amax and amax.dtype == torch.float32 and amax.numel() == 1)
+    return amax is None or (needs_amax and amax.dtype == torch.float32 and amax.numel() == 1 and amax.device == device)
 
 
 def is_rounded(dtype: torch.dtype, cast: Cast) -> bool:

@@ -139,7 +139,7 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
 def takes(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard: Shard | None) -> bool:
     """Whether the kernels take these arguments: not empty matrices, nor those that share statistics with other
     processes, nor anything that the plain code refuses."""
-    if not are_regular(plan.draws, plan.needs_amax, key, amax):
+    if not are_regular(plan.draws, plan.needs_amax, key, amax, x.device):
         return False
     is_whole = shard is None or not (shard.cuts(plan.tile) or shard.splits(plan.tile[shard.dim]))
     return is_whole and x.numel() > 0
