@@ -69,7 +69,7 @@ OPTIONS: dict[str, Option] = {
     "warmup_steps": Option(
         lambda value: is_number(value) and (value == 0 or _is_count(value)),
         "an integer >= 0",
-        "0 goes on with the whole rate after a reset",
+        "0 keeps the full rate after a reset",
     ),
     "total_steps": Option(
         lambda value: value is None or _is_count(value),

@@ -220,7 +220,7 @@ def test_ctrl_c_saves_and_a_restart_goes_on(capsys):
     step = torch.load(interrupted, weights_only=True)["global_step"]
     assert 0 < step < 60, "the machine was so fast that nothing was interrupted"
     assert compare(*STUDY) == 0
-    assert "nvfp4, seed 0 goes on" in capsys.readouterr().out
+    assert "nvfp4, seed 0 resumes" in capsys.readouterr().out
     assert f"Resuming from {interrupted}" in Path("runs/compare/nvfp4/seed_0/log.txt").read_text()
 
 
