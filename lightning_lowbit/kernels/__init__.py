@@ -5,5 +5,6 @@ The plain code of :mod:`lightning_lowbit.quant` is the specification, and serves
 
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.kernels.operands import amax_of, coverage, quantize_operand
+from lightning_lowbit.kernels.packing import Packed, pack_operand, unpack_operand
 
-__all__ = ["amax_of", "backend", "coverage", "quantize_operand"]
+__all__ = ["Packed", "amax_of", "backend", "coverage", "pack_operand", "quantize_operand", "unpack_operand"]

@@ -1,10 +1,11 @@
-"""A quantized matrix as bytes, for communication.
+"""A quantized matrix as bytes, for communication and for tensors that wait for the backward pass.
 
-A shard of a matrix that is cut along its rows becomes one row of bytes: its codes, as many to a byte as fit, the first
-one in the lowest bits; then the scales of blocks or rows in their storage format. E2M1 in blocks of 16 with E4M3 scales
-takes 4.5 bits per element, ternary with one scale 2.
+A matrix becomes one row of bytes: its codes, as many to a byte as fit, the first one in the lowest bits; then the
+scales of blocks or rows in their storage format. E2M1 in blocks of 16 with E4M3 scales takes 4.5 bits per element,
+ternary with one scale 2. A shard of a matrix that is cut along its rows becomes a row of its own.
 """
 
+import math
 from functools import cache
 
 import torch
@@ -12,22 +13,48 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowbit.formats import Format, table
-from lightning_lowbit.quant.blocks import from_blocks, scales_view, tile_of, to_blocks
+from lightning_lowbit.quant.blocks import ALL, from_blocks, scales_view, tile_of, to_blocks
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import has_factor, is_rounded
 from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key, stored_scales
 from lightning_lowbit.quant.shard import Shard
 
 
+def packing_obstacle(cast: Cast) -> str | None:
+    """Why a cast has no packed form, in words; None where it has one."""
+    if cast.scale.statistic == "minmax":
+        return "its zero points are not packed"
+    if cast.scale.source == "delayed" and not cast.scale.per_block and cast.format.dtype is None:
+        return f"{cast.element} has no code for NaN, which a delayed scale would not show"
+    return None
+
+
+def packed_bits(cast: Cast) -> float:
+    """Bits per element of a packed matrix, without those of scales per row or tensor."""
+    per_block = cast.scale.per_block
+    block = math.prod(cast.scale.block) if isinstance(cast.scale.block, tuple) else cast.scale.block
+    scale = 8 * scale_bytes(cast.scale.storage) / int(block) if per_block else 0.0
+    return 8 / per_byte(cast.format) + scale
+
+
 def pack(
-    x: Tensor, cast: Cast, key: Tensor | None, amax: Tensor | None, mean: Tensor | None, shard: Shard
+    x: Tensor,
+    cast: Cast,
+    key: Tensor | None,
+    amax: Tensor | None,
+    mean: Tensor | None = None,
+    shard: Shard | None = None,
+    dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Quantizes a shard ``[rows, columns]``, cut along the rows, as :func:`lightning_lowbit.quant.quantize_operand`
-    does along its columns, without communication: ``amax`` and ``mean`` (of |x|) are those of the global matrix. Casts
-    with zero points are not supported. Returns uint8 ``[bytes]`` and the scale of the global matrix, float32, 0-d."""
-    tile = tile_of(cast, 1, 2)
+    """Quantizes a matrix ``[rows, columns]``, or a shard, as :func:`lightning_lowbit.quant.quantize_operand` does along
+    ``dim``, and packs it. Casts with a :func:`packing_obstacle` are not supported.
+
+    ``amax`` and ``mean`` (of |x|) are those of the global matrix; None measures them. Returns uint8 ``[bytes]`` and the
+    scale of the matrix, float32, 0-d.
+    """
+    tile = tile_of(cast, dim, 2)
     scaled, key = make_scales(x, cast, tile, amax, shard, mean), rounding_key(cast, key, x.device)
-    offset = None if key is None else shard.offset(x.shape, tile, x.device)
+    offset = None if key is None or shard is None else shard.offset(x.shape, tile, x.device)
     elements = round_blocks(*scaled, key, offset, cast=cast, scaled=False, dtype=torch.float32)
     codes = _join(_encode(from_blocks(elements, x.shape, tile), cast.format).flatten(), cast.format)
     scales = stored_scales(scaled.scales, cast)
@@ -36,29 +63,60 @@ def pack(
     return torch.cat([codes, _encode(scales.flatten(), cast.scale.storage)]), scaled.decode
 
 
-def unpack_(out: Tensor, data: Tensor, factor: Tensor, cast: Cast, dtype: torch.dtype) -> Tensor | None:
+def unpack_(out: Tensor, data: Tensor, factor: Tensor, cast: Cast, dtype: torch.dtype, dim: int = 1) -> Tensor | None:
     """Writes the values of an :class:`lightning_lowbit.quant.Operand` to ``out``, and returns its factor, None for 1.
 
     ``out`` is ``[shards * rows, columns]``, contiguous, in a dtype that holds the values exactly. ``data``, uint8
-    ``[shards, bytes]``, and ``factor`` come from :func:`pack`; ``dtype`` is that of the packed tensor.
+    ``[shards, bytes]``, and ``factor`` come from :func:`pack`; ``dtype`` is that of the packed tensor. Several shards
+    have blocks along the columns.
     """
     size = out.numel() // len(data)
-    codes, scales = data.tensor_split([-(-size // _per_byte(cast.format))], 1)
+    codes, scales = data.tensor_split([-(-size // per_byte(cast.format))], 1)
     elements = _split(codes, cast.format)[:, :size].reshape(out.shape)
     if cast.scale.per_block:
-        tile, stored = tile_of(cast, 1, 2), _decode(scales, cast.scale.storage)
+        tile, stored = tile_of(cast, dim, 2), _decode(scales, cast.scale.storage)
         blocks = to_blocks(elements, tile)
         values = from_blocks(blocks * scales_view(stored, blocks, tile), out.shape, tile)
         out.copy_(values.to(dtype) if is_rounded(dtype, cast) else values)
     else:
         out.copy_(elements)
-        if cast.scale.block == "row":
-            factor = _decode(scales, cast.scale.storage).reshape(-1, 1) * factor
+    return unpacked_factor(data, factor, cast, size, dim)
+
+
+def unpacked_factor(data: Tensor, factor: Tensor, cast: Cast, size: int, dim: int = 1) -> Tensor | None:
+    """The factor of :func:`unpack_`, from shards of ``size`` elements."""
+    if cast.scale.block == "row":
+        scales = _decode(data[:, -(-size // per_byte(cast.format)) :], cast.scale.storage)
+        return scales.reshape((1, -1) if dim == 0 else (-1, 1)) * factor
     return factor if has_factor(cast) else None
 
 
-def _per_byte(format: Format) -> int:
+def packed_bytes(rows: int, columns: int, cast: Cast, dim: int) -> int:
+    """The number of bytes of a packed matrix."""
+    codes = -(-rows * columns // per_byte(cast.format))
+    if cast.scale.block == "tensor":
+        return codes
+    down, across = tile_of(cast, dim, 2)
+    blocks = (1 if down == ALL else -(-rows // down)) * (1 if across == ALL else -(-columns // across))
+    return codes + blocks * scale_bytes(cast.scale.storage)
+
+
+def plain_pack(
+    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, shard: str | None
+) -> tuple[Tensor, Tensor]:
+    """:func:`pack` of what operators take."""
+    part = None if shard is None else Shard.from_spec(shard)
+    return pack(x, Cast.from_spec(spec), key, amax, None, part, dim)
+
+
+def per_byte(format: Format) -> int:
+    """How many codes a byte holds."""
     return 8 // format.bits
+
+
+def scale_bytes(storage: Format) -> int:
+    """How many bytes a scale takes."""
+    return 1 if storage.dtype is None else storage.dtype.itemsize
 
 
 def _encode(values: Tensor, format: Format) -> Tensor:
@@ -68,11 +126,14 @@ def _encode(values: Tensor, format: Format) -> Tensor:
 
 def _decode(data: Tensor, format: Format) -> Tensor:
     """Inverse of :func:`_encode`: float32."""
-    return format.decode(data) if format.dtype is None else data.contiguous().view(format.dtype).float()
+    if format.dtype is None:
+        return format.decode(data)
+    aligned = data.contiguous() if format.dtype.itemsize == 1 else data.clone(memory_format=torch.contiguous_format)
+    return aligned.view(format.dtype).float()
 
 
 def _join(codes: Tensor, format: Format) -> Tensor:
-    count = _per_byte(format)
+    count = per_byte(format)
     joined, *others = F.pad(codes, (0, -len(codes) % count)).view(-1, count).unbind(1)
     for place, other in enumerate(others, 1):
         joined = joined | other << place * format.bits
@@ -91,6 +152,6 @@ def _split(data: Tensor, format: Format) -> Tensor:
 @torch.inference_mode(False)  # it outlives an evaluation
 def _levels(format: Format, device: torch.device) -> Tensor:
     """float32 ``[256, k]``: the k values that each byte holds."""
-    shifts = torch.arange(_per_byte(format), device=device) * format.bits
+    shifts = torch.arange(per_byte(format), device=device) * format.bits
     codes = torch.arange(256, device=device)[:, None] >> shifts & 2**format.bits - 1
     return table(format, device)[codes]

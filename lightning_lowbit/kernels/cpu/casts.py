@@ -16,8 +16,8 @@ from lightning_lowbit.quant.scaling import e8m0_rule, fp32_numerator
 from lightning_lowbit.quant.shard import Shard
 
 # The numbers of dtypes in source/casts.cpp.
-_INPUTS = {torch.float32: 0, torch.bfloat16: 1}
-_OUTPUTS = {**_INPUTS, torch.int8: 2}
+INPUTS = {torch.float32: 0, torch.bfloat16: 1}
+_OUTPUTS = {**INPUTS, torch.int8: 2}
 
 _KINDS = {"nearest": 0, "up": 1}
 _ERRORS = {None: 0, "mse": 1, "mae": 2}
@@ -44,12 +44,19 @@ class _Settings(ctypes.Structure):
     ]
 
 
+class Codes(ctypes.Structure):
+    """``Codes`` of source/codes.h."""
+
+    _fields_ = [("scales", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("coding", "scale_coding", "bits"))]
+
+
 class _Output(ctypes.Structure):
     """``Output`` of source/casts.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("values", "factor", "key")),
         *((name, ctypes.c_int32) for name in ("dtype", "all_columns", "first")),
+        ("codes", Codes),
     ]
 
 
@@ -94,7 +101,7 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
     None where the kernels do not cover it."""
     cast = Cast.from_spec(spec)
     dtype = dtype or operand_dtype(source, cast)
-    if obstacle(cast) is not None or source not in _INPUTS or dtype not in _OUTPUTS or library() is None:
+    if obstacle(cast) is not None or source not in INPUTS or dtype not in _OUTPUTS or library() is None:
         return None
     scale, tile = cast.scale, tile_of(cast, dim, 2)
     exponent, round_up_from = e8m0_rule(cast.format, scale.rounding) if scale.format == "e8m0" else (0, 0.0)
@@ -125,7 +132,7 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
     return Plan(
         settings,
         address,
-        _INPUTS[source],
+        INPUTS[source],
         dtype,
         _OUTPUTS[dtype],
         tile,
@@ -147,17 +154,34 @@ def takes(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard:
 
 def quantize(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard: Shard | None) -> Operand:
     """The operand of :func:`lightning_lowbit.quant.quantize_operand`, from arguments that the kernels take."""
-    x, (rows, columns), side = x.contiguous(), x.shape, plan.tile[1]
+    x, (rows, columns) = x.contiguous(), x.shape
     values, factor = x.new_empty((rows, columns), dtype=plan.dtype), None
     if plan.has_factor:
         shape = {None: (), 0: (rows, 1), 1: (1, columns)}[plan.factor_dim]
         factor = x.new_empty(shape, dtype=torch.float32)
+    write(x, plan, key, amax, shard, values, factor, plan.to_dtype, Codes())
+    return Operand(values, factor)
+
+
+def write(
+    x: Tensor,
+    plan: Plan,
+    key: Tensor | None,
+    amax: Tensor | None,
+    shard: Shard | None,
+    values: Tensor,
+    factor: Tensor | None,
+    to_dtype: int,
+    codes: Codes,
+) -> None:
+    """Writes what a cast gives to ``values`` and ``factor``; ``to_dtype`` is the kernels' number of a dtype."""
+    (rows, columns), side = x.shape, plan.tile[1]
     all_columns, first = columns + (-columns % side if side else 0), 0
     if shard is not None:
         _, all_columns, first = shard.place(x.shape, plan.tile)
     key_address = key.data_ptr() if plan.draws and key is not None else None
     factor_address = None if factor is None else factor.data_ptr()
-    output = _Output(values.data_ptr(), factor_address, key_address, plan.to_dtype, all_columns, first)
+    output = _Output(values.data_ptr(), factor_address, key_address, to_dtype, all_columns, first, codes)
     kernels, amax_address = library(), None if amax is None else amax.data_ptr()
     kernels.lowbit_cast(  # type: ignore[union-attr]
         x.data_ptr(),
@@ -169,17 +193,16 @@ def quantize(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, sha
         ctypes.byref(output),
         torch.get_num_threads(),
     )
-    return Operand(values, factor)
 
 
 def measures(x: Tensor) -> bool:
     """Whether the kernels measure the amax of a tensor."""
-    return x.dtype in _INPUTS and x.numel() > 0 and library() is not None
+    return x.dtype in INPUTS and x.numel() > 0 and library() is not None
 
 
 def amax_of(x: Tensor) -> Tensor:
     """max|x| of a float32 or bfloat16 tensor: 0-d float32; not finite if an element is not."""
     x, result = x.contiguous(), x.new_empty((), dtype=torch.float32)
-    kernels, dtype = library(), _INPUTS[x.dtype]
+    kernels, dtype = library(), INPUTS[x.dtype]
     kernels.lowbit_amax(x.data_ptr(), dtype, x.numel(), result.data_ptr(), torch.get_num_threads())  # type: ignore[union-attr]
     return result

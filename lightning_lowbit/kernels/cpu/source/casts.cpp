@@ -7,69 +7,26 @@
 #include <type_traits>
 #include <vector>
 
-#include "rounding.h"
+#include "codes.h"
+#include "peaks.h"
 
 // What a call writes: as casts.py declares it.
 struct Output {
     void *values;   // [rows, columns] contiguous
     float *factor;  // one per row, one per column, or one; null where there is none
     const int64_t *key;          // of stochastic rounding
-    int32_t dtype;               // 0 float, 1 bfloat16, 2 int8
+    int32_t dtype;               // 0 float, 1 bfloat16, 2 int8, 3 codes
     int32_t all_columns, first;  // random bits belong to element `row * all_columns + column + first`
+    Codes codes;                 // of dtype 3
 };
 
 namespace {
-
-constexpr int64_t kPanel = 512;  // columns of a rectangle
 
 template <class T>
 T *buffer(size_t size, int which) {
     static thread_local std::vector<T> buffers[4];
     if (buffers[which].size() < size + kLanes) buffers[which].resize(size + kLanes);
     return buffers[which].data();
-}
-
-inline I32 larger(I32 a, I32 b) { return a > b ? a : b; }
-
-// Neighbors compared: lane i has the larger of lanes 2i and 2i + 1 of `a` followed by `b`.
-inline I32 larger_of_pairs(I32 a, I32 b) {
-    return larger(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
-                  __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
-}
-
-// Lane i has the largest lane of vector i.
-inline I32 largest_lanes(const I32 *vectors) {
-    I32 pairs[8], fours[4];
-    for (int i = 0; i < 8; i++) pairs[i] = larger_of_pairs(vectors[2 * i], vectors[2 * i + 1]);
-    for (int i = 0; i < 4; i++) fours[i] = larger_of_pairs(pairs[2 * i], pairs[2 * i + 1]);
-    return larger_of_pairs(larger_of_pairs(fours[0], fours[1]), larger_of_pairs(fours[2], fours[3]));
-}
-
-inline U16x2 larger_of_pairs(U16x2 a, U16x2 b) {
-    U16x2 even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38,
-                                         40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62);
-    U16x2 odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39,
-                                        41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63);
-    return even > odd ? even : odd;
-}
-
-// The same for 16 neighboring blocks of 2 * kVectors bfloat16 numbers each, whose upper bits are enough.
-template <int kVectors>
-inline I32 largest_of_blocks(const BF16 *x) {
-    U16x2 vectors[kVectors];
-    for (int i = 0; i < kVectors; i++) vectors[i] = read<U16x2>(x + i * 2 * kLanes) & 0x7fff;
-    for (int count = kVectors / 2; count > 0; count /= 2)
-        for (int i = 0; i < count; i++) vectors[i] = larger_of_pairs(vectors[2 * i], vectors[2 * i + 1]);
-    U32 pairs = (U32)vectors[0];
-    return larger((I32)(pairs << 16), (I32)(pairs & 0xffff0000u));
-}
-
-// Magnitudes as integers have the order of the numbers, with infinity and NaN above.
-template <class In>
-inline I32 peak_of_column(const In *x, int64_t stride, int64_t rows, int count) {
-    I32 peak = {};
-    for (int64_t row = 0; row < rows; row++) peak = larger(peak, (I32)magnitude(load(x + row * stride, count)));
-    return peak;
 }
 
 // Part of a matrix in whole tiles: one tile high, `columns` wide.
@@ -210,7 +167,9 @@ inline void put(BF16 *target, F32 value, int count) { store(target, value, count
 template <unsigned kStyle, class In, class Out>
 void round_strip(const Strip<In> &strip, const Scales &scales, const Plan &plan, const Output &output) {
     constexpr bool kStochastic = kStyle & 1, kPerBlock = kStyle & 2, kWide = kStyle & 4, kExact = kStyle & 8;
+    constexpr bool kCodes = std::is_same<Out, Codes>::value;
     const Grid grid = plan.element;
+    const Codes codes = output.codes;
     const bool is_tensor = plan.statistic != kBlockMax, through = plan.through_bf16;
     const int64_t columns = strip.columns, per_entry = scales.columns_per_entry;
     uint32_t low = 0, high = 0;
@@ -219,7 +178,8 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const Plan &plan,
     for (int i = 0; i < kLanes; i++) lane[i] = i;
     for (int64_t row = 0; row < strip.rows; row++) {
         const In *x = strip.x + row * strip.stride;
-        Out *values = (Out *)output.values + (strip.row + row) * strip.stride + strip.column;
+        const int64_t start = (strip.row + row) * strip.stride + strip.column;
+        Out *values = kCodes ? nullptr : (Out *)output.values + start;
         U32 index = lane + (uint32_t(strip.row + row) * uint32_t(output.all_columns) +
                             uint32_t(strip.column + output.first));
         auto cast = [&](F32 value, F32 encode, F32 stored, int64_t at) __attribute__((always_inline)) {
@@ -227,12 +187,15 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const Plan &plan,
             value = value * encode;
             value = kStochastic ? round_stochastic(value, grid, random_bits(index + uint32_t(at), low, high))
                                 : round_nearest(value, grid);
+            if (kCodes) return value;
             if (kPerBlock) value = value * stored;
             return through ? widen(narrow(value)) : value;
         };
         auto cast_whole = [&](int64_t at, F32 encode, F32 stored) __attribute__((always_inline)) {
             F32 value = cast(load(x + at), encode, stored, at);
-            if constexpr (kExact) {
+            if constexpr (kCodes) {
+                put_codes(codes, (uint8_t *)output.values, start + at, code_of(value, grid, codes), kLanes);
+            } else if constexpr (kExact) {
                 U16 narrowed = truncate(value);
                 memcpy(values + at, &narrowed, sizeof narrowed);
             } else {
@@ -252,9 +215,29 @@ void round_strip(const Strip<In> &strip, const Scales &scales, const Plan &plan,
         if (int count = int(columns - at)) {
             F32 encode = kWide ? all(scales.encode[at / per_entry]) : load(scales.encode + at);
             F32 stored = kWide ? all(scales.stored[at / per_entry]) : load(scales.stored + at);
-            put(values + at, cast(load(x + at, count), encode, stored, at), count);
+            F32 value = cast(load(x + at, count), encode, stored, at);
+            if constexpr (kCodes)
+                put_codes(codes, (uint8_t *)output.values, start + at, code_of(value, grid, codes), count);
+            else
+                put(values + at, value, count);
         }
     }
+}
+
+// The codes of the scales of a strip.
+template <class In>
+void put_scales(const Strip<In> &strip, const Scales &scales, const Plan &plan, const Codes &codes) {
+    const int64_t width = plan.tile_columns ? plan.tile_columns : strip.stride;
+    const int64_t across = (strip.stride + width - 1) / width, blocks = (strip.columns + width - 1) / width;
+    const int64_t first = (plan.tile_rows ? strip.row / plan.tile_rows * across : 0) + strip.column / width;
+    if (scales.columns_per_entry == width && codes.scale_coding == kUnsigned) {
+        for (int64_t at = 0; at < blocks; at += kLanes)
+            store_codes(codes.scales + first + at, code_of_magnitude(load(scales.stored + at), plan.scale),
+                        int(blocks - at < kLanes ? blocks - at : kLanes));
+        return;
+    }
+    for (int64_t block = 0; block < blocks; block++)
+        put_scale(codes, first + block, scales.stored[block * width / scales.columns_per_entry], plan.scale);
 }
 
 template <class In, class Out>
@@ -274,50 +257,15 @@ void cast_strip(const Strip<In> &strip, const Plan &plan, const Output &output, 
     unsigned style = (plan.stochastic ? 1 : 0) + (plan.per_block ? 2 : 0) + (scales.columns_per_entry != 1 ? 4 : 0) +
                      (plan.exact ? 8 : 0);
     rounds[style](strip, scales, plan, output);
+    if (std::is_same<Out, Codes>::value) {
+        if (!of_tensor) put_scales(strip, scales, plan, output.codes);
+        return;
+    }
     if (plan.per_block || of_tensor) return;
     if (plan.tile_rows == 0)
         for (int64_t i = 0; i < strip.columns; i++) output.factor[strip.column + i] = scales.stored[i] * level.decode;
     else
         output.factor[strip.row] = scales.stored[0] * level.decode;
-}
-
-template <class In>
-float amax_of(const In *x, int64_t count, int threads) {
-    int64_t chunks = (count + kPanel * 64 - 1) / (kPanel * 64);
-    int32_t largest = 0;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(max : largest) if (threads > 1 && chunks > 1)
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        int64_t end = (chunk + 1) * kPanel * 64 < count ? (chunk + 1) * kPanel * 64 : count;
-        I32 peaks[4] = {};
-        int64_t at = chunk * kPanel * 64;
-        for (; at + 4 * kLanes <= end; at += 4 * kLanes)
-            for (int i = 0; i < 4; i++) peaks[i] = larger(peaks[i], (I32)magnitude(load(x + at + i * kLanes)));
-        for (; at < end; at += kLanes)
-            peaks[0] = larger(peaks[0], (I32)magnitude(load(x + at, int(end - at < kLanes ? end - at : kLanes))));
-        I32 peak = larger(larger(peaks[0], peaks[1]), larger(peaks[2], peaks[3]));
-        for (int lane = 0; lane < kLanes; lane++) largest = peak[lane] > largest ? peak[lane] : largest;
-    }
-    float result;
-    memcpy(&result, &largest, sizeof result);
-    return result;
-}
-
-// The mean magnitude, summed in double by rows.
-template <class In>
-float mean_of(const In *x, int64_t rows, int64_t columns, int threads) {
-    std::vector<double> sums(rows);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 64)
-    for (int64_t row = 0; row < rows; row++) {
-        double sum[kLanes] = {};
-        for (int64_t at = 0; at < columns; at += kLanes) {
-            F32 value = magnitude(load(x + row * columns + at, int(columns - at < kLanes ? columns - at : kLanes)));
-            for (int lane = 0; lane < kLanes; lane++) sum[lane] += value[lane];
-        }
-        for (double part : sum) sums[row] += part;
-    }
-    double total = 0;
-    for (double sum : sums) total += sum;
-    return float(total / double(rows * columns > 1 ? rows * columns : 1));
 }
 
 template <class In>
@@ -334,7 +282,7 @@ void cast_all(const In *x, int64_t rows, int64_t columns, const float *amax, con
         encode = encode_factor(scales, level, plan)[0], stored = stored_scale(scales, plan)[0];
     }
     const Scales of_tensor = {&encode, &stored, (columns + kLanes) * kLanes};
-    if (output.factor && (is_tensor || plan.per_block)) *output.factor = stored * level.decode;
+    if (output.factor && (is_tensor || plan.per_block || output.dtype == 3)) *output.factor = stored * level.decode;
 
     // Rectangles of whole tiles: strips of one tile each, some rows of strips that are one row high.
     int64_t tile_rows = is_tensor ? 8 : plan.tile_rows ? plan.tile_rows : rows, height = tile_rows > 1 ? tile_rows : 8;
@@ -343,7 +291,8 @@ void cast_all(const In *x, int64_t rows, int64_t columns, const float *amax, con
     int64_t down = (rows + height - 1) / height, across = (columns + width - 1) / width;
     auto cast = output.dtype == 0   ? cast_strip<In, float>
                 : output.dtype == 1 ? cast_strip<In, BF16>
-                                    : cast_strip<In, int8_t>;
+                : output.dtype == 2 ? cast_strip<In, int8_t>
+                                    : cast_strip<In, Codes>;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * columns > 8192)
     for (int64_t part = 0; part < down * across; part++) {
         int64_t left = part % across * width, top = part / across * height;

@@ -1,0 +1,68 @@
+// From codes and scales back to an operand's values.
+
+#include <vector>
+
+#include "codes.h"
+
+namespace {
+
+inline void put(float *target, F32 value, int count) { store(target, value, count); }
+inline void put(BF16 *target, F32 value, int count) { store(target, value, count); }
+inline void put(int8_t *target, F32 value, int count) {
+    I32 whole = __builtin_convertvector(value, I32);
+    for (int lane = 0; lane < count; lane++) target[lane] = int8_t(whole[lane]);
+}
+
+// One for each column of a row: the scale of its tile.
+void spread_scales(const Codes &codes, const Plan &plan, int64_t columns, int64_t first, float *scales) {
+    int64_t width = plan.tile_columns, blocks = (columns + width - 1) / width;
+    for (int64_t at = 0; at < blocks; at += kLanes) {
+        int count = int(blocks - at < kLanes ? blocks - at : kLanes);
+        F32 values = take_scales(codes, first + at, plan.scale, count);
+        if (width == 1) {
+            store(scales + at, values);
+            continue;
+        }
+        for (int i = 0; i < count; i++)
+            for (int64_t column = (at + i) * width; column < (at + i + 1) * width; column++) scales[column] = values[i];
+    }
+}
+
+template <class Out>
+void unpack(const uint8_t *source, int64_t rows, int64_t columns, const Codes &codes, const Plan &plan, Out *values,
+            int threads) {
+    const int64_t height = plan.per_block ? plan.tile_rows : 8, strips = (rows + height - 1) / height;
+    const int64_t across = plan.per_block ? (columns + plan.tile_columns - 1) / plan.tile_columns : 0;
+    const bool through = plan.through_bf16;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * columns > 8192)
+    for (int64_t strip = 0; strip < strips; strip++) {
+        static thread_local std::vector<float> buffer;
+        if (plan.per_block) {
+            if (buffer.size() < size_t(columns + plan.tile_columns + kLanes))
+                buffer.resize(columns + plan.tile_columns + kLanes);
+            spread_scales(codes, plan, columns, strip * across, buffer.data());
+        }
+        const float *scales = buffer.data();
+        for (int64_t row = strip * height; row < rows && row < (strip + 1) * height; row++) {
+            for (int64_t at = 0; at < columns; at += kLanes) {
+                int count = int(columns - at < kLanes ? columns - at : kLanes);
+                U32 code = take_codes(codes, source, row * columns + at, count);
+                F32 value = value_of(code, plan.element, codes);
+                if (plan.per_block) value = value * load(scales + at);
+                if (through) value = widen(narrow(value));
+                put(values + row * columns + at, value, count);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+// Writes [rows, columns] from the codes at `source`, float where `dtype` is 0, bfloat16 where it is 1, int8 where it is 2.
+EXPORT void lowbit_unpack(const void *source, int64_t rows, int64_t columns, const Codes *codes, const Plan *plan,
+                          void *values, int32_t dtype, int32_t threads) {
+    const uint8_t *bytes = (const uint8_t *)source;
+    if (dtype == 0) unpack(bytes, rows, columns, *codes, *plan, (float *)values, threads);
+    if (dtype == 1) unpack(bytes, rows, columns, *codes, *plan, (BF16 *)values, threads);
+    if (dtype == 2) unpack(bytes, rows, columns, *codes, *plan, (int8_t *)values, threads);
+}

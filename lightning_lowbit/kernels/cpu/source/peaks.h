@@ -1,0 +1,92 @@
+// The largest magnitudes of columns, of neighboring blocks and of a matrix, and the mean magnitude.
+#pragma once
+
+#include <vector>
+
+#include "floats.h"
+
+namespace {
+
+constexpr int64_t kPanel = 512;  // columns that fit a cache, eight rows of them
+
+// Neighbors compared: lane i has the larger of lanes 2i and 2i + 1 of `a` followed by `b`.
+inline I32 larger_of_pairs(I32 a, I32 b) {
+    return larger(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+                  __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
+}
+
+// Lane i has the largest lane of vector i.
+inline I32 largest_lanes(const I32 *vectors) {
+    I32 pairs[8], fours[4];
+    for (int i = 0; i < 8; i++) pairs[i] = larger_of_pairs(vectors[2 * i], vectors[2 * i + 1]);
+    for (int i = 0; i < 4; i++) fours[i] = larger_of_pairs(pairs[2 * i], pairs[2 * i + 1]);
+    return larger_of_pairs(larger_of_pairs(fours[0], fours[1]), larger_of_pairs(fours[2], fours[3]));
+}
+
+inline U16x2 larger_of_pairs(U16x2 a, U16x2 b) {
+    U16x2 even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38,
+                                         40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62);
+    U16x2 odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 33, 35, 37, 39,
+                                        41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63);
+    return even > odd ? even : odd;
+}
+
+// The same for 16 neighboring blocks of 2 * kVectors bfloat16 numbers each, whose upper bits are enough.
+template <int kVectors>
+inline I32 largest_of_blocks(const BF16 *x) {
+    U16x2 vectors[kVectors];
+    for (int i = 0; i < kVectors; i++) vectors[i] = read<U16x2>(x + i * 2 * kLanes) & 0x7fff;
+    for (int count = kVectors / 2; count > 0; count /= 2)
+        for (int i = 0; i < count; i++) vectors[i] = larger_of_pairs(vectors[2 * i], vectors[2 * i + 1]);
+    U32 pairs = (U32)vectors[0];
+    return larger((I32)(pairs << 16), (I32)(pairs & 0xffff0000u));
+}
+
+// Magnitudes as integers have the order of the numbers, with infinity and NaN above.
+template <class In>
+inline I32 peak_of_column(const In *x, int64_t stride, int64_t rows, int count) {
+    I32 peak = {};
+    for (int64_t row = 0; row < rows; row++) peak = larger(peak, (I32)magnitude(load(x + row * stride, count)));
+    return peak;
+}
+
+template <class In>
+float amax_of(const In *x, int64_t count, int threads) {
+    int64_t chunks = (count + kPanel * 64 - 1) / (kPanel * 64);
+    int32_t largest = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(max : largest) if (threads > 1 && chunks > 1)
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        int64_t end = (chunk + 1) * kPanel * 64 < count ? (chunk + 1) * kPanel * 64 : count;
+        I32 peaks[4] = {};
+        int64_t at = chunk * kPanel * 64;
+        for (; at + 4 * kLanes <= end; at += 4 * kLanes)
+            for (int i = 0; i < 4; i++) peaks[i] = larger(peaks[i], (I32)magnitude(load(x + at + i * kLanes)));
+        for (; at < end; at += kLanes)
+            peaks[0] = larger(peaks[0], (I32)magnitude(load(x + at, int(end - at < kLanes ? end - at : kLanes))));
+        I32 peak = larger(larger(peaks[0], peaks[1]), larger(peaks[2], peaks[3]));
+        for (int lane = 0; lane < kLanes; lane++) largest = peak[lane] > largest ? peak[lane] : largest;
+    }
+    float result;
+    memcpy(&result, &largest, sizeof result);
+    return result;
+}
+
+// The mean magnitude, summed in double by rows.
+template <class In>
+float mean_of(const In *x, int64_t rows, int64_t columns, int threads) {
+    std::vector<double> sums(rows);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 64)
+    for (int64_t row = 0; row < rows; row++) {
+        double sum[kLanes] = {};
+        for (int64_t at = 0; at < columns; at += kLanes) {
+            F32 value = magnitude(load(x + row * columns + at, int(columns - at < kLanes ? columns - at : kLanes)));
+            for (int lane = 0; lane < kLanes; lane++) sum[lane] += value[lane];
+        }
+        for (double part : sum) sums[row] += part;
+    }
+    double total = 0;
+    for (double sum : sums) total += sum;
+    return float(total / double(rows * columns > 1 ? rows * columns : 1));
+}
+
+}  // namespace
