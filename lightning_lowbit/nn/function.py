@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_lowbit.kernels import amax_of, quantize_operand
+from lightning_lowbit.kernels import Packed, amax_of, pack_operand, quantize_operand, unpack_operand
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.gemm import matmul, mean_times, no_autocast
 from lightning_lowbit.nn.layer_amaxes import amax_in_force, stage_
@@ -43,6 +43,7 @@ class Settings(NamedTuple):
         operand_sums, gradient_sums: rows of :class:`lightning_lowbit.nn.watch.Watch`; None outside of measurements.
         shards: which of x, w and g are shards of global matrices.
         weight_amax: float32, 0-d, scales the weight; None for its own amax.
+        packs: keeps what wgrad needs of x as codes and scales, and the parameter instead of the weight's operand.
     """
 
     casts: LinearCasts
@@ -57,6 +58,7 @@ class Settings(NamedTuple):
     shards: Shards
     weight_amax: Tensor | None
     prequantized: PrequantizedWeight | None
+    packs: bool = False
 
     def shard_of(self, operand: str) -> Shard | None:
         """The shard that an operand is, padded as its GEMM takes it; None if it is whole."""
@@ -71,6 +73,15 @@ class Settings(NamedTuple):
         if self.exact:
             return torch.float32
         return cast.grid.gemm_dtype if GEMM[operand] in self.native else None
+
+    @property
+    def packed(self) -> str | None:
+        """The operand of x that is kept as codes and scales; None where x, or its operand, is kept."""
+        return self.casts.plan.packed if self.packs and self.blend is None and self.gradient_sums is None else None
+
+    def unrecorded(self) -> "Settings":
+        """For an operand that another pass has quantized, and recorded, before."""
+        return self._replace(staged=None, operand_sums=None)
 
     def reuses(self, operand: str) -> bool:
         """Whether another GEMM has quantized the operand in the form that this one takes."""
@@ -90,12 +101,12 @@ class _Source(NamedTuple):
 
 class QuantizedGemms(torch.autograd.Function):
     """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast. Takes ``x`` [tokens, in_features], ``w``
-    [out_features, in_features] and ``bias`` [out_features] or None in the dtype of the computation, and
+    [out_features, in_features] (of any dtype) and ``bias`` [out_features] or None in the dtype of the computation, and
     :class:`Settings`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
-        casts, (needs_x, needs_w) = settings.casts, ctx.needs_input_grad[:2]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
+        casts, (needs_x, needs_w), w = settings.casts, ctx.needs_input_grad[:2], weight.to(x.dtype)
         source_x = _Source(x, _amax(x, settings, "fprop_x", *["wgrad_x"] * needs_w))
         if settings.prequantized is not None:
             source_w = _prequantized(w, settings.prequantized, settings)
@@ -103,14 +114,19 @@ class QuantizedGemms(torch.autograd.Function):
             source_w = _Source(w, settings.weight_amax)
         else:
             source_w = _Source(w, _amax(w, settings, "fprop_w", *["dgrad_w"] * needs_x))
+        packed, of_fprop = None, source_x
+        if needs_w and settings.packed is not None:
+            packed = _pack(settings.packed, source_x, settings)
+            if settings.packed == "fprop_x":
+                of_fprop = _unpacked("fprop_x", packed, x.shape, x.dtype, settings)
 
         # Y = X · Wᵀ + b            [tokens, in] · [in, out]
-        qx, qw, offset = _operands("fprop", source_x, source_w, settings, bias)
+        qx, qw, offset = _operands("fprop", of_fprop, source_w, settings, bias)
         y = matmul(qx, qw.t(), offset, x.dtype, fast_accumulation=True)
 
         # "fprop" keeps the operand of the forward pass; all others are quantized anew from the tensor itself.
-        for_wgrad = qx if casts.wgrad_x == "fprop" else Operand(x)
-        for_dgrad = qw if casts.dgrad_w == "fprop" or settings.reuses("dgrad_w") else Operand(w)
+        for_wgrad = packed or (qx if casts.wgrad_x == "fprop" else Operand(x))
+        for_dgrad = qw if _keeps_weight_operand(settings) else Operand(weight if settings.packs else w)
         reads_x = (needs_x and "fprop_x" in casts.surrogate) or (needs_w and settings.gradient_sums is not None)
         ctx.save_for_backward(
             *(for_wgrad if needs_w else (None, None)),
@@ -125,7 +141,7 @@ class QuantizedGemms(torch.autograd.Function):
             settings = settings._replace(in_force=settings.in_force.clone())
         if settings.blend is not None:
             settings = settings._replace(blend=settings.blend.clone())
-        ctx.settings, ctx.dtype = settings, x.dtype
+        ctx.settings, ctx.dtype, ctx.shape, ctx.weight_dtype = settings, x.dtype, x.shape, weight.dtype
         return y
 
     @staticmethod
@@ -133,13 +149,17 @@ class QuantizedGemms(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w = ctx.saved_tensors
         settings: Settings = ctx.settings
-        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        casts, (needs_x, needs_w, needs_bias) = settings.casts, ctx.needs_input_grad[:3]
         reused = torch.float32 if settings.exact else ctx.dtype
         dx = dw = db = None
         with no_autocast(g.device.type):
             source_g = _Source(g, _amax(g, settings, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
             if needs_x:
                 # dX = dY · W           [tokens, out] · [out, in]
+                if settings.packs and not _keeps_weight_operand(settings):
+                    w = w.to(ctx.dtype)
+                    if casts.dgrad_w == "fprop" or settings.reuses("dgrad_w"):
+                        w, w_factor = _operand("fprop_w", _Source(w, amax_w), settings.unrecorded())
                 w, w_factor = _reusable(Operand(w, w_factor), reused)
                 source_w = _Source(w, amax_w, w_factor, is_operand=settings.reuses("dgrad_w"))
                 qg, qw, of_mean = _operands("dgrad", source_g, source_w, settings)
@@ -149,12 +169,18 @@ class QuantizedGemms(torch.autograd.Function):
                     source_g = _Source(qg.values, None, qg.factor, is_operand=True)
             if needs_w:
                 # dW = dYᵀ · X          [out, tokens] · [tokens, in]
-                x, x_factor = _reusable(Operand(x, x_factor), reused)
-                qg, qx, of_mean = _operands("wgrad", source_g, _Source(x, amax_x, x_factor), settings)
+                if settings.packed is None:
+                    source_x = _Source(x, amax_x, x_factor)
+                else:
+                    source_x = _unpacked(settings.packed, Packed(x, x_factor), ctx.shape, ctx.dtype, settings)
+                if casts.wgrad_x == "fprop":
+                    x, x_factor = _reusable(Operand(source_x.values, source_x.factor), reused)
+                    source_x = _Source(x, amax_x, x_factor)
+                qg, qx, of_mean = _operands("wgrad", source_g, source_x, settings)
                 dw = matmul(qg.t(), qx, of_mean, ctx.dtype)
                 if settings.gradient_sums is not None:
                     add_gradients_(settings.gradient_sums, dw, torch.mm(g.to(ctx.dtype).t(), forward_x))
-                dw = _through_rounding("fprop_w", dw, _Source(forward_w, amax_w), settings)
+                dw = _through_rounding("fprop_w", dw, _Source(forward_w, amax_w), settings).to(ctx.weight_dtype)
             if needs_bias:
                 db = g.sum(0)  # of the unquantized gradient
         return dx, dw, db, None
@@ -183,6 +209,8 @@ def _operands(
 
 def _rotated(name: str, source: _Source, transform: Tensor, settings: Settings) -> _Source:
     """An operand with rotated groups along the contraction axis; one process must hold a whole group."""
+    if source.is_operand:  # it was rotated before
+        return source
     shard = getattr(settings.shards, name[-1])
     if shard is not None and shard.dim == CONTRACTION[name]:
         shard.check(source.values.shape, len(transform), "groups of a Hadamard transform, of")
@@ -192,7 +220,7 @@ def _rotated(name: str, source: _Source, transform: Tensor, settings: Settings) 
 def _operand(name: str, source: _Source, settings: Settings) -> Operand:
     cast, i, sums = getattr(settings.casts, name), INDEX[name], settings.operand_sums
     if source.is_operand or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": the operand of that GEMM
-        if source.is_operand and sums is not None:
+        if source.is_operand and sums is not None and name in settings.casts.plan.shared:
             sums[i].copy_(sums[INDEX[SHARED[name]]])
         return Operand(source.values, source.factor)
     key = None if settings.keys is None else settings.keys[i]
@@ -202,6 +230,37 @@ def _operand(name: str, source: _Source, settings: Settings) -> Operand:
     if sums is not None:
         merge_statistics_(sums[i], operand_statistics(source.values, quantized, cast, dim, amax, shard=shard))
     return quantized if settings.blend is None else blend(source.values, quantized, settings.blend, settings.exact)
+
+
+def _keeps_weight_operand(settings: Settings) -> bool:
+    """Whether dgrad gets the forward pass's operand of the weight as it is."""
+    plan = settings.casts.plan
+    if settings.casts.dgrad_w != "fprop" and not settings.reuses("dgrad_w"):
+        return False
+    return not settings.packs or settings.prequantized is not None or "fprop_w" in plan.altered
+
+
+def _pack(name: str, source: _Source, settings: Settings) -> Packed:
+    """An operand as codes and scales, for the backward pass."""
+    cast, i, sums = getattr(settings.casts, name), INDEX[name], settings.operand_sums
+    if GEMM[name] in settings.casts.hadamard:
+        source = _rotated(name, source, _transform(GEMM[name], settings, source.values.device), settings)
+    key = None if settings.keys is None else settings.keys[i]
+    amax, dim, shard = _scale_amax(name, source, settings), CONTRACTION[name], settings.shard_of(name)
+    packed = pack_operand(source.values, cast, dim, key, amax, shard)
+    if sums is not None:
+        quantized = unpack_operand(packed, cast, dim, source.values.shape, source.values.dtype)
+        merge_statistics_(sums[i], operand_statistics(source.values, quantized, cast, dim, amax, shard=shard))
+    return packed
+
+
+def _unpacked(name: str, packed: Packed, shape: torch.Size, source: torch.dtype, settings: Settings) -> _Source:
+    cast, dtype = getattr(settings.casts, name), settings.dtype_of(name, getattr(settings.casts, name))
+    if GEMM[name] in settings.casts.hadamard:  # padded to whole groups
+        size = settings.casts.hadamard[GEMM[name]].size
+        shape = torch.Size(n + -n % size if i == CONTRACTION[name] else n for i, n in enumerate(shape))
+    operand = unpack_operand(packed, cast, CONTRACTION[name], shape, source, dtype)
+    return _Source(operand.values, None, operand.factor, is_operand=True)
 
 
 def _amax(tensor: Tensor, settings: Settings, *operands: str) -> Tensor | None:
@@ -253,7 +312,7 @@ def _transform(gemm: str, settings: Settings, device: torch.device) -> Tensor:
 
 def _through_rounding(name: str, gradient: Tensor, source: _Source, settings: Settings) -> Tensor:
     """The gradient of a tensor from that of its quantized values, in the space in which it was quantized."""
-    casts, settings = settings.casts, settings._replace(staged=None)
+    casts, settings = settings.casts, settings.unrecorded()
     if name not in casts.surrogate:
         return gradient  # straight through
     cast, quantized = getattr(casts, name), gradient

@@ -17,6 +17,7 @@ from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import PrequantizedWeight, QuantizedGemms, Settings
 from lightning_lowbit.nn.gemm import native_obstacle, no_autocast
 from lightning_lowbit.nn.layer_amaxes import LayerAmaxes, amax_in_force, stage_
+from lightning_lowbit.nn.saving import Readers
 from lightning_lowbit.nn.sharded.parallel import Shards, tensor_parallel
 from lightning_lowbit.quant import amax_along, smoothing_factor
 from lightning_lowbit.quant.shard import amax_of, max_over_shards
@@ -46,6 +47,9 @@ class QuantizedLayer(nn.Module):
         amaxes: kept between steps; None until set.
         exact: computes float32 GEMMs over exact operands.
         backend: ``"auto"`` (native GEMMs where device and casts allow), ``"native"`` or ``"emulated"``.
+        save: ``"inputs"`` or ``"codes"``: what is kept for the backward pass, see :mod:`lightning_lowbit.nn.saving`.
+        readers: knows the layers that read one tensor together; None for ``save="inputs"``.
+        keeps_input: with ``save="codes"``, whether too many layers read the input for each to keep its codes.
         blend: float32, 0-d: λ of annealing, see :func:`set_blend`; None for fully quantized operands.
         operand_sums, gradient_sums: rows of :class:`lightning_lowbit.nn.watch.Watch`; None outside of measurements.
         token_amax: float32 ``[tokens, 1]``, for smoothing the tokens of the next pass; None until set.
@@ -60,6 +64,9 @@ class QuantizedLayer(nn.Module):
     amaxes: LayerAmaxes | None = None
     exact: bool = False
     backend: str = "auto"
+    save: str = "inputs"
+    readers: Readers | None = None
+    keeps_input: bool = False
     blend: Tensor | None = None
     token_amax: Tensor | None = None
     operand_sums: Tensor | None = None
@@ -92,10 +99,12 @@ class QuantizedLayer(nn.Module):
     def quantized_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards = _WHOLE) -> Tensor:
         """:meth:`forward` through the casts, of shards too; with six of None it equals ``nn.Linear`` to the bit."""
         device, shape, prequantized, amaxes = x.device.type, x.shape, self.prequantized_weight, self.amaxes
+        packs, source = self.readers is not None, x
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # autocast does not cast float64
             dtype = torch.get_autocast_dtype(device)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-            weight = weight.to(dtype) if prequantized is None else weight
+            # With codes, the parameter itself is kept, and converted again.
+            weight = weight if prequantized is not None or (packs and self.casts.smooth is None) else weight.to(dtype)
         elif x.dtype != weight.dtype:
             raise ValueError(
                 f"Input and weight must have one dtype; got {x.dtype} and {weight.dtype}. Cast one of them, or use "
@@ -129,14 +138,21 @@ class QuantizedLayer(nn.Module):
                 operand_sums=self.operand_sums,
                 gradient_sums=self.gradient_sums,
                 shards=shards,
-                weight_amax=self.shared_amax(weight.dtype) if prequantized is None else prequantized.amax,
+                weight_amax=self.shared_amax(x.dtype) if prequantized is None else prequantized.amax,
                 prequantized=prequantized,
+                packs=packs and self._packs(source, x.dtype),
             )
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
             if rescale is not None:
                 y = y * rescale if bias is None else y * rescale + bias
         # As nn.Linear does: FSDP2 warns of modules that return a view.
         return torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[-1]))
+
+    def _packs(self, source: Tensor, dtype: torch.dtype) -> bool:
+        """Whether this pass keeps codes: not where a second backward pass will draw the random bits of x anew."""
+        if self.readers is None or (self.calls is not None and self.calls.given is not None):
+            return False
+        return self.readers.pack(self, source, dtype)
 
     def _smoothed(self, x: Tensor, weight: Tensor, shards: Shards) -> tuple[Tensor, Tensor, Tensor | None]:
         """x and w with the smoothing factor s in them, and the factor of the product (None for 1).

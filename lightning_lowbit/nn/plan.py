@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lightning_lowbit.quant import Cast
+from lightning_lowbit.quant.packed import packing_obstacle
 
 if TYPE_CHECKING:
     from lightning_lowbit.nn.casts import LinearCasts
@@ -38,6 +39,7 @@ class Plan(NamedTuple):
         altered: the operands of GEMMs with a transform, or without means: they are not the tensor itself.
         shared: the operands that equal the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis.
         native_gemms: the GEMMs that hardware may compute on quantized elements, and how.
+        packed: the operand of x that the backward pass can do with, as codes and scales; None where it needs x.
     """
 
     is_empty: bool
@@ -47,6 +49,7 @@ class Plan(NamedTuple):
     altered: frozenset[str]
     shared: frozenset[str]
     native_gemms: dict[str, str]
+    packed: str | None
 
 
 def plan_of(casts: "LinearCasts") -> Plan:
@@ -66,7 +69,18 @@ def plan_of(casts: "LinearCasts") -> Plan:
         altered=altered,
         shared=frozenset(repeated & nearest & without_axis),
         native_gemms={gemm: kind for gemm, kind in kinds.items() if kind is not None},
+        packed=_packed(casts),
     )
+
+
+def _packed(casts: "LinearCasts") -> str | None:
+    name = "fprop_x" if casts.wgrad_x == "fprop" else "wgrad_x"
+    cast = getattr(casts, name)
+    if not isinstance(cast, Cast) or packing_obstacle(cast) is not None or "fprop_x" in casts.surrogate:
+        return None
+    # Means are those of x itself; a rotated operand of the forward pass is not the one of another GEMM.
+    altered = GEMM[name] in casts.subtract_mean or (name == "fprop_x" and "fprop" in casts.hadamard)
+    return None if altered or ("wgrad" in casts.subtract_mean) else name
 
 
 def native_kind(casts: "LinearCasts", gemm: str) -> str | None:

@@ -29,6 +29,7 @@ from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.context import ForwardContext
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, plan, plan_by_name
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
+from lightning_lowbit.nn.saving import check_save
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
 from lightning_lowbit.precision.checkpoints.overridden import asked_options
 from lightning_lowbit.precision.checkpoints.trained import Origin, check_changes
@@ -63,6 +64,8 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
         backend: ``"auto"`` runs FP8 and integer GEMMs natively where the hardware can (scales per tensor or row), and
             emulates all others. ``"native"`` raises instead of emulating. ``"emulated"`` emulates all.
+        save: what layers keep of their input for the backward pass: ``"inputs"``, the tensor, or ``"codes"``, codes and
+            scales of its quantized operand (4.5 bits in NVFP4), with the same gradients.
         smooth_swiglu: ``"channel"`` or ``"token"``, see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
         fresh_histories: start with empty amax histories, even if a checkpoint holds some.
         shared_amax: patterns of layers whose weights share an amax within a module, such as ``["(q|k|v)_proj"]``.
@@ -90,6 +93,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         seed: int | None = None,
         exact: bool = False,
         backend: str = "auto",
+        save: str = "inputs",
         smooth_swiglu: str | None = None,
         fresh_histories: bool = False,
         shared_amax: Iterable[str] = (),
@@ -107,12 +111,13 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         self.skip, self.only = _as_list(skip), None if only is None else _as_list(only)
         self.shared_amax = _as_list(shared_amax)
         self.seed, self.exact = global_seed() if seed is None else seed, exact
-        self.backend, self.smooth_swiglu = backend, smooth_swiglu
+        self.backend, self.save, self.smooth_swiglu = backend, save, smooth_swiglu
         self.fresh_histories, self.quantize_before_gather = fresh_histories, quantize_before_gather
         self.casts_of_checkpoint = casts_of_checkpoint
         if smooth_swiglu is not None:
             choose("kind of smooth_swiglu", smooth_swiglu, SMOOTHINGS)
         check_backend({"": self.casts, **self.overrides}, backend, exact)
+        check_save({}, save)
         self.coverage_line = CoverageLine()
         self._root: nn.Module | None = None
         self._is_sharded = False
@@ -132,7 +137,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
             checkpoint: a path to a file or a folder of shards, or what ``torch.load`` returned.
             weights_only: as in ``torch.load``.
             **changes: arguments of :class:`LowBitPrecision` that do not change what the model computes: ``scaler``,
-                ``seed``, ``exact``, ``backend``, ``fresh_histories``, ``quantize_before_gather``,
+                ``seed``, ``exact``, ``backend``, ``save``, ``fresh_histories``, ``quantize_before_gather``,
                 ``casts_of_checkpoint``.
 
         Raises:
@@ -190,6 +195,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         self._device, self._rank = trainer.strategy.root_device, data_rank(trainer)
         planned = self.plan(module)
         check_backend(planned, self.backend, self.exact, self._device)  # raises before the model is changed
+        check_save(planned, self.save)
         if self.quantize_before_gather:
             from lightning_lowbit.nn.sharded.eligible import check_gathers  # imports private parts of FSDP2
             from lightning_lowbit.nn.sharded.gather import WeightGathers

@@ -28,6 +28,7 @@ from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes, groups
 from lightning_lowbit.nn.conversion.smooth_swiglu import watch_up_projections
 from lightning_lowbit.nn.keys import LayerKeys, clean_name, unchanged, with_index
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.saving import check_save
 from lightning_lowbit.precision.changed_casts import changed_casts, match, smoothed
 
 
@@ -37,6 +38,7 @@ class ConvertedLayers:
     # Set by the plugin.
     backend: str
     exact: bool
+    save: str
     smooth_swiglu: str | None
     shared_amax: Iterable[str]
 
@@ -81,7 +83,7 @@ class ConvertedLayers:
         self._model = weakref.ref(model)
 
     def _convert(self, model: nn.Module, planned: Mapping[str, LinearCasts], seed: int) -> None:
-        convert_layers(model, planned, self.exact, self.backend)
+        convert_layers(model, planned, self.exact, self.backend, self.save)
         self._keys = LayerKeys(model, seed)
         self._planned = {clean_name(name): casts for name, casts in planned.items()}
         self._change_casts(self._planned | {n: c for n, c in self._changed.items() if n in self._planned}, model)
@@ -176,6 +178,7 @@ class ConvertedLayers:
         if self.smooth_swiglu is not None:
             changes = smoothed(changes, self._casts, model, self.smooth_swiglu)
         check_backend(changes, self.backend, self.exact, self._device)
+        check_save({name: casts for name, casts in changes.items() if casts.surrogate}, self.save)
         if self.shared_amax:
             groups({**self.casts_of(".*"), **changes}, self.shared_amax)  # raises if they could not share an amax
         return changes

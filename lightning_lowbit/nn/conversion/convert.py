@@ -15,6 +15,7 @@ from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import BACKENDS, QuantizedLayer, has_native_gemms, is_linear, quantized_class
 from lightning_lowbit.nn.plan import GEMMS
+from lightning_lowbit.nn.saving import Readers, check_save
 from lightning_lowbit.quant import Cast
 
 # Mapping before LinearCasts: a command line takes the first type that fits, and LinearCasts would fill in defaults.
@@ -31,6 +32,7 @@ def convert(
     exact: bool = False,
     backend: str = "auto",
     smooth_swiglu: str | None = None,
+    save: str = "inputs",
 ) -> _Model:
     """Quantizes the linear layers of a model in place, and returns the model.
 
@@ -47,23 +49,31 @@ def convert(
         backend: ``"auto"`` runs GEMMs of FP8 or integers with scales per tensor or row natively where the device can,
             and emulates the others; ``"emulated"`` emulates all; ``"native"`` refuses to emulate.
         smooth_swiglu: ``"channel"`` or ``"token"``, see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
+        save: what layers keep of their input for the backward pass: ``"inputs"``, the tensor, or ``"codes"``, codes and
+            scales of its quantized operand, with the same gradients.
 
     Raises:
         ValueError: a pattern matches no layer, or no layer is left to convert; an unknown backend, or a native one that
-            the casts do not have; no SwiGLU to smooth. The model is then unchanged.
+            the casts do not have; no SwiGLU to smooth; codes that the casts do not have. The model is then unchanged.
 
     Examples:
         >>> convert(model, "nvfp4", skip=["lm_head"], overrides={"layers.0": "fp8-current"})
     """
     planned = plan(model, casts, skip, only, overrides, smooth_swiglu)
     check_backend(planned, backend, exact)
-    return convert_layers(model, planned, exact, backend)
+    check_save(planned, save)
+    return convert_layers(model, planned, exact, backend, save)
 
 
 def convert_layers(
-    model: _Model, planned: Mapping[str, LinearCasts], exact: bool = False, backend: str = "auto"
+    model: _Model,
+    planned: Mapping[str, LinearCasts],
+    exact: bool = False,
+    backend: str = "auto",
+    save: str = "inputs",
 ) -> _Model:
     """Converts the layers of ``planned`` (casts by name in the model) in place; the others go to high precision."""
+    readers = Readers() if save == "codes" else None
     ForwardContext.detach(model)  # of casts that it had before
     for name, former in quantized_layers(model).items():
         if name not in planned:  # converted before, and to be left alone now
@@ -72,7 +82,8 @@ def convert_layers(
         layer: Any = model.get_submodule(name)
         layer.__class__ = quantized_class(type(layer))  # type: ignore[arg-type]
         layer.set_casts(layer_casts)
-        layer.exact, layer.backend = exact, backend
+        layer.exact, layer.backend, layer.save = exact, backend, save
+        layer.readers, layer.keeps_input = readers, False
     watch_up_projections(model)
     for module in model.modules():
         # In evaluation torch would run these blocks as one fused operation on the raw weights, unless this flag is 0.

@@ -157,7 +157,16 @@ LACKING = "the state of a version of lightning_lowbit that did not record the ca
 _ARGUMENTS = ("compute_dtype", "smooth_swiglu", "shared_amax", "exact", "backend")
 
 # Arguments that do not change what a model computes.
-CHANGEABLE = ("backend", "casts_of_checkpoint", "exact", "fresh_histories", "quantize_before_gather", "scaler", "seed")
+CHANGEABLE = (
+    "backend",
+    "casts_of_checkpoint",
+    "exact",
+    "fresh_histories",
+    "quantize_before_gather",
+    "save",
+    "scaler",
+    "seed",
+)
 
 
 def check_changes(changes: Mapping[str, Any]) -> Mapping[str, Any]:

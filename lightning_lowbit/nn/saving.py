@@ -1,0 +1,76 @@
+"""What layers keep of their input for the backward pass: the tensor, or its codes and scales."""
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.checks import choose
+from lightning_lowbit.quant.packed import packed_bits
+
+if TYPE_CHECKING:
+    from lightning_lowbit.nn.casts import LinearCasts
+
+SAVES = ("inputs", "codes")
+
+
+def check_save(planned: "Mapping[str, LinearCasts]", save: str) -> None:
+    """Raises a ``ValueError`` for an unknown ``save``, or for ``"codes"`` where layers need their input."""
+    if choose("save", save, SAVES) == "inputs":
+        return
+    for name, casts in planned.items():
+        if "fprop_x" in casts.surrogate:
+            raise ValueError(
+                f"save='codes' keeps no input, and the surrogate gradient of fprop_x needs it; got {name or 'casts'} "
+                f"with {casts}. Leave the surrogate of fprop_x out, or take save='inputs'."
+            )
+    if planned and all(casts.plan.packed is None for casts in planned.values()):
+        raise ValueError(
+            "save='codes' keeps the quantized operand of wgrad, and none of these casts has one that can be packed: "
+            "give wgrad_x a cast (or 'fprop'), without zero points or means, or take save='inputs'. Got "
+            f"{next(iter(planned.values()))}."
+        )
+
+
+def saved_bits(casts: "LinearCasts", save: str, dtype: torch.dtype) -> float:
+    """Bits per element of its input that a layer keeps for the backward pass.
+
+    Examples:
+        >>> saved_bits(LinearCasts.preset("nvfp4"), "codes", torch.bfloat16)
+        4.5
+    """
+    if save == "codes" and casts.plan.packed is not None:
+        return packed_bits(getattr(casts, casts.plan.packed))
+    return 8.0 * dtype.itemsize
+
+
+class Readers:
+    """Which layers read one tensor together: where their codes would take more than the tensor, they keep that.
+
+    One tensor serves all of its readers: with codes of 4.5 bits, four layers keep a bfloat16 tensor instead.
+    """
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._input: weakref.ref[Tensor] | None = None
+        self._layers: list[Any] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Readers, ()  # a copy, or a pickled model, has layers of its own
+
+    def pack(self, layer: Any, x: Tensor, dtype: torch.dtype) -> bool:
+        """Whether a layer keeps codes of its input ``x``, which it reads in ``dtype``. Layers that read ``x`` together
+        are known from their first pass on; bits of gradients do not depend on it."""
+        if torch.compiler.is_compiling() or x.dtype != dtype:  # a copy in another dtype has one reader
+            return not layer.keeps_input
+        if self._input is None or self._input() is not x:
+            self._input, self._layers = weakref.ref(x), []
+        self._layers = [*(other for other in self._layers if other is not layer), layer]
+        if sum(saved_bits(other.casts, "codes", dtype) for other in self._layers) > 8 * dtype.itemsize:
+            for other in self._layers:
+                other.keeps_input = True
+        return not layer.keeps_input
