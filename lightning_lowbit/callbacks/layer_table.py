@@ -5,14 +5,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.saving import saved_bits
 from lightning_lowbit.report.console import Table
 
 
-def layer_table(model: nn.Module) -> Table:
+def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
+    """One row per kind of layer; ``dtype`` is that of the computation."""
     rows: dict[tuple[Any, ...], list[str]] = {}
     parameters: Counter[tuple[Any, ...]] = Counter()
     labels = _labels(model)
@@ -40,7 +43,20 @@ def layer_table(model: nn.Module) -> Table:
     total = sum(parameters.values())
     share = f"{quantized / total:.1%}" if total else "none"
     caption = f"{_count(quantized)} of {_count(total)} parameters ({share}) are weights and biases of converted layers."
+    caption += _savings(model, dtype)
     return Table(["layers", "class", "in → out", "parameters", "casts", "GEMMs"], body, caption)
+
+
+def _savings(model: nn.Module, dtype: torch.dtype) -> str:
+    """What layers keep of their inputs, if not the tensors."""
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLayer) and module.save == "codes"]
+    if not layers:
+        return ""
+    widths = [layer.weight_matrix().shape[-1] for layer in layers]
+    pairs = zip(widths, layers, strict=True)
+    bits = sum(width * saved_bits(layer.full_casts, layer.save, dtype) for width, layer in pairs) / max(sum(widths), 1)
+    whole = torch.finfo(dtype).bits
+    return f" For the backward pass they keep {bits:.2f} bits per element of their inputs, of {whole} (save='codes')."
 
 
 def _executed(layer: QuantizedLayer) -> str:
@@ -77,13 +93,14 @@ def _labels(model: nn.Module) -> dict[LinearCasts, str]:
     return {casts: f"casts {i}" if " " in name else name for i, (casts, name) in enumerate(names.items(), start=1)}
 
 
-def layer_data(model: nn.Module) -> Iterable[dict[str, Any]]:
+def layer_data(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Iterable[dict[str, Any]]:
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
             out_features, in_features = module.weight_matrix().shape[-2:]
             casts = _describe(module.full_casts)
             native = list(module.native_gemms(module.weight.device, module.full_casts))
-            yield {"name": clean_name(name), "in": in_features, "out": out_features, "casts": casts, "native": native}
+            own = {"name": clean_name(name), "in": in_features, "out": out_features, "casts": casts, "native": native}
+            yield own | {"saved_bits": saved_bits(module.full_casts, module.save, dtype)}
 
 
 def merge_numbers(flops: Mapping[str, int]) -> list[tuple[str, int, int]]:

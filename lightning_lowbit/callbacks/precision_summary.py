@@ -55,16 +55,16 @@ class PrecisionSummary(LowBitCallback):
         self._steps: Counter[str] = Counter()  # optimizer steps by phase
         self._folder: Path | None = None
         self._model: nn.Module | None = None
-        self._hp_bits = 32
+        self._dtype = torch.float32
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.counter, self._counting, self._model = None, False, pl_module
         if trainer.global_step == 0:  # another run
             self._steps.clear()
-        self._hp_bits = torch.finfo(compute_dtype(trainer.precision_plugin)).bits
+        self._dtype = compute_dtype(trainer.precision_plugin)
         folder = trainer.log_dir  # all processes ask for it together
         self._folder = Path(folder) if folder is not None and trainer.loggers and "://" not in folder else None
-        self._show(trainer, layer_table(pl_module), *cast_legend(pl_module))
+        self._show(trainer, layer_table(pl_module, self._dtype), *cast_legend(pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self.counter is None:
@@ -121,7 +121,7 @@ class PrecisionSummary(LowBitCallback):
         """The measured coverage, for the casts of a phase or those in force; ``RuntimeError`` before the first step."""
         if self.counter is None or self._counting:
             raise RuntimeError("Coverage is measured in the first training step, and there was none yet.")
-        return self.counter.coverage(phase, self._hp_bits)
+        return self.counter.coverage(phase, torch.finfo(self._dtype).bits)
 
     def average_bits(self) -> float:
         steps = self._steps or Counter({"fqt": 1})
@@ -131,7 +131,7 @@ class PrecisionSummary(LowBitCallback):
         return self.coverage("bf16" if phase == _BLENDING else phase).average_bits
 
     def report_data(self, trainer: Trainer) -> dict[str, Any]:
-        data: dict[str, Any] = {"layers": list(layer_data(self._model)) if self._model is not None else []}
+        data: dict[str, Any] = {"layers": list(layer_data(self._model, self._dtype)) if self._model is not None else []}
         if self.counter is not None and not self._counting:
             measured = self.coverage("fqt")
             data |= {
@@ -153,7 +153,7 @@ class PrecisionSummary(LowBitCallback):
             average = Text(f"Average over the run: {self.average_bits():.2f} bits per GEMM operand.")
             coverage = [*self._coverage_blocks(), average]
         return [
-            Section("Layers and casts", (layer_table(self._model), *cast_legend(self._model))),
+            Section("Layers and casts", (layer_table(self._model, self._dtype), *cast_legend(self._model))),
             Section("Coverage", tuple(coverage)),
         ]
 

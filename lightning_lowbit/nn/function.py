@@ -43,7 +43,8 @@ class Settings(NamedTuple):
         operand_sums, gradient_sums: rows of :class:`lightning_lowbit.nn.watch.Watch`; None outside of measurements.
         shards: which of x, w and g are shards of global matrices.
         weight_amax: float32, 0-d, scales the weight; None for its own amax.
-        packs: keeps what wgrad needs of x as codes and scales, and the parameter instead of the weight's operand.
+        recasts: keeps the parameter for the backward pass, and converts it again, instead of what was made of it.
+        packs: keeps what wgrad needs of x as codes and scales.
     """
 
     casts: LinearCasts
@@ -58,6 +59,7 @@ class Settings(NamedTuple):
     shards: Shards
     weight_amax: Tensor | None
     prequantized: PrequantizedWeight | None
+    recasts: bool = False
     packs: bool = False
 
     def shard_of(self, operand: str) -> Shard | None:
@@ -77,7 +79,10 @@ class Settings(NamedTuple):
     @property
     def packed(self) -> str | None:
         """The operand of x that is kept as codes and scales; None where x, or its operand, is kept."""
-        return self.casts.plan.packed if self.packs and self.blend is None and self.gradient_sums is None else None
+        if not self.packs or self.blend is not None or self.gradient_sums is not None:
+            return None
+        without_keys = self.keys is None and self.casts.plan.draws  # so there will be no backward pass
+        return None if without_keys else self.casts.plan.packed
 
     def unrecorded(self) -> "Settings":
         """For an operand that another pass has quantized, and recorded, before."""
@@ -106,7 +111,8 @@ class QuantizedGemms(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
-        casts, (needs_x, needs_w), w = settings.casts, ctx.needs_input_grad[:2], weight.to(x.dtype)
+        casts, (needs_x, needs_w) = settings.casts, ctx.needs_input_grad[:2]
+        w = weight.to(x.dtype) if settings.recasts else weight
         source_x = _Source(x, _amax(x, settings, "fprop_x", *["wgrad_x"] * needs_w))
         if settings.prequantized is not None:
             source_w = _prequantized(w, settings.prequantized, settings)
@@ -126,7 +132,7 @@ class QuantizedGemms(torch.autograd.Function):
 
         # "fprop" keeps the operand of the forward pass; all others are quantized anew from the tensor itself.
         for_wgrad = packed or (qx if casts.wgrad_x == "fprop" else Operand(x))
-        for_dgrad = qw if _keeps_weight_operand(settings) else Operand(weight if settings.packs else w)
+        for_dgrad = qw if _keeps_weight_operand(settings) else Operand(weight if settings.recasts else w)
         reads_x = (needs_x and "fprop_x" in casts.surrogate) or (needs_w and settings.gradient_sums is not None)
         ctx.save_for_backward(
             *(for_wgrad if needs_w else (None, None)),
@@ -156,7 +162,7 @@ class QuantizedGemms(torch.autograd.Function):
             source_g = _Source(g, _amax(g, settings, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
             if needs_x:
                 # dX = dY · W           [tokens, out] · [out, in]
-                if settings.packs and not _keeps_weight_operand(settings):
+                if settings.recasts and not _keeps_weight_operand(settings):
                     w = w.to(ctx.dtype)
                     if casts.dgrad_w == "fprop" or settings.reuses("dgrad_w"):
                         w, w_factor = _operand("fprop_w", _Source(w, amax_w), settings.unrecorded())
@@ -237,7 +243,7 @@ def _keeps_weight_operand(settings: Settings) -> bool:
     plan = settings.casts.plan
     if settings.casts.dgrad_w != "fprop" and not settings.reuses("dgrad_w"):
         return False
-    return not settings.packs or settings.prequantized is not None or "fprop_w" in plan.altered
+    return not settings.recasts or settings.prequantized is not None or "fprop_w" in plan.altered
 
 
 def _pack(name: str, source: _Source, settings: Settings) -> Packed:

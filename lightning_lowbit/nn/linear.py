@@ -99,12 +99,12 @@ class QuantizedLayer(nn.Module):
     def quantized_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards = _WHOLE) -> Tensor:
         """:meth:`forward` through the casts, of shards too; with six of None it equals ``nn.Linear`` to the bit."""
         device, shape, prequantized, amaxes = x.device.type, x.shape, self.prequantized_weight, self.amaxes
-        packs, source = self.readers is not None, x
+        recasts, source = self.readers is not None and self.casts.smooth is None and prequantized is None, x
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # autocast does not cast float64
             dtype = torch.get_autocast_dtype(device)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             # With codes, the parameter itself is kept, and converted again.
-            weight = weight if prequantized is not None or (packs and self.casts.smooth is None) else weight.to(dtype)
+            weight = weight if prequantized is not None or recasts else weight.to(dtype)
         elif x.dtype != weight.dtype:
             raise ValueError(
                 f"Input and weight must have one dtype; got {x.dtype} and {weight.dtype}. Cast one of them, or use "
@@ -140,7 +140,8 @@ class QuantizedLayer(nn.Module):
                 shards=shards,
                 weight_amax=self.shared_amax(x.dtype) if prequantized is None else prequantized.amax,
                 prequantized=prequantized,
-                packs=packs and self._packs(source, x.dtype),
+                recasts=recasts,
+                packs=self.readers is not None and self._packs(source, x.dtype),
             )
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
             if rescale is not None:

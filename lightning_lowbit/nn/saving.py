@@ -65,8 +65,9 @@ class Readers:
     def pack(self, layer: Any, x: Tensor, dtype: torch.dtype) -> bool:
         """Whether a layer keeps codes of its input ``x``, which it reads in ``dtype``. Layers that read ``x`` together
         are known from their first pass on; bits of gradients do not depend on it."""
-        if torch.compiler.is_compiling() or x.dtype != dtype:  # a copy in another dtype has one reader
-            return not layer.keeps_input
+        shares = layer.casts.plan.packed == "wgrad_x" and x.dtype == dtype  # or else the tensor is a copy of its own
+        if not shares or torch.compiler.is_compiling():
+            return not (shares and layer.keeps_input)
         if self._input is None or self._input() is not x:
             self._input, self._layers = weakref.ref(x), []
         self._layers = [*(other for other in self._layers if other is not layer), layer]

@@ -26,7 +26,7 @@ from lightning_lowbit._lightning import (
 from lightning_lowbit.checks import choose
 from lightning_lowbit.distributed import clip_gradients_, connect, is_flat, is_sharded
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
-from lightning_lowbit.nn.context import ForwardContext
+from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, plan, plan_by_name
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
 from lightning_lowbit.nn.saving import check_save

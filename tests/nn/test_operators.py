@@ -13,6 +13,7 @@ import lightning_lowbit.metrics.outliers
 import lightning_lowbit.nn  # registers them
 import lightning_lowbit.optim.moments  # noqa: F401
 from lightning_lowbit import Cast, Scale
+from lightning_lowbit.kernels import pack_operand
 from lightning_lowbit.quant.shard import Shard
 
 KEY, ROTATION = torch.tensor(12345), torch.eye(16)
@@ -63,6 +64,14 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
     "split_mean": lambda x: [(x,)],
     "_quantize_operand": operands,
     "plain_operand": operands,
+    "_pack_operand": lambda x: [
+        *product((x,), (BLOCKS, ROWS), (0, 1), (KEY,), (None,), (None, shard())),
+        (x, TERNARY, 1, None, None, None),
+    ],
+    "_unpack_operand": lambda x: [
+        (*pack_operand(x, Cast.from_spec(spec), dim, KEY), spec, dim, list(x.shape), x.dtype, torch.float32)
+        for spec, dim in product((BLOCKS, ROWS, TERNARY), (0, 1))
+    ],
     "_amax": lambda x: [(x,), (x.new_empty(0, 24),)],
     "_operand_statistics": lambda x: [
         *product((x,), (x.contiguous(),), (None, TWO), (BLOCKS, ROWS), (0, 1), (None,), (x.numel(), 400), (None,)),

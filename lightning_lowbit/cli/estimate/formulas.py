@@ -6,7 +6,7 @@ d data-parallel groups of t tensor-parallel devices, m micro-batches; b, r bytes
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import ceil, floor, prod
 
 import torch
 
@@ -82,7 +82,10 @@ def memory(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
 def saved_activations(model: Model, batch: Batch, layout: Layout) -> int:
     """Bytes that autograd keeps after the forward pass of a micro-batch, without weights."""
     if model.decoder is None:
-        return batch.tokens * model.compute * sum(layer.in_features for layer in model.layers)
+        per_token = 0.0
+        for layer in model.layers:
+            per_token += layer.in_features * (model.compute if layer.saved is None else layer.saved)
+        return batch.tokens * ceil(per_token)
     kept = _residual(model, layout) * model.decoder.hidden if model.checkpointing else block_activations(model, layout)
     return batch.tokens * (model.decoder.blocks * kept + _head_activations(model, layout))
 
@@ -95,7 +98,14 @@ def block_activations(model: Model, layout: Layout) -> int:
     q, k = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
     attention = b * 2 * (q + k) + _STATISTICS * decoder.heads
     mlp = b * (4 if decoder.gated else 2) * decoder.intermediate
-    return 2 * _norm(decoder, r) + copies * b * decoder.hidden + (attention + mlp) // layout.tensor_parallel
+    inputs: float = copies * b * decoder.hidden
+    if (saved := model.saved) is not None:  # codes; of a tensor that several layers read, only where they are smaller
+        ups = decoder.readers - 3
+        each = decoder.readers * saved if b != r else min(3 * saved, b) + min(ups * saved, b)
+        inputs = each * decoder.hidden
+        attention += ceil(saved * q)  # of the result, which attention itself keeps
+        mlp -= floor((b - saved) * decoder.intermediate)
+    return 2 * _norm(decoder, r) + ceil(inputs) + (attention + mlp) // layout.tensor_parallel
 
 
 def _head_activations(model: Model, layout: Layout) -> int:
@@ -122,7 +132,7 @@ def weight_copies(model: Model, layout: Layout) -> int:
     """Bytes of matrices in the compute dtype, if they are stored or gathered in another one."""
     if model.compute == _residual(model, layout):
         return 0
-    matrices = [w for w in model.weights if w.matrix]
+    matrices = [w for w in model.weights if w.matrix and not w.recast]
     outside = sum(prod(w.shape) for w in matrices if w.block is None)
     of_blocks = Counter[str]()
     for weight in matrices:

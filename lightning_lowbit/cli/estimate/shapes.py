@@ -17,6 +17,7 @@ from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.linear import QuantizedLayer, is_linear, quantized_class
 from lightning_lowbit.nn.plan import GEMMS
+from lightning_lowbit.nn.saving import saved_bits
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.quant import Cast
 
@@ -35,17 +36,20 @@ class Weight:
     block: str | None = None  # name of its decoder block
     matrix: bool = False  # whether it is the weight of a linear layer
     packed: Cast | None = None  # that can quantize its shards before they are gathered
+    recast: bool = False  # whether the backward pass converts it again, instead of keeping a copy
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer: its name, features, arithmetic of each GEMM, and whether it is in a decoder block."""
+    """A linear layer: its name, features, arithmetic of each GEMM, whether it is in a decoder block, and the bytes per
+    element that it keeps of its input for the backward pass (None: those of the compute dtype)."""
 
     name: str
     out_features: int
     in_features: int
     arithmetic: Mapping[str, str]
     in_block: bool = False
+    saved: float | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,15 @@ class Model:
     def high(self) -> str:
         return _high(self.compute)
 
+    @property
+    def saved(self) -> float | None:
+        """Bytes per element that layers of blocks keep of their inputs, on average; None where all keep tensors."""
+        layers = [layer for layer in self.layers if layer.in_block]
+        if all(layer.saved is None for layer in layers):
+            return None
+        kept = [layer.in_features * (self.compute if layer.saved is None else layer.saved) for layer in layers]
+        return sum(kept) / sum(layer.in_features for layer in layers)
+
 
 def _high(compute: int) -> str:
     return "bf16" if compute == 2 else "fp32"
@@ -115,13 +128,17 @@ def describe(
     elif network.config.model_type != "llama":
         notes.append(f"Activations are those of LLaMA's block, and the model is of type {network.config.model_type}.")
     block_of = _blocks(module, decoder)
-    linears, matrices = [], {}
+    linears, matrices, recast = [], {}, set[int]()
     for name, layer in layers.items():
         casts = planned.get(name, LinearCasts())
         rows, columns = _matrix(layer).shape
         kinds = {gemm: arithmetic(casts, gemm, _high(compute)) for gemm in GEMMS}
-        linears.append(Linear(name, rows, columns, kinds, block_of(name) is not None))
+        packs = plugin is not None and plugin.save == "codes" and casts.plan.packed is not None
+        saved = saved_bits(casts, "codes", plugin.compute_dtype) / 8 if plugin is not None and packs else None
+        linears.append(Linear(name, rows, columns, kinds, block_of(name) is not None, saved))
         matrices[id(layer.weight)] = _packed(layer, casts)
+        if packs:
+            recast.add(id(layer.weight))
     states = optimizer_state(module, trainer)
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     weights = [
@@ -133,6 +150,7 @@ def describe(
             block_of(name),
             id(parameter) in matrices,
             matrices.get(id(parameter)) if uses[id(parameter)] == 1 else None,
+            id(parameter) in recast,
         )
         for name, parameter in module.named_parameters()
     ]

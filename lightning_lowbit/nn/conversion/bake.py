@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.kernels import quantize_operand
-from lightning_lowbit.nn.context import ForwardContext
+from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast, blend

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit.checks import choose, number, some
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.context import ForwardContext
+from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.conversion.patterns import select as select
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections

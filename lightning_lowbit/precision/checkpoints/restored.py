@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_lowbit.nn.context import ForwardContext
+from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.precision.base import LowBitPrecision
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint, load_weights
 from lightning_lowbit.precision.checkpoints.trained import Trained

@@ -34,7 +34,7 @@ def test_writes_json_beside_the_log(tmp_path):
     folder = tmp_path / "lightning_logs" / "version_0"
     data = json.loads((folder / "bits.json").read_text())
     casts = data["layers"][0].pop("casts")
-    assert data.pop("layers") == [{"name": "layer.0", "in": 32, "out": 32, "native": []}]
+    assert data.pop("layers") == [{"name": "layer.0", "in": 32, "out": 32, "native": [], "saved_bits": 16.0}]
     assert casts["fprop_x"] == "e2m1/e4m3:1x16+fp32"
     assert casts["wgrad_g"].endswith("~")
     assert data == {

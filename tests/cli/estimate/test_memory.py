@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
-from lightning_lowbit import SPAM, LowBitAdamW, StableSPAM, convert
+from lightning_lowbit import SPAM, LowBitAdamW, LowBitPrecision, StableSPAM, convert
 from lightning_lowbit.cli.estimate.formulas import (
     Layout,
     backward_peak,
@@ -18,6 +18,7 @@ from lightning_lowbit.cli.estimate.formulas import (
     weight_copies,
 )
 from lightning_lowbit.cli.estimate.shapes import describe
+from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.recipes.models import CausalLM
 from tests.cli.estimate.models import BATCH, SMALL, loss_of, saved, shapes
 
@@ -84,6 +85,19 @@ def test_activations_are_those_that_autograd_keeps(config, casts):
     left = activations - TABLES - saved_activations(model, BATCH, Layout())
     assert 0 <= left <= (3 * 4 * len(model.layers) if casts else 0)
     assert copies == weight_copies(model, Layout())
+
+
+@pytest.mark.parametrize("casts", ["nvfp4", "mxfp8", "int8"])
+def test_activations_as_codes(casts):
+    """To a part of a byte per token, which is rounded; amaxes and scales of tensors or rows are left out."""
+    module = convert(CausalLM(config=SMALL), casts, skip=["lm_head"], save="codes")
+    LayerKeys(module, seed=0).fill_(0, 0, 0, torch.device("cpu"))
+    activations, copies = saved(module, enabled=True)
+    model = shapes(plugin=LowBitPrecision(casts, skip=["lm_head"], save="codes"))
+    left = activations - TABLES - saved_activations(model, BATCH, Layout())
+    assert -BATCH.tokens <= left <= 4 * (3 + BATCH.tokens) * len(model.layers)
+    assert copies == weight_copies(model, Layout()) == 2 * 256 * 64, "of the head alone"
+    assert saved_activations(model, BATCH, Layout()) < 0.95 * saved_activations(shapes(), BATCH, Layout())
 
 
 def test_activations_in_fp32():

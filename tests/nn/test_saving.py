@@ -1,0 +1,172 @@
+"""What layers keep for the backward pass: codes and scales give the gradients of the tensors, in fewer bytes."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from lightning_lowbit import LinearCasts, convert
+from lightning_lowbit.nn import AmaxHistories, LayerKeys, set_blend, set_phase
+from lightning_lowbit.nn.casts import PRESETS
+from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.watch import Watch
+
+
+class Readers(nn.Module):
+    """Several layers that read one tensor, and one that reads another."""
+
+    def __init__(self, count=3):
+        super().__init__()
+        self.readers = nn.ModuleList(nn.Linear(64, 64, bias=i > 0) for i in range(count))
+        self.out = nn.Linear(64, 32)
+
+    def forward(self, x):
+        x = torch.tanh(x).bfloat16()
+        return self.out(torch.tanh(sum(reader(x) for reader in self.readers)))
+
+
+def converted(casts, save, count=3):
+    torch.manual_seed(0)
+    return convert(Readers(count), casts, save=save)
+
+
+def step(model, number=0, run=None):
+    """Output and gradients of a training step, and the bytes that autograd keeps beside the parameters."""
+    keys, histories = LayerKeys(model, seed=3), AmaxHistories(model)
+    keys.fill_(number, 0, 0, torch.device("cpu"))
+    histories.recording = True
+    own, kept = {parameter.data_ptr() for parameter in model.parameters()}, {}
+
+    def keep(tensor):
+        if tensor.data_ptr() not in own:
+            kept[tensor.data_ptr()] = (tensor, tensor.untyped_storage().nbytes())
+        return tensor
+
+    torch.manual_seed(number)
+    x = torch.randn(48, 64, requires_grad=True)
+    model.zero_grad()
+    with saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        y = (model if run is None else run)(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())], sum(size for _, size in kept.values())
+
+
+def same(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("phase", ["fqt", "qaf", "hp-forward"])
+def test_gradients_of_presets_are_those_of_the_tensors(phase):
+    for name in [name for name in PRESETS if name != "bf16"]:
+        models = [converted(name, save) for save in ("inputs", "codes")]
+        for model in models:
+            set_phase(model, phase)
+        (expected, before), (found, after) = (step(model) for model in models)
+        assert same(found, expected), name
+        assert after < before or phase == "qaf", name
+
+
+def test_bytes_of_a_layer_are_a_third_of_bf16s_at_most():
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(256, 256, bias=False))
+    x = torch.randn(512, 256)
+
+    def kept(model, save=None):
+        model = copy.deepcopy(model)
+        if save:
+            LayerKeys(convert(model, "nvfp4", save=save), seed=0).fill_(0, 0, 0, torch.device("cpu"))
+        sizes, own = {}, model[0].weight.data_ptr()
+
+        def keep(tensor):
+            if tensor.data_ptr() != own:
+                sizes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+            held = model(x)
+        assert held.requires_grad
+        return sum(sizes.values())
+
+    assert kept(layer, "codes") <= 0.32 * 512 * 256 * 2 and kept(layer, "inputs") >= 512 * 256 * 2
+    assert kept(layer) >= 512 * 256 * 2
+
+
+def test_many_readers_of_one_tensor_keep_the_tensor():
+    """Four codes of 4.5 bits are more than 16: known after the first pass, with the same gradients in all."""
+    for count, keep in ((3, False), (4, True)):
+        models = [converted("nvfp4", save, count) for save in ("inputs", "codes")]
+        for number in range(2):
+            (expected, before), (found, after) = (step(model, number) for model in models)
+            assert same(found, expected) and (number == 0 or after < before)
+        layers = quantized_layers(models[1])
+        assert all(layers[f"readers.{i}"].keeps_input is keep for i in range(count))
+        assert not layers["out"].keeps_input
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    expected, _ = step(converted("nvfp4", "inputs"))
+    model = converted("nvfp4", "codes")
+    found, _ = step(model, run=lambda x: checkpoint(model, x, use_reentrant=reentrant))
+    assert same(found, expected)
+
+
+@pytest.mark.slow
+def test_compiled_models():
+    models = [converted("nvfp4", save) for save in ("inputs", "codes")]
+    runs = [step(model, run=torch.compile(model, fullgraph=True)) for model in models]
+    (expected, before), (found, after) = runs
+    assert same(found, expected) and after < before
+
+
+def test_annealing_keeps_the_tensors():
+    models = [converted("nvfp4", save) for save in ("inputs", "codes")]
+    for model in models:
+        set_blend(model, 0.5)
+    (expected, _), (found, _) = (step(model) for model in models)
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("what", ["operand_sums", "gradient_sums"])
+def test_measurements_are_those_of_the_tensors(what):
+    sums = []
+    for save in ("inputs", "codes"):
+        model = converted("nvfp4-nvidia", save)
+        watch = Watch(quantized_layers(model), what)
+        watch.start(torch.device("cpu"))
+        step(model)
+        watch.stop()
+        sums.append(watch.sums)
+    torch.testing.assert_close(*sums, rtol=0, atol=0)
+    assert sums[0].abs().sum() > 0
+
+
+def test_delayed_scaling_records_the_same_amaxes():
+    found = []
+    for save in ("inputs", "codes"):
+        model = converted("fp8-delayed", save)
+        step(model)
+        found.append(torch.stack([layer.amaxes.staged for layer in quantized_layers(model).values()]))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_copies_and_pickles_know_their_own_layers():
+    model = converted("nvfp4", "codes", 4)
+    expected, _ = step(model)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert same(step(again)[0], expected)
+        assert again.out.readers is not model.out.readers
+
+
+def test_refusals_say_what_to_do():
+    for casts, save, words in (
+        ("nvfp4", "all", "inputs"),
+        ("bf16", "codes", "wgrad_x"),
+        (LinearCasts.preset("nvfp4").replace(surrogate={"fprop_x": "trust"}), "codes", "surrogate of fprop_x"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            convert(Readers(), casts, save=save)
