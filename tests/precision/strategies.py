@@ -52,11 +52,11 @@ NEAREST = dict.fromkeys(("dgrad_g", "wgrad_g", "wgrad_x"), "nearest")
 
 PRECISIONS: dict[str, Callable[..., LowBitPrecision]] = {
     "NVFP4": lambda **kwargs: FP4Precision("nvfp4", **{"rounding": NEAREST, **kwargs}),
-    "NVFP4, tiles, rotated": lambda **kwargs: FP4Precision(
-        "nvfp4-nvidia", rounding={"dgrad_g": "nearest", "wgrad_g": "nearest"}, **kwargs
+    "NVFP4, tiles, rotated, codes": lambda **kwargs: FP4Precision(
+        "nvfp4-nvidia", rounding={"dgrad_g": "nearest", "wgrad_g": "nearest"}, save="codes", **kwargs
     ),
     "FP8, delayed scaling": lambda **kwargs: FP8Precision("delayed", smooth_swiglu="channel", **kwargs),
-    "ternary": lambda **kwargs: TernaryPrecision(**kwargs),
+    "ternary, codes": lambda **kwargs: TernaryPrecision(save="codes", **kwargs),
     "INT4 weights, INT8 activations": lambda **kwargs: IntegerPrecision(4, 8, group=16, **kwargs),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
