@@ -216,3 +216,14 @@ def test_an_overflow_is_no_measurement(kind: str) -> None:
     assert all(0 < ratio < math.inf for ratio in ratios(monitor))
     torch.save(monitor.state_dict(), "state.pt")
     assert torch.load("state.pt", weights_only=True)["measurements"] == monitor.measurements()
+
+
+@pytest.mark.parametrize("kind", ["draws", "layers"])
+def test_activations_as_codes_have_the_same_noise(kind: str) -> None:
+    """In a step that is measured, layers keep their input: codes would hold one draw of its random bits."""
+    found = []
+    for save in ("inputs", "codes"):
+        monitor = GradientNoiseMonitor(2, kind)
+        fit(Model(), monitor, LowBitPrecision("nvfp4", seed=2, save=save), max_steps=4)
+        found.append(ratios(monitor))
+    assert found[0] == found[1] and all(0 < ratio < math.inf for ratio in found[0])
