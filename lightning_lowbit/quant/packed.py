@@ -134,6 +134,8 @@ def _decode(data: Tensor, format: Format) -> Tensor:
 
 def _join(codes: Tensor, format: Format) -> Tensor:
     count = per_byte(format)
+    if count > 1:
+        codes = codes & 2**format.bits - 1  # NaN may have any code
     joined, *others = F.pad(codes, (0, -len(codes) % count)).view(-1, count).unbind(1)
     for place, other in enumerate(others, 1):
         joined = joined | other << place * format.bits

@@ -39,7 +39,7 @@ inline F32 magnitude_of_code(U32 code, const Grid &grid) {
 
 inline U32 code_of(F32 value, const Grid &grid, const Codes &codes) {
     if (codes.coding == kSignMagnitude) {
-        U32 code = code_of_magnitude(value, grid);
+        U32 code = code_of_magnitude(value, grid) & ((1u << (codes.bits - 1)) - 1);  // NaN may be wider
         return value < 0.0f ? code | (1u << (codes.bits - 1)) : code;
     }
     I32 whole = __builtin_convertvector(value == value ? value : all(0.0f), I32);
