@@ -106,7 +106,12 @@ def _agrees(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype, device
         plain = plain_operand(sample, cast.spec, dim, key, None, dtype, None)
     found = gpu.quantize_operand(sample, cast, dim, key, None, dtype)
     compared = 1 + has_factor(cast)
-    if all(torch.equal(a.float(), b.float()) for a, b in zip(plain[:compared], found[:compared], strict=True)):
+    return found_equal(cast, device, plain[:compared], found[:compared])
+
+
+def found_equal(cast: Cast, device: torch.device, expected: tuple[Tensor, ...], found: tuple[Tensor, ...]) -> bool:
+    """Whether a kernel's results are those of the plain code; warns if not."""
+    if all(torch.equal(a.float(), b.float()) for a, b in zip(expected, found, strict=True)):
         return True
     warnings.warn(
         f"The Triton kernel of {cast} differs from the plain code on {device}, and is not used there: the plain code "

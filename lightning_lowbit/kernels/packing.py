@@ -1,15 +1,19 @@
 """Operands as codes and scales, a quarter of their size, for tensors that wait for the backward pass."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbit.compilation import current_backend, opaque
+from lightning_lowbit.compilation import backend, current_backend, opaque
 from lightning_lowbit.kernels.cpu import codes as cpu
+from lightning_lowbit.kernels.gpu import casts as gpu
+from lightning_lowbit.kernels.operands import found_equal
+from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import Operand, has_factor, operand_dtype
+from lightning_lowbit.quant.operand import Operand, are_regular, has_factor, operand_dtype
 from lightning_lowbit.quant.packed import packed_bytes, plain_pack, unpack_, unpacked_factor
 from lightning_lowbit.quant.shard import Shard
 
@@ -65,11 +69,45 @@ def _fake_pack(
 def _pack_operand(
     x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, shard: str | None
 ) -> tuple[Tensor, Tensor]:
-    if x.is_cpu and type(x) in (Tensor, Parameter) and current_backend() in ("auto", "cpp"):
-        made = cpu.pack(x, spec, dim, key, amax, None if shard is None else Shard.from_spec(shard))
-        if made is not None:
-            return made
-    return plain_pack(x, spec, dim, key, amax, shard)
+    part, made = None if shard is None else Shard.from_spec(shard), None
+    if type(x) in (Tensor, Parameter):
+        if x.is_cpu and current_backend() in ("auto", "cpp"):
+            made = cpu.pack(x, spec, dim, key, amax, part)
+        elif current_backend() == "triton" or (current_backend() == "auto" and x.is_cuda):
+            made = _pack_by_triton(x, Cast.from_spec(spec), dim, key, amax, part)
+    return plain_pack(x, spec, dim, key, amax, shard) if made is None else made
+
+
+def _pack_by_triton(
+    x: Tensor, cast: Cast, dim: int, key: Tensor | None, amax: Tensor | None, shard: Shard | None
+) -> tuple[Tensor, Tensor] | None:
+    tile = tile_of(cast, dim, 2)
+    if shard is not None and (shard.cuts(tile) or shard.splits(tile[shard.dim])):
+        return None
+    is_regular = are_regular(cast.rounding == "stochastic", cast.scale.needs_amax, key, amax, x.device)
+    if not is_regular or not gpu.packs(cast, x, dim) or not _agrees(cast.spec, dim, x.dtype, x.device):
+        return None
+    offset = None if shard is None or key is None else shard.offset(x.shape, tile, x.device)
+    return gpu.pack(x, cast, dim, key, amax, offset)
+
+
+@cache
+def _agrees(spec: str, dim: int, source: torch.dtype, device: torch.device) -> bool:
+    """Whether the Triton kernels pack and unpack a sample as the plain code does: asked once per device; warns if
+    not."""
+    if gpu.obstacle(device) is not None:
+        return False
+    cast, generator = Cast.from_spec(spec), torch.Generator("cpu").manual_seed(0)
+    normal, exponents = torch.randn(2, 64, 160, generator=generator, device="cpu")
+    sample, key = (normal * (4 * exponents).exp()).to(device, source), torch.tensor(0x5DEECE66D, device=device)
+    with torch.no_grad(), backend("eager"):
+        expected = plain_pack(sample, spec, dim, key, None, None)
+    data, factor = gpu.pack(sample, cast, dim, key, None, None)
+    values = sample.new_empty(sample.shape, dtype=operand_dtype(source, cast))
+    again = torch.empty_like(values)
+    unpack_(values, data[None], factor, cast, source, dim)
+    gpu.unpack_(again, data, cast, dim, source)
+    return found_equal(cast, device, (*expected, values), (data, factor, again))
 
 
 def _fake_unpack(
@@ -86,7 +124,11 @@ def _unpack_operand(
 ) -> tuple[Tensor, Tensor]:
     cast, values = Cast.from_spec(spec), data.new_empty(shape, dtype=dtype)
     by_kernel = data.is_cpu and type(data) is Tensor and current_backend() in ("auto", "cpp")
-    if by_kernel and cpu.unpack_(values, data, cast, source, dim):
+    by_triton = current_backend() == "triton" or (current_backend() == "auto" and data.is_cuda)
+    if by_triton and gpu.packs(cast, values, dim) and _agrees(spec, dim, source, data.device):
+        gpu.unpack_(values, data, cast, dim, source)
+        made: Tensor | None = factor if has_factor(cast) else None
+    elif by_kernel and cpu.unpack_(values, data, cast, source, dim):
         made = unpacked_factor(data[None], factor, cast, values.numel(), dim)
     else:
         made = unpack_(values, data[None], factor, cast, source, dim)

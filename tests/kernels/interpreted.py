@@ -13,6 +13,7 @@ from lightning_lowbit import Cast, compilation
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.nn.gemm import _finish
 from lightning_lowbit.quant.operand import operand_dtype, plain_operand
+from lightning_lowbit.quant.packed import pack, unpack_
 from lightning_lowbit.quant.shard import amax_of
 
 np.seterr(all="ignore")  # divisions by zero are meant
@@ -73,6 +74,29 @@ def differences_of_finish(cases: list[tuple[Tensor, list[Tensor], Tensor | None,
 def differences_of_amax(matrices: list[Tensor]) -> list[str]:
     """Where the kernel's largest magnitude is another one."""
     return [text for x in matrices for text in _unequal((gpu.amax_of(x),), (amax_of(x),), describe(x))]
+
+
+def differences_of_packing(cases: list[Case]) -> list[str]:
+    """Where codes and scales, or what is unpacked from them, are others than those of plain code."""
+    texts = []
+    for case in cases:
+        x, cast, dim = case.x, case.cast, case.dim
+        key = torch.tensor(case.key) if cast.rounding == "stochastic" else None
+        where = f"{cast}, dim {dim}, {describe(x)}"
+        if not gpu.packs(cast, x, dim):
+            texts.append(f"not covered: {where}")
+            continue
+        with compilation.backend("eager"):
+            expected = pack(x, cast, key, None, dim=dim)
+        found = gpu.pack(x, cast, dim, key, None, None)
+        values = torch.empty(x.shape, dtype=operand_dtype(x.dtype, cast))
+        again = torch.empty_like(values)
+        unpack_(values, expected[0][None], expected[1], cast, x.dtype, dim)
+        gpu.unpack_(again, found[0], cast, dim, x.dtype)
+        texts += _unequal((again, found[1]), (values, expected[1]), where)
+        if x.isfinite().all():
+            texts += _unequal((found[0],), (expected[0],), f"bytes of {where}")
+    return texts
 
 
 def shard(x: Tensor, cast: Cast, dim: int, offset: Tensor) -> Tensor:

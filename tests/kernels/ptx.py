@@ -185,8 +185,9 @@ class _Program:
         elif name == "cvt":
             self.convert(modifiers, target, sources, active)
         elif name == "shfl":
-            lanes = np.arange(len(self.all)) ^ self.value(sources[1], "u32").astype(np.int64)
-            assert "bfly" in modifiers
+            own, other = np.arange(len(self.all)), self.value(sources[1], "u32").astype(np.int64)
+            assert "bfly" in modifiers or "idx" in modifiers
+            lanes = own ^ other if "bfly" in modifiers else own - own % 32 + other % 32
             self.set(target, value(0)[lanes], active)
         elif name == "redux":
             warps = value(0).reshape(-1, 32)
@@ -307,8 +308,8 @@ class _Program:
         both, result = np.concatenate([a[:, None], b[:, None]], 1).view(np.uint8), np.zeros((len(a), 4), np.uint8)
         for number in range(4):
             chosen = selector >> np.uint32(4 * number) & np.uint32(15)
-            assert (chosen < 8).all(), "prmt that spreads signs"
-            result[:, number] = both[np.arange(len(a)), chosen]
+            taken = both[np.arange(len(a)), chosen & np.uint32(7)]
+            result[:, number] = np.where(chosen < 8, taken, np.where(taken & 0x80, 0xFF, 0))
         return result.view(np.uint32).reshape(-1)
 
     def convert(self, modifiers: list[str], target: str, sources: list[str], active: Array) -> None:

@@ -67,6 +67,19 @@ def test_all_casts_of_presets(run, preset):
     assert run(interpreted.differences, cases) == []
 
 
+@pytest.mark.fast("nvfp4", "mxfp8")
+@pytest.mark.parametrize("preset", ["nvfp4", "mxfp4", "mxfp8", "mxfp6", "nvfp4-nvidia", "ufp4", "int4", "e1m2"])
+def test_packed_operands_of_presets(run, preset):
+    """Bytes are those of the plain code, and so are the values that they stand for; a NaN is in its block's scale."""
+    cases = []
+    for cast in [cast for cast in casts_of(preset) if cast.scale.per_block]:
+        for dtype, (rows, columns) in ((torch.bfloat16, (19, 72)), (torch.float32, (3, 34))):
+            x = sample(rows, columns, dtype)
+            x[1, 4], x[2, 5] = torch.nan, torch.inf
+            cases += [Case(cast, dim, matrix) for dim in (0, 1) for matrix in (x, x.nan_to_num(0, 0))]
+    assert run(interpreted.differences_of_packing, cases) == []
+
+
 def test_memory_in_any_order(run):
     x, wide = sample(70, 40), sample(20, 150)
     matrices = (x.t(), wide[::2, 1::3], wide[:, 7:90], wide[:1].expand(20, 150), x[:, :1], x[:, :1].t())

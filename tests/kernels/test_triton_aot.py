@@ -66,6 +66,18 @@ def test_kernels_compile_for_other_dtypes_layouts_and_shards(arch):
         assert code.spilled == 0, f"{cast}, {launch.arguments['x'].stride()}: {code}"
 
 
+@pytest.mark.parametrize("arch", kernels.ARCHITECTURES)
+def test_packing_compiles_and_nothing_spills(arch):
+    x, data, factor = meta(512, 256, dtype=torch.bfloat16), meta(2**20, dtype=torch.uint8), meta()
+    for cast, dim in kernels.casts_of(["nvfp4", "mxfp8", "int4"]):
+        if gpu.packs(cast, x, dim):
+            key = meta(dtype=torch.int64)
+            pack = launches.of_pack(x, cast, dim, key, meta(), None, data, factor)
+            for launch in (pack, launches.of_unpack(data, cast, dim, x.dtype, meta(512, 256, dtype=torch.bfloat16))):
+                code = kernels.resources_of(launch, arch)
+                assert code.spilled == 0, f"{cast}, dim {dim}, {launch.kernel}: {code}"
+
+
 def test_arithmetic_is_that_of_ieee():
     """Of stochastic rounding, one product is exact and therefore fused."""
     for name, launch in kernels.every_launch(["nvfp4", "nvfp4-4over6", "mxfp4", "fp8-row", "ternary"]):

@@ -31,27 +31,28 @@ def emulate(launch: Launch) -> None:
     """Runs a launch on tensors of the CPU."""
     compiled = compile_for(launch, ARCH)
     kernel, constants = getattr(gpu._kernels()[0], launch.kernel), gpu.compiled_for(launch)
-    tensors = {name: value for name, value in launch.arguments.items() if isinstance(value, Tensor)}
+    tensors = [value for value in launch.arguments.values() if isinstance(value, Tensor)]
+    tensors = list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
     places, end = {}, 256
-    for name, tensor in tensors.items():
-        places[name] = end
+    for tensor in tensors:
+        places[tensor.untyped_storage().data_ptr()] = end
         end += -(-tensor.untyped_storage().nbytes() // 256) * 256 + 256
     memory = Memory(end)
-    for name, tensor in tensors.items():
+    for tensor, place in zip(tensors, places.values(), strict=True):
         held = _bytes(tensor)
-        memory.bytes[places[name] : places[name] + len(held)] = held
+        memory.bytes[place : place + len(held)] = held
     arguments = []
     for name in kernel.arg_names:
         value = launch.arguments.get(name)
         if isinstance(value, Tensor):
-            arguments.append(places[name] + value.storage_offset() * value.itemsize)
+            arguments.append(places[value.untyped_storage().data_ptr()] + value.storage_offset() * value.itemsize)
         elif name not in constants and value is not None and value != 1:
             arguments.append(value)
     with np.errstate(all="ignore"):
         Kernel(compiled.asm["ptx"]).run(launch.programs, arguments, memory, compiled.metadata.shared + 16)
-    for name, tensor in tensors.items():
+    for tensor, place in zip(tensors, places.values(), strict=True):
         held = _bytes(tensor)
-        held[:] = memory.bytes[places[name] : places[name] + len(held)]
+        held[:] = memory.bytes[place : place + len(held)]
 
 
 def _bytes(tensor: Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
@@ -110,6 +111,12 @@ def test_elements_in_the_dtypes_of_native_gemms():
 def test_two_operands_from_one_read():
     for row, column in ((NVFP4, NVFP4.replace(rounding="stochastic")), (Cast(scale=Scale("e8m0", 32)), NVFP4)):
         assert interpreted.differences_of_both([(row, column, sample(48, 272)), (row, column, sample(19, 33))]) == []
+
+
+def test_packed_operands():
+    for cast in (NVFP4, NVFP4.replace(rounding="stochastic"), NVFP4_TILES, Cast("e4m3", Scale("e8m0", 32))):
+        for dim in (0, 1):
+            assert interpreted.differences_of_packing([Case(cast, dim, sample(48, 272))]) == []
 
 
 def test_what_stands_behind_gemms():

@@ -17,6 +17,7 @@ from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.packed import packed_bytes, per_byte
 from lightning_lowbit.quant.scaling import rounding_key
 
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -103,6 +104,32 @@ def quantize_both(
     return operands
 
 
+def packs(cast: Cast, x: Tensor, dim: int) -> bool:
+    """Whether :func:`pack` and :func:`unpack` serve a matrix: blocks with sides that are powers of two."""
+    if not cast.scale.per_block or cast.scale.statistic == "minmax" or cast.element == "e3m0":
+        return False
+    sides = tile_of(cast, dim, 2)
+    even = sides == launches.padded_sides(sides) and max(sides) <= 128
+    return even and x.shape[1] % per_byte(cast.format) == 0 and x.numel() > 0
+
+
+def pack(
+    x: Tensor, cast: Cast, dim: int, key: Tensor | None, amax: Tensor | None, offset: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The result of :func:`lightning_lowbit.quant.packed.pack` in one launch, and one for an amax."""
+    if cast.scale.needs_amax:
+        amax = amax_of(x) if amax is None else amax.float()
+    data = torch.empty(packed_bytes(x.shape[0], x.shape[1], cast, dim), dtype=torch.uint8, device=x.device)
+    factor = torch.empty((), device=x.device)
+    _run(launches.of_pack(x, cast, dim, rounding_key(cast, key, x.device), amax, offset, data, factor))
+    return data, factor
+
+
+def unpack_(values: Tensor, data: Tensor, cast: Cast, dim: int, source: torch.dtype) -> None:
+    """Writes values as :func:`lightning_lowbit.quant.packed.unpack_`; ``source`` is the packed tensor's dtype."""
+    _run(launches.of_unpack(data, cast, dim, source, values))
+
+
 def _empty(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Memory for an operand: its values and its factor."""
     shape: tuple[int, ...] = ()
@@ -169,7 +196,7 @@ def compiled_for(launch: Launch) -> dict[str, Any]:
     constants = {
         name: names[value] if isinstance(value, torch.dtype) else value for name, value in launch.constants.items()
     }
-    return constants if launch.kernel == "measure" else {**constants, "INTERPRETED": interpreted}
+    return constants if launch.kernel in ("measure", "pack_blocks") else {**constants, "INTERPRETED": interpreted}
 
 
 def options_of(launch: Launch) -> dict[str, Any]:

@@ -124,6 +124,23 @@ def key_halves(key):
     return word.to(tl.uint32), (word >> 32).to(tl.uint32)
 
 
+@triton.jit
+def place_of(offset, columns):
+    """Columns of the global matrix and the global index of the first element, uint32."""
+    if offset is None:
+        return tl.cast(columns, tl.uint32), tl.cast(0, tl.uint32)
+    else:
+        return tl.load(offset + 1).to(tl.uint32, bitcast=True), tl.load(offset + 2).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def halves(key, CAST: tl.constexpr):
+    if CAST.stochastic:
+        return key_halves(key)
+    else:
+        return 0, 0
+
+
 # --- scales -----------------------------------------------------------------------------------------------------------
 
 

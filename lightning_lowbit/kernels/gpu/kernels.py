@@ -7,12 +7,15 @@ are powers of two. What lies outside of the matrix or of a block is masked and c
 import triton
 import triton.language as tl
 
+from lightning_lowbit.kernels.gpu.codes import pack_blocks as pack_blocks
+from lightning_lowbit.kernels.gpu.codes import unpack_blocks as unpack_blocks
 from lightning_lowbit.kernels.gpu.device import (
     block_scales,
     encode_factor,
     float_of,
-    key_halves,
+    halves,
     magnitude_bits,
+    place_of,
     round_elements,
     scales_of,
     span_of,
@@ -22,23 +25,6 @@ from lightning_lowbit.kernels.gpu.device import (
     widen,
     zero_points,
 )
-
-
-@triton.jit
-def _place(offset, columns):
-    """Columns of the global matrix and the global index of the first element, uint32."""
-    if offset is None:
-        return tl.cast(columns, tl.uint32), tl.cast(0, tl.uint32)
-    else:
-        return tl.load(offset + 1).to(tl.uint32, bitcast=True), tl.load(offset + 2).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _halves(key, CAST: tl.constexpr):
-    if CAST.stochastic:
-        return key_halves(key)
-    else:
-        return 0, 0
 
 
 @triton.jit
@@ -82,8 +68,8 @@ def cast_blocks(
     if tl.program_id(0) == 0:
         tl.store(factor, decode)
     scales, by, zeros = block_scales(elements, mask, encode, decode, CAST)
-    low, high = _halves(key, CAST)
-    stride, first = _place(offset, tl.cdiv(columns, SIDES[1]) * SIDES[1])
+    low, high = halves(key, CAST)
+    stride, first = place_of(offset, tl.cdiv(columns, SIDES[1]) * SIDES[1])
     index = row.to(tl.uint32) * stride + column.to(tl.uint32) + first
     result = round_elements(elements, scales, by, zeros, index, low, high, CAST)
     result = stored(result, THROUGH, DTYPE, INTERPRETED)
@@ -149,8 +135,8 @@ def cast_rows(
     tl.store(factor + line, stored_scales(scales, CAST) * decode, mask=is_line)
 
     by = encode_factor(scales, decode, CAST)
-    low, high = _halves(key, CAST)
-    stride, first = _place(offset, columns)
+    low, high = halves(key, CAST)
+    stride, first = place_of(offset, columns)
     for start in range(0, length, STEP):
         step = start + steps
         mask = is_line & (step < length)
@@ -200,8 +186,8 @@ def cast_tensor(
     if tl.program_id(0) == 0:
         tl.store(factor, stored_scales(scales, CAST) * decode)
     by = encode_factor(scales, decode, CAST)
-    low, high = _halves(key, CAST)
-    stride, first = _place(offset, columns)
+    low, high = halves(key, CAST)
+    stride, first = place_of(offset, columns)
     index = row.to(tl.uint32) * stride + column.to(tl.uint32) + first
     result = round_elements(elements, scales, by, 0.0, index, low, high, CAST)
     result = stored(result, DTYPE, DTYPE, INTERPRETED)
@@ -292,7 +278,7 @@ def _cast_tile(elements, mask, row, column, stride, factor, amax, key, CAST: tl.
         tl.store(factor, decode)
     blocks = tl.reshape(elements, SHAPE)
     scales, by, zeros = block_scales(blocks, tl.reshape(mask, SHAPE), encode, decode, CAST)
-    low, high = _halves(key, CAST)
+    low, high = halves(key, CAST)
     index = row.to(tl.uint32) * tl.cast(stride, tl.uint32) + column.to(tl.uint32)
     result = round_elements(blocks, scales, by, zeros, tl.reshape(index, SHAPE), low, high, CAST)
     return tl.reshape(result, elements.shape)

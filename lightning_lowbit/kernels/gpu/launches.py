@@ -13,6 +13,7 @@ from lightning_lowbit.kernels.gpu.constants import constants_of
 from lightning_lowbit.quant.blocks import ALL, Tile, tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import is_rounded
+from lightning_lowbit.quant.packed import per_byte
 
 LARGEST_BLOCK = 1024  # elements: a block lies in the registers of one program
 SUMS = 256  # programs that measure a mean
@@ -93,6 +94,56 @@ def of_both(
         constants |= {f"THROUGH_{name.upper()}": x.dtype if is_rounded(x.dtype, cast) else values.dtype}
     warps = min(size[0] * size[1] // 1024, 8)  # one warp reduces along columns without shared memory
     return Launch("cast_both", _programs(x, size), {**arguments, **_layout(x)}, constants, warps)
+
+
+def of_pack(
+    x: Tensor,
+    cast: Cast,
+    dim: int,
+    key: Tensor | None,
+    amax: Tensor | None,
+    offset: Tensor | None,
+    data: Tensor,
+    factor: Tensor,
+) -> Launch:
+    """Writes codes and block scales to ``data``, uint8, and the scale of the matrix."""
+    sides, codes = tile_of(cast, dim, 2), packed_codes(x.shape, cast)
+    rows, columns, warps = _block_tile(x, sides, is_light=False)
+    blocks = rows // sides[0], columns // sides[1]
+    keyed = cast.rounding == "stochastic"
+    arguments = {
+        "x": x,
+        "codes": data,
+        "scales_at": data[codes:],
+        "factor": factor,
+        "amax": amax if cast.scale.needs_amax else None,
+        "key": key if keyed else None,
+        "offset": offset if keyed else None,
+        **_layout(x),
+    }
+    # Elements are rounded alone; scales go beside them.
+    constants = {"CAST": constants_of(cast)._replace(scaled=False), "SIDES": sides, "BLOCKS": blocks, **_coding(cast)}
+    return Launch("pack_blocks", _programs(x, (rows, columns)), arguments, constants, warps)
+
+
+def of_unpack(data: Tensor, cast: Cast, dim: int, source: torch.dtype, values: Tensor) -> Launch:
+    """Writes ``values`` from what :func:`of_pack` has written."""
+    sides, size = tile_of(cast, dim, 2), _tile(values)
+    through = source if is_rounded(source, cast) else values.dtype
+    rows, columns = values.shape
+    arguments: dict[str, Any] = {"x": data, "scales_at": data[packed_codes(values.shape, cast) :], "values": values}
+    arguments |= {"rows": rows, "columns": columns}
+    constants = {"CAST": constants_of(cast), "SIDES": sides, "TILE": size, "THROUGH": through, "DTYPE": values.dtype}
+    return Launch("unpack_blocks", _programs(values, size), arguments, {**constants, **_coding(cast)})
+
+
+def _coding(cast: Cast) -> dict[str, Any]:
+    return {"CODING": cast.format.encoding, "BITS": cast.format.bits}
+
+
+def packed_codes(shape: torch.Size, cast: Cast) -> int:
+    """Bytes of the codes of a packed matrix."""
+    return shape[0] * shape[1] // per_byte(cast.format)
 
 
 def of_amax(x: Tensor, amax: Tensor) -> Launch:

@@ -1,0 +1,188 @@
+"""The kernels for packed operands: codes and block scales as :mod:`lightning_lowbit.quant.packed` lays them out.
+
+A program takes ``[blocks, rows of a block, blocks, columns of a block]``, of which neighboring columns share a byte.
+"""
+
+import triton
+import triton.language as tl
+
+from lightning_lowbit.kernels.gpu.device import (
+    bits_of,
+    block_scales,
+    float_of,
+    halves,
+    magnitude_bits,
+    place_of,
+    round_elements,
+    stored,
+    stored_scales,
+    tensor_scales,
+    widen,
+)
+
+_NAN = tl.constexpr(127)  # of a magnitude in 7 bits
+_INFINITY_BITS = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def _code_of_magnitude(value, GRID: tl.constexpr):
+    least: tl.constexpr = (GRID.min_exponent + 127) << 23
+    bits = magnitude_bits(value)
+    below = bits_of(float_of(bits) + float_of(tl.full((), least, tl.int32))) - least
+    code = tl.where(bits < least, below, bits - least + (1 << 23)) >> (23 - GRID.mantissa_bits)
+    return tl.where(bits > _INFINITY_BITS, _NAN, code)
+
+
+@triton.jit
+def _magnitude_of_code(code, GRID: tl.constexpr):
+    least: tl.constexpr = (GRID.min_exponent + 127) << 23
+    word = code << (23 - GRID.mantissa_bits)
+    below = float_of(word + least) - float_of(tl.full((), least, tl.int32))
+    return tl.where(word < (1 << 23), below, float_of(word + (least - (1 << 23))))
+
+
+@triton.jit
+def _code_of(value, GRID: tl.constexpr, CODING: tl.constexpr, BITS: tl.constexpr):
+    if CODING == "sign-magnitude":
+        code = _code_of_magnitude(value, GRID) & ((1 << (BITS - 1)) - 1)
+        return tl.where(value < 0, code | (1 << (BITS - 1)), code)
+    else:
+        whole = tl.where(value == value, value, 0.0).to(tl.int32)
+        if CODING == "offset":
+            whole += tl.cast(GRID.max, tl.int32)
+        return whole & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _value_of(code, GRID: tl.constexpr, CODING: tl.constexpr, BITS: tl.constexpr):
+    if CODING == "sign-magnitude":
+        rest = code & ((1 << (BITS - 1)) - 1)
+        value = _magnitude_of_code(rest, GRID)
+        value = tl.where(code == rest, value, -value)
+        if BITS == 8:
+            value = tl.where(rest == _NAN, float("nan"), value)
+        return value
+    elif CODING == "offset":
+        return code.to(tl.float32) - GRID.max
+    else:
+        return tl.where(code >= (1 << (BITS - 1)), code - (1 << BITS), code).to(tl.float32)
+
+
+@triton.jit
+def _joined(codes, BITS: tl.constexpr, SIDES: tl.constexpr):
+    """Bytes of neighboring columns: half or a quarter as many; ``SIDES`` is the shape of ``codes``."""
+    rows: tl.constexpr = SIDES[0] * SIDES[1]
+    columns: tl.constexpr = SIDES[2] * SIDES[3]
+    joined = tl.reshape(codes, (rows, columns))
+    if BITS <= 4:
+        even, odd = tl.split(tl.reshape(joined, (rows, columns // 2, 2)))
+        joined = even | odd << BITS
+    if BITS == 2:
+        low, high = tl.split(tl.reshape(joined, (rows, columns // 4, 2)))
+        joined = low | high << 4
+    return joined
+
+
+@triton.jit
+def pack_blocks(
+    x,
+    codes,
+    scales_at,
+    factor,
+    amax,
+    key,
+    offset,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    CAST: tl.constexpr,
+    CODING: tl.constexpr,
+    BITS: tl.constexpr,
+    SIDES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Scales per block of ``SIDES``, powers of two, of which a program has ``BLOCKS``."""
+    across = tl.maximum(tl.cdiv(columns, SIDES[1] * BLOCKS[1]), 1)
+    down = tl.program_id(0) // across
+    right = tl.program_id(0) % across
+    down_block = down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]
+    right_block = right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]
+    row = down_block * SIDES[0] + tl.arange(0, SIDES[0])[None, :, None, None]
+    column = right_block * SIDES[1] + tl.arange(0, SIDES[1])[None, None, None, :]
+    mask = (row < rows) & (column < columns)
+    at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+    elements = widen(tl.load(x + at, mask=mask, other=0.0))
+
+    encode, decode = tensor_scales(amax, CAST)
+    if tl.program_id(0) == 0:
+        tl.store(factor, decode)
+    scales, by, zeros = block_scales(elements, mask, encode, decode, CAST)
+    low, high = halves(key, CAST)
+    stride, first = place_of(offset, tl.cdiv(columns, SIDES[1]) * SIDES[1])
+    index = row.to(tl.uint32) * stride + column.to(tl.uint32) + first
+    rounded = round_elements(elements, 1.0, by, zeros, index, low, high, CAST)
+    shape: tl.constexpr = (BLOCKS[0], SIDES[0], BLOCKS[1], SIDES[1])
+    joined = _joined(_code_of(rounded, CAST.elements, CODING, BITS), BITS, shape)
+    count: tl.constexpr = 8 // BITS
+    wide: tl.constexpr = SIDES[1] * BLOCKS[1] // count
+    byte_row = down * (BLOCKS[0] * SIDES[0]) + tl.arange(0, BLOCKS[0] * SIDES[0])[:, None]
+    byte = right * wide + tl.arange(0, wide)[None, :]
+    here = byte_row.to(tl.int64) * (columns // count) + byte
+    tl.store(codes + here, joined.to(tl.uint8), mask=(byte_row < rows) & (byte < columns // count))
+
+    stored_scale = stored_scales(scales, CAST)
+    place = down_block.to(tl.int64) * tl.cdiv(columns, SIDES[1]) + right_block
+    is_block = (down_block * SIDES[0] < rows) & (right_block * SIDES[1] < columns)
+    if CAST.scale == "fp32":
+        for byte_of in tl.static_range(4):
+            part = (bits_of(stored_scale) >> (8 * byte_of)) & 0xFF
+            tl.store(scales_at + place * 4 + byte_of, part.to(tl.uint8), mask=is_block)
+    elif CAST.scale == "e8m0":
+        tl.store(scales_at + place, ((bits_of(stored_scale) >> 23) & 0xFF).to(tl.uint8), mask=is_block)
+    else:
+        tl.store(scales_at + place, _code_of_magnitude(stored_scale, CAST.storage).to(tl.uint8), mask=is_block)
+
+
+@triton.jit
+def unpack_blocks(
+    x,
+    scales_at,
+    values,
+    rows,
+    columns,
+    CAST: tl.constexpr,
+    CODING: tl.constexpr,
+    BITS: tl.constexpr,
+    SIDES: tl.constexpr,
+    TILE: tl.constexpr,
+    THROUGH: tl.constexpr,
+    DTYPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Values from the bytes of codes ``x`` and those of block scales."""
+    across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
+    row = tl.program_id(0) // across * TILE[0] + tl.arange(0, TILE[0])[:, None]
+    column = tl.program_id(0) % across * TILE[1] + tl.arange(0, TILE[1])[None, :]
+    mask = (row < rows) & (column < columns)
+    count: tl.constexpr = 8 // BITS
+    joined = tl.load(x + (row.to(tl.int64) * (columns // count) + column // count), mask=mask, other=0).to(tl.int32)
+    code = (joined >> (column % count * BITS)) & ((1 << BITS) - 1)
+    value = _value_of(code, CAST.elements, CODING, BITS)
+    if CAST.scaled:
+        place = (row // SIDES[0]).to(tl.int64) * tl.cdiv(columns, SIDES[1]) + column // SIDES[1]
+        if CAST.scale == "fp32":
+            word = tl.zeros(TILE, tl.int32)
+            for byte_of in tl.static_range(4):
+                part = tl.load(scales_at + place * 4 + byte_of, mask=mask, other=0).to(tl.int32)
+                word |= part << (8 * byte_of)
+            scale = float_of(word)
+        else:
+            code = tl.load(scales_at + place, mask=mask, other=0).to(tl.int32)
+            if CAST.scale == "e8m0":
+                scale = tl.where(code == 255, float("nan"), float_of(tl.maximum(code << 23, 1 << 22)))
+            else:
+                scale = tl.where(code == _NAN, float("nan"), _magnitude_of_code(code, CAST.storage))
+        value = value * scale
+    value = stored(value, THROUGH, DTYPE, INTERPRETED)
+    tl.store(values + (row.to(tl.int64) * columns + column), value, mask=mask)
