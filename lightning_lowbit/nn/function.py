@@ -11,6 +11,7 @@ from lightning_lowbit.kernels import amax_of, quantize_operand
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.gemm import matmul, mean_times, no_autocast
 from lightning_lowbit.nn.layer_amaxes import amax_in_force, stage_
+from lightning_lowbit.nn.native.operand import BlockOperand, block_operand
 from lightning_lowbit.nn.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.sharded.parallel import Shards
 from lightning_lowbit.nn.watch import add_gradients_
@@ -74,9 +75,21 @@ class Settings(NamedTuple):
 
     def reuses(self, operand: str) -> bool:
         """Whether another GEMM has quantized the operand in the form that this one takes."""
-        return operand in self.casts.plan.shared and (
-            not self.native or (GEMM[operand] in self.native) == (GEMM[SHARED[operand]] in self.native)
-        )
+        if operand not in self.casts.plan.shared or not self.native:
+            return operand in self.casts.plan.shared
+        alike = (GEMM[operand] in self.native) == (GEMM[SHARED[operand]] in self.native)
+        return alike and not self.takes_codes(operand)
+
+    def takes_codes(self, operand: str) -> bool:
+        """Whether the GEMM of an operand is native and takes codes with the scales of blocks."""
+        return GEMM[operand] in self.native and GEMM[operand] in self.casts.plan.block_scaled
+
+    def kept(self, operand: str, quantized: Operand | BlockOperand, tensor: Tensor) -> Operand:
+        """What the forward pass keeps for an operand of the backward pass, given that of its own: the tensor for a GEMM
+        that takes codes, which lie along another axis, and no codes for one that does not."""
+        if self.takes_codes(operand):
+            return Operand(tensor)
+        return quantized.decoded(tensor.dtype) if isinstance(quantized, BlockOperand) else quantized
 
 
 class _Source(NamedTuple):
@@ -109,8 +122,11 @@ class QuantizedGemms(torch.autograd.Function):
         y = matmul(qx, qw.t(), offset, x.dtype, fast_accumulation=True)
 
         # "fprop" keeps the operand of the forward pass; all others are quantized anew from the tensor itself.
-        for_wgrad = qx if casts.wgrad_x == "fprop" else Operand(x)
-        for_dgrad = qw if casts.dgrad_w == "fprop" or settings.reuses("dgrad_w") else Operand(w)
+        for_wgrad: Any = qx if casts.wgrad_x == "fprop" else Operand(x)
+        for_dgrad: Any = qw if casts.dgrad_w == "fprop" or settings.reuses("dgrad_w") else Operand(w)
+        if settings.native:
+            for_wgrad = settings.kept("wgrad_x", for_wgrad, x)
+            for_dgrad = settings.kept("dgrad_w", for_dgrad, w)
         reads_x = (needs_x and "fprop_x" in casts.surrogate) or (needs_w and settings.gradient_sums is not None)
         ctx.save_for_backward(
             *(for_wgrad if needs_w else (None, None)),
@@ -171,7 +187,7 @@ def _prequantized(w: Tensor, prequantized: PrequantizedWeight, settings: Setting
 
 def _operands(
     gemm: str, left: _Source, right: _Source, settings: Settings, bias: Tensor | None = None
-) -> tuple[Operand, Operand, Tensor | None]:
+) -> tuple[Operand | BlockOperand, Operand | BlockOperand, Tensor | None]:
     casts, names = settings.casts, OPERANDS_OF[gemm]
     if gemm in casts.subtract_mean:
         left, right, bias = _split_means(names, left, right, casts, bias)
@@ -189,7 +205,9 @@ def _rotated(name: str, source: _Source, transform: Tensor, settings: Settings) 
     return _Source(rotate(source.values, transform, CONTRACTION[name]))
 
 
-def _operand(name: str, source: _Source, settings: Settings) -> Operand:
+def _operand(name: str, source: _Source, settings: Settings) -> Operand | BlockOperand:
+    if settings.native and settings.takes_codes(name):
+        return _codes(name, source, settings)
     cast, i, sums = getattr(settings.casts, name), INDEX[name], settings.operand_sums
     if source.is_operand or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": the operand of that GEMM
         if source.is_operand and sums is not None:
@@ -202,6 +220,21 @@ def _operand(name: str, source: _Source, settings: Settings) -> Operand:
     if sums is not None:
         merge_statistics_(sums[i], operand_statistics(source.values, quantized, cast, dim, amax, shard=shard))
     return quantized if settings.blend is None else blend(source.values, quantized, settings.blend, settings.exact)
+
+
+def _codes(name: str, source: _Source, settings: Settings) -> BlockOperand:
+    """An operand as codes and scales; "fprop" is quantized again, as in the forward pass but along this contraction."""
+    own = isinstance(getattr(settings.casts, name), Cast)
+    cast, i, sums = settings.casts.cast_of(name), INDEX[name], settings.operand_sums
+    assert cast is not None
+    key = None if settings.keys is None else settings.keys[i]
+    amax = _scale_amax(name if own else f"fprop_{name[-1]}", source, settings)
+    dim, shard, kind = CONTRACTION[name], settings.shard_of(name), settings.casts.plan.native_gemms[GEMM[name]]
+    codes = block_operand(source.values, cast, kind, dim, key, amax, shard)
+    if sums is not None and own:
+        quantized = codes.decoded(source.values.dtype, dim)
+        merge_statistics_(sums[i], operand_statistics(source.values, quantized, cast, dim, amax, shard=shard))
+    return codes
 
 
 def _amax(tensor: Tensor, settings: Settings, *operands: str) -> Tensor | None:

@@ -28,7 +28,7 @@ BACKENDS = ("auto", "native", "emulated")
 
 
 def has_native_gemms(device: torch.device, kind: str, backend: str = "auto") -> bool:
-    """Whether a device computes GEMMs in ``"fp8"`` or ``"int8"`` natively; with ``backend="native"`` it must."""
+    """Whether a device computes GEMMs of a kind (a key of ``NATIVE``) natively; with ``backend="native"`` it must."""
     obstacle = native_obstacle(device, kind)
     if obstacle is not None and backend == "native":
         raise ValueError(f"backend='native': {obstacle}. Use backend='auto' or 'emulated'.")
@@ -189,8 +189,25 @@ class QuantizedLayer(nn.Module):
         ValueError for ``backend="native"`` on a device that has no native GEMM of their kind."""
         if self.backend == "emulated" or self.exact or (casts is None and self.blend is not None):
             return ()
-        kinds = (casts or self.casts).plan.native_gemms
-        return tuple(gemm for gemm, kind in kinds.items() if has_native_gemms(device, kind, self.backend))
+        plan, found = (casts or self.casts).plan, tuple[str, ...]()
+        if not plan.native_gemms:
+            return ()
+        for kind, gemms in plan.gemms_of_kind.items():
+            if has_native_gemms(device, kind, self.backend):
+                found += gemms
+        if found and casts is None and self.prequantized_weight is not None:
+            return self._native_of_gathered(found)
+        return found
+
+    def _native_of_gathered(self, gemms: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of native GEMMs that take a weight which was quantized before it was gathered, and decoded."""
+        left_out = tuple(gemm for gemm in gemms if gemm != "wgrad" and gemm in self.casts.plan.block_scaled)
+        if left_out and self.backend == "native":
+            raise ValueError(
+                f"backend='native': the weight was quantized and decoded before {' and '.join(left_out)}, which take "
+                "codes. Leave out quantize_before_gather, or use backend='auto'."
+            )
+        return tuple(gemm for gemm in gemms if gemm not in left_out)
 
     def extra_repr(self) -> str:
         """Shows the casts in force in ``print(model)``."""
