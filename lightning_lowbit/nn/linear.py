@@ -189,7 +189,8 @@ class QuantizedLayer(nn.Module):
         ValueError for ``backend="native"`` on a device that has no native GEMM of their kind."""
         if self.backend == "emulated" or self.exact or (casts is None and self.blend is not None):
             return ()
-        plan, found = (casts or self.casts).plan, tuple[str, ...]()
+        plan = (casts or self.casts).plan
+        found: tuple[str, ...] = ()
         if not plan.native_gemms:
             return ()
         for kind, gemms in plan.gemms_of_kind.items():
@@ -208,6 +209,19 @@ class QuantizedLayer(nn.Module):
                 "codes. Leave out quantize_before_gather, or use backend='auto'."
             )
         return tuple(gemm for gemm in gemms if gemm not in left_out)
+
+    def emulated_because(self, device: torch.device) -> dict[str, str]:
+        """Why a device emulates GEMMs of two quantized operands, outside any phase: reasons by GEMMs."""
+        gemms_of: dict[str, list[str]] = {}
+        for gemm in self.full_casts.quantized_gemms:
+            kind = self.full_casts.native_gemms.get(gemm)
+            if self.exact or self.backend == "emulated":
+                reason: str | None = "exact=True" if self.exact else "backend='emulated'"
+            else:
+                reason = "no native GEMM takes these casts" if kind is None else native_obstacle(device, kind)
+            if reason is not None:
+                gemms_of.setdefault(reason, []).append(gemm)
+        return {", ".join(gemms): reason for reason, gemms in gemms_of.items()}
 
     def extra_repr(self) -> str:
         """Shows the casts in force in ``print(model)``."""
