@@ -74,9 +74,7 @@ def matmul(
     if plain and a.values.dtype == b.values.dtype == dtype:
         return torch.mm(a.values, b.values) if bias is None else torch.addmm(bias, a.values, b.values)
     if isinstance(a, BlockOperand) and isinstance(b, BlockOperand):
-        if dtype in results(a.kind):
-            return _block_matmul(a.values, a.scales, a.factor, b.values, b.scales, b.factor, bias, dtype, a.kind)
-        a, b = a.decoded(dtype), b.decoded(dtype).t()
+        return _block_matmul(a.values, a.scales, a.factor, b.values, b.scales, b.factor, bias, dtype, a.kind)
     dtypes = {a.values.dtype, b.values.dtype}
     if not dtypes <= {*_FP8} and dtypes != {torch.int8}:  # one of them may be an operand of a native GEMM
         a, b = (Operand(x.values.to(dtype), x.factor) if x.values.dtype.itemsize == 1 else x for x in (a, b))

@@ -17,6 +17,8 @@ from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import PrequantizedWeight, QuantizedGemms, Settings
 from lightning_lowbit.nn.gemm import native_obstacle, no_autocast
 from lightning_lowbit.nn.layer_amaxes import LayerAmaxes, amax_in_force, stage_
+from lightning_lowbit.nn.native.gemms import results
+from lightning_lowbit.nn.native.table import BLOCK_SCALED
 from lightning_lowbit.nn.sharded.parallel import Shards, tensor_parallel
 from lightning_lowbit.quant import amax_along, smoothing_factor
 from lightning_lowbit.quant.shard import amax_of, max_over_shards
@@ -124,7 +126,7 @@ class QuantizedLayer(nn.Module):
                 in_force=None if amaxes is None else amaxes.in_force,
                 staged=None if amaxes is None or not amaxes.switch[0] else amaxes.staged,
                 exact=self.exact,
-                native=self.native_gemms(x.device),
+                native=self.native_gemms(x.device, dtype=x.dtype),
                 blend=self.blend,
                 operand_sums=self.operand_sums,
                 gradient_sums=self.gradient_sums,
@@ -184,9 +186,11 @@ class QuantizedLayer(nn.Module):
             return amax
         return amax_in_force(self.amaxes.in_force, "fprop_w", amax_of(weight) if amax is None else amax)
 
-    def native_gemms(self, device: torch.device, casts: LinearCasts | None = None) -> tuple[str, ...]:
-        """The GEMMs that a device computes natively, by default for the casts in force (none during annealing). A
-        ValueError for ``backend="native"`` on a device that has no native GEMM of their kind."""
+    def native_gemms(
+        self, device: torch.device, casts: LinearCasts | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[str, ...]:
+        """The GEMMs that a device computes natively, by default for the casts in force (none during annealing), to
+        results of a dtype (None for any). A ValueError for ``backend="native"`` where one of them is not."""
         if self.backend == "emulated" or self.exact or (casts is None and self.blend is not None):
             return ()
         plan = (casts or self.casts).plan
@@ -194,11 +198,22 @@ class QuantizedLayer(nn.Module):
         if not plan.native_gemms:
             return ()
         for kind, gemms in plan.gemms_of_kind.items():
-            if has_native_gemms(device, kind, self.backend):
+            if has_native_gemms(device, kind, self.backend) and (dtype is None or self._gives(kind, dtype)):
                 found += gemms
         if found and casts is None and self.prequantized_weight is not None:
             return self._native_of_gathered(found)
         return found
+
+    def _gives(self, kind: str, dtype: torch.dtype) -> bool:
+        if kind not in BLOCK_SCALED or dtype in results(kind):
+            return True
+        if self.backend == "native":
+            names = " or ".join(str(one).removeprefix("torch.") for one in results(kind))
+            raise ValueError(
+                f"backend='native': {kind} GEMMs give {names} here, and this pass computes in {dtype}. Train in bf16, "
+                "or use backend='auto'."
+            )
+        return False
 
     def _native_of_gathered(self, gemms: tuple[str, ...]) -> tuple[str, ...]:
         """Those of native GEMMs that take a weight which was quantized before it was gathered, and decoded."""

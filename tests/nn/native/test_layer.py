@@ -195,6 +195,9 @@ def test_amd_takes_scales_as_they_are(monkeypatch: pytest.MonkeyPatch, scaled_mm
     assert len(scaled_mm.calls) == 6
     run(layer_like(nn.Linear(32, 32), "mxfp8"), torch.randn(4, 32), torch.randn(4, 32))
     assert len(scaled_mm.calls) == 6, "a float32 result, which this GPU does not give"
+    layer = layer_like(nn.Linear(32, 32), "mxfp8", backend="native")
+    with pytest.raises(ValueError, match="mxfp8 GEMMs give bfloat16 or float16 here, .* in torch.float32. Train in bf"):
+        layer(torch.randn(4, 32))
 
 
 def test_delayed_scales_of_two_levels(scaled_mm: StandIn) -> None:
