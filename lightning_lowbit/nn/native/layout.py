@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_lowbit.compilation import compiled
+
 
 def round_up(size: int, multiple: int) -> int:
     return size + -size % multiple
@@ -25,7 +27,13 @@ def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 def pack_codes(codes: Tensor) -> Tensor:
     """Packs 4-bit codes, uint8 ``[rows, k]`` with an even k, to ``float4_e2m1fn_x2`` ``[rows, k / 2]``."""
-    return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.float4_e2m1fn_x2)
+    return join_pairs(codes.view(-1, 2)).view(len(codes), -1).view(torch.float4_e2m1fn_x2)
+
+
+@compiled
+def join_pairs(codes: Tensor) -> Tensor:
+    """Bytes of pairs of codes, uint8 ``[n, 2]``."""
+    return codes[:, 0] | codes[:, 1] << 4
 
 
 def swizzle(scales: Tensor) -> Tensor:

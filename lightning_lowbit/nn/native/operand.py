@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbit.compilation import opaque
+from lightning_lowbit.compilation import compiled, opaque
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.nn.native.layout import round_up
 from lightning_lowbit.nn.native.table import NATIVE, block_shape
@@ -102,6 +102,28 @@ def _fake_operand(
     return codes, x.new_empty(shape, dtype=cast.scale.storage.dtype), x.new_empty((), dtype=torch.float32)
 
 
+@compiled
+def round_codes(
+    blocks: Tensor,
+    scales: Tensor,
+    decode: Tensor,
+    zeros: Tensor | None = None,
+    key: Tensor | None = None,
+    offset: Tensor | None = None,
+    *,
+    cast: Cast,
+) -> Tensor:
+    """Rounds a blocked view to codes of E2M1, or to elements in float8; arguments as of :func:`round_blocks`."""
+    elements = round_blocks(blocks, scales, decode, zeros, key, offset, cast=cast, scaled=False, dtype=torch.float32)
+    if cast.format.dtype is not None:
+        return elements.to(cast.format.dtype)
+    magnitude = elements.abs()
+    code = (elements < 0).to(torch.uint8) * 8
+    for level in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0):  # comparisons alone, which are exact in generated code
+        code = code + (magnitude >= level).to(torch.uint8)
+    return code
+
+
 def _keeps_tiles(cast: Cast, block: int, dim: int) -> bool:
     return block == 128 and block_shape(cast, dim) == (128, 128)
 
@@ -114,11 +136,7 @@ def _block_operand(
     tile = tile_of(cast, dim, 2)
     scaled, key = make_scales(x, cast, tile, amax, of_global), rounding_key(cast, key, x.device)
     offset = None if of_global is None or key is None else of_global.offset(x.shape, tile, x.device)
-    elements = round_blocks(*scaled, key, offset, cast=cast, scaled=False, dtype=torch.float32)
-    elements = from_blocks(elements, x.shape, tile)
-    codes = cast.format.encode(elements)
-    if cast.format.dtype is not None:
-        codes = codes.view(cast.format.dtype)
+    codes = from_blocks(round_codes(*scaled, key, offset, cast=cast), x.shape, tile)
     sizes = [round_up(size, side) // side for size, side in zip(x.shape, tile, strict=True)]
     scales = stored_scales(scaled.scales, cast).reshape(sizes)
     if dim == 0:  # physically transposed

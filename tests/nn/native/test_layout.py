@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit import Cast, Scale
+from lightning_lowbit.compilation import backend
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.nn.native.gemms import _prepared, demands
 from lightning_lowbit.nn.native.layout import outer_major, pack_codes, swizzle
@@ -109,6 +110,25 @@ def check(shape: tuple[int, int], seed: int) -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (5, 40), (130, 70), (16, 128)], ids=str)
 def test_packed_and_swizzled_operands_hold_the_plain_values(shape: tuple[int, int]) -> None:
     check(shape, seed=1)
+
+
+@pytest.mark.slow
+def test_generated_code_gives_the_same_bytes() -> None:
+    x, key = torch.randn(40, 96), torch.tensor(3)
+    for kind, dim in (("nvfp4", 1), ("mxfp4", 0), ("mxfp8", 1)):
+        made = []
+        for name in ("eager", "compiled"):
+            with backend(name):
+                codes, levels = _prepared(block_operand(x, CASTS[kind], kind, dim, key), 16, 32, amd=False)
+            made.append([tensor.view(torch.uint8) for tensor in (codes, levels[0])])
+        assert all(torch.equal(a, b) for a, b in zip(*made, strict=True)), kind
+
+
+def test_codes_are_those_of_the_format() -> None:
+    for kind in ("nvfp4", "mxfp4"):
+        codes = block_operand(torch.randn(40, 96), CASTS[kind], kind, 1, torch.tensor(3)).values
+        assert codes.unique().tolist() == [*range(8), *range(9, 16)]  # no -0
+        assert torch.equal(codes, CASTS[kind].format.encode(CASTS[kind].format.decode(codes)))
 
 
 @pytest.mark.slow
