@@ -198,8 +198,10 @@ class QuantizedLayer(nn.Module):
         if not plan.native_gemms:
             return ()
         for kind, gemms in plan.gemms_of_kind.items():
-            if has_native_gemms(device, kind, self.backend) and (dtype is None or self._gives(kind, dtype)):
-                found += gemms
+            if native_obstacle(device, kind) is None:
+                found += gemms if dtype is None or self._gives(kind, dtype) else ()
+            elif self.backend == "native":
+                has_native_gemms(device, kind, self.backend)  # raises
         if found and casts is None and self.prequantized_weight is not None:
             return self._native_of_gathered(found)
         return found

@@ -36,6 +36,8 @@ def native_obstacle(device: torch.device, kind: str) -> str | None:
 
     Block-scaled GEMMs are tried once per device and kind, and the answer is kept.
     """
+    if (without := _without_gpu(device.type, kind)) is not None:
+        return without
     if (obstacle := _declared_obstacle(device, kind)) is not None:
         return f"{NATIVE[kind].needs}; {obstacle}"
     if kind in BLOCK_SCALED and (obstacle := _tried(device, kind)) is not None:
@@ -43,12 +45,17 @@ def native_obstacle(device: torch.device, kind: str) -> str | None:
     return None
 
 
+@cache
+def _without_gpu(device_type: str, kind: str) -> str | None:
+    if device_type == "cuda" or (device_type, kind) == ("cpu", "int8"):
+        return None
+    return f"{NATIVE[kind].needs}; the device is {device_type!r}"
+
+
 def _declared_obstacle(device: torch.device, kind: str) -> str | None:
     """What the device says of itself."""
-    if device.type == "cpu" and kind == "int8":
+    if device.type == "cpu":
         return None if torch.cpu._is_vnni_supported() else "this CPU has none"
-    if device.type != "cuda":
-        return f"the device is {device.type!r}"
     name = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
         return _obstacle_of_amd(device, name, kind)
@@ -83,7 +90,9 @@ def _tried(device: torch.device, kind: str) -> str | None:
             left, right = (block_operand(x, cast, kind, 1) for x, cast in zip(matrices, casts, strict=True))
             try:
                 product = block_product(left, right, torch.bfloat16)[0].double().cpu()
-            except (RuntimeError, ValueError, NotImplementedError) as error:
+            except torch.OutOfMemoryError:  # which says nothing of the GEMM
+                raise
+            except (RuntimeError, ValueError) as error:
                 answer = str(error).strip() or type(error).__name__
                 return f"torch refuses it on {_name(device)}: {answer.splitlines()[0][:160]}"
         a, b = (

@@ -97,6 +97,7 @@ def test_what_torch_refuses_is_said(gpu: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_device_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_without_gpu", lambda device_type, kind: None)
     monkeypatch.setattr(devices, "_declared_obstacle", lambda device, kind: None)
     stand_in = StandIn()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
@@ -111,6 +112,7 @@ def test_a_device_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_asking_breaks_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled layer asks the device while it is traced."""
+    monkeypatch.setattr(devices, "_without_gpu", lambda device_type, kind: None)
     monkeypatch.setattr(devices, "_declared_obstacle", lambda device, kind: None)
     stand_in = StandIn()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
