@@ -146,5 +146,5 @@ def _block_operand(
     if (down, along) != (1, 1):
         scales = repeated(scales, rows, -(-inner // block), down, along // block)
     assert cast.scale.storage.dtype is not None
-    # A scale is shared with nothing: operators may not return views of each other's memory.
+    # Results of an operator share no memory: decode may be a view.
     return codes.contiguous(), scales.to(cast.scale.storage.dtype).contiguous(), scaled.decode.reshape(()).clone()
