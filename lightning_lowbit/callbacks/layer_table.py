@@ -11,7 +11,7 @@ from torch import nn
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.saving import saved_bits
-from lightning_lowbit.report.console import Table
+from lightning_lowbit.report.console import Table, Text
 
 
 def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
@@ -66,6 +66,16 @@ def _executed(layer: QuantizedLayer) -> str:
         return "emulated" if quantized else ""
     rest = [gemm for gemm in quantized if gemm not in native]
     return f"native {', '.join(native)}; emulated {', '.join(rest)}" if rest else "native"
+
+
+def native_notes(model: nn.Module) -> list[Text]:
+    """Why GEMMs of two quantized operands are emulated, a line for each reason."""
+    labels, notes = _labels(model), dict[str, None]()
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLayer):
+            for gemm, reason in layer.emulated_because(layer.weight.device).items():
+                notes[f"Emulated, {gemm} of {labels[layer.full_casts]}: {reason}."] = None
+    return [Text(note) for note in notes]
 
 
 def cast_legend(model: nn.Module) -> list[Table]:

@@ -11,7 +11,14 @@ from torch import nn
 from lightning_lowbit._lightning import LightningModule, Trainer
 from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.base import LowBitCallback
-from lightning_lowbit.callbacks.layer_table import cast_legend, flops_text, layer_data, layer_table, merge_numbers
+from lightning_lowbit.callbacks.layer_table import (
+    cast_legend,
+    flops_text,
+    layer_data,
+    layer_table,
+    merge_numbers,
+    native_notes,
+)
 from lightning_lowbit.nn import Coverage, GemmCounter
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.run_settings import compute_dtype
@@ -25,12 +32,12 @@ _BLENDING = "blending"  # steps with λ below 1, in any phase: operands are stil
 class PrecisionSummary(LowBitCallback):
     """Shows which layers compute in which casts, and how much of the arithmetic that is.
 
-    When training starts, it prints a table of layers, parameters and casts. After the first training step it prints the
-    coverage: FLOPs of GEMMs with two quantized operands over the FLOPs of all matrix products, attentions and
-    convolutions. At the end it prints the bits of a GEMM operand, block scales included, averaged over FLOPs and over
-    the steps in each phase; steps of progressive quantization (λ below 1) count as high precision. The same goes into a
-    JSON file in the logger's directory. FLOPs are counted in one micro-batch of the first process, in eager code: that
-    step is several times slower, with more memory and the same results.
+    When training starts, it prints a table of layers, parameters and casts, and why GEMMs are emulated. After the first
+    training step it prints the coverage: FLOPs of GEMMs with two quantized operands over the FLOPs of all matrix
+    products, attentions and convolutions. At the end it prints the bits of a GEMM operand, block scales included,
+    averaged over FLOPs and over the steps in each phase; steps of progressive quantization (λ below 1) count as high
+    precision. The same goes into a JSON file in the logger's directory. FLOPs are counted in one micro-batch of the
+    first process, in eager code: that step is several times slower, with more memory and the same results.
 
     Args:
         filename: of the JSON file in the logger's directory.
@@ -64,7 +71,7 @@ class PrecisionSummary(LowBitCallback):
         self._dtype = compute_dtype(trainer.precision_plugin)
         folder = trainer.log_dir  # all processes ask for it together
         self._folder = Path(folder) if folder is not None and trainer.loggers and "://" not in folder else None
-        self._show(trainer, layer_table(pl_module, self._dtype), *cast_legend(pl_module))
+        self._show(trainer, layer_table(pl_module, self._dtype), *cast_legend(pl_module), *native_notes(pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self.counter is None:
@@ -153,7 +160,10 @@ class PrecisionSummary(LowBitCallback):
             average = Text(f"Average over the run: {self.average_bits():.2f} bits per GEMM operand.")
             coverage = [*self._coverage_blocks(), average]
         return [
-            Section("Layers and casts", (layer_table(self._model, self._dtype), *cast_legend(self._model))),
+            Section(
+                "Layers and casts",
+                (layer_table(self._model, self._dtype), *cast_legend(self._model), *native_notes(self._model)),
+            ),
             Section("Coverage", tuple(coverage)),
         ]
 

@@ -200,7 +200,7 @@ class LinearCasts:
 
     @property
     def native_gemms(self) -> dict[str, str]:
-        """The GEMMs that hardware may compute on quantized elements, in ``"fp8"`` or ``"int8"`` (:mod:`.native`)."""
+        """The GEMMs that hardware may compute on quantized elements, with their kind (:mod:`.native.table`)."""
         return self.plan.native_gemms
 
     quantised_gemms = _renamed("quantised_gemms", "quantized_gemms")

@@ -11,6 +11,7 @@ from lightning_lowbit.kernels import Packed, amax_of, pack_operand, quantize_ope
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.gemm import matmul, mean_times, no_autocast
 from lightning_lowbit.nn.layer_amaxes import amax_in_force, stage_
+from lightning_lowbit.nn.native.operand import BlockOperand, block_operand, unpacked_block_operand
 from lightning_lowbit.nn.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.sharded.parallel import Shards
 from lightning_lowbit.nn.watch import add_gradients_
@@ -81,8 +82,12 @@ class Settings(NamedTuple):
         """The operand of x that is kept as codes and scales; None where x, or its operand, is kept."""
         if not self.packs or self.blend is not None or self.gradient_sums is not None:
             return None
-        without_keys = self.keys is None and self.casts.plan.draws  # so there will be no backward pass
-        return None if without_keys else self.casts.plan.packed
+        if self.keys is None and self.casts.plan.draws:  # so there will be no backward pass
+            return None
+        packed = self.casts.plan.packed
+        if packed == "fprop_x" and self.native and (self.takes_codes("fprop_x") or self.takes_codes("wgrad_x")):
+            return None  # codes of the forward pass lie along its contraction
+        return packed
 
     def unrecorded(self) -> "Settings":
         """For an operand that another pass has quantized, and recorded, before."""
@@ -90,9 +95,21 @@ class Settings(NamedTuple):
 
     def reuses(self, operand: str) -> bool:
         """Whether another GEMM has quantized the operand in the form that this one takes."""
-        return operand in self.casts.plan.shared and (
-            not self.native or (GEMM[operand] in self.native) == (GEMM[SHARED[operand]] in self.native)
-        )
+        if operand not in self.casts.plan.shared or not self.native:
+            return operand in self.casts.plan.shared
+        alike = (GEMM[operand] in self.native) == (GEMM[SHARED[operand]] in self.native)
+        return alike and not self.takes_codes(operand)
+
+    def takes_codes(self, operand: str) -> bool:
+        """Whether the GEMM of an operand is native and takes codes with the scales of blocks."""
+        return GEMM[operand] in self.native and GEMM[operand] in self.casts.plan.block_scaled
+
+    def kept(self, operand: str, quantized: Operand | BlockOperand, tensor: Tensor) -> Operand:
+        """What the forward pass keeps for an operand of the backward pass, given that of its own: the tensor for a GEMM
+        that takes codes, which lie along another axis, and no codes for one that does not."""
+        if self.takes_codes(operand):
+            return Operand(tensor)
+        return quantized.decoded(tensor.dtype) if isinstance(quantized, BlockOperand) else quantized
 
 
 class _Source(NamedTuple):
@@ -131,8 +148,12 @@ class QuantizedGemms(torch.autograd.Function):
         y = matmul(qx, qw.t(), offset, x.dtype, fast_accumulation=True)
 
         # "fprop" keeps the operand of the forward pass; all others are quantized anew from the tensor itself.
-        for_wgrad = packed or (qx if casts.wgrad_x == "fprop" else Operand(x))
-        for_dgrad = qw if _keeps_weight_operand(settings) else Operand(weight if settings.recasts else w)
+        for_wgrad: Any = packed or (qx if casts.wgrad_x == "fprop" else Operand(x))
+        keeps_operand = _keeps_weight_operand(settings)
+        for_dgrad: Any = qw if keeps_operand else Operand(weight if settings.recasts else w)
+        if settings.native:
+            for_wgrad = packed or settings.kept("wgrad_x", for_wgrad, x)
+            for_dgrad = settings.kept("dgrad_w", for_dgrad, w) if keeps_operand else for_dgrad
         reads_x = (needs_x and "fprop_x" in casts.surrogate) or (needs_w and settings.gradient_sums is not None)
         ctx.save_for_backward(
             *(for_wgrad if needs_w else (None, None)),
@@ -162,11 +183,7 @@ class QuantizedGemms(torch.autograd.Function):
             source_g = _Source(g, _amax(g, settings, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
             if needs_x:
                 # dX = dY · W           [tokens, out] · [out, in]
-                if settings.recasts and not _keeps_weight_operand(settings):
-                    w = w.to(ctx.dtype)
-                    if casts.dgrad_w == "fprop" or settings.reuses("dgrad_w"):
-                        w, w_factor = _operand("fprop_w", _Source(w, amax_w), settings.unrecorded())
-                w, w_factor = _reusable(Operand(w, w_factor), reused)
+                w, w_factor = _reusable(_weight(Operand(w, w_factor), amax_w, ctx.dtype, settings), reused)
                 source_w = _Source(w, amax_w, w_factor, is_operand=settings.reuses("dgrad_w"))
                 qg, qw, of_mean = _operands("dgrad", source_g, source_w, settings)
                 dx = matmul(qg, qw, of_mean, ctx.dtype)
@@ -203,7 +220,7 @@ def _prequantized(w: Tensor, prequantized: PrequantizedWeight, settings: Setting
 
 def _operands(
     gemm: str, left: _Source, right: _Source, settings: Settings, bias: Tensor | None = None
-) -> tuple[Operand, Operand, Tensor | None]:
+) -> tuple[Operand | BlockOperand, Operand | BlockOperand, Tensor | None]:
     casts, names = settings.casts, OPERANDS_OF[gemm]
     if gemm in casts.subtract_mean:
         left, right, bias = _split_means(names, left, right, casts, bias)
@@ -223,7 +240,9 @@ def _rotated(name: str, source: _Source, transform: Tensor, settings: Settings) 
     return _Source(rotate(source.values, transform, CONTRACTION[name]))
 
 
-def _operand(name: str, source: _Source, settings: Settings) -> Operand:
+def _operand(name: str, source: _Source, settings: Settings) -> Operand | BlockOperand:
+    if settings.native and settings.takes_codes(name):
+        return _codes(name, source, settings)
     cast, i, sums = getattr(settings.casts, name), INDEX[name], settings.operand_sums
     if source.is_operand or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": the operand of that GEMM
         if source.is_operand and sums is not None and name in settings.casts.plan.shared:
@@ -246,6 +265,17 @@ def _keeps_weight_operand(settings: Settings) -> bool:
     return not settings.recasts or settings.prequantized is not None or "fprop_w" in plan.altered
 
 
+def _weight(kept: Operand, amax: Tensor | None, dtype: torch.dtype, settings: Settings) -> Operand:
+    """What dgrad quantizes or takes as it is, from what the forward pass has kept of the weight."""
+    if not settings.recasts or _keeps_weight_operand(settings):
+        return kept
+    w, takes_operand = kept.values.to(dtype), settings.casts.dgrad_w == "fprop" or settings.reuses("dgrad_w")
+    if not takes_operand or settings.takes_codes("dgrad_w"):
+        return Operand(w)
+    quantized = _operand("fprop_w", _Source(w, amax), settings.unrecorded())
+    return quantized.decoded(dtype) if isinstance(quantized, BlockOperand) else quantized
+
+
 def _pack(name: str, source: _Source, settings: Settings) -> Packed:
     """An operand as codes and scales, for the backward pass."""
     cast, i, sums = getattr(settings.casts, name), INDEX[name], settings.operand_sums
@@ -261,12 +291,33 @@ def _pack(name: str, source: _Source, settings: Settings) -> Packed:
 
 
 def _unpacked(name: str, packed: Packed, shape: torch.Size, source: torch.dtype, settings: Settings) -> _Source:
-    cast, dtype = getattr(settings.casts, name), settings.dtype_of(name, getattr(settings.casts, name))
+    cast, dim = getattr(settings.casts, name), CONTRACTION[name]
     if GEMM[name] in settings.casts.hadamard:  # padded to whole groups
         size = settings.casts.hadamard[GEMM[name]].size
-        shape = torch.Size(n + -n % size if i == CONTRACTION[name] else n for i, n in enumerate(shape))
-    operand = unpack_operand(packed, cast, CONTRACTION[name], shape, source, dtype)
+        shape = torch.Size(n + -n % size if i == dim else n for i, n in enumerate(shape))
+    if settings.native and settings.takes_codes(name):
+        kind = settings.casts.plan.native_gemms[GEMM[name]]
+        return _Source(unpacked_block_operand(*packed, cast, kind, dim, shape), is_operand=True)
+    operand = unpack_operand(packed, cast, dim, shape, source, settings.dtype_of(name, cast))
     return _Source(operand.values, None, operand.factor, is_operand=True)
+
+
+def _codes(name: str, source: _Source, settings: Settings) -> BlockOperand:
+    """An operand as codes and scales; "fprop" is quantized again, as in the forward pass but along this contraction."""
+    if source.is_operand:
+        codes: BlockOperand = source.values
+        return codes
+    own = isinstance(getattr(settings.casts, name), Cast)
+    cast, i, sums = settings.casts.cast_of(name), INDEX[name], settings.operand_sums
+    assert cast is not None
+    key = None if settings.keys is None else settings.keys[i]
+    amax = _scale_amax(name if own else f"fprop_{name[-1]}", source, settings)
+    dim, shard, kind = CONTRACTION[name], settings.shard_of(name), settings.casts.plan.native_gemms[GEMM[name]]
+    codes = block_operand(source.values, cast, kind, dim, key, amax, shard)
+    if sums is not None and own:
+        quantized = codes.decoded(source.values.dtype, dim)
+        merge_statistics_(sums[i], operand_statistics(source.values, quantized, cast, dim, amax, shard=shard))
+    return codes
 
 
 def _amax(tensor: Tensor, settings: Settings, *operands: str) -> Tensor | None:

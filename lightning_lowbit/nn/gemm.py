@@ -6,7 +6,8 @@ tensors and rows multiply the float32 result before it is rounded; folded into t
 inexact.
 
 FP8 operands with such scales go to the tensor cores (``torch._scaled_mm``), of whose sums Hopper keeps 14 bits with
-fast accumulation; integer and ternary ones go to int8 units (``torch._int_mm``), which sum exactly in int32.
+fast accumulation; integer and ternary ones go to int8 units (``torch._int_mm``), which sum exactly in int32. Codes and
+the scales of their blocks go to block-scaled tensor cores (:mod:`lightning_lowbit.nn.native`).
 """
 
 import math
@@ -19,6 +20,10 @@ from torch import Tensor
 
 from lightning_lowbit.compilation import compiled, counted_as, opaque, within_cast
 from lightning_lowbit.kernels.products import finish
+from lightning_lowbit.nn.native.devices import native_obstacle as native_obstacle
+from lightning_lowbit.nn.native.gemms import block_product, results
+from lightning_lowbit.nn.native.layout import pad
+from lightning_lowbit.nn.native.operand import BlockOperand
 from lightning_lowbit.quant import Operand
 
 _FLOAT32 = torch.finfo(torch.float32)
@@ -49,50 +54,30 @@ def _switched_off(device_type: str) -> Iterator[None]:
         torch.set_autocast_enabled(device_type, True)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it cannot trace a device's name
-def native_obstacle(device: torch.device, kind: str) -> str | None:
-    """Why a device cannot compute GEMMs in ``"fp8"`` or ``"int8"`` natively, in words; None where it can."""
-    needed, least = _NEEDED[kind]
-    if device.type == "cpu" and kind == "int8":
-        return None if torch.cpu._is_vnni_supported() else f"{needed}; this CPU has none"
-    if device.type != "cuda":
-        return f"{needed}; the device is {device.type!r}"
-    if torch.version.hip is not None:
-        return f"{needed}; {torch.cuda.get_device_name(device)} is AMD's, which has not been tried"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < least:
-        return f"{needed}; {torch.cuda.get_device_name(device)} has {major}.{minor}"
-    return None
-
-
-# By kind, what native GEMMs need, and the least compute capability of an NVIDIA GPU.
-_NEEDED = {
-    "fp8": ("native FP8 GEMMs need an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell)", (8, 9)),
-    "int8": ("native int8 GEMMs need an NVIDIA GPU of compute capability 7.5 or more, or a CPU with VNNI", (7, 5)),
-}
-
-
 def matmul(
-    a: Operand,
-    b: Operand,
+    a: Operand | BlockOperand,
+    b: Operand | BlockOperand,
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     fast_accumulation: bool = False,
 ) -> Tensor:
-    """``a · b + bias``, ``[m, n]``, rounded once to ``dtype``: native in FP8 or int8, else in ``dtype`` or float32.
+    """``a · b + bias``, ``[m, n]``, rounded once to ``dtype``: native for FP8, int8 and codes with block scales, else
+    in ``dtype`` or float32.
 
     Args:
-        a: ``[m, k]``, its factor 0-d or ``[m, 1]``.
-        b: ``[k, n]``, its factor 0-d or ``[1, n]``.
+        a: ``[m, k]``, its factor 0-d or ``[m, 1]``; or codes and scales.
+        b: ``[k, n]``, its factor 0-d or ``[1, n]``; or codes and scales ``[n, k]`` where those of ``a`` are.
         bias: in ``dtype`` or float32, any shape that broadcasts to ``[m, n]``; or None.
         fast_accumulation: for native FP8 GEMMs: keeps sums in the tensor cores, faster and less exact.
     """
-    dtypes = {a.values.dtype, b.values.dtype}
-    if not dtypes <= {*_FP8} and dtypes != {torch.int8}:  # one of them may be an operand of a native GEMM
-        a, b = (Operand(x.values.to(dtype), x.factor) if x.values.dtype.itemsize == 1 else x for x in (a, b))
     plain = a.factor is None and b.factor is None and (bias is None or bias.dtype == dtype)
     if plain and a.values.dtype == b.values.dtype == dtype:
         return torch.mm(a.values, b.values) if bias is None else torch.addmm(bias, a.values, b.values)
+    if isinstance(a, BlockOperand) and isinstance(b, BlockOperand):
+        return _block_matmul(a.values, a.scales, a.factor, b.values, b.scales, b.factor, bias, dtype, a.kind)
+    dtypes = {a.values.dtype, b.values.dtype}
+    if not dtypes <= {*_FP8} and dtypes != {torch.int8}:  # one of them may be an operand of a native GEMM
+        a, b = (Operand(x.values.to(dtype), x.factor) if x.values.dtype.itemsize == 1 else x for x in (a, b))
     return _matmul(a.values, a.factor, b.values, b.factor, bias, dtype, fast_accumulation)
 
 
@@ -124,9 +109,9 @@ def _integer(left: Tensor, right: Tensor) -> Tensor:
     """The native GEMM of int8 values, to int32; padded to what a GPU takes: more than 16 rows and multiples of 8."""
     rows, inner, columns = len(left), len(right), right.shape[1]
     if left.device.type == "cuda":
-        left, right = _pad(left, max(17 - rows, 0), -inner % 8), _pad(right.t(), -columns % 8, -inner % 8).t()
+        left, right = pad(left, max(17 - rows, 0), -inner % 8), pad(right.t(), -columns % 8, -inner % 8).t()
     elif 1 in (rows, inner):  # CPUs read the strides of single rows, too, and may leave the result unwritten
-        left, right = _pad(left, 0, 0), _pad(right, 0, 0)
+        left, right = pad(left, 0, 0), pad(right, 0, 0)
     with counted_as(rows, inner, columns):
         return torch._int_mm(left, right)[:rows, :columns]
 
@@ -181,7 +166,7 @@ def _native(
     """The native GEMM of FP8 values, padded to what it takes: inner size and columns in multiples of 16."""
     rows, inner, columns = len(left), len(right), right.shape[1]
     # It reads rows of the left operand and columns of the right one, each contiguous.
-    left, right = _pad(left, 0, -inner % 16), _pad(right.t(), -columns % 16, -inner % 16).t()
+    left, right = pad(left, 0, -inner % 16), pad(right.t(), -columns % 16, -inner % 16).t()
     # The result is rounded once, after bias and scales: in the GEMM for bfloat16, here for all else.
     inside = dtype == torch.bfloat16 and (bias is None or (bias.dtype == dtype and bias.dim() == 1))
     scales, added = factors, bias
@@ -203,11 +188,27 @@ def _native(
     return product.contiguous() if inside else _finish(product, factors, bias, dtype)
 
 
-def _pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """A contiguous matrix of one-byte elements, with zeros below and to the right."""
-    if rows or columns:
-        return F.pad(matrix.view(torch.uint8), (0, columns, 0, rows)).view(matrix.dtype)
-    return matrix.contiguous().flatten().view(matrix.shape)  # gives a single row, too, the strides that the GEMM needs
+@opaque(
+    lambda left, left_scales, left_factor, right, right_scales, right_factor, bias, dtype, kind: left.new_empty(
+        (len(left), len(right)), dtype=dtype
+    )
+)
+def _block_matmul(
+    left: Tensor,
+    left_scales: Tensor,
+    left_factor: Tensor | None,
+    right: Tensor,
+    right_scales: Tensor,
+    right_factor: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    kind: str,
+) -> Tensor:
+    """The native GEMM of two block operands. An operator of its own: torch 2.13 does not lower swizzled scales."""
+    a, b = BlockOperand(left, left_scales, left_factor, kind), BlockOperand(right, right_scales, right_factor, kind)
+    wide = torch.float32 in results(kind)  # where it is not, bias and factors come after a rounding to bfloat16
+    product, factors = block_product(a, b, torch.float32 if bias is not None and wide else dtype)
+    return product if not factors and bias is None else _finish(product, factors, bias, dtype)
 
 
 @opaque(lambda mean, weight, factor, bias: weight.new_empty((1, weight.shape[1]), dtype=torch.float32))

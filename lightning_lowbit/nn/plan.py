@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
+from lightning_lowbit.nn.native.table import BLOCK_SCALED, kind_of
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.packed import packing_obstacle
 
@@ -38,7 +37,9 @@ class Plan(NamedTuple):
         scaled_by_amax: the operands whose scales need the amax of the whole tensor.
         altered: the operands of GEMMs with a transform, or without means: they are not the tensor itself.
         shared: the operands that equal the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis.
-        native_gemms: the GEMMs that hardware may compute on quantized elements, and how.
+        native_gemms: the GEMMs that hardware may compute on quantized elements, with the kind, a key of ``NATIVE``.
+        gemms_of_kind: the same by kind.
+        block_scaled: those of them that take codes and the scales of blocks.
         packed: the operand of x that the backward pass can do with, as codes and scales; None where it needs x.
     """
 
@@ -49,6 +50,8 @@ class Plan(NamedTuple):
     altered: frozenset[str]
     shared: frozenset[str]
     native_gemms: dict[str, str]
+    gemms_of_kind: dict[str, tuple[str, ...]]
+    block_scaled: frozenset[str]
     packed: str | None
 
 
@@ -60,7 +63,7 @@ def plan_of(casts: "LinearCasts") -> Plan:
     nearest = {name for name, cast in own.items() if cast.rounding == "nearest"}
     without_axis = {name for name, c in own.items() if c.scale.block == "tensor" or isinstance(c.scale.block, tuple)}
     repeated = {a for a, b in SHARED.items() if a in own and own[a] == own.get(b) and not altered & {a, b}}
-    kinds = {gemm: native_kind(casts, gemm) for gemm in GEMMS}
+    kinds = {gemm: kind for gemm in GEMMS if (kind := native_kind(casts, gemm)) is not None}
     return Plan(
         is_empty=all(getattr(casts, operand) is None for operand in OPERANDS),
         draws=keyed or len(nearest) < len(own),
@@ -68,7 +71,9 @@ def plan_of(casts: "LinearCasts") -> Plan:
         scaled_by_amax=frozenset(name for name, cast in own.items() if cast.scale.needs_amax),
         altered=altered,
         shared=frozenset(repeated & nearest & without_axis),
-        native_gemms={gemm: kind for gemm, kind in kinds.items() if kind is not None},
+        native_gemms=kinds,
+        gemms_of_kind={kind: tuple(gemm for gemm in kinds if kinds[gemm] == kind) for kind in kinds.values()},
+        block_scaled=frozenset(gemm for gemm in kinds if kinds[gemm] in BLOCK_SCALED),
         packed=_packed(casts),
     )
 
@@ -84,23 +89,22 @@ def _packed(casts: "LinearCasts") -> str | None:
 
 
 def native_kind(casts: "LinearCasts", gemm: str) -> str | None:
-    """The arithmetic of a GEMM on quantized elements, ``"fp8"`` or ``"int8"`` (also for ternary); None if there is
-    none. Scales must be per tensor or row. In FP8, at most one operand is in E5M2; with scales per row, the second one
-    is in E4M3, because CUTLASS, which torch mostly uses then, has no other kernel."""
-    operands = casts.operands_of(gemm)
-    pair = [cast for cast in map(casts.cast_of, operands) if cast is not None and not cast.scale.per_block]
-    if len(pair) < 2:
+    """The kind of native GEMM, a key of :data:`lightning_lowbit.nn.native.table.NATIVE`; None if there is none."""
+    operands = OPERANDS_OF[gemm]
+    pair = [cast for cast in map(casts.cast_of, operands) if cast is not None]
+    kind = kind_of(pair, [CONTRACTION[operand] for operand in operands]) if len(pair) == 2 else None
+    if kind is None:
         return None
     for operand, cast in zip(operands, pair, strict=True):
+        if getattr(casts, operand) != "fprop":
+            continue
+        if kind in BLOCK_SCALED:
+            # It is quantized again, along the other axis, which gives the values of the forward pass only with tiles
+            # that round to nearest, and without a mean, whose product takes those values as they are.
+            is_same = isinstance(cast.scale.block, tuple) and cast.rounding == "nearest"
+            if not is_same or cast.scale.source == "delayed" or gemm in casts.subtract_mean:
+                return None
         # A reused operand has the forward pass's dtype. Its scales per row would vary along this contraction.
-        reused = getattr(casts, operand) == "fprop"
-        if reused and (cast.scale.block == "row" or not native_kind(casts, "fprop")):
+        elif cast.scale.block == "row" or native_kind(casts, "fprop") in (None, *BLOCK_SCALED):
             return None
-    if all(cast.grid.gemm_dtype == torch.int8 for cast in pair):
-        # Integers have no NaN: one in the tensor must appear in its scale, and a delayed scale would hide it.
-        return "int8" if all(cast.scale.source == "current" for cast in pair) else None
-    left, right = (cast.element for cast in pair)
-    if not {left, right} <= {"e4m3", "e5m2"}:
-        return None
-    rows = any(cast.scale.block == "row" for cast in pair)
-    return "fp8" if right == "e4m3" or (left == "e4m3" and not rows) else None
+    return kind

@@ -124,6 +124,15 @@ def _fp8_row() -> LinearCasts:
     return _fp8(block="row")
 
 
+def _fp8_blockwise() -> LinearCasts:
+    """DeepSeek-V3's FP8 (arXiv 2412.19437, section 3.3): E4M3 everywhere, also for gradients; activations and gradients
+    in blocks of 1x128 along the contraction axis, weights in tiles of 128x128, float32 scales from their own amaxes.
+    The paper's powers of two as scales of some activations are ``scale: {rounding: power_of_two}``."""
+    rows = Cast("e4m3", Scale("fp32", 128))
+    tiles = rows.replace(scale={"block": (128, 128)})
+    return LinearCasts(fprop_x=rows, fprop_w=tiles, dgrad_g=rows, dgrad_w=tiles, wgrad_g=rows, wgrad_x=rows)
+
+
 def quantization_aware(x: Cast | None, w: Cast | None) -> LinearCasts:
     """Quantizes the forward pass; the backward pass reuses its operands, straight through the rounding."""
     return LinearCasts(fprop_x=x, fprop_w=w, dgrad_w="fprop" if w else None, wgrad_x="fprop" if x else None)
@@ -167,6 +176,7 @@ PRESETS.update(
         "fp8-delayed": _fp8_delayed,
         "fp8-current": _fp8_current,
         "fp8-row": _fp8_row,
+        "fp8-blockwise": _fp8_blockwise,
         **{f"int{bits}": partial(_integer, bits) for bits in range(8, 1, -1)},
         "e1m2": _e1m2,
         "ternary": _ternary,

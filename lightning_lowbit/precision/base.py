@@ -62,7 +62,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         scaler: any ``torch.amp.GradScaler``, for ``"fp16"`` only; None for a :class:`ConservativeGradScaler`.
         seed: of stochastic rounding; None takes that of ``seed_everything``, or 0.
         exact: emulate GEMMs in float32 over exact operands, rounded once. Slow; for comparisons.
-        backend: ``"auto"`` runs FP8 and integer GEMMs natively where the hardware can (scales per tensor or row), and
+        backend: ``"auto"`` runs GEMMs of FP8, integers, NVFP4, MXFP4 and MXFP8 natively where the hardware can, and
             emulates all others. ``"native"`` raises instead of emulating. ``"emulated"`` emulates all.
         save: what layers keep of their input for the backward pass: ``"inputs"``, the tensor, or ``"codes"``, codes and
             scales of its quantized operand (4.5 bits in NVFP4), with the same gradients.

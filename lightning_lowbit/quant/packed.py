@@ -91,6 +91,18 @@ def unpacked_factor(data: Tensor, factor: Tensor, cast: Cast, size: int, dim: in
     return factor if has_factor(cast) else None
 
 
+def unpacked_codes(data: Tensor, cast: Cast, size: int) -> tuple[Tensor, Tensor]:
+    """The codes of a packed matrix of ``size`` elements, uint8 or in the dtype of its elements, and the scales of its
+    blocks, float32, both flat."""
+    count, bits = per_byte(cast.format), cast.format.bits
+    codes, scales = data.tensor_split([-(-size // count)])
+    if count > 1:
+        shifts = torch.arange(count, dtype=torch.uint8, device=data.device) * bits
+        codes = (codes[:, None] >> shifts & 2**bits - 1).flatten()[:size]
+    elements = codes if cast.format.dtype is None else codes.clone().view(cast.format.dtype)
+    return elements, _decode(scales, cast.scale.storage)
+
+
 def packed_bytes(rows: int, columns: int, cast: Cast, dim: int) -> int:
     """The number of bytes of a packed matrix."""
     codes = -(-rows * columns // per_byte(cast.format))

@@ -8,22 +8,29 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit import Cast, Scale, convert
-from lightning_lowbit.nn import OPERANDS, AmaxHistories
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys
 from lightning_lowbit.nn.gemm import native_obstacle
+from lightning_lowbit.nn.native.table import NATIVE
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "meta")
-OBSTACLES = {kind: native_obstacle(GPU, kind) for kind in ("fp8", "int8")}
+OBSTACLES = {kind: native_obstacle(GPU, kind) for kind in NATIVE}
 CASTS: dict[str, list[Any]] = {
     "fp8": ["fp8-delayed", "fp8-current", "fp8-row", {"preset": "fp8-current", "smooth": "channel"}],
     "int8": ["ternary", *(dict.fromkeys(OPERANDS, Cast("int8", Scale("fp32", block))) for block in ("row", "tensor"))],
+    "nvfp4": ["nvfp4", "nvfp4-nvidia", "nvfp4-4over6", {"preset": "nvfp4", "subtract_mean": ["fprop"]}],
+    "mxfp4": ["mxfp4", "mxfp4-rht"],
+    "mxfp8": ["mxfp8"],
+    "fp8-blockwise": ["fp8-blockwise", {"preset": "fp8-blockwise", "every": {"scale": {"rounding": "power_of_two"}}}],
 }
 
 
 def results(casts: Any, backend: str, original: nn.Module, x: Tensor, g: Tensor) -> dict[str, Tensor]:
     layer = convert(copy.deepcopy(original), casts, backend=backend)
+    keys = LayerKeys(layer)
     histories = AmaxHistories(layer)
     histories.to_(x.device)
     for _ in range(2):  # with empty histories, and with one amax in each
+        keys.fill_(1, device=x.device)
         layer.zero_grad()
         x = x.detach().requires_grad_()
         y = layer(x)
@@ -41,6 +48,8 @@ def test_native_equals_emulated(kind: str, casts: Any, sizes: tuple[int, int, in
     if OBSTACLES[kind] is not None:
         pytest.skip(str(OBSTACLES[kind]))
     tokens, inputs, outputs = sizes
+    if kind == "mxfp4" and dtype == torch.float32:
+        pytest.skip("MXFP4 GEMMs give bfloat16 alone")
     torch.manual_seed(0)
     original = nn.Linear(inputs, outputs, device="cuda", dtype=dtype)
     x, g = (torch.randn(tokens, n, device="cuda", dtype=dtype) for n in (inputs, outputs))
@@ -48,5 +57,5 @@ def test_native_equals_emulated(kind: str, casts: Any, sizes: tuple[int, int, in
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
         error = (found[name].double() - tensor.double()).norm() / tensor.double().norm().clamp(min=1e-30)
-        # Two roundings to bfloat16, or the 14 bits of fast accumulation in the forward pass.
+        # Two roundings to bfloat16, or the 14 bits of fast accumulation in the forward pass, or of any on Hopper.
         assert error < (2**-8 if dtype == torch.bfloat16 else 2**-10), f"{name} is off by {error:.1e}"

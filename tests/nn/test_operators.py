@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import lightning_lowbit.metrics.outliers
@@ -15,6 +16,7 @@ import lightning_lowbit.optim.moments  # noqa: F401
 from lightning_lowbit import Cast, Scale
 from lightning_lowbit.kernels import pack_operand
 from lightning_lowbit.quant.shard import Shard
+from tests.nn.native.stand_in import StandIn
 
 KEY, ROTATION = torch.tensor(12345), torch.eye(16)
 BLOCKS = Cast("e2m1", Scale("e4m3", 16, two_level=True), "stochastic").spec
@@ -24,7 +26,10 @@ E4M3_ROWS = Cast("e4m3", Scale("fp32", "row")).spec
 E5M2_TENSOR = Cast("e5m2", Scale("fp32", "tensor", source="delayed"), "stochastic").spec
 GROUPS = Cast("int4", Scale("fp32", 16, statistic="minmax"), rounded=True).spec
 TERNARY = Cast("ternary", Scale("fp32", "tensor", statistic="absmean", epsilon=1e-5)).spec
+SCALES = torch.ones(40, 2, dtype=torch.float8_e4m3fn)
 TWO, HALF, BIAS = torch.tensor(2.0), torch.tensor(0.5), torch.ones(24)
+MXFP8 = Cast("e4m3", Scale("e8m0", (32, 32)), "stochastic").spec
+FP8_TILES = Cast("e4m3", Scale("fp32", (128, 128))).spec
 # Factors of the rows of a result and of its columns.
 FACTORS = [(TWO, None), (torch.ones(40, 1), torch.ones(1, 40)), (None, None)]
 
@@ -38,6 +43,11 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 def shard() -> str:
     """All of 24 columns, on the one process that there is."""
     return Shard(dist.group.WORLD.group_name, dim=1, start=0, step=24, size=24).spec
+
+
+@pytest.fixture(autouse=True)
+def block_scaled_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "scaled_mm", StandIn())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,6 +116,22 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
         (in_dtype(x, E5M2), TWO, in_dtype(x, E4M3).t(), None, None, x.dtype, False),
         (in_dtype(x, INT8), torch.ones(40, 1), in_dtype(x, INT8).t(), TWO, torch.ones(40), x.dtype, True),
         (in_dtype(x, INT8), None, in_dtype(x, INT8).t(), None, None, x.dtype, False),
+    ],
+    "_block_operand": lambda x: [
+        *product((x,), (BLOCKS,), (16,), (0, 1), (KEY,), (None, TWO), (None, shard())),
+        *product((x,), (MXFP8,), (32,), (0, 1), (KEY,), (None,), (None,)),
+        *product((x,), (FP8_TILES,), (128,), (0, 1), (None,), (None,), (None,)),
+    ],
+    "_unpacked_block_operand": lambda x: [
+        (pack_operand(x, Cast.from_spec(spec), dim, KEY).data, spec, block, dim, *x.shape)
+        for spec, block in ((BLOCKS, 16), (MXFP8, 32), (FP8_TILES, 128))
+        for dim in (0, 1)
+    ],
+    "_block_matmul": lambda x: [
+        (codes, SCALES, factor, codes, SCALES, factor, bias, x.dtype, "nvfp4")
+        for codes in (torch.ones(40, 24, dtype=torch.uint8),)
+        for factor in (None, TWO)
+        for bias in (None, torch.ones(40, dtype=x.dtype))
     ],
     "_keys_in_graph": lambda x: [(torch.arange(6), 0)],
     "_decode_moment": lambda x: [

@@ -39,6 +39,7 @@ EXPECTED: dict[str, tuple[list[str], dict[str, str]]] = {
         name: ([f"{element}{scale}" for element in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)], {})
         for name, scale in (("fp8-delayed", "tensor(delayed 16)"), ("fp8-current", "tensor"), ("fp8-row", "row"))
     },
+    "fp8-blockwise": ([f"{E4M3}{block}" for block in ("1x128", "128x128", "1x128", "128x128", "1x128", "1x128")], {}),
     # Gradients in high precision, of what the forward pass used
     **{
         name: ([f"{name}/fp32:1x128≈", f"{name}/fp32:1x128≈", "None", "fprop", "None", "fprop"], {})

@@ -18,7 +18,7 @@ class Throughput(LowBitCallback):
     """Logs ``<unit>/s`` over all processes and, if FLOPs and peak are known, ``tflops`` and ``mfu`` per device.
 
     Model FLOPs utilization (MFU) is the time that the model's FLOPs would take at the device's dense peak over the time
-    they took. The peak is that of the executed arithmetic: an emulated FP4 GEMM counts as bf16, native FP8 and int8
+    they took. The peak is that of the executed arithmetic: an emulated FP4 GEMM counts as bf16, native
     GEMMs at their own peaks if :class:`PrecisionSummary` measures them. Recomputed activations do not count, except for
     one of the five products in the gradient of fused attention.
 
@@ -93,7 +93,8 @@ def _peak(trainer: Trainer, peaks: Mapping[str, float]) -> float | None:
     native = counter.native_shares(device) if counter is not None else {}
     rest = {str(compute_dtype(trainer.precision_plugin)).removeprefix("torch."): 1 - sum(native.values())}
     # fp16 runs as fast as bf16 on all of them.
-    names = {"fp8": "float8", "float16": "bfloat16"}
+    names = {"float16": "bfloat16", **dict.fromkeys(("fp8", "fp8-blockwise", "mxfp8"), "float8")}
+    names |= dict.fromkeys(("nvfp4", "mxfp4"), "float4")
     shares = {names.get(kind, kind): share for kind, share in (native | rest).items() if share}
     if not all(peaks.get(name) for name in shares):
         return None

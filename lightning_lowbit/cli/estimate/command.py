@@ -204,9 +204,11 @@ def _device_notes(counted: Mapping[str, int], device: Device, name: str, high: s
             notes.append(
                 f"{name} has no arithmetic for {kind}: its GEMMs are counted as {high}, without the casts' time."
             )
-        elif kind in ("fp4", "mxfp8"):
+        elif kind in ("fp4", "mxfp8", "fp8-blockwise"):
             counted_as = f"GEMMs in {kind} are counted as tensor cores compute them"
-            notes.append(f"{counted_as}. This package emulates them, which takes longer than bf16.")
+            notes.append(
+                f"{counted_as}. Where it has no native GEMM, this package emulates them, more slowly than bf16."
+            )
     return notes
 
 

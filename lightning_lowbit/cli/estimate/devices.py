@@ -12,7 +12,7 @@ class Device:
     """The data sheet of a device: memory in bytes; ``link`` (within a node) and ``network`` (between nodes) in bytes/s.
 
     ``peaks`` are dense FLOP/s by arithmetic: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"fp8"`` (scales of tensors or rows),
-    ``"mxfp8"`` (scales of blocks) and ``"fp4"``.
+    ``"fp8-blockwise"`` and ``"mxfp8"`` (scales of blocks) and ``"fp4"``.
     """
 
     memory: float
@@ -26,6 +26,8 @@ def _device(chip: str, memory: float, fp32: float, link: float, network: float) 
     peaks = {_KINDS[dtype]: peak for dtype, peak in PEAKS[chip].items()} | {"fp32": fp32 * 1e12}
     if "fp4" in peaks:
         peaks["mxfp8"] = peaks["fp8"]
+    elif "fp8" in peaks:  # Hopper has blocks of 128, Blackwell of 32
+        peaks["fp8-blockwise"] = peaks["fp8"]
     return Device(memory * 1e9, peaks, link * 1e9, network * 1e9)
 
 
@@ -51,8 +53,8 @@ def arithmetic(casts: LinearCasts, gemm: str, high: str = "bf16") -> str:
     """The arithmetic of a GEMM, a key of :attr:`Device.peaks`; ``high`` if no hardware multiplies its casts."""
     if gemm not in casts.quantized_gemms:
         return high
-    if gemm in casts.native_gemms:
-        return casts.native_gemms[gemm]
+    if (kind := casts.native_gemms.get(gemm)) in ("fp8", "int8", "fp8-blockwise"):
+        return kind
     given = [cast for operand in casts.operands_of(gemm) if (cast := casts.cast_of(operand)) is not None]
     for kind, (elements, scales) in _BLOCK_SCALED.items():
         blocks = [cast.scale.block[-1] if isinstance(cast.scale.block, tuple) else cast.scale.block for cast in given]

@@ -46,8 +46,9 @@ def convert(
         only: patterns of the layers to convert; None for all.
         overrides: other casts by pattern; the first pattern that matches a layer holds.
         exact: GEMMs in float32 over exact operands, rounded once: a slow reference for the emulation.
-        backend: ``"auto"`` runs GEMMs of FP8 or integers with scales per tensor or row natively where the device can,
-            and emulates the others; ``"emulated"`` emulates all; ``"native"`` refuses to emulate.
+        backend: ``"auto"`` runs GEMMs of FP8, integers, NVFP4, MXFP4 and MXFP8 natively where the device can (see
+            :mod:`lightning_lowbit.nn.native`), and emulates the others; ``"emulated"`` emulates all; ``"native"``
+            refuses to emulate.
         smooth_swiglu: ``"channel"`` or ``"token"``, see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
         save: what layers keep of their input for the backward pass: ``"inputs"``, the tensor, or ``"codes"``, codes and
             scales of its quantized operand, with the same gradients.
@@ -155,7 +156,8 @@ def check_backend(
         (name, gemm), names = lacking[0], dict.fromkeys(name or "the casts" for name, _ in lacking)
         raise ValueError(
             f"backend='native', but {gemm} of {some(names)} has no native GEMM: "
-            "those take E4M3 or E5M2 (not E5M2 twice), or integers, with scales per tensor or row; got "
+            "those take E4M3 or E5M2 (not E5M2 twice), or integers, with scales per tensor or row; E2M1 with blocks of "
+            "16 (E4M3) or 32 (E8M0); or E4M3 with blocks of 32 (E8M0) or 128 (fp32); of both operands. Got "
             f"{planned[name]}. Use backend='auto', skip such layers, or give them other casts with overrides."
         )
     if device is not None:

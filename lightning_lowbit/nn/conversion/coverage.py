@@ -149,7 +149,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self.gemms.values()) + sum(self.others.values()) - self.recomputed
 
     def native_shares(self, device: torch.device) -> dict[str, float]:
-        """Shares of all FLOPs in GEMMs that a device computes in ``"fp8"`` or ``"int8"``, with the casts in force."""
+        """Shares of all FLOPs in the native GEMMs of a device, by kind, with the casts in force."""
         native: Counter[str] = Counter()
         for (name, gemm), flops in self.gemms.items():
             layer = self._layers[name]
@@ -260,6 +260,7 @@ _LACKING: dict[Any, Callable[..., int]] = {
     _aten._transformer_encoder_layer_fwd: _encoder_layer,
     _aten._grouped_mm: _grouped,
     _aten._int_mm: lambda a, b: 2 * prod(a) * b[-1],
+    _aten._scaled_mm_v2: lambda a, b, *_: 2 * prod(a) * b[-1],  # of native GEMMs the shape before packing is counted
     _aten.convolution_backward: _convolution_backward,
     _aten.mkldnn_rnn_layer: _rnn,
     _aten.mkldnn_rnn_layer_backward: lambda *args: 2 * _rnn(*args),

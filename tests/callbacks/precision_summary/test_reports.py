@@ -55,7 +55,7 @@ def test_writes_json_beside_the_log(tmp_path):
         (lambda: FP8Precision("current"), True, "native", ["fprop", "dgrad", "wgrad"]),
         (lambda: FP8Precision("current"), False, "emulated", []),
         (lambda: FP8Precision("current", backend="emulated"), True, "emulated", []),
-        (lambda: FP8Precision("mx"), True, "emulated", []),
+        (lambda: LowBitPrecision("mxfp6"), True, "emulated", []),
         (lambda: FP8Precision("row", overrides={r"layer\.\d": "bf16"}), True, "", []),
         (
             lambda: LowBitPrecision({"preset": "fp8-row", "dgrad_w": "fprop"}),  # rows along the other axis

@@ -71,6 +71,19 @@ def test_says_layers_coverage_and_average_once(capsys):
     assert output.index("1.06 k of") < output.index(COVERAGE) < output.index(AVERAGE)
 
 
+def test_says_why_gemms_are_emulated(capsys):
+    for plugin, reason in {
+        FP4Precision(
+            **SKIP
+        ): "Emulated, fprop, dgrad, wgrad of nvfp4: native NVFP4 GEMMs need an NVIDIA GPU of compute "
+        "capability 10.0 or more (Blackwell); the device is 'cpu'.",
+        FP4Precision(**SKIP, backend="emulated"): "Emulated, fprop, dgrad, wgrad of nvfp4: backend='emulated'.",
+        FP4Precision("ufp4", **SKIP): "Emulated, fprop, dgrad, wgrad of ufp4: no native GEMM takes these casts.",
+    }.items():
+        fit(PrecisionSummary(), plugin=plugin)
+        assert reason in " ".join(capsys.readouterr().out.split())
+
+
 def test_tables_and_lines_fit_a_notebook_and_a_terminal(capsys, monkeypatch):
     """Names are folded at their dots; no column is cut, and none but that of names where that suffices."""
 

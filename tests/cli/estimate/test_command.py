@@ -50,7 +50,7 @@ def test_what_is_printed(capsys):
         assert part in shown, part
     assert estimate(*QUICK, "--device=b200", "--memory=0.001") == 0
     shown = capsys.readouterr().out
-    assert "does NOT fit" in shown and "This package emulates them" in shown and "1 device\n" in shown
+    assert "does NOT fit" in shown and "this package emulates them" in shown and "1 device\n" in shown
 
 
 def test_the_configuration_says_what_options_do_not(capsys):

@@ -61,13 +61,15 @@ FORMS = {
 TAKEN = {
     "fp8": {"e4m3", "e5m2", "e4m3 rows", "e5m2 rows", "e4m3 delayed"},
     "int8": {"int8 rows", "int2 rows", "int4", "ternary"},
+    "mxfp8": {"e4m3 blocks"},
 }
 
 
 def taken(left: str | None, right: str | None) -> str | None:
     """In what hardware computes a GEMM of these two: FP8 takes E4M3 and E5M2, not E5M2 twice, and by rows E4M3 last."""
-    if {left, right} <= TAKEN["int8"]:
-        return "int8"
+    for kind in ("int8", "mxfp8"):
+        if {left, right} <= TAKEN[kind]:
+            return kind
     if not {left, right} <= TAKEN["fp8"]:
         return None
     rows = "rows" in f"{left} {right}"
@@ -99,7 +101,11 @@ def test_native_gemms_of_what_is_reused() -> None:
 @pytest.mark.parametrize(
     ("name", "native"),
     [
-        *((name, {}) for name in PRESETS if not name.startswith("fp8-") and name != "ternary"),
+        *((name, {}) for name in PRESETS if not name.startswith(("fp8-", "nvfp4", "mxfp")) and name != "ternary"),
+        ("mxfp6", {}),
+        *((name, dict.fromkeys(GEMMS, "nvfp4")) for name in ("nvfp4", "nvfp4-nvidia", "nvfp4-4over6")),
+        *((name, dict.fromkeys(GEMMS, "mxfp4")) for name in ("mxfp4", "mxfp4-rht")),
+        *((name, dict.fromkeys(GEMMS, name)) for name in ("mxfp8", "fp8-blockwise")),
         *((name, dict.fromkeys(GEMMS, "fp8")) for name in ("fp8-delayed", "fp8-current", "fp8-row")),
         ("ternary", {"fprop": "int8"}),
     ],
@@ -108,7 +114,10 @@ def test_native_gemms_of_presets(name: str, native: dict[str, str]) -> None:
     casts = LinearCasts.preset(name)
     assert casts.native_gemms == native
     assert casts.phase("qaf").native_gemms == {gemm: kind for gemm, kind in native.items() if gemm == "fprop"}
-    assert casts.phase("hp-forward").native_gemms == {gemm: kind for gemm, kind in native.items() if gemm != "fprop"}
+    backward = {gemm: kind for gemm, kind in native.items() if gemm != "fprop"}
+    if casts.dgrad_w == "fprop":  # which is then in high precision
+        backward.pop("dgrad", None)
+    assert casts.phase("hp-forward").native_gemms == backward
 
 
 TILES = Cast("e2m1", Scale("e4m3", (16, 16), two_level=True))

@@ -30,6 +30,11 @@ def fp8(gradient: str, scale: Scale) -> LinearCasts:
     return LinearCasts(fprop_x=x, fprop_w=x, dgrad_g=g, dgrad_w=x, wgrad_g=g, wgrad_x=x)
 
 
+def fp8_blockwise(rounding: str) -> LinearCasts:
+    rows, tiles = (Cast("e4m3", Scale("fp32", block, rounding)) for block in (128, (128, 128)))
+    return LinearCasts(fprop_x=rows, fprop_w=tiles, dgrad_g=rows, dgrad_w=tiles, wgrad_g=rows, wgrad_x=rows)
+
+
 @pytest.mark.parametrize(
     ("arguments", "casts"),
     [
@@ -50,6 +55,7 @@ def fp8(gradient: str, scale: Scale) -> LinearCasts:
         ({"scaling": "row", "power_of_two": True}, fp8("e5m2", Scale("fp32", "row", "power_of_two"))),
         ({"scaling": "row", "gradient_format": "e4m3"}, fp8("e4m3", Scale("fp32", "row"))),
         ({"scaling": "mx"}, fp8("e4m3", Scale("e8m0", 32))),
+        ({"scaling": "blockwise", "power_of_two": True}, fp8_blockwise("power_of_two")),
         ({"scaling": "mx", "power_of_two": True}, fp8("e4m3", Scale("e8m0", 32))),
         ({"scaling": "mx", "gradient_format": "e5m2"}, fp8("e5m2", Scale("e8m0", 32))),
     ],
@@ -79,8 +85,11 @@ def test_arguments_land_in_the_casts(arguments: dict[str, Any], casts: LinearCas
         ({"scaling": "mx", "margin": 1}, r"margin .*leave out margin"),
         ({"smooth_swiglu": "chanel"}, r"Unknown kind of smooth_swiglu 'chanel'. Did you mean 'channel'"),
         ({"backend": "cuda"}, r"Unknown backend 'cuda'.* Choose one of: 'auto', 'native', 'emulated'"),
-        ({"backend": "native", "scaling": "mx"}, r"backend='native', but fprop .* no native GEMM.* Use backend='auto'"),
-        ({"backend": "native", "gradient_format": "e4m3", "overrides": {"head": "nvfp4"}}, r"head has no native GEMM"),
+        (
+            {"backend": "native", "scaling": "mx", "gradient_format": "e5m2"},
+            r"backend='native', but dgrad .* no native GEMM.* Use backend='auto'",
+        ),
+        ({"backend": "native", "gradient_format": "e4m3", "overrides": {"head": "mxfp6"}}, r"head has no native GEMM"),
         ({"backend": "native", "exact": True}, r"exact emulates GEMMs, and backend='native' does not: choose one"),
     ],
     ids=str,

@@ -22,10 +22,10 @@ from tests.precision.regression import (
     trainer,
 )
 
-SCALINGS = ("delayed", "current", "row", "mx")
+SCALINGS = ("delayed", "current", "row", "blockwise", "mx")
 
 
-@pytest.mark.fast("delayed-token", "current-channel", "row-None", "mx-None")
+@pytest.mark.fast("delayed-token", "current-channel", "row-None", "blockwise-None", "mx-None")
 @pytest.mark.parametrize("smooth", [None, "channel", "token"])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_loss_falls(scaling: str, smooth: str | None) -> None:

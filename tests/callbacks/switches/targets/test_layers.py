@@ -277,7 +277,7 @@ def test_casts_that_the_backend_refuses() -> None:
     with pytest.raises(
         MisconfigurationException, match="cannot be: backend='native', but fprop of first has no native"
     ):
-        fit(PrecisionSwitch({"first": "nvfp4"}, step=2), plugin=plugin)
+        fit(PrecisionSwitch({"first": "mxfp6"}, step=2), plugin=plugin)
 
 
 def test_by_hand_before_there_is_a_model() -> None:

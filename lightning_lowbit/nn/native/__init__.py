@@ -1,0 +1,1 @@
+"""GEMMs of quantized elements that hardware computes itself: which there are, what they take, and where they run."""

@@ -1,0 +1,110 @@
+"""Where native GEMMs run: what a device says of itself, and what it computes when it is asked.
+
+Block-scaled GEMMs depend on the GPU, the libraries and how torch was built. A device that should have one multiplies
+two small matrices once, with scales that differ from block to block, and is believed if the result is the emulation's.
+"""
+
+from functools import cache
+
+import torch
+from torch.nn.functional import ScalingType
+
+from lightning_lowbit.nn.native.gemms import block_product
+from lightning_lowbit.nn.native.operand import block_operand
+from lightning_lowbit.nn.native.table import BLOCK_SCALED, NATIVE
+from lightning_lowbit.quant import Cast, Scale
+
+_MX4, _MX8 = Cast("e2m1", Scale("e8m0", 32)), Cast("e4m3", Scale("e8m0", 32))
+_NV4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
+_ROWS, _TILES = (Cast("e4m3", Scale("fp32", block)) for block in (128, (128, 128)))
+
+# The casts, left and right, that a device is asked to multiply.
+_SAMPLES = {
+    "nvfp4": [(_NV4, _NV4)],
+    "mxfp4": [(_MX4, _MX4)],
+    "mxfp8": [(_MX8, _MX8)],
+    "fp8-blockwise": [(_ROWS, _TILES), (_ROWS, _ROWS)],
+}
+
+# Of the norm of a result: bfloat16 rounds to 2^-9, a misplaced scale changes all of it.
+_TOLERANCE = 2.0**-6
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it cannot trace a device's name
+def native_obstacle(device: torch.device, kind: str) -> str | None:
+    """Why a device cannot compute GEMMs of a kind (a key of ``NATIVE``) natively, in words; None where it can.
+
+    Block-scaled GEMMs are tried once per device and kind, and the answer is kept.
+    """
+    if (without := _without_gpu(device.type, kind)) is not None:
+        return without
+    if (obstacle := _declared_obstacle(device, kind)) is not None:
+        return f"{NATIVE[kind].needs}; {obstacle}"
+    if kind in BLOCK_SCALED and (obstacle := _tried(device, kind)) is not None:
+        return f"{NATIVE[kind].needs}; {obstacle}"
+    return None
+
+
+@cache
+def _without_gpu(device_type: str, kind: str) -> str | None:
+    if device_type == "cuda" or (device_type, kind) == ("cpu", "int8"):
+        return None
+    return f"{NATIVE[kind].needs}; the device is {device_type!r}"
+
+
+def _declared_obstacle(device: torch.device, kind: str) -> str | None:
+    """What the device says of itself."""
+    if device.type == "cpu":
+        return None if torch.cpu._is_vnni_supported() else "this CPU has none"
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:
+        return _obstacle_of_amd(device, name, kind)
+    (least, first_too_new), found = NATIVE[kind].nvidia, torch.cuda.get_device_capability(device)
+    if found < least or (first_too_new is not None and found >= first_too_new):
+        return f"{name} has {found[0]}.{found[1]}"
+    return None
+
+
+def _obstacle_of_amd(device: torch.device, name: str, kind: str) -> str | None:
+    if not NATIVE[kind].amd:
+        return f"{name} is AMD's, which has not been tried"
+    found = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    if found not in NATIVE[kind].amd:
+        return f"{name} is {found}"
+    if hasattr(ScalingType, "BlockWiseBlk32Ue8m0_32_8_EXT"):  # torch for ROCm 7.13 and later
+        return f"this torch takes the scales of {name} in a layout that is not written yet"
+    return None
+
+
+@cache
+def _tried(device: torch.device, kind: str) -> str | None:
+    """What came of asking a device for a small GEMM; None if it is the emulation's."""
+    for casts in _SAMPLES[kind]:
+        generator = torch.Generator("cpu").manual_seed(0)
+        matrices = []
+        for rows in (48, 144):
+            normal = torch.randn(rows, 384, generator=generator, device="cpu")
+            sizes = torch.randn(rows, 24, generator=generator, device="cpu").exp()
+            matrices.append((normal * sizes.repeat_interleave(16, 1)).to(device))
+        with torch.no_grad():
+            left, right = (block_operand(x, cast, kind, 1) for x, cast in zip(matrices, casts, strict=True))
+            try:
+                product = block_product(left, right, torch.bfloat16)[0].double().cpu()
+            except torch.OutOfMemoryError:  # which says nothing of the GEMM
+                raise
+            except (RuntimeError, ValueError) as error:
+                answer = str(error).strip() or type(error).__name__
+                return f"torch refuses it on {_name(device)}: {answer.splitlines()[0][:160]}"
+        a, b = (
+            operand.values.double() * (1 if operand.factor is None else operand.factor.double())
+            for operand in (left.decoded(torch.float32), right.decoded(torch.float32))
+        )
+        expected = (a @ b.t()).cpu()
+        error_norm = float((product - expected).norm() / expected.norm())
+        if not error_norm <= _TOLERANCE:
+            return f"{_name(device)} was asked, and its result is off by {error_norm:.2g} of its norm"
+    return None
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else repr(device.type)

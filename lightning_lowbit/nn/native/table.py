@@ -1,0 +1,139 @@
+"""Which native GEMM serves a pair of casts: one entry per kind of GEMM.
+
+Scales of tensors and rows factor out of a GEMM. Scales of blocks lie along its contraction axis and go into it, so each
+kind of these GEMMs has one block. A cast with a larger block, or a tile, serves too: its scales are repeated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_lowbit.quant import Cast
+
+_ALL_RESULTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class NativeGemm:
+    """A GEMM of quantized elements.
+
+    Attributes:
+        elements: formats of the elements, of both operands.
+        scale: format of the scales of blocks; None for scales of tensors or rows.
+        block: elements along the contraction axis that share a scale; None for scales of tensors or rows.
+        needs: the hardware, in words.
+        nvidia: the least compute capability of an NVIDIA GPU, and the first that is too new, if there is one.
+        amd: architectures of AMD GPUs.
+        results: dtypes that the GEMM gives; others are computed from emulated operands.
+    """
+
+    elements: tuple[str, ...]
+    scale: str | None
+    block: int | None
+    needs: str
+    nvidia: tuple[tuple[int, int], tuple[int, int] | None]
+    amd: tuple[str, ...] = ()
+    results: tuple[torch.dtype, ...] = _ALL_RESULTS
+
+
+# By kind. Blocks, formats and hardware are those of torch 2.13's scaled_mm (ScaledBlas.cpp).
+NATIVE: dict[str, NativeGemm] = {
+    "fp8": NativeGemm(
+        elements=("e4m3", "e5m2"),
+        scale=None,
+        block=None,
+        needs="native FP8 GEMMs need an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell)",
+        nvidia=((8, 9), None),
+    ),
+    "int8": NativeGemm(
+        elements=("ternary", *(f"int{bits}" for bits in range(2, 9))),
+        scale=None,
+        block=None,
+        needs="native int8 GEMMs need an NVIDIA GPU of compute capability 7.5 or more, or a CPU with VNNI",
+        nvidia=((7, 5), None),
+    ),
+    "nvfp4": NativeGemm(
+        elements=("e2m1",),
+        scale="e4m3",
+        block=16,
+        needs="native NVFP4 GEMMs need an NVIDIA GPU of compute capability 10.0 or more (Blackwell)",
+        nvidia=((10, 0), None),
+    ),
+    "mxfp4": NativeGemm(
+        elements=("e2m1",),
+        scale="e8m0",
+        block=32,
+        needs="native MXFP4 GEMMs need an NVIDIA GPU of compute capability 10.0 or 10.3 (B200, B300) and a torch with "
+        "MSLK, or an AMD GPU of gfx950 (MI350)",
+        nvidia=((10, 0), (11, 0)),
+        amd=("gfx950",),
+        results=(torch.bfloat16,),
+    ),
+    "mxfp8": NativeGemm(
+        elements=("e4m3",),  # E5M2 has no recipe in torch
+        scale="e8m0",
+        block=32,
+        needs="native MXFP8 GEMMs need an NVIDIA GPU of compute capability 10.0 or more (Blackwell), or an AMD GPU of "
+        "gfx950 (MI350)",
+        nvidia=((10, 0), None),
+        amd=("gfx950",),
+    ),
+    "fp8-blockwise": NativeGemm(
+        elements=("e4m3",),
+        scale="fp32",
+        block=128,
+        needs="native FP8 GEMMs with blocks of 128 need an NVIDIA GPU of compute capability 9.0 (Hopper)",
+        nvidia=((9, 0), (10, 0)),
+    ),
+}
+
+BLOCK_SCALED = frozenset(kind for kind, native in NATIVE.items() if native.block is not None)
+
+
+def kind_of(casts: Sequence[Cast], dims: Sequence[int]) -> str | None:
+    """The kind of native GEMM of two operands, left and right; None if there is none.
+
+    ``dims`` are the dimensions of the operands that the GEMM contracts.
+    """
+    for kind, native in NATIVE.items():
+        if all(cast.element in native.elements for cast in casts):
+            pairs = zip(casts, dims, strict=True)
+            if native.block is not None and all(_has_blocks(cast, dim, native) for cast, dim in pairs):
+                return kind
+            if native.block is None and not any(cast.scale.per_block for cast in casts) and _RULES[kind](*casts):
+                return kind
+    return None
+
+
+def _has_blocks(cast: Cast, dim: int, native: NativeGemm) -> bool:
+    """Whether the blocks of a cast consist of those of a native GEMM."""
+    if not cast.scale.per_block or cast.scale.format != native.scale or native.block is None:
+        return False
+    exact = cast.fits_bfloat16 or not cast.rounded  # the GEMM does not round products of elements and scales
+    return exact and block_shape(cast, dim)[1] % native.block == 0
+
+
+def block_shape(cast: Cast, dim: int) -> tuple[int, int]:
+    """The sides of a block across and along dimension ``dim`` of a matrix."""
+    block = cast.scale.block
+    if isinstance(block, tuple):
+        return block[1 - dim], block[dim]
+    assert isinstance(block, int)
+    return 1, block
+
+
+def _fp8(left: Cast, right: Cast) -> bool:
+    """At most one operand in E5M2; with scales per row, the second one in E4M3, because CUTLASS, which torch mostly
+    uses then, has no other kernel."""
+    rows = "row" in (left.scale.block, right.scale.block)
+    return right.element == "e4m3" or (left.element == "e4m3" and not rows)
+
+
+def _int8(left: Cast, right: Cast) -> bool:
+    """Integers have no NaN: one in the tensor must appear in its scale, and a delayed scale would hide it."""
+    whole = all(cast.grid.gemm_dtype == torch.int8 for cast in (left, right))  # 8 bits and a zero point need 9
+    return whole and left.scale.source == right.scale.source == "current"
+
+
+_RULES = {"fp8": _fp8, "int8": _int8}

@@ -1,0 +1,148 @@
+"""Where block-scaled GEMMs run: what a GPU says of itself, and what it computes when asked."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_lowbit import convert
+from lightning_lowbit.nn import linear
+from lightning_lowbit.nn.native import devices
+from lightning_lowbit.nn.native.table import BLOCK_SCALED, NATIVE
+from tests.nn.native.stand_in import StandIn
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes torch speak of a GPU, and run on the CPU what it is asked to compute."""
+
+    def make(capability: tuple[int, int] = (10, 0), hip: str | None = None, arch: str = "") -> None:
+        properties = type("Properties", (), {"gcnArchName": arch})()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.version, "hip", hip)
+
+    tried = devices._tried.__wrapped__  # type: ignore[attr-defined]
+    monkeypatch.setattr(devices, "_tried", lambda device, kind: tried(CPU, kind))
+    monkeypatch.setattr(devices, "_name", lambda device: "Some GPU")
+    monkeypatch.setattr(F, "scaled_mm", StandIn())
+    return make
+
+
+def test_gpus_by_what_they_say(gpu: Any) -> None:
+    everywhere = {"fp8", "int8"}
+    for capability, kinds in {
+        (8, 9): everywhere,
+        (9, 0): everywhere | {"fp8-blockwise"},
+        (10, 0): everywhere | BLOCK_SCALED - {"fp8-blockwise"},
+        (10, 3): everywhere | BLOCK_SCALED - {"fp8-blockwise"},
+        (12, 0): everywhere | {"nvfp4", "mxfp8"},
+    }.items():
+        gpu(capability)
+        assert {kind for kind in NATIVE if devices.native_obstacle(GPU, kind) is None} == kinds, capability
+    gpu((9, 0))
+    found = devices.native_obstacle(GPU, "nvfp4")
+    assert found == (
+        "native NVFP4 GEMMs need an NVIDIA GPU of compute capability 10.0 or more (Blackwell); Some GPU has 9.0"
+    )
+
+
+def test_amd_is_told_apart(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu((9, 5), "7.0", "gfx950:sramecc+:xnack-")
+    assert {kind for kind in NATIVE if devices.native_obstacle(GPU, kind) is None} == {"mxfp4", "mxfp8"}
+    gpu((9, 4), "7.0", "gfx942:sramecc+:xnack-")
+    assert str(devices.native_obstacle(GPU, "mxfp8")).endswith("gfx950 (MI350); Some GPU is gfx942")
+    assert str(devices.native_obstacle(GPU, "nvfp4")).endswith("Some GPU is AMD's, which has not been tried")
+    gpu((9, 5), "7.14", "gfx950")
+    monkeypatch.setattr(devices, "ScalingType", type("Later", (), {"BlockWiseBlk32Ue8m0_32_8_EXT": 6}))
+    assert "in a layout that is not written yet" in str(devices.native_obstacle(GPU, "mxfp8"))
+
+
+@pytest.mark.parametrize("kind", sorted(BLOCK_SCALED))
+def test_a_device_that_computes_something_else_is_not_believed(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Such as one that reads scales in another order, or none."""
+    gpu((9, 0) if kind == "fp8-blockwise" else (10, 0))
+    right = StandIn()
+
+    def reads_another_order(a: Tensor, b: Tensor, scales_a: Any, *rest: Any, **kwargs: Any) -> Tensor:
+        first, *others = scales_a if isinstance(scales_a, list) else [scales_a]
+        turned = first.clone(memory_format=torch.preserve_format)
+        turned.copy_(first.flatten().roll(1).view(first.shape))
+        return right(a, b, [turned, *others], *rest, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_mm", reads_another_order)
+    assert "Some GPU was asked, and its result is off by" in str(devices.native_obstacle(GPU, kind))
+    monkeypatch.setattr(F, "scaled_mm", lambda *_, **kwargs: torch.full((48, 144), torch.nan))
+    assert "off by nan of its norm" in str(devices.native_obstacle(GPU, kind))
+
+
+def test_what_torch_refuses_is_said(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu((10, 0))
+
+    def refuses(*_: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError("MXFP4 scaling supported on ROCM and CUDA+FBGEMM_GENAI only\nException raised from")
+
+    monkeypatch.setattr(F, "scaled_mm", refuses)
+    assert str(devices.native_obstacle(GPU, "mxfp4")).endswith(
+        "torch refuses it on Some GPU: MXFP4 scaling supported on ROCM and CUDA+FBGEMM_GENAI only"
+    )
+
+
+def test_a_device_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_without_gpu", lambda device_type, kind: None)
+    monkeypatch.setattr(devices, "_declared_obstacle", lambda device, kind: None)
+    stand_in = StandIn()
+    monkeypatch.setattr(F, "scaled_mm", stand_in)
+    devices._tried.cache_clear()
+    for _ in range(3):
+        assert devices.native_obstacle(CPU, "nvfp4") is None
+    assert len(stand_in.calls) == 1
+    assert devices.native_obstacle(CPU, "mxfp8") is None
+    assert len(stand_in.calls) == 2
+    devices._tried.cache_clear()
+
+
+def test_asking_breaks_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled layer asks the device while it is traced."""
+    monkeypatch.setattr(devices, "_without_gpu", lambda device_type, kind: None)
+    monkeypatch.setattr(devices, "_declared_obstacle", lambda device, kind: None)
+    stand_in = StandIn()
+    monkeypatch.setattr(F, "scaled_mm", stand_in)
+    devices._tried.cache_clear()
+    torch._dynamo.reset()
+    layer = convert(nn.Linear(32, 32), "mxfp8")
+    x = torch.randn(8, 32)
+    found = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    assert len(stand_in.calls) == 2  # the question, and the forward pass
+    assert torch.equal(found, layer(x))
+    devices._tried.cache_clear()
+    torch._dynamo.reset()
+
+
+def test_native_where_there_is_none_is_refused() -> None:
+    for name, needed in {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "mxfp8": "MXFP8", "fp8-blockwise": "FP8"}.items():
+        layer = convert(nn.Linear(32, 32), name, backend="native")
+        expected = f"backend='native': native {needed} GEMMs.* need .*; the device is 'cpu'. Use backend='auto' or"
+        with pytest.raises(ValueError, match=expected):
+            layer(torch.randn(4, 32))
+    for casts in ("mxfp6", "int4", {"preset": "nvfp4", "every": {"scale": {"block": 24}}}):
+        with pytest.raises(ValueError, match=r"has no native GEMM: .*blocks of 16 .*Use backend='auto', skip such"):
+            convert(nn.Linear(32, 32), casts, backend="native")
+
+
+def test_the_emulation_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asks(*_: Any) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(linear, "native_obstacle", asks)
+    original = nn.Linear(32, 32)
+    for casts, backend in (("mxfp6", "auto"), ("ufp4", "auto"), ("nvfp4", "emulated")):
+        convert(copy.deepcopy(original), casts, backend=backend).native_gemms(CPU)

@@ -1,0 +1,258 @@
+"""Layers on a stand-in for block-scaled tensor cores: the emulated ones, up to the order of sums."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import ScalingType as Scaling
+
+from lightning_lowbit import Cast, LinearCasts, Scale
+from lightning_lowbit.nn import AmaxHistories, GemmCounter, set_blend, set_phase
+from lightning_lowbit.nn.function import PrequantizedWeight
+from lightning_lowbit.nn.native import gemms
+from lightning_lowbit.nn.native.operand import BlockOperand
+from lightning_lowbit.nn.native.table import NATIVE, kind_of
+from lightning_lowbit.nn.watch import Watch
+from tests.nn.layers import GEMMS, RESULTS, by_definition, identical, layer_like, run, spied
+from tests.nn.native.stand_in import StandIn
+
+CPU = torch.device("cpu")
+NV, MX = Cast("e2m1", Scale("e4m3", 16, two_level=True)), Cast("e4m3", Scale("e8m0", 32))
+NVFP4, MXFP8 = LinearCasts.preset("nvfp4"), LinearCasts.preset("mxfp8")
+TILES = MX.replace(scale={"block": (32, 32)})
+# Casts, and the GEMMs that are native with them.
+LAYERS: dict[str, tuple[Any, list[str]]] = {
+    **{
+        name: (LinearCasts.preset(name), list(GEMMS))
+        for name in ("nvfp4", "nvfp4-nvidia", "nvfp4-4over6", "mxfp8", "fp8-blockwise")
+    },
+    # In bfloat16 alone; in float32 there is no such GEMM.
+    "mxfp4": (LinearCasts.preset("mxfp4"), list(GEMMS)),
+    "mxfp4-rht": (LinearCasts.preset("mxfp4-rht"), list(GEMMS)),
+    "one level": (NVFP4.replace(fprop_x=NV.replace(scale={"two_level": False})), list(GEMMS)),
+    "larger blocks": (NVFP4.replace(fprop_x=NV.replace(scale={"block": 48})), list(GEMMS)),
+    "means": (NVFP4.replace(subtract_mean=["fprop", "dgrad", "wgrad"]), list(GEMMS)),
+    "surrogate": (NVFP4.replace(surrogate={"fprop_w": "dge"}), list(GEMMS)),
+    "smoothed": (NVFP4.replace(smooth="channel"), list(GEMMS)),
+    "shared tiles": (MXFP8.replace(fprop_w=TILES, dgrad_w=TILES), list(GEMMS)),
+    "both in tiles": (MXFP8.replace(fprop_x=TILES, fprop_w=TILES, dgrad_w="fprop", wgrad_x="fprop"), list(GEMMS)),
+    "blocks reused": (NVFP4.replace(dgrad_w="fprop", wgrad_x="fprop"), ["fprop"]),  # they lie along another axis
+    "tiles and a mean": (MXFP8.replace(fprop_w=TILES, dgrad_w="fprop", subtract_mean=["dgrad"]), ["fprop", "wgrad"]),
+    "forward alone": (NVFP4.phase("qaf"), ["fprop"]),
+    "backward alone": (NVFP4.phase("hp-forward"), ["dgrad", "wgrad"]),
+    "128 twice": (
+        LinearCasts(**dict.fromkeys(("fprop_x", "fprop_w"), Cast("e4m3", Scale("fp32", (128, 128))))),
+        ["fprop"],
+    ),
+    "tiles on the left": (
+        LinearCasts(Cast("e4m3", Scale("fp32", (128, 128))), Cast("e4m3", Scale("fp32", 128))),
+        ["fprop"],
+    ),
+}
+BFLOAT16 = {"mxfp4", "mxfp4-rht"}  # whose results are rounded to bfloat16 before they are scaled
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("sizes", [(16, 32, 48), (13, 40, 7), (1, 16, 16), (130, 200, 150), (0, 16, 16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_native_layer_is_the_emulated_one(
+    monkeypatch: pytest.MonkeyPatch, scaled_mm: StandIn, name: str, dtype: torch.dtype, sizes: tuple[int, int, int]
+) -> None:
+    tokens, inputs, outputs = sizes
+    casts, native = LAYERS[name]
+    original = nn.Linear(inputs, outputs, dtype=dtype)
+    x, g = torch.randn(tokens, inputs).to(dtype), torch.randn(tokens, outputs).to(dtype)
+    found, seen, layer = {}, {}, original
+    for backend in ("auto", "emulated"):
+        layer = layer_like(original, casts, backend=backend)
+        assert layer.native_gemms(CPU) == (() if backend == "emulated" else tuple(native))
+        with spied(monkeypatch) as seen[backend]:
+            found[backend] = run(layer, x, g)
+    without = not tokens or (name in BFLOAT16 and dtype == torch.float32)
+    assert len(scaled_mm.calls) == (0 if without else len(native))
+    for operand, emulated_operand in seen["emulated"].items():
+        quantized: Any = seen["auto"][operand]
+        if isinstance(quantized, BlockOperand):
+            dim = {"fprop": 1, "dgrad": 1 if operand == "dgrad_g" else 0, "wgrad": 0}[operand.partition("_")[0]]
+            quantized = quantized.decoded(dtype, dim)
+        assert torch.equal(quantized.values, emulated_operand.values), f"{operand}: other values"
+    if without:
+        for name, tensor in found["emulated"].items():
+            torch.testing.assert_close(found["auto"][name], tensor, rtol=1e-5, atol=1e-5)
+        return
+    expected = by_definition(layer, x, g)
+    for result in RESULTS.values():
+        error = (found["auto"][result].double() - expected.results[result]).abs()
+        twice = 2 if name in BFLOAT16 else 1
+        allowed = twice * torch.finfo(dtype).eps * (expected.results[result].abs() + 2 * expected.offsets[result])
+        allowed += expected.sizes[result] * 2.0**-21
+        assert (error <= allowed).all(), f"{result}: off by {error.max():.2e}, {(error / allowed).max():.2f} x allowed"
+    assert torch.equal(found["auto"]["bias"], found["emulated"]["bias"])
+
+
+def test_the_recipes_of_the_presets(scaled_mm: StandIn) -> None:
+    for name, recipes in {
+        "nvfp4": {(Scaling.BlockWise1x16, Scaling.TensorWise) * 2},
+        "mxfp4": {(Scaling.BlockWise1x32,) * 2},
+        "mxfp8": {(Scaling.BlockWise1x32,) * 2},
+        "fp8-blockwise": {
+            (Scaling.BlockWise1x128, Scaling.BlockWise128x128),
+            (Scaling.BlockWise1x128, Scaling.BlockWise1x128),  # of g and x, in wgrad
+        },
+    }.items():
+        scaled_mm.calls.clear()
+        layer = layer_like(nn.Linear(160, 136, bias=False, dtype=torch.bfloat16), name)
+        run(layer, torch.randn(200, 160).bfloat16(), torch.randn(200, 136).bfloat16())
+        assert {call[0] for call in scaled_mm.calls} == recipes, name
+        assert {call[1] for call in scaled_mm.calls} == {torch.bfloat16}, "rounded once, by the GEMM"
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-nvidia", "mxfp8", "mxfp4", "fp8-blockwise", "both in tiles"])
+def test_activations_as_codes_give_the_same_gradients(scaled_mm: StandIn, name: str) -> None:
+    original = nn.Linear(200, 136, dtype=torch.bfloat16)
+    x, g = torch.randn(130, 200).bfloat16(), torch.randn(130, 136).bfloat16()
+    found = [run(layer_like(original, LAYERS[name][0], save=save), x, g) for save in ("codes", "inputs")]
+    identical(*found)
+    assert len(scaled_mm.calls) == 6
+
+
+def test_non_finite_elements_reach_their_rows(scaled_mm: StandIn) -> None:
+    for name in ("nvfp4", "mxfp8", "fp8-blockwise"):
+        for bad in (torch.nan, torch.inf):
+            x = torch.randn(8, 48)
+            x[3, 5] = bad
+            layer = layer_like(nn.Linear(48, 16), name)
+            y = layer(x).detach()
+            assert y[3].isnan().all(), f"{name}: {bad} vanished"
+            assert y.isfinite().all(1).tolist() == [i != 3 for i in range(8)]
+    assert len(scaled_mm.calls) == 6
+
+
+@pytest.mark.usefixtures("scaled_mm")
+@pytest.mark.parametrize("name", ["nvfp4-nvidia", "fp8-blockwise"])
+def test_a_compiled_native_layer(name: str) -> None:
+    torch._dynamo.reset()
+    nearest = dict.fromkeys(("dgrad_g", "wgrad_g"), "nearest")  # calls have keys of their own
+    layer = layer_like(nn.Linear(32, 48), LinearCasts.preset(name).with_rounding(nearest))
+    x, g = torch.randn(16, 32), torch.randn(16, 48)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    expected = run(layer, x, g)
+    found = {key.removeprefix("_orig_mod."): tensor for key, tensor in run(compiled, x, g).items()}
+    identical(found, expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("scaled_mm")
+def test_statistics_are_those_of_the_emulation() -> None:
+    x, g, measured = torch.randn(40, 48), torch.randn(40, 32), []
+    original = nn.Linear(48, 32)
+    for backend in ("auto", "emulated"):
+        layer: Any = layer_like(original, "nvfp4-nvidia", backend=backend)
+        watch = Watch({"layer": layer}, "operand_sums")
+        watch.start(CPU)
+        run(layer, x, g)
+        measured.append(watch.sums)
+    assert measured[0].any()
+    assert torch.equal(*measured)
+
+
+def test_annealing_exact_layers_and_gathered_weights_are_emulated(scaled_mm: StandIn) -> None:
+    layer: Any = layer_like(nn.Linear(32, 32), "nvfp4")
+    set_blend(layer, 0.5)
+    assert layer.native_gemms(CPU) == ()
+    set_blend(layer, None)
+    layer.exact = True
+    assert layer.native_gemms(CPU) == ()
+    layer.exact = False
+    layer.prequantized_weight = PrequantizedWeight(torch.float32, torch.float32, None, None)
+    assert layer.native_gemms(CPU) == ("wgrad",)
+    layer.backend = "native"
+    with pytest.raises(ValueError, match="decoded before fprop and dgrad, which take codes. Leave out quantize_before"):
+        layer.native_gemms(CPU)
+    assert not scaled_mm.calls
+
+
+@pytest.mark.usefixtures("scaled_mm")
+def test_padding_is_no_work_of_the_models() -> None:
+    model = nn.Sequential(layer_like(nn.Linear(40, 7), "nvfp4"))
+    with GemmCounter(model) as counter:
+        run(model, torch.randn(13, 40), torch.randn(13, 7))
+    assert counter.gemms == {("0", gemm): 2 * 13 * 40 * 7 for gemm in GEMMS}
+    assert counter.native_shares(CPU) == {"nvfp4": 1}
+
+
+def test_phases_keep_their_native_gemms(scaled_mm: StandIn) -> None:
+    layer = layer_like(nn.Linear(32, 32), "nvfp4")
+    for phase, count in {"fqt": 3, "qaf": 1, "hp-forward": 2, "bf16": 0}.items():
+        scaled_mm.calls.clear()
+        set_phase(layer, phase)
+        run(layer, torch.randn(32, 32), torch.randn(32, 32))
+        assert len(scaled_mm.calls) == count, phase
+
+
+def test_amd_takes_scales_as_they_are(monkeypatch: pytest.MonkeyPatch, scaled_mm: StandIn) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert gemms.results("mxfp8") == (torch.bfloat16, torch.float16)
+    for name in ("mxfp8", "mxfp4"):
+        original = nn.Linear(40, 24, bias=False, dtype=torch.bfloat16)
+        x, g = torch.randn(50, 40).bfloat16(), torch.randn(50, 24).bfloat16()
+        found, expected = (run(layer_like(original, name, backend=b), x, g) for b in ("auto", "emulated"))
+        for result, tensor in expected.items():
+            torch.testing.assert_close(found[result], tensor, rtol=2**-7, atol=2**-9)
+    assert len(scaled_mm.calls) == 6
+    run(layer_like(nn.Linear(32, 32), "mxfp8"), torch.randn(4, 32), torch.randn(4, 32))
+    assert len(scaled_mm.calls) == 6, "a float32 result, which this GPU does not give"
+    layer = layer_like(nn.Linear(32, 32), "mxfp8", backend="native")
+    with pytest.raises(ValueError, match="mxfp8 GEMMs give bfloat16 or float16 here, .* in torch.float32. Train in bf"):
+        layer(torch.randn(4, 32))
+
+
+def test_delayed_scales_of_two_levels(scaled_mm: StandIn) -> None:
+    delayed = NV.replace(scale={"source": "delayed"})
+    casts = LinearCasts(fprop_x=delayed, fprop_w=delayed, dgrad_g=delayed, dgrad_w=delayed)
+    original, x, g = nn.Linear(32, 48), torch.randn(16, 32), torch.randn(16, 48)
+    results: list[dict[str, Tensor]] = []
+    for backend in ("auto", "emulated"):
+        layer = layer_like(original, casts, backend=backend)
+        histories = AmaxHistories(layer)
+        for factor in (1, 3):
+            found: Any = run(layer, factor * x, g)
+            histories.advance_()
+        results.append({name: found[name] for name in ("y", "x")})
+    assert len(scaled_mm.calls) == 4
+    for name, tensor in results[1].items():
+        torch.testing.assert_close(results[0][name], tensor, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "kind"),
+    [
+        (NV, NV.replace(scale={"block": (16, 16)}), "nvfp4"),
+        (NV, NV.replace(scale={"block": 24}), None),  # no whole number of 16
+        (NV, NV.replace(scale={"block": (16, 8)}), None),
+        (NV, NV.replace(scale={"block": (8, 16)}), "nvfp4"),
+        (NV, NV.replace(scale={"format": "e8m0", "block": 16}), None),
+        (NV, Cast("e2m1", Scale("e8m0", 32)), None),
+        (NV, NV.replace(element="e1m2"), None),
+        (NV, None, None),
+        (MX, MX, "mxfp8"),
+        (MX, MX.replace(element="e5m2"), None),  # torch has no recipe for it
+        (MX, MX.replace(scale={"block": 16}), None),
+        (Cast("e4m3", Scale("fp32", 128)), Cast("e4m3", Scale("fp32", (128, 128))), "fp8-blockwise"),
+        (Cast("e4m3", Scale("fp32", 128), rounded=True), Cast("e4m3", Scale("fp32", 128)), None),
+        (Cast("e4m3", Scale("fp32", 128)), Cast("e5m2", Scale("fp32", 128)), None),
+        (Cast("e4m3", Scale("fp32", "row")), Cast("e4m3", Scale("fp32", 128)), None),
+        (Cast("e4m3", Scale("fp32", "row")), Cast("e5m2", Scale("fp32", "row")), None),
+        (Cast("e5m2", Scale("fp32", "row")), Cast("e4m3", Scale("fp32", "tensor")), "fp8"),
+        (Cast("int8", Scale("fp32", "row")), Cast("ternary", Scale("fp32", "tensor")), "int8"),
+        (Cast("int8", Scale("fp32", "row", statistic="minmax")), Cast("int8", Scale("fp32", "row")), None),
+    ],
+    ids=str,
+)
+def test_the_table(left: Cast, right: Cast | None, kind: str | None) -> None:
+    assert LinearCasts(fprop_x=left, fprop_w=right).native_gemms.get("fprop") == kind
+    if right is not None:
+        assert kind_of([left, right], [1, 1]) == kind
+        assert kind is None or NATIVE[kind].needs.startswith("native ")
