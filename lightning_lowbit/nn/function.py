@@ -108,9 +108,9 @@ class QuantizedGemms(torch.autograd.Function):
         qx, qw, offset = _operands("fprop", source_x, source_w, settings, bias)
         y = matmul(qx, qw.t(), offset, x.dtype, fast_accumulation=True)
 
-        # "fprop" keeps the operand of the forward pass; all others are quantized anew from the tensor itself.
-        for_wgrad = qx if casts.wgrad_x == "fprop" else Operand(x)
-        for_dgrad = qw if casts.dgrad_w == "fprop" or settings.reuses("dgrad_w") else Operand(w)
+        # "fprop" and requantize keep the operand of the forward pass; others are quantized anew from the tensor itself.
+        for_wgrad = qx if "wgrad_x" in casts.plan.kept else Operand(x)
+        for_dgrad = qw if "dgrad_w" in casts.plan.kept or settings.reuses("dgrad_w") else Operand(w)
         reads_x = (needs_x and "fprop_x" in casts.surrogate) or (needs_w and settings.gradient_sums is not None)
         ctx.save_for_backward(
             *(for_wgrad if needs_w else (None, None)),
@@ -134,14 +134,12 @@ class QuantizedGemms(torch.autograd.Function):
         x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w = ctx.saved_tensors
         settings: Settings = ctx.settings
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-        reused = torch.float32 if settings.exact else ctx.dtype
         dx = dw = db = None
         with no_autocast(g.device.type):
             source_g = _Source(g, _amax(g, settings, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
             if needs_x:
                 # dX = dY · W           [tokens, out] · [out, in]
-                w, w_factor = _reusable(Operand(w, w_factor), reused)
-                source_w = _Source(w, amax_w, w_factor, is_operand=settings.reuses("dgrad_w"))
+                source_w = _kept("dgrad_w", Operand(w, w_factor), amax_w, ctx.dtype, settings)
                 qg, qw, of_mean = _operands("dgrad", source_g, source_w, settings)
                 dx = matmul(qg, qw, of_mean, ctx.dtype)
                 dx = _through_rounding("fprop_x", dx, _Source(forward_x, amax_x), settings)
@@ -149,8 +147,8 @@ class QuantizedGemms(torch.autograd.Function):
                     source_g = _Source(qg.values, None, qg.factor, is_operand=True)
             if needs_w:
                 # dW = dYᵀ · X          [out, tokens] · [tokens, in]
-                x, x_factor = _reusable(Operand(x, x_factor), reused)
-                qg, qx, of_mean = _operands("wgrad", source_g, _Source(x, amax_x, x_factor), settings)
+                source_x = _kept("wgrad_x", Operand(x, x_factor), amax_x, ctx.dtype, settings)
+                qg, qx, of_mean = _operands("wgrad", source_g, source_x, settings)
                 dw = matmul(qg.t(), qx, of_mean, ctx.dtype)
                 if settings.gradient_sums is not None:
                     add_gradients_(settings.gradient_sums, dw, torch.mm(g.to(ctx.dtype).t(), forward_x))
@@ -270,8 +268,12 @@ def _through_rounding(name: str, gradient: Tensor, source: _Source, settings: Se
     return torch.lerp(gradient.to(wide), through.to(wide), settings.blend.to(wide)).to(gradient.dtype)
 
 
-def _reusable(operand: Operand, dtype: torch.dtype) -> Operand:
-    """Multiplies a factor in that would vary along the contraction axis of another GEMM."""
-    if operand.factor is None or operand.factor.dim() == 0:
-        return operand
-    return Operand((operand.values.float() * operand.factor).to(dtype))
+def _kept(name: str, operand: Operand, amax: Tensor | None, dtype: torch.dtype, settings: Settings) -> _Source:
+    """The source of an operand that the forward pass has kept: a tensor or a quantized operand, whose factor is
+    multiplied in where it would vary along the contraction axis, or where the operand is quantized again."""
+    values, factor = operand
+    if name in settings.casts.requantize:
+        return _Source((values if factor is None else values.float() * factor).to(dtype))
+    if factor is not None and factor.dim() > 0:
+        values, factor = (values.float() * factor).to(torch.float32 if settings.exact else dtype), None
+    return _Source(values, amax, factor, is_operand=name in SHARED and settings.reuses(name))

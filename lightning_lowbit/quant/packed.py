@@ -15,7 +15,7 @@ from lightning_lowbit.formats import Format, table
 from lightning_lowbit.quant.blocks import from_blocks, scales_view, tile_of, to_blocks
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import has_factor, is_rounded
-from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key, stored_scales
+from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key
 from lightning_lowbit.quant.shard import Shard
 
 
@@ -23,14 +23,16 @@ def pack(
     x: Tensor, cast: Cast, key: Tensor | None, amax: Tensor | None, mean: Tensor | None, shard: Shard
 ) -> tuple[Tensor, Tensor]:
     """Quantizes a shard ``[rows, columns]``, cut along the rows, as :func:`lightning_lowbit.quant.quantize_operand`
-    does along its columns, without communication: ``amax`` and ``mean`` (of |x|) are those of the global matrix. Casts
-    with zero points are not supported. Returns uint8 ``[bytes]`` and the scale of the global matrix, float32, 0-d."""
+    does along columns, without communication: ``amax`` and ``mean`` (of |x|) are those of the global matrix. Casts
+    with zero points or with ``two_level="row"`` are not supported. Returns uint8 ``[bytes]`` and the scale of the
+    global matrix, float32, 0-d."""
     tile = tile_of(cast, 1, 2)
-    scaled, key = make_scales(x, cast, tile, amax, shard, mean), rounding_key(cast, key, x.device)
+    key = rounding_key(cast, key, x.device)
+    scaled = make_scales(x, cast, tile, amax, shard, mean, key)
     offset = None if key is None else shard.offset(x.shape, tile, x.device)
     elements = round_blocks(*scaled, key, offset, cast=cast, scaled=False, dtype=torch.float32)
     codes = _join(_encode(from_blocks(elements, x.shape, tile), cast.format).flatten(), cast.format)
-    scales = stored_scales(scaled.scales, cast)
+    scales = scaled.stored(cast)
     if cast.scale.block == "tensor":
         return codes, (scales * scaled.decode).reshape(())
     return torch.cat([codes, _encode(scales.flatten(), cast.scale.storage)]), scaled.decode

@@ -16,7 +16,8 @@ from lightning_lowbit.compilation import opaque
 from lightning_lowbit.quant.blocks import block_dims, tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import Operand
-from lightning_lowbit.quant.scaling import block_amax, make_scales, stored_scales
+from lightning_lowbit.quant.scales import block_amax, stored_scales
+from lightning_lowbit.quant.scaling import make_scales
 from lightning_lowbit.quant.shard import Shard, amax_of
 
 SUMS = ("elements", "signal", "noise", "nonzero", "underflowed", "saturated")
@@ -98,10 +99,11 @@ def _operand_statistics(
     x, values = (sample(matrix, shape, cast, dim, most) for matrix in (x, values))
     factor = None if factor is None else sample(factor, shape, cast, dim, most)
     tile = tile_of(cast, dim, x.dim())
-    blocks, scales, decode, zeros = make_scales(x, cast, tile, amax, of_global)
+    scaled = make_scales(x, cast, tile, amax, of_global)  # without a key, as if scales rounded to nearest
+    blocks, decode, zeros = scaled.blocks, scaled.decode, scaled.zeros
     if x.numel() == 0:  # an expert without tokens, or a process without a shard, which took part in the collectives
         return torch.zeros(len(SUMS) + len(MAXIMA), dtype=wide, device=x.device)
-    step = stored_scales(scales, cast).float() * decode
+    step = stored_scales(scaled.scales, cast) * decode
     # The scale of a block of zeros is arbitrary: 1, or the smallest scale.
     used = (step > 0) & (block_amax(blocks, block_dims(blocks, tile)) > 0)
     inverse_and_scale = torch.where(used, step.reciprocal(), 0).amax(), torch.where(used, step, 0).amax()

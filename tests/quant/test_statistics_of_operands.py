@@ -61,11 +61,12 @@ def by_metrics(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> d
     }
 
 
-def assert_same(found: dict[str, float], expected: dict[str, float], message: str) -> None:
-    """Counts exactly; norms are sums of float32, and elements times scales are rounded once more than there."""
-    for name in ("elements", "nonzero", "underflowed", "saturated"):
+def assert_same(found: dict[str, float], expected: dict[str, float], message: str, of_scales: bool = True) -> None:
+    """Counts exactly; norms are sums of float32, and elements times scales are rounded once more than there. Scales
+    that round stochastically are taken for those to nearest: ``of_scales`` is False."""
+    for name in ("elements", "nonzero", "underflowed", *(["saturated"] if of_scales else [])):
         assert found[name] == expected[name], f"{message}, {name}: {found[name]}, not {expected[name]}"
-    for name in ("signal", "noise", *MAXIMA):
+    for name in ("signal", "noise", *(MAXIMA if of_scales else [])):
         near = pytest.approx(expected[name], rel=1e-5, abs=1e-12 * expected["signal"])
         assert found[name] == near, f"{message}, {name}: {found[name]}, not {expected[name]}"
 
@@ -76,14 +77,16 @@ def test_sums_are_those_of_the_metrics(cast: Cast) -> None:
     for shape, dim in itertools.product(((13, 50), (64, 96), (1, 40), (40, 1)), (0, 1)):
         x = sample(*shape, seed=shape[0])
         amax = x.abs().max() * 0.25 if cast.scale.source == "delayed" else None
-        assert_same(of_operand(x, cast, dim, amax), by_metrics(x, cast, dim, amax), f"{shape} along {dim}")
+        found, expected = of_operand(x, cast, dim, amax), by_metrics(x, cast, dim, amax)
+        assert_same(found, expected, f"{shape} along {dim}", cast.scale.rounding != "stochastic")
 
 
 @pytest.mark.parametrize("cast", [cast for cast in [*CASTS, *OTHERS] if not cast.rounded], ids=str)
 def test_sums_of_bfloat16(cast: Cast) -> None:
     x = sample(24, 64, dtype=torch.bfloat16)
     for dim in (0, 1):
-        assert_same(of_operand(x, cast, dim, dtype=torch.float32), by_metrics(x.float(), cast, dim), f"along {dim}")
+        found, expected = of_operand(x, cast, dim, dtype=torch.float32), by_metrics(x.float(), cast, dim)
+        assert_same(found, expected, f"along {dim}", cast.scale.rounding != "stochastic")
 
 
 @pytest.mark.parametrize("element", ["int8", "ternary"])

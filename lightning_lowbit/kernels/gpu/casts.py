@@ -39,6 +39,18 @@ def covers(cast: Cast, x: Tensor, dtype: torch.dtype, is_cut: bool = False) -> s
         return f"{cast} in {dtype}"
     if x.numel() >= 2**31:
         return "matrices of 2^31 elements or more"
+    return lacks(cast)
+
+
+def lacks(cast: Cast) -> str | None:
+    """Why the kernels make no operand of a cast, in words; None where they make some."""
+    scale = cast.scale
+    if scale.rounding == "stochastic":
+        return "scales that round stochastically"
+    if scale.two_level == "row":
+        return "a second level per row"
+    if scale.format in ("bf16", "fp16"):
+        return "scales in bfloat16 or float16"
     if scale.block == "tensor" and scale.statistic == "minmax":
         return "the range of a whole tensor"
     if scale.per_block and math.prod(launches.padded_sides(tile_of(cast, 1, 2))) > launches.LARGEST_BLOCK:
