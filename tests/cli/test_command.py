@@ -146,7 +146,7 @@ def test_without_a_command_it_says_how_to_begin(capsys):
 def test_an_unknown_recipe_names_a_few_that_are_near(capsys):
     assert cli.main(["fit", "--config", "mxfp"]) == 2
     shown = capsys.readouterr().err
-    assert "Did you mean 'mxfp4' or 'mxfp4_rht' or 'mxfp6' or 'mxfp8' lists them." in shown
+    assert "Did you mean 'mxfp4' or 'mxfp4_rht' or 'mxfp6' or 'mxfp8'? `lowbit ls` lists them." in shown
     assert "scale_formats" not in shown
 
 
