@@ -165,7 +165,8 @@ def _sum_in_halves(values: Tensor, dims: tuple[int, ...]) -> Tensor:
             half = 1 << (size - 1).bit_length() - 1  # the largest power of two below the size
             first, second = values.narrow(dim, 0, half), values.narrow(dim, half, size - half)
             added = first.narrow(dim, 0, size - half) + second
-            values = torch.cat([added, first.narrow(dim, size - half, 2 * half - size)], dim)
+            rest = first.narrow(dim, size - half, 2 * half - size)
+            values = torch.cat([added, rest], dim) if size < 2 * half else added
     return values
 
 
@@ -185,8 +186,6 @@ def corrected_scales(
     """s' of a blocked view and its s: float32, the shape of ``scales``. ``rows`` are those of the matrix where blocks
     lie along them; None where they lie along columns. The order of the sums is fixed, as in 4/6."""
     count, dims = int(cast.scale.correction or 0) // int(cast.scale.block), (1,)  # type: ignore[arg-type]
-    y = blocks.float() * encode_factor(scales, decode_scale, cast)
-    codes = round_nearest(y, cast.grid)
 
     def of_group(values: Tensor) -> Tensor:
         lines = _sum_in_halves(values, dims)  # [blocks, 1] or [blocks of a column, 1, columns]
@@ -197,12 +196,18 @@ def corrected_scales(
 
     if blocks.numel() == 0:
         return scales
-    weights = scales.square()
-    norm, product = of_group(y.square() * weights), of_group(y * codes * weights)
+    norm, product = (of_group(_square(blocks, scales, decode_scale, cast=cast, coded=it)) for it in (False, True))
     wanted = scales * torch.where(product == 0, 1.0, norm / product)
     if draws is None:
         return round_nearest(wanted, cast.scale.storage)
     return round_stochastic(wanted, cast.scale.storage, draws)
+
+
+@compiled
+def _square(blocks: Tensor, scales: Tensor, decode_scale: Tensor, *, cast: Cast, coded: bool) -> Tensor:
+    """Elements in units of the tensor's scale, times themselves or, if ``coded``, times what they are rounded to."""
+    y = blocks.float() * encode_factor(scales, decode_scale, cast)
+    return y * (round_nearest(y, cast.grid) if coded else y) * scales.square()
 
 
 def encode_factor(scales: Tensor, decode_scale: Tensor, cast: Cast) -> Tensor:

@@ -166,10 +166,8 @@ def row_amax(x: Tensor, blocks: Tensor, tile: Tile, shard: Shard | None) -> Tens
 
 def scale_draws(x: Tensor, blocks: Tensor, tile: Tile, key: Tensor, shard: Shard | None) -> Tensor:
     """Uniform numbers in (0, 1) for the scales of blocks, by the global index of the first element of each."""
-    index = element_index(blocks, None if shard is None else shard.offset(x.shape, tile, x.device))
-    for dim in block_dims(blocks, tile):
-        index = index.narrow(dim, 0, min(1, blocks.shape[dim]))
-    return uniform(index, mix_key(key ^ _SALT))
+    offset = None if shard is None else shard.offset(x.shape, tile, x.device)
+    return uniform(element_index(blocks, offset, block_dims(blocks, tile)), mix_key(key ^ _SALT))
 
 
 def _unreduced(values: Tensor, op: ReduceOp.RedOpType) -> Tensor:
