@@ -16,7 +16,7 @@ from lightning_lowbit.nn.sharded.parallel import Shards
 from lightning_lowbit.nn.watch import add_gradients_
 from lightning_lowbit.quant import Cast, Operand, blend, rotate, split_mean, through_rounding
 from lightning_lowbit.quant.shard import Shard
-from lightning_lowbit.quant.statistics import merge_statistics_, operand_statistics
+from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics
 
 
 class PrequantizedWeight(NamedTuple):
@@ -198,7 +198,9 @@ def _operand(name: str, source: _Source, settings: Settings) -> Operand:
     dim, shard = CONTRACTION[name], settings.shard_of(name)
     quantized = quantize_operand(source.values, cast, dim, key, amax, dtype, shard)
     if sums is not None:
-        merge_statistics_(sums[i], operand_statistics(source.values, quantized, cast, dim, amax, shard=shard))
+        of_blocks = sums.shape[1] > len(SUMS) + len(MAXIMA)
+        found = operand_statistics(source.values, quantized, cast, dim, amax, shard=shard, of_blocks=of_blocks)
+        merge_statistics_(sums[i], found)
     return quantized if settings.blend is None else blend(source.values, quantized, settings.blend, settings.exact)
 
 
