@@ -60,9 +60,9 @@ def fraction(name: str, value: _T, what: str = "a fraction", *, or_none: bool = 
     return number(name, value, what, above=0, at_most=1, or_none=or_none)
 
 
-def flag(name: str, value: _T) -> _T:
-    """True or False."""
-    return _checked(name, value, isinstance(value, bool), "true or false", False, {})
+def flag(name: str, value: _T, what: str = "true or false") -> _T:
+    """True or False; ``what`` says what else there is."""
+    return _checked(name, value, isinstance(value, bool), what, False, {})
 
 
 # How a limit is compared and said.

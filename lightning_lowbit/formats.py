@@ -154,5 +154,7 @@ SCALE_FORMATS: dict[str, Format] = {
     "e5m2": E5M2,
     "e6m1": _scale("e6m1"),
     "e8m0": Format("e8m0", 8, 0, -127, 2.0**127, encoding="unsigned", dtype=torch.float8_e8m0fnu),
+    "bf16": Format("bf16", 16, 7, -126, torch.finfo(torch.bfloat16).max, encoding="unsigned", dtype=torch.bfloat16),
+    "fp16": Format("fp16", 16, 10, -14, torch.finfo(torch.float16).max, encoding="unsigned", dtype=torch.float16),
     "fp32": Format("fp32", 32, 23, -126, torch.finfo(torch.float32).max, encoding="unsigned", dtype=torch.float32),
 }

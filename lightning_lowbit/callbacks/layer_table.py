@@ -92,6 +92,7 @@ def _describe(casts: LinearCasts) -> dict[str, str]:
         "subtract_mean": ", ".join(casts.subtract_mean),
         "surrogate": ", ".join(f"{operand} {kind}" for operand, kind in casts.surrogate.items()),
         "smooth": casts.smooth or "",
+        "requantize": ", ".join(casts.requantize),
     }
     operands = {operand: str(casts.cast_of(operand) or "hp") for operand in OPERANDS}
     return operands | {name: text for name, text in beside.items() if text}

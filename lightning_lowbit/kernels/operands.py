@@ -85,7 +85,7 @@ def _by_triton(
 ) -> Operand | None:
     dtype, tile = dtype or operand_dtype(x.dtype, cast), tile_of(cast, dim, 2)
     is_cut = shard is not None and (shard.cuts(tile) or shard.splits(tile[shard.dim]))
-    is_regular = are_regular(cast.rounding == "stochastic", cast.scale.needs_amax, key, amax, x.device)
+    is_regular = are_regular(cast.draws, cast.scale.needs_amax, key, amax, x.device)
     if gpu.covers(cast, x, dtype, is_cut) is not None or x.numel() == 0 or not is_regular:
         return None
     if not _agrees(cast.spec, dim, x.dtype, dtype, x.device):

@@ -84,7 +84,7 @@ def _pack_by_triton(
     tile = tile_of(cast, dim, 2)
     if shard is not None and (shard.cuts(tile) or shard.splits(tile[shard.dim])):
         return None
-    is_regular = are_regular(cast.rounding == "stochastic", cast.scale.needs_amax, key, amax, x.device)
+    is_regular = are_regular(cast.draws, cast.scale.needs_amax, key, amax, x.device)
     if not is_regular or not gpu.packs(cast, x, dim) or not _agrees(cast.spec, dim, x.dtype, x.device):
         return None
     offset = None if shard is None or key is None else shard.offset(x.shape, tile, x.device)

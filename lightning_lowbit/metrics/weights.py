@@ -81,7 +81,7 @@ def threshold_distance(x: Tensor, cast: Cast, dim: int = -1, amax: Tensor | None
         cast: one that rounds to nearest; any other is a ``ValueError``.
         dim, amax: as in :func:`lightning_lowbit.quantize`.
     """
-    if cast.rounding != "nearest":
+    if cast.draws:
         raise ValueError(f"Thresholds are those of rounding to nearest, and {cast} rounds stochastically.")
     if x.dim() != 2:
         raise ValueError(f"threshold_distance takes a matrix; got a tensor of shape {tuple(x.shape)}.")

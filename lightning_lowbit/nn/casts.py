@@ -6,7 +6,7 @@
 
 Each operand is blocked along the contraction axis of its GEMM, so X and W are quantized for fprop and again, along the
 other axis, for wgrad and dgrad. ``"fprop"`` (dgrad_w and wgrad_x) reuses the dequantized operand of the forward pass:
-the gradient of quantization-aware training.
+the gradient of quantization-aware training. ``requantize`` quantizes it anew, along the other axis, by a cast.
 """
 
 import warnings
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from lightning_lowbit.checks import choose, from_fields
 from lightning_lowbit.nn.casts_from_yaml import Settings, change_every, on_top, read_hadamard, read_surrogate
-from lightning_lowbit.nn.plan import GEMMS, OPERANDS, OPERANDS_OF, Plan, plan_of
+from lightning_lowbit.nn.plan import GEMM, GEMMS, OPERANDS, OPERANDS_OF, Plan, plan_of
 from lightning_lowbit.quant import Cast, Hadamard
 
 FORWARD, BACKWARD = OPERANDS[:2], OPERANDS[2:]
@@ -29,6 +29,9 @@ PHASES: dict[str, tuple[str, ...]] = {
     "hp-forward": FORWARD,
     "bf16": OPERANDS,
 }
+
+# Operands that may be those of the forward pass.
+REUSABLE = ("dgrad_w", "wgrad_x")
 
 # What smoothing scales to one magnitude: the channels or the tokens of a layer's input.
 SMOOTHINGS = ("channel", "token")
@@ -61,6 +64,8 @@ class LinearCasts:
             likewise ``dX`` with the mean ν of dY, and ``dW = Q(dY - 1νᵀ)ᵀ · Q(X - 1μᵀ) + tokens · ν μᵀ``.
         surrogate: for ``fprop_x`` and ``fprop_w``, the derivative of rounding: ``"dge"`` (meant for weights) or
             ``"trust"``, see :mod:`lightning_lowbit.quant.surrogate`. By default gradients pass straight through.
+        requantize: of ``dgrad_w`` and ``wgrad_x``, those whose cast quantizes the dequantized operand of the forward
+            pass instead of the tensor (Quartet II, arXiv 2601.22813).
         smooth: scales the channels (``"channel"``) or tokens (``"token"``) of x to one magnitude by powers of two, and
             divides the weight or the output by them; see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
 
@@ -82,6 +87,7 @@ class LinearCasts:
     subtract_mean: tuple[str, ...] = ()
     surrogate: Mapping[str, str] = field(default_factory=Settings)
     smooth: Literal["channel", "token"] | None = None
+    requantize: tuple[str, ...] = ()
     plan: ClassVar[Plan]  # of each instance, but no field of the dataclass
 
     def __post_init__(self) -> None:
@@ -90,22 +96,18 @@ class LinearCasts:
             if isinstance(value, Mapping):
                 value = from_fields(Cast, "Cast", value)
                 object.__setattr__(self, operand, value)
-            if value == "fprop" and operand in ("dgrad_w", "wgrad_x"):
+            if value == "fprop" and operand in REUSABLE:
                 continue
             if value is not None and not isinstance(value, Cast):
-                also = ', or "fprop"' if operand in ("dgrad_w", "wgrad_x") else ""
+                also = ', or "fprop"' if operand in REUSABLE else ""
                 raise ValueError(
                     f"LinearCasts.{operand} is a Cast, a mapping of its fields, or None for high precision{also}; "
                     f"got {value!r}."
                 )
         object.__setattr__(self, "hadamard", self._checked("hadamard", GEMMS, read_hadamard, {"wgrad": 16}))
         object.__setattr__(self, "surrogate", self._checked("surrogate", FORWARD, read_surrogate, {"fprop_w": "dge"}))
-        if isinstance(self.subtract_mean, str | Mapping) or not isinstance(self.subtract_mean, Iterable):
-            raise ValueError(
-                f"LinearCasts.subtract_mean is a list of GEMMs such as ['fprop', 'dgrad']; got {self.subtract_mean!r}."
-            )
-        means = {choose("GEMM in LinearCasts.subtract_mean", gemm, GEMMS) for gemm in self.subtract_mean}
-        object.__setattr__(self, "subtract_mean", tuple(gemm for gemm in GEMMS if gemm in means))
+        object.__setattr__(self, "subtract_mean", self._listed("subtract_mean", "GEMM", GEMMS, GEMMS[:2]))
+        object.__setattr__(self, "requantize", self._listed("requantize", "operand", REUSABLE, REUSABLE))
         if self.smooth is not None:
             choose("kind of LinearCasts.smooth", self.smooth, SMOOTHINGS)
         object.__setattr__(self, "plan", plan_of(self))
@@ -121,6 +123,13 @@ class LinearCasts:
         for key in given:
             choose(f"key of LinearCasts.{name}", key, keys)
         return Settings((key, read(given[key])) for key in keys if key in given)
+
+    def _listed(self, name: str, what: str, possible: tuple[str, ...], example: tuple[str, ...]) -> tuple[str, ...]:
+        given = getattr(self, name)
+        if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+            raise ValueError(f"LinearCasts.{name} is a list of {what}s such as {[*example]}; got {given!r}.")
+        chosen = {choose(f"{what} in LinearCasts.{name}", one, possible) for one in given}
+        return tuple(one for one in possible if one in chosen)
 
     def _contradictions(self) -> Iterable[str]:
         """The error messages of all combinations of fields that are refused."""
@@ -142,6 +151,26 @@ class LinearCasts:
                     f"subtract_mean changes x in {gemm}, but wgrad_x is the x that the forward pass quantized: give "
                     f"wgrad_x a cast of its own, or leave {gemm} out of subtract_mean."
                 )
+        for operand in self.requantize:
+            source = f"fprop_{operand[-1]}"
+            if not isinstance(getattr(self, operand), Cast) or getattr(self, source) is None:
+                yield (
+                    f"requantize quantizes {source} again by the cast of {operand}, and one of them has no cast: give "
+                    f"both a cast, or leave {operand} out of requantize."
+                )
+            if "fprop" in self.hadamard or (operand == "wgrad_x" and "fprop" in self.subtract_mean):
+                yield (
+                    f"hadamard or subtract_mean changes {source} in fprop, which {operand} would quantize again: leave "
+                    f"{operand} out of requantize, or fprop out of the other."
+                )
+        for operand in OPERANDS:
+            cast = getattr(self, operand)
+            size = cast.scale.correction if isinstance(cast, Cast) else None
+            if size is not None and str(self.hadamard.get(GEMM[operand])) != f"{size}~":
+                yield (
+                    f"The correction of {operand} makes rounding unbiased over random rotations of {size} elements: "
+                    f"give hadamard of {GEMM[operand]} the size {size} and signs='keyed', or leave out correction."
+                )
         for operand, kind in self.surrogate.items():
             cast = getattr(self, operand)
             if cast is None:
@@ -155,6 +184,11 @@ class LinearCasts:
                 yield (
                     f"The surrogate 'dge' stands for rounding to nearest, and {operand} rounds stochastically, whose "
                     f"mean is the identity already: leave {operand} out of surrogate, or round it to nearest."
+                )
+            elif cast.scale.rounding == "stochastic":
+                yield (
+                    f"The surrogate of {operand} needs the scales, which round stochastically: leave {operand} out of "
+                    "surrogate, or take scales with rounding='nearest'."
                 )
             if "fprop" in self.subtract_mean:
                 yield (
@@ -216,8 +250,7 @@ class LinearCasts:
         return [value for value in values if isinstance(value, Cast)]
 
     def _means_of(self, gemm: str) -> list[str]:
-        tokens = [operand for operand in self.operands_of(gemm) if not operand.endswith("_w")]
-        return [operand for operand in tokens if isinstance(getattr(self, operand), Cast)]
+        return [operand for operand in _of_tokens(OPERANDS_OF[gemm]) if isinstance(getattr(self, operand), Cast)]
 
     @classmethod
     def preset(cls, name: str) -> "LinearCasts":
@@ -274,15 +307,19 @@ class LinearCasts:
     def phase(self, name: str) -> "LinearCasts":
         """The casts in a phase of training: ``"fqt"``, ``"qaf"``, ``"hp-forward"`` or ``"bf16"``."""
         off = PHASES[choose("phase", name, PHASES)]
-        bare: LinearCasts = self.replace(**dict.fromkeys(off), hadamard={}, subtract_mean=(), surrogate={}, smooth=None)
+
+        def quantizes(operands: Iterable[str]) -> bool:
+            return any(name not in off and isinstance(getattr(self, name), Cast) for name in operands)
+
         # Settings of a GEMM or operand that is no longer quantized are dropped.
-        return replace(
-            bare,
-            hadamard={gemm: value for gemm, value in self.hadamard.items() if bare._casts_of(gemm)},
-            subtract_mean=tuple(gemm for gemm in self.subtract_mean if bare._means_of(gemm)),
+        return self.replace(
+            **dict.fromkeys(off),
+            hadamard={gemm: value for gemm, value in self.hadamard.items() if quantizes(OPERANDS_OF[gemm])},
+            subtract_mean=tuple(gemm for gemm in self.subtract_mean if quantizes(_of_tokens(OPERANDS_OF[gemm]))),
             surrogate={operand: kind for operand, kind in self.surrogate.items() if operand not in off},
+            requantize=tuple(name for name in self.requantize if not {name, f"fprop_{name[-1]}"} & {*off}),
             # Kept while any operand that it scales is quantized, so that histories keep their tensors.
-            smooth=self.smooth if bare.quantizes_x_or_w else None,
+            smooth=self.smooth if quantizes(name for name in OPERANDS if not name.endswith("_g")) else None,
         )
 
     def __str__(self) -> str:
@@ -298,6 +335,13 @@ class LinearCasts:
         return " ".join([*map(show, GEMMS), *([f"smooth={self.smooth}"] if self.smooth else [])])
 
 
+def _of_tokens(operands: Iterable[str]) -> list[str]:
+    return [operand for operand in operands if not operand.endswith("_w")]
+
+
 def _show(operand: str, casts: LinearCasts) -> str:
     value = getattr(casts, operand)
-    return "hp" if value is None else f"{value}{' ' + casts.surrogate[operand] if operand in casts.surrogate else ''}"
+    if value is None:
+        return "hp"
+    again = "fprop>" if operand in casts.requantize else ""
+    return f"{again}{value}{' ' + casts.surrogate[operand] if operand in casts.surrogate else ''}"

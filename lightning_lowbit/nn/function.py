@@ -17,7 +17,7 @@ from lightning_lowbit.nn.sharded.parallel import Shards
 from lightning_lowbit.nn.watch import add_gradients_
 from lightning_lowbit.quant import Cast, Operand, blend, rotate, split_mean, through_rounding
 from lightning_lowbit.quant.shard import Shard
-from lightning_lowbit.quant.statistics import merge_statistics_, operand_statistics
+from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics
 
 
 class PrequantizedWeight(NamedTuple):
@@ -107,7 +107,7 @@ class Settings(NamedTuple):
     def kept(self, operand: str, quantized: Operand | BlockOperand, tensor: Tensor) -> Operand:
         """What the forward pass keeps for an operand of the backward pass, given that of its own: the tensor for a GEMM
         that takes codes, which lie along another axis, and no codes for one that does not."""
-        if self.takes_codes(operand):
+        if self.takes_codes(operand) and operand not in self.casts.requantize:
             return Operand(tensor)
         return quantized.decoded(tensor.dtype) if isinstance(quantized, BlockOperand) else quantized
 
@@ -147,8 +147,8 @@ class QuantizedGemms(torch.autograd.Function):
         qx, qw, offset = _operands("fprop", of_fprop, source_w, settings, bias)
         y = matmul(qx, qw.t(), offset, x.dtype, fast_accumulation=True)
 
-        # "fprop" keeps the operand of the forward pass; all others are quantized anew from the tensor itself.
-        for_wgrad: Any = packed or (qx if casts.wgrad_x == "fprop" else Operand(x))
+        # "fprop" and requantize keep the operand of the forward pass; others are quantized anew from the tensor itself.
+        for_wgrad: Any = packed or (qx if "wgrad_x" in casts.plan.kept else Operand(x))
         keeps_operand = _keeps_weight_operand(settings)
         for_dgrad: Any = qw if keeps_operand else Operand(weight if settings.recasts else w)
         if settings.native:
@@ -176,15 +176,14 @@ class QuantizedGemms(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w = ctx.saved_tensors
         settings: Settings = ctx.settings
-        casts, (needs_x, needs_w, needs_bias) = settings.casts, ctx.needs_input_grad[:3]
-        reused = torch.float32 if settings.exact else ctx.dtype
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None
         with no_autocast(g.device.type):
             source_g = _Source(g, _amax(g, settings, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
             if needs_x:
                 # dX = dY · W           [tokens, out] · [out, in]
-                w, w_factor = _reusable(_weight(Operand(w, w_factor), amax_w, ctx.dtype, settings), reused)
-                source_w = _Source(w, amax_w, w_factor, is_operand=settings.reuses("dgrad_w"))
+                kept = _weight(Operand(w, w_factor), amax_w, ctx.dtype, settings)
+                source_w = _kept("dgrad_w", kept, amax_w, ctx.dtype, settings)
                 qg, qw, of_mean = _operands("dgrad", source_g, source_w, settings)
                 dx = matmul(qg, qw, of_mean, ctx.dtype)
                 dx = _through_rounding("fprop_x", dx, _Source(forward_x, amax_x), settings)
@@ -192,13 +191,12 @@ class QuantizedGemms(torch.autograd.Function):
                     source_g = _Source(qg.values, None, qg.factor, is_operand=True)
             if needs_w:
                 # dW = dYᵀ · X          [out, tokens] · [tokens, in]
-                if settings.packed is None:
-                    source_x = _Source(x, amax_x, x_factor)
-                else:
-                    source_x = _unpacked(settings.packed, Packed(x, x_factor), ctx.shape, ctx.dtype, settings)
-                if casts.wgrad_x == "fprop":
-                    x, x_factor = _reusable(Operand(source_x.values, source_x.factor), reused)
-                    source_x = _Source(x, amax_x, x_factor)
+                kept, packed = Operand(x, x_factor), settings.packed
+                if packed is not None:
+                    source_x = _unpacked(packed, Packed(x, x_factor), ctx.shape, ctx.dtype, settings)
+                    kept = Operand(source_x.values, source_x.factor)
+                if packed != "wgrad_x":
+                    source_x = _kept("wgrad_x", kept, amax_x, ctx.dtype, settings)
                 qg, qx, of_mean = _operands("wgrad", source_g, source_x, settings)
                 dw = matmul(qg.t(), qx, of_mean, ctx.dtype)
                 if settings.gradient_sums is not None:
@@ -253,14 +251,21 @@ def _operand(name: str, source: _Source, settings: Settings) -> Operand | BlockO
     dim, shard = CONTRACTION[name], settings.shard_of(name)
     quantized = quantize_operand(source.values, cast, dim, key, amax, dtype, shard)
     if sums is not None:
-        merge_statistics_(sums[i], operand_statistics(source.values, quantized, cast, dim, amax, shard=shard))
+        _record(sums[i], source.values, quantized, cast, dim, amax, shard)
     return quantized if settings.blend is None else blend(source.values, quantized, settings.blend, settings.exact)
+
+
+def _record(
+    sums: Tensor, x: Tensor, quantized: Operand, cast: Cast, dim: int, amax: Tensor | None, shard: Shard | None
+) -> None:
+    of_blocks = len(sums) > len(SUMS) + len(MAXIMA)
+    merge_statistics_(sums, operand_statistics(x, quantized, cast, dim, amax, shard=shard, of_blocks=of_blocks))
 
 
 def _keeps_weight_operand(settings: Settings) -> bool:
     """Whether dgrad gets the forward pass's operand of the weight as it is."""
     plan = settings.casts.plan
-    if settings.casts.dgrad_w != "fprop" and not settings.reuses("dgrad_w"):
+    if "dgrad_w" not in plan.kept and not settings.reuses("dgrad_w"):
         return False
     return not settings.recasts or settings.prequantized is not None or "fprop_w" in plan.altered
 
@@ -269,8 +274,9 @@ def _weight(kept: Operand, amax: Tensor | None, dtype: torch.dtype, settings: Se
     """What dgrad quantizes or takes as it is, from what the forward pass has kept of the weight."""
     if not settings.recasts or _keeps_weight_operand(settings):
         return kept
-    w, takes_operand = kept.values.to(dtype), settings.casts.dgrad_w == "fprop" or settings.reuses("dgrad_w")
-    if not takes_operand or settings.takes_codes("dgrad_w"):
+    w, requantizes = kept.values.to(dtype), "dgrad_w" in settings.casts.requantize
+    takes_operand = "dgrad_w" in settings.casts.plan.kept or settings.reuses("dgrad_w")
+    if not takes_operand or (settings.takes_codes("dgrad_w") and not requantizes):
         return Operand(w)
     quantized = _operand("fprop_w", _Source(w, amax), settings.unrecorded())
     return quantized.decoded(dtype) if isinstance(quantized, BlockOperand) else quantized
@@ -286,7 +292,7 @@ def _pack(name: str, source: _Source, settings: Settings) -> Packed:
     packed = pack_operand(source.values, cast, dim, key, amax, shard)
     if sums is not None:
         quantized = unpack_operand(packed, cast, dim, source.values.shape, source.values.dtype)
-        merge_statistics_(sums[i], operand_statistics(source.values, quantized, cast, dim, amax, shard=shard))
+        _record(sums[i], source.values, quantized, cast, dim, amax, shard)
     return packed
 
 
@@ -316,7 +322,7 @@ def _codes(name: str, source: _Source, settings: Settings) -> BlockOperand:
     codes = block_operand(source.values, cast, kind, dim, key, amax, shard)
     if sums is not None and own:
         quantized = codes.decoded(source.values.dtype, dim)
-        merge_statistics_(sums[i], operand_statistics(source.values, quantized, cast, dim, amax, shard=shard))
+        _record(sums[i], source.values, quantized, cast, dim, amax, shard)
     return codes
 
 
@@ -386,8 +392,12 @@ def _through_rounding(name: str, gradient: Tensor, source: _Source, settings: Se
     return torch.lerp(gradient.to(wide), through.to(wide), settings.blend.to(wide)).to(gradient.dtype)
 
 
-def _reusable(operand: Operand, dtype: torch.dtype) -> Operand:
-    """Multiplies a factor in that would vary along the contraction axis of another GEMM."""
-    if operand.factor is None or operand.factor.dim() == 0:
-        return operand
-    return Operand((operand.values.float() * operand.factor).to(dtype))
+def _kept(name: str, operand: Operand, amax: Tensor | None, dtype: torch.dtype, settings: Settings) -> _Source:
+    """The source of an operand that the forward pass has kept: a tensor or a quantized operand, whose factor is
+    multiplied in where it would vary along the contraction axis, or where the operand is quantized again."""
+    values, factor = operand
+    if name in settings.casts.requantize:
+        return _Source((values if factor is None else values.float() * factor).to(dtype))
+    if factor is not None and factor.dim() > 0:
+        values, factor = (values.float() * factor).to(torch.float32 if settings.exact else dtype), None
+    return _Source(values, amax, factor, is_operand=name in SHARED and settings.reuses(name))

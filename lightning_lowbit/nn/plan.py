@@ -35,7 +35,9 @@ class Plan(NamedTuple):
         draws: whether random bits depend on keys.
         delayed: the casts with delayed scaling, by operand.
         scaled_by_amax: the operands whose scales need the amax of the whole tensor.
-        altered: the operands of GEMMs with a transform, or without means: they are not the tensor itself.
+        altered: the operands of GEMMs with a transform, or without means, or that are quantized again: they are not the
+            tensor itself.
+        kept: the operands that are made from those of the forward pass: reused, or quantized again.
         shared: the operands that equal the one in ``SHARED`` to the bit: the same tensor, by a cast without an axis.
         native_gemms: the GEMMs that hardware may compute on quantized elements, with the kind, a key of ``NATIVE``.
         gemms_of_kind: the same by kind.
@@ -48,6 +50,7 @@ class Plan(NamedTuple):
     delayed: dict[str, Cast]
     scaled_by_amax: frozenset[str]
     altered: frozenset[str]
+    kept: frozenset[str]
     shared: frozenset[str]
     native_gemms: dict[str, str]
     gemms_of_kind: dict[str, tuple[str, ...]]
@@ -60,7 +63,8 @@ def plan_of(casts: "LinearCasts") -> Plan:
     own = {operand: cast for operand in OPERANDS if isinstance(cast := getattr(casts, operand), Cast)}
     keyed = any(hadamard.signs == "keyed" for hadamard in casts.hadamard.values())
     altered = frozenset(name for gemm in (*casts.hadamard, *casts.subtract_mean) for name in OPERANDS_OF[gemm])
-    nearest = {name for name, cast in own.items() if cast.rounding == "nearest"}
+    altered |= {*casts.requantize}
+    nearest = {name for name, cast in own.items() if not cast.draws}
     without_axis = {name for name, c in own.items() if c.scale.block == "tensor" or isinstance(c.scale.block, tuple)}
     repeated = {a for a, b in SHARED.items() if a in own and own[a] == own.get(b) and not altered & {a, b}}
     kinds = {gemm: kind for gemm in GEMMS if (kind := native_kind(casts, gemm)) is not None}
@@ -70,6 +74,7 @@ def plan_of(casts: "LinearCasts") -> Plan:
         delayed={name: cast for name, cast in own.items() if cast.scale.source == "delayed"},
         scaled_by_amax=frozenset(name for name, cast in own.items() if cast.scale.needs_amax),
         altered=altered,
+        kept=frozenset(name for name in OPERANDS if getattr(casts, name) == "fprop" or name in casts.requantize),
         shared=frozenset(repeated & nearest & without_axis),
         native_gemms=kinds,
         gemms_of_kind={kind: tuple(gemm for gemm in kinds if kinds[gemm] == kind) for kind in kinds.values()},
@@ -79,7 +84,7 @@ def plan_of(casts: "LinearCasts") -> Plan:
 
 
 def _packed(casts: "LinearCasts") -> str | None:
-    name = "fprop_x" if casts.wgrad_x == "fprop" else "wgrad_x"
+    name = "fprop_x" if casts.wgrad_x == "fprop" or "wgrad_x" in casts.requantize else "wgrad_x"
     cast = getattr(casts, name)
     if not isinstance(cast, Cast) or packing_obstacle(cast) is not None or "fprop_x" in casts.surrogate:
         return None

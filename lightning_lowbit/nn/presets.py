@@ -47,6 +47,32 @@ def _nvfp4_4over6() -> LinearCasts:
     return casts.replace(fprop_x=adaptive, fprop_w=adaptive)
 
 
+def _nvfp4_row() -> LinearCasts:
+    """``nvfp4`` with a float32 scale per row above the block scales instead of one per tensor, as in Transformer
+    Engine's row-scaled NVFP4 (elements, blocks and roundings: arXiv 2505.19115): no amax of the whole tensor, and a
+    token's values do not depend on the others. Rows are those of an operand along the contraction axis of its GEMM."""
+    return _fully(Cast("e2m1", Scale("e4m3", 16, two_level="row")))
+
+
+def _quartet2() -> LinearCasts:
+    """Quartet II (arXiv 2601.22813): NVFP4 with Four Over Six in the forward pass, nearest. The backward pass takes
+    gradients and the quantized x and w of the forward pass, rotates them by random Hadamard transforms of 128 and
+    quantizes them by MS-EDEN: nearest, with scales that a correction and stochastic rounding make unbiased."""
+    adaptive = Cast("e2m1", Scale("e4m3", 16, two_level=True, four_over_six="mse"))
+    # Block scales below 256 leave room for the correction; the paper's search found 0.93 * 17/16, which clips a little.
+    eden = Cast("e2m1", Scale("e4m3", 16, "stochastic", True, top=255.99, factor=0.93 * 17 / 16, correction=128))
+    return LinearCasts(
+        fprop_x=adaptive,
+        fprop_w=adaptive,
+        dgrad_g=eden,
+        dgrad_w=eden,
+        wgrad_g=eden,
+        wgrad_x=eden,
+        hadamard={gemm: Hadamard(128, "keyed") for gemm in ("dgrad", "wgrad")},
+        requantize=("dgrad_w", "wgrad_x"),
+    )
+
+
 def _mxfp4() -> LinearCasts:
     """MXFP4 (OCP Microscaling v1.0, arXiv 2310.10537: blocks of 32, E8M0 scales), rounded as in ``nvfp4``. The exponent
     rounds up where the largest element would saturate, as stochastic rounding needs (``"rceil"``)."""
@@ -76,6 +102,22 @@ def _mxfp8() -> LinearCasts:
     """MXFP8 (arXiv 2506.08027): blocks of 32, E8M0 scales rounded up, E4M3, nearest everywhere. Gradients are in E4M3,
     too, as the paper recommends, because the block scales provide their range."""
     return LinearCasts().replace(**dict.fromkeys(OPERANDS, Cast("e4m3", Scale("e8m0", 32))))
+
+
+def _mxfp8_nvfp4() -> LinearCasts:
+    """``mxfp8`` (arXiv 2506.08027) in the forward pass, ``nvfp4`` (arXiv 2505.19115) in the backward pass, one of the
+    combinations in Transformer Engine's custom recipes: for models whose loss suffers from FP4 in the forward pass."""
+    return _combined(_mxfp8(), _nvfp4())
+
+
+def _nvfp4_mxfp8() -> LinearCasts:
+    """``nvfp4`` (arXiv 2505.19115) in the forward pass, ``mxfp8`` (arXiv 2506.08027) in the backward pass: what is
+    served in FP4 is trained in FP4, with gradients of 8 bits."""
+    return _combined(_nvfp4(), _mxfp8())
+
+
+def _combined(forward: LinearCasts, backward: LinearCasts) -> LinearCasts:
+    return backward.replace(fprop_x=forward.fprop_x, fprop_w=forward.fprop_w)
 
 
 def _ufp4() -> LinearCasts:
@@ -168,10 +210,14 @@ PRESETS.update(
         "nvfp4": _nvfp4,
         "nvfp4-nvidia": _nvfp4_nvidia,
         "nvfp4-4over6": _nvfp4_4over6,
+        "nvfp4-row": _nvfp4_row,
+        "quartet2": _quartet2,
         "mxfp4": _mxfp4,
         "mxfp4-rht": _mxfp4_rht,
         "mxfp6": _mxfp6,
         "mxfp8": _mxfp8,
+        "mxfp8-nvfp4": _mxfp8_nvfp4,
+        "nvfp4-mxfp8": _nvfp4_mxfp8,
         "ufp4": _ufp4,
         "fp8-delayed": _fp8_delayed,
         "fp8-current": _fp8_current,

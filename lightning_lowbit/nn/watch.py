@@ -1,6 +1,7 @@
 """Statistics of operands and gradients that layers write to rows of one tensor while they compute.
 
-    operand_sums    [6, 8] of a layer: for each quantized operand, see :mod:`lightning_lowbit.quant.statistics`
+    operand_sums    [6, 8] of a layer, with statistics of blocks [6, 43]: for each quantized operand, see
+                    :mod:`lightning_lowbit.quant.statistics`
     gradient_sums   [2] of a layer: Σ (dW - dW')² and Σ dW'², dW' in high precision; doubles the GEMM of dW
 
 Rows add up over passes and micro-batches, and one collective adds them over ranks. Without a row nothing is measured.
@@ -12,14 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_lowbit.quant.statistics import MAXIMA, SUMS, wide_dtype
+from lightning_lowbit.quant.statistics import MAXIMA, OF_BLOCKS, SUMS, wide_dtype
 
 _SHAPES: dict[str, tuple[int, ...]] = {"operand_sums": (6, len(SUMS) + len(MAXIMA)), "gradient_sums": (2,)}
 
 
 class Watch:
     """Rows for the statistics of converted layers, given by name. ``what`` is ``"operand_sums"`` or
-    ``"gradient_sums"``.
+    ``"gradient_sums"``; ``of_blocks`` adds statistics of blocks to the former.
 
     Attributes:
         sums: float64 (float32 on Apple's GPUs) ``[layers, 6, 8]`` or ``[layers, 2]``: of passes since the start.
@@ -32,9 +33,12 @@ class Watch:
         >>> watch.sums
     """
 
-    def __init__(self, layers: Mapping[str, Any], what: Literal["operand_sums", "gradient_sums"]) -> None:
+    def __init__(
+        self, layers: Mapping[str, Any], what: Literal["operand_sums", "gradient_sums"], of_blocks: bool = False
+    ) -> None:
         self.layers, self._what = dict(layers), what
-        self.sums = torch.zeros(len(self.layers), *_SHAPES[what])
+        *rows, size = _SHAPES[what]
+        self.sums = torch.zeros(len(self.layers), *rows, size + of_blocks * OF_BLOCKS)
 
     def start(self, device: torch.device) -> None:
         """Empties the rows, and gives them to the layers."""

@@ -97,17 +97,18 @@ def from_matrix(matrix: Tensor, shape: torch.Size, dim: int) -> Tensor:
     return matrix.reshape(*leading, matrix.shape[-1]).movedim(-1, dim)
 
 
-def element_index(blocks: Tensor, offset: Tensor | None = None) -> Tensor:
+def element_index(blocks: Tensor, offset: Tensor | None = None, single: tuple[int, ...] = ()) -> Tensor:
     """Row-major int32 index of every element in the matrix, padded to whole blocks. For a shard, ``offset`` is int32
     ``[3]``: its columns, those of the global matrix, and the global index of its first element; indices are then
-    global."""
+    global. Along the dimensions ``single`` only the first element's, if there is one."""
     index: Tensor | int = 0
     stride = 1
     for dimension in reversed(range(blocks.dim())):
         shape = [1] * blocks.dim()
-        shape[dimension] = blocks.shape[dimension]
+        size = blocks.shape[dimension]
+        shape[dimension] = min(size, 1) if dimension in single else size
         index = index + torch.arange(shape[dimension], dtype=torch.int32, device=blocks.device).view(shape) * stride
-        stride = stride * shape[dimension]
+        stride = stride * size
     assert isinstance(index, Tensor)
     if offset is None:
         return index

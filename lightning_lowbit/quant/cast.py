@@ -16,16 +16,18 @@ from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format, int
 Block = int | tuple[int, int] | Literal["row", "tensor"]
 
 # Roundings of the scales of each format; the first one is the default.
-_EXMY = ("nearest", "up")
+_EXMY = ("nearest", "up", "stochastic")
 SCALE_ROUNDINGS = dict.fromkeys(SCALE_FORMATS, _EXMY) | {
     "e8m0": ("rceil", "floor", "ceil", "even"),
+    "bf16": ("nearest",),
+    "fp16": ("nearest",),
     "fp32": ("nearest", "power_of_two"),
 }
 
 
 # Refused combinations of fields: the condition on a scale s and an element e (None while only the scale is known), and
 # the error message. All other combinations are honored.
-REFUSED: "tuple[tuple[Callable[[Scale, str | None], bool], str], ...]" = (
+REFUSED: "tuple[tuple[Callable[[Scale, str | None], object], str], ...]" = (
     (
         lambda s, _: s.two_level and s.format == "fp32",
         "fp32 scales have the range and digits of a second level: leave out two_level, or take e.g. format='e4m3'.",
@@ -33,6 +35,10 @@ REFUSED: "tuple[tuple[Callable[[Scale, str | None], bool], str], ...]" = (
     (
         lambda s, _: s.two_level and s.block == "tensor",
         "With block='tensor' a second level scales the same elements again: leave out two_level, or take a block.",
+    ),
+    (
+        lambda s, _: s.two_level == "row" and (not _holds_blocks(0, s.block)),
+        "two_level='row' is a scale above the blocks of a row: take a block such as 16, or two_level=True.",
     ),
     (
         lambda s, _: s.top is not None and not s.two_level,
@@ -51,7 +57,7 @@ REFUSED: "tuple[tuple[Callable[[Scale, str | None], bool], str], ...]" = (
         "With two levels the scale of the tensor makes the room: leave out prescale, or two_level.",
     ),
     (
-        lambda s, _: s.four_over_six is not None and s.format in ("e8m0", "fp32"),
+        lambda s, _: s.four_over_six is not None and s.format in ("e8m0", "bf16", "fp16", "fp32"),
         "4/6 needs scales that hold 6/4 of each other: take an ExMy format, 'e4m3', or leave out four_over_six.",
     ),
     (
@@ -63,7 +69,17 @@ REFUSED: "tuple[tuple[Callable[[Scale, str | None], bool], str], ...]" = (
         "4/6 maps the amax of a block to 6 or 4, levels of e2m1: take element='e2m1', or leave out four_over_six.",
     ),
     (
-        lambda s, _: s.format != "fp32" and (s.statistic, s.factor, s.epsilon) != ("absmax", 1, 0),
+        lambda s, _: s.four_over_six is not None and s.rounding == "stochastic" and s.correction is None,
+        "4/6 compares two scales that round to nearest: leave out rounding='stochastic', or take a correction.",
+    ),
+    (
+        lambda s, _: s.correction and (s.rounding != "stochastic" or not _holds_blocks(s.correction, s.block)),
+        "A correction needs rounding='stochastic' and is of whole blocks, as 128 of 16: take these, or leave it out.",
+    ),
+    (
+        lambda s, _: (
+            s.format != "fp32" and (s.statistic, s.factor, s.epsilon) != ("absmax", s.factor if s.correction else 1, 0)
+        ),
         "Scale.statistic, factor and epsilon are of fp32 scales: take format='fp32', or leave them out.",
     ),
     (
@@ -93,6 +109,10 @@ REFUSED: "tuple[tuple[Callable[[Scale, str | None], bool], str], ...]" = (
 )
 
 
+def _holds_blocks(group: int, block: Block) -> bool:
+    return isinstance(block, int) and block > 1 and group % block == 0
+
+
 def _refuse(scale: "Scale", element: str | None) -> None:
     for applies, message in REFUSED:
         if applies(scale, element):
@@ -105,18 +125,18 @@ class Scale:
 
     Args:
         format: format of the block scales: ``"e1m6"``, ``"e2m5"``, ``"e3m4"``, ``"e4m3"``, ``"e5m2"``, ``"e6m1"``,
-            ``"e8m0"`` or ``"fp32"``.
-        block: elements that share a scale: ``16`` along the contraction axis, a tile such as ``(16, 16)``, ``"row"``
-            (the whole contraction axis) or ``"tensor"``.
-        rounding: of the scale: ``"nearest"`` or ``"up"``; for ``"e8m0"`` ``"rceil"``, ``"floor"``, ``"ceil"`` or
-            ``"even"``; for ``"fp32"`` ``"nearest"`` or ``"power_of_two"``. None takes the first one.
-        two_level: adds a float32 scale of the whole tensor above the block scales, as in NVFP4.
+            ``"e8m0"``, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+        block: elements that share a scale: ``16`` along the contraction axis, a tile, ``"row"`` or ``"tensor"``.
+        rounding: of the scale, see ``SCALE_ROUNDINGS``: ``"nearest"``, ``"up"`` or ``"stochastic"``; for ``"e8m0"``
+            ``"rceil"``, ``"floor"``, ``"ceil"`` or ``"even"``; for ``"fp32"`` ``"nearest"`` or ``"power_of_two"``.
+        two_level: adds a float32 scale above the block scales: True, of the whole tensor, as in NVFP4; or ``"row"``.
         top: with two levels, the scale of the block with the tensor's largest element; None for the largest scale.
         four_over_six: ``"mse"`` or ``"mae"``, the error by which each block chooses its scale or 6/4 of it.
+        correction: elements of a group whose scales carry a correction that makes rounding unbiased (MS-EDEN).
         prescale: factor of the elements, applied after the scales are made and undone in decoding.
         margin: room above the amax in powers of two, for ``"fp32"``.
         statistic: what an ``"fp32"`` scale is made from: ``"absmax"``, ``"absmean"`` or ``"minmax"`` of the block.
-        factor: of the statistic, for ``"fp32"``; below 1 more elements saturate.
+        factor: of the statistic, for ``"fp32"`` and corrected scales; below 1 more elements saturate.
         epsilon: lower bound of the statistic, for ``"fp32"``.
         source: the tensor's amax is its own (``"current"``) or that of earlier steps (``"delayed"``).
         history: number of steps that delayed scaling remembers.
@@ -132,7 +152,7 @@ class Scale:
     format: str = "e4m3"
     block: Block = 16
     rounding: str | None = None
-    two_level: bool = False
+    two_level: bool | Literal["row"] = False
     top: float | None = None
     four_over_six: Literal["mse", "mae"] | None = None
     prescale: float = 1.0
@@ -143,6 +163,7 @@ class Scale:
     source: Literal["current", "delayed"] = "current"
     history: int = 16
     algorithm: Literal["max", "most_recent"] = "max"
+    correction: int | None = None
 
     def __post_init__(self) -> None:
         choose("scale format", self.format, SCALE_FORMATS)
@@ -157,14 +178,16 @@ class Scale:
                 f"Scale.block is a positive number of elements such as 16, a tile such as (16, 16), 'row' or 'tensor'; "
                 f"got {self.block!r}."
             )
-        flag("Scale.two_level", self.two_level)
+        if self.two_level != "row":
+            flag("Scale.two_level", self.two_level, "true, false or 'row'")
         if self.four_over_six is not None:
             choose("error measure of Scale.four_over_six", self.four_over_six, ("mse", "mae"))
         choose("statistic of Scale", self.statistic, ("absmax", "absmean", "minmax"))
         choose("source of Scale", self.source, ("current", "delayed"))
         choose("algorithm of Scale", self.algorithm, ("max", "most_recent"))
-        for name, least, most in (("margin", 0, 64), ("history", 1, 2**20)):
-            if type(number := getattr(self, name)) is not int or not least <= number <= most:
+        for name, least, most in (("margin", 0, 64), ("history", 1, 2**20), ("correction", 1, 2**20)):
+            number = getattr(self, name)
+            if (number, name) != (None, "correction") and (type(number) is not int or not least <= number <= most):
                 raise ValueError(f"Scale.{name} is a whole number from {least} to {most}; got {number!r}.")
         for name, largest in (("top", self.storage.max), ("prescale", 1.0), ("factor", 2.0**16), ("epsilon", 1.0)):
             value = getattr(self, name)
@@ -188,7 +211,7 @@ class Scale:
         """With two levels, the scale of the block with the tensor's largest element: ``top`` or its default."""
         if self.four_over_six is not None and self.top is None:
             return 2.0 ** math.floor(math.log2(self.storage.max / 1.5))
-        return self.top or (1.0 if self.format == "e8m0" else self.storage.max)
+        return self.top or (1.0 if self.storage.max_exponent == 127 else self.storage.max)  # which has float32's range
 
     @property
     def per_block(self) -> bool:
@@ -198,7 +221,7 @@ class Scale:
     @property
     def needs_amax(self) -> bool:
         """Whether scales depend on the largest magnitude of the whole tensor."""
-        return self.two_level or (self.block == "tensor" and self.statistic == "absmax")
+        return self.two_level is True or (self.block == "tensor" and self.statistic == "absmax")
 
     @property
     def significant_bits(self) -> int:
@@ -213,11 +236,14 @@ class Scale:
             block = f"[{block}]" if self.block[0] == 1 else block  # a tile, whatever the contraction axis
         parts = [f"{self.format}:{block}"]
         if self.two_level:
-            parts.append("+fp32" + ("" if self.top is None else f"<{self.top:g}"))
+            parts.append("+fp32" + (":row" if self.two_level == "row" else ""))
+            parts.append("" if self.top is None else f"<{self.top:g}")
         if self.rounding != SCALE_ROUNDINGS[self.format][0]:
             parts.append("^" if self.rounding == "up" else f"({self.rounding})")
         if self.four_over_six is not None:
             parts.append(f"(4/6 {self.four_over_six})")
+        if self.correction is not None:
+            parts.append(f"(corrected {self.correction})")
         if self.prescale != 1:
             parts.append(f"(x{self.prescale:g})")
         if self.margin:
@@ -265,6 +291,8 @@ class Cast:
             raise ValueError(f"Cast.scale is a Scale or a mapping of its fields; got {self.scale!r}.")
         flag("Cast.rounded", self.rounded)
         _refuse(self.scale, self.element)
+        if self.scale.correction is not None and self.rounding == "stochastic":
+            raise ValueError(f"Elements of corrected scales round to nearest: take rounding='nearest'. Got {self}.")
         own = {name: getattr(self, name) for name in ("element", "rounding", "rounded")}
         object.__setattr__(self, "spec", json.dumps({**own, "scale": asdict(self.scale)}))
 
@@ -290,6 +318,11 @@ class Cast:
     @property
     def format(self) -> Format:
         return ELEMENT_FORMATS[self.element]
+
+    @property
+    def draws(self) -> bool:
+        """Whether elements or scales round stochastically, which takes a key."""
+        return "stochastic" in (self.rounding, self.scale.rounding)
 
     @property
     def grid(self) -> Format:

@@ -8,7 +8,8 @@ from torch import Tensor
 from lightning_lowbit.compilation import opaque
 from lightning_lowbit.quant.blocks import from_blocks, tile_of
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.scaling import encode_factor, make_scales, round_blocks, rounding_key, stored_scales
+from lightning_lowbit.quant.scales import encode_factor
+from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key
 from lightning_lowbit.quant.shard import Shard
 
 
@@ -62,13 +63,14 @@ def plain_operand(
     """Values and factor of :func:`quantize_operand`, which has no factor where this one is without meaning."""
     cast, of_global = Cast.from_spec(spec), None if shard is None else Shard.from_spec(shard)
     tile = tile_of(cast, dim, x.dim())
-    scaled, key = make_scales(x, cast, tile, amax, of_global), rounding_key(cast, key, x.device)
+    key = rounding_key(cast, key, x.device)
+    scaled = make_scales(x, cast, tile, amax, of_global, key=key)
     offset = None if of_global is None or key is None else of_global.offset(x.shape, tile, x.device)
     rounded = x.dtype if is_rounded(x.dtype, cast) else dtype  # even if ``dtype`` is float32
     values = round_blocks(*scaled, key, offset, cast=cast, scaled=cast.scale.per_block, dtype=rounded)
-    factor = scaled.decode
+    factor = scaled.factor(x.shape, tile)
     if not cast.scale.per_block:
-        factor = (stored_scales(scaled.scales, cast) * factor).reshape(factor_shape(x, cast, dim))
+        factor = (scaled.stored(cast) * factor).reshape(factor_shape(x, cast, dim))
     return from_blocks(values.to(dtype), x.shape, tile).contiguous(), factor
 
 
@@ -92,17 +94,18 @@ def _blend(x: Tensor, values: Tensor, factor: Tensor | None, share: Tensor, dtyp
 def scaled_elements(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None, shard: Shard | None = None) -> Tensor:
     """Elements in units of their scales, before rounding: float32, the shape of ``x``."""
     tile = tile_of(cast, dim, x.dim())
-    blocks, scales, decode, _ = make_scales(x, cast, tile, amax, shard)
-    return from_blocks(blocks.float() * encode_factor(scales, decode, cast), x.shape, tile)
+    scaled = make_scales(x, cast, tile, amax, shard)
+    factor = encode_factor(scaled.scales, scaled.decode, cast)
+    return from_blocks(scaled.blocks.float() * factor, x.shape, tile)
 
 
 def has_factor(cast: Cast) -> bool:
-    return cast.scale.two_level or cast.scale.prescale != 1 or not cast.scale.per_block
+    return bool(cast.scale.two_level) or cast.scale.prescale != 1 or not cast.scale.per_block
 
 
 def factor_shape(x: Tensor, cast: Cast, dim: int) -> tuple[int, ...]:
     """The shape of the factor of an operand: that of all scales that are not in its values."""
-    if cast.scale.block != "row":
+    if cast.scale.block != "row" and cast.scale.two_level != "row":
         return ()
     return (1, x.shape[1]) if dim in (0, -2) else (x.shape[0], 1)
 

@@ -16,7 +16,7 @@ from lightning_lowbit.formats import Format, table
 from lightning_lowbit.quant.blocks import ALL, from_blocks, scales_view, tile_of, to_blocks
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import has_factor, is_rounded
-from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key, stored_scales
+from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key
 from lightning_lowbit.quant.shard import Shard
 
 
@@ -24,6 +24,8 @@ def packing_obstacle(cast: Cast) -> str | None:
     """Why a cast has no packed form, in words; None where it has one."""
     if cast.scale.statistic == "minmax":
         return "its zero points are not packed"
+    if cast.scale.two_level == "row":
+        return "its scales of rows above those of blocks are not packed"
     if cast.scale.source == "delayed" and not cast.scale.per_block and cast.format.dtype is None:
         return f"{cast.element} has no code for NaN, which a delayed scale would not show"
     return None
@@ -52,12 +54,12 @@ def pack(
     ``amax`` and ``mean`` (of |x|) are those of the global matrix; None measures them. Returns uint8 ``[bytes]`` and the
     scale of the matrix, float32, 0-d.
     """
-    tile = tile_of(cast, dim, 2)
-    scaled, key = make_scales(x, cast, tile, amax, shard, mean), rounding_key(cast, key, x.device)
+    tile, key = tile_of(cast, dim, 2), rounding_key(cast, key, x.device)
+    scaled = make_scales(x, cast, tile, amax, shard, mean, key)
     offset = None if key is None or shard is None else shard.offset(x.shape, tile, x.device)
     elements = round_blocks(*scaled, key, offset, cast=cast, scaled=False, dtype=torch.float32)
     codes = _join(_encode(from_blocks(elements, x.shape, tile), cast.format).flatten(), cast.format)
-    scales = stored_scales(scaled.scales, cast)
+    scales = scaled.stored(cast)
     if cast.scale.block == "tensor":
         return codes, (scales * scaled.decode).reshape(())
     return torch.cat([codes, _encode(scales.flatten(), cast.scale.storage)]), scaled.decode

@@ -16,7 +16,7 @@ from lightning_lowbit.quant.blocks import (
     to_blocks,
 )
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key, stored_scales
+from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key
 from lightning_lowbit.quant.shard import amax_of
 
 
@@ -29,7 +29,8 @@ class Quantized:
         scales: block scales in torch's dtype where there is one (float8, float32), else uint8 codes. The blocked
             dimension (with tiles, the last two) is divided by the block and rounded up. All sizes are 1 with
             ``"tensor"``.
-        tensor_scale: float32, 0-d, multiplies every block scale; None with one level.
+        tensor_scale: float32, multiplies every block scale: 0-d, or of each row (the shape of ``scales``, with the size
+            1 along ``dim``); None with one level.
         cast: the cast.
         dim: the blocked dimension, counted from the end; unused for tiles.
         zero_points: uint8, the shape of ``scales``: the code of 0 with ``statistic="minmax"``, else None.
@@ -96,9 +97,10 @@ def quantize(
         raise ValueError(f"There is no dimension {dim} in a tensor of shape {tuple(x.shape)}.")
     dim = dim if dim < 0 else dim - x.dim()
     matrix, tile = as_matrix(x.float(), dim), tile_of(cast, dim, x.dim())
-    scaled, key = make_scales(matrix, cast, tile, amax), rounding_key(cast, key, x.device)
+    key = rounding_key(cast, key, x.device)
+    scaled = make_scales(matrix, cast, tile, amax, key=key)
     elements = round_blocks(*scaled, key, cast=cast, scaled=False, dtype=torch.float32)
-    stored = stored_scales(scaled.scales, cast)
+    stored = scaled.stored(cast)
     if cast.scale.block == "tensor":
         stored = torch.where(amax_of(matrix).isfinite(), stored, torch.nan)  # some formats of elements have no NaN
 
@@ -112,11 +114,16 @@ def quantize(
         codes = cast.format.encode(from_blocks(elements, matrix.shape, tile))
     else:
         codes = from_blocks(elements + zeros, matrix.shape, tile).nan_to_num(nan=0.0).to(torch.uint8)
-    storage, stored = cast.scale.storage, per_block(stored)
+    has_tensor_scale = bool(cast.scale.two_level) or cast.scale.prescale != 1
+    storage, stored, factor = cast.scale.storage, per_block(stored), scaled.factor(matrix.shape, tile)
     return Quantized(
         codes=from_matrix(codes, x.shape, dim),
         scales=stored.to(storage.dtype) if storage.dtype is not None else storage.encode(stored),
-        tensor_scale=scaled.decode if cast.scale.two_level or cast.scale.prescale != 1 else None,
+        tensor_scale=None
+        if not has_tensor_scale
+        else factor
+        if factor.dim() == 0
+        else from_matrix(factor, x.shape, dim),
         cast=cast,
         dim=dim,
         zero_points=None if zeros is None else per_block(zeros).nan_to_num(nan=0.0).to(torch.uint8),

@@ -49,8 +49,11 @@ def round_nearest(value: Tensor, format: Format) -> Tensor:
     """Nearest value of ``format``, ties to the even code: float32, the shape of ``value``. Finite values saturate and
     NaN stays. Infinities become ±max, because block scales carry overflow, not elements."""
     value = value.clamp(-format.max, format.max)
+    if format.dtype == torch.bfloat16:  # the compiler would drop a conversion and back, and the sums below overflow
+        bits = value.view(torch.int32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
     # The CPU's own conversion to FP8 is several times slower than the arithmetic below.
-    if format.dtype is not None and (value.device.type != "cpu" or format.encoding == "unsigned"):
+    if format.dtype not in (None, torch.float16) and (value.device.type != "cpu" or format.encoding == "unsigned"):
         return value.to(format.dtype).float()
     step = grid_step(value.abs(), format)
     if format.mantissa_bits == 0:

@@ -9,17 +9,24 @@ and is Transformer Engine's:
     value = code * (s * (1/S))                   with a prescale code * (s / p), with a zero point (code - z) * s
 
     ExMy    s = round(min(b * (S * fl(1 / element.max)), scale.max))
+    BF16    s = round(b / element.max * S); in FP16 at least 2^-14, its smallest normal number, unless b is 0
     4/6     s = round(min((b / 6) * S * m, scale.max)) with m = 1 or 6/4, the one with the smaller error in the block
     E8M0    s = 2^(k - floor(log2 element.max)) with b * S = 2^k * m, and one more where the rule rounds up
     fp32    s = 1/e, and elements are multiplied by e itself: element.max * 2^-margin / b, 1 / mean|x|, or
             (2^bits - 1) / (max - min) with z = round(-min * factor * e). The denominator is at least epsilon, and is
             then multiplied by factor
 
+With ``two_level="row"``, A and S are those of a row. With a correction (MS-EDEN, arXiv 2601.22813, section 4), elements
+are rounded with s, and decode with another scale, for which the errors of a group of blocks cancel on average:
+
+    S = top * element.max / (factor * A)              s is 1 where it would be 0
+    c = sum (s y)^2 / sum s y * s code, y = x * e     over the group; 1 where the denominator is 0
+    value = code * (s' * (1/S))                       s' = round(s * c), stochastically
+
 A block whose s underflows to 0 decodes to 0. Where A is 0 or not finite, S is 1; where b is 0, an fp32 e is 1. A block
 with a NaN or an infinity gets s = NaN and decodes to NaN: an overflow never becomes a finite number.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -27,27 +34,52 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_lowbit.compilation import compiled
-from lightning_lowbit.formats import Format
 from lightning_lowbit.quant.blocks import Tile, block_dims, element_index, elements_per_block, to_blocks
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.rounding import round_nearest, round_stochastic, round_up, uniform
+from lightning_lowbit.quant.rounding import mix_key, round_nearest, round_stochastic, uniform
+from lightning_lowbit.quant.scales import (
+    block_amax,
+    block_ends,
+    block_range,
+    block_scales,
+    block_sum,
+    corrected_scales,
+    encode_factor,
+    four_over_six_scales,
+    scales_of,
+    stored_scales,
+    tensor_encode_scale,
+    zero_points,
+)
 from lightning_lowbit.quant.shard import Shard, amax_of
 
-_FLOAT32_MAX, _FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
-_FLOAT32_LEAST = 2.0**-128 + 2.0**-149  # the smallest x for which 1/x is a finite float32
+_SALT = 0x5363616C  # separates the bits of scales from those of elements, which share the key
 
 
 class Scaled(NamedTuple):
     """A blocked matrix and its scales, float32, in the symbols above.
 
-    ``scales`` holds s (e for fp32 scales) and ``zeros`` z, or None, with the size 1 along the dimensions of a block.
-    ``decode`` is 1/S, or 1/p with a prescale, 0-d.
+    ``scales`` holds s (e for fp32 scales), ``zeros`` z and ``corrected`` s', or None, with the size 1 along the
+    dimensions of a block. ``decode`` is 1/S, or 1/p with a prescale: 0-d, or for S of rows like ``scales``.
     """
 
     blocks: Tensor
     scales: Tensor
     decode: Tensor
     zeros: Tensor | None = None
+    corrected: Tensor | None = None
+
+    def stored(self, cast: Cast) -> Tensor:
+        """The block scales that elements decode with."""
+        return stored_scales(self.scales, cast) if self.corrected is None else self.corrected
+
+    def factor(self, shape: torch.Size, tile: Tile) -> Tensor:
+        """1/S of a matrix of this shape: 0-d, or of its rows ``[rows, 1]``, or of its columns ``[1, columns]``."""
+        if self.decode.dim() == 0:
+            return self.decode
+        if tile[1] == 1:
+            return self.decode.reshape(1, shape[1])
+        return self.decode.reshape(shape[0], -1)[:, :1] if shape.numel() else self.decode.new_ones(shape[0], 1)
 
 
 def make_scales(
@@ -57,9 +89,11 @@ def make_scales(
     amax: Tensor | None = None,
     shard: Shard | None = None,
     mean: Tensor | None = None,
+    key: Tensor | None = None,
 ) -> Scaled:
     """Cuts a matrix ``[rows, columns]`` into blocks and makes their scales. ``amax`` and ``mean`` (of |x|), of the
-    global matrix, have one element; None measures what is needed.
+    global matrix, have one element; None measures what is needed. ``key`` is for scales that round stochastically,
+    which without it round to nearest.
 
     Raises:
         ValueError: a shard boundary splits a block, or ``amax`` is given for a cast that does not use it.
@@ -84,8 +118,14 @@ def make_scales(
     elif cast.scale.prescale != 1:  # applied after the scales are made, which would otherwise shrink, too
         decode = torch.reciprocal(encode * cast.scale.prescale)
 
-    blocks, zeros = to_blocks(x, tile), None
+    blocks, zeros, corrected = to_blocks(x, tile), None, None
     dims = block_dims(blocks, tile)
+    if cast.scale.two_level == "row":
+        encode = tensor_encode_scale(row_amax(x, blocks, tile, shard), cast)
+        decode = torch.reciprocal(encode)
+    draws = None
+    if key is not None and cast.scale.rounding == "stochastic":
+        draws = scale_draws(x, blocks, tile, key, shard if shard is None or not is_cut else shard._replace(start=0))
     if cast.scale.statistic == "minmax":
         low, high = block_ends(blocks, dims)
         low, span = block_range(reduce(low, ReduceOp.MIN), reduce(high, ReduceOp.MAX))
@@ -98,14 +138,36 @@ def make_scales(
         scales = scales_of((reduce(block_sum(blocks, dims), ReduceOp.SUM) / counts).float(), encode, cast)
     elif cast.scale.block == "tensor":
         assert amax is not None
-        scales = scales_of(amax.float().reshape(1, 1), encode, cast)
+        scales = scales_of(amax.float().reshape(1, 1), encode, cast, draws)
     elif is_cut:
-        scales = scales_of(reduce(block_amax(blocks, dims), ReduceOp.MAX), encode, cast)
+        scales = scales_of(reduce(block_amax(blocks, dims), ReduceOp.MAX), encode, cast, draws)
     elif cast.scale.four_over_six is not None:
         scales = four_over_six_scales(blocks, encode, cast, dims)
     else:
-        scales = block_scales(blocks, encode, cast=cast, dims=dims)
-    return Scaled(blocks, scales, decode, zeros)
+        scales = block_scales(blocks, encode, draws if cast.scale.correction is None else None, cast=cast, dims=dims)
+    if cast.scale.correction is not None:
+        if shard is not None and shard.dim == dims[0] - blocks.dim() + 2:
+            shard.check(x.shape, cast.scale.correction, "corrected groups of")
+        scales = torch.where(scales == 0, 1.0, scales)
+        corrected = corrected_scales(blocks, scales, decode, cast, len(x) if tile[1] > 1 else None, draws)
+    return Scaled(blocks, scales, decode, zeros, corrected)
+
+
+def row_amax(x: Tensor, blocks: Tensor, tile: Tile, shard: Shard | None) -> Tensor:
+    """The amax of the row (with blocks along columns, the column) of each block: float32, as scales of blocks."""
+    along = 1 if tile[1] > 1 else 0
+    amax = block_amax(x, (along,))
+    if shard is not None and shard.dim == along:
+        amax = shard.reduce(amax, ReduceOp.MAX)
+    if along == 0:
+        return amax.unsqueeze(0)
+    return amax.expand(len(x), len(blocks) // max(len(x), 1)).reshape(-1, 1)
+
+
+def scale_draws(x: Tensor, blocks: Tensor, tile: Tile, key: Tensor, shard: Shard | None) -> Tensor:
+    """Uniform numbers in (0, 1) for the scales of blocks, by the global index of the first element of each."""
+    offset = None if shard is None else shard.offset(x.shape, tile, x.device)
+    return uniform(element_index(blocks, offset, block_dims(blocks, tile)), mix_key(key ^ _SALT))
 
 
 def _unreduced(values: Tensor, op: ReduceOp.RedOpType) -> Tensor:
@@ -113,8 +175,8 @@ def _unreduced(values: Tensor, op: ReduceOp.RedOpType) -> Tensor:
 
 
 def rounding_key(cast: Cast, key: Tensor | int | None, device: torch.device) -> Tensor | None:
-    """The key of a cast's random bits as int64, 0-d; None for rounding to nearest; a ValueError if it is missing."""
-    if cast.rounding == "nearest":
+    """The key of a cast's random bits as int64, 0-d; None if it draws none; a ValueError if it is missing."""
+    if not cast.draws:
         return None
     if key is None:
         raise ValueError(
@@ -135,6 +197,7 @@ def round_blocks(
     scales: Tensor,
     decode: Tensor,
     zeros: Tensor | None = None,
+    corrected: Tensor | None = None,
     key: Tensor | None = None,
     offset: Tensor | None = None,
     *,
@@ -152,172 +215,10 @@ def round_blocks(
     values = values * encode_factor(scales, decode, cast)
     if zeros is not None:  # the levels of the block start at -z
         values = torch.minimum(torch.maximum(values, -zeros), cast.grid.max - zeros)
-    if key is None:
+    if key is None or cast.rounding == "nearest":
         elements = round_nearest(values, cast.grid)
     else:
         elements = round_stochastic(values, cast.grid, uniform(element_index(blocks, offset), key))
-    return (elements * stored_scales(scales, cast) if scaled else elements).to(dtype)
-
-
-# --- from statistics to scales ----------------------------------------------------------------------------------------
-
-
-def tensor_encode_scale(amax: Tensor, cast: Cast) -> Tensor:
-    """S above, with two levels: 0-d float32, from the amax of the tensor (0-d float32)."""
-    scale = _divide(cast.scale.largest * cast.format.max, amax).clamp(_FLOAT32_TINY, _FLOAT32_MAX)
-    return torch.where(torch.isfinite(amax) & (amax > 0), scale, 1.0)
-
-
-def _divide(number: float, tensor: Tensor) -> Tensor:
-    # tensor / tensor: torch computes number / tensor as number * (1 / tensor), which is off by one ulp in places
-    return torch.div(torch.full_like(tensor, number), tensor)
-
-
-def _divide_by(tensor: Tensor, number: float) -> Tensor:
-    return torch.div(tensor, torch.full_like(tensor, number))
-
-
-@compiled
-def block_scales(blocks: Tensor, encode_scale: Tensor, *, cast: Cast, dims: tuple[int, ...]) -> Tensor:
-    """s (for fp32 scales e) of a blocked view: float32, with the size 1 along ``dims``, those of a block."""
-    return scales_of(block_amax(blocks, dims), encode_scale, cast)
-
-
-def block_amax(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """max|x| over some dimensions, which keep the size 1: float32, 0 without elements."""
-    # The maximum is taken in the input's dtype, exactly, before the few maxima are widened.
-    if blocks.numel() == 0:  # which amax refuses
-        return blocks.new_zeros([1 if i in dims else n for i, n in enumerate(blocks.shape)], dtype=torch.float32)
-    return blocks.abs().amax(dims, keepdim=True).float()
-
-
-def block_sum(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Sums of magnitudes over some dimensions, which keep the size 1."""
-    # float64, so that the order of summation (on a GPU, over ranks) does not decide the last bit of a mean.
-    wide = torch.float32 if blocks.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-    return blocks.abs().sum(dims, keepdim=True, dtype=wide)
-
-
-def block_ends(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum over some dimensions, which keep the size 1: float32, 0 without elements."""
-    if blocks.numel() == 0:
-        zero = block_amax(blocks, dims)
-        return zero, zero
-    return blocks.amin(dims, keepdim=True).float(), blocks.amax(dims, keepdim=True).float()
-
-
-def block_range(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """The minima of :func:`block_ends`, and the spans (NaN where not finite) up to the maxima, with 0 in the range.
-    Ends are clamped to half of float32's range, so that the span is finite; elements beyond saturate."""
-    finite = low.isfinite() & high.isfinite()
-    low, high = low.clamp(-_FLOAT32_MAX / 2, 0), high.clamp(0, _FLOAT32_MAX / 2)
-    return low, torch.where(finite, high - low, torch.nan)
-
-
-def zero_points(low: Tensor, scales: Tensor, cast: Cast) -> Tensor:
-    """z from the minima of blocks and e: whole numbers in float32, from 0 to 2^bits - 1."""
-    return round_nearest(-low * cast.scale.factor * scales, cast.grid)
-
-
-def scales_of(amax: Tensor, encode_scale: Tensor, cast: Cast) -> Tensor:
-    """s (for fp32 scales e) from the statistics of blocks, such as amaxes: float32, any shape."""
-    if cast.scale.format == "fp32":
-        amount = amax.clamp(min=cast.scale.epsilon) * cast.scale.factor
-        scales = _divide(fp32_numerator(cast), amount).clamp(_FLOAT32_LEAST, _FLOAT32_MAX)
-        if cast.scale.rounding == "power_of_two":
-            exponent = binary_exponent(scales)[0]  # rounds e down, so that nothing saturates
-            scales = power_of_two(exponent.clamp(min=-127))  # so that the reciprocal is a finite float32
-        scales = torch.where(amount > 0, scales, 1.0)
-    elif cast.scale.format == "e8m0":
-        wanted = (amax * encode_scale).clamp(max=_FLOAT32_MAX)  # overflows if a given amax is far too small
-        scales = _round_e8m0(wanted, cast.format, cast.scale.rounding)
-    else:
-        scales = _round_exmy(amax * (encode_scale * (torch.ones_like(encode_scale) / cast.format.max)), cast)
-    return torch.where(torch.isfinite(amax), scales, torch.nan)
-
-
-def fp32_numerator(cast: Cast) -> float:
-    """What an fp32 scale divides by the statistic of a block."""
-    if cast.scale.statistic == "absmean":
-        return 1.0
-    return cast.grid.max if cast.scale.statistic == "minmax" else cast.format.max * 2.0**-cast.scale.margin
-
-
-def _round_exmy(wanted: Tensor, cast: Cast) -> Tensor:
-    return (round_up if cast.scale.rounding == "up" else round_nearest)(wanted, cast.scale.storage)
-
-
-def _round_e8m0(amax: Tensor, element: Format, rounding: str | None) -> Tensor:
-    exponent, threshold = e8m0_rule(element, rounding)
-    k, m = binary_exponent(amax)
-    scale = k - exponent + (m >= threshold).to(torch.int32)
-    return power_of_two(torch.where(amax > 0, scale, -127).clamp(-127, 127))
-
-
-def e8m0_rule(element: Format, rounding: str | None) -> tuple[int, float]:
-    """The exponent of ``element.max``, and the m from which the scale of an amax 2^k * m is one power of two larger."""
-    fraction, exponent = math.frexp(element.max)
-    top, exponent = 2 * fraction, exponent - 1  # element.max = top * 2^exponent
-    digits = element.mantissa_bits - max(element.min_exponent - exponent, 0)  # of element.max, after the leading one
-    threshold = {
-        "floor": 2.0,  # never
-        "even": 2 - 2.0 ** (-digits - 1),  # where m, rounded to that many digits, becomes 2
-        "rceil": top + 2.0**-23,  # the first float32 above: where element.max would be exceeded
-        "ceil": 1 + 2.0**-23,
-    }
-    return exponent, threshold[str(rounding)]
-
-
-def binary_exponent(values: Tensor) -> tuple[Tensor, Tensor]:
-    """k (int32) and m (float32, in [1, 2)) of positive float32 values 2^k * m."""
-    mantissa, exponent = torch.frexp(values)
-    return exponent - 1, mantissa * 2
-
-
-def power_of_two(exponent: Tensor) -> Tensor:
-    """Exact 2^exponent for int32 exponents from -149 to 127, made from its bits; below -126 it is subnormal."""
-    normal, subnormal = (exponent + 127) << 23, 1 << (exponent + 149).clamp(0, 22)
-    return torch.where(exponent >= -126, normal, subnormal).to(torch.int32).view(torch.float32)
-
-
-def four_over_six_scales(blocks: Tensor, encode_scale: Tensor, cast: Cast, dims: tuple[int, ...]) -> Tensor:
-    """:func:`block_scales` with 4/6, which chooses 6 where both errors are equal."""
-    amax = block_amax(blocks, dims)
-    wanted = _divide_by(amax, cast.format.max) * encode_scale
-    six, four = _round_exmy(wanted, cast), _round_exmy(wanted * 1.5, cast)
-    gain = _excess_error(blocks, four, six, torch.reciprocal(encode_scale), cast=cast)
-    scales = torch.where(_sum_in_halves(gain, dims) < 0, four, six)
-    return torch.where(torch.isfinite(amax), scales, torch.nan)
-
-
-def _sum_in_halves(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Sums over some dimensions, which keep the size 1, in one order everywhere: halves are added to each other."""
-    for dim in dims:
-        while (size := values.shape[dim]) > 1:
-            half = 1 << (size - 1).bit_length() - 1  # the largest power of two below the size
-            first, second = values.narrow(dim, 0, half), values.narrow(dim, half, size - half)
-            added = first.narrow(dim, 0, size - half) + second
-            values = torch.cat([added, first.narrow(dim, size - half, 2 * half - size)], dim)
-    return values
-
-
-@compiled
-def _excess_error(blocks: Tensor, scales: Tensor, others: Tensor, decode_scale: Tensor, *, cast: Cast) -> Tensor:
-    def error(scales: Tensor) -> Tensor:
-        codes = round_nearest(blocks.float() * encode_factor(scales, decode_scale, cast), cast.format)
-        difference = codes * (scales * decode_scale) - blocks.float()
-        return difference.square() if cast.scale.four_over_six == "mse" else difference.abs()
-
-    return error(scales) - error(others)
-
-
-def encode_factor(scales: Tensor, decode_scale: Tensor, cast: Cast) -> Tensor:
-    """e from the result of :func:`block_scales` (float32, any shape) and 1/S (0-d float32)."""
-    if cast.scale.format == "fp32":
-        return scales
-    return torch.reciprocal(scales * decode_scale).clamp(max=_FLOAT32_MAX)
-
-
-def stored_scales(scales: Tensor, cast: Cast) -> Tensor:
-    """s from the result of :func:`block_scales`."""
-    return torch.reciprocal(scales) if cast.scale.format == "fp32" else scales
+    if not scaled:
+        return elements.to(dtype)
+    return (elements * (stored_scales(scales, cast) if corrected is None else corrected)).to(dtype)

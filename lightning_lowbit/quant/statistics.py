@@ -4,6 +4,8 @@ With x the matrix, q its quantized values and s the scales of its blocks, tensor
 
     sums      elements, signal Σ x², noise Σ (x - q)², nonzero (x ≠ 0), underflowed (x ≠ 0, q = 0), saturated
     maxima    1/s and s over blocks that are not all zero; 0 if there are none
+    of blocks their number (not all zero), Σ s, Σ s², and two histograms: of the powers of two by which s is below the
+              largest, and of Σ x² / Σ (x - q)² of each block, in steps of 3 dB from 0; optional
 """
 
 import math
@@ -13,15 +15,19 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.compilation import opaque
-from lightning_lowbit.quant.blocks import block_dims, tile_of
+from lightning_lowbit.quant.blocks import block_dims, tile_of, to_blocks
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import Operand
-from lightning_lowbit.quant.scaling import block_amax, make_scales, stored_scales
+from lightning_lowbit.quant.scales import block_amax, stored_scales
+from lightning_lowbit.quant.scaling import make_scales
 from lightning_lowbit.quant.shard import Shard, amax_of
 
 SUMS = ("elements", "signal", "noise", "nonzero", "underflowed", "saturated")
 MAXIMA = ("inverse_scale", "scale")
-_ADDED, _MAXIMA = slice(len(SUMS)), slice(len(SUMS), None)
+BINS = 16  # of each histogram; the last one holds all beyond
+OF_BLOCKS = 3 + 2 * BINS
+_SIZE = len(SUMS) + len(MAXIMA)
+_ADDED, _MAXIMA, _BLOCKS = slice(len(SUMS)), slice(len(SUMS), _SIZE), slice(_SIZE, None)
 
 # Elements to measure, about: enough for an SQNR to some tenths of a decibel, even if rows differ.
 SAMPLE = 2**15
@@ -59,25 +65,28 @@ def operand_statistics(
     amax: Tensor | None = None,
     most: int = SAMPLE,
     shard: Shard | None = None,
+    of_blocks: bool = False,
 ) -> Tensor:
     """Statistics of a matrix that :func:`lightning_lowbit.quant.quantize_operand` quantized, for a shard of it alone.
 
     ``most`` is how many elements to measure, about. Returns ``[8]`` in :func:`wide_dtype`, in the order of ``SUMS`` and
-    ``MAXIMA``. A block with a NaN or an infinity makes the noise NaN and the counts meaningless.
+    ``MAXIMA``; with ``of_blocks`` ``OF_BLOCKS`` numbers of the blocks follow. A block with a NaN or an infinity makes
+    the noise NaN and the counts meaningless. Scales that round stochastically are measured as if to nearest.
     """
     spec = None if shard is None else shard.spec
-    return _operand_statistics(x, quantized.values, quantized.factor, cast.spec, dim, amax, most, spec)
+    return _operand_statistics(x, quantized.values, quantized.factor, cast.spec, dim, amax, most, spec, of_blocks)
 
 
 def merge_statistics_(into: Tensor, more: Tensor) -> None:
-    """Adds the sums and takes the larger maxima, in place: ``[..., 8]``."""
+    """Adds the sums and takes the larger maxima, in place: ``[..., 8]``, or more with those of blocks."""
     into[..., _ADDED].add_(more[..., _ADDED])
+    into[..., _BLOCKS].add_(more[..., _BLOCKS])
     into[..., _MAXIMA].copy_(torch.maximum(into[..., _MAXIMA], more[..., _MAXIMA]))
 
 
 @opaque(
-    lambda x, values, factor, spec, dim, amax, most, shard: x.new_empty(
-        len(SUMS) + len(MAXIMA), dtype=wide_dtype(x.device)
+    lambda x, values, factor, spec, dim, amax, most, shard, of_blocks: x.new_empty(
+        _SIZE + of_blocks * OF_BLOCKS, dtype=wide_dtype(x.device)
     )
 )
 def _operand_statistics(
@@ -89,6 +98,7 @@ def _operand_statistics(
     amax: Tensor | None,
     most: int,
     shard: str | None,
+    of_blocks: bool,
 ) -> Tensor:
     cast, wide = Cast.from_spec(spec), wide_dtype(x.device)
     of_global = None if shard is None else Shard.from_spec(shard)
@@ -98,10 +108,11 @@ def _operand_statistics(
     x, values = (sample(matrix, shape, cast, dim, most) for matrix in (x, values))
     factor = None if factor is None else sample(factor, shape, cast, dim, most)
     tile = tile_of(cast, dim, x.dim())
-    blocks, scales, decode, zeros = make_scales(x, cast, tile, amax, of_global)
+    scaled = make_scales(x, cast, tile, amax, of_global)  # without a key, as if scales rounded to nearest
+    blocks, decode, zeros = scaled.blocks, scaled.decode, scaled.zeros
     if x.numel() == 0:  # an expert without tokens, or a process without a shard, which took part in the collectives
-        return torch.zeros(len(SUMS) + len(MAXIMA), dtype=wide, device=x.device)
-    step = stored_scales(scales, cast).float() * decode
+        return torch.zeros(_SIZE + of_blocks * OF_BLOCKS, dtype=wide, device=x.device)
+    step = stored_scales(scaled.scales, cast) * decode
     # The scale of a block of zeros is arbitrary: 1, or the smallest scale.
     used = (step > 0) & (block_amax(blocks, block_dims(blocks, tile)) > 0)
     inverse_and_scale = torch.where(used, step.reciprocal(), 0).amax(), torch.where(used, step, 0).amax()
@@ -115,7 +126,23 @@ def _operand_statistics(
         torch.count_nonzero(_excess(blocks.float(), torch.where(step > 0, step, torch.inf), zeros, cast)).to(wide),
     )
     elements = torch.full((), x.numel(), dtype=wide, device=x.device)
-    return torch.stack([elements, *sums, *(value.to(wide) for value in inverse_and_scale)])
+    found = torch.stack([elements, *sums, *(value.to(wide) for value in inverse_and_scale)])
+    if not of_blocks:
+        return found
+    dims = block_dims(blocks, tile)
+    signal = blocks.float().square().sum(dims, keepdim=True)
+    noise = (blocks.float() - to_blocks(q, tile)).square().sum(dims, keepdim=True)
+    return torch.cat([found, _of_blocks(step.to(wide), used, inverse_and_scale[1], sqnr_db(signal, noise))])
+
+
+def _of_blocks(step: Tensor, used: Tensor, largest: Tensor, sqnr: Tensor) -> Tensor:
+    """``[OF_BLOCKS]``: number of the blocks in use, sum and sum of squares of their scales, and the histograms."""
+    step, counted = torch.where(used, step, 0), used.to(step.dtype)
+    below = torch.where(used, torch.log2(largest / torch.where(used, step, 1)), 0)
+    places = [value.floor().nan_to_num(nan=0.0).clamp(0, BINS - 1).long() for value in (below, sqnr / 3)]
+    empty = torch.zeros(BINS, dtype=step.dtype, device=step.device)
+    bins = [empty.scatter_add(0, place.flatten(), counted.flatten()) for place in places]
+    return torch.cat([torch.stack([counted.sum(), step.sum(), step.square().sum()]), *bins])
 
 
 def sample(tensor: Tensor, shape: torch.Size, cast: Cast, dim: int, most: int = SAMPLE) -> Tensor:

@@ -31,9 +31,11 @@ def _of_scale(scale: Scale) -> list[str]:
     times = "" if scale.factor == 1 else f" times {scale.factor:g}"
     said = {
         f"one scale in {scale.format} for {of}": True,
-        "another scale in fp32 for the tensor": scale.two_level,
+        f"another scale in fp32 for {'each row' if scale.two_level == 'row' else 'the tensor'}": bool(scale.two_level),
         "scales are rounded up, so that nothing saturates": scale.rounding == "up",
-        f"scales are rounded by {scale.rounding!r}": scale.rounding not in ("nearest", "up", "rceil"),
+        "scales are rounded stochastically": scale.rounding == "stochastic",
+        f"scales are rounded by {scale.rounding!r}": scale.rounding not in ("nearest", "up", "rceil", "stochastic"),
+        f"and corrected in groups of {scale.correction}, so that rounding is unbiased": scale.correction is not None,
         "the largest element of a block becomes 6 or 4, whichever has the smaller error "
         f"({scale.four_over_six})": scale.four_over_six is not None,
         f"elements are multiplied by {scale.prescale:g} before": scale.prescale != 1,

@@ -95,12 +95,12 @@ def launch_of(cast: Cast, dim: int, dtype: torch.dtype = torch.bfloat16) -> Laun
 
 
 def casts_of(presets: list[str]) -> list[tuple[Cast, int]]:
-    """The casts of the operands of presets, each once, with the dimensions that differ."""
+    """The casts of the operands of presets that have kernels, each once, with the dimensions that differ."""
     found: dict[tuple[Cast, int], None] = {}
     for name in presets:
         casts = LinearCasts.preset(name)
         for operand in OPERANDS:
-            if isinstance(cast := getattr(casts, operand), Cast):
+            if isinstance(cast := getattr(casts, operand), Cast) and gpu.lacks(cast) is None:
                 both = cast.scale.block == "row" or isinstance(cast.scale.block, int)
                 found |= dict.fromkeys((cast, dim) for dim in ((1, 0) if both else (1,)))
     return list(found)

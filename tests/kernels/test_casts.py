@@ -27,8 +27,13 @@ RARE = [
     Cast("int8", Scale("fp32", "row", factor=0.9, epsilon=1e-5)),
     Cast("e2m1", Scale("e3m4", 16, two_level=True, top=4.0)),
 ]
-COVERED = {cast for name in PRESETS for cast in map(LinearCasts.preset(name).cast_of, OPERANDS) if cast} | {*RARE}
+ROWS, EDEN = LinearCasts.preset("nvfp4-row"), LinearCasts.preset("quartet2").wgrad_g
+OF_PRESETS = {cast for name in PRESETS for cast in map(LinearCasts.preset(name).cast_of, OPERANDS) if cast}
+COVERED = OF_PRESETS - {EDEN, *map(ROWS.cast_of, OPERANDS)} | {*RARE}
 PLAIN = {
+    "scales that round stochastically": EDEN,
+    "a second level per row": ROWS.fprop_x,
+    "scales in bfloat16 or float16": Cast("int4", Scale("bf16", 128)),
     "elements without a mantissa": Cast("e3m0", Scale("e8m0", 32)),
     "scales with a zero point": Cast("int4", Scale("fp32", 32, statistic="minmax")),
     "means of blocks": Cast("ternary", Scale("fp32", 32, statistic="absmean")),
@@ -175,7 +180,8 @@ def test_coverage_lists_what_runs_plain_code():
     for why, cast in PLAIN.items():
         assert coverage([cast]) == {cast: f"plain code: {why}"}
         x = torch.randn(8, 64)
-        assert same_bits(quantize_operand(x, cast, 1).values, plain(x, cast, 1).values)
+        key = torch.tensor(7) if cast.draws else None
+        assert same_bits(quantize_operand(x, cast, 1, key).values, plain(x, cast, 1, key).values)
 
 
 def test_backend_eager_calls_no_kernel(monkeypatch):
@@ -205,7 +211,8 @@ def test_a_triton_kernel_that_differs_from_plain_code_is_not_used(monkeypatch):
     monkeypatch.setattr(operands.gpu, "quantize_operand", lambda x, *_: (x.clone(), x.new_ones(())))
     operands._agrees.cache_clear()
     with backend("triton"), pytest.warns(UserWarning, match="differs from the plain code on cpu"):
-        assert same_bits(quantize_operand(x, cast, 1).values, plain(x, cast, 1).values)
+        key = torch.tensor(7) if cast.draws else None
+        assert same_bits(quantize_operand(x, cast, 1, key).values, plain(x, cast, 1, key).values)
     operands._agrees.cache_clear()
 
 

@@ -50,7 +50,8 @@ def sample(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: in
 
 def casts_of(preset: str) -> list[Cast]:
     casts = LinearCasts.preset(preset)
-    return list(dict.fromkeys(cast for name in OPERANDS if isinstance(cast := getattr(casts, name), Cast)))
+    found = dict.fromkeys(cast for name in OPERANDS if isinstance(cast := getattr(casts, name), Cast))
+    return [cast for cast in found if gpu.lacks(cast) is None]
 
 
 @pytest.mark.fast("nvfp4-nvidia", "mxfp4-rht", "fp8-row", "int4")
@@ -241,6 +242,9 @@ def test_what_is_not_covered_is_said_in_words(monkeypatch):
         (Cast("int8", Scale("fp32", "tensor", statistic="minmax")), x, torch.float32, "the range of a whole tensor"),
         (Cast("int8", Scale("fp32", 1025)), x, torch.float32, "blocks of more than 1024 elements"),
         (Cast("int8", Scale("fp32", (64, 32))), x, torch.float32, "blocks of more than 1024 elements"),
+        (Cast("e2m1", Scale("e4m3", 16, "stochastic")), x, torch.bfloat16, "scales that round stochastically"),
+        (Cast("e2m1", Scale("e4m3", 16, two_level="row")), x, torch.bfloat16, "a second level per row"),
+        (Cast("int4", Scale("fp16", 32)), x, torch.float32, "scales in bfloat16 or float16"),
         (NVFP4, torch.empty(1, 1).expand(2**16, 2**15), torch.float32, "matrices of 2^31 elements or more"),
     ):
         assert gpu.covers(cast, matrix, dtype) == reason

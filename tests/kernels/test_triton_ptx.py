@@ -79,6 +79,8 @@ def sample(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tens
 def test_all_casts_of_presets(preset):
     casts = LinearCasts.preset(preset)
     for cast in dict.fromkeys(cast for name in OPERANDS if isinstance(cast := getattr(casts, name), Cast)):
+        if gpu.lacks(cast) is not None:
+            continue
         amax = 3.0 if cast.scale.needs_amax else None
         for dim in (0, 1):
             assert interpreted.differences([Case(cast, dim, sample(48, 272), amax)]) == []

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -215,6 +215,7 @@ def by_definition(layer: Any, x: Tensor, g: Tensor, remembered: Sequence[float] 
     tensors = smoothed(casts, {"x": x, "w": layer.weight_matrix().detach(), "g": g})
     bias = torch.zeros(()) if layer.bias is None else layer.bias.detach()
     operands: dict[str, Tensor] = {}
+    again: dict[str, Tensor] = {}  # quantized, float32
     results, sizes, offsets = {"bias": g.double().sum(0)}, {}, {}
     transforms = {gemm: rotation(t, keys[GEMMS[gemm][1]]) for gemm, t in casts.hadamard.items()}
 
@@ -226,6 +227,8 @@ def by_definition(layer: Any, x: Tensor, g: Tensor, remembered: Sequence[float] 
                 cast = getattr(casts, forward)
                 if isinstance(cast, Cast) and cast.scale.block == "row" and not layer.exact:
                     sides[name] = sides[name].to(x.dtype)  # the other way round its scales are part of the elements
+            if name in casts.requantize:
+                sides[name] = again[f"fprop_{name[-1]}"].to(x.dtype)
         # Undoing the smoothing must leave the bias as it is.
         offset = bias.double() / factors["g"] if gemm == "fprop" else torch.zeros((), dtype=torch.float64)
         offset_size = offset.abs()
@@ -250,6 +253,8 @@ def by_definition(layer: Any, x: Tensor, g: Tensor, remembered: Sequence[float] 
                 quantized = quantize(tensor, cast, CONTRACTION[name], keys[name], in_force(cast, remembered))
                 rounded = cast.rounded and cast.scale.per_block  # elements times block scales, of one level here
                 tensor = quantized.dequantize(x.dtype if rounded else torch.float32)
+                block_scaled = replace(quantized, tensor_scale=None).dequantize()  # associates as operands do
+                again[name] = block_scaled * (1.0 if quantized.tensor_scale is None else quantized.tensor_scale)
             operands[name] = tensor.double()
         left, right = (operands[name] for name in names)
         left, right = (left, right.t()) if gemm == "fprop" else (left, right) if gemm == "dgrad" else (left.t(), right)

@@ -44,6 +44,13 @@ CASTS = {
     "surrogates, two levels": NVFP4.replace(surrogate={"fprop_x": "dge", "fprop_w": "dge"}),
     "surrogates, rotated": every(SATURATING, surrogate={"fprop_x": "trust", "fprop_w": "dge"}, hadamard=ALL_ROTATED),
     # scales that factor out
+    "requantized": NVFP4.replace(requantize=["dgrad_w", "wgrad_x"]),
+    "requantized rows": INT8_ROWS.replace(requantize=["dgrad_w", "wgrad_x"], subtract_mean=["dgrad", "wgrad"]),
+    "requantized tensors": FP8_TENSORS.replace(requantize=["dgrad_w", "wgrad_x"]),
+    "requantized, delayed": DELAYED.replace(requantize=["dgrad_w"], wgrad_x=TWO_LEVEL),
+    "requantized, surrogates": NVFP4.replace(requantize=["dgrad_w", "wgrad_x"], surrogate={"fprop_w": "dge"}),
+    "16-bit scales": every(Cast("int4", Scale("bf16", 32)), wgrad_x=Cast("int4", Scale("fp16", 32), rounded=True)),
+    "random scales": every(Cast("e2m1", Scale("e4m3", 16, "stochastic", two_level="row"), "stochastic")),
     "rows": INT8_ROWS,
     "rows, powers of two": every(Cast("int8", Scale("fp32", "row", "power_of_two"), "stochastic")),
     "rows, e8m0": every(Cast("int8", Scale("e8m0", "row"))),

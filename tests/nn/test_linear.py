@@ -276,6 +276,8 @@ def test_phases_quantize_what_they_say(monkeypatch: pytest.MonkeyPatch, name: st
         with spied(monkeypatch) as seen:
             run(layer, x, g)
         for operand in OPERANDS:
+            if operand in CASTS[name].requantize and operand not in casts.requantize:
+                continue  # then made from the tensor, which the forward pass no longer quantizes
             if casts.cast_of(operand) is not None:
                 same = torch.equal(value(seen[operand]), value(full[casts.smooth][operand]))
                 assert same, f"{operand} changes in {phase}"

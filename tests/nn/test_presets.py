@@ -21,6 +21,9 @@ from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
 NVFP4, TILES = "e2m1/e4m3:1x16+fp32", "e2m1/e4m3:16x16+fp32"
 ADAPTIVE = f"{NVFP4}(4/6 mse)"
 MXFP4, TSENG = "e2m1/e8m0:1x32", "e2m1/e8m0:1x32(floor)(x0.75)~"
+ROWS = "e2m1/e4m3:1x16+fp32:row"
+EDEN = "e2m1/e4m3:1x16+fp32<255.99(stochastic)(corrected 128)(absmax x0.988125)"
+MXFP8 = "e4m3/e8m0:1x32"
 UFP4 = "e1m2/e4m3:1x16+fp32"
 E4M3, E5M2 = "e4m3/fp32:", "e5m2/fp32:"
 TOKENS, TERNARY = "int8/fp32:row(epsilon 1e-05)", "ternary/fp32:tensor(absmean)(epsilon 1e-05)"
@@ -29,10 +32,14 @@ EXPECTED: dict[str, tuple[list[str], dict[str, str]]] = {
     "nvfp4": ([NVFP4, NVFP4, f"{NVFP4}~", NVFP4, f"{NVFP4}~", f"{NVFP4}~"], {}),
     "nvfp4-nvidia": ([NVFP4, TILES, f"{NVFP4}~", "fprop", f"{NVFP4}~", NVFP4], {"wgrad": "16"}),
     "nvfp4-4over6": ([ADAPTIVE, ADAPTIVE, f"{NVFP4}~", NVFP4, f"{NVFP4}~", f"{NVFP4}~"], {}),
+    "nvfp4-row": ([ROWS, ROWS, f"{ROWS}~", ROWS, f"{ROWS}~", f"{ROWS}~"], {}),
+    "quartet2": ([ADAPTIVE, ADAPTIVE, EDEN, EDEN, EDEN, EDEN], {"dgrad": "128~", "wgrad": "128~"}),
     "mxfp4": ([MXFP4, MXFP4, f"{MXFP4}~", MXFP4, f"{MXFP4}~", f"{MXFP4}~"], {}),
     "mxfp4-rht": ([MXFP4, MXFP4, TSENG, TSENG, TSENG, TSENG], {"dgrad": "64~", "wgrad": "64~"}),
     "mxfp6": (["e3m2/e8m0:1x32"] * 6, {}),
-    "mxfp8": (["e4m3/e8m0:1x32"] * 6, {}),
+    "mxfp8": ([MXFP8] * 6, {}),
+    "mxfp8-nvfp4": ([MXFP8, MXFP8, f"{NVFP4}~", NVFP4, f"{NVFP4}~", f"{NVFP4}~"], {}),
+    "nvfp4-mxfp8": ([NVFP4, NVFP4, MXFP8, MXFP8, MXFP8, MXFP8], {}),
     "ufp4": ([UFP4, UFP4, f"{UFP4}~", UFP4, f"{UFP4}~", UFP4], dict.fromkeys(("fprop", "dgrad", "wgrad"), "16")),
     # E5M2 for gradients, E4M3 for the rest
     **{
@@ -58,6 +65,7 @@ def test_a_preset_is_what_its_source_says(name: str) -> None:
     assert casts.subtract_mean == ()
     assert casts.surrogate == {}
     assert casts.smooth is None
+    assert casts.requantize == (("dgrad_w", "wgrad_x") if name == "quartet2" else ())
 
 
 def test_no_preset_is_missing() -> None:
@@ -90,9 +98,10 @@ def test_a_preset_from_yaml(name: str) -> None:
     assert read(name) == casts
     assert read(f"preset: {name}") == casts
     assert read(yaml.safe_dump(written_out(casts))) == casts, "not the same from all its fields"
-    changed = read(f"{{preset: {name}, fprop_x: null, dgrad_w: {{element: int4}}, hadamard: null}}")
+    hadamard, given = ({}, "null") if name != "quartet2" else (casts.hadamard, "{}")  # which corrections need
+    changed = read(f"{{preset: {name}, wgrad_g: null, dgrad_w: {{element: int4}}, hadamard: {given}}}")
     dgrad_w = casts.dgrad_w.replace(element="int4") if isinstance(casts.dgrad_w, Cast) else Cast("int4")
-    assert changed == casts.replace(fprop_x=None, dgrad_w=dgrad_w, hadamard={})
+    assert changed == casts.replace(wgrad_g=None, dgrad_w=dgrad_w, hadamard=hadamard)
     if name != "bf16":
         nearest = read(f"{{preset: {name}, every: {{rounding: nearest}}}}")
         assert not any("~" in str(getattr(nearest, operand)) for operand in OPERANDS)
@@ -147,7 +156,7 @@ def test_a_preset_trains_in_every_phase(name: str, phase: str) -> None:
 @pytest.mark.parametrize("format", [name for name in SCALE_FORMATS if name != "fp32"])
 def test_fp4_with_every_scale(format: str) -> None:
     """The grid of FP4 All the Way, figure 1, and more: scale formats by block sizes, roundings and levels."""
-    assert len(SCALE_FORMATS) == 8, "a scale format was added"
+    assert len(SCALE_FORMATS) == 10, "a scale format was added"
     grid = itertools.product((8, 16, 32, 64, 128), SCALE_ROUNDINGS[format], (False, True), ("nearest", "stochastic"))
     for block, scale_rounding, two_level, rounding in grid:
         cast = Cast("e2m1", Scale(format, block, scale_rounding, two_level), rounding)

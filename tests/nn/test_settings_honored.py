@@ -77,7 +77,12 @@ SCALES: dict[str, list[tuple[Scale, Scale]]] = {
         for name, (_, *others) in SCALE_ROUNDINGS.items()
         for rounding in others
     ],
-    "two_level": [(Scale(name, 16), Scale(name, 16, two_level=True)) for name in SCALE_FORMATS if name != "fp32"],
+    "two_level": [
+        (Scale(name, 16), Scale(name, 16, two_level=level))  # type: ignore[arg-type]
+        for name in SCALE_FORMATS
+        for level in (True, "row")
+        if name != "fp32"
+    ],
     "top": [(Scale("e4m3", 16, two_level=True), Scale("e4m3", 16, two_level=True, top=top)) for top in (256, 0.1)],
     "four_over_six": [
         (Scale("e4m3", 16), Scale("e4m3", 16, four_over_six=measure))  # type: ignore[arg-type]
@@ -112,6 +117,10 @@ SCALES: dict[str, list[tuple[Scale, Scale]]] = {
         (replace(scale, source="delayed"), replace(scale, source="delayed", history=steps))
         for scale in WHOLE
         for steps in (1, 2)
+    ],
+    "correction": [
+        (Scale("e4m3", 16, "stochastic", True), Scale("e4m3", 16, "stochastic", True, correction=group))
+        for group in (64, 128)
     ],
     "algorithm": [
         (replace(scale, source="delayed"), replace(scale, source="delayed", algorithm="most_recent")) for scale in WHOLE
@@ -155,7 +164,8 @@ def test_a_cast_changes_its_own_operand(monkeypatch: pytest.MonkeyPatch, field: 
     # What is rounded to the dtype of the computation is in float32 already.
     dtype = torch.bfloat16 if field == "rounded" else torch.float32
     for before, after in CASTS[field]:
-        base = every(before)
+        group = after.scale.correction  # of a random rotation
+        base = every(before, hadamard={gemm: Hadamard(group, "keyed") for gemm in GEMMS} if group else {})
         expected, _ = traced(monkeypatch, base, dtype)
         for operand in OPERANDS:
             found, _ = traced(monkeypatch, base.replace(**{operand: after}), dtype)
@@ -197,6 +207,7 @@ LINEAR: dict[str, list[tuple[Any, set[str]]]] = {
         for signs in ("fixed", "keyed")
     ],
     "subtract_mean": [([gemm], {name for name in pair if not name.endswith("_w")}) for gemm, pair in GEMMS.items()],
+    "requantize": [([operand], {operand}) for operand in ("dgrad_w", "wgrad_x")],
     "surrogate": [({operand: kind}, set()) for operand in ("fprop_x", "fprop_w") for kind in SURROGATES],
     # s goes to x, and 1/s to w, or to the output, whose gradient takes it on.
     "smooth": [

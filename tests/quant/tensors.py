@@ -16,17 +16,21 @@ from tests.references import quantize as reference
 
 NVFP4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
 NVFP4_TILES = Cast("e2m1", Scale("e4m3", (16, 16), two_level=True))
-EXMY = [name for name in SCALE_FORMATS if name not in ("e8m0", "fp32")]
+EXMY = [name for name in SCALE_FORMATS if name not in ("e8m0", "bf16", "fp16", "fp32")]
 
 
 def scales(block: Any = 16, element: str = "e2m1") -> Iterator[Scale]:
-    """Every setting of a Scale that this block and this element allow; of the numbers, one each."""
-    levels = ({},) if block == "tensor" else ({}, {"two_level": True}, {"two_level": True, "top": 1.25})
+    """Every setting of a Scale that this block and this element allow and whose scales do not depend on a key; of the
+    numbers, one each."""
+    levels: list[dict[str, Any]] = [{}]
+    levels += [] if block == "tensor" else [{"two_level": True}, {"two_level": True, "top": 1.25}]
+    levels += [{"two_level": "row"}] if isinstance(block, int) and block > 1 else []
     for name, level in itertools.product(EXMY, levels):
-        for rounding in SCALE_ROUNDINGS[name]:
+        for rounding in ("nearest", "up"):
             yield Scale(name, block, rounding, **level)
         if element == "e2m1" and block not in ("row", "tensor"):
             yield from (Scale(name, block, four_over_six=measure, **level) for measure in ("mse", "mae"))
+    yield from (Scale(name, block, **level) for name, level in itertools.product(("bf16", "fp16"), levels))
     for rounding, level in itertools.product(SCALE_ROUNDINGS["e8m0"], levels):
         yield Scale("e8m0", block, rounding, **level)
     yield Scale("e8m0", block, "floor", prescale=0.75)

@@ -30,7 +30,8 @@ def every(**fields_of: tuple[Any, ...]) -> list[dict[str, Any]]:
 
 
 def grid() -> list[dict[str, Any]]:
-    return every(two_level=(False, True), four_over_six=(None, "mse", "mae"), prescale=(1, 0.75), top=(None, 1))
+    levels = (False, True, "row")
+    return every(two_level=levels, four_over_six=(None, "mse", "mae"), prescale=(1, 0.75), top=(None, 1))
 
 
 def margins_and_memories() -> list[dict[str, Any]]:
@@ -82,20 +83,22 @@ def test_every_combination_is_honored_or_refused() -> None:
             hit.add(message)
             if cast is None:
                 continue
-            found = quantize(x, cast)
+            found = quantize(x, cast, key=1)
             values = format.decode(found.codes)
             assert values.isfinite().all(), f"{cast}: codes without a value"
             assert (values.abs() <= format.max).all(), f"{cast}: values beyond the largest"
             assert found.dequantize().isfinite().all(), f"{cast}: finite elements decode to infinity or NaN"
             honored += 1
-    # By hand: the six ExMy in two roundings with 5 blocks + 4 with two levels * 2 tops; of e2m1 also 4/6 twice on 3
-    # blocks * 3 levels; e8m0 in four roundings alike, and its prescale on 5 blocks; fp32 in two on 5.
-    assert honored == 15 * (12 * (5 + 4 * 2) + 4 * (5 + 4 * 2) + 5 + 2 * 5) + 12 * 2 * 3 * 3
+    # By hand: the six ExMy in three roundings, bf16 and fp16 with 5 blocks + 4 with two levels * 2 tops; of e2m1 also
+    # 4/6 twice on 3 blocks * 3 levels, not stochastic; e8m0 in four roundings alike, and its prescale on 5 blocks; fp32
+    # in two on 5. The level per row is one more on each block of elements.
+    each = 5 + 4 * 2 + 2 * 2
+    assert honored == 15 * (18 * each + 2 * each + 4 * each + 5 + 2 * 5) + 12 * 2 * (3 * 3 + 2 * 2)
     # What no top of 1 can do: exceed float32.
     hit.add(refusal(lambda: Cast("e5m2", Scale("e8m0", two_level=True, top=2.0**127)))[1])
     # Of statistics only one depends on the element.
     hit.add(refusal(lambda: Cast("ternary", Scale("fp32", statistic="minmax")))[1])
-    others = [*margins_and_memories(), *statistics()]
+    others = [*margins_and_memories(), *statistics(), {"correction": 128}]
     hit |= {refusal(lambda settings=settings: Scale(**settings))[1] for settings in others}
     assert hit >= set(MESSAGES), f"in REFUSED, but never refused: {set(MESSAGES) - hit}"
 
@@ -120,12 +123,13 @@ def test_every_margin_and_memory_is_honored_or_refused() -> None:
             assert cast is not None, f"{scale} is refused for {element}: {message}"
             # What delayed scaling remembers comes from outside, and may be too small or too large.
             for amax in (None, 0.3, 50.0) if scale.source == "delayed" else (None,):
-                found = quantize(x, cast, amax=None if amax is None else torch.tensor(amax)).dequantize()
+                given_amax = None if amax is None else torch.tensor(amax)
+                found = quantize(x, cast, key=1, amax=given_amax).dequantize()
                 assert found.isfinite().all(), f"{cast}, amax {amax}"
             honored += 1
-    # By hand: ExMy and e8m0 in 16 with 9 blocks and levels, 5 of which know the tensor's amax; fp32 in 2 with 5 and 1.
+    # By hand: all but fp32 in 24 with 9 blocks and levels, 5 of which know the tensor's amax; fp32 in 2 with 5 and 1.
     # Each of the latter has 4 memories.
-    assert honored == 2 * (16 * (9 + 5 * 4) + 2 * 2 * (5 + 1 * 4))
+    assert honored == 2 * (24 * (9 + 5 * 4) + 2 * 2 * (5 + 1 * 4))
 
 
 def test_every_statistic_is_honored_or_refused() -> None:
@@ -145,14 +149,14 @@ def test_every_statistic_is_honored_or_refused() -> None:
             assert (cast is not None) == (given["statistic"] != "minmax" or element == "int4"), f"{scale}, {element}"
             if cast is None:
                 continue
-            found = quantize(x, cast).dequantize()
+            found = quantize(x, cast, key=1).dequantize()
             assert found.isfinite().all(), f"{cast}: finite elements decode to infinity or NaN"
             assert not found[3].any(), f"{cast}: zeros became numbers"
             honored += 1
     # By hand: fp32 in 2 roundings with 2 factors and 2 epsilons, of absmax on 5 blocks and delayed on one in 2 margins
-    # for 3 elements, of absmean on 5 blocks for 3 elements, of minmax on 5 for one; others in 16 on 5 blocks and
+    # for 3 elements, of absmean on 5 blocks for 3 elements, of minmax on 5 for one; others in 24 on 5 blocks and
     # delayed on one.
-    assert honored == 2 * 4 * (3 * 2 * (5 + 1) + 3 * 5 + 5) + 3 * 16 * (5 + 1)
+    assert honored == 2 * 4 * (3 * 2 * (5 + 1) + 3 * 5 + 5) + 3 * 24 * (5 + 1)
 
 
 @pytest.mark.parametrize("message", MESSAGES)
@@ -163,6 +167,14 @@ def test_a_refusal_says_what_to_do(message: str) -> None:
 REFUSALS = [
     (lambda: Scale("fp32", two_level=True), "range and digits of a second level: leave out two_level"),
     (lambda: Scale("e4m3", "tensor", two_level=True), "scales the same elements again: leave out two_level"),
+    (lambda: Scale("e4m3", (16, 16), two_level="row"), "take a block such as 16, or two_level=True"),
+    (lambda: Scale("e4m3", "row", two_level="row"), "take a block such as 16, or two_level=True"),
+    (lambda: Scale("e4m3", 1, two_level="row"), "take a block such as 16, or two_level=True"),
+    (lambda: Scale("e4m3", 16, "stochastic", four_over_six="mse"), "leave out rounding='stochastic', or take a correc"),
+    *[
+        (lambda scale=scale: Scale("e4m3", correction=128, **scale), "A correction needs rounding='stochastic'")
+        for scale in ({}, *({"block": block, "rounding": "stochastic"} for block in (1, 24, "row", (4, 16))))
+    ],
     (lambda: Scale("e4m3", top=256), "Scale.top says where"),
     (lambda: Scale("e4m3", prescale=0.75), "under e8m0 scales with rounding='floor' alone"),
     (lambda: Scale("e8m0", prescale=0.75), "under e8m0 scales with rounding='floor' alone"),
@@ -240,7 +252,7 @@ def test_e2m1_with_four_over_six_may_replace_another_element_and_back() -> None:
         (lambda: Cast(scale=None), "Cast.scale is a Scale"),
         (lambda: Cast(scale={"blok": 16}), "Unknown field of Scale 'blok'. Did you mean 'block'"),
         (lambda: Scale("e4m4"), "Unknown scale format 'e4m4'. Did you mean 'e4m3'"),
-        (lambda: Scale("int8"), "Unknown scale format 'int8'.* Choose one of: .*'e8m0', 'fp32'"),
+        (lambda: Scale("int8"), "Unknown scale format 'int8'.* Choose one of: .*'bf16', 'fp16', 'fp32'"),
         (lambda: Scale(rounding="upp"), "Unknown rounding of e4m3 scales 'upp'. Did you mean 'up'"),
         (lambda: Scale("e4m3", rounding="rceil"), "rounding of e4m3 scales 'rceil'.*Choose one of: 'nearest', 'up'"),
         (lambda: Scale("e8m0", rounding="up"), "of e8m0 scales 'up'.*: 'rceil', 'floor', 'ceil', 'even'"),
@@ -248,8 +260,8 @@ def test_e2m1_with_four_over_six_may_replace_another_element_and_back() -> None:
         (lambda: Scale("fp32", rounding="up"), "of fp32 scales 'up'.*Choose one of: 'nearest', 'power_of_two'"),
         (lambda: Scale(four_over_six="mxe"), "error measure of Scale.four_over_six 'mxe'. Did you mean .*'mse', 'mae'"),
         (lambda: Scale(four_over_six=True), "error measure of Scale.four_over_six True"),
-        (lambda: Scale(two_level=1), "two_level is true or false; got 1"),
-        (lambda: Scale(two_level="no"), "two_level is true or false; got 'no'"),
+        (lambda: Scale(two_level=1), "two_level is true, false or 'row'; got 1"),
+        (lambda: Scale(two_level="no"), "two_level is true, false or 'row'; got 'no'"),
         *[
             (lambda block=block: Scale(block=block), "Scale.block is a positive number .* 'row' or 'tensor'; got")
             for block in (
@@ -291,6 +303,11 @@ def test_e2m1_with_four_over_six_may_replace_another_element_and_back() -> None:
             )
             for history in (0, -16, 2**20 + 1, 16.0, True, "16", None)
         ],
+        (lambda: Scale("e4m3", 16, "stochastic", correction=0), "Scale.correction is a whole number from 1 to 1048576"),
+        (
+            lambda: Cast("e2m1", Scale("e4m3", 16, "stochastic", correction=64), "stochastic"),
+            "Elements of corrected scales round to nearest: take rounding='nearest'",
+        ),
         (lambda: Scale(source="delay"), "Unknown source of Scale 'delay'. Did you mean 'delayed'"),
         (lambda: Scale(source=None), "Unknown source of Scale None.* Choose one of: 'current', 'delayed'"),
         (
@@ -487,6 +504,7 @@ def test_replace_changes_what_it_names() -> None:
         "source": "current",
         "history": 1024,
         "algorithm": "most_recent",
+        "correction": None,
     }
     assert set(changes) == {field.name for field in fields(Scale)}, "a field of Scale is not tried"
     for name, value in changes.items():

@@ -12,7 +12,15 @@ from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.metrics import cast_statistics
 from lightning_lowbit.nn.casts import PRESETS
 from lightning_lowbit.quant import Operand, quantize_operand
-from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics, sqnr_db
+from lightning_lowbit.quant.statistics import (
+    BINS,
+    MAXIMA,
+    OF_BLOCKS,
+    SUMS,
+    merge_statistics_,
+    operand_statistics,
+    sqnr_db,
+)
 from tests.quant.tensors import NVFP4, NVFP4_TILES, sample, spread_scales
 
 KEY = torch.tensor(12345)
@@ -61,11 +69,12 @@ def by_metrics(x: Tensor, cast: Cast, dim: int, amax: Tensor | None = None) -> d
     }
 
 
-def assert_same(found: dict[str, float], expected: dict[str, float], message: str) -> None:
-    """Counts exactly; norms are sums of float32, and elements times scales are rounded once more than there."""
-    for name in ("elements", "nonzero", "underflowed", "saturated"):
+def assert_same(found: dict[str, float], expected: dict[str, float], message: str, of_scales: bool = True) -> None:
+    """Counts exactly; norms are sums of float32, and elements times scales are rounded once more than there. Scales
+    that round stochastically are taken for those to nearest: ``of_scales`` is False."""
+    for name in ("elements", "nonzero", "underflowed", *(["saturated"] if of_scales else [])):
         assert found[name] == expected[name], f"{message}, {name}: {found[name]}, not {expected[name]}"
-    for name in ("signal", "noise", *MAXIMA):
+    for name in ("signal", "noise", *(MAXIMA if of_scales else [])):
         near = pytest.approx(expected[name], rel=1e-5, abs=1e-12 * expected["signal"])
         assert found[name] == near, f"{message}, {name}: {found[name]}, not {expected[name]}"
 
@@ -76,14 +85,16 @@ def test_sums_are_those_of_the_metrics(cast: Cast) -> None:
     for shape, dim in itertools.product(((13, 50), (64, 96), (1, 40), (40, 1)), (0, 1)):
         x = sample(*shape, seed=shape[0])
         amax = x.abs().max() * 0.25 if cast.scale.source == "delayed" else None
-        assert_same(of_operand(x, cast, dim, amax), by_metrics(x, cast, dim, amax), f"{shape} along {dim}")
+        found, expected = of_operand(x, cast, dim, amax), by_metrics(x, cast, dim, amax)
+        assert_same(found, expected, f"{shape} along {dim}", cast.scale.rounding != "stochastic")
 
 
 @pytest.mark.parametrize("cast", [cast for cast in [*CASTS, *OTHERS] if not cast.rounded], ids=str)
 def test_sums_of_bfloat16(cast: Cast) -> None:
     x = sample(24, 64, dtype=torch.bfloat16)
     for dim in (0, 1):
-        assert_same(of_operand(x, cast, dim, dtype=torch.float32), by_metrics(x.float(), cast, dim), f"along {dim}")
+        found, expected = of_operand(x, cast, dim, dtype=torch.float32), by_metrics(x.float(), cast, dim)
+        assert_same(found, expected, f"along {dim}", cast.scale.rounding != "stochastic")
 
 
 @pytest.mark.parametrize("element", ["int8", "ternary"])
@@ -269,3 +280,24 @@ def test_compiled(cast: Cast, dim: int) -> None:
 def test_sqnr_of_numbers_and_tensors(signal: float, noise: float, expected: float) -> None:
     assert sqnr_db(signal, noise) == pytest.approx(expected, nan_ok=True)
     assert sqnr_db(torch.tensor(signal), torch.tensor(noise)).item() == pytest.approx(expected, nan_ok=True)
+
+
+def test_statistics_of_blocks() -> None:
+    """Scales of 1, 1/2 and 1/8 times a power of two, one block without error, and one of zeros."""
+    x = torch.zeros(4, 32)
+    x[0], x[1], x[2] = 6.0, torch.linspace(-3, 3, 32), 0.75
+    cast = Cast("e2m1", Scale("e8m0", 32))
+    for dim, matrix in ((1, x), (0, x.t().contiguous())):
+        quantized = quantize_operand(matrix, cast, dim)
+        found = operand_statistics(matrix, quantized, cast, dim, of_blocks=True)
+        assert torch.equal(found[: len(SUMS) + len(MAXIMA)], operand_statistics(matrix, quantized, cast, dim))
+        blocks, total, squares, *bins = found[-OF_BLOCKS:].tolist()
+        assert (blocks, total, squares) == (3, 1 + 1 / 2 + 1 / 8, 1 + 1 / 4 + 1 / 64)
+        below, errors = bins[:BINS], bins[BINS:]
+        assert [i for i, count in enumerate(below) for _ in range(int(count))] == [0, 1, 3]
+        noise = (x[1] - quantize(x[1][None], cast).dequantize()[0]).square().sum()
+        place = int(10 * torch.log10(x[1].square().sum() / noise) / 3)
+        assert sorted([place, BINS - 1, BINS - 1]) == [i for i, n in enumerate(errors) for _ in range(int(n))]
+    twice = found.clone()
+    merge_statistics_(twice, found)
+    assert torch.equal(twice[-OF_BLOCKS:], 2 * found[-OF_BLOCKS:])

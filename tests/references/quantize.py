@@ -28,7 +28,10 @@ FLOATS = {
     "e2m5": (1, 1),
     "e3m4": (3, 1),
     "e6m1": (31, 1),
+    "bf16": (127, 2**7),
+    "fp16": (15, 2**10),
 }
+WIDE = {"bf16": (8, 7), "fp16": (5, 10)}  # exponent and mantissa bits
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------
@@ -49,7 +52,7 @@ def magnitudes(name: str) -> np.ndarray:
     if name not in FLOATS:
         raise KeyError(f"No oracle for the format {name!r}: say in tests/references/quantize.py what its values are.")
     bias, not_numbers = FLOATS[name]
-    exponent_bits, mantissa_bits = int(name[1]), int(name[3])
+    exponent_bits, mantissa_bits = WIDE.get(name) or (int(name[1]), int(name[3]))
     values = []
     for exponent in range(2**exponent_bits):
         for mantissa in range(2**mantissa_bits):
@@ -197,6 +200,11 @@ def scale_and_factor(
         found = np.float32(power_of_two_scale(amount * encode, element, scale.rounding))
         return found, encode_factor(found, decode)
     limit = np.float32(magnitudes(scale.format)[-1])
+    if scale.format in WIDE:
+        found = np.float32(nearest(np.minimum(amount / top * encode, limit), scale.format))
+        if scale.format == "fp16" and amount > 0:
+            found = np.maximum(found, np.float32(2.0**-14))  # its smallest normal number
+        return found, encode_factor(found, decode)
     rounded = {"nearest": nearest, "up": up}[scale.rounding]
     if scale.four_over_six is None:
         found = np.float32(rounded(np.minimum(amount * (encode * (one / top)), limit), scale.format))
@@ -229,7 +237,7 @@ class Result:
     spread: np.ndarray  # [R, C] the scale of each element
     zeros: np.ndarray  # the shape of scales: zero points
     spread_zeros: np.ndarray  # [R, C] the zero point of each element
-    decode: np.float32
+    decode: np.ndarray  # 0-d, or [R, C]
     cast: Any
 
     @property
@@ -273,21 +281,23 @@ def quantize_matrix(
     scaled, values, spread, spread_zeros = (np.zeros((rows, columns), np.float32) for _ in range(4))
     scales, zeros = (np.zeros((-(-rows // k1), -(-columns // k2)), np.float32) for _ in range(2))
     with np.errstate(all="ignore"):
-        encode = one
+        encode = np.ones_like(x)  # alike for the elements of a block
         if scale.two_level:
-            largest_scale = scale.top or (1.0 if scale.format == "e8m0" else magnitudes(scale.format)[-1])
+            largest_scale = scale.top or (1.0 if scale.format in ("e8m0", "bf16") else magnitudes(scale.format)[-1])
             if scale.four_over_six and not scale.top:
                 largest_scale = max(2.0**k for k in range(-20, 128) if 1.5 * 2.0**k <= largest_scale)
-            largest = np.float32(np.abs(x).max(initial=0) if amax is None else amax)
-            if np.isfinite(largest) and largest > 0:
-                encode = np.minimum(np.float32(largest_scale * top) / largest, FLOAT32_MAX)
+            along = None if scale.two_level is True else int(k2 > 1)
+            largest = np.abs(x).max(axis=along, initial=0, keepdims=True) if amax is None else np.float32([[amax]])
+            wanted = np.minimum(np.float32(largest_scale * top) / largest, FLOAT32_MAX)
+            encode = np.where(np.isfinite(largest) & (largest > 0), wanted, one) + np.zeros_like(x)
         decode = one / (encode * np.float32(scale.prescale))
         for i in range(scales.shape[0]):
             for j in range(scales.shape[1]):
                 at = slice(i * k1, (i + 1) * k1), slice(j * k2, (j + 1) * k2)
                 given = amax is not None and scale.block == "tensor"
                 amount = np.float32(amax) if given else statistic(x[at], scale)
-                scales[i, j], factor = scale_and_factor(x[at], amount, encode, decode, cast.element, scale)
+                of_tile = encode[at].flat[0], decode[at].flat[0]
+                scales[i, j], factor = scale_and_factor(x[at], amount, *of_tile, cast.element, scale)
                 zeros[i, j] = zero_point(x[at], factor, scale, cast.element)
                 spread[at], scaled[at], spread_zeros[at] = scales[i, j], x[at] * factor, zeros[i, j]
         result = Result(scaled, values, scales, spread, zeros, spread_zeros, decode, cast)

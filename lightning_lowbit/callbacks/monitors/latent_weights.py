@@ -58,7 +58,7 @@ def whole_layers(callback: Callback, trainer: Trainer, pl_module: LightningModul
 def nearest_cast(casts: LinearCasts) -> Cast | None:
     """The cast of a weight that is rounded to nearest; None for others, and for rotated or smoothed weights."""
     cast = casts.cast_of("fprop_w")
-    if cast is None or cast.rounding != "nearest" or "fprop" in casts.hadamard or casts.smooth == "channel":
+    if cast is None or cast.draws or "fprop" in casts.hadamard or casts.smooth == "channel":
         return None
     return cast
 

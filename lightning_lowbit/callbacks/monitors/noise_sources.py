@@ -149,7 +149,7 @@ def _check_forward(layers: Layers) -> None:
         casts = layer.casts
         given = [cast for cast in (casts.fprop_x, casts.fprop_w) if isinstance(cast, Cast)]
         is_keyed = "fprop" in casts.hadamard and casts.hadamard["fprop"].signs == "keyed"
-        if is_keyed or any(cast.rounding == "stochastic" for cast in given):
+        if is_keyed or any(cast.draws for cast in given):
             raise _refusal(
                 f"draws the random bits of backward passes anew, and the forward pass of {name} has some, too, by a "
                 "stochastic cast or keyed signs of a Hadamard rotation: use kind='layers'"

@@ -4,6 +4,9 @@ sqnr                   10 log10(Σ x² / Σ (x - q)²), in dB
 underflow              share of the nonzero elements that became 0
 saturation             share of the elements beyond the largest magnitude that their scale can express
 scale_min, scale_max   the range of the scales, without blocks of zeros; 0 if all blocks are
+scale_mean, scale_std  mean and standard deviation of the scales of blocks that are not zero; optional
+below_N, block_N       shares of these blocks: with scales 2^-N to 2^-(N+1) of the largest, and with an SQNR of 3 N to
+                       3 (N + 1) dB; optional, N from 0 to 15
 """
 
 from collections.abc import Mapping
@@ -19,13 +22,15 @@ from lightning_lowbit.metrics.casts import ratio
 from lightning_lowbit.nn import OPERANDS, QuantizedLayer
 from lightning_lowbit.nn.watch import Watch
 from lightning_lowbit.quant import Cast
-from lightning_lowbit.quant.statistics import MAXIMA, SUMS, sqnr_db
+from lightning_lowbit.quant.statistics import BINS, MAXIMA, SUMS, sqnr_db
 from lightning_lowbit.report.html import Block, HeatMap, Table
 
 # Numbers by layer, operand and name.
 OperandNumbers = dict[str, dict[str, dict[str, float]]]
 
 NAMES = ("sqnr", "underflow", "saturation", "scale_min", "scale_max")
+
+BLOCK_NAMES = ("scale_mean", "scale_std", *(f"{kind}_{i}" for kind in ("below", "block") for i in range(BINS)))
 
 # Ends of the color scale of SQNR: at 5 dB a third of a tensor's energy is noise, as in ternary weights. NVFP4 has
 # about 20 dB, and FP8 with scales per tensor about 30, above which training has not been seen to suffer.
@@ -35,20 +40,28 @@ _POOR, _GOOD = 5.0, 30.0
 class QuantizedOperands(Watch):
     """The operands of converted layers, by the layers' names."""
 
-    def __init__(self, layers: Mapping[str, QuantizedLayer]) -> None:
-        super().__init__(layers, "operand_sums")
+    def __init__(self, layers: Mapping[str, QuantizedLayer], of_blocks: bool = False) -> None:
+        super().__init__(layers, "operand_sums", of_blocks)
+        self._names = NAMES + (BLOCK_NAMES if of_blocks else ())
 
     def measure(self) -> dict[str, Tensor]:
         """Numbers over all ranks by name, and ``elements`` (0: no numbers), each ``[layers, 6]``: two collectives."""
-        added, maxima = self.sums[..., : len(SUMS)].contiguous(), self.sums[..., len(SUMS) :].contiguous()
+        added, maxima, blocks = self.sums.tensor_split([len(SUMS), len(SUMS) + len(MAXIMA)], -1)
+        added, maxima = torch.cat([added, blocks], -1), maxima.contiguous()
         if len(self.sums):
             all_reduce_world_(added)
             all_reduce_world_(maxima, dist.ReduceOp.MAX)
+        added, blocks = added.tensor_split([len(SUMS)], -1)
         sums = dict(zip((*SUMS, *MAXIMA), torch.cat([added, maxima], -1).unbind(-1), strict=True))
         scales = ratio(sums["inverse_scale"].sign(), sums["inverse_scale"]), sums["scale"]
         shares = sums["underflowed"] / sums["nonzero"].clamp(min=1), sums["saturated"] / sums["elements"].clamp(min=1)
         values = (sqnr_db(sums["signal"], sums["noise"]), *shares, *scales)
-        return {"elements": sums["elements"], **dict(zip(NAMES, values, strict=True))}
+        found = {"elements": sums["elements"], **dict(zip(NAMES, values, strict=True))}
+        if blocks.shape[-1]:
+            each = (blocks / blocks[..., :1].clamp(min=1)).unbind(-1)  # means over blocks, and shares of them
+            deviation = (each[2] - each[1].square()).clamp(min=0).sqrt()
+            found |= dict(zip(BLOCK_NAMES, (each[1], deviation, *each[3:]), strict=True))
+        return found
 
     def means(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Means over the layers that quantize an operand; NaN if none does; infinite SQNRs count only if all are."""
@@ -71,7 +84,7 @@ class QuantizedOperands(Watch):
         for row, layer in enumerate(found):
             for place, operand in enumerate(OPERANDS):
                 if columns["elements"][row][place]:
-                    found[layer][operand] = {name: columns[name][row][place] for name in NAMES}
+                    found[layer][operand] = {name: columns[name][row][place] for name in self._names}
         return found
 
     def is_ternary(self, layer: str, operand: str) -> bool:
@@ -97,4 +110,26 @@ def operand_blocks(found: OperandNumbers, at: str) -> list[Block]:
     return [
         HeatMap(rows=layers, columns=used, values=sqnr, unit="dB", low=_POOR, high=_GOOD, caption=caption),
         Table(header, rows, "Over all layers, at the same steps."),
+        *_histograms(found, used),
     ]
+
+
+def _histograms(found: OperandNumbers, used: list[str]) -> list[Block]:
+    """Tables of the histograms of blocks, means over the layers that have them."""
+    tables: list[Block] = []
+    for kind, columns, caption in (
+        ("below", [f"2^-{i}" for i in range(BINS)], "Shares of blocks by their scale, as a part of the largest one."),
+        (
+            "block",
+            [f"{3 * i} dB" for i in range(BINS)],
+            "Shares of blocks by their signal to quantization noise ratio.",
+        ),
+    ):
+        rows = []
+        for operand in used:
+            of_layers = [row[operand] for row in found.values() if f"{kind}_0" in row.get(operand, {})]
+            if of_layers:
+                shares = [sum(one[f"{kind}_{i}"] for one in of_layers) / len(of_layers) for i in range(BINS)]
+                rows.append([operand, *(f"{share:.1%}" if share else "" for share in shares)])
+        tables += [Table(["operand", *columns], rows, caption)] if rows else []
+    return tables

@@ -23,7 +23,7 @@ from lightning_lowbit.callbacks.monitors.latent_weights import (
     latent_weights,
 )
 from lightning_lowbit.callbacks.monitors.operand_statistics import OperandNumbers, QuantizedOperands, operand_blocks
-from lightning_lowbit.checks import fraction, integer
+from lightning_lowbit.checks import flag, fraction, integer
 from lightning_lowbit.metrics import flip_rate, is_ternary, ternary_shares, threshold_distance
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion.convert import select
@@ -56,6 +56,7 @@ class QuantizationMonitor(Monitor):
         underflow_limit: share of elements that became 0 above which to warn, in (0, 1]; not for ternary operands.
         operands: whether to look at operands.
         weights: whether to look at weights; None: unless FSDP1 flattens them.
+        blocks: whether to log statistics of the blocks of operands: ``scale_mean``, ``scale_std`` and histograms.
 
     Raises:
         ValueError: an argument is out of range; or, when training starts, a pattern matches no layer.
@@ -73,6 +74,7 @@ class QuantizationMonitor(Monitor):
         underflow_limit: float = 0.5,
         operands: bool = True,
         weights: bool | None = None,
+        blocks: bool = False,
     ) -> None:
         if not operands and weights is False:
             raise ValueError("There is nothing to watch with operands=False and weights=False: leave out the callback.")
@@ -80,6 +82,7 @@ class QuantizationMonitor(Monitor):
         self.no_flips_for = integer("no_flips_for", no_flips_for, 1, "a number of optimizer steps")
         self.zeros_tolerance = fraction("zeros_tolerance", zeros_tolerance, "a share of elements")
         self.underflow_limit = fraction("underflow_limit", underflow_limit, "a share of elements")
+        self.blocks = flag("blocks", blocks)
         self._watched = QuantizedOperands({})
         self._weights: dict[str, QuantizedLayer] = {}
         super().__init__()
@@ -110,7 +113,7 @@ class QuantizationMonitor(Monitor):
             layers = {name: layer for name, layer in layers.items() if name in chosen}
         self._weights = {} if is_flat or self.weights is False else layers
         self._watched.stop()
-        self._watched = QuantizedOperands(layers if self.operands else {})
+        self._watched = QuantizedOperands(layers if self.operands else {}, self.blocks)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)

@@ -12,7 +12,7 @@ from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.quant.blocks import ALL, Tile, tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import Operand, are_regular, has_factor, is_rounded, operand_dtype
-from lightning_lowbit.quant.scaling import e8m0_rule, fp32_numerator
+from lightning_lowbit.quant.scales import e8m0_rule, fp32_numerator
 from lightning_lowbit.quant.shard import Shard
 
 # The numbers of dtypes in source/casts.cpp.
@@ -92,6 +92,12 @@ def obstacle(cast: Cast) -> str | None:
         return "scales with a zero point"
     if cast.scale.statistic == "absmean" and cast.scale.block != "tensor":
         return "means of blocks"
+    if cast.scale.rounding == "stochastic":
+        return "scales that round stochastically"
+    if cast.scale.two_level == "row":
+        return "a second level per row"
+    if cast.scale.format in ("bf16", "fp16"):
+        return "scales in bfloat16 or float16"
     return None
 
 

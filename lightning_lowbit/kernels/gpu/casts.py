@@ -40,6 +40,18 @@ def covers(cast: Cast, x: Tensor, dtype: torch.dtype, is_cut: bool = False) -> s
         return f"{cast} in {dtype}"
     if x.numel() >= 2**31:
         return "matrices of 2^31 elements or more"
+    return lacks(cast)
+
+
+def lacks(cast: Cast) -> str | None:
+    """Why the kernels make no operand of a cast, in words; None where they make some."""
+    scale = cast.scale
+    if scale.rounding == "stochastic":
+        return "scales that round stochastically"
+    if scale.two_level == "row":
+        return "a second level per row"
+    if scale.format in ("bf16", "fp16"):
+        return "scales in bfloat16 or float16"
     if scale.block == "tensor" and scale.statistic == "minmax":
         return "the range of a whole tensor"
     if scale.per_block and math.prod(launches.padded_sides(tile_of(cast, 1, 2))) > launches.LARGEST_BLOCK:
@@ -106,7 +118,9 @@ def quantize_both(
 
 def packs(cast: Cast, x: Tensor, dim: int) -> bool:
     """Whether :func:`pack` and :func:`unpack` serve a matrix: blocks with sides that are powers of two."""
-    if not cast.scale.per_block or cast.scale.statistic == "minmax" or cast.element == "e3m0":
+    if lacks(cast) is not None or not cast.scale.per_block or cast.scale.statistic == "minmax":
+        return False
+    if cast.element == "e3m0":
         return False
     sides = tile_of(cast, dim, 2)
     even = sides == launches.padded_sides(sides) and max(sides) <= 128

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from lightning_lowbit.formats import Format
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.scaling import e8m0_rule, fp32_numerator
+from lightning_lowbit.quant.scales import e8m0_rule, fp32_numerator
 
 
 class Grid(NamedTuple):
@@ -68,7 +68,7 @@ def constants_of(cast: Cast) -> Constants:
         size=fp32_numerator(cast) if scale.format == "fp32" else 1.0,
         factor=float(scale.factor),
         epsilon=float(scale.epsilon),
-        two_level=scale.two_level,
+        two_level=scale.two_level is True,
         top=scale.largest * element.max if scale.two_level else 1.0,
         prescale=float(scale.prescale),
         four_over_six=scale.four_over_six or "",

@@ -72,7 +72,7 @@ def _obstacle(layer: QuantizedLayer) -> str | None:
         return "it rotates weights and activations"
     if casts.smooth is not None:
         return "its input is smoothed (lightning_lowbit.fold works that into weights)"
-    if casts.fprop_w is not None and casts.fprop_w.rounding == "stochastic":
+    if casts.fprop_w is not None and casts.fprop_w.draws:
         return "it rounds its weight stochastically, anew in each pass"
     return None
 

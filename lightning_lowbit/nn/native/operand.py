@@ -13,7 +13,7 @@ from lightning_lowbit.quant import Cast, Operand
 from lightning_lowbit.quant.blocks import from_blocks, tile_of
 from lightning_lowbit.quant.operand import has_factor
 from lightning_lowbit.quant.packed import unpacked_codes
-from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key, stored_scales
+from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key
 from lightning_lowbit.quant.shard import Shard
 
 
@@ -109,13 +109,16 @@ def round_codes(
     scales: Tensor,
     decode: Tensor,
     zeros: Tensor | None = None,
+    corrected: Tensor | None = None,
     key: Tensor | None = None,
     offset: Tensor | None = None,
     *,
     cast: Cast,
 ) -> Tensor:
     """Rounds a blocked view to codes of E2M1, or to elements in float8; arguments as of :func:`round_blocks`."""
-    elements = round_blocks(blocks, scales, decode, zeros, key, offset, cast=cast, scaled=False, dtype=torch.float32)
+    elements = round_blocks(
+        blocks, scales, decode, zeros, corrected, key, offset, cast=cast, scaled=False, dtype=torch.float32
+    )
     if cast.format.dtype is not None:
         return elements.to(cast.format.dtype)
     magnitude = elements.abs()
@@ -135,11 +138,12 @@ def _block_operand(
 ) -> tuple[Tensor, Tensor, Tensor]:
     cast, of_global = Cast.from_spec(spec), None if shard is None else Shard.from_spec(shard)
     tile = tile_of(cast, dim, 2)
-    scaled, key = make_scales(x, cast, tile, amax, of_global), rounding_key(cast, key, x.device)
+    key = rounding_key(cast, key, x.device)
+    scaled = make_scales(x, cast, tile, amax, of_global, key=key)
     offset = None if of_global is None or key is None else of_global.offset(x.shape, tile, x.device)
     codes = from_blocks(round_codes(*scaled, key, offset, cast=cast), x.shape, tile)
     sizes = [round_up(size, side) // side for size, side in zip(x.shape, tile, strict=True)]
-    scales = stored_scales(scaled.scales, cast).reshape(sizes)
+    scales = scaled.stored(cast).reshape(sizes)
     # Results of an operator share no memory: decode may be a view.
     return *_laid_out(codes, scales, cast, block, dim), scaled.decode.reshape(()).clone()
 

@@ -27,10 +27,12 @@ def obstacle(casts: LinearCasts) -> str | None:
     cast = casts.fprop_w
     if not isinstance(cast, Cast):
         return "fprop_w is not quantized"
-    if casts.dgrad_w != "fprop" and not casts.shared("dgrad_w"):
+    if "dgrad_w" not in casts.plan.kept and not casts.shared("dgrad_w"):
         return "dgrad_w is not the weight that the forward pass used"
     if cast.scale.statistic == "minmax":
         return "fprop_w has zero points"
+    if cast.scale.two_level == "row":
+        return "fprop_w has a second level per row"
     if "fprop" in casts.hadamard or "fprop" in casts.subtract_mean:
         return "fprop takes the weight itself, for hadamard or subtract_mean"
     if "fprop_w" in casts.surrogate:

@@ -31,7 +31,7 @@ from lightning_lowbit.nn.sharded.eligible import check_gathers, gathered_dtype, 
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.operand import operand_dtype
 from lightning_lowbit.quant.packed import pack, unpack_
-from lightning_lowbit.quant.scaling import block_sum
+from lightning_lowbit.quant.scales import block_sum
 from lightning_lowbit.quant.shard import Shard, amax_of
 
 _W = OPERANDS.index("fprop_w")
@@ -166,7 +166,7 @@ class _Gather:
         layer, casts = self.layer, self.layer.casts
         if obstacle(casts) is not None or layer.blend is not None or layer.operand_sums is not None:
             return None
-        if casts.dgrad_w != "fprop":  # shared: if only one of the GEMMs is native, they need different forms
+        if "dgrad_w" not in casts.plan.kept:  # shared: if only one of the GEMMs is native, they need different forms
             native = layer.native_gemms(self.record.device)
             if ("fprop" in native) != ("dgrad" in native):
                 return None
@@ -181,7 +181,7 @@ class _Gather:
         if not self.is_gathered:
             return False
         cast = self._cast
-        changes = cast is not None and (cast.rounding == "stochastic" or cast.scale.source == "delayed")
+        changes = cast is not None and (cast.draws or cast.scale.source == "delayed")
         return cast != self.gathered_with or changes or self.layer.weight_amax is not None
 
     @property

@@ -52,7 +52,7 @@ def test_flops_of_attention_and_converted_layers(checkpointing):
 def test_arithmetic_of_presets(name):
     kinds = {gemm: arithmetic(LinearCasts.preset(name), gemm) for gemm in GEMMS}
     whole = {
-        **dict.fromkeys(("nvfp4", "nvfp4-4over6", "nvfp4-nvidia", "mxfp4", "mxfp4-rht"), "fp4"),
+        **dict.fromkeys(("nvfp4", "nvfp4-4over6", "nvfp4-nvidia", "quartet2", "mxfp4", "mxfp4-rht"), "fp4"),
         **dict.fromkeys(("mxfp6", "mxfp8"), "mxfp8"),
         **dict.fromkeys(("fp8-delayed", "fp8-current"), "fp8"),
     }

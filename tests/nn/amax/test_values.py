@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import Cast, LinearCasts, convert, quantize
 from lightning_lowbit.nn import AmaxHistories
-from lightning_lowbit.quant.scaling import scales_of
+from lightning_lowbit.quant.scales import scales_of
 from tests.golden_vectors import load
 from tests.nn.amax.histories import BY_TENSOR, IN, TOKENS, delayed, filled, remembered, single
 from tests.nn.layers import every, run, spied

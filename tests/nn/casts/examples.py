@@ -52,6 +52,7 @@ AWKWARD = {
     "surrogates": SURROGATES,
     "mixed": MIXED,
     "reused": REUSED,
+    "requantized": LinearCasts.preset("quartet2").replace(requantize=["wgrad_x"]),
     "smoothed": SMOOTHED,
     "smoothed tokens": SMOOTHED.replace(smooth="token"),
     "delayed": SIX.replace(fprop_x=DELAYED, dgrad_g=DELAYED.replace(scale={"algorithm": "max"})),
@@ -83,6 +84,8 @@ def assert_phases(casts: LinearCasts) -> None:
         assert changed.hadamard == rotated, f"{phase} of {casts}"
         assert changed.subtract_mean == centerd, f"{phase} of {casts}"
         assert changed.surrogate == surrogate, f"{phase} of {casts}"
+        again = tuple(n for n in casts.requantize if n in quantized and getattr(changed, f"fprop_{n[-1]}") is not None)
+        assert changed.requantize == again, f"{phase} of {casts}"
         assert changed.smooth == (casts.smooth if {name[-1] for name in quantized} & {"x", "w"} else None), phase
         assert changed.phase(phase) == changed, f"{phase} is not idempotent"
         assert changed.phase("fqt") == changed, "fqt changes casts"

@@ -14,6 +14,8 @@ from lightning_lowbit.nn import OPERANDS
 from tests.nn.casts.examples import DELAYED, E4M3, INT4, NEAREST, SIX, STOCHASTIC, assert_phases
 from tests.nn.layers import GEMMS
 
+EDEN = LinearCasts.preset("quartet2").wgrad_x
+
 # Fields that contradict each other, what the error says of them, and a change that it proposes.
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "hadamard of nothing": (
@@ -90,6 +92,42 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "A surrogate of fprop_w and subtract_mean in fprop contradict each other, .*: leave out one of them",
         {"surrogate": {}},
     ),
+    "surrogate of scales that are random": (
+        {"fprop_w": Cast("e2m1", Scale("e4m3", 16, "stochastic")), "surrogate": {"fprop_w": "trust"}},
+        "The surrogate of fprop_w needs the scales, which round stochastically: leave fprop_w out of surrogate, or",
+        {"fprop_w": NEAREST},
+    ),
+    "requantizing what the forward pass leaves": (
+        {"dgrad_w": INT4, "requantize": ["dgrad_w"]},
+        "requantize quantizes fprop_w again by the cast of dgrad_w, and one of them has no cast: give both a cast",
+        {"fprop_w": INT4},
+    ),
+    "requantizing without a cast": (
+        {"fprop_x": INT4, "wgrad_x": "fprop", "requantize": ["wgrad_x"]},
+        "requantize quantizes fprop_x again by the cast of wgrad_x, .*, or leave wgrad_x out of requantize",
+        {"requantize": []},
+    ),
+    "requantizing what is rotated": (
+        {"fprop_w": INT4, "dgrad_w": INT4, "requantize": ["dgrad_w"], "hadamard": {"fprop": 16}},
+        "hadamard or subtract_mean changes fprop_w in fprop, which dgrad_w would quantize again: leave dgrad_w out",
+        {"hadamard": {}},
+    ),
+    "requantizing x without its mean": (
+        {"fprop_x": INT4, "wgrad_x": INT4, "requantize": ["wgrad_x"], "subtract_mean": ["fprop"]},
+        "hadamard or subtract_mean changes fprop_x in fprop, .*: leave wgrad_x out of requantize, or fprop out",
+        {"requantize": []},
+    ),
+    "a correction without a rotation": (
+        {"wgrad_x": EDEN},
+        "The correction of wgrad_x makes rounding unbiased over random rotations of 128 elements: give hadamard of "
+        "wgrad the size 128 and signs='keyed', or leave out correction",
+        {"hadamard": {"wgrad": {"size": 128, "signs": "keyed"}}},
+    ),
+    "a correction of another rotation": (
+        {"wgrad_x": EDEN, "hadamard": {"wgrad": 128}},
+        "The correction of wgrad_x makes rounding unbiased over random rotations of 128 elements",
+        {"wgrad_x": NEAREST},
+    ),
     "smoothing of hp": (
         {"smooth": "channel"},
         "smooth scales x and w, which are not quantized: leave out smooth",
@@ -131,7 +169,11 @@ def test_every_contradiction_is_in_the_table() -> None:
         "hadamard rotates .*, but",
         "subtract_mean needs",
         "subtract_mean changes",
+        "requantize quantizes",
+        "hadamard or subtract_mean changes",
+        "The correction of",
         "surrogate names",
+        "The surrogate of",
         "The surrogate of",
         "'dge'",
         "A surrogate of",
@@ -158,6 +200,7 @@ def impossible(casts: dict[str, Any]) -> bool:
         or any(name not in quantized for name in casts["surrogate"])
         or any(k == "dge" and casts[name].rounding == "stochastic" for name, k in casts["surrogate"].items())
         or ("fprop" in casts["subtract_mean"] and bool(casts["surrogate"]))
+        or any(not {name, f"fprop_{name[-1]}"} <= quantized for name in casts.get("requantize", ()))
         or (casts["smooth"] is not None and not any(name[-1] != "g" for name in quantized))
         or (
             casts["smooth"] == "channel"
@@ -173,6 +216,7 @@ def test_all_combinations_are_honored_or_refused_and_have_phases() -> None:
     extras = [{}, *({"hadamard": {gemm: 16}} for gemm in GEMMS), *({"subtract_mean": (gemm,)} for gemm in GEMMS)]
     extras += [{"surrogate": {name: kind}} for name in OPERANDS[:2] for kind in ("dge", "trust")]
     extras += [{"surrogate": {name: "trust"}, "subtract_mean": ("fprop",)} for name in OPERANDS[:2]]
+    extras += [{"requantize": names} for names in (("dgrad_w",), ("wgrad_x",), ("dgrad_w", "wgrad_x"))]
     extras += [{"hadamard": {"wgrad": 64}, "subtract_mean": ("fprop", "wgrad"), "surrogate": {}}]
     settings = itertools.product(((*f, *b) for f, b in itertools.product(forward, list(backward))), extras)
     casts_of_x, casts_of_w = (None, NEAREST, DELAYED), (None, DELAYED, E4M3)
@@ -251,6 +295,11 @@ def test_all_combinations_are_honored_or_refused_and_have_phases() -> None:
             lambda: SIX.replace(subtract_mean={"wgrad": False}),
             "LinearCasts.subtract_mean is a list of GEMMs such as .*; got {",
         ),
+        (
+            lambda: SIX.replace(requantize="wgrad_x"),
+            "LinearCasts.requantize is a list of operands such as .*; got 'wgr",
+        ),
+        (lambda: SIX.replace(requantize=["wgrad_g"]), "Unknown operand in LinearCasts.requantize 'wgrad_g'"),
         (lambda: SIX.replace(subtract_mean=["wgard"]), "Unknown GEMM in .*subtract_mean 'wgard'. Did you mean 'wgrad'"),
         (lambda: SIX.replace(subtract_mean=["wgrad_x"]), "Unknown GEMM in LinearCasts.subtract_mean 'wgrad_x'"),
         (lambda: SIX.replace(surrogate="dge"), "LinearCasts.surrogate maps some of fprop_x, fprop_w to .* got 'dge'"),

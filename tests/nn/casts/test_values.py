@@ -17,7 +17,7 @@ from tests.nn.layers import GEMMS
 
 def test_operands_are_the_first_fields() -> None:
     names = tuple(field.name for field in fields(LinearCasts))
-    assert names == (*OPERANDS, "hadamard", "subtract_mean", "surrogate", "smooth")
+    assert names == (*OPERANDS, "hadamard", "subtract_mean", "surrogate", "smooth", "requantize")
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -43,6 +43,13 @@ CASTS: dict[str, Any] = {
     "mxfp6, fprop": {"preset": "mxfp6", "dgrad_w": "fprop"},
     "rows": {"preset": "fp8-row", "fprop_w": ROWS, "dgrad_w": "fprop"},
     "stochastic": {"preset": "nvfp4", "fprop_w": NVFP4.replace(rounding="stochastic"), "dgrad_w": "fprop"},
+    "quantized again": {"preset": "nvfp4", "requantize": ["dgrad_w"]},
+    "random scales": {
+        "preset": "nvfp4",
+        "fprop_w": NVFP4.replace(scale={"rounding": "stochastic"}),
+        "dgrad_w": "fprop",
+    },
+    "scales in bf16": {"fprop_w": Cast("int4", Scale("bf16", 8)), "dgrad_w": "fprop"},
     "mean magnitudes of rows": {
         "fprop_w": Cast("int2", Scale("fp32", "row", statistic="absmean")),
         "dgrad_w": "fprop",

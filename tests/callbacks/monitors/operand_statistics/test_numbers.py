@@ -198,3 +198,25 @@ def test_a_compiled_model_logs_the_same() -> None:
         assert found[step] == pytest.approx(row, rel=1e-5), f"step {step}"
     assert compilations[3:] == [compilations[3]] * 5, f"after the second logged step: {compilations}"
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("casts", ["nvfp4", "quartet2"])
+def test_statistics_of_blocks_are_logged_and_reported(casts: str) -> None:
+    """Of each layer and operand: scales between the least and the largest, and histograms that add up to 1."""
+    monitor = QuantizationMonitor(weights=False, blocks=True)
+    run = trainer(monitor, plugin=LowBitPrecision(casts))
+    run.fit(Two())
+    layers = monitor.report_data(run)["quantized_operands"]["layers"]
+    assert set(layers) == set(LAYERS)
+    for layer, operands in layers.items():
+        assert set(operands) == set(OPERANDS) - ({"dgrad_g", "dgrad_w"} if layer == LAYERS[0] else set())
+        for operand, found in operands.items():
+            where = f"{operand} of {layer}"
+            assert found["scale_min"] <= found["scale_mean"] <= found["scale_max"], where
+            assert 0 < found["scale_std"] <= found["scale_max"] - found["scale_min"], where
+            for kind in ("below", "block"):
+                assert sum(found[f"{kind}_{i}"] for i in range(16)) == pytest.approx(1), where
+            mean = sum((3 * i + 1.5) * found[f"block_{i}"] for i in range(16))
+            assert found["sqnr"] == pytest.approx(mean, abs=4), where
+    captions = [getattr(block, "caption", "") for section in monitor.report_sections(run) for block in section.blocks]
+    assert sum(caption.startswith("Shares of blocks") for caption in captions) == 2
