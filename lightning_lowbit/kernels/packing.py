@@ -13,14 +13,14 @@ from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.operands import found_equal
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import Operand, are_regular, has_factor, operand_dtype
+from lightning_lowbit.quant.operand import Operand, are_regular, factor_shape, has_factor, operand_dtype
 from lightning_lowbit.quant.packed import packed_bytes, plain_pack, unpack_, unpacked_factor
 from lightning_lowbit.quant.shard import Shard
 
 
 class Packed(NamedTuple):
     """An operand as bytes: ``data``, uint8 ``[bytes]``, of :mod:`lightning_lowbit.quant.packed`; ``factor``, float32,
-    0-d, is the scale of the matrix."""
+    0-d, is the scale of the matrix, or has those of its rows."""
 
     data: Tensor
     factor: Tensor
@@ -61,8 +61,10 @@ def unpack_operand(
 def _fake_pack(
     x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, shard: str | None
 ) -> tuple[Tensor, Tensor]:
-    size = packed_bytes(x.shape[0], x.shape[1], Cast.from_spec(spec), dim)
-    return x.new_empty(size, dtype=torch.uint8), x.new_empty((), dtype=torch.float32)
+    cast = Cast.from_spec(spec)
+    data = x.new_empty(packed_bytes(x.shape[0], x.shape[1], cast, dim), dtype=torch.uint8)
+    shape = factor_shape(x, cast, dim) if cast.scale.two_level == "row" else ()
+    return data, x.new_empty(shape, dtype=torch.float32)
 
 
 @opaque(_fake_pack)
@@ -113,9 +115,8 @@ def _agrees(spec: str, dim: int, source: torch.dtype, device: torch.device) -> b
 def _fake_unpack(
     data: Tensor, factor: Tensor, spec: str, dim: int, shape: list[int], source: torch.dtype, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    of_rows = Cast.from_spec(spec).scale.block == "row"
-    of_factor = [1, shape[1]] if of_rows and dim == 0 else [shape[0], 1] if of_rows else []
-    return data.new_empty(shape, dtype=dtype), factor.new_empty(of_factor)
+    values = data.new_empty(shape, dtype=dtype)
+    return values, factor.new_empty(factor_shape(values, Cast.from_spec(spec), dim))
 
 
 @opaque(_fake_unpack)

@@ -24,8 +24,6 @@ def packing_obstacle(cast: Cast) -> str | None:
     """Why a cast has no packed form, in words; None where it has one."""
     if cast.scale.statistic == "minmax":
         return "its zero points are not packed"
-    if cast.scale.two_level == "row":
-        return "its scales of rows above those of blocks are not packed"
     if cast.scale.source == "delayed" and not cast.scale.per_block and cast.format.dtype is None:
         return f"{cast.element} has no code for NaN, which a delayed scale would not show"
     return None
@@ -52,7 +50,7 @@ def pack(
     ``dim``, and packs it. Casts with a :func:`packing_obstacle` are not supported.
 
     ``amax`` and ``mean`` (of |x|) are those of the global matrix; None measures them. Returns uint8 ``[bytes]`` and the
-    scale of the matrix, float32, 0-d.
+    scale of the matrix, float32, 0-d, or those of its rows.
     """
     tile, key = tile_of(cast, dim, 2), rounding_key(cast, key, x.device)
     scaled = make_scales(x, cast, tile, amax, shard, mean, key)
@@ -62,7 +60,7 @@ def pack(
     scales = scaled.stored(cast)
     if cast.scale.block == "tensor":
         return codes, (scales * scaled.decode).reshape(())
-    return torch.cat([codes, _encode(scales.flatten(), cast.scale.storage)]), scaled.decode
+    return torch.cat([codes, _encode(scales.flatten(), cast.scale.storage)]), scaled.factor(x.shape, tile)
 
 
 def unpack_(out: Tensor, data: Tensor, factor: Tensor, cast: Cast, dtype: torch.dtype, dim: int = 1) -> Tensor | None:

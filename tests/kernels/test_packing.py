@@ -9,6 +9,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels import backend, pack_operand, quantize_operand, unpack_operand
 from lightning_lowbit.kernels.cpu import codes as cpu
+from lightning_lowbit.kernels.cpu.casts import obstacle
 from lightning_lowbit.nn.casts import PRESETS
 from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.quant.packed import packed_bits, packing_obstacle
@@ -32,7 +33,7 @@ def matrix(rows, columns, dtype):
 
 
 def check(x, cast, dim, shard=None):
-    key = KEY if cast.rounding == "stochastic" else None
+    key = KEY if cast.draws else None
     with backend("eager"):
         expected = quantize_operand(x, cast, dim, key, shard=shard)
     for name in ("eager", "cpp"):
@@ -91,7 +92,8 @@ def test_bits_per_element():
 
 
 def test_the_kernels_pack_what_presets_need():
-    assert all(cpu.covers(cast, 64) for cast in OF_PRESETS)
+    assert all(cpu.covers(cast, 64) == (obstacle(cast) is None) for cast in OF_PRESETS)
+    assert all(cpu.covers(cast, 64) for cast in map(LinearCasts.preset("nvfp4").cast_of, OPERANDS))
 
 
 def test_what_has_no_packed_form_says_why():

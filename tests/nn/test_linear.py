@@ -245,7 +245,7 @@ def allowance(casts: LinearCasts, gemm: str, expected: Definition, dtype: torch.
     size = expected.sizes[result]
     allowed = (0.51 if exact else 1) * eps * expected.results[result].abs() + size * 2.0**-21
     pair = [getattr(casts, name) for name in GEMMS[gemm]]
-    rows = any(isinstance(cast, Cast) and cast.scale.block == "row" for cast in pair)
+    rows = any(isinstance(cast, Cast) and "row" in (cast.scale.block, cast.scale.two_level) for cast in pair)
     if not exact and (gemm in casts.subtract_mean or rows):  # the mean and its product; the GEMM before what is added
         allowed += 2 * eps * expected.offsets[result]
     surrogate = {"dgrad": "fprop_x", "wgrad": "fprop_w"}.get(gemm)

@@ -84,9 +84,19 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
     ],
     "_amax": lambda x: [(x,), (x.new_empty(0, 24),)],
     "_operand_statistics": lambda x: [
-        *product((x,), (x.contiguous(),), (None, TWO), (BLOCKS, ROWS), (0, 1), (None,), (x.numel(), 400), (None,)),
-        (x, x.contiguous(), torch.ones(40, 1), ROWS, 1, None, 400, None),
-        (x, x.contiguous(), None, GROUPS, 0, None, 400, shard()),
+        *product(
+            (x,),
+            (x.contiguous(),),
+            (None, TWO),
+            (BLOCKS, ROWS),
+            (0, 1),
+            (None,),
+            (x.numel(), 400),
+            (None,),
+            (False, True),
+        ),
+        (x, x.contiguous(), torch.ones(40, 1), ROWS, 1, None, 400, None, False),
+        (x, x.contiguous(), None, GROUPS, 0, None, 400, shard(), True),
     ],
     "activation_sums": lambda x: [(x, 3.0), (x[None], 6.0), (x.new_empty(0, 24), 6.0)],
     "_blend": lambda x: [

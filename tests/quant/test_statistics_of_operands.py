@@ -188,6 +188,9 @@ def test_a_sample_is_of_whole_blocks(cast: Cast, dim: int) -> None:
         assert found["elements"] == x.numel(), "a mean of some"
         return
     quantized = quantize_operand(x, cast, dim, KEY)
+    if isinstance(cast.scale.block, tuple) and cast.scale.block[0] > 96 // 2:
+        assert found["elements"] == x.numel(), "a part of a tile"
+        return
     if isinstance(cast.scale.block, tuple):
         rows = torch.arange(96).view(-1, cast.scale.block[0])
         rows = rows[picked(len(rows), 3)].flatten()

@@ -101,8 +101,16 @@ def test_native_gemms_of_what_is_reused() -> None:
 @pytest.mark.parametrize(
     ("name", "native"),
     [
-        *((name, {}) for name in PRESETS if not name.startswith(("fp8-", "nvfp4", "mxfp")) and name != "ternary"),
+        *(
+            (name, {})
+            for name in PRESETS
+            if not name.startswith(("fp8-", "nvfp4", "mxfp")) and name not in ("ternary", "quartet2")
+        ),
         ("mxfp6", {}),
+        ("nvfp4-row", {}),
+        ("quartet2", {"fprop": "nvfp4"}),
+        ("mxfp8-nvfp4", {"fprop": "mxfp8", "dgrad": "nvfp4", "wgrad": "nvfp4"}),
+        ("nvfp4-mxfp8", {"fprop": "nvfp4", "dgrad": "mxfp8", "wgrad": "mxfp8"}),
         *((name, dict.fromkeys(GEMMS, "nvfp4")) for name in ("nvfp4", "nvfp4-nvidia", "nvfp4-4over6")),
         *((name, dict.fromkeys(GEMMS, "mxfp4")) for name in ("mxfp4", "mxfp4-rht")),
         *((name, dict.fromkeys(GEMMS, name)) for name in ("mxfp8", "fp8-blockwise")),
