@@ -5,9 +5,10 @@ Both are immutable values that validate themselves. Nothing else in the project 
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Literal
 
 from lightning_lowbit.checks import choose, flag, from_fields, is_number
@@ -240,8 +241,8 @@ class Cast:
             ``"e5m2"``, ``"int2"`` to ``"int8"``, or ``"ternary"``.
         scale: a :class:`Scale`, or a mapping of its fields.
         rounding: of the elements: ``"nearest"`` (ties to even) or ``"stochastic"`` (unbiased, needs a key).
-        rounded: rounds ``elements * block scales`` to the computation's bfloat16, as fake quantization does. By default
-            operands that bfloat16 does not hold exactly are float32, and so is their GEMM.
+        round_to_bfloat16: rounds ``elements * block scales`` to bfloat16 where the model computes in it, as fake
+            quantization does. By default operands that bfloat16 does not hold exactly are float32, and so is their GEMM.
 
     Raises:
         ValueError: an unknown value, or a combination that has no meaning (see ``REFUSED``).
@@ -253,7 +254,7 @@ class Cast:
     element: str = "e2m1"
     scale: Scale = Scale()
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    rounded: bool = False
+    round_to_bfloat16: bool = False
     spec: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -263,9 +264,9 @@ class Cast:
             object.__setattr__(self, "scale", from_fields(Scale, "Scale", self.scale))
         if not isinstance(self.scale, Scale):
             raise ValueError(f"Cast.scale is a Scale or a mapping of its fields; got {self.scale!r}.")
-        flag("Cast.rounded", self.rounded)
+        flag("Cast.round_to_bfloat16", self.round_to_bfloat16)
         _refuse(self.scale, self.element)
-        own = {name: getattr(self, name) for name in ("element", "rounding", "rounded")}
+        own = {name: getattr(self, name) for name in ("element", "rounding", "round_to_bfloat16")}
         object.__setattr__(self, "spec", json.dumps({**own, "scale": asdict(self.scale)}))
 
     @staticmethod
@@ -277,6 +278,7 @@ class Cast:
     def replace(self, **changes: Any) -> "Cast":
         """A copy with other fields; ``scale`` may be a mapping of the fields of the scale that change. A ValueError for
         an unknown field, or a combination that has no meaning."""
+        changes = current_names(changes, warn=True)
         for name in changes:
             choose("field of Cast", name, [f.name for f in fields(Cast) if f.init])
         if isinstance(scale := changes.get("scale"), Mapping):
@@ -286,6 +288,12 @@ class Cast:
                 scale = {"rounding": None, **scale}
             changes = {**changes, "scale": replace(self.scale, **scale)}
         return replace(self, **changes)
+
+    @property
+    def rounded(self) -> bool:
+        """Deprecated: ``round_to_bfloat16``."""
+        current_names({"rounded": None}, warn=True)
+        return self.round_to_bfloat16
 
     @property
     def format(self) -> Format:
@@ -313,5 +321,25 @@ class Cast:
         return self.format.bits + shared / (math.prod(block) if isinstance(block, tuple) else block)
 
     def __str__(self) -> str:
-        marks = ("~" if self.rounding == "stochastic" else "") + ("≈" if self.rounded else "")
+        marks = ("~" if self.rounding == "stochastic" else "") + ("≈" if self.round_to_bfloat16 else "")
         return f"{self.element}/{self.scale}{marks}"
+
+
+def current_names(given: Mapping[str, Any], warn: bool = False) -> dict[str, Any]:
+    """Fields of a cast with ``rounded``, the name of ``round_to_bfloat16`` until version 0.2, replaced."""
+    if warn and "rounded" in given:
+        message = "Cast.rounded is deprecated and is removed in version 0.2: it is now Cast.round_to_bfloat16."
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+    replaced = {"round_to_bfloat16": given["rounded"]} if "rounded" in given else {}
+    return {name: value for name, value in given.items() if name != "rounded"} | replaced
+
+
+def _takes_old_names(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def init_with_old_names(self: Cast, *args: Any, **given: Any) -> None:
+        init(self, *args, **current_names(given, warn=True))
+
+    return init_with_old_names
+
+
+Cast.__init__ = _takes_old_names(Cast.__init__)  # type: ignore[method-assign]

@@ -248,7 +248,7 @@ def by_definition(layer: Any, x: Tensor, g: Tensor, remembered: Sequence[float] 
             cast = getattr(casts, name)
             if isinstance(cast, Cast):
                 quantized = quantize(tensor, cast, CONTRACTION[name], keys[name], in_force(cast, remembered))
-                rounded = cast.rounded and cast.scale.per_block  # elements times block scales, of one level here
+                rounded = cast.round_to_bfloat16 and cast.scale.per_block  # of one level here
                 tensor = quantized.dequantize(x.dtype if rounded else torch.float32)
             operands[name] = tensor.double()
         left, right = (operands[name] for name in names)

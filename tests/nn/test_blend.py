@@ -39,8 +39,10 @@ REMEMBERED = (0.5, 2.0)
 PLAIN = {
     **{name: LinearCasts.preset(name) for name in ("ternary", "int8", "int4", "int2", "e1m2", "nvfp4", "mxfp4")},
     **{name: LinearCasts.preset(name) for name in ("fp8-delayed", "fp8-current", "fp8-row")},
-    "W4A16": quantization_aware(None, Cast("int4", Scale("fp32", 32), rounded=True)),
-    "from min to max": quantization_aware(ROWS, Cast("int4", Scale("fp32", 32, statistic="minmax"), rounded=True)),
+    "W4A16": quantization_aware(None, Cast("int4", Scale("fp32", 32), round_to_bfloat16=True)),
+    "from min to max": quantization_aware(
+        ROWS, Cast("int4", Scale("fp32", 32, statistic="minmax"), round_to_bfloat16=True)
+    ),
     "rows": every(ROWS),
     "rows reused": every(ROWS, dgrad_w="fprop", wgrad_x="fprop"),
     "tensors reused": LinearCasts.preset("fp8-current").replace(dgrad_w="fprop", wgrad_x="fprop"),

@@ -129,8 +129,8 @@ CASTS: dict[str, list[tuple[Cast, Cast]]] = {
     "element": [(ONE_LEVEL, Cast(name, ONE_LEVEL.scale)) for name in ELEMENT_FORMATS if name != "e2m1"],
     "scale": [scaled(*pair) for pairs in SCALES.values() for pair in pairs],
     "rounding": [(ONE_LEVEL, Cast("e2m1", ONE_LEVEL.scale, "stochastic"))],
-    "rounded": [
-        (Cast(element, scale), Cast(element, scale, rounded=True))
+    "round_to_bfloat16": [
+        (Cast(element, scale), Cast(element, scale, round_to_bfloat16=True))
         for element in ("int8", "e1m2")
         for scale in (Scale("fp32", 16), Scale("fp32", 32, statistic="absmean"))
     ],
@@ -153,7 +153,7 @@ def test_every_field_of_scale_and_cast_has_a_knob() -> None:
 @pytest.mark.parametrize("field", CASTS)
 def test_a_cast_changes_its_own_operand(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     # What is rounded to the dtype of the computation is in float32 already.
-    dtype = torch.bfloat16 if field == "rounded" else torch.float32
+    dtype = torch.bfloat16 if field == "round_to_bfloat16" else torch.float32
     for before, after in CASTS[field]:
         base = every(before)
         expected, _ = traced(monkeypatch, base, dtype)
@@ -167,9 +167,11 @@ def test_a_cast_changes_its_own_operand(monkeypatch: pytest.MonkeyPatch, field: 
 @pytest.mark.parametrize("cast", [TWO_LEVEL, Cast("int8", Scale("fp32", "row")), Cast("int4", Scale("fp32", "tensor"))])
 def test_what_is_exact_is_rounded_to_itself(monkeypatch: pytest.MonkeyPatch, cast: Cast) -> None:
     (expected, _), (found, _) = (
-        traced(monkeypatch, every(cast.replace(rounded=rounded)), torch.bfloat16) for rounded in (False, True)
+        traced(monkeypatch, every(cast.replace(round_to_bfloat16=rounded)), torch.bfloat16) for rounded in (False, True)
     )
-    assert not moved(expected, found), f"rounded=True changes {moved(expected, found)}, which bfloat16 holds exactly"
+    assert not moved(expected, found), (
+        f"round_to_bfloat16=True changes {moved(expected, found)}, which bfloat16 holds exactly"
+    )
 
 
 # --- one layer --------------------------------------------------------------------------------------------------------

@@ -321,8 +321,11 @@ def test_e2m1_with_four_over_six_may_replace_another_element_and_back() -> None:
             for value in (True, "1e-5", None)  # what YAML makes of 1e-5 is a string
         ],
         *[
-            (lambda rounded=rounded: Cast(rounded=rounded), f"Cast.rounded is true or false; got {rounded!r}")
-            for rounded in (1, "yes", None)
+            (
+                lambda value=value: Cast(round_to_bfloat16=value),
+                f"Cast.round_to_bfloat16 is true or false; got {value!r}",
+            )
+            for value in (1, "yes", None)
         ],
     ],
 )
@@ -362,7 +365,7 @@ def every_cast() -> list[Cast]:
         if cast.scale.needs_amax and cast.element in ("e2m1", "e5m2")
         for memory in memories
     ]
-    nearest += [replace(cast, rounded=True) for cast in nearest if cast.element in ("e2m1", "int4")]
+    nearest += [replace(cast, round_to_bfloat16=True) for cast in nearest if cast.element in ("e2m1", "int4")]
     return nearest + [replace(cast, rounding="stochastic") for cast in nearest]
 
 
@@ -386,10 +389,10 @@ def test_casts_of_mappings() -> None:
     """As YAML gives them."""
     text = """
     element: int4
-    rounded: true
+    round_to_bfloat16: true
     scale: {format: fp32, block: 128, statistic: minmax, factor: 0.9, epsilon: 1.0e-5}
     """
-    expected = Cast("int4", Scale("fp32", 128, statistic="minmax", factor=0.9, epsilon=1e-5), rounded=True)
+    expected = Cast("int4", Scale("fp32", 128, statistic="minmax", factor=0.9, epsilon=1e-5), round_to_bfloat16=True)
     assert Cast(**yaml.safe_load(text)) == expected
 
 
@@ -422,8 +425,8 @@ def test_casts_of_mappings() -> None:
             Cast("ternary", Scale("fp32", "tensor", statistic="absmean", factor=1.1547, epsilon=1e-5)),
             "ternary/fp32:tensor(absmean x1.1547)(epsilon 1e-05)",
         ),
-        (Cast("int4", Scale("fp32", 128, statistic="minmax"), rounded=True), "int4/fp32:1x128(minmax)≈"),
-        (Cast("int4", Scale("fp32", 128), "stochastic", rounded=True), "int4/fp32:1x128~≈"),
+        (Cast("int4", Scale("fp32", 128, statistic="minmax"), round_to_bfloat16=True), "int4/fp32:1x128(minmax)≈"),
+        (Cast("int4", Scale("fp32", 128), "stochastic", round_to_bfloat16=True), "int4/fp32:1x128~≈"),
         (Cast("int8", Scale("fp32", "row", factor=0.5)), "int8/fp32:row(absmax x0.5)"),
         (Cast("int8", Scale("fp32", "row", "power_of_two", epsilon=0.5)), "int8/fp32:row(power_of_two)(epsilon 0.5)"),
     ],
@@ -496,9 +499,9 @@ def test_replace_changes_what_it_names() -> None:
         others = {field.name for field in fields(Scale)} - {name}
         kept = {other: getattr(found.scale, other) == getattr(cast.scale, other) for other in others}
         assert all(kept.values()), f"scale.{name} changed, and so did another field: {kept}"
-        assert (found.element, found.rounding, found.rounded) == (cast.element, cast.rounding, cast.rounded)
+        assert replace(found, scale=cast.scale) == cast
     assert cast.replace(rounding="nearest") == replace(cast, rounding="nearest")
-    assert cast.replace(rounded=True) == Cast("e2m1", scale, "stochastic", rounded=True)
+    assert cast.replace(round_to_bfloat16=True) == Cast("e2m1", scale, "stochastic", round_to_bfloat16=True)
     assert cast.replace(scale=Scale("e8m0")).scale == Scale("e8m0")
     both = cast.replace(element="e2m1", rounding="nearest", scale={"block": 32})
     assert (both.rounding, both.scale.block, both.scale.top) == ("nearest", 32, 256)
@@ -535,7 +538,7 @@ def test_a_default_rounding_follows_the_format(name: str) -> None:
         ({"scale": {"history": 4}}, "take source='delayed', or leave both out"),
         ({"scale": {"statistic": "absmean"}}, "take format='fp32', or leave them out"),
         ({"scale": {"format": "fp32", "two_level": False, "statistic": "minmax"}}, "take 'int2' to 'int8'"),
-        ({"rounded": "no"}, "Cast.rounded is true or false; got 'no'"),
+        ({"round_to_bfloat16": "no"}, "Cast.round_to_bfloat16 is true or false; got 'no'"),
     ],
 )
 def test_replace_refuses(changes: dict[str, Any], message: str) -> None:

@@ -25,6 +25,7 @@ from lightning_lowbit.nn.casts import PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.quant import Cast
+from lightning_lowbit.quant.cast import current_names
 from lightning_lowbit.quant.hadamard import rotate
 from lightning_lowbit.quant.shard import amax_of
 
@@ -96,7 +97,7 @@ def parse_casts(text: str) -> list[Candidate]:
     candidates = {}
     for item in items:
         if isinstance(item, Mapping) and "preset" not in item:
-            cast = from_fields(Cast, "Cast", item)
+            cast = from_fields(Cast, "Cast", current_names(item, warn=True))
             candidates[str(cast)] = Candidate(str(cast), cast)
             continue
         casts = LinearCasts.of(item)

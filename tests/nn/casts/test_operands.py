@@ -49,10 +49,10 @@ FORMS = {
     "e4m3 tiles": Cast("e4m3", Scale("e4m3", (16, 16), two_level=True)),
     "e3m2": Cast("e3m2", Scale("fp32", "tensor")),
     "int8 rows": Cast("int8", Scale("fp32", "row")),
-    "int2 rows": Cast("int2", Scale("fp32", "row", "power_of_two"), "stochastic", rounded=True),
+    "int2 rows": Cast("int2", Scale("fp32", "row", "power_of_two"), "stochastic", round_to_bfloat16=True),
     "int4": Cast("int4", Scale("e8m0", "tensor")),
     "ternary": Cast("ternary", Scale("fp32", "tensor", statistic="absmean", factor=1.1, epsilon=1e-5)),
-    "int8 groups": Cast("int8", Scale("fp32", 128), rounded=True),
+    "int8 groups": Cast("int8", Scale("fp32", 128), round_to_bfloat16=True),
     "int8 from min to max": Cast("int8", Scale("fp32", "row", statistic="minmax")),
     "int8 delayed": Cast("int8", Scale("fp32", "tensor", source="delayed")),
 }

@@ -27,7 +27,7 @@ on_int8_units = pytest.mark.skipif(
 
 
 def integer(bits: int, block: Any = 128, statistic: Any = "absmax") -> Cast:
-    return Cast(f"int{bits}", Scale("fp32", block, statistic=statistic), rounded=isinstance(block, int))
+    return Cast(f"int{bits}", Scale("fp32", block, statistic=statistic), round_to_bfloat16=isinstance(block, int))
 
 
 TOKENS = Cast("int8", Scale("fp32", "row", epsilon=1e-5))
