@@ -242,7 +242,7 @@ class Cast:
         scale: a :class:`Scale`, or a mapping of its fields.
         rounding: of the elements: ``"nearest"`` (ties to even) or ``"stochastic"`` (unbiased, needs a key).
         round_to_bfloat16: rounds ``elements * block scales`` to bfloat16 where the model computes in it, as fake
-            quantization does. By default operands that bfloat16 does not hold exactly are float32, and so is their GEMM.
+            quantization does. By default operands that bfloat16 does not hold exactly are float32, as is their GEMM.
 
     Raises:
         ValueError: an unknown value, or a combination that has no meaning (see ``REFUSED``).
