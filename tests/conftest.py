@@ -41,11 +41,11 @@ os.environ.pop("PL_GLOBAL_SEED", None)
 
 # The files that take longest: they are begun first, so that none of them is what one worker waits for at the end.
 LONGEST = (
-    "cli/test_run.py",
-    "test_docs.py",
+    "cli/run/test_run.py",
+    "docs/test_docs.py",
     "recipes/test_recipes.py",
-    "optim/test_conformance.py",
-    "nn/test_linear.py",
+    "optim/conformance/test_gradients.py",
+    "nn/linear/test_operands.py",
 )
 
 

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
+from tests.distributed.spreads import full
 from tests.launch import take_part
 from tests.lightnings import DDPStrategy, FSDPStrategy, LightningModule, ModelParallelStrategy, Strategy, Trainer
-from tests.optim.distributed import full
 
 RANKS, STEPS, HALF = 2, 8, 4
 

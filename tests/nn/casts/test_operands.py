@@ -57,7 +57,6 @@ FORMS = {
     "int8 delayed": Cast("int8", Scale("fp32", "tensor", source="delayed")),
 }
 
-
 TAKEN = {
     "fp8": {"e4m3", "e5m2", "e4m3 rows", "e5m2 rows", "e4m3 delayed"},
     "int8": {"int8 rows", "int2 rows", "int4", "ternary"},
@@ -145,5 +144,5 @@ def test_operands_that_are_one(cast: Any, one: bool) -> None:
             touched = gemm in (first.split("_")[0], second.split("_")[0])
             six = LinearCasts(**{**dict.fromkeys(OPERANDS, E5M2), first: cast, second: cast})
             assert six.replace(hadamard={gemm: 16}).shared(second) == (one and not touched), f"{gemm} rotated"
-            assert six.replace(subtract_mean=[gemm]).shared(second) == (one and not touched), f"{gemm} centerd"
+            assert six.replace(subtract_mean=[gemm]).shared(second) == (one and not touched), f"{gemm} centered"
     assert not LinearCasts(fprop_w=cast, dgrad_w="fprop").shared("dgrad_w"), "what is reused is no cast of its own"

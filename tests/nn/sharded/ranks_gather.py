@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import Cast, LowBitPrecision, Scale, convert
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn.sharded.gather import WeightGathers
+from tests.distributed.spreads import full
 from tests.launch import take_part
-from tests.optim.distributed import full
 from tests.precision.regression import trainer
 
 RANKS, STEPS = 2, 3

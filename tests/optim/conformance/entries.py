@@ -79,11 +79,7 @@ class Entry(NamedTuple):
 
 # AdamW keeps its moments in the dtype of the parameter; in fp16, 1e-8 is 0 and eps would be none.
 ADAMW, EPS = ("torch.optim", "AdamW"), {"eps": 1e-3}
-
-
 FP8 = {"moments": "fp8"}
-
-
 MASTER = {**FP8, "master_weights": "fp16"}
 
 

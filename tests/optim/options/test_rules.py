@@ -25,13 +25,8 @@ PLACES: dict[str, tuple[torch.dtype, float, str]] = {
     "fp64": (torch.float64, 1e-11, "torch"),
 }
 
-
 everywhere = pytest.mark.parametrize(("dtype", "tolerance", "code"), PLACES.values(), ids=PLACES)
-
-
 SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
-
-
 ADAM: dict[str, Any] = {"element_clip": None, "norm_clip": None, "reset_interval": None}
 
 
@@ -45,7 +40,6 @@ TABLE_4_6: dict[str, dict[str, Any]] = {
     "MoRet, AdaGN, SpikeClip": {"element_clip": "spike_clip", "spike_threshold": 4.0, "reset_interval": 24},
     "MoRet, GradClip, AdaClip": {"norm_clip": "grad_clip", "reset_interval": 4},
 }
-
 
 ALONE: dict[str, dict[str, Any]] = {
     "AdaClip": ADAM | {"element_clip": "ada_clip"},
@@ -65,7 +59,6 @@ ALONE: dict[str, dict[str, Any]] = {
     "falling decays of one step": {"total_steps": 1},
     "preset": {"gamma1": 0.85, "gamma2": 0.99999, "gamma3": 0.9},
 }  # fmt: skip
-
 
 TOGETHER: dict[str, dict[str, Any]] = {
     "all of Stable-SPAM": {

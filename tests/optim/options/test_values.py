@@ -45,7 +45,6 @@ GOOD: dict[str, list[Any]] = {
     "density": [1, 0.5, 1 / 3, 0.25, 1e-3],
 }  # fmt: skip
 
-
 BAD: dict[str, list[Any]] = {
     "lr": [-1.0, math.nan, math.inf, "1e-3", None, True],
     "betas": [(1.0, 0.9), (0.9, math.nan), (0.9,), 0.9, (0.9, 0.99, 0.999), ("0.9", 0.9), None],
