@@ -99,6 +99,16 @@ GROUP = r"group is a number of elements such as 128, 'row' or 'tensor'; got"
         (IntegerPrecision, {"weight_bits": 4.5}, rf"weight_bits {BITS} 4.5\."),
         (IntegerPrecision, {"activation_bits": "4"}, rf"activation_bits {BITS} '4'\."),
         (IntegerPrecision, {"weight_bits": None, "activation_bits": None}, "Give weight_bits or activation_bits: with"),
+        (
+            IntegerPrecision,
+            {"weight_bits": None, "activation_bits": 8, "symmetric": False},
+            "gives weights zero points, and",
+        ),
+        (
+            IntegerPrecision,
+            {"activation_bits": None, "activation_group": 32},
+            "activation_group=32, and activation_bits",
+        ),
         (IntegerPrecision, {"group": 0}, f"{GROUP} 0"),
         (IntegerPrecision, {"group": "rows"}, f"{GROUP} 'rows'"),
         (IntegerPrecision, {"activation_group": 0}, f"{GROUP} 0"),
