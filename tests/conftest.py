@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pairs import mark_slow
+from tests.pairwise import mark_slow
 
 TESTS = Path(__file__).parent
 
@@ -20,7 +20,7 @@ importlib.metadata.entry_points = cache(importlib.metadata.entry_points)
 # Without an accelerator, torch.manual_seed only takes longer: it keeps the stack, for an accelerator that may yet come.
 SEED = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
-# The package uses the Lightning that is imported already: see tests/lightnings.py.
+# The package uses the Lightning that is imported already: see tests/lightning_imports.py.
 if "LOWBIT_TEST_LIGHTNING" in os.environ:
     import_module(os.environ["LOWBIT_TEST_LIGHTNING"])
 

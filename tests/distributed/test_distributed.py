@@ -24,7 +24,7 @@ from tests.distributed.ranks import RANKS
 from tests.distributed.resumptions import SAVED
 from tests.distributed.spreads import BAD, CASES, HALF, SPREADS, Run
 from tests.launch import launch
-from tests.pairs import selected
+from tests.pairwise import selected
 
 # float64: sums in another order. fp32: the same, and where a gradient nearly cancels, Adam divides it by its own size;
 # a dozen steps of 1e-3 move by a hundredth.

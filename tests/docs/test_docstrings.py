@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_lowbit
 from lightning_lowbit import FP4Precision, FP8Precision, IntegerPrecision
-from tests.lightnings import LightningModule, MixedPrecision, Trainer
+from tests.lightning_imports import LightningModule, MixedPrecision, Trainer
 
 NAMES = sorted(lightning_lowbit.__all__)
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import CrashSafeCheckpoint, StableSPAM
 from tests.distributed.spreads import full
-from tests.lightnings import Callback, LightningModule, ModelCheckpoint, ModelParallelStrategy, Trainer
+from tests.lightning_imports import Callback, LightningModule, ModelCheckpoint, ModelParallelStrategy, Trainer
 
 SAVED, KILLED, LAST = 1, 2, 3  # steps: of the save before, of the one that is killed, of the end
 OPERATIONS = {"os.remove", "os.rmdir", "os.symlink", "half a copy"}

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_lowbit import cli
 from lightning_lowbit.cli.inspect import command
 from lightning_lowbit.cli.inspect.table import Inspection, _limits
-from tests.cli.inspect.runs import WITH_WEIGHTS, inspect, is_png, table
+from tests.cli.inspect.models import WITH_WEIGHTS, inspect, is_png, table
 
 
 def inspection(names, casts="nvfp4,mxfp4"):

@@ -25,7 +25,7 @@ from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn.sharded.gather import WeightGathers
 from tests.distributed.spreads import full
 from tests.launch import take_part
-from tests.precision.regression import trainer
+from tests.precision.regression_model import trainer
 
 RANKS, STEPS = 2, 3
 

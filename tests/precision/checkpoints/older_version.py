@@ -23,7 +23,7 @@ from lightning_lowbit import (
     StableSPAM,
     TernaryPrecision,
 )
-from tests.lightnings import Callback, LightningModule, Trainer
+from tests.lightning_imports import Callback, LightningModule, Trainer
 
 SAVED, STEPS = 3, 6
 RUNS = {

@@ -34,9 +34,9 @@ from lightning_lowbit import (
 )
 from tests.distributed.spreads import full
 from tests.launch import take_part
-from tests.lightnings import NAME, Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
-from tests.optim.trainers import FSDPOnCPU
-from tests.precision.regression import state
+from tests.lightning_imports import NAME, Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
+from tests.optim.ranks_lightning import FSDPOnCPU
+from tests.precision.regression_model import state
 
 RANKS, STEPS, HALF, MICRO_BATCHES = 2, 8, 4, 2
 OVERFLOW = 1  # the step whose gradients are infinite in fp16, also where each is divided by two

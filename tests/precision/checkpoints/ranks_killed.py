@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbit import CrashSafeCheckpoint, FP4Precision, StableSPAM
-from tests.lightnings import Callback, LightningModule, ModelParallelStrategy, Trainer
+from tests.lightning_imports import Callback, LightningModule, ModelParallelStrategy, Trainer
 from tests.precision.checkpoints.ranks import RANKS, STEPS, Regression
 
 SAVED = 2  # steps between checkpoints

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from lightning_lowbit import restore
 from tests.launch import LIMIT, launch, start
-from tests.lightnings import _format_checkpoint, _load_distributed_checkpoint
-from tests.pairs import selected
+from tests.lightning_imports import _format_checkpoint, _load_distributed_checkpoint
+from tests.pairwise import selected
 from tests.precision.checkpoints import ranks as checkpoints
 from tests.precision.checkpoints import ranks_killed
 from tests.precision.checkpoints.ranks import (

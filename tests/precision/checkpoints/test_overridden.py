@@ -9,7 +9,7 @@ from torch.optim import SGD, AdamW, lr_scheduler
 
 from lightning_lowbit import LowBitPrecision, StableSPAM, WeightDecaySwitch
 from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden
-from tests.lightnings import BoringModel, Trainer
+from tests.lightning_imports import BoringModel, Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 

@@ -22,7 +22,7 @@ from lightning_lowbit import (
     restore,
 )
 from lightning_lowbit.nn import QuantizedLayer
-from tests.lightnings import LightningModule, Trainer, quiet_trainer
+from tests.lightning_imports import LightningModule, Trainer, quiet_trainer
 
 Plugin = Callable[[], LowBitPrecision]
 

@@ -11,7 +11,7 @@ import torch
 from lightning_lowbit import ExactResume, FP4Precision, FP8Precision, PrecisionSummary, QAFSwitch, StableSPAM
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.models import CausalLM
-from tests.lightnings import Callback, Trainer
+from tests.lightning_imports import Callback, Trainer
 
 STEPS, SWITCH, ACCUMULATE = 9, 5, 2
 

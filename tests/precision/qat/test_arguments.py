@@ -17,9 +17,9 @@ from lightning_lowbit import (
     quantize,
 )
 from lightning_lowbit.nn.gemm import native_obstacle
-from tests.lightnings import LightningCLI
+from tests.lightning_imports import LightningCLI
 from tests.precision.qat.plugins import qat
-from tests.precision.regression import Regression, flat, trainer
+from tests.precision.regression_model import Regression, flat, trainer
 
 on_int8_units = pytest.mark.skipif(
     native_obstacle(torch.device("cpu"), "int8") is not None, reason="this CPU has no int8 units"

@@ -14,7 +14,7 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.recipes.models import CausalLM
 from lightning_lowbit.recipes.sharding import spread
-from tests.lightnings import (
+from tests.lightning_imports import (
     LightningModule,
 )
 

@@ -24,7 +24,7 @@ from lightning_lowbit import (
     TernaryPrecision,
 )
 from tests.launch import take_part
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
     DDPStrategy,
     MisconfigurationException,
@@ -33,7 +33,7 @@ from tests.lightnings import (
     Trainer,
     quiet_trainer,
 )
-from tests.optim.trainers import FSDPOnCPU
+from tests.optim.ranks_lightning import FSDPOnCPU
 from tests.precision.strategies.models import LONGEST, RANKS, STEPS, UNEVEN, Odd, Small
 
 NEAREST = dict.fromkeys(("dgrad_g", "wgrad_g", "wgrad_x"), "nearest")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_lowbit import FP4Precision
 from tests.launch import launch
-from tests.lightnings import BoringModel, DeepSpeedStrategy, MisconfigurationException, XLAStrategy
-from tests.pairs import selected
+from tests.lightning_imports import BoringModel, DeepSpeedStrategy, MisconfigurationException, XLAStrategy
+from tests.pairwise import selected
 from tests.precision.strategies.ranks import (
     KINDS,
     LONGEST,

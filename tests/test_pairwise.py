@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.pairs import cover
+from tests.pairwise import cover
 
 
 def matrix(*sizes: int) -> list[dict[str, int]]:

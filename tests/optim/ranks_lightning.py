@@ -1,4 +1,4 @@
-"""One of two processes that train one model through Lightning: ``python -m tests.optim.trainers 0 FOLDER``.
+"""One of two processes that train one model through Lightning: ``python -m tests.optim.ranks_lightning 0 FOLDER``.
 
 What came out lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
@@ -16,7 +16,7 @@ from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
 from tests.distributed.spreads import full
 from tests.launch import take_part
-from tests.lightnings import DDPStrategy, FSDPStrategy, LightningModule, ModelParallelStrategy, Strategy, Trainer
+from tests.lightning_imports import DDPStrategy, FSDPStrategy, LightningModule, ModelParallelStrategy, Strategy, Trainer
 
 RANKS, STEPS, HALF = 2, 8, 4
 

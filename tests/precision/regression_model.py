@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import Cast, LinearCasts, LowBitPrecision, Scale
 from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.nn.linear import QuantizedLayer
-from tests.lightnings import Callback, LightningModule, Trainer, quiet_trainer
+from tests.lightning_imports import Callback, LightningModule, Trainer, quiet_trainer
 
 LAYERS = ("first", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "head")
 DOWN = "mlp.down_proj"
