@@ -195,7 +195,7 @@ def _files(path: Path) -> list[Path]:
             try:
                 return [path / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                raise ValueError(f"{index} does not tell the files of weights: save or download it anew.") from None
+                raise ValueError(f"{index} does not name the files of weights: save or download it again.") from None
     raise ValueError(f"The folder {path} holds neither model.safetensors nor pytorch_model.bin. Give {_KINDS}.")
 
 
