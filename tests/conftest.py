@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.pairs import mark_slow
+from tests.pairwise import mark_slow
 
 TESTS = Path(__file__).parent
 
@@ -20,7 +20,7 @@ importlib.metadata.entry_points = cache(importlib.metadata.entry_points)
 # Without an accelerator, torch.manual_seed only takes longer: it keeps the stack, for an accelerator that may yet come.
 SEED = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
-# The package uses the Lightning that is imported already: see tests/lightnings.py.
+# The package uses the Lightning that is imported already: see tests/lightning_imports.py.
 if "LOWBIT_TEST_LIGHTNING" in os.environ:
     import_module(os.environ["LOWBIT_TEST_LIGHTNING"])
 
@@ -41,11 +41,11 @@ os.environ.pop("PL_GLOBAL_SEED", None)
 
 # The files that take longest: they are begun first, so that none of them is what one worker waits for at the end.
 LONGEST = (
-    "cli/test_run.py",
-    "test_docs.py",
+    "cli/run/test_run.py",
+    "docs/test_docs.py",
     "recipes/test_recipes.py",
-    "optim/test_conformance.py",
-    "nn/test_linear.py",
+    "optim/conformance/test_gradients.py",
+    "nn/linear/test_operands.py",
 )
 
 

@@ -26,7 +26,7 @@ LIMIT = 300  # seconds; on two quiet cores they take a tenth of that
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
     [
-        os.environ.get("LOWBIT_TEST_LIGHTNING", "lightning.pytorch"),  # first, as in tests.lightnings
+        os.environ.get("LOWBIT_TEST_LIGHTNING", "lightning.pytorch"),  # first, as in tests.lightning_imports
         "lightning_lowbit.callbacks",
         "lightning_lowbit.recipes.models",
         "torch.distributed.fsdp",

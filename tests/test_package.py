@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -49,3 +51,18 @@ def test_names_and_subpackages_are_there_and_no_others():
         lightning_lowbit.FP5Precision  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'FP5Precision'"):
         from lightning_lowbit import FP5Precision  # noqa: F401
+
+
+def test_imported_packages_are_declared():
+    """At the top of files alone: optional packages are imported where they are used (see test_layering)."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.match(r"[\w-]+", each)[0].lower() for each in project["dependencies"]}
+    declared |= {"lightning_utilities", "lightning_fabric", "pytorch_lightning"}  # come with lightning
+    found = {}
+    for path in (ROOT / "lightning_lowbit").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            found |= {{"yaml": "pyyaml"}.get(top, top): path.name for name in names if (top := name.split(".")[0])}
+    missing = found.keys() - declared - sys.stdlib_module_names - {"lightning_lowbit", "triton"}
+    assert not missing, f"not among the dependencies: {[(name, found[name]) for name in missing]}"

@@ -8,7 +8,7 @@ from lightning_lowbit.precision import LowBitPrecision
 
 
 class LowBitProgressBar(LowBitCallback, TQDMProgressBar):
-    """Lightning's progress bar, with the phase of the precision plugin beside the metrics.
+    """Lightning's progress bar, with the phase of the precision plugin next to the metrics.
 
     Args:
         refresh_rate: batches between updates; 0 disables the bar.

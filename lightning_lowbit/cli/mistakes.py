@@ -29,13 +29,13 @@ def suggest(message: str, keys: Collection[str]) -> str:
     no_class = re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message)
     if no_class is not None:
         return nearest(no_class[2], dir(locate(no_class[1]))).strip()
-    misspelt = re.search(r"(?:Option '|accept option '|unrecognized arguments: -*)([\w.]+)", message)
-    if misspelt is None:
+    unknown = re.search(r"(?:Option '|accept option '|unrecognized arguments: -*)([\w.]+)", message)
+    if unknown is None:
         return ""
     named = re.findall(r"class_path[ =]'([\w.]+)'", message)
     if named:
         keys = arguments_of(named[-1]) or set()
-    words = (misspelt[1], misspelt[1].split(".")[0])
+    words = (unknown[1], unknown[1].split(".")[0])
     close = [match for word in words for match in difflib.get_close_matches(word, keys)]
     return f"Did you mean {close[0]!r}?" if close else "`lowbit fit --help all` lists what is possible."
 

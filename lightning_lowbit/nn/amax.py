@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.keys import clean_name, with_index
-from lightning_lowbit.nn.layer_amaxes import LayerAmaxes
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.nn.plan import OPERANDS
+from lightning_lowbit.nn.watch import LayerAmaxes
 
 _GRADIENTS = [OPERANDS.index(name) for name in ("dgrad_g", "wgrad_g")]
 

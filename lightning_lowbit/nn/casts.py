@@ -18,6 +18,7 @@ from lightning_lowbit.checks import choose, from_fields
 from lightning_lowbit.nn.casts_from_yaml import Settings, change_every, on_top, read_hadamard, read_surrogate
 from lightning_lowbit.nn.plan import GEMM, GEMMS, OPERANDS, OPERANDS_OF, Plan, plan_of
 from lightning_lowbit.quant import Cast, Hadamard
+from lightning_lowbit.quant.cast import current_names
 
 FORWARD, BACKWARD = OPERANDS[:2], OPERANDS[2:]
 
@@ -94,7 +95,7 @@ class LinearCasts:
         for operand in OPERANDS:
             value = getattr(self, operand)
             if isinstance(value, Mapping):
-                value = from_fields(Cast, "Cast", value)
+                value = from_fields(Cast, "Cast", current_names(value, warn=True))
                 object.__setattr__(self, operand, value)
             if value == "fprop" and operand in REUSABLE:
                 continue

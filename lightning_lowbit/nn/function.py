@@ -1,124 +1,28 @@
 """The autograd function of a linear layer: three GEMMs, six operands, six casts."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_lowbit.kernels import Packed, amax_of, pack_operand, quantize_operand, unpack_operand
-from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.gemm import matmul, mean_times, no_autocast
-from lightning_lowbit.nn.layer_amaxes import amax_in_force, stage_
-from lightning_lowbit.nn.native.operand import BlockOperand, block_operand, unpacked_block_operand
-from lightning_lowbit.nn.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
-from lightning_lowbit.nn.sharded.parallel import Shards
+from lightning_lowbit.kernels import Packed
+from lightning_lowbit.nn.gemm import matmul, no_autocast
+from lightning_lowbit.nn.operands import (
+    Settings,
+    Source,
+    amax_for,
+    keeps_weight_operand,
+    kept_source,
+    operands,
+    pack_for_backward,
+    prequantized_weight,
+    through_rounding_of,
+    unpacked_source,
+    weight_for_dgrad,
+)
 from lightning_lowbit.nn.watch import add_gradients_
-from lightning_lowbit.quant import Cast, Operand, blend, rotate, split_mean, through_rounding
-from lightning_lowbit.quant.shard import Shard
-from lightning_lowbit.quant.statistics import MAXIMA, SUMS, merge_statistics_, operand_statistics
-
-
-class PrequantizedWeight(NamedTuple):
-    """A weight that was quantized, in ``source_dtype``, before it was gathered
-    (:mod:`lightning_lowbit.nn.sharded.gather`). Its operand has ``dtype``, which may be narrower than that of the
-    gathered tensor, and ``factor``, float32, 0-d or ``[out_features, 1]``, or None for 1. ``amax``, float32, 0-d, is
-    None if the cast does not need it."""
-
-    source_dtype: torch.dtype
-    dtype: torch.dtype
-    factor: Tensor | None
-    amax: Tensor | None
-
-
-class Settings(NamedTuple):
-    """How one pass of a layer is computed.
-
-    Attributes:
-        keys: int64 ``[6]``, a copy: the layer's own keys may be refilled before the backward pass.
-        in_force, staged: float32 ``[6]``, amaxes for delayed scaling, and those of this pass (None to record nothing).
-        exact: computes float32 GEMMs over exact operands.
-        native: the GEMMs that the device computes natively.
-        blend: float32, 0-d: λ of annealing; None for fully quantized operands.
-        operand_sums, gradient_sums: rows of :class:`lightning_lowbit.nn.watch.Watch`; None outside of measurements.
-        shards: which of x, w and g are shards of global matrices.
-        weight_amax: float32, 0-d, scales the weight; None for its own amax.
-        recasts: keeps the parameter for the backward pass, and converts it again, instead of what was made of it.
-        packs: keeps what wgrad needs of x as codes and scales.
-    """
-
-    casts: LinearCasts
-    keys: Tensor | None
-    in_force: Tensor | None
-    staged: Tensor | None
-    exact: bool
-    native: tuple[str, ...]
-    blend: Tensor | None
-    operand_sums: Tensor | None
-    gradient_sums: Tensor | None
-    shards: Shards
-    weight_amax: Tensor | None
-    prequantized: PrequantizedWeight | None
-    recasts: bool = False
-    packs: bool = False
-
-    def shard_of(self, operand: str) -> Shard | None:
-        """The shard that an operand is, padded as its GEMM takes it; None if it is whole."""
-        shard: Shard | None = getattr(self.shards, operand[-1])
-        hadamard = self.casts.hadamard
-        if shard is not None and GEMM[operand] in hadamard and shard.dim == CONTRACTION[operand]:
-            return shard.padded(hadamard[GEMM[operand]].size)
-        return shard
-
-    def dtype_of(self, operand: str, cast: Cast) -> torch.dtype | None:
-        """The dtype in which the GEMM takes an operand; None for the default of `quantize_operand`."""
-        if self.exact:
-            return torch.float32
-        return cast.grid.gemm_dtype if GEMM[operand] in self.native else None
-
-    @property
-    def packed(self) -> str | None:
-        """The operand of x that is kept as codes and scales; None where x, or its operand, is kept."""
-        if not self.packs or self.blend is not None or self.gradient_sums is not None:
-            return None
-        if self.keys is None and self.casts.plan.draws:  # so there will be no backward pass
-            return None
-        packed = self.casts.plan.packed
-        if packed == "fprop_x" and self.native and (self.takes_codes("fprop_x") or self.takes_codes("wgrad_x")):
-            return None  # codes of the forward pass lie along its contraction
-        return packed
-
-    def unrecorded(self) -> "Settings":
-        """For an operand that another pass has quantized, and recorded, before."""
-        return self._replace(staged=None, operand_sums=None)
-
-    def reuses(self, operand: str) -> bool:
-        """Whether another GEMM has quantized the operand in the form that this one takes."""
-        if operand not in self.casts.plan.shared or not self.native:
-            return operand in self.casts.plan.shared
-        alike = (GEMM[operand] in self.native) == (GEMM[SHARED[operand]] in self.native)
-        return alike and not self.takes_codes(operand)
-
-    def takes_codes(self, operand: str) -> bool:
-        """Whether the GEMM of an operand is native and takes codes with the scales of blocks."""
-        return GEMM[operand] in self.native and GEMM[operand] in self.casts.plan.block_scaled
-
-    def kept(self, operand: str, quantized: Operand | BlockOperand, tensor: Tensor) -> Operand:
-        """What the forward pass keeps for an operand of the backward pass, given that of its own: the tensor for a GEMM
-        that takes codes, which lie along another axis, and no codes for one that does not."""
-        if self.takes_codes(operand) and operand not in self.casts.requantize:
-            return Operand(tensor)
-        return quantized.decoded(tensor.dtype) if isinstance(quantized, BlockOperand) else quantized
-
-
-class _Source(NamedTuple):
-    """The source of an operand, ``values * factor``; ``values`` is None for a tensor that is not needed."""
-
-    values: Any
-    amax: Tensor | None = None
-    factor: Tensor | None = None
-    is_operand: bool = False
+from lightning_lowbit.quant import Operand
 
 
 class QuantizedGemms(torch.autograd.Function):
@@ -130,26 +34,26 @@ class QuantizedGemms(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
         casts, (needs_x, needs_w) = settings.casts, ctx.needs_input_grad[:2]
         w = weight.to(x.dtype) if settings.recasts else weight
-        source_x = _Source(x, _amax(x, settings, "fprop_x", *["wgrad_x"] * needs_w))
+        source_x = Source(x, amax_for(x, settings, "fprop_x", *["wgrad_x"] * needs_w))
         if settings.prequantized is not None:
-            source_w = _prequantized(w, settings.prequantized, settings)
+            source_w = prequantized_weight(w, settings.prequantized, settings)
         elif settings.weight_amax is not None:
-            source_w = _Source(w, settings.weight_amax)
+            source_w = Source(w, settings.weight_amax)
         else:
-            source_w = _Source(w, _amax(w, settings, "fprop_w", *["dgrad_w"] * needs_x))
+            source_w = Source(w, amax_for(w, settings, "fprop_w", *["dgrad_w"] * needs_x))
         packed, of_fprop = None, source_x
         if needs_w and settings.packed is not None:
-            packed = _pack(settings.packed, source_x, settings)
+            packed = pack_for_backward(settings.packed, source_x, settings)
             if settings.packed == "fprop_x":
-                of_fprop = _unpacked("fprop_x", packed, x.shape, x.dtype, settings)
+                of_fprop = unpacked_source("fprop_x", packed, x.shape, x.dtype, settings)
 
         # Y = X · Wᵀ + b            [tokens, in] · [in, out]
-        qx, qw, offset = _operands("fprop", of_fprop, source_w, settings, bias)
+        qx, qw, offset = operands("fprop", of_fprop, source_w, settings, bias)
         y = matmul(qx, qw.t(), offset, x.dtype, fast_accumulation=True)
 
         # "fprop" and requantize keep the operand of the forward pass; others are quantized anew from the tensor itself.
         for_wgrad: Any = packed or (qx if "wgrad_x" in casts.plan.kept else Operand(x))
-        keeps_operand = _keeps_weight_operand(settings)
+        keeps_operand = keeps_weight_operand(settings)
         for_dgrad: Any = qw if keeps_operand else Operand(weight if settings.recasts else w)
         if settings.native:
             for_wgrad = packed or settings.kept("wgrad_x", for_wgrad, x)
@@ -179,225 +83,29 @@ class QuantizedGemms(torch.autograd.Function):
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None
         with no_autocast(g.device.type):
-            source_g = _Source(g, _amax(g, settings, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
+            source_g = Source(g, amax_for(g, settings, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
             if needs_x:
                 # dX = dY · W           [tokens, out] · [out, in]
-                kept = _weight(Operand(w, w_factor), amax_w, ctx.dtype, settings)
-                source_w = _kept("dgrad_w", kept, amax_w, ctx.dtype, settings)
-                qg, qw, of_mean = _operands("dgrad", source_g, source_w, settings)
+                kept = weight_for_dgrad(Operand(w, w_factor), amax_w, ctx.dtype, settings)
+                source_w = kept_source("dgrad_w", kept, amax_w, ctx.dtype, settings)
+                qg, qw, of_mean = operands("dgrad", source_g, source_w, settings)
                 dx = matmul(qg, qw, of_mean, ctx.dtype)
-                dx = _through_rounding("fprop_x", dx, _Source(forward_x, amax_x), settings)
+                dx = through_rounding_of("fprop_x", dx, Source(forward_x, amax_x), settings)
                 if settings.reuses("wgrad_g"):
-                    source_g = _Source(qg.values, None, qg.factor, is_operand=True)
+                    source_g = Source(qg.values, None, qg.factor, is_operand=True)
             if needs_w:
                 # dW = dYᵀ · X          [out, tokens] · [tokens, in]
                 kept, packed = Operand(x, x_factor), settings.packed
                 if packed is not None:
-                    source_x = _unpacked(packed, Packed(x, x_factor), ctx.shape, ctx.dtype, settings)
+                    source_x = unpacked_source(packed, Packed(x, x_factor), ctx.shape, ctx.dtype, settings)
                     kept = Operand(source_x.values, source_x.factor)
                 if packed != "wgrad_x":
-                    source_x = _kept("wgrad_x", kept, amax_x, ctx.dtype, settings)
-                qg, qx, of_mean = _operands("wgrad", source_g, source_x, settings)
+                    source_x = kept_source("wgrad_x", kept, amax_x, ctx.dtype, settings)
+                qg, qx, of_mean = operands("wgrad", source_g, source_x, settings)
                 dw = matmul(qg.t(), qx, of_mean, ctx.dtype)
                 if settings.gradient_sums is not None:
                     add_gradients_(settings.gradient_sums, dw, torch.mm(g.to(ctx.dtype).t(), forward_x))
-                dw = _through_rounding("fprop_w", dw, _Source(forward_w, amax_w), settings).to(ctx.weight_dtype)
+                dw = through_rounding_of("fprop_w", dw, Source(forward_w, amax_w), settings).to(ctx.weight_dtype)
             if needs_bias:
                 db = g.sum(0)  # of the unquantized gradient
         return dx, dw, db, None
-
-
-def _prequantized(w: Tensor, prequantized: PrequantizedWeight, settings: Settings) -> _Source:
-    cast = settings.casts.fprop_w
-    assert isinstance(cast, Cast)
-    if cast.scale.source == "delayed":
-        _scale_amax("fprop_w", _Source(w, prequantized.amax), settings)  # stages the amax
-    dtype = settings.dtype_of("fprop_w", cast) or prequantized.dtype
-    return _Source(w.to(dtype), None, prequantized.factor, is_operand=True)
-
-
-def _operands(
-    gemm: str, left: _Source, right: _Source, settings: Settings, bias: Tensor | None = None
-) -> tuple[Operand | BlockOperand, Operand | BlockOperand, Tensor | None]:
-    casts, names = settings.casts, OPERANDS_OF[gemm]
-    if gemm in casts.subtract_mean:
-        left, right, bias = _split_means(names, left, right, casts, bias)
-    if gemm in casts.hadamard:
-        transform = _transform(gemm, settings, left.values.device)
-        left, right = (_rotated(*pair, transform, settings) for pair in zip(names, (left, right), strict=True))
-    return _operand(names[0], left, settings), _operand(names[1], right, settings), bias
-
-
-def _rotated(name: str, source: _Source, transform: Tensor, settings: Settings) -> _Source:
-    """An operand with rotated groups along the contraction axis; one process must hold a whole group."""
-    if source.is_operand:  # it was rotated before
-        return source
-    shard = getattr(settings.shards, name[-1])
-    if shard is not None and shard.dim == CONTRACTION[name]:
-        shard.check(source.values.shape, len(transform), "groups of a Hadamard transform, of")
-    return _Source(rotate(source.values, transform, CONTRACTION[name]))
-
-
-def _operand(name: str, source: _Source, settings: Settings) -> Operand | BlockOperand:
-    if settings.native and settings.takes_codes(name):
-        return _codes(name, source, settings)
-    cast, i, sums = getattr(settings.casts, name), INDEX[name], settings.operand_sums
-    if source.is_operand or not isinstance(cast, Cast):  # None: the tensor itself; "fprop": the operand of that GEMM
-        if source.is_operand and sums is not None and name in settings.casts.plan.shared:
-            sums[i].copy_(sums[INDEX[SHARED[name]]])
-        return Operand(source.values, source.factor)
-    key = None if settings.keys is None else settings.keys[i]
-    amax, dtype = _scale_amax(name, source, settings), settings.dtype_of(name, cast)
-    dim, shard = CONTRACTION[name], settings.shard_of(name)
-    quantized = quantize_operand(source.values, cast, dim, key, amax, dtype, shard)
-    if sums is not None:
-        _record(sums[i], source.values, quantized, cast, dim, amax, shard)
-    return quantized if settings.blend is None else blend(source.values, quantized, settings.blend, settings.exact)
-
-
-def _record(
-    sums: Tensor, x: Tensor, quantized: Operand, cast: Cast, dim: int, amax: Tensor | None, shard: Shard | None
-) -> None:
-    of_blocks = len(sums) > len(SUMS) + len(MAXIMA)
-    merge_statistics_(sums, operand_statistics(x, quantized, cast, dim, amax, shard=shard, of_blocks=of_blocks))
-
-
-def _keeps_weight_operand(settings: Settings) -> bool:
-    """Whether dgrad gets the forward pass's operand of the weight as it is."""
-    plan = settings.casts.plan
-    if "dgrad_w" not in plan.kept and not settings.reuses("dgrad_w"):
-        return False
-    return not settings.recasts or settings.prequantized is not None or "fprop_w" in plan.altered
-
-
-def _weight(kept: Operand, amax: Tensor | None, dtype: torch.dtype, settings: Settings) -> Operand:
-    """What dgrad quantizes or takes as it is, from what the forward pass has kept of the weight."""
-    if not settings.recasts or _keeps_weight_operand(settings):
-        return kept
-    w, requantizes = kept.values.to(dtype), "dgrad_w" in settings.casts.requantize
-    takes_operand = "dgrad_w" in settings.casts.plan.kept or settings.reuses("dgrad_w")
-    if not takes_operand or (settings.takes_codes("dgrad_w") and not requantizes):
-        return Operand(w)
-    quantized = _operand("fprop_w", _Source(w, amax), settings.unrecorded())
-    return quantized.decoded(dtype) if isinstance(quantized, BlockOperand) else quantized
-
-
-def _pack(name: str, source: _Source, settings: Settings) -> Packed:
-    """An operand as codes and scales, for the backward pass."""
-    cast, i, sums = getattr(settings.casts, name), INDEX[name], settings.operand_sums
-    if GEMM[name] in settings.casts.hadamard:
-        source = _rotated(name, source, _transform(GEMM[name], settings, source.values.device), settings)
-    key = None if settings.keys is None else settings.keys[i]
-    amax, dim, shard = _scale_amax(name, source, settings), CONTRACTION[name], settings.shard_of(name)
-    packed = pack_operand(source.values, cast, dim, key, amax, shard)
-    if sums is not None:
-        quantized = unpack_operand(packed, cast, dim, source.values.shape, source.values.dtype)
-        _record(sums[i], source.values, quantized, cast, dim, amax, shard)
-    return packed
-
-
-def _unpacked(name: str, packed: Packed, shape: torch.Size, source: torch.dtype, settings: Settings) -> _Source:
-    cast, dim = getattr(settings.casts, name), CONTRACTION[name]
-    if GEMM[name] in settings.casts.hadamard:  # padded to whole groups
-        size = settings.casts.hadamard[GEMM[name]].size
-        shape = torch.Size(n + -n % size if i == dim else n for i, n in enumerate(shape))
-    if settings.native and settings.takes_codes(name):
-        kind = settings.casts.plan.native_gemms[GEMM[name]]
-        return _Source(unpacked_block_operand(*packed, cast, kind, dim, shape), is_operand=True)
-    operand = unpack_operand(packed, cast, dim, shape, source, settings.dtype_of(name, cast))
-    return _Source(operand.values, None, operand.factor, is_operand=True)
-
-
-def _codes(name: str, source: _Source, settings: Settings) -> BlockOperand:
-    """An operand as codes and scales; "fprop" is quantized again, as in the forward pass but along this contraction."""
-    if source.is_operand:
-        codes: BlockOperand = source.values
-        return codes
-    own = isinstance(getattr(settings.casts, name), Cast)
-    cast, i, sums = settings.casts.cast_of(name), INDEX[name], settings.operand_sums
-    assert cast is not None
-    key = None if settings.keys is None else settings.keys[i]
-    amax = _scale_amax(name if own else f"fprop_{name[-1]}", source, settings)
-    dim, shard, kind = CONTRACTION[name], settings.shard_of(name), settings.casts.plan.native_gemms[GEMM[name]]
-    codes = block_operand(source.values, cast, kind, dim, key, amax, shard)
-    if sums is not None and own:
-        quantized = codes.decoded(source.values.dtype, dim)
-        _record(sums[i], source.values, quantized, cast, dim, amax, shard)
-    return codes
-
-
-def _amax(tensor: Tensor, settings: Settings, *operands: str) -> Tensor | None:
-    """The amax of a tensor, measured once for all operands that need it; rotated or centered ones measure their own."""
-    plan = settings.casts.plan
-    for operand in operands:
-        if operand in plan.scaled_by_amax and operand not in plan.altered:
-            return amax_of(tensor, getattr(settings.shards, operand[-1]))
-    return None
-
-
-def _scale_amax(name: str, source: _Source, settings: Settings) -> Tensor | None:
-    """The amax that scales a tensor: its own, or with delayed scaling the one in force."""
-    plan = settings.casts.plan
-    if name not in plan.delayed:
-        return source.amax if name in plan.scaled_by_amax else None
-    own = amax_of(source.values, settings.shard_of(name)) if source.amax is None else source.amax
-    if settings.staged is not None:  # an operand that another GEMM reuses is staged for both
-        reusing = [other for other, quantized in SHARED.items() if quantized == name and settings.reuses(other)]
-        for operand in (name, *reusing):
-            stage_(settings.staged[INDEX[operand]], own)
-    assert settings.in_force is not None
-    return amax_in_force(settings.in_force, name, own)
-
-
-def _split_means(
-    names: Sequence[str], left: _Source, right: _Source, casts: LinearCasts, bias: Tensor | None
-) -> tuple[_Source, _Source, Tensor]:
-    """The operands without their means over the tokens, and the rank-one product with the mean, plus bias.
-
-    ``(A + 1μᵀ) B = A B + 1 (μᵀ B)``. Where both operands have tokens, ``(A + 1νᵀ)ᵀ (B + 1μᵀ) = Aᵀ B + tokens · ν μᵀ``,
-    since the columns of A and B then sum to zero; splitting one of them gives the same.
-    """
-    rest, mean = split_mean(left.values)
-    if names[1].endswith("_w"):
-        weight = right.values.t() if CONTRACTION[names[1]] == 1 else right.values
-        return _Source(rest), right, mean_times(mean, weight, right.factor, bias)
-    other_rest, other_mean = split_mean(right.values)
-    product = mean.t() * len(rest) * other_mean
-    left_split, right_split = (isinstance(getattr(casts, name), Cast) for name in names)
-    return _Source(rest) if left_split else left, _Source(other_rest) if right_split else right, product
-
-
-def _transform(gemm: str, settings: Settings, device: torch.device) -> Tensor:
-    """The rotation of a GEMM. Signs come from the key of its second operand, so that ranks agree for a weight."""
-    i = INDEX[OPERANDS_OF[gemm][1]]
-    return settings.casts.hadamard[gemm].matrix(None if settings.keys is None else settings.keys[i], device)
-
-
-def _through_rounding(name: str, gradient: Tensor, source: _Source, settings: Settings) -> Tensor:
-    """The gradient of a tensor from that of its quantized values, in the space in which it was quantized."""
-    casts, settings = settings.casts, settings.unrecorded()
-    if name not in casts.surrogate:
-        return gradient  # straight through
-    cast, quantized = getattr(casts, name), gradient
-    if is_rotated := "fprop" in casts.hadamard:
-        transform = _transform("fprop", settings, gradient.device)
-        source, quantized = _Source(rotate(source.values, transform, 1)), rotate(gradient, transform, 1)
-    amax, shard = _scale_amax(name, source, settings), settings.shard_of(name)
-    through = through_rounding(quantized, casts.surrogate[name], source.values, cast, 1, amax, shard)
-    if is_rotated:
-        through = rotate(through, transform.t(), 1)[:, : gradient.shape[1]]
-    if settings.blend is None:
-        return through
-    wide = torch.promote_types(gradient.dtype, torch.float32)  # in bfloat16 a λ of 0.999 is 1
-    return torch.lerp(gradient.to(wide), through.to(wide), settings.blend.to(wide)).to(gradient.dtype)
-
-
-def _kept(name: str, operand: Operand, amax: Tensor | None, dtype: torch.dtype, settings: Settings) -> _Source:
-    """The source of an operand that the forward pass has kept: a tensor or a quantized operand, whose factor is
-    multiplied in where it would vary along the contraction axis, or where the operand is quantized again."""
-    values, factor = operand
-    if name in settings.casts.requantize:
-        return _Source((values if factor is None else values.float() * factor).to(dtype))
-    if factor is not None and factor.dim() > 0:
-        values, factor = (values.float() * factor).to(torch.float32 if settings.exact else dtype), None
-    return _Source(values, amax, factor, is_operand=name in SHARED and settings.reuses(name))

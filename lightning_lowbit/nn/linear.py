@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.calls import Calls, keys_of_call
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.function import PrequantizedWeight, QuantizedGemms, Settings
+from lightning_lowbit.nn.function import QuantizedGemms
 from lightning_lowbit.nn.gemm import native_obstacle, no_autocast
-from lightning_lowbit.nn.layer_amaxes import LayerAmaxes, amax_in_force, stage_
 from lightning_lowbit.nn.native.gemms import results
 from lightning_lowbit.nn.native.table import BLOCK_SCALED
+from lightning_lowbit.nn.operands import PrequantizedWeight, Settings
 from lightning_lowbit.nn.saving import Readers
 from lightning_lowbit.nn.sharded.parallel import Shards, tensor_parallel
+from lightning_lowbit.nn.watch import LayerAmaxes, amax_in_force, stage_
 from lightning_lowbit.quant import amax_along, smoothing_factor
 from lightning_lowbit.quant.shard import amax_of, max_over_shards
 

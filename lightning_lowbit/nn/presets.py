@@ -181,7 +181,7 @@ def quantization_aware(x: Cast | None, w: Cast | None) -> LinearCasts:
 
 
 def _groups_of_128(element: str) -> LinearCasts:
-    cast = Cast(element, Scale("fp32", 128), rounded=True)
+    cast = Cast(element, Scale("fp32", 128), round_to_bfloat16=True)
     return quantization_aware(cast, cast)
 
 

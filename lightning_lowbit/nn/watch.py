@@ -1,18 +1,22 @@
-"""Statistics of operands and gradients that layers write to rows of one tensor while they compute.
+"""What passes leave behind in rows of tensors that all layers share: statistics, and the amaxes kept between steps.
+
+Statistics of operands and gradients:
 
     operand_sums    [6, 8] of a layer, with statistics of blocks [6, 43]: for each quantized operand, see
                     :mod:`lightning_lowbit.quant.statistics`
     gradient_sums   [2] of a layer: Σ (dW - dW')² and Σ dW'², dW' in high precision; doubles the GEMM of dW
 
-Rows add up over passes and micro-batches, and one collective adds them over ranks. Without a row nothing is measured.
+Their rows add up over passes and micro-batches, and one collective adds them over ranks. Without a row nothing is
+measured.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.quant.statistics import MAXIMA, OF_BLOCKS, SUMS, wide_dtype
 
 _SHAPES: dict[str, tuple[int, ...]] = {"operand_sums": (6, len(SUMS) + len(MAXIMA)), "gradient_sums": (2,)}
@@ -65,3 +69,29 @@ def add_gradients_(sums: Tensor, quantized: Tensor, exact: Tensor) -> None:
     exact = exact.float()
     norms = torch.stack([torch.linalg.vector_norm(quantized.float() - exact), torch.linalg.vector_norm(exact)])
     sums.add_(norms.to(sums.dtype).square())
+
+
+class LayerAmaxes(NamedTuple):
+    """A layer's views of the state of :class:`lightning_lowbit.nn.AmaxHistories`: float32, 0 where there is no amax.
+
+    ``in_force`` and ``staged``, ``[6]``, are for delayed scaling; ``channels`` and ``staged_channels``,
+    ``[in_features]``, for smoothed channels (else empty). The staged ones are of the current step. All layers share
+    ``switch``, a list of one bool: whether passes stage their amaxes.
+    """
+
+    in_force: Tensor
+    staged: Tensor
+    channels: Tensor
+    staged_channels: Tensor
+    switch: list[bool]
+
+
+def stage_(staged: Tensor, amax: Tensor) -> None:
+    """Raises the amax of the current step, in place; an amax that is not finite is dropped."""
+    staged.copy_(torch.maximum(staged, amax.nan_to_num(nan=0.0, posinf=0.0)))
+
+
+def amax_in_force(in_force: Tensor, operand: str, own: Tensor) -> Tensor:
+    """The amax that delayed scaling uses for an operand: the one in force, or the operand's own while there is none."""
+    remembered = in_force[OPERANDS.index(operand)]
+    return torch.where(remembered > 0, remembered, own)

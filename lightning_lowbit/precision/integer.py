@@ -62,7 +62,7 @@ def _groups(argument: str, group: Group, statistic: Any) -> Cast:
     """The cast of a tensor with fp32 scales. With groups within a row, code times scale is rounded."""
     if group not in ("row", "tensor") and (type(group) is not int or group < 1):
         raise ValueError(f"{argument} is a number of elements such as 128, 'row' or 'tensor'; got {group!r}.")
-    return Cast("int8", Scale("fp32", group, statistic=statistic), rounded=isinstance(group, int))
+    return Cast("int8", Scale("fp32", group, statistic=statistic), round_to_bfloat16=isinstance(group, int))
 
 
 def integer_cast(argument: str, bits: int | None, cast: Cast) -> Cast | None:

@@ -104,7 +104,7 @@ class SavedLayers(ConvertedLayers):
             scale = f" The loss scale starts at {self.scaler.get_scale():g}." if self.scaler is not None else ""
             rank_zero_warn(
                 "The checkpoint holds no state of lightning_lowbit (saved without the plugin, or weights only): its "
-                f"weights are loaded, and quantization starts anew at step {self.step}, in phase {self.phase!r}. If it "
+                f"weights are loaded, and quantization starts at step {self.step}, in phase {self.phase!r}. If it "
                 f"was trained in another phase, call plugin.set_phase(...).{scale}"
             )
             return

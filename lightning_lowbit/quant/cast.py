@@ -5,13 +5,15 @@ Both are immutable values that validate themselves. Nothing else in the project 
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Literal
 
 from lightning_lowbit.checks import choose, flag, from_fields, is_number
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format, integer
+from lightning_lowbit.quant.refusals import refuse
 
 Block = int | tuple[int, int] | Literal["row", "tensor"]
 
@@ -23,100 +25,6 @@ SCALE_ROUNDINGS = dict.fromkeys(SCALE_FORMATS, _EXMY) | {
     "fp16": ("nearest",),
     "fp32": ("nearest", "power_of_two"),
 }
-
-
-# Refused combinations of fields: the condition on a scale s and an element e (None while only the scale is known), and
-# the error message. All other combinations are honored.
-REFUSED: "tuple[tuple[Callable[[Scale, str | None], object], str], ...]" = (
-    (
-        lambda s, _: s.two_level and s.format == "fp32",
-        "fp32 scales have the range and digits of a second level: leave out two_level, or take e.g. format='e4m3'.",
-    ),
-    (
-        lambda s, _: s.two_level and s.block == "tensor",
-        "With block='tensor' a second level scales the same elements again: leave out two_level, or take a block.",
-    ),
-    (
-        lambda s, _: s.two_level == "row" and (not _holds_blocks(0, s.block)),
-        "two_level='row' is a scale above the blocks of a row: take a block such as 16, or two_level=True.",
-    ),
-    (
-        lambda s, _: s.top is not None and not s.two_level,
-        "Scale.top says where the scale of the tensor maps its largest element: take two_level=True, or leave out top.",
-    ),
-    (
-        lambda s, e: (s.top or 0) * (ELEMENT_FORMATS[e].max if e else 1) >= 2.0**128,
-        "Scale.top times the largest element exceeds float32: take a smaller top, or leave it out.",
-    ),
-    (
-        lambda s, _: s.prescale != 1 and (s.format, s.rounding) != ("e8m0", "floor"),
-        "Elements saturate, and need a prescale, under e8m0 scales with rounding='floor' alone: leave out prescale.",
-    ),
-    (
-        lambda s, _: s.prescale != 1 and s.two_level,
-        "With two levels the scale of the tensor makes the room: leave out prescale, or two_level.",
-    ),
-    (
-        lambda s, _: s.four_over_six is not None and s.format in ("e8m0", "bf16", "fp16", "fp32"),
-        "4/6 needs scales that hold 6/4 of each other: take an ExMy format, 'e4m3', or leave out four_over_six.",
-    ),
-    (
-        lambda s, _: s.four_over_six is not None and not s.per_block,
-        "4/6 chooses per block: take a block such as 16, or leave out four_over_six.",
-    ),
-    (
-        lambda s, e: s.four_over_six is not None and e not in (None, "e2m1"),
-        "4/6 maps the amax of a block to 6 or 4, levels of e2m1: take element='e2m1', or leave out four_over_six.",
-    ),
-    (
-        lambda s, _: s.four_over_six is not None and s.rounding == "stochastic" and s.correction is None,
-        "4/6 compares two scales that round to nearest: leave out rounding='stochastic', or take a correction.",
-    ),
-    (
-        lambda s, _: s.correction and (s.rounding != "stochastic" or not _holds_blocks(s.correction, s.block)),
-        "A correction needs rounding='stochastic' and is of whole blocks, as 128 of 16: take these, or leave it out.",
-    ),
-    (
-        lambda s, _: (
-            s.format != "fp32" and (s.statistic, s.factor, s.epsilon) != ("absmax", s.factor if s.correction else 1, 0)
-        ),
-        "Scale.statistic, factor and epsilon are of fp32 scales: take format='fp32', or leave them out.",
-    ),
-    (
-        lambda s, _: s.statistic != "absmax" and s.margin > 0,
-        "Scale.margin leaves room above the amax, which this scale does not use: leave it out, or take factor.",
-    ),
-    (
-        lambda s, _: s.statistic != "absmax" and s.source == "delayed",
-        "Delayed scaling remembers amaxes, which this scale lacks: take statistic='absmax', or source='current'.",
-    ),
-    (
-        lambda s, e: s.statistic == "minmax" and not (e or "int").startswith("int"),
-        "With statistic='minmax' elements count steps, as integers do: take 'int2' to 'int8', or statistic='absmax'.",
-    ),
-    (
-        lambda s, _: s.margin > 0 and s.format != "fp32",
-        "Scale.margin leaves room above the amax in fp32 scales: take format='fp32', or leave out margin.",
-    ),
-    (
-        lambda s, _: s.source == "delayed" and not s.needs_amax,
-        "Delayed scaling remembers the amax of the tensor: take block='tensor', two_level=True, or source='current'.",
-    ),
-    (
-        lambda s, _: s.source != "delayed" and (s.history, s.algorithm) != (16, "max"),
-        "Scale.history and Scale.algorithm are of delayed scaling: take source='delayed', or leave both out.",
-    ),
-)
-
-
-def _holds_blocks(group: int, block: Block) -> bool:
-    return isinstance(block, int) and block > 1 and group % block == 0
-
-
-def _refuse(scale: "Scale", element: str | None) -> None:
-    for applies, message in REFUSED:
-        if applies(scale, element):
-            raise ValueError(f"{message} Got {scale}" + (f" for {element}." if element else "."))
 
 
 @dataclass(frozen=True)
@@ -143,7 +51,7 @@ class Scale:
         algorithm: ``"max"`` or ``"most_recent"`` of the remembered amaxes.
 
     Raises:
-        ValueError: an unknown value, or a combination that has no meaning (see ``REFUSED``).
+        ValueError: an unknown value, or a combination without meaning (:mod:`lightning_lowbit.quant.refusals`).
 
     Examples:
         >>> Scale("e4m3", 16, two_level=True)  # NVFP4's
@@ -200,7 +108,7 @@ class Scale:
                 raise ValueError(
                     f"Scale.{name} must lie in {bracket}0, {largest:g}] for {self.format} scales; got {value!r}."
                 )
-        _refuse(self, None)
+        refuse(self, None)
 
     @property
     def storage(self) -> Format:
@@ -266,11 +174,11 @@ class Cast:
             ``"e5m2"``, ``"int2"`` to ``"int8"``, or ``"ternary"``.
         scale: a :class:`Scale`, or a mapping of its fields.
         rounding: of the elements: ``"nearest"`` (ties to even) or ``"stochastic"`` (unbiased, needs a key).
-        rounded: rounds ``elements * block scales`` to the computation's bfloat16, as fake quantization does. By default
-            operands that bfloat16 does not hold exactly are float32, and so is their GEMM.
+        round_to_bfloat16: rounds ``elements * block scales`` to bfloat16 where the model computes in it, as fake
+            quantization does. By default operands that bfloat16 does not hold exactly are float32, as is their GEMM.
 
     Raises:
-        ValueError: an unknown value, or a combination that has no meaning (see ``REFUSED``).
+        ValueError: an unknown value, or a combination without meaning (:mod:`lightning_lowbit.quant.refusals`).
 
     Examples:
         >>> Cast("e2m1", Scale("e4m3", 16, two_level=True), "stochastic")
@@ -279,7 +187,7 @@ class Cast:
     element: str = "e2m1"
     scale: Scale = Scale()
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    rounded: bool = False
+    round_to_bfloat16: bool = False
     spec: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -289,11 +197,11 @@ class Cast:
             object.__setattr__(self, "scale", from_fields(Scale, "Scale", self.scale))
         if not isinstance(self.scale, Scale):
             raise ValueError(f"Cast.scale is a Scale or a mapping of its fields; got {self.scale!r}.")
-        flag("Cast.rounded", self.rounded)
-        _refuse(self.scale, self.element)
+        flag("Cast.round_to_bfloat16", self.round_to_bfloat16)
+        refuse(self.scale, self.element)
         if self.scale.correction is not None and self.rounding == "stochastic":
             raise ValueError(f"Elements of corrected scales round to nearest: take rounding='nearest'. Got {self}.")
-        own = {name: getattr(self, name) for name in ("element", "rounding", "rounded")}
+        own = {name: getattr(self, name) for name in ("element", "rounding", "round_to_bfloat16")}
         object.__setattr__(self, "spec", json.dumps({**own, "scale": asdict(self.scale)}))
 
     @staticmethod
@@ -305,6 +213,7 @@ class Cast:
     def replace(self, **changes: Any) -> "Cast":
         """A copy with other fields; ``scale`` may be a mapping of the fields of the scale that change. A ValueError for
         an unknown field, or a combination that has no meaning."""
+        changes = current_names(changes, warn=True)
         for name in changes:
             choose("field of Cast", name, [f.name for f in fields(Cast) if f.init])
         if isinstance(scale := changes.get("scale"), Mapping):
@@ -314,6 +223,12 @@ class Cast:
                 scale = {"rounding": None, **scale}
             changes = {**changes, "scale": replace(self.scale, **scale)}
         return replace(self, **changes)
+
+    @property
+    def rounded(self) -> bool:
+        """Deprecated: ``round_to_bfloat16``."""
+        current_names({"rounded": None}, warn=True)
+        return self.round_to_bfloat16
 
     @property
     def format(self) -> Format:
@@ -346,5 +261,25 @@ class Cast:
         return self.format.bits + shared / (math.prod(block) if isinstance(block, tuple) else block)
 
     def __str__(self) -> str:
-        marks = ("~" if self.rounding == "stochastic" else "") + ("≈" if self.rounded else "")
+        marks = ("~" if self.rounding == "stochastic" else "") + ("≈" if self.round_to_bfloat16 else "")
         return f"{self.element}/{self.scale}{marks}"
+
+
+def current_names(given: Mapping[str, Any], warn: bool = False) -> dict[str, Any]:
+    """Fields of a cast with ``rounded``, the name of ``round_to_bfloat16`` until version 0.2, replaced."""
+    if warn and "rounded" in given:
+        message = "Cast.rounded is deprecated and is removed in version 0.2: it is now Cast.round_to_bfloat16."
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+    replaced = {"round_to_bfloat16": given["rounded"]} if "rounded" in given else {}
+    return {name: value for name, value in given.items() if name != "rounded"} | replaced
+
+
+def _takes_old_names(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def init_with_old_names(self: Cast, *args: Any, **given: Any) -> None:
+        init(self, *args, **current_names(given, warn=True))
+
+    return init_with_old_names
+
+
+Cast.__init__ = _takes_old_names(Cast.__init__)  # type: ignore[method-assign]

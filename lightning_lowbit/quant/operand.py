@@ -39,7 +39,7 @@ def quantize_operand(
         x: ``[rows, columns]`` in the GEMM's dtype.
         cast, dim, key, amax: as in :func:`lightning_lowbit.quantize`.
         dtype: of the values, which it must hold exactly: float32, or ``cast.grid.gemm_dtype`` for scales per row or
-            tensor. None takes that of ``x`` if the cast fits bfloat16 or is ``rounded``, and float32 otherwise.
+            tensor. None takes that of ``x`` if the cast fits bfloat16 or has ``round_to_bfloat16``, else float32.
         shard: the shard that ``x`` is; it gets the global matrix's scales and random bits. All processes that hold one
             must call this together. A ValueError if a shard boundary splits a block.
     """
@@ -126,4 +126,4 @@ def are_regular(draws: bool, needs_amax: bool, key: Tensor | None, amax: Tensor 
 
 def is_rounded(dtype: torch.dtype, cast: Cast) -> bool:
     """Whether operands are rounded to the dtype of the tensor that they are made from."""
-    return cast.rounded and cast.scale.per_block and dtype != torch.float16
+    return cast.round_to_bfloat16 and cast.scale.per_block and dtype != torch.float16

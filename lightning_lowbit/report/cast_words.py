@@ -20,7 +20,7 @@ def in_words(cast: Cast) -> str:
     """
     rounding = "rounded stochastically" if cast.rounding == "stochastic" else "rounded to nearest"
     parts = [f"elements in {cast.element}, {rounding}", *_of_scale(cast.scale)]
-    parts += ["what enters the GEMM is rounded to bfloat16"] if cast.rounded else []
+    parts += ["what enters the GEMM is rounded to bfloat16"] if cast.round_to_bfloat16 else []
     return "; ".join(parts)
 
 

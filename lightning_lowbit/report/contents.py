@@ -1,4 +1,4 @@
-"""The contents of a report beside metrics: outcome, precision, configuration, environment, other callbacks."""
+"""The contents of a report besides metrics: outcome, precision, configuration, environment, other callbacks."""
 
 import importlib.metadata
 import math

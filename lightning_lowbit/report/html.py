@@ -31,7 +31,7 @@ def render(
 ) -> str:
     """The page as HTML.
 
-    ``status`` is a word beside the title (``"finished"``, ``"interrupted"`` and ``"failed"`` have colors), ``lead`` a
+    ``status`` is a word next to the title (``"finished"``, ``"interrupted"`` and ``"failed"`` have colors), ``lead`` a
     sentence below it, ``facts`` the (label, value, remark) of the numbers at the top.
     """
     cells = "".join(

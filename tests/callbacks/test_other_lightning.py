@@ -7,7 +7,7 @@ import pytest
 import lightning_lowbit
 from lightning_lowbit import QuantizationMonitor, callbacks
 from lightning_lowbit._lightning import NAME, OTHER
-from tests.lightnings import Callback, MisconfigurationException
+from tests.lightning_imports import Callback, MisconfigurationException
 
 CALLBACKS = [
     member

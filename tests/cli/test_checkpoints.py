@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning_lowbit import atomic_files, cli
 from lightning_lowbit.cli.checkpoints import find_checkpoints, resolve
 from tests.callbacks.recovery.test_whole_checkpoints import DAMAGED_FILES, cut, save_directory, save_file
-from tests.cli.test_run import TINY
+from tests.cli.run.commands import TINY
 from tests.launch import LIMIT
 
 TRAINER = Namespace(callbacks=None, logger=None, default_root_dir="runs")

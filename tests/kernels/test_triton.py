@@ -168,7 +168,7 @@ def test_two_operands_from_one_read(run):
         (NVFP4, STOCHASTIC),
         (NVFP4.replace(scale={"four_over_six": "mse"}), NVFP4),
         (Cast("e2m1", Scale("e8m0", 32)), Cast("e4m3", Scale("e8m0", 128), "stochastic")),
-        (Cast("int4", Scale("fp32", 128), rounded=True), NVFP4),
+        (Cast("int4", Scale("fp32", 128), round_to_bfloat16=True), NVFP4),
     ]
     cases = [
         (row, column, sample(*shape, dtype))

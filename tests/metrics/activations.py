@@ -1,4 +1,4 @@
-"""What an activation's outlier statistics are, of one pass."""
+"""Outlier statistics of one activation, as the monitors compute them over many."""
 
 from typing import NamedTuple
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import Cast, LinearCasts, convert, quantize
-from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer, function
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer, operands
 from lightning_lowbit.quant import Hadamard, Operand, rotate, split_mean, surrogate_factor
 from tests.references.quantize import splitmix64, uniform
 
@@ -130,7 +130,7 @@ def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
 def spied(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Operand]]:
     """Captures the operands that enter the three GEMMs, by name."""
     seen: dict[str, Operand] = {}
-    original: Callable[..., Operand] = function._operand
+    original: Callable[..., Operand] = operands._operand
 
     def spy(name: str, *args: Any, **kwargs: Any) -> Operand:
         assert name not in seen, f"{name} was made twice"
@@ -138,7 +138,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Operand]]:
         return seen[name]
 
     with monkeypatch.context() as patch:
-        patch.setattr(function, "_operand", spy)
+        patch.setattr(operands, "_operand", spy)
         yield seen
 
 
@@ -251,7 +251,7 @@ def by_definition(layer: Any, x: Tensor, g: Tensor, remembered: Sequence[float] 
             cast = getattr(casts, name)
             if isinstance(cast, Cast):
                 quantized = quantize(tensor, cast, CONTRACTION[name], keys[name], in_force(cast, remembered))
-                rounded = cast.rounded and cast.scale.per_block  # elements times block scales, of one level here
+                rounded = cast.round_to_bfloat16 and cast.scale.per_block  # of one level here
                 tensor = quantized.dequantize(x.dtype if rounded else torch.float32)
                 block_scaled = replace(quantized, tensor_scale=None).dequantize()  # associates as operands do
                 again[name] = block_scaled * (1.0 if quantized.tensor_scale is None else quantized.tensor_scale)

@@ -49,7 +49,9 @@ CASTS = {
     "requantized tensors": FP8_TENSORS.replace(requantize=["dgrad_w", "wgrad_x"]),
     "requantized, delayed": DELAYED.replace(requantize=["dgrad_w"], wgrad_x=TWO_LEVEL),
     "requantized, surrogates": NVFP4.replace(requantize=["dgrad_w", "wgrad_x"], surrogate={"fprop_w": "dge"}),
-    "16-bit scales": every(Cast("int4", Scale("bf16", 32)), wgrad_x=Cast("int4", Scale("fp16", 32), rounded=True)),
+    "16-bit scales": every(
+        Cast("int4", Scale("bf16", 32)), wgrad_x=Cast("int4", Scale("fp16", 32), round_to_bfloat16=True)
+    ),
     "random scales": every(Cast("e2m1", Scale("e4m3", 16, "stochastic", two_level="row"), "stochastic")),
     "rows": INT8_ROWS,
     "rows, powers of two": every(Cast("int8", Scale("fp32", "row", "power_of_two"), "stochastic")),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_lowbit import Cast, quantize
 from lightning_lowbit.metrics import CastStatistics, cast_statistics
-from lightning_lowbit.nn import OPERANDS, function
+from lightning_lowbit.nn import OPERANDS, operands
 from lightning_lowbit.nn.plan import SHARED
 from tests.quant.tensors import spread_scales
 
@@ -44,8 +44,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
     """All that watched layers quantize within this context, in the order of their rows."""
     made: Operands = defaultdict(list)
     at: list[tuple[int, str]] = []
-    make: Callable[..., Any] = function._operand
-    quantize: Callable[..., Any] = function.quantize_operand
+    make: Callable[..., Any] = operands._operand
+    quantize: Callable[..., Any] = operands.quantize_operand
 
     def spy(name: str, source: Any, settings: Any) -> Any:
         rows = settings.operand_sums
@@ -60,8 +60,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
         return quantize(x, cast, dim, key, amax, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(function, "_operand", spy)
-        patch.setattr(function, "quantize_operand", note)
+        patch.setattr(operands, "_operand", spy)
+        patch.setattr(operands, "quantize_operand", note)
         yield made
 
 

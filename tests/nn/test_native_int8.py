@@ -21,7 +21,7 @@ on_int8_units = pytest.mark.skipif(native_obstacle(CPU, "int8") is not None, rea
 TERNARY = LinearCasts.preset("ternary")
 TOKENS, TENSOR = Cast("int8", Scale("fp32", "row")), Cast("int4", Scale("fp32", "tensor"))
 POWERS = TOKENS.replace(scale={"rounding": "power_of_two"})
-GROUPS = Cast("int8", Scale("fp32", 32), rounded=True)
+GROUPS = Cast("int8", Scale("fp32", 32), round_to_bfloat16=True)
 FP8 = Cast("e4m3", Scale("fp32", "tensor"))
 
 # Casts, and the GEMMs that are native with them.

@@ -24,7 +24,7 @@ ROWS = Cast("int8", Scale("fp32", "row")).spec
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 E4M3_ROWS = Cast("e4m3", Scale("fp32", "row")).spec
 E5M2_TENSOR = Cast("e5m2", Scale("fp32", "tensor", source="delayed"), "stochastic").spec
-GROUPS = Cast("int4", Scale("fp32", 16, statistic="minmax"), rounded=True).spec
+GROUPS = Cast("int4", Scale("fp32", 16, statistic="minmax"), round_to_bfloat16=True).spec
 TERNARY = Cast("ternary", Scale("fp32", "tensor", statistic="absmean", epsilon=1e-5)).spec
 SCALES = torch.ones(40, 2, dtype=torch.float8_e4m3fn)
 TWO, HALF, BIAS = torch.tensor(2.0), torch.tensor(0.5), torch.ones(24)

@@ -129,7 +129,7 @@ def assert_close(
 
 
 def group(element: str, size: int = 128, **scale: Any) -> Cast:
-    return Cast(element, Scale("fp32", size, **scale), rounded=True)
+    return Cast(element, Scale("fp32", size, **scale), round_to_bfloat16=True)
 
 
 GROUPS = {

@@ -17,7 +17,7 @@ from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS
 from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.quant import SURROGATES, Hadamard
 from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
-from lightning_lowbit.quant.hadamard import SIZES
+from lightning_lowbit.quant.transforms import SIZES
 from tests.nn.layers import GEMMS, RESULTS, every, layer_like, remember, run, spied, value
 
 ONE_LEVEL = Cast("e2m1", Scale("e4m3", 16))
@@ -138,8 +138,8 @@ CASTS: dict[str, list[tuple[Cast, Cast]]] = {
     "element": [(ONE_LEVEL, Cast(name, ONE_LEVEL.scale)) for name in ELEMENT_FORMATS if name != "e2m1"],
     "scale": [scaled(*pair) for pairs in SCALES.values() for pair in pairs],
     "rounding": [(ONE_LEVEL, Cast("e2m1", ONE_LEVEL.scale, "stochastic"))],
-    "rounded": [
-        (Cast(element, scale), Cast(element, scale, rounded=True))
+    "round_to_bfloat16": [
+        (Cast(element, scale), Cast(element, scale, round_to_bfloat16=True))
         for element in ("int8", "e1m2")
         for scale in (Scale("fp32", 16), Scale("fp32", 32, statistic="absmean"))
     ],
@@ -162,7 +162,7 @@ def test_every_field_of_scale_and_cast_has_a_knob() -> None:
 @pytest.mark.parametrize("field", CASTS)
 def test_a_cast_changes_its_own_operand(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     # What is rounded to the dtype of the computation is in float32 already.
-    dtype = torch.bfloat16 if field == "rounded" else torch.float32
+    dtype = torch.bfloat16 if field == "round_to_bfloat16" else torch.float32
     for before, after in CASTS[field]:
         group = after.scale.correction  # of a random rotation
         base = every(before, hadamard={gemm: Hadamard(group, "keyed") for gemm in GEMMS} if group else {})
@@ -177,9 +177,11 @@ def test_a_cast_changes_its_own_operand(monkeypatch: pytest.MonkeyPatch, field: 
 @pytest.mark.parametrize("cast", [TWO_LEVEL, Cast("int8", Scale("fp32", "row")), Cast("int4", Scale("fp32", "tensor"))])
 def test_what_is_exact_is_rounded_to_itself(monkeypatch: pytest.MonkeyPatch, cast: Cast) -> None:
     (expected, _), (found, _) = (
-        traced(monkeypatch, every(cast.replace(rounded=rounded)), torch.bfloat16) for rounded in (False, True)
+        traced(monkeypatch, every(cast.replace(round_to_bfloat16=rounded)), torch.bfloat16) for rounded in (False, True)
     )
-    assert not moved(expected, found), f"rounded=True changes {moved(expected, found)}, which bfloat16 holds exactly"
+    assert not moved(expected, found), (
+        f"round_to_bfloat16=True changes {moved(expected, found)}, which bfloat16 holds exactly"
+    )
 
 
 # --- one layer --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale
-from lightning_lowbit.nn import OPERANDS, AmaxHistories, function
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, operands
 from tests.nn.layers import every, identical, layer_like, run
 
 TILES = Cast("e2m1", Scale("e4m3", (16, 16), two_level=True))
@@ -55,8 +55,8 @@ def test_sharing_changes_no_bit(monkeypatch: pytest.MonkeyPatch, name: str, exac
 @pytest.mark.parametrize("name", [*SHARING, *OWN])
 def test_each_operand_is_made_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     casts = {**SHARING, **OWN}[name]
-    made, original = [], function.quantize_operand
-    monkeypatch.setattr(function, "quantize_operand", lambda *args: made.append(args) or original(*args))
+    made, original = [], operands.quantize_operand
+    monkeypatch.setattr(operands, "quantize_operand", lambda *args: made.append(args) or original(*args))
     layer = layer_like(nn.Linear(32, 48), casts)
     run(layer, torch.randn(16, 32), torch.randn(16, 48))
     operands = sum(isinstance(getattr(casts, operand), Cast) for operand in OPERANDS)

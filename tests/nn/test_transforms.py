@@ -1,6 +1,6 @@
 """Rotations, means that are split off and surrogates: what they are for, and what they leave alone.
 
-That a layer computes them as they are defined is in test_linear.py; here they meet what they stand in for.
+That a layer computes them as they are defined is in linear/test_operands.py; here they meet what they stand in for.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""StableSPAM against golden vectors and the slow reference; what every optimizer keeps to is in `test_conformance`."""
+"""StableSPAM against golden vectors and the slow reference; what every optimizer keeps to is in `conformance`."""
 
 import math
 from pathlib import Path

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.launch import launch
-from tests.optim.trainers import INTERRUPTED, OPTIMIZERS, RANKS, RUNS, alone, describe
+from tests.optim.ranks_lightning import INTERRUPTED, OPTIMIZERS, RANKS, RUNS, alone, describe
 
 RESUMING = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 
@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
-    return launch("tests.optim.trainers", RANKS, folder)
+    return launch("tests.optim.ranks_lightning", RANKS, folder)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from tests.launch import launch
-from tests.pairs import selected
+from tests.pairwise import selected
 from tests.precision.ranks_ddp import RANKS
 
 

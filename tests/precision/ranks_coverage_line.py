@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import FP4Precision
 from tests.launch import take_part
-from tests.lightnings import DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
-from tests.optim.trainers import FSDPOnCPU
+from tests.lightning_imports import DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
+from tests.optim.ranks_lightning import FSDPOnCPU
 
 RANKS = 2
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import FP8Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision
 from tests.launch import take_part
-from tests.lightnings import Callback, Trainer
-from tests.precision.regression import Ramp, Regression, Witness, flat, state, trainer
+from tests.lightning_imports import Callback, Trainer
+from tests.precision.regression_model import Ramp, Regression, Witness, flat, state, trainer
 
 RANKS, STEPS, HISTORY, ACCUMULATE = 2, 4, 3, 2
 SMOOTHINGS = (None, "channel")

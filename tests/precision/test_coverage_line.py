@@ -16,7 +16,7 @@ from lightning_lowbit import FP4Precision, LowBitPrecision, PrecisionSummary, Te
 from lightning_lowbit.nn import GemmCounter, LayerKeys
 from lightning_lowbit.precision.coverage_line import graph_coverage
 from tests.launch import launch
-from tests.lightnings import BoringModel, LightningModule, Trainer
+from tests.lightning_imports import BoringModel, LightningModule, Trainer
 from tests.precision.ranks_coverage_line import RANKS, STRATEGIES, Special
 
 

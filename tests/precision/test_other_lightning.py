@@ -8,7 +8,7 @@ import pytest
 from lightning_lowbit import FP4Precision
 from lightning_lowbit._lightning import NAME, OTHER, say_once
 from lightning_lowbit.nn import QuantLinear
-from tests.lightnings import BoringModel, Trainer, fabric, pytorch
+from tests.lightning_imports import BoringModel, Trainer, fabric, pytorch
 
 other = import_module(OTHER)
 QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}

@@ -7,7 +7,7 @@ import pytest
 
 import lightning_lowbit
 from lightning_lowbit import FP4Precision, FP8Precision, LinearCasts, LowBitPrecision
-from tests.lightnings import Trainer
+from tests.lightning_imports import Trainer
 
 CALLS = [
     "FP4Precision('mxfp4')",

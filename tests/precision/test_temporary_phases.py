@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from lightning_lowbit import FP4Precision
-from tests.precision.regression import Regression, trainer
+from tests.precision.regression_model import Regression, trainer
 
 
 def test_the_last_one_is_in_force_until_its_owner_pops_it() -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.quant import Hadamard, rotate
-from lightning_lowbit.quant.hadamard import SIZES
 from lightning_lowbit.quant.rounding import mix_key, uniform
+from lightning_lowbit.quant.transforms import SIZES
 from tests.quant.tensors import same
 
 CPU = torch.device("cpu")

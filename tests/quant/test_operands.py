@@ -136,9 +136,13 @@ def test_rounded_operands_are_the_dequantized_tensor(cast: Cast, dtype: torch.dt
     wide = torch.float32 if dtype == torch.float16 else dtype
     x, key = sample(18, 40).clamp(-1e4, 1e4).to(dtype), torch.tensor(9)
     for rounding, dim in (("nearest", -1), ("stochastic", 0)):
-        mode = replace(cast, rounding=rounding, rounded=True)
+        mode = replace(cast, rounding=rounding, round_to_bfloat16=True)
         stored = quantize(x, mode, dim, key)
-        same(stored.elements(), quantize(x, replace(mode, rounded=False), dim, key).elements(), f"{mode}, elements")
+        same(
+            stored.elements(),
+            quantize(x, replace(mode, round_to_bfloat16=False), dim, key).elements(),
+            f"{mode}, elements",
+        )
         found = quantize_operand(x, mode, dim, key)
         exact = quantize_operand(x, mode, dim, key, dtype=torch.float32)
         assert found.values.dtype == wide, f"{mode} of {dtype} along {dim}: {found.values.dtype}"
@@ -151,7 +155,7 @@ def test_rounded_operands_are_the_dequantized_tensor(cast: Cast, dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rounding_a_second_level_leaves_its_factor_alone(dtype: torch.dtype) -> None:
     """An int8 times an e4m3 has 11 digits: of these 8 are left, and then comes the scale of the tensor."""
-    x, cast = sample(8, 64, dtype=dtype), Cast("int8", Scale("e4m3", 16, two_level=True), rounded=True)
+    x, cast = sample(8, 64, dtype=dtype), Cast("int8", Scale("e4m3", 16, two_level=True), round_to_bfloat16=True)
     stored, found = quantize(x, cast), quantize_operand(x, cast, -1)
     same(found.factor, stored.tensor_scale, "the factor")
     same(found.values, exact_product(stored).to(dtype), f"elements times block scales in {dtype}")
@@ -164,7 +168,7 @@ def test_rounding_a_second_level_leaves_its_factor_alone(dtype: torch.dtype) -> 
 def test_without_block_scales_there_is_nothing_to_round(element: str, block: Any) -> None:
     x = sample(8, 64).bfloat16()
     cast = Cast(element, Scale("fp32", block))
-    plain, rounded = (quantize_operand(x, replace(cast, rounded=rounded), 0) for rounded in (False, True))
+    plain, rounded = (quantize_operand(x, replace(cast, round_to_bfloat16=rounded), 0) for rounded in (False, True))
     assert rounded.values.dtype == plain.values.dtype == torch.bfloat16
     same(rounded.values, plain.values, f"{cast}, values")
     same(rounded.factor, plain.factor, f"{cast}, factor")
@@ -204,7 +208,7 @@ def test_integers_show_in_their_factor_what_is_not_finite(bad: float) -> None:
 # --- on their way -----------------------------------------------------------------------------------------------------
 
 BLENDED = [
-    Cast("int4", Scale("fp32", 16), rounded=True),
+    Cast("int4", Scale("fp32", 16), round_to_bfloat16=True),
     Cast("int3", Scale("fp32", 16, statistic="minmax")),
     Cast("int8", Scale("fp32", "row")),
     Cast("ternary", Scale("fp32", "tensor", statistic="absmean", epsilon=1e-5)),

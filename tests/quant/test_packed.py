@@ -24,7 +24,7 @@ CASTS = {
     "prescale": Cast("e2m1", Scale("e8m0", 32, "floor", prescale=0.75)),
     "prescale of rows": Cast("e2m1", Scale("e8m0", "row", "floor", prescale=0.75)),
     "4/6": Cast("e2m1", Scale("e4m3", 16, two_level=True, four_over_six="mse")),
-    "groups": Cast("int4", Scale("fp32", 128), rounded=True),
+    "groups": Cast("int4", Scale("fp32", 128), round_to_bfloat16=True),
     "groups, not rounded": Cast("int8", Scale("fp32", 128)),
     "rows": Cast("e4m3", Scale("fp32", "row")),
     "mean of rows": Cast("int2", Scale("fp32", "row", statistic="absmean")),

@@ -192,7 +192,7 @@ def test_compiled_equals_reference(cast: Cast, dim: int) -> None:
 
 def test_compiled_operands_equal_reference() -> None:
     """In bfloat16, rounded to it: what a layer computes with."""
-    x, cast = ragged(torch.bfloat16), replace(minmax("int4"), rounded=True)
+    x, cast = ragged(torch.bfloat16), replace(minmax("int4"), round_to_bfloat16=True)
     with compilation.backend("compiled"):
         found = quantize_operand(x, cast, -1).values
     same(found, reference.quantize(x, cast, field="dequantized").bfloat16(), f"{cast} compiled")

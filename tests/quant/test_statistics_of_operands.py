@@ -89,7 +89,7 @@ def test_sums_are_those_of_the_metrics(cast: Cast) -> None:
         assert_same(found, expected, f"{shape} along {dim}", cast.scale.rounding != "stochastic")
 
 
-@pytest.mark.parametrize("cast", [cast for cast in [*CASTS, *OTHERS] if not cast.rounded], ids=str)
+@pytest.mark.parametrize("cast", [cast for cast in [*CASTS, *OTHERS] if not cast.round_to_bfloat16], ids=str)
 def test_sums_of_bfloat16(cast: Cast) -> None:
     x = sample(24, 64, dtype=torch.bfloat16)
     for dim in (0, 1):
@@ -107,8 +107,8 @@ def test_sums_of_what_a_native_gemm_takes(element: str) -> None:
 
 
 def test_noise_is_that_of_what_the_gemm_takes() -> None:
-    """With `rounded` it is rounded to bfloat16 once more."""
-    cast, x = Cast("int8", Scale("fp32", 16), rounded=True), sample(16, 64, dtype=torch.bfloat16)
+    """With `round_to_bfloat16` it is rounded to bfloat16 once more."""
+    cast, x = Cast("int8", Scale("fp32", 16), round_to_bfloat16=True), sample(16, 64, dtype=torch.bfloat16)
     taken = quantize(x.float(), cast).dequantize(torch.bfloat16).double()
     found = of_operand(x, cast, 1)
     assert found["noise"] == pytest.approx((x.double() - taken).square().sum().item(), rel=1e-5)

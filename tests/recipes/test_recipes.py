@@ -21,7 +21,7 @@ from lightning_lowbit.nn.casts import PRESETS
 from lightning_lowbit.nn.plan import GEMMS
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.report import charts as report_charts
-from tests.recipes.tables import (
+from tests.recipes.recipe_names import (
     FP4_STUDIES,
     OPTIMIZER_STUDIES,
     OVERLAYS,

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_lowbit import FP4Precision, IntegerPrecision, LowBitPrecision, TernaryPrecision, bake, convert, restore
 from lightning_lowbit.recipes.models import CausalLM
-from tests.lightnings import quiet_trainer
+from tests.lightning_imports import quiet_trainer
 
 CONFIG = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 TOKENS = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(0))

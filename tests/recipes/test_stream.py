@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_lowbit.recipes.data import TextDataModule
 from lightning_lowbit.recipes.stream import BLOCK, SequenceStream, StreamLoader, StreamShard, open_stream
 from lightning_lowbit.recipes.tokenizers import load_tokenizer
-from tests.recipes.test_data import Recorder, SaveAlways, SaveSeen
+from tests.recipes.data.runs import Recorder, SaveAlways, SaveSeen
 from tests.recipes.test_tokenizers import save_tokenizer
 
 LENGTH = 8

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_lowbit import FP4Precision, PrecisionSummary
 from lightning_lowbit.callbacks.run_report import RunReport
-from tests.lightnings import BoringModel, MLFlowLogger, Trainer, WandbLogger
+from tests.lightning_imports import BoringModel, MLFlowLogger, Trainer, WandbLogger
 
 
 def train(logger: Any, *callbacks: Any) -> Trainer:

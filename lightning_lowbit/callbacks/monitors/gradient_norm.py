@@ -154,7 +154,7 @@ class GradientNormMonitor(Monitor):
             squares = torch.cat([squares, _used([*steps], parameters, squares)[:, None]], 1)
         norms = {"": squares.sum(0).sqrt()}  # by layer: [stages]
         indices = {id(parameter): index for index, parameter in enumerate(parameters)}
-        for name, of_layer in _layers(pl_module).items() if self._chosen else ():  # found anew, because layers may thaw
+        for name, of_layer in _layers(pl_module).items() if self._chosen else ():  # again, because layers may thaw
             members = [indices[id(parameter)] for parameter in of_layer if id(parameter) in indices]
             if name in self._chosen and members:
                 norms[f"/{name}"] = torch.stack([squares[index] for index in members]).sum(0).sqrt()

@@ -151,7 +151,7 @@ def _check_forward(layers: Layers) -> None:
         is_keyed = "fprop" in casts.hadamard and casts.hadamard["fprop"].signs == "keyed"
         if is_keyed or any(cast.draws for cast in given):
             raise _refusal(
-                f"draws the random bits of backward passes anew, and the forward pass of {name} has some, too, by a "
+                f"draws the random bits of backward passes again, and the forward pass of {name} has some, too, by a "
                 "stochastic cast or keyed signs of a Hadamard rotation: use kind='layers'"
             )
 

@@ -25,8 +25,9 @@ from lightning_lowbit.nn.casts import PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.quant import Cast
-from lightning_lowbit.quant.hadamard import rotate
+from lightning_lowbit.quant.cast import current_names
 from lightning_lowbit.quant.shard import amax_of
+from lightning_lowbit.quant.transforms import rotate
 
 _SLICE = 2**18  # elements quantized at a time; intermediate results fit into the cache
 
@@ -96,7 +97,7 @@ def parse_casts(text: str) -> list[Candidate]:
     candidates = {}
     for item in items:
         if isinstance(item, Mapping) and "preset" not in item:
-            cast = from_fields(Cast, "Cast", item)
+            cast = from_fields(Cast, "Cast", current_names(item, warn=True))
             candidates[str(cast)] = Candidate(str(cast), cast)
             continue
         casts = LinearCasts.of(item)
@@ -194,7 +195,7 @@ def _files(path: Path) -> list[Path]:
             try:
                 return [path / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                raise ValueError(f"{index} does not tell the files of weights: save or download it anew.") from None
+                raise ValueError(f"{index} does not name the files of weights: save or download it again.") from None
     raise ValueError(f"The folder {path} holds neither model.safetensors nor pytorch_model.bin. Give {_KINDS}.")
 
 

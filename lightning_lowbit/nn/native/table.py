@@ -112,7 +112,7 @@ def _has_blocks(cast: Cast, dim: int, native: NativeGemm) -> bool:
         return False
     if cast.scale.two_level == "row" or cast.scale.rounding == "stochastic" or cast.scale.correction is not None:
         return False  # one factor per matrix; scales that elements are rounded with
-    exact = cast.fits_bfloat16 or not cast.rounded  # the GEMM does not round products of elements and scales
+    exact = cast.fits_bfloat16 or not cast.round_to_bfloat16  # the GEMM does not round products of elements and scales
     return exact and block_shape(cast, dim)[1] % native.block == 0
 
 

@@ -17,6 +17,7 @@ from lightning_lowbit.checks import choose, some
 from lightning_lowbit.nn.casts import PRESETS, SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.shared_amax import groups
 from lightning_lowbit.precision.checkpoints.files import entry, state_of
+from lightning_lowbit.quant.cast import current_names
 
 VERSION = 1  # of the record
 
@@ -70,7 +71,7 @@ class Trained:
                 f"up to {VERSION}. Install the version that wrote it, or a later one."
             )
         named = entry(record, "casts", Mapping, "trained.")
-        casts = {name: LinearCasts.of(given) for name, given in named.items()}
+        casts = {name: LinearCasts.of(_with_current_names(given)) for name, given in named.items()}
 
         def by_layer(key: str) -> dict[str, LinearCasts]:
             layers = entry(record, key, Mapping, "trained.")
@@ -173,6 +174,13 @@ def check_changes(changes: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in changes:
         choose("argument of from_checkpoint (what else decides what is computed is the checkpoint's)", name, CHANGEABLE)
     return changes
+
+
+def _with_current_names(casts: Any) -> Any:
+    """Recorded casts, whose fields may have the names that earlier versions gave them."""
+    if not isinstance(casts, Mapping):
+        return casts
+    return {field: current_names(cast) if isinstance(cast, Mapping) else cast for field, cast in casts.items()}
 
 
 def primitive(value: Any) -> Any:

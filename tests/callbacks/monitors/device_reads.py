@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor, ops
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.lightnings import Callback, Trainer
+from tests.lightning_imports import Callback, Trainer
 
 HOOKS = ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end")
 

@@ -13,7 +13,7 @@ from lightning_lowbit import FP4Precision, GradientNormMonitor, QuantizationMoni
 from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.faults import of_channel, of_mlp, of_operand
 from lightning_lowbit.nn import LinearCasts
-from tests.lightnings import LightningModule, Trainer
+from tests.lightning_imports import LightningModule, Trainer
 
 
 class Owner:

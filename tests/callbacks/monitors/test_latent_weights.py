@@ -15,7 +15,7 @@ from lightning_lowbit.callbacks.monitors.latent_weights import latent_weights, n
 from lightning_lowbit.nn import AmaxHistories, QuantizedLayer, set_blend
 from lightning_lowbit.precision.base import compute_dtype
 from lightning_lowbit.quant import quantize
-from tests.lightnings import BoringModel, Callback, MisconfigurationException, Trainer
+from tests.lightning_imports import BoringModel, Callback, MisconfigurationException, Trainer
 from tests.nn.layers import remember, spied
 
 

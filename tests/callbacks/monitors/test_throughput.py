@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, TernaryPrecision, Throughput
 from lightning_lowbit.callbacks.monitors import throughput
 from lightning_lowbit.metrics.devices import PEAKS, peaks_of
-from tests.lightnings import BoringModel, CSVLogger, RandomDataset, Trainer
+from tests.lightning_imports import BoringModel, CSVLogger, RandomDataset, Trainer
 
 SECONDS = [1000.0, 2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0]  # of each batch; the first compiles and allocates
 BATCH, WIDTH = 4, 32

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.lightnings import BoringModel, LightningCLI
+from tests.lightning_imports import BoringModel, LightningCLI
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "GradientNormMonitor": {

@@ -22,7 +22,7 @@ from tests.callbacks.osci_reset.weights import (
     reset_at,
     trainer,
 )
-from tests.lightnings import Callback, CSVLogger, RandomDataset
+from tests.lightning_imports import Callback, CSVLogger, RandomDataset
 
 
 def test_what_oscillates_is_set_to_its_center() -> None:

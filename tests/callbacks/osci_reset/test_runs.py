@@ -14,7 +14,7 @@ from lightning_lowbit import Cast, LowBitPrecision, TernaryPrecision, quantize
 from lightning_lowbit.callbacks import osci_reset
 from lightning_lowbit.callbacks.osci_reset import OsciReset
 from tests.callbacks.osci_reset.weights import WEIGHT, Row, Watch, fit, logged, reset_at, trainer
-from tests.lightnings import BoringModel, Callback, CSVLogger, MisconfigurationException, RandomDataset, Trainer
+from tests.lightning_imports import BoringModel, Callback, CSVLogger, MisconfigurationException, RandomDataset, Trainer
 
 
 class Small(BoringModel):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import IntegerPrecision
-from tests.lightnings import BoringModel, Callback, RandomDataset, Trainer
+from tests.lightning_imports import BoringModel, Callback, RandomDataset, Trainer
 
 # Of a row whose largest element is 7 the int4 scale is 1, and the levels are whole numbers.
 PLUGIN = {"weight_bits": 4, "activation_bits": None, "group": "row", "compute_dtype": "fp32"}

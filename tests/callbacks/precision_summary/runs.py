@@ -6,7 +6,7 @@ from lightning_lowbit import (
     FP4Precision,
     PrecisionSummary,
 )
-from tests.lightnings import BoringModel, Trainer
+from tests.lightning_imports import BoringModel, Trainer
 
 # Of Two, with one sample in a batch: the first layer's input needs no gradient.
 FIRST, LAST = 2 * 32 * 32, 2 * 32 * 2

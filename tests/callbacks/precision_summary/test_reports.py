@@ -19,7 +19,7 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.callbacks.layer_table import layer_table
 from tests.callbacks.precision_summary.runs import AVERAGE, BITS, COVERAGE, FIRST, LAST, TOTAL, Two, fit, trainer_with
-from tests.lightnings import BoringModel, Callback, TensorBoardLogger, Trainer
+from tests.lightning_imports import BoringModel, Callback, TensorBoardLogger, Trainer
 
 
 def traces():

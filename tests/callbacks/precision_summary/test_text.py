@@ -28,7 +28,7 @@ from tests.callbacks.precision_summary.runs import (
     fit,
     trainer_with,
 )
-from tests.lightnings import BoringModel, RichProgressBar, TQDMProgressBar
+from tests.lightning_imports import BoringModel, RichProgressBar, TQDMProgressBar
 
 
 class Manual(Two):

@@ -27,8 +27,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import CrashSafeCheckpoint, StableSPAM
-from tests.lightnings import Callback, LightningModule, ModelCheckpoint, ModelParallelStrategy, Trainer
-from tests.optim.distributed import full
+from tests.distributed.spreads import full
+from tests.lightning_imports import Callback, LightningModule, ModelCheckpoint, ModelParallelStrategy, Trainer
 
 SAVED, KILLED, LAST = 1, 2, 3  # steps: of the save before, of the one that is killed, of the end
 OPERATIONS = {"os.remove", "os.rmdir", "os.symlink", "half a copy"}

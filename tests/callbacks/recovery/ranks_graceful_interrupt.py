@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbit import GracefulInterrupt
-from tests.lightnings import BoringModel, Callback, Trainer
+from tests.lightning_imports import BoringModel, Callback, Trainer
 
 
 class Terminate(Callback):

@@ -13,7 +13,7 @@ from lightning_lowbit import CrashSafeCheckpoint, atomic_files
 from lightning_lowbit.callbacks.recovery.crash_safe_checkpoint import save_checkpoint
 from tests.callbacks.recovery.crash_in_save import KILLED, SAVED
 from tests.launch import start, wait
-from tests.lightnings import (
+from tests.lightning_imports import (
     AsyncCheckpointIO,
     BoringModel,
     Callback,
@@ -22,7 +22,7 @@ from tests.lightnings import (
     TorchCheckpointIO,
     Trainer,
 )
-from tests.pairs import selected
+from tests.pairwise import selected
 
 OURS = ("a file", "a directory", "a linked directory", "a linked directory, resumed")
 PLAIN = ("Lightning's file", "Lightning's directory")
@@ -154,7 +154,7 @@ def test_leftovers_of_others_stay():
 
 
 def test_loggers_are_told_of_whole_checkpoints():
-    from tests.lightnings import CSVLogger
+    from tests.lightning_imports import CSVLogger
 
     told = []
 

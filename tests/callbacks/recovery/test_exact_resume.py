@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from lightning_lowbit import ExactResume
-from tests.lightnings import BoringModel, Trainer
+from tests.lightning_imports import BoringModel, Trainer
 
 
 class Draws(BoringModel):

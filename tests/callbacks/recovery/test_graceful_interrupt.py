@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import GracefulInterrupt
 from tests.launch import LIMIT, start
-from tests.lightnings import BoringModel, Callback, ModelCheckpoint, RandomDataset, SLURMEnvironment, Trainer
+from tests.lightning_imports import BoringModel, Callback, ModelCheckpoint, RandomDataset, SLURMEnvironment, Trainer
 
 
 class Interrupt(Callback):

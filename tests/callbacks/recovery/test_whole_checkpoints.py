@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from lightning_lowbit import CrashSafeCheckpoint, atomic_files
 from lightning_lowbit.callbacks.recovery.whole_checkpoints import FOREIGN, damage, first_whole, newest_first, step_of
-from tests.lightnings import BoringModel, Trainer
+from tests.lightning_imports import BoringModel, Trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The dirpath has changed"),

@@ -7,7 +7,7 @@ import torch
 
 from lightning_lowbit import FP4Precision
 from lightning_lowbit.callbacks.run_report import RunReport
-from tests.lightnings import (
+from tests.lightning_imports import (
     BoringModel,
     Checkpoint,
     Trainer,

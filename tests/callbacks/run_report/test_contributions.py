@@ -17,7 +17,7 @@ from lightning_lowbit.report.cast_words import in_words
 from lightning_lowbit.report.history import History
 from lightning_lowbit.report.html import Section, Table, Text
 from tests.callbacks.run_report.runs import Known, load, steps, trainer
-from tests.lightnings import (
+from tests.lightning_imports import (
     BoringModel,
     Callback,
     CSVLogger,

@@ -12,7 +12,7 @@ from lightning_lowbit import PrecisionSummary, QAFSwitch
 from lightning_lowbit.callbacks.run_report import RunReport
 from lightning_lowbit.report import history as run_history
 from tests.callbacks.run_report.runs import Known, load, steps, trainer
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
     Checkpoint,
     DummyLogger,

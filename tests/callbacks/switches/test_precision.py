@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.nn import PRESETS
-from tests.lightnings import BoringModel, Callback, CSVLogger, MisconfigurationException, Trainer
+from tests.lightning_imports import BoringModel, Callback, CSVLogger, MisconfigurationException, Trainer
 
 
 class Phases(Callback):

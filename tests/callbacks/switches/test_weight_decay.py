@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit import FP4Precision, PrecisionSwitch, StableSPAM, WeightDecaySwitch
-from tests.lightnings import Callback, LightningModule, MisconfigurationException
-from tests.precision.regression import Regression, flat, trainer
+from tests.lightning_imports import Callback, LightningModule, MisconfigurationException
+from tests.precision.regression_model import Regression, flat, trainer
 
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

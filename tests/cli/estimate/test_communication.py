@@ -23,7 +23,7 @@ from lightning_lowbit.recipes.models import CausalLM
 from tests.cli import ranks_estimate
 from tests.cli.estimate.models import BATCH, SMALL, loss_of, shapes
 from tests.launch import launch
-from tests.pairs import selected
+from tests.pairwise import selected
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_lowbit import cli
 from lightning_lowbit.cli.inspect import command
 from lightning_lowbit.cli.inspect.table import Inspection, _limits
-from tests.cli.inspect.runs import WITH_WEIGHTS, inspect, is_png, table
+from tests.cli.inspect.models import WITH_WEIGHTS, inspect, is_png, table
 
 
 def inspection(names, casts="nvfp4,mxfp4"):
@@ -159,9 +159,9 @@ def write(kind):
         ("tensor", "it.ckpt holds no matrix of floating point numbers"),
         ("sharded", "`python -m lightning.pytorch.utilities.consolidate_checkpoint it.ckpt` makes of it"),
         ("folder", "The folder it.ckpt holds neither model.safetensors nor pytorch_model.bin."),
-        ("garbage index", "it.ckpt/pytorch_model.bin.index.json does not tell the files of weights"),
-        ("empty index", "it.ckpt/pytorch_model.bin.index.json does not tell the files of weights"),
-        ("nested index", "it.ckpt/pytorch_model.bin.index.json does not tell the files of weights"),
+        ("garbage index", "it.ckpt/pytorch_model.bin.index.json does not name the files of weights"),
+        ("empty index", "it.ckpt/pytorch_model.bin.index.json does not name the files of weights"),
+        ("nested index", "it.ckpt/pytorch_model.bin.index.json does not name the files of weights"),
         ("sparse", "up is sparse (sparse_coo); save weight.to_dense(). Name the other weights with --only, or give"),
         ("meta", "up has a shape and no numbers (it is on the meta device). Name the other weights with --only"),
         ("F4", "up holds codes of FP4, two in a byte, which are quantized already. Name the other weights with"),

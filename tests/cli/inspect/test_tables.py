@@ -17,8 +17,8 @@ from lightning_lowbit.cli.inspect.table import Candidate
 from lightning_lowbit.metrics import cast_statistics
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import plan
-from lightning_lowbit.quant.hadamard import rotate
-from tests.cli.inspect.runs import WITH_WEIGHTS, inspect, is_png, table
+from lightning_lowbit.quant.transforms import rotate
+from tests.cli.inspect.models import WITH_WEIGHTS, inspect, is_png, table
 
 NVFP4 = LinearCasts.preset("nvfp4").fprop_w
 

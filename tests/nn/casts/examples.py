@@ -8,25 +8,12 @@ from lightning_lowbit.quant import Hadamard
 from tests.nn.layers import GEMMS
 
 NEAREST = Cast("e2m1", Scale("e4m3", 16, two_level=True))
-
-
 STOCHASTIC = replace(NEAREST, rounding="stochastic")
-
-
 INT4 = Cast("int4", Scale("e5m2", 128))
-
-
 SIX = LinearCasts(**dict.fromkeys(OPERANDS, NEAREST))
-
-
 ROTATED = SIX.replace(hadamard={"fprop": 16, "dgrad": Hadamard(64, "keyed"), "wgrad": 128})
-
-
-CENTRED = SIX.replace(subtract_mean=["fprop", "dgrad", "wgrad"])
-
-
+CENTERED = SIX.replace(subtract_mean=["fprop", "dgrad", "wgrad"])
 SURROGATES = ROTATED.replace(surrogate={"fprop_x": "trust", "fprop_w": "dge"}, subtract_mean=["dgrad", "wgrad"])
-
 
 MIXED = LinearCasts(
     fprop_x=NEAREST,
@@ -36,19 +23,13 @@ MIXED = LinearCasts(
     subtract_mean=["fprop", "wgrad"],
 )
 
-
 DELAYED = Cast("e4m3", Scale("fp32", "tensor", margin=1, source="delayed", history=4, algorithm="most_recent"))
-
-
 SMOOTHED = SIX.replace(smooth="channel", fprop_x=DELAYED, dgrad_w="fprop", hadamard={"wgrad": 16})
-
-
 REUSED = LinearCasts(fprop_w=INT4, dgrad_g=STOCHASTIC, dgrad_w="fprop", wgrad_x="fprop", subtract_mean=["dgrad"])
-
 
 AWKWARD = {
     "rotated": ROTATED,
-    "centerd": CENTRED,
+    "centered": CENTERED,
     "surrogates": SURROGATES,
     "mixed": MIXED,
     "reused": REUSED,
@@ -57,7 +38,6 @@ AWKWARD = {
     "smoothed tokens": SMOOTHED.replace(smooth="token"),
     "delayed": SIX.replace(fprop_x=DELAYED, dgrad_g=DELAYED.replace(scale={"algorithm": "max"})),
 }
-
 
 EXPECTED_PHASES = {
     "fqt": (),
@@ -77,12 +57,12 @@ def assert_phases(casts: LinearCasts) -> None:
             quantized |= {operand} if isinstance(expected, Cast) else set()
         # What belongs to a GEMM or a tensor stays exactly where something is quantized that it concerns.
         rotated = {gemm: setting for gemm, setting in casts.hadamard.items() if quantized & set(GEMMS[gemm])}
-        centerd = tuple(
+        centered = tuple(
             gemm for gemm in casts.subtract_mean if any(name in quantized and name[-1] != "w" for name in GEMMS[gemm])
         )
         surrogate = {operand: kind for operand, kind in casts.surrogate.items() if operand in quantized}
         assert changed.hadamard == rotated, f"{phase} of {casts}"
-        assert changed.subtract_mean == centerd, f"{phase} of {casts}"
+        assert changed.subtract_mean == centered, f"{phase} of {casts}"
         assert changed.surrogate == surrogate, f"{phase} of {casts}"
         again = tuple(n for n in casts.requantize if n in quantized and getattr(changed, f"fprop_{n[-1]}") is not None)
         assert changed.requantize == again, f"{phase} of {casts}"

@@ -49,14 +49,13 @@ FORMS = {
     "e4m3 tiles": Cast("e4m3", Scale("e4m3", (16, 16), two_level=True)),
     "e3m2": Cast("e3m2", Scale("fp32", "tensor")),
     "int8 rows": Cast("int8", Scale("fp32", "row")),
-    "int2 rows": Cast("int2", Scale("fp32", "row", "power_of_two"), "stochastic", rounded=True),
+    "int2 rows": Cast("int2", Scale("fp32", "row", "power_of_two"), "stochastic", round_to_bfloat16=True),
     "int4": Cast("int4", Scale("e8m0", "tensor")),
     "ternary": Cast("ternary", Scale("fp32", "tensor", statistic="absmean", factor=1.1, epsilon=1e-5)),
-    "int8 groups": Cast("int8", Scale("fp32", 128), rounded=True),
+    "int8 groups": Cast("int8", Scale("fp32", 128), round_to_bfloat16=True),
     "int8 from min to max": Cast("int8", Scale("fp32", "row", statistic="minmax")),
     "int8 delayed": Cast("int8", Scale("fp32", "tensor", source="delayed")),
 }
-
 
 TAKEN = {
     "fp8": {"e4m3", "e5m2", "e4m3 rows", "e5m2 rows", "e4m3 delayed"},
@@ -162,5 +161,5 @@ def test_operands_that_are_one(cast: Any, one: bool) -> None:
             touched = gemm in (first.split("_")[0], second.split("_")[0])
             six = LinearCasts(**{**dict.fromkeys(OPERANDS, E5M2), first: cast, second: cast})
             assert six.replace(hadamard={gemm: 16}).shared(second) == (one and not touched), f"{gemm} rotated"
-            assert six.replace(subtract_mean=[gemm]).shared(second) == (one and not touched), f"{gemm} centerd"
+            assert six.replace(subtract_mean=[gemm]).shared(second) == (one and not touched), f"{gemm} centered"
     assert not LinearCasts(fprop_w=cast, dgrad_w="fprop").shared("dgrad_w"), "what is reused is no cast of its own"

@@ -190,13 +190,13 @@ def impossible(casts: dict[str, Any]) -> bool:
     quantized = {name for name in OPERANDS if isinstance(casts.get(name), Cast)}
     reused = {name for name in OPERANDS if casts.get(name) == "fprop"}
     rotated = {name for gemm in casts["hadamard"] for name in GEMMS[gemm]}
-    centerd = {name for gemm in casts["subtract_mean"] for name in GEMMS[gemm] if name[-1] != "w"}
+    centered = {name for gemm in casts["subtract_mean"] for name in GEMMS[gemm] if name[-1] != "w"}
     return (
         any(not quantized & set(GEMMS[gemm]) for gemm in casts["hadamard"])
-        or any(not quantized & centerd & set(GEMMS[gemm]) for gemm in casts["subtract_mean"])
+        or any(not quantized & centered & set(GEMMS[gemm]) for gemm in casts["subtract_mean"])
         or bool(reused & rotated)  # the tensor of the forward pass, in a space in which it was not quantized
         or bool(reused and "fprop" in casts["hadamard"])  # and the other way round
-        or ("wgrad_x" in reused and bool(centerd & {"fprop_x", "wgrad_x"}))
+        or ("wgrad_x" in reused and bool(centered & {"fprop_x", "wgrad_x"}))
         or any(name not in quantized for name in casts["surrogate"])
         or any(k == "dge" and casts[name].rounding == "stochastic" for name, k in casts["surrogate"].items())
         or ("fprop" in casts["subtract_mean"] and bool(casts["surrogate"]))

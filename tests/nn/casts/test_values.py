@@ -11,7 +11,7 @@ import yaml
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn import OPERANDS, PRESETS
 from lightning_lowbit.quant import Hadamard
-from tests.nn.casts.examples import AWKWARD, CENTRED, DELAYED, INT4, NEAREST, SIX, STOCHASTIC, assert_phases
+from tests.nn.casts.examples import AWKWARD, CENTERED, DELAYED, INT4, NEAREST, SIX, STOCHASTIC, assert_phases
 from tests.nn.layers import GEMMS
 
 
@@ -239,7 +239,9 @@ def test_settings_of_gemms_have_one_form() -> None:
     )
     assert casts == same
     assert (hash(casts), str(casts)) == (hash(same), str(same))
-    assert CENTRED.subtract_mean == SIX.replace(subtract_mean={"wgrad", "dgrad", "fprop"}).subtract_mean == tuple(GEMMS)
+    assert (
+        CENTERED.subtract_mean == SIX.replace(subtract_mean={"wgrad", "dgrad", "fprop"}).subtract_mean == tuple(GEMMS)
+    )
     given["dgrad"] = 64
     assert casts == same, "the mapping that was given is still in use"
     one, other = ({"fprop_x": "dge", "fprop_w": "trust"}, {"fprop_w": "trust", "fprop_x": "dge"})

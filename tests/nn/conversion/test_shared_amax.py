@@ -15,7 +15,7 @@ from lightning_lowbit import LowBitPrecision, convert
 from lightning_lowbit.distributed import parameter_amaxes
 from lightning_lowbit.nn import AmaxHistories, LayerKeys, SharedAmaxes
 from tests.nn.layers import remember, spied, value
-from tests.precision.regression import Regression, trainer
+from tests.precision.regression_model import Regression, trainer
 
 CASTS = ("nvfp4", "nvfp4-4over6", "nvfp4-nvidia", "fp8-current", "fp8-delayed")
 

@@ -9,10 +9,10 @@ from torch.nn.functional import ScalingType as Scaling
 
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn import AmaxHistories, GemmCounter, set_blend, set_phase
-from lightning_lowbit.nn.function import PrequantizedWeight
 from lightning_lowbit.nn.native import gemms
 from lightning_lowbit.nn.native.operand import BlockOperand
 from lightning_lowbit.nn.native.table import NATIVE, kind_of
+from lightning_lowbit.nn.operands import PrequantizedWeight
 from lightning_lowbit.nn.watch import Watch
 from tests.nn.layers import GEMMS, RESULTS, by_definition, identical, layer_like, run, spied
 from tests.nn.native.stand_in import StandIn
@@ -241,7 +241,7 @@ def test_delayed_scales_of_two_levels(scaled_mm: StandIn) -> None:
         (MX, MX.replace(element="e5m2"), None),  # torch has no recipe for it
         (MX, MX.replace(scale={"block": 16}), None),
         (Cast("e4m3", Scale("fp32", 128)), Cast("e4m3", Scale("fp32", (128, 128))), "fp8-blockwise"),
-        (Cast("e4m3", Scale("fp32", 128), rounded=True), Cast("e4m3", Scale("fp32", 128)), None),
+        (Cast("e4m3", Scale("fp32", 128), round_to_bfloat16=True), Cast("e4m3", Scale("fp32", 128)), None),
         (Cast("e4m3", Scale("fp32", 128)), Cast("e5m2", Scale("fp32", 128)), None),
         (Cast("e4m3", Scale("fp32", "row")), Cast("e4m3", Scale("fp32", 128)), None),
         (Cast("e4m3", Scale("fp32", "row")), Cast("e5m2", Scale("fp32", "row")), None),

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import Cast, LowBitPrecision, Scale, convert
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn.sharded.gather import WeightGathers
+from tests.distributed.spreads import full
 from tests.launch import take_part
-from tests.optim.distributed import full
-from tests.precision.regression import trainer
+from tests.precision.regression_model import trainer
 
 RANKS, STEPS = 2, 3
 
@@ -39,7 +39,7 @@ CASTS: dict[str, Any] = {
     "fp8-delayed": "fp8-delayed",
     "ternary": "ternary",
     "int4": "int4",
-    "int8, not rounded": {"preset": "int8", "every": {"rounded": False, "scale": {"block": 32}}},
+    "int8, not rounded": {"preset": "int8", "every": {"round_to_bfloat16": False, "scale": {"block": 32}}},
     "mxfp6, fprop": {"preset": "mxfp6", "dgrad_w": "fprop"},
     "rows": {"preset": "fp8-row", "fprop_w": ROWS, "dgrad_w": "fprop"},
     "stochastic": {"preset": "nvfp4", "fprop_w": NVFP4.replace(rounding="stochastic"), "dgrad_w": "fprop"},

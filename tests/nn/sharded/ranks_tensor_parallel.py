@@ -21,10 +21,10 @@ from lightning_lowbit import LinearCasts, convert
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, LayerKeys, QuantizedLayer
 from lightning_lowbit.quant.statistics import MAXIMA, SAMPLE, SUMS, merge_statistics_
+from tests.distributed.spreads import full
 from tests.launch import take_part
 from tests.nn.layers import remember, spied, token_amax, value
 from tests.nn.named_casts import CASTS, REMEMBERED
-from tests.optim.distributed import full
 
 RANKS, TOKENS = 2, 32
 STYLES = {"column": ColwiseParallel, "row": RowwiseParallel}

@@ -17,8 +17,8 @@ from lightning_lowbit.nn.sharded.eligible import obstacle
 from lightning_lowbit.nn.sharded.gather import WeightGathers, release_gathers
 from tests.launch import launch
 from tests.nn.sharded.ranks_gather import CASTS, RANKS, RUNS, STEPS
-from tests.pairs import selected
-from tests.precision.regression import Regression, trainer
+from tests.pairwise import selected
+from tests.precision.regression_model import Regression, trainer
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from lightning_lowbit.nn import PRESETS
 from tests.launch import launch
 from tests.nn.named_casts import CASTS
 from tests.nn.sharded.ranks_tensor_parallel import RANKS, SIZES, STYLES, UNEVEN
-from tests.pairs import selected
+from tests.pairwise import selected
 
 CASES = [f"{name}, {style}" for name in CASTS for style in STYLES]
 CASES += [f"{name}, {style}, {size}" for size in SIZES if size != "even" for name in UNEVEN for style in STYLES]

@@ -4,13 +4,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.lightnings import (
+from tests.lightning_imports import (
     QUIET,
     BoringModel,
     LightningModule,
     Trainer,
 )
-from tests.precision.regression import Regression
+from tests.precision.regression_model import Regression
 
 
 def quiet(**kwargs):

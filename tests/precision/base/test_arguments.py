@@ -13,7 +13,7 @@ from lightning_lowbit import (
 from lightning_lowbit.nn import PRESETS
 from lightning_lowbit.precision.run_settings import global_seed
 from lightning_lowbit.quant import Hadamard
-from tests.lightnings import (
+from tests.lightning_imports import (
     BoringModel,
     Fabric,
     LightningCLI,
@@ -188,7 +188,7 @@ def test_fabric():
 
 
 def test_xla():
-    from tests.lightnings import SingleDeviceXLAStrategy
+    from tests.lightning_imports import SingleDeviceXLAStrategy
 
     with pytest.raises(TypeError, match="XLAPrecision"):
         SingleDeviceXLAStrategy.precision_plugin.fset(object.__new__(SingleDeviceXLAStrategy), FP4Precision())

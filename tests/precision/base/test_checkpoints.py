@@ -9,13 +9,13 @@ from lightning_lowbit import (
     QAFSwitch,
 )
 from lightning_lowbit.nn import QuantLinear
-from tests.lightnings import (
+from tests.lightning_imports import (
     BoringModel,
     ModelCheckpoint,
 )
 from tests.precision.base.models import Recorder, Recurrent, quiet
-from tests.precision.regression import flat
-from tests.precision.regression import trainer as regression_trainer
+from tests.precision.regression_model import flat
+from tests.precision.regression_model import trainer as regression_trainer
 
 
 def test_trains_any_module_and_leaves_its_checkpoint_alone(tmp_path):

@@ -11,12 +11,12 @@ from lightning_lowbit import (
     convert,
 )
 from lightning_lowbit.nn import set_phase
-from tests.lightnings import (
+from tests.lightning_imports import (
     BoringModel,
 )
 from tests.precision.base.models import GAN, Recorder, Recurrent, quiet
-from tests.precision.regression import flat
-from tests.precision.regression import trainer as regression_trainer
+from tests.precision.regression_model import flat
+from tests.precision.regression_model import trainer as regression_trainer
 
 
 def test_each_micro_batch_has_its_own_random_bits():

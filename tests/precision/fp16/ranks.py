@@ -32,9 +32,9 @@ from lightning_lowbit import (
 from lightning_lowbit.distributed import local
 from lightning_lowbit.optim import connect
 from tests.launch import take_part
-from tests.lightnings import Callback, Strategy, Trainer
-from tests.optim import trainers
-from tests.optim.trainers import FSDPOnCPU, Regression, trainer
+from tests.lightning_imports import Callback, Strategy, Trainer
+from tests.optim import ranks_lightning
+from tests.optim.ranks_lightning import FSDPOnCPU, Regression, trainer
 from tests.precision import ranks_ddp
 
 RANKS, STEPS, HALF = 2, 5, 3
@@ -100,7 +100,7 @@ class FSDPInFP16(FSDPOnCPU):
 
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    **trainers.STRATEGIES,
+    **ranks_lightning.STRATEGIES,
     "fsdp1, sums in fp16": lambda: FSDPInFP16(state_dict_type="sharded"),
 }
 SHARDED, PARTS = ("fsdp1", "fsdp2"), ("all", "head")

@@ -19,11 +19,11 @@ from lightning_lowbit import (
     StaticGradScaler,
     TernaryPrecision,
 )
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
     LightningModule,
 )
-from tests.precision.regression import Regression, flat, state, trainer
+from tests.precision.regression_model import Regression, flat, state, trainer
 
 #: A scale that moves within a few steps; a power of two at any time, which changes no digit of a gradient.
 MOVING: dict[str, Any] = {"init_scale": 2.0**10, "growth_factor": 2.0, "growth_interval": 2}

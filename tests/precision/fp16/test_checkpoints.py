@@ -15,7 +15,7 @@ from lightning_lowbit import (
     LowBitPrecision,
     StaticGradScaler,
 )
-from tests.lightnings import (
+from tests.lightning_imports import (
     BoringModel,
     LightningCLI,
 )
@@ -32,7 +32,7 @@ from tests.precision.fp16.runs import (
     static,
     train,
 )
-from tests.precision.regression import Regression, flat, state, trainer
+from tests.precision.regression_model import Regression, flat, state, trainer
 
 
 @pytest.mark.fast("5-conservative", "4-torch's")

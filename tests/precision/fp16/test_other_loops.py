@@ -15,13 +15,13 @@ from lightning_lowbit import (
     LowBitPrecision,
     StableSPAM,
 )
-from tests.lightnings import (
+from tests.lightning_imports import (
     MisconfigurationException,
     MixedPrecision,
 )
 from tests.precision.base.models import GAN
 from tests.precision.fp16.runs import MOVING, Overflowing, assert_same, fp16, moving, static, train
-from tests.precision.regression import Regression, flat, state, trainer
+from tests.precision.regression_model import Regression, flat, state, trainer
 
 
 class Absent(Regression):

@@ -13,12 +13,12 @@ from lightning_lowbit import (
     ShardedConservativeGradScaler,
 )
 from lightning_lowbit.precision.run_settings import compute_dtype
-from tests.lightnings import (
+from tests.lightning_imports import (
     MisconfigurationException,
     MixedPrecision,
 )
 from tests.precision.fp16.runs import PRECISIONS, SCALERS, checkpoint, fp16, moving, run, static
-from tests.precision.regression import Regression, flat, trainer
+from tests.precision.regression_model import Regression, flat, trainer
 
 
 @pytest.mark.parametrize("cut", [3, 4, 6])

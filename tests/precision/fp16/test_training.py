@@ -17,13 +17,13 @@ from lightning_lowbit import (
     precision,
 )
 from lightning_lowbit.optim import Adaptive
-from tests.lightnings import (
+from tests.lightning_imports import (
     MixedPrecision,
     fabric,
     pytorch,
 )
 from tests.precision.fp16.runs import MOVING, PRECISIONS, Overflowing, assert_same, fp16, moving, static, train
-from tests.precision.regression import Regression, flat, trainer
+from tests.precision.regression_model import Regression, flat, trainer
 
 
 @pytest.mark.pairwise(1)

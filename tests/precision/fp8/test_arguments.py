@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import Cast, FP8Precision, LinearCasts, Scale
 from lightning_lowbit.nn import OPERANDS
 from lightning_lowbit.recipes.models import CausalLM
-from tests.lightnings import BoringModel, LightningCLI
-from tests.precision.regression import (
+from tests.lightning_imports import BoringModel, LightningCLI
+from tests.precision.regression_model import (
     DOWN,
     Regression,
     Witness,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision
 from lightning_lowbit.nn import OPERANDS
-from tests.lightnings import Callback
-from tests.precision.regression import (
+from tests.lightning_imports import Callback
+from tests.precision.regression_model import (
     DOWN,
     Regression,
     Witness,

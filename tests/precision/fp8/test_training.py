@@ -8,9 +8,9 @@ from torch import Tensor
 
 from lightning_lowbit import FP8Precision, LowBitPrecision, QAFSwitch
 from lightning_lowbit.nn import AmaxHistories, fold
-from tests.lightnings import BoringModel, Callback
+from tests.lightning_imports import BoringModel, Callback
 from tests.precision.base.models import GAN
-from tests.precision.regression import (
+from tests.precision.regression_model import (
     DOWN,
     LAYERS,
     Regression,

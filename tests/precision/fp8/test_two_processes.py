@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.precision.ranks_ddp import ACCUMULATE, COUNTED, HISTORY, SMOOTHINGS, STEPS
-from tests.precision.regression import DOWN, LAYERS, Witness, assert_histories, assert_in_force
+from tests.precision.regression_model import DOWN, LAYERS, Witness, assert_histories, assert_in_force
 
 
 def assert_equal_states(a: dict[str, Any], b: dict[str, Any]) -> None:

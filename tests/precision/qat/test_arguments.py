@@ -17,9 +17,9 @@ from lightning_lowbit import (
     quantize,
 )
 from lightning_lowbit.nn.gemm import native_obstacle
-from tests.lightnings import LightningCLI
+from tests.lightning_imports import LightningCLI
 from tests.precision.qat.plugins import qat
-from tests.precision.regression import Regression, flat, trainer
+from tests.precision.regression_model import Regression, flat, trainer
 
 on_int8_units = pytest.mark.skipif(
     native_obstacle(torch.device("cpu"), "int8") is not None, reason="this CPU has no int8 units"
@@ -27,7 +27,7 @@ on_int8_units = pytest.mark.skipif(
 
 
 def integer(bits: int, block: Any = 128, statistic: Any = "absmax") -> Cast:
-    return Cast(f"int{bits}", Scale("fp32", block, statistic=statistic), rounded=isinstance(block, int))
+    return Cast(f"int{bits}", Scale("fp32", block, statistic=statistic), round_to_bfloat16=isinstance(block, int))
 
 
 TOKENS = Cast("int8", Scale("fp32", "row", epsilon=1e-5))
@@ -99,6 +99,16 @@ GROUP = r"group is a number of elements such as 128, 'row' or 'tensor'; got"
         (IntegerPrecision, {"weight_bits": 4.5}, rf"weight_bits {BITS} 4.5\."),
         (IntegerPrecision, {"activation_bits": "4"}, rf"activation_bits {BITS} '4'\."),
         (IntegerPrecision, {"weight_bits": None, "activation_bits": None}, "Give weight_bits or activation_bits: with"),
+        (
+            IntegerPrecision,
+            {"weight_bits": None, "activation_bits": 8, "symmetric": False},
+            "gives weights zero points, and",
+        ),
+        (
+            IntegerPrecision,
+            {"activation_bits": None, "activation_group": 32},
+            "activation_group=32, and activation_bits",
+        ),
         (IntegerPrecision, {"group": 0}, f"{GROUP} 0"),
         (IntegerPrecision, {"group": "rows"}, f"{GROUP} 'rows'"),
         (IntegerPrecision, {"activation_group": 0}, f"{GROUP} 0"),

@@ -13,9 +13,9 @@ from lightning_lowbit import (
     TernaryPrecision,
 )
 from lightning_lowbit.nn import convert, set_blend
-from tests.lightnings import Callback
+from tests.lightning_imports import Callback
 from tests.precision.ranks_ddp import QAT
-from tests.precision.regression import LAYERS, Ramp, Regression, flat, state, trainer
+from tests.precision.regression_model import LAYERS, Ramp, Regression, flat, state, trainer
 
 PLUGINS = {
     "ternary": TernaryPrecision,

@@ -1,4 +1,4 @@
-"""Runs whose gradients are spoilt."""
+"""Runs whose gradients are spoiled."""
 
 from types import SimpleNamespace
 

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import Cast, GradientNoiseMonitor, LinearCasts, LowBitPrecision
+from tests.distributed.spreads import full
 from tests.launch import take_part
-from tests.lightnings import Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Strategy, Trainer
-from tests.optim.distributed import full
-from tests.optim.trainers import FSDPOnCPU
+from tests.lightning_imports import Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Strategy, Trainer
+from tests.optim.ranks_lightning import FSDPOnCPU
 
 RANKS, STEPS, HALF = 2, 3, 2
 

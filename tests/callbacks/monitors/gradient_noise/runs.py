@@ -14,7 +14,7 @@ from lightning_lowbit import (
     LowBitPrecision,
 )
 from tests.callbacks.monitors.gradient_noise.ranks import E2M1, STOCHASTIC
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
     LightningModule,
     Trainer,

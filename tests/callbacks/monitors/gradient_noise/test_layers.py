@@ -19,7 +19,7 @@ from lightning_lowbit import (
 from lightning_lowbit.report.html import Chart, Text
 from tests.callbacks.monitors.gradient_noise.ranks import E2M1
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NOISY, Model, assert_equal, fit, ratios, trainer
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
     LightningModule,
     Trainer,

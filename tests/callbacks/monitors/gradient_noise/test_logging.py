@@ -20,7 +20,7 @@ from lightning_lowbit import (
 from lightning_lowbit.report.html import Chart, Text
 from tests.callbacks.monitors.device_reads import counted
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, logged, ratios, trainer
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
     TensorBoardLogger,
     Trainer,

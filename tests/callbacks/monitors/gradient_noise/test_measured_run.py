@@ -34,7 +34,7 @@ from tests.callbacks.monitors.gradient_noise.runs import (
     ratios,
     trainer,
 )
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
     LightningModule,
     MisconfigurationException,

@@ -19,7 +19,7 @@ from lightning_lowbit import (
 from lightning_lowbit.nn import LayerKeys
 from tests.callbacks.monitors.gradient_noise.ranks import E2M1
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, ratios, trainer
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
     Trainer,
 )

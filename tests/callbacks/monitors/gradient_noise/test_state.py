@@ -10,7 +10,7 @@ from lightning_lowbit import (
     GradientNoiseMonitor,
 )
 from tests.callbacks.monitors.gradient_noise.runs import METRIC, NEAREST, NOISY, Model, fit, logged, ratios, trainer
-from tests.lightnings import (
+from tests.lightning_imports import (
     DeepSpeedStrategy,
     MisconfigurationException,
     TensorBoardLogger,

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import GradientNormMonitor, LowBitPrecision
 from lightning_lowbit.optim import StableSPAM
 from tests.launch import take_part
-from tests.lightnings import Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Strategy, Trainer
-from tests.optim.trainers import FSDPOnCPU
+from tests.lightning_imports import Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Strategy, Trainer
+from tests.optim.ranks_lightning import FSDPOnCPU
 
 RANKS, STEPS, EVERY = 2, 6, 2
 LAYERS = ["body"]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import GradientNormMonitor
 from lightning_lowbit.optim import Adaptive, StableSPAM
-from tests.lightnings import (
+from tests.lightning_imports import (
     BoringModel,
     Callback,
     RandomDataset,

@@ -12,7 +12,7 @@ from torch.nn.utils import get_total_norm
 
 from lightning_lowbit import GradientNormMonitor, LowBitPrecision, StaticGradScaler
 from tests.callbacks.monitors.gradient_norm.runs import RULES, Planned, assert_same, fit, sgd
-from tests.lightnings import (
+from tests.lightning_imports import (
     MixedPrecision,
 )
 

@@ -11,7 +11,7 @@ import torch
 from lightning_lowbit import GradientNormMonitor, RunReport
 from lightning_lowbit.report.html import Table, Text
 from tests.callbacks.monitors.gradient_norm.runs import SAID, Constant, Planned, logged, spikes_of, trainer
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
     DeepSpeedStrategy,
     MisconfigurationException,

@@ -12,7 +12,7 @@ from tests.callbacks.monitors.device_reads import HOOKS, counted
 from tests.callbacks.monitors.gradient_norm.ranks import EVERY, RANKS, RUNS, STEPS, UNPLUGGED, train
 from tests.callbacks.monitors.gradient_norm.runs import RULES, Planned, assert_same, sgd, trainer
 from tests.launch import launch
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
 )
 

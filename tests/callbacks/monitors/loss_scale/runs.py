@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from lightning_lowbit import ConservativeGradScaler, LossScaleMonitor, LowBitPrecision, StaticGradScaler
-from tests.lightnings import (
+from tests.lightning_imports import (
     BoringModel,
     Callback,
     MixedPrecision,

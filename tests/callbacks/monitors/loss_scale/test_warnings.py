@@ -19,7 +19,7 @@ from tests.callbacks.monitors.loss_scale.runs import (
     trainer,
     warned,
 )
-from tests.lightnings import (
+from tests.lightning_imports import (
     MisconfigurationException,
     MixedPrecision,
 )

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import LowBitPrecision, QuantizationMonitor
 from tests.launch import take_part
-from tests.lightnings import (
+from tests.lightning_imports import (
     DDPStrategy,
     LightningModule,
     MisconfigurationException,
@@ -25,7 +25,7 @@ from tests.lightnings import (
     Strategy,
     Trainer,
 )
-from tests.optim.trainers import FSDPOnCPU
+from tests.optim.ranks_lightning import FSDPOnCPU
 
 RANKS, STEPS, EVERY = 2, 4, 2
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import LowBitPrecision
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from lightning_lowbit.nn import OPERANDS
-from tests.lightnings import BoringModel, Callback, CSVLogger, RandomDataset, Trainer
+from tests.lightning_imports import BoringModel, Callback, CSVLogger, RandomDataset, Trainer
 
 LAYERS = ["layer.0", "layer.2"]
 

@@ -21,7 +21,7 @@ from tests.callbacks.monitors.operand_statistics.runs import (
     of_layers,
     trainer,
 )
-from tests.lightnings import Trainer
+from tests.lightning_imports import Trainer
 
 
 def said_by(monitor: QuantizationMonitor, said: pytest.WarningsRecorder) -> list[str]:

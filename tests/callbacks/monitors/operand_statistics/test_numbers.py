@@ -25,7 +25,7 @@ from tests.callbacks.monitors.operand_statistics.runs import (
     of_layers,
     trainer,
 )
-from tests.lightnings import Callback, Trainer
+from tests.lightning_imports import Callback, Trainer
 from tests.nn.operand_sums import Operands, assert_numbers, captured, numbers_of, places
 
 

@@ -17,7 +17,7 @@ from lightning_lowbit.nn import OPERANDS, QuantizedLayer
 from lightning_lowbit.report.html import HeatMap, Table
 from tests.callbacks.monitors.device_reads import HOOKS, counted
 from tests.callbacks.monitors.operand_statistics.runs import LAYERS, MEANS, NAMES, Two, fit, logged, of_layers, trainer
-from tests.lightnings import Callback, TensorBoardLogger, Trainer
+from tests.lightning_imports import Callback, TensorBoardLogger, Trainer
 
 # The input of the first layer needs no gradient.
 PLACES = [(layer, operand) for layer in LAYERS for operand in OPERANDS if (layer, operand[:5]) != ("layer.0", "dgrad")]

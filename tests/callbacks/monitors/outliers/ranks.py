@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_lowbit import OutlierMonitor
 from lightning_lowbit.callbacks.monitors.base import LayerNumbers
 from tests.launch import take_part
-from tests.lightnings import (
+from tests.lightning_imports import (
     DDPStrategy,
     LightningModule,
     MisconfigurationException,
@@ -26,7 +26,7 @@ from tests.lightnings import (
     Strategy,
     Trainer,
 )
-from tests.optim.trainers import FSDPOnCPU
+from tests.optim.ranks_lightning import FSDPOnCPU
 
 RANKS, STEPS, EVERY = 2, 6, 2
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import OutlierMonitor
 from tests.callbacks.monitors.outliers.ranks import MLP
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
     LightningModule,
     TensorBoardLogger,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_lowbit import OutlierMonitor, RunReport
 from lightning_lowbit.report.html import Table
 from tests.callbacks.monitors.outliers.runs import LAYERS, Model, fit, logged, trainer
-from tests.lightnings import (
+from tests.lightning_imports import (
     BoringModel,
     MisconfigurationException,
     TensorBoardLogger,

@@ -12,7 +12,7 @@ from lightning_lowbit import LowBitPrecision, OutlierMonitor
 from lightning_lowbit.metrics import swiglu_alignment
 from tests.callbacks.monitors.outliers.ranks import MLP
 from tests.callbacks.monitors.outliers.runs import CLOSE, LAYERS, Model, assert_same, fit, logged, trainer
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
     TensorBoardLogger,
     Trainer,

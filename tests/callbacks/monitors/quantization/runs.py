@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_lowbit import TernaryPrecision
-from tests.lightnings import BoringModel, Callback, CSVLogger, RandomDataset, Trainer
+from tests.lightning_imports import BoringModel, Callback, CSVLogger, RandomDataset, Trainer
 
 LAYERS = ("layer.0", "layer.2")
 

@@ -16,7 +16,7 @@ from lightning_lowbit import LowBitPrecision, PrecisionSwitch, RunReport, Ternar
 from lightning_lowbit.callbacks.monitors import quantization
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, AtStep, Two, rows, trainer, zeros
-from tests.lightnings import Trainer
+from tests.lightning_imports import Trainer
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from lightning_lowbit import IntegerPrecision, LowBitPrecision, TernaryPrecision
 from lightning_lowbit.callbacks.monitors import quantization
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, SHARES, AtStep, Two, rows, trainer
-from tests.lightnings import Callback, MisconfigurationException, Trainer
+from tests.lightning_imports import Callback, MisconfigurationException, Trainer
 
 
 class Manual(Two):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lowbit import SpikeRollback
 from tests.launch import take_part
-from tests.optim.trainers import RANKS, STRATEGIES, Regression, plugin, trainer
+from tests.optim.ranks_lightning import RANKS, STRATEGIES, Regression, plugin, trainer
 
 BAD, KIND = 7, {"spike": 1e3, "nan": math.nan}
 KEPT = [0, 1, 2, 3, *range(9, 14)]  # a snapshot before step 4, and step 8 is taken before the loss of 7 is read

@@ -13,7 +13,7 @@ from lightning_lowbit import (
     SpikeRollback,
 )
 from lightning_lowbit.optim import Adaptive, LowBitAdamW, StableSPAM
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
     LightningModule,
     Trainer,

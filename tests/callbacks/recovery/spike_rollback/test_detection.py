@@ -15,7 +15,7 @@ from lightning_lowbit import (
     SpikeRollback,
 )
 from tests.callbacks.recovery.spike_rollback.runs import BAD, KEPT, Scripted, assert_same, fit, rollback, steps, trainer
-from tests.lightnings import (
+from tests.lightning_imports import (
     BoringModel,
     Trainer,
 )

@@ -14,7 +14,7 @@ from lightning_lowbit import (
     SpikeRollback,
 )
 from tests.callbacks.recovery.spike_rollback.runs import BAD, Scripted, fit, rollback, trainer
-from tests.lightnings import (
+from tests.lightning_imports import (
     BoringModel,
     DeepSpeedStrategy,
     LightningCLI,

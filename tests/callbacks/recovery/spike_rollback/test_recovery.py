@@ -10,7 +10,7 @@ from lightning_lowbit import (
     PrecisionSwitch,
 )
 from tests.callbacks.recovery.spike_rollback.runs import BAD, Scripted, assert_same, fit, rollback, steps, trainer
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
     Trainer,
 )

@@ -25,7 +25,7 @@ from tests.callbacks.recovery.spike_rollback.runs import (
     steps,
     trainer,
 )
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
     MixedPrecision,
     Trainer,

@@ -7,7 +7,7 @@ import pytest
 from tests.callbacks.recovery.spike_rollback.ranks import RUNS
 from tests.callbacks.recovery.spike_rollback.runs import assert_same, rollback
 from tests.launch import launch
-from tests.pairs import selected
+from tests.pairwise import selected
 
 
 @pytest.fixture(scope="module")

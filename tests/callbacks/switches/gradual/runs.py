@@ -6,13 +6,13 @@ from torch import Tensor
 
 from lightning_lowbit import PrecisionSwitch
 from lightning_lowbit.nn.linear import QuantizedLayer
-from tests.lightnings import (
+from tests.lightning_imports import (
     BoringModel,
     Callback,
     LightningModule,
     Trainer,
 )
-from tests.precision.regression import Regression, trainer, two_casts
+from tests.precision.regression_model import Regression, trainer, two_casts
 
 
 class Witness(Callback):

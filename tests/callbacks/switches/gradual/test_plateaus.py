@@ -10,10 +10,10 @@ from torch import Tensor
 from lightning_lowbit import FP4Precision, PrecisionSwitch
 from lightning_lowbit.callbacks import Plateau
 from tests.callbacks.switches.gradual.runs import INF, NAN, Validated, Witness, blends, fit, seen
-from tests.lightnings import (
+from tests.lightning_imports import (
     MisconfigurationException,
 )
-from tests.precision.regression import flat, trainer
+from tests.precision.regression_model import flat, trainer
 
 # Short runs: many end in the middle of a switch.
 pytestmark = pytest.mark.filterwarnings("ignore:Training ended at")

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from lightning_lowbit import FP4Precision, LowBitPrecision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks import Plateau
 from tests.callbacks.switches.gradual.runs import INF, Validated, Witness, blends, fit
-from tests.lightnings import (
+from tests.lightning_imports import (
     BoringModel,
     Callback,
     CSVLogger,
     LightningCLI,
     MisconfigurationException,
 )
-from tests.precision.regression import Regression, flat, state
+from tests.precision.regression_model import Regression, flat, state
 
 # Short runs: many end in the middle of a switch.
 pytestmark = pytest.mark.filterwarnings("ignore:Training ended at")

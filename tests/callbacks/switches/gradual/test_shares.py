@@ -10,10 +10,10 @@ from torch import Tensor
 from lightning_lowbit import FP4Precision, LowBitPrecision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.precision import SCHEDULES
 from tests.callbacks.switches.gradual.runs import blends, fit
-from tests.lightnings import (
+from tests.lightning_imports import (
     Callback,
 )
-from tests.precision.regression import Regression
+from tests.precision.regression_model import Regression
 
 # Short runs: many end in the middle of a switch.
 pytestmark = pytest.mark.filterwarnings("ignore:Training ended at")

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_lowbit import LowBitPrecision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.nn.linear import QuantizedLayer
 from tests.launch import take_part
-from tests.lightnings import Callback
-from tests.optim.trainers import RANKS, STRATEGIES, Regression, trainer
+from tests.lightning_imports import Callback
+from tests.optim.ranks_lightning import RANKS, STRATEGIES, Regression, trainer
 
 STEPS, TOKENS = 9, 200
 OF_RANK = [40, 5]  # tokens in a step

@@ -10,8 +10,8 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.nn import LinearCasts
 from lightning_lowbit.nn.linear import QuantizedLayer
-from tests.lightnings import Callback, LightningModule
-from tests.precision.regression import Regression, trainer
+from tests.lightning_imports import Callback, LightningModule
+from tests.precision.regression_model import Regression, trainer
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 

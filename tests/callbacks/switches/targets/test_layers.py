@@ -18,8 +18,8 @@ from lightning_lowbit import (
 from lightning_lowbit.nn import OPERANDS, PRESETS, LinearCasts
 from lightning_lowbit.precision.checkpoints.trained import primitive
 from tests.callbacks.switches.targets.runs import Casts, Model, fit
-from tests.lightnings import Callback, MisconfigurationException
-from tests.precision.regression import DOWN, LAYERS, Regression, flat, state, trainer
+from tests.lightning_imports import Callback, MisconfigurationException
+from tests.precision.regression_model import DOWN, LAYERS, Regression, flat, state, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Training ended at"),

@@ -16,8 +16,8 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.callbacks.learning_rates import LowerRates, Rewarm
 from tests.callbacks.switches.targets.runs import Model, Optimizer, fit
-from tests.lightnings import Callback
-from tests.precision.regression import Regression, trainer
+from tests.lightning_imports import Callback
+from tests.precision.regression_model import Regression, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Training ended at"),

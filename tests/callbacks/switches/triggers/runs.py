@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.lightnings import Callback
-from tests.precision.regression import Regression, flat, trainer, two_casts
+from tests.lightning_imports import Callback
+from tests.precision.regression_model import Regression, flat, trainer, two_casts
 
 
 class Phases(Callback):

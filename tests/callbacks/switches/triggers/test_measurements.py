@@ -12,7 +12,7 @@ from lightning_lowbit import Below, Plateau, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow
 from lightning_lowbit.callbacks.switches.step_triggers import count_tokens
 from tests.callbacks.switches.triggers.runs import Texts, begin, fit
-from tests.lightnings import BoringModel, Callback, LightningCLI, LightningModule, MisconfigurationException
+from tests.lightning_imports import BoringModel, Callback, LightningCLI, LightningModule, MisconfigurationException
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Training ended at"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_lowbit import PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.step_triggers import AtTokens, count_tokens
 from tests.callbacks.switches.triggers.runs import begin, fit
-from tests.lightnings import BoringModel, MisconfigurationException
+from tests.lightning_imports import BoringModel, MisconfigurationException
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Training ended at"),

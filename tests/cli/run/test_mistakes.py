@@ -1,0 +1,118 @@
+"""Mistakes on the command line end with one line that says what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_lowbit.cli.run import LowBitCLI
+from tests.cli.run.commands import SCHEDULER, lowbit
+
+
+def written():
+    return {str(path) for path in Path().rglob("*")} - {"text", "text/a.txt", "tiny.yaml"}
+
+
+@pytest.mark.fast(
+    "--trainer.plugins.init_args.casts=nvfp5-",
+    "--trainer.plugins.init_args.skip=[lm_haed]-",
+    "--trainer.max_stepz=3-",
+    "--config=quikstart-",
+    "--config=broken.yaml-",
+    "--data.init_args.path=nowhere-",
+    "--ckpt_path=last-",
+    "--model.init_args.network=lama-60m-",
+)
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--trainer.plugins.init_args.casts=nvfp5"], "Unknown preset 'nvfp5'. Did you mean 'nvfp4'?"),
+        (
+            ["--trainer.plugins.init_args.casts={fprop_x: {element: e2m2}}"],
+            "Unknown element format 'e2m2'. Did you mean",
+        ),
+        (["--trainer.plugins.init_args.casts={fprop_x: {scale: {format: e4m4}}}"], "Unknown scale format 'e4m4'."),
+        (
+            ["--trainer.plugins.init_args.casts={fprop_x: {scale: {block: 0}}}"],
+            "Scale.block is a positive number of elements such as 16, a tile such as (16, 16), 'row' or 'tensor'; "
+            "got 0.",
+        ),
+        (
+            ["--trainer.plugins.init_args.rounding={wgradx: nearest}"],
+            "Unknown operand 'wgradx'. Did you mean 'wgrad_x'?",
+        ),
+        (
+            ["--trainer.plugins.init_args.rounding={wgrad_x: nearst}"],
+            "Unknown rounding 'nearst'. Did you mean 'nearest'?",
+        ),
+        (["--trainer.plugins.init_args.skip=[lm_haed]"], "skip: the pattern 'lm_haed' matches no linear layer."),
+        (["--trainer.plugins.init_args.skip=lm_haed"], "The option is --trainer.plugins.init_args.skip. (LOWBIT"),
+        (
+            [f"{SCHEDULER}.warmup_steps=40"],
+            f"got 40. Warm up for fewer steps. A number below 1, such as 0.1, is a share "
+            f"of them. The option is {SCHEDULER}.warmup_steps.",
+        ),
+        ([f"{SCHEDULER}.final_fraction=7"], f"The option is {SCHEDULER}.final_fraction."),
+        (["--data.init_args.batch_size"], "error: --data.init_args.batch_size takes a value, and none follows it."),
+        (["--trainer.plugins.init_args.skipp=[lm_head]"], "Did you mean 'skip'?"),
+        (["--model.init_args.optimizer.init_args.weight_decai=1"], "Did you mean 'weight_decay'?"),
+        (["--trainer.plugins=lightning_lowbit.FP44Precision"], "Did you mean 'FP4Precision'?"),
+        (["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwich}"], "Did you mean 'QAFSwitch'?"),
+        (["--trainer.max_stepz=3"], "Did you mean 'trainer.max_steps'?"),
+        (["--model.init_args.nettwork=gpt2"], "Did you mean 'network'?"),
+        (["--model.init_args.network=lama-60m"], "Did you mean 'llama-60m'?"),
+        (["--model.init_args.config.hidden_sise=32"], "Did you mean 'hidden_size'?"),
+        (["--model.init_args.config.vocab_size=100"], "config.vocab_size to 256 or more"),
+        (["--model.init_args.config.max_position_embeddings=8"], "max_position_embeddings to 16 or more"),
+        (["--config=quikstart"], "Did you mean 'quickstart'?"),
+        (["--config="], "--config needs the name of a recipe or a file"),
+        (["--config=typo.yaml"], "Did you mean 'trainer.max_steps'?"),
+        (["--config=broken.yaml"], "broken.yaml is not valid YAML"),
+        (["--config=list.yaml"], "list.yaml must hold a mapping"),
+        (["--data.init_args.path=empty"], "found no *.txt, *.md, *.py in"),
+        (["--data.init_args.path=empty.txt"], "are empty"),
+        (["--data.init_args.path=nowhere"], "does not exist; check `path`, or write hf:NAME"),
+        (["--data.init_args.path=hf:./nowhere:en"], "The data set './nowhere', configuration 'en', cannot be opened"),
+        (["--data.init_args.tokenizer=./nowhere"], "The tokenizer './nowhere' cannot be loaded"),
+        (["--ckpt_path=nowhere.ckpt"], "The checkpoint 'nowhere.ckpt' does not exist."),
+        (["--ckpt_path=last"], "--ckpt_path last: there is no checkpoint (*.ckpt) below runs/tiny."),
+        (["--trainer.precision=16-mixed"], "Received both `precision=16-mixed` and `plugins="),
+        (
+            ["--trainer.callbacks+={class_path: lightning_lowbit.QAFSwitch, init_args: {at: 2}}"],
+            "0 or more and at most 1; got 2",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_ends_with_one_line_that_says_what_to_do(arguments, line, capsys):
+    Path("typo.yaml").write_text("trainer: {max_stepz: 3}")
+    Path("broken.yaml").write_text("trainer: {max_steps: 3")
+    Path("list.yaml").write_text("[1, 2]")
+    Path("empty").mkdir()
+    Path("empty.txt").touch()
+    before = written()
+    assert lowbit(*arguments) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("lowbit: error: ")
+    assert line in last
+    assert written() == before, "a mistake must not leave files"
+
+
+def test_last_needs_a_folder_to_search(capsys):
+    arguments = ["--trainer.default_root_dir=null", "--trainer.logger=false", "--ckpt_path=last"]
+    assert lowbit(*arguments) == 2
+    assert "set the logger's save_dir or trainer.default_root_dir" in capsys.readouterr().err
+
+
+def test_interrupt_before_training(monkeypatch, capsys):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LowBitCLI, "instantiate_classes", interrupted)
+    assert lowbit() == 130
+    assert capsys.readouterr().err.endswith("lowbit: interrupted\n")
+
+
+def test_traceback_on_request(monkeypatch):
+    monkeypatch.setenv("LOWBIT_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="Unknown preset 'nvfp5'"):
+        lowbit("--trainer.plugins.init_args.casts=nvfp5")

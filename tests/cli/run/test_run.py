@@ -1,0 +1,179 @@
+"""The ``lowbit`` command as a user meets it: recipes by name, overlays, folders of runs, saved configurations."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_lowbit import cli
+from tests.cli.run.commands import OPTIMIZER, TINY, lowbit, scalars
+
+
+def test_quickstart(capsys):
+    assert lowbit() == 0
+    run = Path("runs/tiny/version_0")
+    losses = scalars(run, "loss")
+    assert list(losses) == list(range(6))
+    assert all(0 < loss < 10 for loss in losses.values())
+    assert scalars(run, "phase") == {5: 1.0}, "QAF at 90 % of six steps"
+    assert set(scalars(run, "grad_norm")) == set(losses)
+    validation, perplexity = scalars(run, "val_loss"), scalars(run, "val_perplexity")
+    assert len(validation) == 2
+    for step, loss in validation.items():
+        assert perplexity[step] == pytest.approx(torch.tensor(loss).exp().item(), rel=1e-5)
+    shown = capsys.readouterr().out
+    assert "phase=qaf" in shown
+    for metric in ("loss=", "grad_norm=", "tokens/s="):
+        assert metric in shown, f"the progress bar does not show {metric}"
+    checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 6
+    assert checkpoint["lightning_lowbit"].pop("blend") == 1
+    assert "trained" in checkpoint["lightning_lowbit"] and checkpoint["lightning_lowbit"].pop("trained")["layers"]
+    assert checkpoint["lightning_lowbit"] == {"step": 6, "micro_batch": 0, "phase": "qaf", "seed": 0}
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["trainer"]["max_steps"] == 6
+    assert config["model"]["init_args"]["optimizer"]["class_path"] == "lightning_lowbit.StableSPAM"
+
+
+@pytest.mark.slow
+def test_a_run_has_a_folder_of_its_own_for_each_combination():
+    Path("mine.yaml").write_text(TINY.replace(", default_root_dir: runs/tiny", ""))
+    assert cli.main(["fit", "--config=quickstart", "--config", "bf16", "-c", "mine.yaml"]) == 0
+    config = yaml.safe_load(Path("runs/quickstart+bf16+mine/version_0/config.yaml").read_text())
+    assert config["trainer"]["plugins"]["init_args"]["casts"] == "bf16"
+    assert config["trainer"]["plugins"]["init_args"]["skip"] == ["lm_head"]
+    assert lowbit("--trainer.default_root_dir=elsewhere") == 0
+    assert Path("elsewhere/version_0/checkpoints/last.ckpt").exists(), "default_root_dir was ignored"
+
+
+@pytest.mark.slow
+def test_twice_without_a_logger():
+    for _ in range(2):
+        assert lowbit("--trainer.logger=false", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false") == 0
+    assert Path("runs/tiny/config.yaml").exists()
+
+
+MINE = """
+from lightning.pytorch import Callback
+from lightning_lowbit.recipes.data import TextDataModule as Data
+
+class Hello(Callback):
+    def on_train_start(self, trainer, pl_module):
+        print("hello from the current folder", flush=True)
+"""
+
+
+# Of a recipe all of whose steps are few, the warm-up is a share.
+MINE_YAML = """
+trainer: {max_steps: 2, callbacks: [{class_path: mine.Hello}], default_root_dir: runs/mine}
+model: {init_args: {config: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2}}}
+data: {class_path: mine.Data, init_args: {path: text, sequence_length: 16, batch_size: 2, val_batches: 2}}
+"""
+
+
+def installed(*arguments):
+    """What the installed script prints, as users run it: from their folder, without PYTHONPATH."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [Path(sys.executable).with_name("lowbit"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_classes_of_the_current_folder_that_a_file_names():
+    Path("mine.py").write_text(MINE)
+    Path("sub").mkdir()
+    Path("sub/mine.yaml").write_text(MINE_YAML)
+    assert "hello from the current folder" in installed("fit", "--config=quickstart", "--config=sub/mine.yaml")
+    assert "class_path: mine.Hello" in Path("runs/mine/version_0/config.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_every_command_finds_classes_of_the_current_folder():
+    Path("mine.py").write_text(MINE)
+    Path("mine.yaml").write_text(MINE_YAML)
+    recipe = ("--config=quickstart", "--config=mine.yaml")
+    assert "A step:" in installed("estimate", *recipe)
+    installed("compare", *recipe, "--vary=bf16")
+    (log,) = Path("runs/compare").rglob("log.txt")
+    assert "hello from the current folder" in log.read_text()
+    checkpoint = next(Path("runs/compare").rglob("last.ckpt"))
+    assert "val_loss" in installed("validate", *recipe, f"--ckpt_path={checkpoint}")
+
+
+@pytest.mark.slow
+def test_the_saved_configuration_runs_again():
+    assert lowbit() == 0
+    assert cli.main(["fit", "--config=runs/tiny/version_0/config.yaml"]) == 0
+    first, second = (scalars(f"runs/tiny/version_{number}", "loss") for number in range(2))
+    assert first == second
+
+
+@pytest.mark.slow
+def test_the_same_command_twice():
+    assert lowbit() == 0
+    assert lowbit() == 0
+    first, second = (scalars(f"runs/tiny/version_{number}", "loss") for number in range(2))
+    assert first == second, "the same command gives another run"
+
+
+@pytest.mark.slow
+def test_the_seed_of_seed_everything_reaches_everything():
+    for seed in (0, 1):
+        assert lowbit(f"--seed_everything={seed}") == 0
+    first, second = (scalars(f"runs/tiny/version_{number}", "loss") for number in range(2))
+    assert not set(first.values()) & set(second.values())
+
+
+def test_validate_from_a_checkpoint(capsys):
+    assert lowbit() == 0
+    last = scalars("runs/tiny/version_0", "val_loss")[5]
+    capsys.readouterr()
+    assert lowbit("--ckpt_path=last", command="validate") == 0
+    said = "lowbit validate: runs/tiny/version_0/checkpoints/last.ckpt, in LowBitPrecision(<of a checkpoint: nvfp4 in"
+    assert said in capsys.readouterr().out
+    (again,) = scalars("runs/tiny/version_1", "val_loss").values()
+    assert again == last
+
+
+@pytest.mark.slow
+def test_options_that_a_checkpoint_overrides_are_said_and_recorded():
+    assert lowbit() == 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert lowbit("--ckpt_path=last", "--trainer.max_steps=8", f"{OPTIMIZER}.lr=0.05") == 0
+    assert sum("overrides options that this run asks for" in str(each.message) for each in caught) == 1
+    config = Path("runs/tiny/version_1/config.yaml").read_text()
+    head, options, *rest = config.splitlines()
+    assert head == "# The checkpoint that this run resumed from holds other options, and they were in force:"
+    assert options == "# StableSPAM: lr 0.001 (asked for: 0.05)"
+    assert not any(line.startswith("# StableSPAM") for line in rest)
+    assert yaml.safe_load(config)["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.05, "what was asked for"
+    assert not Path("runs/tiny/version_0/config.yaml").read_text().startswith("# The checkpoint")
+
+
+def test_a_list_option_takes_one_item():
+    Path("skip.yaml").write_text("trainer: {plugins: {init_args: {only: q_proj}}}")
+    assert lowbit("--trainer.plugins.init_args.skip", "lm_head", "--config=skip.yaml") == 0
+    config = yaml.safe_load(Path("runs/tiny/version_0/config.yaml").read_text())
+    plugin = config["trainer"]["plugins"]["init_args"]
+    assert (plugin["skip"], plugin["only"]) == (["lm_head"], ["q_proj"])
+
+
+@pytest.mark.slow
+def test_last_is_searched_where_the_checkpoints_are():
+    for mine in (
+        ["--trainer.default_root_dir=runs/mine"],
+        ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=runs/csv"],
+        ["--trainer.logger=[{class_path: CSVLogger, init_args: {save_dir: runs/list}}]"],
+        ["--trainer.callbacks.init_args.dirpath=runs/checkpoints", "--trainer.default_root_dir=runs/beside"],
+    ):
+        assert lowbit(*mine) == 0
+        assert lowbit("--ckpt_path=last", command="validate") == 2, "another run's folder has no checkpoint"
+        assert lowbit(*mine, "--ckpt_path=last", command="validate") == 0

@@ -1,0 +1,192 @@
+"""Single parameters on a mesh: where their elements are, and what an optimizer does with their gradients."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from lightning_lowbit.distributed import local, local_gradient, offsets_of, sharding_of, zeros_sharded_as
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
+from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
+from lightning_lowbit.optim.moments import FP8Moments, Piece
+from tests.distributed.spreads import (
+    Meshes,
+    Net,
+    fsdp2_of_tensor_parallel,
+    full,
+)
+
+PLACED = {
+    "rows": ((3,), (7, 260), (Shard(0),)),
+    "fewer rows than ranks": ((3,), (2, 260), (Shard(0),)),
+    "columns": ((2,), (4, 260), (Shard(1),)),
+    "columns on three": ((3,), (4, 400), (Shard(1),)),
+    "rows and columns": ((2, 2), (5, 260), (Shard(0), Shard(1))),
+    "columns twice": ((2, 2), (2, 514), (Shard(1), Shard(1))),
+    "replicas of rows": ((2, 2), (5, 260), (Replicate(), Shard(0))),
+    "replicas": ((2,), (3, 260), (Replicate(),)),
+}
+
+
+def place(mesh: DeviceMesh, whole: Tensor, placements: Any) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+
+
+def places(meshes: Meshes) -> dict[str, Any]:
+    """What is known of parameters whose elements are their own index, and what is kept along with them."""
+    parameters = {
+        name: place(meshes[shape], torch.arange(float(math.prod(size))).view(size), placements)
+        for name, (shape, size, placements) in PLACED.items()
+        if meshes.has(shape)
+    }
+    if meshes.has((2, 2)):
+        model = Net()
+        with torch.no_grad():
+            model.up.weight.copy_(torch.arange(512.0).view(32, 16))
+        parameters["rows twice"] = fsdp2_of_tensor_parallel(model, meshes[2, 2]).up.weight
+    results = {}
+    for name, p in parameters.items():
+        kept, sharding = zeros_sharded_as(p, lambda length: -(-length // 128), torch.float32), sharding_of(p)
+        local(kept).copy_(last_of_blocks(local(p)))
+        results[name] = {
+            "shape": tuple(sharding.shape),
+            "ranks": [dist.get_process_group_ranks(group) for group in sharding.groups],
+            "is_flat": sharding.is_flat,
+            "part": local(p).detach().clone(),
+            "offsets": offsets_of(p),
+            "kept": kept.full_tensor(),
+        }
+    return results
+
+
+def last_of_blocks(rows: Tensor) -> Tensor:
+    """Of each block of 128 in a row, the last element."""
+    return torch.stack([block[:, -1] for block in rows.detach().split(128, dim=1)], dim=1)
+
+
+def partial_gradients(mesh: DeviceMesh) -> dict[str, Tensor]:
+    """The part on this rank of the sum of gradients of 1 and 2."""
+    results = {}
+    for name, placement in {"rows": Shard(0), "replicas": Replicate()}.items():
+        p = place(mesh, torch.zeros(3, 2), [placement])
+        ones = torch.arange(6.0).view(3, 2) * (dist.get_rank() + 1)
+        p.grad = DTensor.from_local(ones, mesh, [Partial()], run_check=False)
+        gradient = local_gradient(p)
+        assert gradient is not None
+        results[name] = gradient
+    return results
+
+
+MISSING: dict[str, Callable[[Any], GuardedOptimizer]] = {
+    "stable_spam": lambda p: StableSPAM(p, reset_interval=3, weight_decay=0.1),
+    "adamw": lambda p: LowBitAdamW(p, moments="fp32"),
+    # Where it sees no gradient, torch's AdamW does not decay either.
+    "adaptive": lambda p: Adaptive(torch.optim.AdamW(p, weight_decay=0.0)),
+}
+
+
+def missing_gradients(mesh: DeviceMesh | None, name: str) -> dict[str, Tensor]:
+    """A parameter without a gradient on the second rank, where a whole one's is 0; one with a late one; one without."""
+    shape = torch.Size((6, 4))
+    p, late, idle = (nn.Parameter(torch.ones(shape, dtype=torch.float64)) for _ in range(3))
+    if mesh is not None:
+        p, late, idle = (place(mesh, whole.detach(), [Shard(0)]) for whole in (p, late, idle))
+    optimizer = MISSING[name]([p, late, idle])
+    for step in range(5):
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        if step >= 2:
+            late.grad = gradient.clone() if mesh is None else place(mesh, gradient, [Shard(0)]).data
+        gradient[2:4] = 0
+        if mesh is None:
+            p.grad = gradient
+        elif mesh.get_rank() != 1:
+            p.grad = distribute_tensor(gradient, mesh, [Shard(0)], src_data_rank=None)
+        optimizer.step()
+    return {
+        "weights": full(p),
+        "late": full(late),
+        "idle": full(idle),
+        "late steps": optimizer.state[late]["steps"],
+        "idle steps": optimizer.state[idle].get("steps", torch.zeros((), dtype=torch.int64)),
+    }
+
+
+def bad_elsewhere(meshes: Meshes, element: float, norm_clip: str | None) -> dict[str, Any]:
+    """A bad element in the second of three steps, in a parameter of which the third rank has no part."""
+    shared = place(meshes[3,], torch.ones(3, 2), [Shard(0)])
+    others = [place(meshes[2,], torch.ones(2, 2), [Shard(0)])] if meshes.has((2,)) else []
+    optimizer = StableSPAM([*others, shared], norm_clip=norm_clip)
+    for step in range(3):
+        for p in (*others, shared):
+            p.grad = torch.ones_like(p)
+        if step == 1 and others and dist.get_rank() == 1:
+            local(others[0].grad)[0, 0] = element
+        with CommDebugMode() as seen:
+            optimizer.step()
+    return {
+        "steps": [int(optimizer.state[p]["steps"]) for p in (*others, shared)],
+        "collectives": seen.get_total_counts(),
+    }
+
+
+COUNTED: dict[str, Callable[[Any], GuardedOptimizer]] = {
+    "stable_spam": lambda p: StableSPAM(p),
+    "stable_spam fp8": lambda p: StableSPAM(p, moments="fp8"),
+    "spam": lambda p: SPAM(p),
+    "adamw": lambda p: LowBitAdamW(p),
+    "adaptive": lambda p: Adaptive(torch.optim.AdamW(p)),
+}
+
+
+def collectives(mesh: DeviceMesh, parameters: int) -> dict[str, int]:
+    """How many collectives are in a second step."""
+    results = {}
+    for name, make in COUNTED.items():
+        given = [place(mesh, torch.ones(4, 3), [Shard(0)]) for _ in range(parameters)]
+        # Two groups: what they have in common is not measured twice.
+        optimizer = make([{"params": given[:2]}, {"params": given[2:], "lr": 1e-4}])
+        for p in given:
+            p.grad = place(mesh, torch.ones(4, 3), [Shard(0)]).data
+        optimizer.step()
+        with CommDebugMode() as seen:
+            optimizer.step()
+        results[name] = seen.get_total_counts()
+    return results
+
+
+def moments_in_cut_blocks(mesh: DeviceMesh | None, moments: str) -> dict[str, Tensor]:
+    """Both moments after some steps; 130 columns on each rank, and both ranks with the same gradients."""
+    p = nn.Parameter(torch.zeros(64, 260))
+    if mesh is not None:
+        p = place(mesh, p.detach(), [Shard(1)])
+    optimizer = LowBitAdamW([p], moments=moments)
+    for step in range(20):
+        half = torch.randn(64, 130, generator=torch.Generator().manual_seed(step))
+        gradient = torch.cat([half, half], dim=1)
+        p.grad = gradient if mesh is None else place(mesh, gradient, [Shard(1)]).data
+        optimizer.step()
+    state = optimizer.state[p]
+    if moments == "fp32":
+        return {name: state[name] for name in ("mean", "mean_square")}
+    format = FP8Moments()
+    mean, mean_square = format.load(Piece({name: local(state[name]) for name in format.names}))
+    return {"mean": mean, "mean_square": mean_square}
+
+
+def masters(mesh: DeviceMesh | None) -> dict[str, Tensor]:
+    """What bf16 parameters, their fp16 masters and the scale of these become."""
+    whole = torch.randn(7, 20, generator=torch.Generator().manual_seed(1)).bfloat16()
+    p = nn.Parameter(whole) if mesh is None else place(mesh, whole, [Shard(0)])
+    optimizer = LowBitAdamW([p], lr=1e-4, moments="fp32", master_weights="fp16")
+    for step in range(10):
+        gradient = torch.randn(7, 20, generator=torch.Generator().manual_seed(step)).bfloat16()
+        p.grad = gradient if mesh is None else place(mesh, gradient, [Shard(0)]).data
+        optimizer.step()
+    state = optimizer.state[p]
+    return {"weights": full(p), "master": full(state["master"]), "scale": state["master_scale"]}

@@ -1,0 +1,291 @@
+"""Sharded or not, an optimizer takes the same steps: DDP, FSDP1, FSDP2, tensor parallelism and meshes of them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_lowbit.distributed import Sharding, local_gradient, offsets_of, sharding_of, zeros_sharded_as
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, connect
+from lightning_lowbit.optim.batch import GradientStatistics
+from tests.distributed import parameters
+from tests.distributed.parameters import (
+    COUNTED,
+    MISSING,
+    PLACED,
+    masters,
+    missing_gradients,
+    moments_in_cut_blocks,
+)
+from tests.distributed.ranks import RANKS
+from tests.distributed.resumptions import SAVED
+from tests.distributed.spreads import BAD, CASES, HALF, SPREADS, Run
+from tests.launch import launch
+from tests.pairwise import selected
+
+# float64: sums in another order. fp32: the same, and where a gradient nearly cancels, Adam divides it by its own size;
+# a dozen steps of 1e-3 move by a hundredth.
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-6}
+TRAJECTORIES = [f"{spread}: {case}" for spread in SPREADS for case in SPREADS[spread].cases]
+RESUMPTIONS = [
+    f"{case}: {state}, {on}"
+    for case in SAVED
+    for state, places in {
+        "parts": ("one process", "fsdp2", "fsdp2 on three", "hsdp"),
+        "whole": ("one process", "fsdp2 on three"),
+    }.items()
+    for on in places
+]
+FAST = ["fsdp2 on three: sparse", "fsdp2 of tensor parallel: stable_spam", "fsdp1: spam", "ddp: fp8"]
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    runs = [*selected(request, "trajectory"), *selected(request, "resumption")]
+    return launch("tests.distributed.ranks", RANKS, tmp_path_factory.mktemp("sharding"), *runs)
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, dict[str, Any]]:
+    """What comes out of one process."""
+    return {case: Run(case).train().outcome() for case in CASES}
+
+
+def taking_part(results: list[dict[str, Any]], mesh: tuple[int, ...]) -> list[dict[str, Any]]:
+    return results[: math.prod(mesh)]
+
+
+def column(statistics: list[dict[str, Tensor]], name: str) -> Tensor:
+    """One of the statistics, [steps, parameters]."""
+    at = GradientStatistics._fields.index(name)
+    return torch.stack([torch.stack([values[at] for values in step.values()]) for step in statistics])
+
+
+def assert_same_run(found: dict[str, Any], wanted: dict[str, Any], case: str, where: str, steps: int = 0) -> None:
+    """The same weights and, in float64, statistics of the last steps."""
+    tolerance = TOLERANCE[CASES[case].dtype]
+    assert found["weights"].keys() == wanted["weights"].keys(), f"{where}: parameters {list(found['weights'])}"
+    for name, weights in wanted["weights"].items():
+        torch.testing.assert_close(
+            found["weights"][name], weights, rtol=0, atol=tolerance, msg=lambda text, n=name: f"{where}, {n}: {text}"
+        )
+    if CASES[case].dtype != torch.float64:
+        return
+    for name in GradientStatistics._fields:
+        torch.testing.assert_close(
+            column(found["statistics"], name), column(wanted["statistics"], name)[steps:], rtol=1e-9, atol=1e-11,
+            equal_nan=True, msg=lambda text, n=name: f"{where}, statistics, {n}: {text}",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_cases_do_what_they_are_for(whole: dict[str, dict[str, Any]], case: str) -> None:
+    statistics = whole[case]["statistics"]
+    if "adamw" not in case and case != "sparse":
+        clipped = column(statistics, "clipped")
+        assert clipped.nan_to_num(0).sum() > 3, f"nothing is clipped: {clipped}"
+    if case in ("stable_spam", "in fp32", "fp8", "spam", "sparse"):
+        assert (column(statistics, "steps_since_reset").diff(dim=0) < 0).any(), "no moments are reset"
+    assert column(statistics, "maximum")[BAD].isinf().any(), "there was no step to skip"
+
+
+@pytest.mark.fast(*FAST)
+@pytest.mark.parametrize("trajectory", TRAJECTORIES)
+def test_trajectory(results: list[dict[str, Any]], whole: dict[str, dict[str, Any]], trajectory: str) -> None:
+    """With a NaN on one rank in one of the steps, which all ranks skip."""
+    spread, case = trajectory.split(": ")
+    for rank, result in enumerate(taking_part(results, SPREADS[spread].mesh)):
+        assert_same_run(result["trajectories"][trajectory], whole[case], case, f"rank {rank}")
+
+
+@pytest.mark.fast(*FAST)
+@pytest.mark.parametrize("trajectory", TRAJECTORIES)
+def test_collectives_of_a_model(results: list[dict[str, Any]], trajectory: str) -> None:
+    """Maxima, and where norms are needed sums, once in each dimension of the mesh over which elements are spread."""
+    spread, case = trajectory.split(": ")
+    wanted = len(SPREADS[spread].elements) * (1 if "adamw" in case else 2)
+    for rank, result in enumerate(taking_part(results, SPREADS[spread].mesh)):
+        found = result["trajectories"][trajectory]["collectives"]
+        assert sum(found.values()) == wanted, f"rank {rank}: {found}, wanted {wanted}"
+
+
+@pytest.mark.parametrize("parameters", [3, 40])
+@pytest.mark.parametrize("name", COUNTED)
+def test_collectives_whatever_the_number_of_parameters(
+    results: list[dict[str, Any]], name: str, parameters: int
+) -> None:
+    for result in taking_part(results, (2,)):
+        found = result["collectives"][parameters][name]
+        assert found == (1 if name == "adamw" else 2), f"{found} collectives for {parameters} parameters"
+
+
+@pytest.mark.fast(
+    "stable_spam: parts, hsdp",
+    "adaptive: parts, fsdp2 on three",
+    "adaptive: parts, one process",
+    "fp8: parts, fsdp2",
+    "stable_spam: whole, one process",
+    "fp8: whole, fsdp2 on three",
+)
+@pytest.mark.parametrize("resumption", RESUMPTIONS)
+def test_run_goes_on_from_a_checkpoint(
+    results: list[dict[str, Any]], whole: dict[str, dict[str, Any]], resumption: str
+) -> None:
+    """Of two ranks, each of which has written its part, or gathered."""
+    case, on = resumption.split(": ")[0], resumption.split(", ")[1]
+    ranks = (1,) if on == "one process" else SPREADS[on].mesh
+    for rank, result in enumerate(taking_part(results, ranks)):
+        assert_same_run(result["resumptions"][resumption], whole[case], case, f"rank {rank}", HALF)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("whole, fsdp1 on three", 3), ("parts, fsdp1", 2)])
+def test_run_of_fsdp1_goes_on(
+    results: list[dict[str, Any]], whole: dict[str, dict[str, Any]], name: str, ranks: int
+) -> None:
+    for rank, result in enumerate(results[:ranks]):
+        for parameter, weights in whole["stable_spam"]["weights"].items():
+            found = result["flat resumptions"][name][parameter]
+            torch.testing.assert_close(
+                found, weights, rtol=0, atol=TOLERANCE[torch.float64],
+                msg=lambda text, at=(rank, parameter): f"rank, parameter = {at}: {text}",
+            )  # fmt: skip
+
+
+# --- single parameters ---
+
+
+def last_of_blocks_by_rank(rows: Tensor, cuts: list[int]) -> Tensor:
+    return torch.cat([parameters.last_of_blocks(part) for part in rows.split(cuts, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "cuts"),
+    [
+        ("rows", [[0, 1, 2]], [260]),
+        ("fewer rows than ranks", [[0, 1, 2]], [260]),
+        ("columns", [[0, 1]], [130, 130]),
+        ("columns on three", [[0, 1, 2]], [134, 134, 132]),
+        ("rows and columns", [[0, 2], [0, 1]], [130, 130]),
+        ("columns twice", [[0, 2], [0, 1]], [129, 128, 129, 128]),
+        ("replicas of rows", [[0, 1]], [260]),
+        ("replicas", [], [260]),
+        ("rows twice", [[0, 2], [0, 1]], [16]),
+    ],
+)
+def test_places(results: list[dict[str, Any]], name: str, ranks: list[list[int]], cuts: list[int]) -> None:
+    mesh, shape, _ = PLACED.get(name, ((2, 2), (32, 16), ()))
+    elements = torch.arange(float(math.prod(shape))).view(shape)
+    parts = [result["places"][name] for result in taking_part(results, mesh)]
+    assert parts[0]["ranks"] == ranks, f"spread over {parts[0]['ranks']}"
+    for rank, found in enumerate(parts):
+        assert found["shape"] == shape and not found["is_flat"], f"rank {rank}: {found['shape']}"
+        slices = tuple(
+            slice(offset, offset + size) for offset, size in zip(found["offsets"], found["part"].shape, strict=True)
+        )
+        torch.testing.assert_close(elements[slices], found["part"], rtol=0, atol=0, msg=f"rank {rank}: {slices}")
+        wanted = last_of_blocks_by_rank(elements, cuts)
+        torch.testing.assert_close(found["kept"], wanted, rtol=0, atol=0, msg=f"rank {rank}: {found['kept']}")
+
+
+def test_whole_parameters_are_in_one_place() -> None:
+    model = nn.Linear(3, 2)
+    connect(model)  # nothing to tell
+    assert sharding_of(model.weight) == Sharding(torch.Size((2, 3)))
+    assert offsets_of(model.weight) == (0, 0)
+    assert local_gradient(model.weight) is None
+    kept = zeros_sharded_as(model.weight, lambda length: 2 * length, torch.float16)
+    assert kept.shape == (2, 6) and kept.dtype == torch.float16
+
+
+def test_gradients_that_are_still_to_be_summed(results: list[dict[str, Any]]) -> None:
+    total = 3 * torch.arange(6.0).view(3, 2)
+    for result, rows in zip(taking_part(results, (2,)), (slice(0, 2), slice(2, 3)), strict=True):
+        assert torch.equal(result["partial"]["replicas"], total), f"of all: {result['partial']['replicas']}"
+        assert torch.equal(result["partial"]["rows"], total[rows]), f"of rows {rows}: {result['partial']['rows']}"
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_gradient_on_some_ranks_only(results: list[dict[str, Any]], name: str) -> None:
+    """Where a rank has none, the whole gradient is 0; a parameter without any is left alone, and begins with one."""
+    wanted = missing_gradients(None, name)
+    for rank, result in enumerate(taking_part(results, (3,))):
+        found = result["missing"][name]
+        for key in ("weights", "late", "idle"):
+            torch.testing.assert_close(found[key], wanted[key], rtol=0, atol=1e-12, msg=f"rank {rank}, {key}")
+        assert found["late steps"] == 3, f"rank {rank} counts {found['late steps']} steps with three late gradients"
+        assert found["idle steps"] == 0, f"rank {rank} counts {found['idle steps']} steps without a gradient"
+
+
+@pytest.mark.parametrize("bad", ["nan", "too large"])
+def test_a_bad_element_in_a_parameter_of_other_ranks(results: list[dict[str, Any]], bad: str) -> None:
+    """All ranks of any group that its rank is in skip the step, and ask no more often for it."""
+    for rank, result in enumerate(taking_part(results, (3,))):
+        found, groups = result[f"{bad} elsewhere"], 1 if rank == 2 else 2
+        assert found["steps"] == [2] * groups, f"rank {rank} took {found['steps']} steps, wanted 2: one was {bad}"
+        assert found["collectives"] == 2 * groups, f"rank {rank}: {found['collectives']} collectives, {groups} groups"
+
+
+def test_master_weights(results: list[dict[str, Any]]) -> None:
+    wanted = masters(None)
+    assert not torch.equal(wanted["weights"].float(), wanted["master"].float() * wanted["scale"]), "they add nothing"
+    for rank, result in enumerate(taking_part(results, (3,))):
+        for name, tensor in wanted.items():
+            assert torch.equal(result["masters"][name], tensor), f"rank {rank}: {name} differs"
+
+
+def test_fp8_moments_whose_blocks_are_cut(results: list[dict[str, Any]]) -> None:
+    """Other blocks, and so other scales: still unbiased, with errors as large, and not the same on both ranks."""
+    exact = moments_in_cut_blocks(None, "fp32")
+    alone = moments_in_cut_blocks(None, "fp8")
+    parts = [result["cut blocks"] for result in taking_part(results, (2,))]
+    for name, wanted in exact.items():
+        cut = torch.cat([part[name] for part in parts], dim=1)
+        errors = {"whole": alone[name] - wanted, "cut": cut - wanted}
+        for which, error in errors.items():
+            bias = error.mean() / (error.std() / error.numel() ** 0.5)
+            assert abs(bias) < 4, f"{name}, {which}: the mean error is {bias:.1f} standard errors from 0"
+        ratio = errors["cut"].std() / errors["whole"].std()
+        assert 0.9 < ratio < 1.1, f"{name}: errors are {ratio:.3f} times as large where blocks are cut"
+        first, second = errors["cut"].split(130, dim=1)
+        likeness = torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1]
+        assert abs(likeness) < 4 / first.numel() ** 0.5, f"{name}: both ranks draw the same, correlation {likeness:.3f}"
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "words"),
+    [
+        ("fp8 under fsdp1", 2, ["FSDP1", "ModelParallelStrategy (FSDP2)", "NO_SHARD"]),
+        ("sparse under fsdp1", 2, ["FSDP1", "ModelParallelStrategy (FSDP2)", "NO_SHARD"]),
+        ("sparse with cut rows", 2, ["(3, 32)", "density=1"]),
+        ("flat buffers", 2, ["flat buffer", "use_orig_params=True"]),
+        ("not connected", 2, ["LowBitPrecision", "lightning_lowbit.optim.connect"]),
+        ("rows of lengths that no one else has", 3, ["(2, 260)", "3 ranks", "moments='fp32'"]),
+    ],
+)
+def test_refusals(results: list[dict[str, Any]], name: str, ranks: int, words: list[str]) -> None:
+    for rank, result in enumerate(results[:ranks]):
+        for word in words:
+            assert word in result["refusals"][name], f"rank {rank} was told: {result['refusals'][name]}"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [StableSPAM, SPAM, LowBitAdamW, lambda p: Adaptive(torch.optim.AdamW(p))],
+    ids=["StableSPAM", "SPAM", "LowBitAdamW", "Adaptive"],
+)
+def test_flat_buffers_put_into_a_group_from_outside(make: Any) -> None:
+    """As DeepSpeed's ZeRO does."""
+    parameters = [Parameter(torch.ones(2, 3)), Parameter(torch.ones(3))]
+    optimizer = make(parameters)
+    flat = Parameter(torch.ones(9))
+    flat.grad = torch.ones(9)
+    optimizer.param_groups[0]["params"] = [flat]
+    with pytest.raises(ValueError, match=r"DeepSpeed.*use DDP, FSDPStrategy or ModelParallelStrategy"):
+        optimizer.step()
+    assert torch.equal(flat.detach(), torch.ones(9)), "the buffer has changed"

@@ -1,0 +1,75 @@
+"""Every public class and function has an example, and all of them run."""
+
+import doctest
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import lightning_lowbit
+from lightning_lowbit import FP4Precision, FP8Precision, IntegerPrecision
+from tests.lightning_imports import LightningModule, MixedPrecision, Trainer
+
+NAMES = sorted(lightning_lowbit.__all__)
+
+
+class MyModule(LightningModule):
+    def __init__(self, layers=None):
+        super().__init__()
+        self.layers = layers or nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch)[0].square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trainer(**arguments):
+    return Trainer(accelerator="cpu", logger=False, enable_model_summary=False, **arguments)
+
+
+def checkpoint_of(precision, model, data):
+    """Trains a model for a step and saves ``last.ckpt``."""
+    saver = trainer(plugins=[precision], max_steps=1, enable_checkpointing=False, enable_progress_bar=False)
+    saver.fit(model, torch.utils.data.DataLoader(data, batch_size=16))
+    saver.save_checkpoint("last.ckpt")
+
+
+def llama():
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=64, num_hidden_layers=2))
+
+
+# What an example needs beside the names of the package, by the name that has the example.
+PREPARED = {
+    "bake": lambda: checkpoint_of(IntegerPrecision(4, activation_bits=None), MyModule(), torch.randn(16, 32)),
+    "restore": lambda: checkpoint_of(FP4Precision(), MyModule(), torch.randn(16, 32)),
+    "fold": lambda: checkpoint_of(FP8Precision(smooth_swiglu="channel"), MyModule(llama()), torch.arange(16)[:, None]),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    PREPARED.get(name, lambda: None)()
+    known = {each: getattr(lightning_lowbit, each) for each in NAMES} | {
+        "MixedPrecision": MixedPrecision,
+        "MyModule": MyModule,
+        "Trainer": trainer,
+        "llama": llama(),
+        "model": MyModule(llama()) if name == "fold" else llama(),
+        "tokens": torch.randn(4, 32),
+        "torch": torch,
+    }
+    examples = doctest.DocTestParser().get_examples(getattr(lightning_lowbit, name).__doc__ or "")
+    assert examples, f"{name} has no example"
+    for example in examples:
+        if example.want:
+            assert repr(eval(example.source, known)) == example.want.strip()
+        else:
+            exec(example.source, known)

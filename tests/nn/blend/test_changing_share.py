@@ -1,0 +1,151 @@
+"""When the share λ of quantization takes effect, and what it may be."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.pytorch_utils import Conv1D
+
+from lightning_lowbit import convert
+from lightning_lowbit.nn import linear, set_blend
+from tests.nn.blend.layers import CASTS, IN, OUT, REMEMBERED, blended, tensors
+from tests.nn.layers import (
+    Net,
+    gradients,
+    identical,
+    layer_like,
+    net,
+    remember,
+    run,
+)
+
+
+@pytest.mark.parametrize("name", ["ternary", "int4", "nvfp4", "surrogates", "nvfp4-nvidia"])
+def test_activation_checkpointing_changes_nothing(name: str) -> None:
+    x = torch.randn(16, 32)
+    found = {}
+    for recompute in (True, False):
+        model, _ = net(CASTS[name], recompute=recompute)
+        set_blend(model, 0.3)
+        found[recompute] = gradients(model, x)
+    identical(found[True], found[False], "with checkpointing")
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_a_backward_pass_has_the_share_of_its_forward_pass(name: str) -> None:
+    """λ of the next micro-batch may be set before this one's backward pass."""
+    original, (x, g) = nn.Linear(IN, OUT), tensors()
+    found = {}
+    for later in (0.3, 0.8):
+        share = torch.tensor(0.3)
+        layer = layer_like(original, CASTS[name])
+        remember(layer, *REMEMBERED)
+        set_blend(layer, share)
+        x_ = x.clone().requires_grad_()
+        y = layer(x_)
+        share.fill_(later)
+        y.backward(g)
+        found[later] = {"x": x_.grad, **{n: p.grad for n, p in layer.named_parameters()}}
+    identical(found[0.8], found[0.3], "λ was changed in between:")
+
+
+@pytest.mark.parametrize("name", ["ternary", "fp8-current"])
+def test_on_its_way_nothing_is_native(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Neither computed so nor said to be."""
+    monkeypatch.setattr(linear, "native_obstacle", lambda device, kind: None)
+    layer = layer_like(nn.Linear(IN, OUT), name)
+    native = layer.native_gemms(torch.device("cpu"))
+    assert native, "nothing shows"
+    set_blend(layer, 0.5)
+    assert layer.native_gemms(torch.device("cpu")) == ()
+    assert layer.native_gemms(torch.device("cpu"), layer.full_casts) == native, "what it will be, all the way"
+
+
+def test_it_changes_in_place_and_for_all_layers() -> None:
+    model, _ = net("int4")
+    share, x = torch.tensor(0.0), torch.randn(16, 32)
+    set_blend(model, share)
+    start = gradients(model, x)
+    for number in (0.5, 0.25):
+        share.fill_(number)
+        found = gradients(model, x)
+        assert not torch.equal(found["y"], start["y"])
+        other, _ = net("int4")
+        set_blend(other, number)
+        identical(found, gradients(other, x), f"λ = {number}:")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("casts", ["ternary", "surrogates, delayed"])
+def test_it_costs_no_compilation_to_change(casts: str) -> None:
+    torch._dynamo.reset()
+    model, keys = net(CASTS[casts])
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    x, share = torch.randn(16, 32), torch.tensor(0.0)
+    set_blend(model, share)
+    for step, number in enumerate((0.0, 0.25, 0.5, 1.0)):
+        keys.fill_(step)
+        share.fill_(number)
+        found = {name.removeprefix("_orig_mod."): tensor for name, tensor in gradients(compiled, x).items()}
+        identical(found, gradients(model, x), f"compiled, λ = {number}:")
+    assert counter.frame_count == 1, f"{counter.frame_count} compilations"
+    set_blend(model, None)
+    gradients(compiled, x)
+    assert counter.frame_count == 2, "all the way is another graph"
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["linear", "Conv1D"])
+def test_generated_code_computes_the_same(kind: str) -> None:
+    torch._dynamo.reset()
+    original = nn.Linear(IN, OUT) if kind == "linear" else Conv1D(OUT, IN)
+    layer = blended(original, CASTS["ternary"], 0.3)
+    compiled = torch.compile(layer, fullgraph=True)
+    x, g = tensors()
+    for autocast in (False, True):
+        expected = run(layer, x, g, autocast)
+        found = {name.removeprefix("_orig_mod."): tensor for name, tensor in run(compiled, x, g, autocast).items()}
+        torch.testing.assert_close(found.pop("bias"), expected.pop("bias"), rtol=1e-5, atol=1e-5)  # another order
+        identical(found, expected, f"compiled, autocast {autocast}:")
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("blend", [-0.1, 1.1, 2, torch.inf, torch.nan, True, "0.5"], ids=str)
+def test_what_is_no_share_is_refused(blend: Any) -> None:
+    model = convert(Net(), "int4")
+    set_blend(model, 0.5)
+    with pytest.raises(ValueError, match=rf"blend is λ, .*, 0 or more and at most 1; got {blend!r}"):
+        set_blend(model, blend)
+    assert model.first.blend == 0.5, "what was refused has been set"
+
+
+@pytest.mark.parametrize(
+    "blend", [torch.tensor(1.5), torch.tensor([0.5]), torch.tensor(0.5, dtype=torch.float64)], ids=str
+)
+def test_a_tensor_that_is_no_share_is_refused(blend: Tensor) -> None:
+    """When it is set, and not by the kernel that meets it first."""
+    model = convert(Net(), "int4")
+    with pytest.raises(ValueError, match="0-d float32 tensor|at most 1"):
+        set_blend(model, blend)
+    assert model.first.blend is None, "what was refused has been set"
+
+
+def test_numbers_and_copies() -> None:
+    model = convert(Net(), "int4")
+    for number in (0, 0.0, 0.5):
+        set_blend(model, number)
+        share = model.first.blend
+        assert (share.dtype, share.shape, share.item()) == (torch.float32, (), number)
+        assert model.second.blend is share, "layers do not share λ"
+    twin = copy.deepcopy(model)
+    twin.first.blend.fill_(0.75)
+    assert model.first.blend == 0.5
+    assert list(model.state_dict()) == list(Net().state_dict()), "λ is none of the model's state"
+    for whole in (1, 1.0, None):
+        set_blend(model, whole)
+        assert model.first.blend is None

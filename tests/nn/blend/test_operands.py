@@ -1,0 +1,193 @@
+"""Progressive quantization: every operand that has a cast is ``x + λ (q(x) - x)``."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from lightning_lowbit import LinearCasts
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, set_blend
+from lightning_lowbit.quant import rotate, surrogate_factor
+from tests.nn.amax.histories import remembered
+from tests.nn.blend.layers import CASTS, IN, OUT, PLAIN, SATURATING, blended, tensors
+from tests.nn.layers import (
+    GEMMS,
+    RESULTS,
+    every,
+    identical,
+    layer_like,
+    run,
+    spied,
+    value,
+)
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "float64", "autocast"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", PLAIN)
+def test_at_0_it_is_linear_to_the_bit(name: str, bias: bool, mode: str) -> None:
+    dtype = torch.float32 if mode == "autocast" else getattr(torch, mode)
+    original = nn.Linear(IN, OUT, bias=bias, dtype=dtype)
+    x, g = tensors(dtype)
+    found = run(blended(original, PLAIN[name], 0.0), x, g, mode == "autocast")
+    identical(found, run(original, x, g, mode == "autocast"), f"λ = 0, {name}:")
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PLAIN)
+def test_at_0_it_is_conv1d(name: str, dtype: torch.dtype) -> None:
+    """Whose gradients come from GEMMs of other layouts."""
+    original, (x, g) = Conv1D(OUT, IN).to(dtype), tensors(dtype)
+    found, expected = run(blended(original, PLAIN[name], 0.0), x, g), run(original, x, g)
+    for result, tensor in expected.items():
+        torch.testing.assert_close(found[result], tensor, msg=lambda text, result=result: f"{result}: {text}")
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASTS)
+def test_at_0_only_what_transforms_do_remains(name: str, dtype: torch.dtype) -> None:
+    """A rotation and its inverse, a mean and the rest, a power of two and its reciprocal: the same up to roundings."""
+    original = nn.Linear(IN, OUT, dtype=dtype)
+    x, g = tensors(dtype)
+    found, expected = run(blended(original, CASTS[name], 0.0), x, g), run(original, x, g)
+    w = original.weight.detach().abs()
+    sizes = {"y": x.abs() @ w.t(), "x": g.abs() @ w, "weight": g.abs().t() @ x.abs()}
+    for result, size in sizes.items():
+        error = (found[result] - expected[result]).abs()
+        assert (error <= 4 * torch.finfo(dtype).eps * size.max()).all(), f"{result}: off by {error.max()}"
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASTS)
+def test_at_1_operands_are_the_quantized_ones(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
+    """As a tensor they are dense, in the dtype of the computation; as a number they are as if λ had never been."""
+    original, (x, g) = nn.Linear(IN, OUT, dtype=dtype), tensors(dtype)
+    with spied(monkeypatch) as expected:
+        results = run(blended(original, CASTS[name], None), x, g)
+    with spied(monkeypatch) as found:
+        run(blended(original, CASTS[name], 1.0), x, g)
+    for operand in OPERANDS:
+        assert found[operand].factor is None, f"{operand} keeps a factor"
+        assert found[operand].values.dtype == dtype, f"{operand} is in {found[operand].values.dtype}"
+        wanted = expected[operand].values.float()
+        if expected[operand].factor is not None:
+            wanted = wanted * expected[operand].factor
+        assert torch.equal(found[operand].values, wanted.to(dtype)), f"{operand} is not the quantized one"
+    layer = blended(original, CASTS[name], 0.3)
+    set_blend(layer, 1)
+    identical(run(layer, x, g), results, "λ = 1:")
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASTS)
+def test_operands_are_on_their_way(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, exact: bool) -> None:
+    """In the space where they are quantized, by the casts and random bits that they have without λ."""
+    casts, original, (x, g) = CASTS[name], nn.Linear(IN, OUT, dtype=dtype), tensors(dtype)
+    seen = {}
+    for blend in (0.0, 0.3, None):
+        with spied(monkeypatch) as seen[blend]:
+            run(blended(original, casts, blend, exact=exact), x, g)
+    raw = {"x": x, "w": original.weight.detach(), "g": g}
+    for operand in OPERANDS:
+        # What is reused is what the forward pass used, which without λ may have been rounded since.
+        end = value(seen[None][f"fprop_{operand[-1]}" if getattr(casts, operand) == "fprop" else operand])
+        start, found = (value(seen[blend][operand]) for blend in (0.0, 0.3))
+        gemm = operand.partition("_")[0]
+        if gemm not in casts.hadamard and gemm not in casts.subtract_mean and casts.smooth is None:
+            assert torch.equal(start, raw[operand[-1]].double()), f"{operand} begins elsewhere"
+        if casts.cast_of(operand) is None:
+            assert torch.equal(found, start), f"{operand} has no cast, and moves"
+            continue
+        expected = start + torch.tensor(0.3).double() * (end - start)
+        allowed = 2.0**-22 * torch.maximum(start.abs(), end.abs())
+        if not exact:
+            allowed += torch.finfo(dtype).eps / 2 * expected.abs()
+        error = (found - expected).abs()
+        assert (error <= allowed).all(), f"{operand}: off by {error.max():.2e}, {(error / allowed).max():.2f} x allowed"
+        assert not torch.equal(found, start) and not torch.equal(found, end), f"{operand} does not move"
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name, casts in PLAIN.items() if not casts.surrogate])
+def test_results_are_the_products_of_the_operands(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    original, (x, g) = nn.Linear(IN, OUT, bias=False, dtype=dtype), tensors(dtype)
+    with spied(monkeypatch) as seen:
+        found = run(blended(original, PLAIN[name], 0.3), x, g)
+    for gemm, (left, right) in GEMMS.items():
+        a, b = seen[left], seen[right]
+        a, b = (a.t() if gemm == "wgrad" else a).values, (b.t() if gemm == "fprop" else b).values
+        assert torch.equal(found[RESULTS[gemm]], a @ b), f"{gemm} is another product"
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "ternary"])
+def test_what_the_forward_pass_used_is_what_the_backward_pass_uses(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    casts = LinearCasts.preset(name).replace(dgrad_w="fprop", wgrad_x="fprop")
+    with spied(monkeypatch) as seen:
+        run(blended(nn.Linear(IN, OUT), casts, 0.3), *tensors())
+    for operand in ("dgrad_w", "wgrad_x"):
+        assert torch.equal(value(seen[operand]), value(seen[f"fprop_{operand[-1]}"]))
+
+
+@pytest.mark.parametrize("blend", [0.0, 0.3, 0.99, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["trust", "dge"])
+def test_surrogates_are_on_their_way(kind: str, dtype: torch.dtype, blend: float) -> None:
+    """The gradient is multiplied by ``1 + λ (f - 1)``: of what is quantized in part, that part alone rounds."""
+    original, (x, g) = nn.Linear(IN, OUT, dtype=dtype), tensors(dtype)
+    casts = every(SATURATING)
+    straight = run(blended(original, casts, blend), x, g)
+    found = run(blended(original, casts.replace(surrogate={"fprop_x": kind, "fprop_w": kind}), blend), x, g)
+    identical({"y": found["y"]}, {"y": straight["y"]})
+    for result, tensor in (("x", x), ("weight", original.weight.detach())):
+        factor = surrogate_factor(kind, tensor, SATURATING, 1).double()
+        assert factor.unique().numel() > 1, f"nothing shows in {result}"
+        share = torch.tensor(blend).double()
+        expected = straight[result].double() * (1 + share * (factor - 1))
+        # Two products are rounded: that with f, and what becomes of it.
+        largest = straight[result].double().abs() * (share * factor + (1 - share))
+        error, allowed = (found[result].double() - expected).abs(), torch.finfo(dtype).eps * largest
+        assert (error <= allowed).all(), f"{result}: off by {error.max():.2e}, {(error / allowed).max():.2f} x allowed"
+
+
+@pytest.mark.parametrize("kind", ["trust", "dge"])
+def test_rotated_surrogates_are_on_their_way(kind: str) -> None:
+    """In the space in which the tensor was rounded; at λ = 0 the gradient does not go there."""
+    original, (x, g) = nn.Linear(IN, OUT), tensors()
+    casts = every(SATURATING, hadamard={"fprop": 16})
+    with_surrogate = casts.replace(surrogate={"fprop_x": kind, "fprop_w": kind})
+    rotation = casts.hadamard["fprop"].matrix(None, x.device)
+    for blend in (0.0, 0.3):
+        straight, found = (run(blended(original, how, blend), x, g) for how in (casts, with_surrogate))
+        for result, tensor in (("x", x), ("weight", original.weight.detach())):
+            turned = rotate(straight[result], rotation, 1)
+            through = rotate(
+                turned * surrogate_factor(kind, rotate(tensor, rotation, 1), SATURATING, 1), rotation.t(), 1
+            )
+            expected = straight[result] + blend * (through - straight[result])
+            allowed = 0.0 if blend == 0 else 1e-5 * straight[result].abs().max().item()
+            torch.testing.assert_close(found[result], expected, rtol=0, atol=allowed)
+
+
+def test_histories_go_on() -> None:
+    """λ or not, a step's amaxes are those of the tensors."""
+    original, (x, g) = nn.Linear(IN, OUT), tensors()
+    found = {}
+    for blend in (None, 0.0, 0.3):
+        layer = layer_like(original, "fp8-delayed")
+        histories = AmaxHistories(layer)
+        set_blend(layer, None if blend is None else torch.tensor(blend))
+        for size in (1.0, 4.0):
+            run(layer, x * size, g)
+            histories.advance_()
+        found[blend] = remembered(histories)
+    assert len(found[None]) == len(OPERANDS)
+    assert found[0.3] == found[0.0] == found[None]

@@ -1,0 +1,233 @@
+"""Several calls of one layer in a step: bits of their own, and the same ones when activations are recomputed."""
+
+import copy
+import hashlib
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from lightning_lowbit import convert
+from lightning_lowbit.nn import OPERANDS, LayerKeys, calls
+from lightning_lowbit.quant import Hadamard
+from lightning_lowbit.quant.rounding import mix_key, uniform
+from tests.nn.calls.repeated_calls import (
+    EVERYTHING,
+    SHAPES,
+    SIZE,
+    Region,
+    assert_equal,
+    batch,
+    gradients,
+    non_reentrant,
+    plain,
+    recurrent,
+    reentrant,
+)
+from tests.nn.layers import spied
+
+# --- bits of each call ------------------------------------------------------------------------------------------------
+
+
+def test_noise_of_several_calls_averages_out() -> None:
+    """Eight calls on one input: the mean of their gradients has an eighth of the variance of one."""
+    layer = convert(nn.Linear(SIZE, SIZE, bias=False), EVERYTHING)
+    exact, keys = copy.deepcopy(layer.weight.detach()), LayerKeys(layer)
+    x, g = torch.randn(32, SIZE), torch.randn(32, SIZE)
+    variance = {}
+    for count in (1, 8):
+        seen = []
+        for step in range(60):
+            keys.fill_(step)
+            layer.weight.grad = None
+            for _ in range(count):
+                layer(x).backward(g / count)
+            seen.append(layer.weight.grad)
+        variance[count] = torch.stack(seen).var(0).mean().item()
+    assert torch.equal(layer.weight, exact)
+    assert variance[8] / variance[1] == pytest.approx(1 / 8, rel=0.15)
+
+
+def test_the_first_call_has_the_keys_that_were_filled_in() -> None:
+    model, keys = recurrent()
+    keys.fill_(5)
+    layer = model.a
+    given = layer.keys.clone()
+    passes = []
+    for numbered in (True, False):
+        layer.calls = layer.calls if numbered else None
+        x = batch()
+        y = layer(x)
+        y.sum().backward()
+        passes.append((y, x.grad))
+    assert torch.equal(layer.keys, given)
+    assert all(map(torch.equal, *passes)), "a layer whose calls nobody counts computes otherwise"
+
+
+def test_operands_made_of_data_differ_between_calls_and_weights_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, keys = recurrent({**EVERYTHING, "hadamard": {"wgrad": Hadamard(16, "keyed")}})
+    keys.fill_(5)
+    made: list[dict[str, Any]] = []
+    for _ in range(3):
+        with spied(monkeypatch) as seen:
+            model.a(batch()).square().sum().backward()
+        made.append(dict(seen))
+    for operand in OPERANDS:
+        values = [each[operand].values for each in made]
+        same = [torch.equal(values[0], values[1]), torch.equal(values[1], values[2]), torch.equal(values[0], values[2])]
+        assert same == [operand.endswith("_w")] * 3, f"{operand} of three calls: equal is {same}"
+
+
+def test_a_backward_pass_has_the_keys_of_its_call() -> None:
+    """In whatever order. The formula in plain integers: keys decide how a checkpoint continues, and must not change."""
+    model, keys = recurrent()
+    keys.fill_(5)
+    xs = [batch() for _ in range(3)]
+    ys = [model.a(x) for x in xs]
+    for number in (1, 2, 0):
+        ys[number].sum().backward()
+    given = model.a.keys.clone()
+    for number, x in enumerate(xs):
+        digest = hashlib.blake2b(f"call {number}".encode(), digest_size=8).digest() if number else bytes(8)
+        of_call = torch.tensor(int.from_bytes(digest, "little", signed=True))
+        model.a.calls, model.a.keys = None, torch.where(keys._is_weight, given, given ^ of_call)
+        again = batch()
+        model.a(again).sum().backward()
+        assert torch.equal(again.grad, x.grad), f"call {number}"
+
+
+class Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_layer_that_is_called_once_costs_no_further_operation() -> None:
+    counts = []
+    for numbered in (True, False):
+        model, keys = recurrent("nvfp4")
+        keys.fill_(5)
+        model.a.calls = model.a.calls if numbered else None
+        with Operations() as operations:
+            model.a(batch()).sum().backward()
+        counts.append(operations.count)
+    assert counts[0] == counts[1]
+
+
+def test_casts_that_round_to_nearest_have_no_calls_to_count() -> None:
+    model, keys = recurrent("int4")
+    gradients(model, keys)
+    assert not keys._calls._counts
+
+
+def test_keys_of_calls_are_as_independent_as_random_ones() -> None:
+    index = torch.arange(2**16, dtype=torch.int32)
+    for key in mix_key(torch.arange(4)):
+        bits = torch.stack([uniform(index, key ^ calls._hash(number) if number else key) for number in range(8)])
+        correlation = torch.corrcoef(torch.cat([bits, bits.roll(1, 1), bits.roll(16, 1)]))
+        others = correlation - torch.eye(len(correlation))
+        assert others.abs().max() < 5 / 256, f"of 2^16 pairs of numbers the correlation is {others.abs().max()}"
+
+
+def test_counts_begin_anew_with_the_keys_of_a_micro_batch() -> None:
+    model, keys = recurrent()
+    first = gradients(model, keys)
+    assert_equal(gradients(model, keys), first, "the same micro-batch again")
+    with torch.no_grad():
+        keys.fill_(5, micro_batch=1)
+        model(batch())
+    assert_equal(gradients(model, keys), first, "after an evaluation")
+
+
+def test_copies_and_pickles_count_for_themselves() -> None:
+    model, keys = recurrent()
+    keys.fill_(5)
+    model.a(batch())
+    for copied in (copy.deepcopy(model.a), pickle.loads(pickle.dumps(model.a))):
+        assert copied.calls is not model.a.calls
+        assert copied(batch()).shape == (8, SIZE)
+    assert keys._calls.number(model.a) == 1, "a call of a copy was counted"
+
+
+# --- recomputation ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pairwise
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad=True"
+)  # of a region in a region, computed once
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("inner", [plain, non_reentrant, reentrant])
+@pytest.mark.parametrize("outer", [non_reentrant, reentrant])
+def test_recomputed_calls_have_the_bits_that_they_had(outer: Region, inner: Region, early_stop: bool) -> None:
+    model, keys = recurrent()
+    expected = {backwards: gradients(model, keys, backwards=backwards) for backwards in (1, 2)}
+    model.outer, model.inner = outer, inner
+    reordered = reentrant in (outer, inner)  # each region adds to the gradients by itself
+    for model.shape in SHAPES:
+        for backwards in expected:
+            with set_checkpoint_early_stop(early_stop):
+                found = gradients(model, keys, backwards=backwards)
+            assert_equal(found, expected[backwards], f"{model.shape}, {backwards} backward passes", reordered)
+
+
+def test_regions_of_checkpoints_that_others_wrote() -> None:
+    class Foreign(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, function: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+            ctx.function = function
+            ctx.save_for_backward(x)
+            with torch.no_grad():
+                return function(x)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            (x,) = ctx.saved_tensors
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                torch.autograd.backward(ctx.function(x), g)
+            return None, x.grad
+
+    model, keys = recurrent()
+    expected = gradients(model, keys)
+    model.outer = lambda function, x: Foreign.apply(function, x)
+    for model.shape in SHAPES:
+        assert_equal(gradients(model, keys), expected, model.shape, is_reordered=True)
+
+
+def test_a_step_or_an_evaluation_between_forward_and_backward_pass() -> None:
+    model, keys = recurrent()
+    model.outer = non_reentrant
+    expected = gradients(model, keys)
+
+    def forward(x: Tensor) -> Tensor:
+        y = model(x)
+        keys.fill_(5)  # as a context of the plugin does
+        with torch.no_grad():
+            model.four(x)
+        return y
+
+    assert_equal(gradients(model, keys, forward), expected, "an evaluation came between")
+
+
+def test_a_recomputation_that_cannot_be_told_is_refused() -> None:
+    """Of a layer that is called several times; one that is called once has its bits anyway."""
+    model, keys = recurrent()
+    expected = gradients(model, keys, lambda x: model.head(x))
+    composable_checkpoint(model.head)  # nothing of it is on the stack in the forward pass
+    assert_equal(gradients(model, keys, lambda x: model.head(x)), expected, "a layer that is called once")
+    with pytest.raises(ValueError, match=r"called 2 times in a step.*Recompute activations with torch.utils.checkp"):
+        gradients(model, keys, lambda x: model.head(x) + model.head(2 * x))
+
+
+def test_without_a_region_nobody_looks_at_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, keys = recurrent()
+    monkeypatch.setattr(calls.sys, "_getframe", None)
+    gradients(model, keys)

@@ -1,0 +1,124 @@
+"""The same bits again: checkpointing, dropout, copies; and what a layer shows and refuses."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from lightning_lowbit import LinearCasts, convert, quantize
+from lightning_lowbit.nn import set_phase
+from tests.nn.layers import (
+    Net,
+    gradients,
+    identical,
+    layer_like,
+    net,
+    run,
+    spied,
+)
+from tests.nn.linear.casts import EVERYTHING, IN, ONE_LEVEL, OUT, TOKENS
+from tests.nn.named_casts import (
+    STOCHASTIC,
+)
+
+
+@pytest.mark.parametrize("casts", ["nvfp4", *EVERYTHING])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_activation_checkpointing_changes_nothing(dropout: float, casts: str) -> None:
+    x = torch.randn(16, 32)
+    found, expected = (
+        gradients(net(EVERYTHING.get(casts, casts), dropout=dropout, recompute=recompute)[0], x)
+        for recompute in (True, False)
+    )
+    identical(found, expected, "with checkpointing")
+
+
+def test_repeated_runs_are_equal_and_steps_are_not() -> None:
+    x = torch.randn(16, 32)
+    model, keys = net()
+    first = gradients(model, x)
+    torch.rand(100)
+    keys.fill_(1)
+    identical(gradients(model, x), first, "again")
+    keys.fill_(2)
+    second = gradients(model, x)
+    assert torch.equal(first["y"], second["y"]), "the forward pass of nvfp4 rounds to nearest"
+    for name in ("x", "first.weight", "head.weight"):
+        assert not torch.equal(first[name], second[name]), f"{name}: the next step rounds as this one did"
+    keys.fill_(1)
+    identical(gradients(model, x), first, "the first step again")
+
+
+def test_dropout_leaves_random_bits_alone() -> None:
+    """The bits of a layer do not depend on who else draws random numbers."""
+    model, _ = net()
+    cast = STOCHASTIC
+    x = torch.randn(16, 32)
+    key = model.first.keys[2]
+    before = quantize(x, cast, key=key).codes
+    F.dropout(x, 0.5)
+    assert torch.equal(quantize(x, cast, key=key).codes, before)
+
+
+def test_copies_and_state_dicts() -> None:
+    model, _ = net()
+    x = torch.randn(16, 32)
+    expected = gradients(model, x)
+    twin = copy.deepcopy(model)
+    identical(gradients(twin, x), expected, "deepcopy")
+    assert twin.first.weight is not model.first.weight
+    plain = Net()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(model.state_dict())
+    loaded = net()[0]
+    loaded.load_state_dict(plain.state_dict())
+    identical(gradients(loaded, x), expected, "after load_state_dict")
+
+
+def test_print_shows_the_casts() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4, bias=False), Conv1D(4, 4))
+    convert(model, "nvfp4", overrides={"1": LinearCasts(fprop_w=ONE_LEVEL)})
+    lines = str(model).splitlines()
+    assert lines[1].strip() == "(0): QuantLinear(in_features=4, out_features=8, bias=True, casts=nvfp4)"
+    assert lines[2].strip() == (
+        "(1): QuantLinear(in_features=8, out_features=4, bias=False, "
+        "casts=fprop(x=hp, w=e2m1/e4m3:1x16) dgrad(g=hp, w=hp) wgrad(g=hp, x=hp))"
+    )
+    assert lines[3].strip() == "(2): QuantConv1D(casts=nvfp4)"
+    set_phase(model, "bf16")
+    assert "casts=bf16" in str(model[0])
+
+
+def test_second_derivatives() -> None:
+    """Without casts they are those of nn.Linear; with casts they are refused, not wrong."""
+    original = nn.Linear(IN, OUT)
+    x = torch.randn(TOKENS, IN, requires_grad=True)
+
+    def penalty(layer: nn.Module) -> Tensor:
+        (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        return layer.weight.grad
+
+    assert torch.equal(penalty(layer_like(original, "bf16")), penalty(original))
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        penalty(layer_like(original, "nvfp4"))
+
+
+def test_stochastic_rounding_without_keys_is_refused() -> None:
+    layer = convert(nn.Linear(IN, OUT), LinearCasts(fprop_x=STOCHASTIC))
+    with pytest.raises(ValueError, match="needs a key.*LayerKeys"):
+        layer(torch.randn(2, IN))
+
+
+def test_gradient_of_what_is_not_needed_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_like(nn.Linear(IN, OUT), "nvfp4")
+    layer.weight.requires_grad_(False)
+    with spied(monkeypatch) as seen:
+        run(layer, torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT))
+    assert list(seen) == ["fprop_x", "fprop_w", "dgrad_g", "dgrad_w"]
+    with spied(monkeypatch) as seen, torch.no_grad():
+        layer(torch.randn(TOKENS, IN))
+    assert list(seen) == ["fprop_x", "fprop_w"]

@@ -1,0 +1,242 @@
+"""The six operands of a layer: what is quantized, for which GEMM, and what autograd makes of it."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_lowbit import Cast, LinearCasts, Scale, quantize
+from lightning_lowbit.nn import OPERANDS, PHASES, LayerKeys, set_phase
+from lightning_lowbit.nn.casts import SMOOTHINGS
+from lightning_lowbit.quant import Operand
+from tests.nn.layers import (
+    CONTRACTION,
+    GEMMS,
+    RESULTS,
+    Definition,
+    by_definition,
+    every,
+    identical,
+    layer_like,
+    remember,
+    run,
+    smoothed,
+    spied,
+    value,
+)
+from tests.nn.linear.casts import IN, ONE_LEVEL, OUT, TOKENS
+from tests.nn.named_casts import (
+    CASTS,
+    FP8_TENSORS,
+    REMEMBERED,
+    TWO_LEVEL,
+)
+from tests.references.quantize import fake_quantize
+
+
+class Straight(torch.autograd.Function):
+    """Quantized and dequantized by the package itself; the gradient passes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cast: Cast) -> Tensor:
+        return quantize(x, cast).dequantize().to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        ONE_LEVEL,
+        TWO_LEVEL,
+        Cast("int4", Scale("e5m2", 32)),
+        Cast("int8", Scale("fp32", "row")),
+        Cast("int4", Scale("fp32", "row", "power_of_two")),
+        Cast("e4m3", Scale("e8m0", "row")),
+        Cast("e4m3", Scale("fp32", "tensor")),
+        Cast("ternary", Scale("fp32", "tensor")),
+    ],
+    ids=str,
+)
+def test_fprop_is_autograd_through_fake_quantize(cast: Cast) -> None:
+    original = nn.Linear(IN, OUT)
+    layer = layer_like(original, LinearCasts(fprop_x=cast, fprop_w=cast, dgrad_w="fprop", wgrad_x="fprop"))
+    x, g = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
+    found = run(layer, x, g)
+
+    class Reference(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            fake = fake_quantize if isinstance(cast.scale.block, int) else Straight.apply
+            return F.linear(fake(x, cast), fake(self.weight, cast), self.bias)
+
+    reference = copy.deepcopy(original)
+    reference.__class__ = Reference
+    expected = run(reference, x, g)
+    if cast.scale.two_level or not cast.scale.per_block:  # these scales multiply sums here, elements there
+        for name, tensor in expected.items():
+            torch.testing.assert_close(
+                found[name], tensor, rtol=2e-6, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    else:
+        identical(found, expected, str(cast))
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("sizes", [(TOKENS, IN, OUT), (50, 40, 24)], ids=["whole blocks", "ragged"])
+@pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASTS)
+def test_operands_and_gemms(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, exact: bool, sizes: tuple[int, int, int]
+) -> None:
+    """Each operand is ``quantize`` along its contraction; each GEMM is the product of what its operands decode to."""
+    tokens, inputs, outputs = sizes
+    casts = CASTS[name]
+    generator = torch.Generator().manual_seed(5)
+    original = nn.Linear(inputs, outputs, dtype=dtype)
+    x, g = (torch.randn(tokens, size, generator=generator).to(dtype) for size in (inputs, outputs))
+    layer = layer_like(original, casts, exact=exact)
+    remember(layer, *REMEMBERED)
+    with spied(monkeypatch) as seen:
+        found = run(layer, x, g)
+    expected = by_definition(layer, x, g, REMEMBERED)
+    assert tuple(seen) == OPERANDS, "operands in another order, or missing"
+    for operand in OPERANDS:
+        torch.testing.assert_close(
+            value(seen[operand]),
+            expected.operands[operand],
+            rtol=2e-7,
+            atol=0,
+            msg=lambda text, operand=operand: f"{operand}: {text}",
+        )
+    for gemm, result in RESULTS.items():
+        tensor = found[result]
+        assert tensor is not None
+        assert tensor.dtype == dtype
+        error = (tensor.double() - expected.results[result]).abs()
+        allowed = allowance(casts, gemm, expected, dtype, exact)
+        assert (error <= allowed).all(), f"{result}: off by {error.max():.2e}, {(error / allowed).max():.2f} x allowed"
+    assert torch.equal(found["bias"], g.sum(0)), "db is not the sum of the unquantized g"
+
+
+def allowance(casts: LinearCasts, gemm: str, expected: Definition, dtype: torch.dtype, exact: bool) -> Tensor:
+    """How far a result may be off: one rounding where the GEMM is exact, else two; sums in float32; and what else is
+    rounded on the way."""
+    result, eps = RESULTS[gemm], torch.finfo(dtype).eps
+    size = expected.sizes[result]
+    allowed = (0.51 if exact else 1) * eps * expected.results[result].abs() + size * 2.0**-21
+    pair = [getattr(casts, name) for name in GEMMS[gemm]]
+    rows = any(isinstance(cast, Cast) and "row" in (cast.scale.block, cast.scale.two_level) for cast in pair)
+    if not exact and (gemm in casts.subtract_mean or rows):  # the mean and its product; the GEMM before what is added
+        allowed += 2 * eps * expected.offsets[result]
+    surrogate = {"dgrad": "fprop_x", "wgrad": "fprop_w"}.get(gemm)
+    if surrogate in casts.surrogate:  # the factor, its product, and what is rotated there and back
+        allowed += 2 * eps * (size if "fprop" in casts.hadamard else expected.results[result].abs())
+    if casts.smooth == "token" and gemm == "fprop":  # the bias comes after the rounding of the GEMM
+        allowed += eps * (expected.results[result].abs() + expected.offsets[result])
+    return allowed
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_phases_quantize_what_they_say(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What a phase leaves quantized it leaves as it was, smoothed or not; the rest is the tensor itself."""
+    original, x, g = nn.Linear(40, 24), torch.randn(50, 40), torch.randn(50, 24)
+    full: dict[str | None, dict[str, Operand]] = {}
+    for smooth in {CASTS[name].smooth, None}:
+        layer = layer_like(original, CASTS[name].replace(smooth=smooth))
+        remember(layer, *REMEMBERED)
+        with spied(monkeypatch) as full[smooth]:
+            run(layer, x, g)
+    layer = layer_like(original, CASTS[name])
+    remember(layer, *REMEMBERED)
+    layer.forward = lambda x: layer.quantized_forward(x, layer.weight, layer.bias)  # type: ignore[method-assign]  # in the phase "bf16" too
+    for phase in PHASES:
+        set_phase(layer, phase)
+        LayerKeys(layer, 1).fill_(3)  # a further call would have other bits
+        casts, raw = layer.casts, smoothed(layer.casts, {"x": x, "w": original.weight.detach(), "g": g})
+        with spied(monkeypatch) as seen:
+            run(layer, x, g)
+        for operand in OPERANDS:
+            if operand in CASTS[name].requantize and operand not in casts.requantize:
+                continue  # then made from the tensor, which the forward pass no longer quantizes
+            if casts.cast_of(operand) is not None:
+                same = torch.equal(value(seen[operand]), value(full[casts.smooth][operand]))
+                assert same, f"{operand} changes in {phase}"
+            elif operand.split("_")[0] not in casts.hadamard:
+                assert torch.equal(seen[operand].values, raw[operand[-1]]), f"{operand} is quantized in {phase}"
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_nothing_in_nothing_out(name: str) -> None:
+    """No tokens: an empty result, and gradients of zero."""
+    layer = layer_like(nn.Linear(IN, OUT), CASTS[name])
+    found = run(layer, torch.randn(0, IN), torch.randn(0, OUT))
+    assert {key: tuple(tensor.shape) for key, tensor in found.items() if tensor is not None} == {
+        "y": (0, OUT),
+        "x": (0, IN),
+        "weight": (OUT, IN),
+        "bias": (OUT,),
+    }
+    assert not found["weight"].any()
+    assert not found["bias"].any()
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_blocks_lie_along_the_contraction(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A huge element flushes its block, one row or column of 16: the blocks that flush show where blocks lie."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (TOKENS, IN), "w": (OUT, IN), "g": (TOKENS, OUT)}
+    tensors = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+    tensor, axis = tensors[name[-1]], CONTRACTION[name]
+    tensor[20, 20] = 1000.0
+    original = nn.Linear(IN, OUT)
+    original.weight.data.copy_(tensors["w"])
+    layer = layer_like(original, LinearCasts(**{name: ONE_LEVEL}))
+    with spied(monkeypatch) as seen:
+        run(layer, tensors["x"], tensors["g"])
+    flushed = (seen[name].values == 0) & (tensor.abs() > 0.8)
+    along = [slice(20, 21), slice(20, 21)]
+    along[axis] = slice(16, 32)
+    block = torch.zeros_like(flushed)
+    block[tuple(along)] = True
+    assert flushed.any()
+    assert not (flushed & ~block).any(), f"{name}: blocks do not lie along axis {axis}"
+
+
+def alike(cast: Cast, source: str) -> LinearCasts:
+    return every(cast.replace(scale={"source": source}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "cast", [TWO_LEVEL, Cast("e5m2", Scale("fp32", "tensor", margin=2)), Cast("int4", Scale("e8m0", "tensor"))], ids=str
+)
+def test_without_a_history_delayed_scaling_is_current(cast: Cast, dtype: torch.dtype) -> None:
+    """So is it with one whose amaxes are those of the tensors."""
+    original = nn.Linear(IN, OUT, dtype=dtype)
+    x, g = torch.randn(TOKENS, IN).to(dtype), torch.randn(TOKENS, OUT).to(dtype)
+    expected = run(layer_like(original, alike(cast, "current")), x, g)
+    layer = layer_like(original, alike(cast, "delayed"))
+    identical(run(layer, x, g), expected, "empty history,")
+    amaxes = {"x": x, "w": original.weight, "g": g}
+    remember(layer, {name: amaxes[name[-1]].abs().max().item() for name in OPERANDS})
+    identical(run(layer, x, g), expected, "history of the tensors themselves,")
+
+
+@pytest.mark.parametrize("kind", SMOOTHINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_smoothing_leaves_unquantized_gemms_alone(kind: str, dtype: torch.dtype) -> None:
+    """To the bit: powers of two scale products and sums exactly."""
+    original = nn.Linear(IN, OUT, bias=False, dtype=dtype)
+    x, g = torch.randn(TOKENS, IN).to(dtype), torch.randn(TOKENS, OUT).to(dtype)
+    x[:, 7] *= 1e4
+    for gemm, operand in (("fprop", "fprop_w"), ("dgrad", "dgrad_w"), ("wgrad", "wgrad_x")):
+        casts = LinearCasts(**{operand: FP8_TENSORS.fprop_w})
+        plain, found = (run(layer_like(original, casts.replace(smooth=smooth)), x, g) for smooth in (None, kind))
+        others = [result for name, result in RESULTS.items() if name != gemm]
+        identical({name: found[name] for name in others}, {name: plain[name] for name in others}, f"{gemm} quantized,")

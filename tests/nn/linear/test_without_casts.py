@@ -1,0 +1,104 @@
+"""Without casts a layer is ``nn.Linear`` to the bit."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from lightning_lowbit import LinearCasts
+from tests.nn.layers import (
+    identical,
+    layer_like,
+    run,
+)
+from tests.nn.linear.casts import IN, ONE_LEVEL, OUT, TOKENS
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "float64", "autocast"])
+@pytest.mark.parametrize("shape", [(IN,), (1, IN), (13, IN), (3, 5, IN), (2, 3, 5, IN), (0, IN), (3, 0, IN)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_without_casts_is_linear(shape: tuple[int, ...], bias: bool, mode: str) -> None:
+    dtype = torch.float32 if mode == "autocast" else getattr(torch, mode)
+    original = nn.Linear(IN, OUT, bias=bias, dtype=dtype)
+    x, g = torch.randn(shape, dtype=dtype), torch.randn(*shape[:-1], OUT, dtype=dtype)
+    expected = run(original, x, g, mode == "autocast")
+    layer = layer_like(original, "bf16")
+    identical(run(layer, x, g, mode == "autocast"), expected, f"{mode} {shape}")
+    layer.forward = lambda x: layer.quantized_forward(x, layer.weight, layer.bias)  # type: ignore[method-assign]
+    identical(run(layer, x, g, mode == "autocast"), expected, f"through the six casts, {mode} {shape}")
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("frozen", ["weight", "bias", "input", "weight and bias", "all"])
+def test_without_casts_frozen(frozen: str, autocast: bool) -> None:
+    original = nn.Linear(IN, OUT)
+    for name, p in original.named_parameters():
+        p.requires_grad_(name not in frozen and frozen != "all")
+    x, g = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
+    needs_x = frozen not in ("input", "all")
+    expected = run(original, x, g, autocast, needs_x)
+    identical(run(layer_like(original, "bf16"), x, g, autocast, needs_x), expected, frozen)
+    quantized = run(layer_like(original, "nvfp4"), x, g, autocast, needs_x)
+    assert {n for n, t in quantized.items() if t is None} == {n for n, t in expected.items() if t is None}
+
+
+def test_without_casts_float64_under_autocast() -> None:
+    """Autocast leaves float64 alone."""
+    original = nn.Linear(IN, OUT, dtype=torch.float64)
+    x, g = torch.randn(TOKENS, IN, dtype=torch.float64), torch.randn(TOKENS, OUT, dtype=torch.float64)
+    identical(run(layer_like(original, "bf16"), x, g, True), run(original, x, g, True))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_without_casts_used_twice(autocast: bool) -> None:
+    """The gradients of both uses add up in the dtype in which they add up in nn.Linear."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(IN, IN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x))
+
+    original = Twice()
+    x, g = torch.randn(TOKENS, IN), torch.randn(TOKENS, IN)
+    identical(run(layer_like(original, "bf16"), x, g, autocast), run(original, x, g, autocast))
+
+
+def test_without_casts_non_contiguous() -> None:
+    original = nn.Linear(IN, OUT)
+    x, g = torch.randn(IN, 6, 5).permute(1, 2, 0), torch.randn(OUT, 6, 5).permute(1, 2, 0)
+    identical(run(layer_like(original, "bf16"), x, g), run(original, x, g))
+
+
+@pytest.mark.parametrize("shape", [(IN,), (13, IN), (3, 5, IN)], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_without_casts_is_conv1d(shape: tuple[int, ...], autocast: bool) -> None:
+    original = Conv1D(OUT, IN)
+    x, g = torch.randn(shape), torch.randn(*shape[:-1], OUT)
+    found, expected = (run(layer, x, g, autocast) for layer in (layer_like(original, "bf16"), original))
+    identical({"y": found["y"]}, {"y": expected["y"]})
+    for name in ("x", "weight", "bias"):
+        torch.testing.assert_close(found[name], expected[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_conv1d_is_linear_of_the_transposed_weight() -> None:
+    conv, plain = Conv1D(OUT, IN), nn.Linear(IN, OUT)
+    plain.weight.data, plain.bias.data = conv.weight.data.t().contiguous(), torch.randn(OUT)
+    conv.bias.data = plain.bias.data.clone()
+    x, g = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
+    found, expected = run(layer_like(conv, "nvfp4"), x, g), run(layer_like(plain, "nvfp4"), x, g)
+    assert found["weight"] is not None
+    found["weight"] = found["weight"].t()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_mixed_dtypes_are_refused() -> None:
+    layer = layer_like(nn.Linear(IN, OUT), LinearCasts(fprop_w=ONE_LEVEL))
+    with pytest.raises(ValueError, match=r"got torch\.bfloat16 and torch\.float32"):
+        layer(torch.randn(2, IN).bfloat16())

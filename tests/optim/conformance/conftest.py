@@ -1,0 +1,13 @@
+"""Small pieces and an early SpikeClip for all tests of this folder."""
+
+import pytest
+
+from lightning_lowbit.optim import clipping, guards
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even small tensors are worked on in pieces, and SpikeClip does not wait for 20 steps."""
+    monkeypatch.setattr(clipping, "PIECE_ON_CPU", 12)
+    monkeypatch.setattr(clipping, "PIECE_ON_ACCELERATOR", 12)
+    monkeypatch.setattr(guards, "SPIKE_CLIP_AFTER", 2)

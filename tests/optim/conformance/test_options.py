@@ -1,0 +1,200 @@
+"""Options of every optimizer: groups, schedulers, learning rates, and what is refused."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
+
+from lightning_lowbit.optim import Adaptive
+from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
+from lightning_lowbit.optim.options import OPTIONS
+from tests.optim.conformance.entries import ENTRIES, LR, Entry, entries, every_entry
+from tests.optim.parameters import (
+    assert_same,
+    in_cpp_and_in_torch,
+    make_parameters,
+    snapshot,
+    train,
+    use,
+)
+
+entries_and_rates = pytest.mark.parametrize(
+    ("entry", "lr_is_tensor"),
+    [
+        pytest.param(entry, is_tensor, id=f"{name}-{'tensor' if is_tensor else 'float'}")
+        for name, entry in ENTRIES.items()
+        for is_tensor in ((False, True) if entry.takes_tensor_lr else (False,))
+    ],
+)
+
+
+@every_entry
+def test_options_may_be_a_group_s(entry: Entry) -> None:
+    parameters, grouped = entry.parameters(), entry.parameters()
+    optimizer = entry(parameters)
+    if entry.base is None:
+        of_group = entry.kind([{"params": grouped, "lr": LR, **entry.options}])
+    else:
+        of_group = Adaptive(entry.make_base([{"params": grouped, **entry.options}]))
+    of_group.defaults.clear()  # what is read from there is missed
+    train(optimizer, parameters, range(6))
+    train(of_group, grouped, range(6))
+    assert_same(snapshot(of_group, grouped), snapshot(optimizer, parameters), "options of a group are not honored")
+
+
+@every_entry
+def test_groups_train_with_their_own_options(entry: Entry) -> None:
+    parameters, twins = entry.parameters(), entry.parameters()
+    optimizer = entry([{"params": parameters[:-1]}, {"params": parameters[-1:], "lr": 0.0}])
+    twin = entry([{"params": twins[:-1]}, {"params": twins[-1:], "lr": LR}])
+    train(optimizer, parameters, range(3))
+    train(twin, twins, range(3))
+    assert torch.equal(parameters[-1], entry.parameters()[-1]), "a group with lr=0 moved"
+    assert_same(
+        [p.detach() for p in parameters[:-1]], [p.detach() for p in twins[:-1]], "the lr of a group reaches another"
+    )
+    optimizer.param_groups[1]["lr"] = LR
+    train(optimizer, parameters, range(3, 4))
+    assert not torch.equal(parameters[-1], entry.parameters()[-1]), "lr is not read from the group at each step"
+
+
+@every_entry
+def test_a_group_added_in_mid_training_is_one_without_gradients_before(entry: Entry) -> None:
+    parameters, twins = entry.parameters(), entry.parameters()
+    optimizer, twin = entry(parameters[:3]), entry([{"params": twins[:3]}, {"params": twins[3:], "lr": 0.5}])
+    train(optimizer, parameters[:3], range(3))
+    train(twin, twins[:3], range(3))
+    optimizer.add_param_group({"params": parameters[3:], "lr": 0.5})
+    train(optimizer, parameters, range(3, 8))
+    train(twin, twins, range(3, 8))
+    assert_same(snapshot(optimizer, parameters), snapshot(twin, twins), "the added group trains differently")
+    assert optimizer.state[parameters[0]]["steps"] == 8 and optimizer.state[parameters[-1]]["steps"] == 5
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "StepLR": lambda optimizer: StepLR(optimizer, step_size=1, gamma=0.5),
+    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "OneCycleLR": lambda optimizer: OneCycleLR(
+        optimizer, max_lr=0.1, total_steps=8, cycle_momentum=bool({"betas", "momentum"} & optimizer.defaults.keys())
+    ),
+}
+
+
+@pytest.mark.pairwise(1)
+@entries_and_rates
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+def test_schedulers_are_followed(entry: Entry, schedule: str, lr_is_tensor: bool) -> None:
+    """The same values, put into the groups by hand, give the same trajectory; as they change, that means they count."""
+    parameters, by_hand = entry.parameters(), entry.parameters()
+    optimizer, other = entry(parameters, lr=torch.tensor(LR) if lr_is_tensor else LR), entry(by_hand)
+    scheduler = SCHEDULERS[schedule](optimizer)
+    rates = []
+    for step in range(4):
+        options = {name: copy.deepcopy(value) for name, value in optimizer.param_groups[0].items() if name != "params"}
+        rates.append(float(options["lr"]))
+        other.param_groups[0].update({name: options[name] for name in ("lr", "betas", "momentum") if name in options})
+        train(optimizer, parameters, [step])
+        scheduler.step()
+        train(other, by_hand, [step])
+    assert len(set(rates)) >= 3, f"the scheduler's rates did not reach the group: {rates}"
+    assert_same(
+        [p.detach() for p in parameters], [p.detach() for p in by_hand], f"{schedule} with rates {rates} differs"
+    )
+
+
+@entries(lambda entry: entry.takes_tensor_lr)
+@in_cpp_and_in_torch
+def test_lr_may_be_a_tensor(entry: Entry, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(code, monkeypatch)
+    lr = 2.0**-7  # the same in all dtypes
+    with_float, with_tensor = entry.parameters(), entry.parameters()
+    train(entry(with_float, lr=lr), with_float, range(6))
+    train(entry(with_tensor, lr=torch.tensor(lr)), with_tensor, range(6))
+    for p, q in zip(with_float, with_tensor, strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-7, msg=lambda text: f"a tensor as lr changes it: {text}")
+
+
+#: For each option a value that it must not have, and a few that are easily let through.
+BAD: dict[str, list[Any]] = {
+    "lr": [-1.0, True, torch.ones(2)],
+    "betas": [(0.9, 1.0), (True, 0.9)],
+    "eps": [-1e-8],
+    "weight_decay": ["0.1"],
+    "maximize": [1],
+    **dict.fromkeys(("gamma1", "gamma2", "gamma3"), [1.0]),
+    "norm_eps": [-1e-8],
+    "spike_threshold": [0.0],
+    "max_norm": [True],
+    "element_clip": ["adaclip"],
+    "norm_clip": ["ada-gn"],
+    "reset_interval": [0],
+    "warmup_steps": [2.5, False],
+    "total_steps": ["100"],
+    "matrices_only": ["True"],
+    "moments": ["fp16"],
+    "master_weights": ["fp32"],
+    "density": [0.3],
+}
+
+
+def _bad_options() -> Iterator[Any]:
+    for kind in dict.fromkeys(entry.kind for entry in ENTRIES.values()):
+        for name in inspect.signature(kind.__init__).parameters:
+            for value in BAD.get(name, ()):
+                yield pytest.param(kind, name, value, id=f"{kind.__name__}-{name}-{value}")
+
+
+def test_every_option_has_bad_values() -> None:
+    assert BAD.keys() == OPTIONS.keys(), "an option without bad values to try, or values without an option"
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), list(_bad_options()))
+def test_bad_options_are_refused(kind: type[GuardedOptimizer], name: str, value: Any) -> None:
+    def make(parameters: list[Parameter], **options: Any) -> GuardedOptimizer:
+        return kind(torch.optim.SGD(parameters) if kind is Adaptive else parameters, **options)  # type: ignore[arg-type]
+
+    parameter, twin = Parameter(torch.ones(2, 2)), Parameter(torch.ones(2, 2))
+    message = rf"(?s){kind.__name__} needs {name} to be .*, got .*; "
+    with pytest.raises(ValueError, match=message):
+        make([parameter], **{name: value})
+    optimizer, untouched = make([parameter]), make([twin])
+    added = Parameter(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [added], name: value})
+    assert len(optimizer.param_groups) == 1, "a refused group was added nevertheless"
+    optimizer.add_param_group({"params": [added]})  # it is not half there
+    train(optimizer, [parameter], range(2))
+    train(untouched, [twin], range(2))
+    assert_same(snapshot(optimizer, [parameter]), snapshot(untouched, [twin]), "a refused group left traces")
+
+
+def test_a_refused_wrapper_leaves_the_optimizer_as_it_was() -> None:
+    wrapped = torch.optim.AdamW(make_parameters())
+    before = copy.deepcopy(wrapped.state_dict())
+    with pytest.raises(ValueError, match="Adaptive needs gamma1"):
+        Adaptive(wrapped, gamma1=1.0)
+    assert wrapped.state_dict() == before, "a refused wrapper wrote into the groups"
+
+
+@every_entry
+def test_parameters_are_checked_as_in_torch(entry: Entry) -> None:
+    first, second = make_parameters(entry.dtype, [(2, 2), (2, 2)])
+    with pytest.raises(TypeError, match="iterable of Tensors"):
+        entry(first)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="empty parameter list"):
+        entry([])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        entry([{"params": [first]}, {"params": [first]}])
+    with pytest.raises(ValueError, match="names"):
+        entry([("first", first), second])
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        entry([first, first])
+    optimizer = entry([first])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [first]})
+    assert len(optimizer.param_groups) == 1

@@ -1,0 +1,162 @@
+"""What every optimizer's state keeps to: resumed, copied and refused."""
+
+import copy
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
+from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
+from tests.optim.conformance.entries import LR, Entry, assert_nothing_happened, entries, entries_and_dtypes, every_entry
+from tests.optim.parameters import (
+    assert_same,
+    make_parameters,
+    set_gradients,
+    snapshot,
+    train,
+)
+
+own_state = entries(lambda entry: entry.base is None)
+
+
+def through_a_file(value: Any, weights_only: bool = True) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+@entries_and_dtypes(torch.float32, torch.bfloat16)
+def test_resume_is_bit_for_bit(entry: Entry, dtype: torch.dtype) -> None:
+    """Early, just before a reset, and within a warm-up."""
+    parameters = entry.parameters(dtype)
+    optimizer = entry(parameters)
+    saved = {}
+    for step in range(8):
+        if step in (1, 3, 5):
+            weights = [p.detach().clone() for p in parameters]
+            saved[step] = snapshot(optimizer, parameters), weights, through_a_file(optimizer.state_dict())
+        train(optimizer, parameters, [step])
+    for step, (before, weights, state) in saved.items():
+        resumed_parameters = [Parameter(weight) for weight in weights]
+        resumed = entry(resumed_parameters, lr=7.0)
+        resumed.load_state_dict(state)
+        assert_same(snapshot(resumed, resumed_parameters), before, f"loading the state of step {step} changed it")
+        train(resumed, resumed_parameters, range(step, 8))
+        assert_same(
+            snapshot(resumed, resumed_parameters),
+            snapshot(optimizer, parameters),
+            f"resumed at step {step}, the run differs",
+        )
+
+
+@own_state
+def test_loaded_state_is_a_copy(entry: Entry) -> None:
+    parameters, others = entry.parameters(), entry.parameters()
+    optimizer, other = entry(parameters), entry(others)
+    train(optimizer, parameters, range(2))
+    other.load_state_dict(optimizer.state_dict())
+    before = snapshot(optimizer, parameters)
+    train(other, others, range(2, 4))
+    assert_same(snapshot(optimizer, parameters), before, "two optimizers share state after load_state_dict")
+
+
+def _pickled(value: Any) -> Any:
+    return through_a_file(value, weights_only=False)  # Python's pickle cannot read FP8 tensors
+
+
+@pytest.mark.pairwise(1)
+@entries(lambda entry: entry.can_be_copied)
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, _pickled])
+@pytest.mark.parametrize("trained", [0, 5])
+def test_copies_go_on_alike(entry: Entry, duplicate: Callable[[Any], Any], trained: int) -> None:
+    parameters = entry.parameters()
+    optimizer = entry(parameters)
+    train(optimizer, parameters, range(trained))
+    twins, twin = duplicate((parameters, optimizer))
+    for one, its_parameters in ((optimizer, parameters), (twin, twins)):
+        its_parameters += make_parameters(entry.dtype, [(4, 6)])
+        one.add_param_group({"params": its_parameters[-1:]})
+        train(one, its_parameters, range(trained, trained + 3))
+    assert_same(snapshot(twin, twins), snapshot(optimizer, parameters), "the copy trains differently")
+
+
+@every_entry
+def test_named_parameters(entry: Entry) -> None:
+    parameters, named = entry.parameters(), entry.parameters()
+    optimizer, with_names = entry(parameters), entry((f"p{i}", p) for i, p in enumerate(named))
+    train(optimizer, parameters, range(3))
+    train(with_names, named, range(3))
+    assert_same(snapshot(with_names, named), snapshot(optimizer, parameters), "names changed the trajectory")
+    names = [f"p{i}" for i in range(len(named))]
+    assert with_names.state_dict()["param_groups"][0]["param_names"] == names, "the names are not saved"
+    again = [Parameter(p.detach().clone()) for p in named]
+    resumed = entry((f"p{i}", p) for i, p in enumerate(again))
+    resumed.load_state_dict(through_a_file(with_names.state_dict()))
+    train(with_names, named, range(3, 6))
+    train(resumed, again, range(3, 6))
+    assert_same(snapshot(resumed, again), snapshot(with_names, named), "the resumed run with names differs")
+
+
+@every_entry
+def test_state_of_another_size_is_refused(entry: Entry) -> None:
+    parameters = entry.parameters()
+    optimizer = entry(parameters)
+    train(optimizer, parameters, range(2))
+    before, groups = snapshot(optimizer, parameters), optimizer.state_dict()["param_groups"]
+
+    def of(*others: Sequence[Parameter]) -> dict[str, Any]:
+        other = entry([{"params": list(group)} for group in others])
+        for group in others:
+            set_gradients(group, seed=0)
+        other.step()
+        return other.state_dict()
+
+    several = entry.parameters()
+    for saved in (of(several[:2]), of(several[:1], several[1:])):
+        with pytest.raises(ValueError, match="parameter group"):
+            optimizer.load_state_dict(saved)
+    assert_nothing_happened(optimizer, parameters, before, groups, "a refused state")
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "wanted"),
+    [("moments", "fp8", "fp32"), ("moments", "fp32", "fp8"), ("master_weights", "fp16", None), ("density", 0.5, 1.0)],
+)
+def test_other_kinds_of_moments_are_refused(name: str, saved: Any, wanted: Any) -> None:
+    kind = SPAM if name == "density" else StableSPAM
+    parameters, others = make_parameters(torch.bfloat16), make_parameters(torch.bfloat16)
+    optimizer, other = kind(parameters, **{name: wanted}), kind(others, **{name: saved})
+    train(optimizer, parameters, range(2))
+    train(other, others, range(2))
+    before, groups = snapshot(optimizer, parameters), optimizer.state_dict()["param_groups"]
+    hooks = len(optimizer._optimizer_load_state_dict_pre_hooks)
+    with pytest.raises(ValueError, match=f"{name}={saved!r}.*{name}={wanted!r}.*saved value"):
+        optimizer.load_state_dict(other.state_dict())
+    assert_nothing_happened(optimizer, parameters, before, groups, "a refused state")
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == hooks, "a refused state left a hook behind"
+
+
+@pytest.mark.parametrize("kind", [StableSPAM, SPAM, LowBitAdamW])
+def test_the_state_of_a_foreign_adam_is_refused(kind: type[GuardedOptimizer]) -> None:
+    parameters = make_parameters()
+    foreign = torch.optim.AdamW(parameters)
+    train(foreign, parameters, range(2))
+    with pytest.raises(ValueError, match="moments=None"):
+        kind(make_parameters()).load_state_dict(foreign.state_dict())
+
+
+def test_adaptive_takes_up_the_state_of_what_it_wraps() -> None:
+    parameters = make_parameters()
+    plain = torch.optim.AdamW(parameters, lr=LR)
+    train(plain, parameters, range(3))
+    again = [Parameter(p.detach().clone()) for p in parameters]
+    taken_up = Adaptive(torch.optim.AdamW(again))
+    taken_up.load_state_dict(plain.state_dict())
+    train(taken_up, again, range(3, 5))
+    state = taken_up.state[again[5]]
+    assert (state["step"], state["steps"]) == (5, 2), f"AdamW counts {state['step']}, the guards {state['steps']} steps"

@@ -1,0 +1,213 @@
+"""Adam with moments in FP8: its steps, its results and its state."""
+
+import io
+import math
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbit.compilation import backend
+from lightning_lowbit.optim import SPAM, LowBitAdamW, StableSPAM, moments
+from lightning_lowbit.optim.guarded_adam import GuardedAdam
+from lightning_lowbit.optim.moments import NAMES, FP8Moments, Piece
+from lightning_lowbit.quant.rounding import round_nearest
+from tests.optim.moments.helpers import (
+    assert_same,
+    draw,
+    elements,
+    final_loss,
+    heavy_tailed,
+    kept,
+    set_gradients,
+    snapshot,
+    train,
+)
+from tests.optim.parameters import in_cpp_and_in_torch, use
+from tests.references import moments as reference
+
+
+@in_cpp_and_in_torch
+def test_adam_is_the_reference(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(code, monkeypatch)
+    parameters = [Parameter(heavy_tailed(shape)) for shape in ((5, 130), (3, 2, 129))]
+    optimizer = LowBitAdamW(parameters, lr=1e-2, weight_decay=0.1)
+    references = [reference.FP8AdamW(p, number, 1e-2, 0.1) for number, p in enumerate(parameters)]
+    for step in range(6):
+        set_gradients(parameters, seed=step)
+        optimizer.step()
+        for p, slow in zip(parameters, references, strict=True):
+            assert p.grad is not None
+            slow.step(p.grad)
+            codes = np.stack([elements(optimizer.state[p], name) for name in NAMES])
+            same = codes == np.stack([slow.kept[name].numbers for name in NAMES])
+            # fp32 against float64: one of 10^5 draws may fall between them, and lives on for some steps.
+            assert same.mean() > 0.998, f"step {step}: {1 - same.mean():.2%} of the codes are not the reference's"
+            near = np.isclose(p.detach().double().numpy(), slow.parameter, rtol=1e-5, atol=1e-7)
+            assert near[same.all(0)].mean() > 0.998, f"step {step}: parameters are not the reference's"
+
+
+def second_moments(steps: int, deviation: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean squares of normal gradients at the end, in FP8 and in fp32, that began four times too large.
+
+    Those of the first column, the largest of their blocks, do not vary: what is rounded in units of the largest would
+    fall with it.
+    """
+    generator, format = torch.Generator().manual_seed(0), FP8Moments()
+    exact = deviation.square()
+    exact[:, 1:] *= 4
+    state = kept(exact, exact, draw(exact.shape, step=steps)).state
+    for step in range(steps):
+        gradient = torch.randn(deviation.shape, generator=generator) * deviation
+        gradient[:, 0] = deviation[:, 0]
+        piece = Piece(state, draw(deviation.shape, step=step))
+        mean, mean_square = format.load(piece)
+        format.store(piece, mean, mean_square.lerp_(gradient.square(), 0.001))
+        exact.lerp_(gradient.square(), 0.001)
+    return format.load(piece)[1][:, 1:], exact[:, 1:]
+
+
+@pytest.mark.slow
+def test_second_moment_converges_and_rounded_to_nearest_it_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At β2 = .999 it moves by a thousandth, where numbers are a quarter apart."""
+    deviation = torch.cat([torch.tensor([3.0]), torch.logspace(0, -3, 127)]).expand(12, 128).contiguous()
+    stored, exact = second_moments(3000, deviation)
+    ratio = stored / exact
+    # An element is a third off, by chance; 1524 of them 1 %, and the 108 or so of each band of magnitudes 3.5 %.
+    assert abs(ratio.mean() - 1) < 0.03, f"on average the stored mean square is {ratio.mean():.3f} of the exact one"
+    bands = torch.stack([band.mean() for band in ratio.chunk(14, dim=1)])
+    assert (bands - 1).abs().max() < 0.14, f"by magnitude, the stored mean squares are {bands} of the exact ones"
+    assert 0.25 < ratio.std() < 0.45, f"the stored mean square scatters by {ratio.std():.2f} of itself"
+
+    monkeypatch.setattr(moments, "round_stochastic", lambda value, format, draws: round_nearest(value, format))
+    nearest, exact = second_moments(3000, deviation)
+    # The exact one is near 1 + 3·exp(-3) = 1.15 variances; what stands where it began, at 4, is 3.5 times that.
+    ratio = (nearest / exact).mean()
+    assert ratio > 3, f"rounded to nearest, the mean square is {ratio:.2f} of the exact one: what are draws good for?"
+
+
+def test_updates_of_small_elements_stay_bounded() -> None:
+    """Quiet for long, then growing by 11 % a step, which is what makes a mean most roots of its mean square: 7.3.
+
+    Sizes in a block span 2^27, and the roots of E5M2 2^16. Of several constructions (constant, growing, sparse, spiky,
+    calming) this one has the longest updates: with 1000 quiet steps and 16 384 elements 8.5 learning rates, fp32's 5.9.
+    """
+    sizes = 10 ** (torch.rand(8, 256, generator=torch.Generator().manual_seed(0)) * -8)
+    updates = []
+    for kind in ("fp32", "fp8"):
+        generator = torch.Generator().manual_seed(1)
+        p = Parameter(torch.zeros_like(sizes))
+        optimizer = LowBitAdamW([p], lr=1.0, weight_decay=0.0, moments=kind, eps=1e-30)
+        seen = []
+        for step in range(360):
+            quiet = torch.randn(sizes.shape, generator=generator)
+            p.grad = sizes * (quiet if step < 300 else torch.full_like(sizes, 1.11 ** (step - 300)))
+            p.detach().zero_()
+            optimizer.step()
+            seen.append(p.detach().abs())
+        updates.append(torch.stack(seen))
+    full, low = updates
+    longest = low.max() / full.max()
+    assert longest < 1.6, f"the longest update is {low.max():.1f} learning rates, {longest:.1f} times that in fp32"
+    small = low[full < 1e-3].max()
+    assert small < 1, f"where fp32 moves by less than a thousandth, FP8 moves by {small:.2f} learning rates"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [LowBitAdamW, StableSPAM])
+def test_training_in_fp8_is_nearly_as_good(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    ratios = []
+    for seed in range(3):
+        full, low = (final_loss(partial(optimizer, moments=kind), seed) for kind in ("fp32", "fp8"))
+        ratios.append(low / full)
+    assert max(ratios) < 1.02, f"final losses with FP8 moments, over those with fp32: {ratios}"
+
+
+def test_two_moments_take_two_bytes() -> None:
+    width, inner, words = 256, 688, 1000  # LLaMA, smaller: attention, feed-forward, embedding, norm
+    shapes = [*[(width, width)] * 4, *[(inner, width)] * 2, (width, inner), (words, width)]
+    parameters = [Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = LowBitAdamW(parameters)
+    set_gradients(parameters, seed=0)
+    with backend("eager"):
+        optimizer.step()
+    elements = sum(p.numel() for p in parameters)
+    names = FP8Moments().names
+    taken = sum(optimizer.state[p][name].nbytes for p in parameters for name in names) / elements
+    assert 2 < taken <= 2.1, f"both moments take {taken:.3f} bytes for a parameter"
+    everything = sum(t.nbytes for p in parameters for t in optimizer.state[p].values()) / elements
+    assert everything <= taken + 0.01, f"state other than moments takes {everything - taken:.3f} bytes for a parameter"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fp8_state_is_resumed_bit_for_bit(dtype: torch.dtype) -> None:
+    def make() -> list[Parameter]:
+        return [Parameter(torch.ones(shape, dtype=dtype)) for shape in ((), (7,), (3, 130), (2, 2, 5), (0, 3))]
+
+    parameters, resumed_parameters = make(), make()
+    optimizer, resumed = LowBitAdamW(parameters), LowBitAdamW(resumed_parameters)
+    train(optimizer, parameters, range(3))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    with torch.no_grad():
+        for p, q in zip(parameters, resumed_parameters, strict=True):
+            q.copy_(p)
+    assert_same(snapshot(resumed, resumed_parameters), snapshot(optimizer, parameters), "loading changed the state")
+    train(optimizer, parameters, range(3, 6))
+    train(resumed, resumed_parameters, range(3, 6))
+    assert_same(snapshot(resumed, resumed_parameters), snapshot(optimizer, parameters), "the resumed run differs")
+    for p in parameters:
+        state = optimizer.state[p]
+        found = [state[name].dtype for name in NAMES]
+        low = p.dim() >= 2
+        wanted = [torch.uint8 if low else torch.float32] * 2
+        assert found == wanted, f"moments of {tuple(p.shape)} are in {found}, wanted {wanted}"
+        assert ("mean_scale" in state) == low, f"{tuple(p.shape)}: {list(state)}"
+
+
+@in_cpp_and_in_torch
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("dtype", "make"),
+    [
+        (torch.float32, LowBitAdamW),
+        (torch.bfloat16, lambda p: LowBitAdamW(p, master_weights="fp16")),
+        (torch.bfloat16, lambda p: LowBitAdamW(p, moments="fp32", master_weights="fp16")),
+        (torch.float32, lambda p: SPAM(p, density=0.25, weight_decay=0.1, reset_interval=4)),
+    ],
+    ids=["fp8", "fp8 and masters", "masters", "sparse"],
+)
+def test_a_skipped_step_changes_nothing(
+    bad: float, make: Callable[..., GuardedAdam], dtype: torch.dtype, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(code, monkeypatch)
+    parameters = [Parameter(heavy_tailed(shape).to(dtype)) for shape in ((3, 130), (9,), (30, 40))]
+    optimizer = make(parameters)
+    # So uneven that some mean squares are kept as 0: storing what was loaded would change them.
+    for step in range(4):
+        for p in parameters:
+            p.grad = heavy_tailed(p.shape, seed=step).to(dtype)
+        if step < 3:  # the fourth would be a reset of SPAM
+            optimizer.step()
+    before = snapshot(optimizer, parameters)
+    last = parameters[-1].grad
+    assert last is not None
+    last[1, 1] = bad
+    optimizer.step()
+    assert_same(snapshot(optimizer, parameters), before, "a skipped step left traces")
+
+
+def test_float64_parameters_are_refused() -> None:
+    """Statistics of such a parameter are float64; who wants that does not want moments of three and four bits."""
+    parameter = Parameter(torch.ones(2, 3, dtype=torch.float64))
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match="float64.*moments='fp32'"):
+        LowBitAdamW([parameter]).step()
+    assert (parameter == 1).all(), "a refused step moved a parameter"
+    LowBitAdamW([parameter], moments="fp32").step()

@@ -1,0 +1,199 @@
+"""Master weights in fp16, and moments of some elements."""
+
+import io
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbit.optim import SPAM, LowBitAdamW, clipping
+from lightning_lowbit.optim.guarded_adam import GuardedAdam
+from lightning_lowbit.optim.moments import NAMES, Piece, SparseMoments
+from tests.optim.moments.helpers import assert_same, draw, final_loss, set_gradients, snapshot, train
+from tests.optim.parameters import in_cpp_and_in_torch, use
+from tests.references import moments as reference
+
+
+def masters_times_scale(optimizer: GuardedAdam, parameter: Parameter) -> Tensor:
+    state = optimizer.state[parameter]
+    return state["master"].float() * state["master_scale"]
+
+
+def test_masters_take_steps_below_a_place_of_bf16() -> None:
+    """From 1.5 by .001 at a time: half a place of bf16 is .0039 there, of fp16 .0005."""
+    moved = {}
+    for name, dtype, masters in (("fp32", torch.float32, None), ("bf16", torch.bfloat16, None),
+                                 ("masters", torch.bfloat16, "fp16")):  # fmt: skip
+        p = Parameter(torch.full((4, 130), 1.5, dtype=dtype))
+        optimizer = LowBitAdamW([p], lr=1e-3, weight_decay=0.0, master_weights=masters)
+        for _ in range(100):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        moved[name] = 1.5 - p.detach().double().mean().item()
+    assert moved["bf16"] == 0, f"without masters, parameters in bf16 moved by {moved['bf16']}: the test shows nothing"
+    # A step of .001 is rounded to 1 or 1.024 places of fp16, and the sum once to bf16.
+    assert abs(moved["masters"] - moved["fp32"]) < 0.025 * moved["fp32"] + 2**-8, f"moved: {moved}"
+
+
+@pytest.mark.slow
+def test_training_with_masters_is_nearly_as_good_as_in_fp32() -> None:
+    """At a rate of 2e-4 and less, half a place of bf16 or less for most weights here."""
+    full, masters, bare = (
+        [final_loss(partial(LowBitAdamW, moments="fp32", master_weights=kind), seed, 2e-4, dtype) for seed in range(3)]
+        for dtype, kind in ((torch.float32, None), (torch.bfloat16, "fp16"), (torch.bfloat16, None))
+    )
+    ratios = [[low / high for low, high in zip(losses, full, strict=True)] for losses in (masters, bare)]
+    assert max(ratios[0]) < 1.05, f"losses in bf16 with masters, over those in fp32: {ratios[0]}"
+    assert min(ratios[1]) > 1.05, f"losses in bf16 without masters, over those in fp32: {ratios[1]}: the test is blind"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@in_cpp_and_in_torch
+def test_parameters_are_their_masters_rounded(dtype: torch.dtype, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(code, monkeypatch)
+    parameters = [Parameter(torch.randn(shape).to(dtype)) for shape in ((40, 130), (50,), ())]
+    optimizer = LowBitAdamW(parameters, lr=1e-2, master_weights="fp16")
+    for step in range(5):
+        set_gradients(parameters, seed=step)
+        optimizer.step()
+        for p in parameters:
+            other = (p != masters_times_scale(optimizer, p).to(dtype)).float().mean().item()
+            assert other == 0, f"step {step}: {other:.1%} of the elements are not their masters, rounded"
+
+
+def test_scale_of_the_masters_follows_the_weights() -> None:
+    p = Parameter(torch.full((2, 130), 0.01, dtype=torch.bfloat16))
+    optimizer = LowBitAdamW([p], lr=0.01, weight_decay=0.0, master_weights="fp16")
+    scales = []
+    for _ in range(60):
+        p.grad = -torch.ones_like(p)
+        before = p.detach().abs().max().item()
+        optimizer.step()
+        state = optimizer.state[p]
+        scales.append(state["master_scale"].item())
+        assert math.frexp(scales[-1])[0] == 0.5, f"the scale {scales[-1]} is no power of two"
+        room = torch.finfo(torch.float16).max * scales[-1] / before
+        assert 3.9 < room < 32, f"fp16 reaches {room} times the largest weight"
+        assert state["master"].isfinite().all()
+    assert 30 < scales[-1] / scales[0] < 130, f"weights grew from .01 to .6, the scale from {scales[0]} to {scales[-1]}"
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-6, 1e-2, 1.0, 1e4, 1e38])
+def test_masters_of_any_size_train(size: float) -> None:
+    """One step may be far larger than all weights: those that begin at almost 0, as of a last layer."""
+    start = (torch.rand(3, 130, generator=torch.Generator().manual_seed(0)) + 0.5).mul(size).bfloat16()
+    low, full = Parameter(start.clone()), Parameter(start.float())
+    lr = max(1e-3, size / 500)  # of 1, a quarter of a place of bf16
+    optimizers = (
+        LowBitAdamW([low], lr=lr, weight_decay=0.0, moments="fp32", master_weights="fp16"),
+        LowBitAdamW([full], lr=lr, weight_decay=0.0, moments="fp32"),
+    )
+    for step in range(20):
+        for p, optimizer in zip((low, full), optimizers, strict=True):
+            set_gradients([p], seed=step // 10)
+            p.grad = p.grad.bfloat16().to(p.dtype)  # type: ignore[union-attr]
+            optimizer.step()
+        master = masters_times_scale(optimizers[0], low)
+        assert master.isfinite().all() and low.isfinite().all()
+        largest = full.detach().abs().max().item()
+        # Each step rounds masters once, by at most half a place of fp16 of the largest.
+        error = (master - full.detach()).abs().max().item() / largest
+        assert error < (step + 1) * 2**-11, f"step {step}: masters are {error:.2e} of the largest weight off"
+        error = (low.detach().float() - full.detach()).abs().max().item() / largest
+        assert error < (step + 1) * 2**-11 + 2**-8, f"step {step}: weights are {error:.2e} of the largest off"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masters_of_wide_parameters_are_refused(dtype: torch.dtype) -> None:
+    p, low = Parameter(torch.ones(2, 3, dtype=dtype)), Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=f"bfloat16.*float16, got .*{dtype}.*leave"):
+        LowBitAdamW([p], moments="fp32", master_weights="fp16")
+    optimizer = LowBitAdamW([low], moments="fp32", master_weights="fp16")
+    with pytest.raises(ValueError, match=f"bfloat16.*float16, got .*{dtype}"):
+        optimizer.add_param_group({"params": [p]})
+    assert len(optimizer.param_groups) == 1, "a refused group was added nevertheless"
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp8"])
+def test_masters_are_resumed_bit_for_bit(kind: str) -> None:
+    def make() -> tuple[list[Parameter], LowBitAdamW]:
+        parameters = [Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in ((3, 130), (7,), ())]
+        return parameters, LowBitAdamW(parameters, moments=kind, master_weights="fp16")
+
+    (parameters, optimizer), (resumed_parameters, resumed) = make(), make()
+    train(optimizer, parameters, range(4))
+    file = io.BytesIO()
+    torch.save([optimizer.state_dict(), parameters], file)
+    file.seek(0)
+    saved, values = torch.load(file, weights_only=True)
+    resumed.load_state_dict(saved)
+    with torch.no_grad():
+        for p, value in zip(resumed_parameters, values, strict=True):
+            p.copy_(value)
+    for p in resumed_parameters:
+        assert resumed.state[p]["master"].dtype == torch.float16, "loading cast the masters"
+        assert resumed.state[p]["master_scale"].dtype == torch.float32, "loading cast their scale"
+    train(optimizer, parameters, range(4, 8))
+    train(resumed, resumed_parameters, range(4, 8))
+    assert_same(snapshot(resumed, resumed_parameters), snapshot(optimizer, parameters), "the resumed run differs")
+    other = LowBitAdamW(resumed_parameters, moments=kind)
+    with pytest.raises(ValueError, match="saved state has master_weights='fp16', this LowBitAdamW master_weights=None"):
+        other.load_state_dict(saved)
+
+
+def is_drawn(shape: tuple[int, ...], every: int, last_reset: int, number: int) -> Tensor:
+    mask = torch.zeros(math.prod(shape[:-1]), shape[-1], dtype=torch.bool)
+    for row, columns in enumerate(reference.drawn_columns(shape, every, last_reset, number)):
+        mask[row, columns] = True
+    return mask.view(shape)
+
+
+@pytest.mark.parametrize("piece", [8, 2**18])
+def test_only_what_was_drawn_moves_until_the_next_reset(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clipping, "PIECE_ON_CPU", piece)
+    shapes = [(6, 8), (6, 8), (5, 10), (4, 1), (2, 3, 7), (2, 3)]
+    parameters = [Parameter(torch.zeros(shape)) for shape in (*shapes, (9,))]
+    optimizer = SPAM(parameters, lr=1e-3, density=0.25, reset_interval=3)
+    for step in range(7):
+        before = [p.detach().clone() for p in parameters]
+        train(optimizer, parameters, range(step, step + 1))
+        for number, (p, old) in enumerate(zip(parameters, before, strict=True)):
+            last_reset = max(0, (step + 1) // 3 * 3 - 1)  # steps before it
+            wanted = is_drawn(tuple(p.shape), 4, last_reset, number) if p.dim() > 1 else torch.ones(9).bool()
+            assert torch.equal(p != old, wanted), f"step {step}, {tuple(p.shape)}: {p != old} moved, not {wanted}"
+            slots = (*p.shape[:-1], -(-p.shape[-1] // 4)) if p.dim() > 1 else p.shape
+            for name in NAMES:
+                found = optimizer.state[p][name].shape
+                assert found == torch.Size(slots), f"{name} of {tuple(p.shape)} has the shape {found}, wanted {slots}"
+    masks = [is_drawn((6, 8), 4, last_reset, number) for last_reset in (0, 2, 5) for number in range(2)]
+    assert len({mask.numpy().tobytes() for mask in masks}) == 6, "parameters or resets share a choice"
+
+
+@pytest.mark.parametrize(("columns", "every"), [(64, 4), (64, 2), (100, 10), (62, 4), (65, 3)])
+def test_choice_is_uniform(columns: int, every: int) -> None:
+    """Chi-square over positions among neighbors, with those at a ragged end by themselves."""
+    rows = torch.arange(columns).expand(500, columns).contiguous()
+    format, whole = SparseMoments(every=every), Parameter(torch.zeros(500, columns))
+    state = format.new_state(whole, torch.float32)
+    chosen = torch.cat([format.select(rows, Piece(state, draw(whole.shape, last_reset=r))) for r in range(4)])
+    assert torch.equal(chosen // every, torch.arange(-(-columns // every)).expand_as(chosen)), "not one of neighbors"
+    whole_groups = columns // every
+    for inside, width in ((chosen[:, :whole_groups], every), (chosen[:, whole_groups:], columns % every)):
+        if width < 2:
+            continue
+        counts = torch.bincount((inside % every).flatten(), minlength=width).double()
+        mean = counts.sum() / width
+        statistic = ((counts - mean) ** 2 / mean).sum().item()
+        # The normal approximation of Wilson and Hilferty: 4 sigma is one of 30 000.
+        z = ((statistic / (width - 1)) ** (1 / 3) - 1 + 2 / 9 / (width - 1)) / math.sqrt(2 / 9 / (width - 1))
+        assert len(counts) == width and z < 4, f"among {width} neighbors, positions were drawn {counts.tolist()} times"
+
+
+def test_sparse_moments_and_masters_are_refused_together() -> None:
+    """The scale of masters is the whole tensor's, and the masters of what does not move would keep an old one."""
+    group = {"params": [Parameter(torch.ones(2, 8, dtype=torch.bfloat16))], "density": 0.25}
+    with pytest.raises(ValueError, match="density=0.25.*master_weights"):
+        LowBitAdamW([group], moments="fp32", master_weights="fp16")

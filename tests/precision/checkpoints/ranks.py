@@ -1,0 +1,241 @@
+"""One of two processes that go on from others' checkpoints: ``python -m tests.precision.checkpoints.ranks 0 FOLDER``.
+
+A run sees the same two micro-batches in a step however many processes there are. What came out lies in ``FOLDER/0.pt``,
+of the other rank in ``FOLDER/1.pt``; checkpoints after step ``HALF`` are ``FOLDER/WRITER KIND.ckpt``.
+"""
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import (
+    ConservativeGradScaler,
+    FP8Precision,
+    GradientNormMonitor,
+    LowBitAdamW,
+    LowBitPrecision,
+    PrecisionSwitch,
+    StableSPAM,
+)
+from tests.distributed.spreads import full
+from tests.launch import take_part
+from tests.lightning_imports import NAME, Callback, DDPStrategy, LightningModule, ModelParallelStrategy, Trainer
+from tests.optim.ranks_lightning import FSDPOnCPU
+from tests.precision.regression_model import state
+
+RANKS, STEPS, HALF, MICRO_BATCHES = 2, 8, 4, 2
+OVERFLOW = 1  # the step whose gradients are infinite in fp16, also where each is divided by two
+
+
+@contextmanager
+def _in_place(module: Any, world_size: int, rank0_only: bool = True) -> Generator[None, None, None]:
+    """Lightning's context, without offloading, which copies nothing on the CPU: FSDP1 of torch 2.13 then frees the
+    weights that it returns, and returns the last one of an optimizer's states for all of them."""
+    weights = FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only)
+    optimizer = FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only)
+    with FullyShardedDataParallel.state_dict_type(module, StateDictType.FULL_STATE_DICT, weights, optimizer):
+        yield
+
+
+# By name: what a Trainer is given, and how the model cuts its parameters.
+STRATEGIES: dict[str, tuple[Callable[[], Any], str]] = {
+    "one": (lambda: "auto", ""),
+    "ddp": (DDPStrategy, ""),
+    "fsdp1 file": (lambda: FSDPOnCPU(state_dict_type="full"), ""),
+    "fsdp1": (lambda: FSDPOnCPU(state_dict_type="sharded"), ""),
+    "fsdp2 file": (lambda: ModelParallelStrategy(RANKS, 1, save_distributed_checkpoint=False), "fsdp2"),
+    "fsdp2": (lambda: ModelParallelStrategy(RANKS, 1), "fsdp2"),
+    "tensor parallel": (lambda: ModelParallelStrategy(1, RANKS), "tensor parallel"),
+    "fsdp2, one rank": (lambda: ModelParallelStrategy(1, 1), "fsdp2"),
+}
+ALONE = ("one", "fsdp2, one rank")  # what one process does
+
+KINDS: dict[str, tuple[Callable[[], LowBitPrecision], Callable[[Any], torch.optim.Optimizer]]] = {
+    "fp8": (
+        lambda: FP8Precision("delayed", history=3, compute_dtype="fp32"),
+        lambda p: StableSPAM(p, lr=1e-2, reset_interval=3, weight_decay=0.1),
+    ),
+    "fp16": (
+        lambda: FP8Precision(
+            "current", compute_dtype="fp16", scaler=ConservativeGradScaler(init_scale=256, growth_interval=3)
+        ),
+        lambda p: LowBitAdamW(p, lr=1e-2),
+    ),
+}
+
+
+class Regression(LightningModule):
+    """Learns a map from micro-batches that follow from their place in the run.
+
+    Args:
+        optimizer: makes it from parameters.
+        cut: how parameters are spread: ``"fsdp2"``, ``"tensor parallel"`` or not at all.
+    """
+
+    def __init__(self, optimizer: Callable[[Any], torch.optim.Optimizer], cut: str = "") -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.body = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+        self.optimizer, self.cut = optimizer, cut
+        self.losses: dict[int, float] = {}
+        self.weights: list[Tensor] = []
+
+    def configure_model(self) -> None:
+        cut, self.cut = self.cut, ""  # it is called again
+        if cut == "fsdp2":
+            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+            fully_shard(self.body, mesh=mesh)
+            fully_shard(self, mesh=mesh)  # type: ignore[arg-type]
+        elif cut:
+            mesh = self.device_mesh["tensor_parallel"]  # type: ignore[index]
+            parallelize_module(self.body, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        accumulate = self.trainer.accumulate_grad_batches
+        ranks = MICRO_BATCHES // accumulate
+        place = self.trainer.global_step * MICRO_BATCHES + batch_idx % accumulate * ranks
+        place += self.global_rank if ranks > 1 else 0
+        generator = torch.Generator().manual_seed(place)
+        x, y = (1 + place % 5) * torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)
+        if self.trainer.precision_plugin.scaler is not None and self.trainer.global_step == OVERFLOW:
+            y = 1e6 * y
+        loss = F.mse_loss(self(x).float(), y)
+        self.losses[place] = loss.item()
+        return loss
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(range(64))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(self.trainer.model.parameters())  # type: ignore[union-attr]
+
+    def on_train_end(self) -> None:
+        """Notes all weights: after `fit` the strategy has taken the model down."""
+        root: Any = self.trainer.model
+        if isinstance(root, FullyShardedDataParallel):
+            with FullyShardedDataParallel.summon_full_params(root, writeback=False):
+                self.weights = [p.detach().clone() for p in root.parameters()]
+        else:
+            self.weights = [full(p) for p in root.parameters()]
+
+
+class Keep(Callback):
+    """Saves after step ``HALF``, and notes what plugin and monitor know then, or when a resumed training starts."""
+
+    def __init__(self, monitor: GradientNormMonitor, path: str | None) -> None:
+        self.monitor, self.path = monitor, path
+        self.state: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step:
+            self.note(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if self.path and not self.state and trainer.global_step == HALF:
+            trainer.save_checkpoint(self.path)
+            self.note(trainer)
+
+    def note(self, trainer: Trainer) -> None:
+        self.state = {"plugin": state(trainer.precision_plugin), "monitor": self.monitor.state_dict()}
+
+
+def path_of(writer: str, kind: str) -> str:
+    return f"{writer} {kind}.ckpt"
+
+
+def train(strategy: str, kind: str, ckpt_path: str | None = None) -> dict[str, Any]:
+    """A run that saves in the midst, or one that goes on from there: losses by micro-batch, weights, states."""
+    plugin, optimizer = KINDS[kind]
+    make, cut = STRATEGIES[strategy]
+    model, monitor = Regression(optimizer, cut), GradientNormMonitor(every_n_steps=1)
+    keep = Keep(monitor, None if ckpt_path else path_of(strategy, kind))
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1 if strategy in ALONE else RANKS,
+        strategy=make(),
+        plugins=[plugin()],
+        callbacks=[
+            PrecisionSwitch({r"body\.0": "fp8-current"}, step=2),
+            PrecisionSwitch("fqt", step=2, steps=4),
+            monitor,
+            keep,
+        ],
+        max_steps=STEPS,
+        accumulate_grad_batches=MICRO_BATCHES if accumulates(strategy) else 1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    with patch(f"{NAME}.strategies.fsdp._get_full_state_dict_context", _in_place):
+        trainer.fit(model, ckpt_path=ckpt_path)
+    return {"losses": model.losses, "weights": model.weights, "state": keep.state}
+
+
+# By what is trained and writer: who reads it. FSDP1 gives no rank whole rows, as moments in FP8 need them.
+READERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "fp8": {
+        "one": ("ddp", "fsdp1 file", "fsdp2 file"),
+        "ddp": ("ddp", "fsdp2 file", "one"),
+        "fsdp1 file": ("fsdp1 file", "ddp", "one"),
+        "fsdp1": ("fsdp1",),
+        "fsdp2 file": ("fsdp2 file", "fsdp1 file", "ddp", "one"),
+        "fsdp2": ("fsdp2", "tensor parallel", "fsdp2, one rank"),
+        "fsdp2, one rank": ("fsdp2", "tensor parallel"),
+        "tensor parallel": ("tensor parallel", "fsdp2", "fsdp2, one rank"),
+    },
+    "fp16": {
+        "one": ("fsdp2 file",),
+        "ddp": ("ddp", "fsdp2 file", "one"),
+        "fsdp2 file": ("ddp", "one"),
+        "fsdp2": ("fsdp2", "fsdp2, one rank"),
+        "fsdp2, one rank": ("fsdp2",),
+    },
+}
+PAIRS = [(kind, writer, reader) for kind, of in READERS.items() for writer, readers in of.items() for reader in readers]
+
+
+def accumulates(strategy: str) -> bool:
+    """Whether one process sees both micro-batches of a step, one after the other."""
+    return strategy in (*ALONE, "tensor parallel")
+
+
+def resumed(kind: str, writer: str, reader: str) -> str:
+    """The name of a run that goes on from the checkpoint of another one."""
+    return f"{path_of(writer, kind)} {reader}"
+
+
+def work() -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for kind, writers in READERS.items():
+        for writer in writers:
+            if writer not in ALONE:
+                results[path_of(writer, kind)] = train(writer, kind)
+    for kind, writer, reader in PAIRS:
+        if reader not in ALONE and resumed(kind, writer, reader) in sys.argv[3:]:
+            results[resumed(kind, writer, reader)] = train(reader, kind, path_of(writer, kind))
+    return results
+
+
+if __name__ == "__main__":
+    take_part(RANKS, work)

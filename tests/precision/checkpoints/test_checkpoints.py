@@ -1,0 +1,235 @@
+"""Checkpoints in real processes: resumed under other strategies, made one file, and after a process was killed."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_lowbit import restore
+from tests.launch import LIMIT, launch, start
+from tests.lightning_imports import _format_checkpoint, _load_distributed_checkpoint
+from tests.pairwise import selected
+from tests.precision.checkpoints import ranks as checkpoints
+from tests.precision.checkpoints import ranks_killed
+from tests.precision.checkpoints.ranks import (
+    HALF,
+    KINDS,
+    MICRO_BATCHES,
+    PAIRS,
+    RANKS,
+    STEPS,
+    accumulates,
+    path_of,
+    resumed,
+    train,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    # DCP of torch 2.13 says so where there is no process group; Lightning's consolidation has none on purpose.
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
+]
+
+
+# --- under other strategies ---
+
+
+@contextmanager
+def process_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of this process alone."""
+    with monkeypatch.context() as patch:
+        for name, value in {"LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "1"}.items():
+            patch.setenv(name, value)
+        (folder / "alone").unlink(missing_ok=True)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/alone", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def in_this_process(
+    strategy: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, ckpt_path: str | None = None
+) -> dict[str, Any]:
+    with chdir(folder):
+        if strategy == "one":
+            return train(strategy, kind, ckpt_path)
+        with process_group(folder, monkeypatch):
+            return train(strategy, kind, ckpt_path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, folder: Path) -> dict[str, dict[str, Any]]:
+    """Of all runs, those of both ranks put together."""
+    found = {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for kind, writers in checkpoints.READERS.items():
+            for writer in checkpoints.ALONE:
+                if writer in writers:
+                    found[path_of(writer, kind)] = in_this_process(writer, kind, folder, monkeypatch)
+    ranks = launch(
+        "tests.precision.checkpoints.ranks", RANKS, folder, *(resumed(*pair) for pair in selected(request, "pair"))
+    )
+    for name, of_first in ranks[0].items():
+        losses = {place: loss for rank in ranks for place, loss in rank[name]["losses"].items()}
+        found[name] = of_first | {"losses": losses}
+        for rank in ranks:
+            assert_equal(rank[name]["weights"], of_first["weights"])
+            assert plain(rank[name]["state"]) == plain(of_first["state"]), f"ranks know different things: {name}"
+    return found
+
+
+def assert_equal(found: Any, wanted: Any, tolerance: float = 0.0) -> None:
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def plain(state: Any) -> Any:
+    """With lists for tensors."""
+    if isinstance(state, dict):
+        return {key: plain(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, torch.Tensor) else state
+
+
+def from_half(losses: dict[int, float]) -> dict[int, float]:
+    return {place: loss for place, loss in sorted(losses.items()) if place >= HALF * MICRO_BATCHES}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_strategies_train_the_same(results: dict[str, dict[str, Any]], kind: str) -> None:
+    one = results[path_of("one", kind)]
+    for writer in checkpoints.READERS[kind]:
+        run = results[path_of(writer, kind)]
+        assert len(run["losses"]) == STEPS * MICRO_BATCHES
+        assert_equal(dict(sorted(run["losses"].items())), one["losses"], 1e-5)
+
+
+def test_what_is_saved_is_not_what_a_run_starts_with(results: dict[str, dict[str, Any]]) -> None:
+    """Or else nothing would be shown."""
+    fp8, fp16 = (results[path_of("ddp", kind)]["state"] for kind in ("fp8", "fp16"))
+    assert fp8["plugin"]["step"] == HALF and fp8["plugin"]["amax_history"]
+    assert list(fp8["plugin"]["casts"]) == ["body.0"]
+    for state in (fp8, fp16):
+        assert 0 < state["plugin"]["blend"] < 1
+        assert state["monitor"]["running"]["averaged"] > 0
+    assert fp16["plugin"]["skipped_steps"] == 1
+    assert fp16["plugin"]["scaler"]["scale"] != 256
+
+
+@pytest.mark.fast(
+    "fp8: one, ddp",
+    "fp8: ddp, ddp",
+    "fp8: fsdp1 file, one",
+    "fp8: fsdp1, fsdp1",
+    "fp8: fsdp2 file, fsdp1 file",
+    "fp8: fsdp2, tensor parallel",
+    "fp8: fsdp2, one rank, fsdp2",
+    "fp8: tensor parallel, tensor parallel",
+    "fp8: tensor parallel, fsdp2, one rank",
+    "fp16: ddp, fsdp2 file",
+    "fp16: fsdp2 file, one",
+    "fp16: fsdp2, fsdp2",
+)
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "{}: {}, {}".format(*pair))
+def test_resumed_run_is_the_uninterrupted_one(
+    results: dict[str, dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str, str]
+) -> None:
+    kind, writer, reader = pair
+    path, whole = path_of(writer, kind), results[path_of(writer, kind)]
+    if reader in checkpoints.ALONE:
+        run = in_this_process(reader, kind, folder, monkeypatch, path)
+    else:
+        run = results[resumed(*pair)]
+    tolerance = 0.0 if reader == writer else 1e-5
+    found, saved = (plain(of["state"]["plugin"]) for of in (run, whole))
+    if accumulates(writer) != accumulates(reader):
+        for state in (found, saved):
+            for name in ("amax_history", "accumulated"):  # which then follow the run
+                state.pop(name, None)
+    assert found == saved
+    assert run["state"]["monitor"] == whole["state"]["monitor"]
+    assert_equal(from_half(run["losses"]), from_half(whole["losses"]), tolerance)
+    assert_equal(run["weights"], whole["weights"], tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "writer"), [("fp8", "fsdp2"), ("fp8", "tensor parallel"), ("fp8", "fsdp1"), ("fp16", "fsdp2")]
+)
+def test_shards_become_a_file_for_one_device(
+    results: dict[str, dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, writer: str
+) -> None:
+    path, whole = path_of(writer, kind), results[path_of(writer, kind)]
+    checkpoint = _load_distributed_checkpoint(folder / path)
+    if "model" not in checkpoint:  # Lightning 2.6.6's own command knows the names of FSDP1 alone
+        checkpoint["model"] = checkpoint.pop("state_dict")
+    torch.save(_format_checkpoint(checkpoint), folder / f"{path}.consolidated")
+    run = in_this_process("one", kind, folder, monkeypatch, f"{path}.consolidated")
+    assert_equal(from_half(run["losses"]), from_half(whole["losses"]), 1e-5)
+    assert_equal(run["weights"], whole["weights"], 1e-5)
+
+
+@pytest.mark.parametrize("writer", ["fsdp1", "fsdp1 file", "fsdp2", "fsdp2 file", "tensor parallel"])
+def test_shards_are_restored_without_a_trainer(results: dict[str, dict[str, Any]], folder: Path, writer: str) -> None:
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    one, found = (restore(checkpoints.Regression(torch.optim.SGD), folder / path_of(w, "fp8")) for w in ("one", writer))
+    assert_equal(found.state_dict(), one.state_dict(), 1e-5)
+    assert [layer.casts for layer in found.body[::2]] == [layer.casts for layer in one.body[::2]]
+    assert_equal(found(x), one(x), 1e-5)
+
+
+# --- a killed process ---
+
+
+def meet(folder: Path, fate: str) -> list[tuple[int, float]]:
+    """How both processes ended, and when: seconds since the first one did."""
+    logs = [folder / f"{fate} {rank}.log" for rank in range(RANKS)]
+    processes = [
+        start(log, "tests.precision.checkpoints.ranks_killed", str(rank), str(folder), fate)
+        for rank, log in enumerate(logs)
+    ]
+    ended: dict[int, float] = {}
+    try:
+        limit = time.monotonic() + LIMIT
+        while len(ended) < RANKS and time.monotonic() < limit:
+            for rank, process in enumerate(processes):
+                if rank not in ended and process.exitcode is not None:
+                    ended[rank] = time.monotonic()
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert len(ended) == RANKS, f"only the ranks {list(ended)} ended within {LIMIT} s"
+    return [(process.exitcode, ended[rank] - min(ended.values())) for rank, process in enumerate(processes)]
+
+
+@pytest.mark.slow
+def test_killed_runs_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Rank 1 is killed in a step, and then, when both have come back, while it saves."""
+    for fate in ranks_killed.DIES:
+        (first, seconds), (second, _) = meet(tmp_path, fate)
+        told = (tmp_path / f"{fate} 0.log").read_text()
+        assert second == -signal.SIGKILL, (tmp_path / f"{fate} 1.log").read_text()[-3000:]
+        assert first == 1 and "RuntimeError" in told, told[-3000:]
+        assert seconds < ranks_killed.NOTICED + 30, f"rank 0 went on for {seconds:.0f} s"
+    left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert left == ["last.ckpt"], "the rank that lives removes what was half written"
+    codes = [code for code, _ in meet(tmp_path, "nothing")]
+    assert codes == [0, 0], (tmp_path / "nothing 0.log").read_text()[-3000:]
+    for rank in range(RANKS):
+        resumed, whole = (
+            torch.load(tmp_path / f"{name} {rank}.pt", weights_only=True) for name in ("nothing", "uninterrupted")
+        )
+        assert (resumed["came from"], whole["came from"]) == (4, 0)
+        assert_equal(resumed["weights"], whole["weights"])
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["last.ckpt"]

@@ -1,0 +1,66 @@
+"""Checkpoints that hold something else than they should: what is refused names the entry, and what to do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowbit.precision.checkpoints.files import load_checkpoint, load_weights, state_of
+
+STATE = {"step": 3, "micro_batch": 1, "seed": 0, "phase": "fqt"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step": None}, "step = None, which should be int"),
+        ({"step": True}, "step = True, which should be int"),
+        ({"micro_batch": -1}, "micro_batch = -1, below 0"),
+        ({"phase": "fpt"}, "Unknown phase in the checkpoint 'fpt'. Did you mean 'fqt'"),
+        ({"blend": torch.ones(2)}, r"blend is one number; got a tensor torch.float32 of shape \(2,\)"),
+        ({"accumulated": 0}, "accumulated is 1 or more; got 0"),
+        ({"casts": {"layer": "nvfp4"}}, "casts.layer = 'nvfp4', which should be Mapping"),
+        ({"scaler": {"scale": "large"}}, r"scaler\.\w+"),
+        ({"amax_history": {"layer": torch.ones(2, 2)}, "channel_amax": {}}, "amax_history of layer is one row"),
+        ({"amax_history": {}, "channel_amax": {"layer": torch.ones(2, dtype=int)}}, "channel_amax of layer is one row"),
+        ({"trained": 1}, "trained = 1, which should be"),
+    ],
+    ids=str,
+)
+def test_a_wrong_entry_is_named(changes: dict[str, Any], message: str) -> None:
+    assert state_of({"lightning_lowbit": STATE}) == STATE
+    with pytest.raises(ValueError, match=message):
+        state_of({"lightning_lowbit": {**STATE, **changes}})
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_a_missing_entry_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"has no entry {name}: it was damaged, or written by another version"):
+        state_of({"lightning_lowbit": {key: value for key, value in STATE.items() if key != name}})
+
+
+def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
+    file, folder = tmp_path / "a.ckpt", tmp_path / "folder"
+    with pytest.raises(FileNotFoundError, match="a.ckpt does not exist"):
+        load_checkpoint(file)
+    torch.save([1, 2], file)
+    with pytest.raises(ValueError, match="holds a list, not the mapping"):
+        load_checkpoint(file)
+    file.write_text("text")
+    with pytest.raises(ValueError, match="a.ckpt cannot be loaded .* give weights_only=False"):
+        load_checkpoint(file)
+    folder.mkdir()
+    with pytest.raises(ValueError, match="folder is no checkpoint: a folder with one has a file"):
+        load_checkpoint(folder)
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    model = nn.Linear(4, 2)
+    with pytest.raises(ValueError, match=r"no weights \(no state_dict\)"):
+        load_weights(model, {})
+    with pytest.raises(ValueError, match="lacks 1 of the model's 2 tensors, e.g. bias; it has e.g. weight"):
+        load_weights(model, {"state_dict": {"weight": torch.zeros(2, 4)}})
+    with pytest.raises(ValueError, match="size mismatch for weight"):
+        load_weights(model, {"state_dict": {"weight": torch.zeros(4, 2), "bias": torch.zeros(2)}})

@@ -1,0 +1,131 @@
+"""What a checkpoint overrides of the options that a run asks for: said once, and what moves by itself is not."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW, lr_scheduler
+
+from lightning_lowbit import LowBitPrecision, StableSPAM, WeightDecaySwitch
+from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden
+from tests.lightning_imports import BoringModel, Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+
+
+class Model(BoringModel):
+    def __init__(self, make_optimizer, make_scheduler=None):
+        super().__init__()
+        self.make_optimizer, self.make_scheduler = make_optimizer, make_scheduler
+
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer([{"params": [each]} for each in self.parameters()])
+        if self.make_scheduler is None:
+            return optimizer
+        scheduler = {"scheduler": self.make_scheduler(optimizer), "interval": "step", "monitor": "train_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.log("train_loss", loss)
+        return loss
+
+
+def fit(model, steps, callbacks=(), ckpt_path=None):
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(
+        accelerator="cpu", max_steps=steps, limit_val_batches=0, plugins=[LowBitPrecision("bf16")],
+        callbacks=[*callbacks], **quiet,
+    )  # fmt: skip
+    trainer.fit(model, ckpt_path=ckpt_path)
+    return trainer
+
+
+def stable_spam(**options):
+    return lambda parameters: StableSPAM(
+        parameters, **{"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, **options}
+    )
+
+
+def cosine(**options):
+    return lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, **{"T_max": 10, **options})
+
+
+def test_options_that_a_checkpoint_overrides_are_said_once_with_both_values():
+    fit(Model(stable_spam(), cosine()), 3).save_checkpoint("first.ckpt")
+    other = Model(stable_spam(lr=0.05, betas=(0.5, 0.5), gamma1=0.5), cosine(T_max=20))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = fit(other, 4, ckpt_path="first.ckpt")
+    (said,) = [str(each.message) for each in caught if "overrides options" in str(each.message)]
+    expected = [
+        "StableSPAM: lr 0.001 (asked for: 0.05)",
+        "StableSPAM: betas (0.9, 0.95) (asked for: (0.5, 0.5))",
+        "StableSPAM: gamma1 0.7 (asked for: 0.5)",
+        "CosineAnnealingLR: T_max 10 (asked for: 20)",
+    ]
+    assert trainer.precision_plugin.overridden == expected
+    assert f"In force are: {'; '.join(expected)}. To change them" in said
+    group = trainer.optimizers[0].param_groups[0]
+    assert (group["initial_lr"], group["betas"], group["gamma1"]) == (1e-3, (0.9, 0.95), 0.7), "the claim is wrong"
+
+
+SCHEDULERS = {
+    "none": None,
+    "cosine": cosine(),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8),
+    "milestones": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4]),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9),
+    "restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2, 2),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+    "one after the other": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.ExponentialLR(optimizer, 0.9)], [2]
+    ),
+}
+
+
+def test_what_moves_in_the_course_of_a_run_is_not_said():
+    """Warnings are errors here. The weight decay is switched before the checkpoint; a cycle moves the betas, too."""
+    for name, make in SCHEDULERS.items():
+        for optimizer in (
+            lambda parameters: AdamW(parameters, 0.1),
+            lambda parameters: SGD(parameters, 0.1, 0.9, 0, 0.1),
+        ):
+
+            def switch():
+                return [WeightDecaySwitch(step=2)]
+
+            fit(Model(optimizer, make), 5, switch()).save_checkpoint("first.ckpt")
+            trainer = fit(Model(optimizer, make), 6, switch(), ckpt_path="first.ckpt")
+            assert trainer.precision_plugin.overridden == [], name
+
+
+def test_options_of_nested_schedulers_and_of_several_groups():
+    def made(decay, milestones):
+        weights = [{"params": [torch.nn.Parameter(torch.zeros(2))], "weight_decay": each} for each in decay]
+        optimizer = AdamW(weights, lr=torch.tensor(0.5))
+        first, second = lr_scheduler.MultiStepLR(optimizer, milestones), lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return optimizer, lr_scheduler.SequentialLR(optimizer, [first, second], [7])
+
+    optimizer, scheduler = made([0.1, 0.0, 0.0], [3, 1])
+    checkpoint = {"optimizer_states": [optimizer.state_dict()], "lr_schedulers": [scheduler.state_dict()]}
+    other, other_scheduler = made([0.2, 0.3, 0.3], [2])
+    asked = asked_options([other], [other_scheduler])
+    expected = [
+        "AdamW: weight_decay 0.1 (asked for: 0.2)",
+        "AdamW: weight_decay 0.0 (asked for: 0.3)",
+        "MultiStepLR: milestones (1, 3) (asked for: (2,))",
+    ]
+    assert overridden(asked, checkpoint, [other]) == expected
+    other.load_state_dict(optimizer.state_dict())
+    assert overridden(asked, {}, [other]) == expected[:2], "a sharded checkpoint has been loaded already"
+
+
+def test_evaluation_has_no_options():
+    fit(Model(stable_spam()), 1).save_checkpoint("first.ckpt")
+    plugin = LowBitPrecision("bf16")
+    trainer = Trainer(accelerator="cpu", plugins=[plugin], logger=False, enable_progress_bar=False)
+    trainer.validate(Model(stable_spam(lr=1.0)), ckpt_path="first.ckpt", verbose=False)
+    assert plugin.overridden == []
+    assert re.match("LowBitPrecision\\('bf16'\\)", repr(plugin))

@@ -1,0 +1,329 @@
+"""What was trained is what is evaluated: by the plugin of a checkpoint, and by a model restored without a Trainer."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import (
+    FP4Precision,
+    FP8Precision,
+    IntegerPrecision,
+    LinearCasts,
+    LowBitPrecision,
+    TernaryPrecision,
+    restore,
+)
+from lightning_lowbit.nn import QuantizedLayer
+from tests.lightning_imports import LightningModule, Trainer, quiet_trainer
+
+Plugin = Callable[[], LowBitPrecision]
+
+# The casts that lose most without their plugin, and one each of what a checkpoint has to remember beside casts.
+PLUGINS: dict[str, Plugin] = {
+    "ternary": lambda: TernaryPrecision(skip=["head"]),
+    "int2": lambda: IntegerPrecision(2, 8, group=32),
+    "nvfp4": lambda: FP4Precision("nvfp4", overrides={"down_proj": "mxfp8"}),
+    "fp8-delayed": lambda: FP8Precision("delayed", history=3, smooth_swiglu="channel"),
+    "shared": lambda: FP8Precision("current", shared_amax=["gate_proj|up_proj"], compute_dtype="fp32"),
+    "stochastic": lambda: LowBitPrecision({"preset": "nvfp4", "fprop_w": {"rounding": "stochastic"}}, seed=3),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down_proj(self.up_proj(x) * F.silu(self.gate_proj(x))))
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self(batch).float() - batch.flip(1)).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 3e-3)
+
+
+BATCH = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+
+
+def loader() -> DataLoader:
+    return DataLoader([BATCH], batch_size=None)
+
+
+def trainer(*plugins: LowBitPrecision, **kwargs: Any) -> Trainer:
+    return quiet_trainer(*plugins, **{"max_epochs": 4, "limit_val_batches": 1} | kwargs)
+
+
+def validate(*plugins: LowBitPrecision, model: LightningModule | None = None, ckpt_path: Any = None) -> float:
+    run = trainer(*plugins)
+    return run.validate(model or Module(), loader(), ckpt_path=ckpt_path, verbose=False)[0]["val_loss"]
+
+
+def loss_of(model: nn.Module) -> float:
+    with torch.no_grad():
+        return float((model(BATCH).float() - BATCH.flip(1)).square().mean())
+
+
+def train(plugin: LowBitPrecision, path: Path, change: Callable[[LowBitPrecision], None] | None = None) -> float:
+    """Trains a little, leaves a checkpoint, and returns the validation loss."""
+    run, model = trainer(plugin), Module()
+    run.fit(model, loader(), loader())
+    if change is not None:
+        change(plugin)
+        run.fit_loop.epoch_progress.reset()
+    run.save_checkpoint(path, weights_only=False)
+    return run.validate(model, loader(), verbose=False)[0]["val_loss"]
+
+
+def in_the_midst(plugin: LowBitPrecision) -> None:
+    """What a run changes: the phase, λ, and the casts of a layer."""
+    plugin.set_casts({"up_proj": "mxfp4"})
+    plugin.set_phase("qaf")
+    plugin.set_blend(0.5)
+
+
+@pytest.mark.fast("nvfp4", "fp8-delayed")
+@pytest.mark.parametrize("name", PLUGINS)
+def test_loss_of_training_is_that_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    expected = train(PLUGINS[name](), path)
+    loaded = Module.load_from_checkpoint(path, weights_only=True)
+    without = validate(model=loaded)
+    again = {
+        "from_checkpoint, with ckpt_path": validate(LowBitPrecision.from_checkpoint(path), ckpt_path=path),
+        "from_checkpoint, with weights": validate(LowBitPrecision.from_checkpoint(path), model=loaded),
+        "restore": loss_of(restore(Module(), path)),
+        "restore a part": loss_of(restore(Net(), path, prefix="net")),
+        "restored, in a Trainer": validate(model=restore(Module(), path)),
+        "copied": loss_of(copy.deepcopy(restore(Module(), path))),
+        "pickled": loss_of(pickle.loads(pickle.dumps(restore(Module(), path)))),
+        "loaded first": loss_of(restore(Module(), torch.load(path, weights_only=True))),
+        "weights=False": loss_of(restore(Module.load_from_checkpoint(path), path, weights=False)),
+    }
+    assert again == pytest.approx(dict.fromkeys(again, expected), abs=1e-6)
+    assert abs(without - expected) > 1e-5, "or else nothing is shown"
+
+
+def test_phase_annealing_and_changed_casts_are_restored(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    expected = train(FP4Precision("nvfp4"), path, in_the_midst)
+    model = restore(Module(), path)
+    assert loss_of(model) == pytest.approx(expected, abs=1e-6)
+    assert model.net.up_proj.casts == LinearCasts.preset("mxfp4").phase("qaf")
+    assert float(model.net.up_proj.blend) == 0.5
+    plugin = LowBitPrecision.from_checkpoint(path)
+    assert validate(plugin, ckpt_path=path) == pytest.approx(expected, abs=1e-6)
+    plugin.set_casts({"up_proj": "fqt"})
+    assert plugin.casts_of("up_proj")["net.up_proj"] == LinearCasts.preset("nvfp4"), "what the run started with"
+
+
+def test_resumed_with_the_plugin_of_the_checkpoint_a_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    def fit(plugin: LowBitPrecision, epochs: int, ckpt_path: Path | None = None) -> tuple[Trainer, Tensor]:
+        run, model = trainer(plugin, max_epochs=epochs, limit_val_batches=0), Module()
+        run.fit(model, loader(), loader(), ckpt_path=ckpt_path)
+        return run, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    plugin = PLUGINS["fp8-delayed"]
+    _, whole = fit(plugin(), 4)
+    half, _ = fit(plugin(), 2)
+    half.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    _, resumed = fit(LowBitPrecision.from_checkpoint(tmp_path / "half.ckpt"), 4, tmp_path / "half.ckpt")
+    assert torch.equal(resumed, whole)
+
+
+def test_evaluating_with_other_casts_is_an_error_that_names_both_and_the_remedies(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    train(PLUGINS["ternary"](), path)
+    with pytest.raises(ValueError, match="trained otherwise") as error:
+        validate(FP4Precision("nvfp4"), ckpt_path=path)
+    for told in (
+        "net.gate_proj, net.up_proj, net.down_proj: ternary in the checkpoint, nvfp4 here",
+        "net.head: bf16 in the checkpoint, nvfp4 here",
+        "LowBitPrecision.from_checkpoint(path)",
+        "casts_of_checkpoint=False",
+    ):
+        assert told in str(error.value)
+    for differs, plugin in {
+        "computed in bf16 in the checkpoint, in fp32 here": TernaryPrecision(skip=["head"], compute_dtype="fp32"),
+        "ternary in the checkpoint, bf16 here": TernaryPrecision(skip=["head", "up_proj"]),
+    }.items():
+        with pytest.raises(ValueError, match=differs):
+            validate(plugin, ckpt_path=path)
+    with pytest.raises(ValueError, match="restored from a checkpoint, was trained otherwise"):
+        validate(FP4Precision("nvfp4"), model=restore(Module(), path))
+
+
+def test_layers_that_share_an_amax_are_part_of_what_was_trained(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    train(PLUGINS["shared"](), path)
+    with pytest.raises(ValueError, match="net.gate_proj, net.up_proj: share an amax in the checkpoint only"):
+        validate(FP8Precision("current", compute_dtype="fp32"), ckpt_path=path)
+
+
+def test_other_casts_can_be_evaluated_on_purpose(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    trained = train(PLUGINS["ternary"](), path)
+    with_others = validate(FP4Precision("nvfp4", casts_of_checkpoint=False), ckpt_path=path)
+    assert abs(with_others - trained) > 1e-3
+
+
+def test_training_on_with_other_casts_says_once_what_differs(tmp_path: Path) -> None:
+    train(PLUGINS["int2"](), path := tmp_path / "last.ckpt")
+    run = trainer(IntegerPrecision(4, 8, group=32), max_epochs=6)
+    with pytest.warns(UserWarning, match="trained otherwise than this plugin computes") as warned:
+        run.fit(Module(), loader(), loader(), ckpt_path=path)
+    told = [str(warning.message) for warning in warned if "trained otherwise" in str(warning.message)]
+    assert len(told) == 1
+    assert "int2" in told[0] and "int4" in told[0] and "Training continues as this plugin has it" in told[0]
+    assert run.global_step == 6
+
+
+def test_a_checkpoint_without_casts_loads_with_a_warning_that_says_so(tmp_path: Path) -> None:
+    expected = train(PLUGINS["ternary"](), path := tmp_path / "last.ckpt")
+    old = torch.load(path, weights_only=True)
+    del old["lightning_lowbit"]["trained"]
+    torch.save(old, path)
+    with pytest.warns(UserWarning, match="did not record the casts"):
+        assert validate(PLUGINS["ternary"](), ckpt_path=path) == pytest.approx(expected, abs=1e-6)
+    for make in (LowBitPrecision.from_checkpoint, lambda where: restore(Module(), where)):
+        with pytest.raises(ValueError, match=r"did not record the casts.*Make the plugin as it was made"):
+            make(path)
+    del old["lightning_lowbit"]
+    with pytest.raises(ValueError, match="no state of lightning_lowbit"):
+        restore(Module(), old)
+
+
+def test_what_a_plugin_of_a_checkpoint_computes_cannot_be_changed_by_arguments(tmp_path: Path) -> None:
+    train(PLUGINS["nvfp4"](), path := tmp_path / "last.ckpt")
+    assert LowBitPrecision.from_checkpoint(path, exact=True, seed=7).exact
+    with pytest.raises(ValueError, match=r"Unknown argument of from_checkpoint.*'compute_dtype'"):
+        LowBitPrecision.from_checkpoint(path, compute_dtype="fp32")
+
+
+def test_restoring_another_model_is_an_error_that_says_what_is_missing(tmp_path: Path) -> None:
+    train(PLUGINS["nvfp4"](), path := tmp_path / "last.ckpt")
+    with pytest.raises(ValueError, match=r"4 layers that Net does not have, e.g. net.gate_proj"):
+        restore(Net(), path)
+    with pytest.raises(FileNotFoundError, match="none.ckpt does not exist"):
+        restore(Module(), tmp_path / "none.ckpt")
+    (tmp_path / "damaged.ckpt").write_bytes(path.read_bytes()[:500])
+    with pytest.raises(ValueError, match=r"damaged.ckpt cannot be loaded"):
+        restore(Module(), tmp_path / "damaged.ckpt")
+    with pytest.raises(ValueError, match=r"is no checkpoint: a folder with one has a file meta.pt"):
+        restore(Module(), tmp_path)
+
+
+def test_a_restored_model_does_not_train(tmp_path: Path) -> None:
+    train(PLUGINS["fp8-delayed"](), path := tmp_path / "last.ckpt")
+    model = restore(Module(), path)
+    assert not model.training
+    before = loss_of(model)
+    with pytest.raises(ValueError, match=r"A restored model only evaluates.*from_checkpoint"):
+        model.train()(BATCH)
+    with pytest.raises(ValueError, match="takes 32 features"):
+        model.eval()(BATCH[:, :3])
+    assert not torch.is_autocast_enabled("cpu"), "the context has ended"
+    assert loss_of(model) == before
+    run = trainer(FP8Precision("delayed", history=3, smooth_swiglu="channel"))
+    run.fit(model.train(), loader(), loader())
+    assert run.global_step == 4, "a plugin trains it"
+
+
+@pytest.mark.slow
+def test_a_restored_model_compiles(tmp_path: Path) -> None:
+    expected = train(PLUGINS["nvfp4"](), path := tmp_path / "last.ckpt")
+    model = torch.compile(restore(Module(), path), backend="aot_eager")
+    assert loss_of(model) == pytest.approx(expected, abs=1e-4)
+
+
+def test_six_casts_of_none_are_restored_as_plain_layers_under_autocast(tmp_path: Path) -> None:
+    expected = train(LowBitPrecision("bf16"), path := tmp_path / "last.ckpt")
+    assert loss_of(restore(Module(), path)) == pytest.approx(expected, abs=1e-6)
+
+
+# --- damaged states ---
+
+
+def entries(state: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The place of every entry of a state."""
+    found = [path] if path else []
+    if isinstance(state, dict):
+        for key, value in state.items():
+            found += entries(value, (*path, key))
+    return found
+
+
+@pytest.mark.slow
+def test_a_damaged_state_is_refused_by_name_or_harmless(tmp_path: Path) -> None:
+    plugin = FP8Precision("delayed", history=3, smooth_swiglu="channel", compute_dtype="fp16")
+    run = trainer(plugin, max_epochs=2, limit_val_batches=0)
+    run.fit(Module(), loader(), loader())
+    plugin.set_casts({"head": "mxfp8"})
+    run.save_checkpoint(path := tmp_path / "last.ckpt", weights_only=False)
+    whole = torch.load(path, weights_only=True)["lightning_lowbit"]
+    places = [place for place in entries(whole) if "casts" not in place[:-2]]  # their fields are LinearCasts' matter
+    assert len(places) > 50
+    unnamed = []
+    for place in places:
+        for damage in ("missing", None, "text", [1], {"a": 1}, -1.5, torch.ones(2, 2)):
+            state = copy.deepcopy(whole)
+            *way, last = place
+            holder = state
+            for key in way:
+                holder = holder[key]
+            if isinstance(damage, str) and damage == "missing":
+                del holder[last]
+            else:
+                holder[last] = damage
+            try:
+                plugin.on_load_checkpoint({"lightning_lowbit": state})
+            except ValueError as error:
+                names = [part for part in place if part in str(error)]
+                if not names and "casts" not in place:
+                    unnamed.append((place, damage, str(error)))
+            except UserWarning:
+                pass  # it is said
+    assert not unnamed
+    plugin.on_load_checkpoint({"lightning_lowbit": whole})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whose", ["Trainer", "plugin"])
+def test_what_has_trained_can_be_pickled(whose: str, tmp_path: Path) -> None:
+    plugin = FP8Precision("delayed", history=3)
+    run, model = trainer(plugin), Module()
+    run.fit(model, loader(), loader())
+    torch.save(run if whose == "Trainer" else plugin, tmp_path / "pickled.pt")
+    loaded = torch.load(tmp_path / "pickled.pt", weights_only=False)
+    again = loaded.precision_plugin if whose == "Trainer" else loaded
+    assert (again.step, again.phase, again.casts) == (4, "fqt", plugin.casts)
+    saved, copied = {}, {}
+    plugin.on_save_checkpoint(saved)
+    again.on_save_checkpoint(copied)
+    assert str(copied) == str(saved)
+    fresh = trainer(again, max_epochs=1)
+    fresh.fit(Module(), loader(), loader())
+    assert all(isinstance(layer, QuantizedLayer) for layer in fresh.lightning_module.net.children())

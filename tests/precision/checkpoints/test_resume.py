@@ -1,0 +1,163 @@
+"""A resumed run repeats the uninterrupted one bit for bit, and would not if any part of the state were lost."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_lowbit import ExactResume, FP4Precision, FP8Precision, PrecisionSummary, QAFSwitch, StableSPAM
+from lightning_lowbit.recipes.data import TextDataModule
+from lightning_lowbit.recipes.models import CausalLM
+from tests.lightning_imports import Callback, Trainer
+
+STEPS, SWITCH, ACCUMULATE = 9, 5, 2
+
+PLUGINS = {
+    "fp4": lambda: FP4Precision("nvfp4", skip=["lm_head"]),
+    "fp8": lambda: FP8Precision(history=4, smooth_swiglu="channel", skip=["lm_head"]),
+}
+
+
+def _next_step(state):
+    state["step"] += 1
+
+
+def _another_amax(state):
+    state["amax_history"]["model.model.layers.1.mlp.up_proj/dgrad_g"][-1] *= 10
+
+
+# Damages to what each one's arithmetic lives on: the random bits of a step; the amaxes of former ones.
+DAMAGES = {"fp4": _next_step, "fp8": _another_amax}
+
+
+@dataclass
+class Run(Callback):
+    """What happened in a run: losses by (epoch, batch), the weights, and a checkpoint of each step."""
+
+    folder: Path
+    losses: dict = field(default_factory=dict)
+    phases: dict = field(default_factory=dict)
+    weights: torch.Tensor | None = None
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.losses[trainer.current_epoch, batch_idx] = outputs["loss"].item()
+        self.phases[trainer.current_epoch, batch_idx] = trainer.precision_plugin.phase
+        if (batch_idx + 1) % ACCUMULATE == 0:
+            trainer.save_checkpoint(self.folder / f"step={trainer.global_step}.ckpt")
+
+    def on_train_end(self, trainer, pl_module):
+        self.weights = torch.cat([p.detach().flatten() for p in pl_module.parameters()])
+
+    def losses_from(self, step):
+        return dict(list(self.losses.items())[step * ACCUMULATE :])
+
+
+def train(plugin, folder, ckpt_path=None, callbacks=(ExactResume,), switches=(SWITCH,)):
+    (folder / "text").mkdir(exist_ok=True)
+    words = random.Random(0)
+    text = " ".join(words.choice(["red", "green", "blue", "round", "square"]) for _ in range(400))
+    (folder / "text" / "a.txt").write_text(text)
+    # Whatever ran before in this process must not matter.
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(random.SystemRandom().randrange(2**31))
+    model = CausalLM(
+        config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "attention_dropout": 0.2,
+        },
+        gradient_checkpointing=True,
+        optimizer=lambda params: StableSPAM(params, lr=1e-2, reset_interval=4),
+    )
+    run = Run(folder)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=STEPS,
+        accumulate_grad_batches=ACCUMULATE,
+        plugins=[PLUGINS[plugin]()],
+        callbacks=[
+            *(QAFSwitch(step=step) for step in switches),
+            *(make() for make in callbacks),
+            PrecisionSummary(quiet=True),  # counts in the first step after each start, and must change nothing
+            run,
+        ],
+        enable_checkpointing=False,
+        limit_val_batches=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, TextDataModule(str(folder / "text"), sequence_length=16, batch_size=2), ckpt_path=ckpt_path)
+    return run
+
+
+@pytest.fixture(scope="module", params=PLUGINS)
+def uninterrupted(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return request.param, folder, train(request.param, folder)
+
+
+def assert_same(resumed, whole, step):
+    assert resumed.losses, "the resumed run did nothing"
+    assert list(resumed.losses) == list(whole.losses_from(step)), "other batches than in the whole run"
+    assert resumed.losses == whole.losses_from(step), f"losses after a resume at step {step} differ"
+    assert resumed.phases == {place: whole.phases[place] for place in resumed.phases}
+    assert torch.equal(resumed.weights, whole.weights), f"final weights after a resume at step {step} differ"
+
+
+@pytest.mark.fast("fp8-3", "fp8-7")
+@pytest.mark.parametrize("step", [3, SWITCH, 7])
+def test_resume_equals_the_uninterrupted_run(uninterrupted, tmp_path, step):
+    plugin, folder, whole = uninterrupted
+    assert set(whole.phases.values()) == {"fqt", "qaf"}
+    assert max(batch for _, batch in whole.losses) >= 2 * 7, "checkpoints must lie in mid-epoch"
+    resumed = train(plugin, tmp_path, folder / f"step={step}.ckpt")
+    assert_same(resumed, whole, step)
+    found, expected = (
+        torch.load(place / f"step={STEPS}.ckpt", weights_only=True)["lightning_lowbit"] for place in (tmp_path, folder)
+    )
+    for kind in ("amax_history", "channel_amax"):
+        torch.testing.assert_close(found.pop(kind, {}), expected.pop(kind, {}), rtol=0, atol=0)
+    assert found == expected
+
+
+def test_the_phase_is_the_checkpoints_also_without_the_callback(uninterrupted, tmp_path):
+    plugin, folder, whole = uninterrupted
+    resumed = train(plugin, tmp_path, folder / "step=7.ckpt", switches=())
+    assert_same(resumed, whole, 7)
+
+
+@pytest.mark.fast("fp8-drop", "fp8-phase")
+@pytest.mark.parametrize("damage", ["drop", "arithmetic", "phase"])
+def test_a_damaged_state_breaks_the_equality(uninterrupted, tmp_path, damage):
+    plugin, folder, whole = uninterrupted
+    step = 7 if damage == "phase" else 3
+    checkpoint = torch.load(folder / f"step={step}.ckpt", weights_only=True)
+    if damage == "drop":
+        del checkpoint["lightning_lowbit"]
+    elif damage == "arithmetic":
+        DAMAGES[plugin](checkpoint["lightning_lowbit"])
+    else:
+        assert checkpoint["lightning_lowbit"]["phase"] == "qaf"
+        checkpoint["lightning_lowbit"]["phase"] = "bf16"
+    torch.save(checkpoint, tmp_path / "damaged.ckpt")
+    if damage == "drop":
+        with pytest.warns(UserWarning, match="holds no state"):
+            resumed = train(plugin, tmp_path, tmp_path / "damaged.ckpt")
+    else:
+        resumed = train(plugin, tmp_path, tmp_path / "damaged.ckpt")
+    # The switch mends no phase: a recovery, say, may have changed it since it acted.
+    assert resumed.losses != whole.losses_from(step)
+    assert not torch.equal(resumed.weights, whole.weights)
+
+
+@pytest.mark.fast("fp8")
+def test_without_exact_resume_dropout_differs(uninterrupted, tmp_path):
+    plugin, _, whole = uninterrupted
+    other = train(plugin, tmp_path, callbacks=())
+    assert other.losses != whole.losses, "dropout does not act, so these tests show nothing"

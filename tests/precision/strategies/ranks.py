@@ -1,0 +1,252 @@
+"""A process that trains a small LLaMA under strategies.
+
+``python -m tests.precision.strategies.ranks RANK FOLDER RANKS RUN``.
+
+Each rank leaves what came of the named `RUNS` in ``FOLDER/RANK.pt``. Four of them have meshes of two dimensions.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from lightning_lowbit import (
+    FP4Precision,
+    FP8Precision,
+    IntegerPrecision,
+    LowBitPrecision,
+    PrecisionSwitch,
+    TernaryPrecision,
+)
+from tests.launch import take_part
+from tests.lightning_imports import (
+    Callback,
+    DDPStrategy,
+    MisconfigurationException,
+    ModelParallelStrategy,
+    Strategy,
+    Trainer,
+    quiet_trainer,
+)
+from tests.optim.ranks_lightning import FSDPOnCPU
+from tests.precision.strategies.models import LONGEST, RANKS, STEPS, UNEVEN, Odd, Small
+
+NEAREST = dict.fromkeys(("dgrad_g", "wgrad_g", "wgrad_x"), "nearest")
+
+PRECISIONS: dict[str, Callable[..., LowBitPrecision]] = {
+    "NVFP4": lambda **kwargs: FP4Precision("nvfp4", **{"rounding": NEAREST, **kwargs}),
+    "NVFP4, tiles, rotated, codes": lambda **kwargs: FP4Precision(
+        "nvfp4-nvidia", rounding={"dgrad_g": "nearest", "wgrad_g": "nearest"}, save="codes", **kwargs
+    ),
+    "FP8, delayed scaling": lambda **kwargs: FP8Precision("delayed", smooth_swiglu="channel", **kwargs),
+    "ternary, codes": lambda **kwargs: TernaryPrecision(save="codes", **kwargs),
+    "INT4 weights, INT8 activations": lambda **kwargs: IntegerPrecision(4, 8, group=16, **kwargs),
+}
+
+
+def fsdp(sharding: ShardingStrategy = ShardingStrategy.FULL_SHARD, **kwargs: Any) -> Strategy:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    return FSDPOnCPU(sharding_strategy=sharding, auto_wrap_policy={LlamaDecoderLayer}, **kwargs)
+
+
+def checkpointed() -> Strategy:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    return fsdp(activation_checkpointing_policy={LlamaMLP})
+
+
+class Hybrid(FSDPOnCPU):
+    """Sharded over two, replicated over two: Lightning makes a mesh of CUDA devices for that."""
+
+    def __init__(self, sharding: ShardingStrategy) -> None:
+        super().__init__(sharding_strategy=sharding, process_group=(None, None))
+        self.sharding = sharding
+
+    def _setup_model(self, model: Any) -> Any:
+        self.kwargs = {"sharding_strategy": self.sharding, "use_orig_params": True}
+        return FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), device_mesh=init_device_mesh("cpu", (2, 2)), **self.kwargs
+        )
+
+
+# By name: the strategy, and what its model takes.
+Strategies = dict[str, tuple[Callable[[], Strategy], dict[str, Any]]]
+STRATEGIES: Strategies = {
+    "DDP": (DDPStrategy, {}),
+    "DDP, find_unused_parameters": (lambda: DDPStrategy(find_unused_parameters=True), {}),
+    "DDP, static_graph": (lambda: DDPStrategy(static_graph=True), {}),
+    "DDP, gradient_as_bucket_view": (lambda: DDPStrategy(gradient_as_bucket_view=True), {}),
+    "FSDP1, FULL_SHARD": (fsdp, {}),
+    "FSDP1, SHARD_GRAD_OP": (lambda: fsdp(ShardingStrategy.SHARD_GRAD_OP), {}),
+    "FSDP1, NO_SHARD": (lambda: fsdp(ShardingStrategy.NO_SHARD), {}),
+    "FSDP1, activation checkpointing": (checkpointed, {}),
+    "FSDP1, CPU offload": (lambda: fsdp(cpu_offload=True), {}),
+    "FSDP2": (lambda: ModelParallelStrategy(2, 1), {}),
+    "FSDP2, each layer": (lambda: ModelParallelStrategy(2, 1), {"each": True}),
+    "FSDP2, converted first": (lambda: ModelParallelStrategy(2, 1), {"converted": True, "each": True}),
+    "FSDP2, CPU offload": (lambda: ModelParallelStrategy(2, 1), {"offloaded": True}),
+    "FSDP2, gradient checkpointing": (lambda: ModelParallelStrategy(2, 1), {"gradient_checkpointing": True}),
+    "FSDP2, torch.compile": (lambda: ModelParallelStrategy(2, 1), {"compiled": True}),
+    "tensor parallel": (lambda: ModelParallelStrategy(1, 2), {}),
+    "tensor parallel, converted first": (lambda: ModelParallelStrategy(1, 2), {"converted": True}),
+}
+KINDS = ("DDP", "FSDP1, FULL_SHARD", "FSDP2", "tensor parallel")
+ON_FOUR: Strategies = {
+    "FSDP1, HYBRID_SHARD": (lambda: Hybrid(ShardingStrategy.HYBRID_SHARD), {}),
+    "FSDP1, _HYBRID_SHARD_ZERO2": (lambda: Hybrid(ShardingStrategy._HYBRID_SHARD_ZERO2), {}),
+    "FSDP2 and tensor parallel": (lambda: ModelParallelStrategy(2, 2), {}),
+}
+
+
+def trainer(plugin: LowBitPrecision | None, **kwargs: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "max_steps": STEPS,
+        "gradient_clip_val": 1.0,
+        "use_distributed_sampler": False,
+        "limit_val_batches": 0,
+    }
+    return quiet_trainer(*([] if plugin is None else [plugin]), **{**defaults, **kwargs})
+
+
+def plugin(precision: str, **kwargs: Any) -> LowBitPrecision:
+    return PRECISIONS[precision](compute_dtype="fp32", skip=["lm_head"], **kwargs)
+
+
+def state(plugin: LowBitPrecision) -> dict[str, Any]:
+    """What a checkpoint holds of it."""
+    checkpoint: dict[str, Any] = {}
+    plugin.on_save_checkpoint(checkpoint)
+    kept: dict[str, Any] = checkpoint["lightning_lowbit"]
+    return kept
+
+
+def alone(
+    precision: str, optimizer: str, micro_batches: int, how: dict[str, Any] | None = None, **kwargs: Any
+) -> Tensor:
+    """Losses in one process, ``[steps, micro-batches]``; ``how`` is for the Trainer, ``kwargs`` are for the plugin."""
+    model, made = Small(optimizer), plugin(precision, **kwargs)
+    trainer(made, devices=1, accumulate_grad_batches=micro_batches, **(how or {})).fit(model)
+    return torch.stack(model.losses).view(-1, micro_batches)
+
+
+def train(
+    name: str,
+    precision: str,
+    optimizer: str,
+    how: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """What one rank sees: its losses ``[steps]``, and the plugin's state."""
+    make, of_model = {**STRATEGIES, **ON_FOUR}[name]
+    model, made = Small(optimizer, **of_model), plugin(precision, **kwargs)
+    ranks = torch.distributed.get_world_size()
+    trainer(made, devices=ranks, strategy=make(), **(how or {})).fit(model)
+    return {"losses": torch.stack(model.losses), "state": state(made)}
+
+
+def switching() -> dict[str, Any]:
+    """How a run goes that begins another phase: it shows in the losses two steps later."""
+    return {"callbacks": [PrecisionSwitch("qaf", step=1)], "max_steps": LONGEST}
+
+
+class Norms(Callback):
+    """The gradient norms that the model logs."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.seen.append(trainer.callback_metrics["grad_norm"])
+
+
+def gradient_norms() -> list[Tensor]:
+    """Under DDP and FSDP1, without a plugin that knows either."""
+    norms = [Norms(), Norms()]
+    for strategy, seen in zip(("DDP", "FSDP1, FULL_SHARD"), norms, strict=True):
+        made = trainer(
+            None, devices=RANKS, strategy=STRATEGIES[strategy][0](), callbacks=[seen], gradient_clip_val=None
+        )
+        made.fit(Small("AdamW"))
+    return [torch.stack(seen.seen) for seen in norms]
+
+
+def refusals() -> dict[str, str]:
+    """What is said where a strategy cannot honor a setting."""
+    runs: dict[str, tuple[dict[str, Any], Strategy, dict[str, Any]]] = {
+        "an amax of flat buffers": (SHARED, fsdp(use_orig_params=False), {}),
+        "gather_dtype, DDP": ({}, DDPStrategy(), {"gather_dtype": "bf16"}),
+        "gather_dtype, tensor parallel": ({}, ModelParallelStrategy(1, 2), {"gather_dtype": "bf16"}),
+    }
+    told = {}
+    for name, (of_plugin, strategy, of_model) in runs.items():
+        told[name] = "nothing"
+        try:
+            trainer(plugin("NVFP4", **of_plugin), devices=RANKS, strategy=strategy).fit(Small("AdamW", **of_model))
+        except (MisconfigurationException, ValueError) as error:
+            told[name] = str(error)
+    return told
+
+
+def odd(strategy: str) -> dict[str, Any]:
+    """The plugin's state after a run of such a model."""
+    made = FP8Precision("delayed", compute_dtype="fp32")
+    trainer(made, devices=RANKS, strategy=STRATEGIES[strategy][0](), max_steps=len(UNEVEN)).fit(Odd())
+    return state(made)
+
+
+SHARED: dict[str, Any] = {"shared_amax": ["(q|k|v)_proj", "gate_proj|up_proj"]}
+Case = tuple[str, str, str]
+ODD = ("DDP", "FSDP1, FULL_SHARD", "FSDP2")
+
+
+def cases(strategies: Strategies) -> list[Case]:
+    """Each strategy with each precision, and some with another optimizer."""
+    pairs = [
+        (name, precision, "StableSPAM")
+        for name in strategies
+        for precision in (["NVFP4"] if "compile" in name else PRECISIONS)  # which takes ten times as long
+    ]
+    others = [name for name in strategies if name in (*ODD, "tensor parallel")]
+    return pairs + [(name, precision, "AdamW") for name in others for precision in ("NVFP4", "FP8, delayed scaling")]
+
+
+def repeated(name: str) -> list[Tensor]:
+    """Losses of a run that rounds stochastically, of the same run again, and of one that rounds to nearest."""
+    stochastic = dict.fromkeys(NEAREST, "stochastic")
+    return [train(name, "NVFP4", "StableSPAM", rounding=of)["losses"] for of in (stochastic, stochastic, NEAREST)]
+
+
+RUNS: dict[str, Callable[[], Any]] = {
+    **{", ".join(case): partial(train, *case) for case in (*cases(STRATEGIES), *cases(ON_FOUR))},
+    **{f"{name}, switched": lambda name=name: train(name, "NVFP4", "StableSPAM", switching()) for name in KINDS},
+    **{f"{name}, stochastic": partial(repeated, name) for name in KINDS},
+    **{f"{name}, shared": partial(train, name, "NVFP4", "StableSPAM", **SHARED) for name in KINDS},
+    **{f"{name}, odd": partial(odd, name) for name in ODD},
+    "gradient norms": gradient_norms,
+    "refused": refusals,
+}
+
+
+def table() -> str:
+    """What docs/guides/distributed.md says is supported: what is tested."""
+    columns = list(PRECISIONS)
+    lines = [f"| strategy | {' | '.join(columns)} |", f"|---|{':---:|' * len(columns)}"]
+    tested = {(name, precision) for name, precision, _ in (*cases(STRATEGIES), *cases(ON_FOUR))}
+    for name in (*STRATEGIES, *ON_FOUR):
+        cells = ["✓" if (name, precision) in tested else "" for precision in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["table"]:
+        print(table(), end="")
+    else:
+        ranks, *names = sys.argv[3:]
+        take_part(int(ranks), lambda: {name: RUNS[name]() for name in names})

@@ -1,0 +1,193 @@
+"""Under each strategy a model trains as in one process: there and then, each micro-batch is quantized by itself."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbit import FP4Precision
+from tests.launch import launch
+from tests.lightning_imports import BoringModel, DeepSpeedStrategy, MisconfigurationException, XLAStrategy
+from tests.pairwise import selected
+from tests.precision.strategies.ranks import (
+    KINDS,
+    LONGEST,
+    ODD,
+    ON_FOUR,
+    RANKS,
+    SHARED,
+    STRATEGIES,
+    Case,
+    alone,
+    cases,
+    switching,
+    table,
+    trainer,
+)
+
+Ranks = list[dict[str, Any]]
+
+
+def fast(case: Case) -> bool:
+    """Each strategy once, and FSDP2 with every precision; tests/nn/sharded has every cast under tensor parallelism."""
+    name, precision, optimizer = case
+    return optimizer == "StableSPAM" and (name == "FSDP2" or (precision == "NVFP4" and "compile" not in name))
+
+
+TWO, FOUR = ([", ".join(case) for case in cases(of)] for of in (STRATEGIES, ON_FOUR))
+FAST = [", ".join(case) for case in (*cases(STRATEGIES), *cases(ON_FOUR)) if fast(case)]
+
+# Which ranks see other data; all others see those of one before.
+DATA_RANKS = {name: [0] for name in STRATEGIES if name.startswith("tensor parallel")}
+DATA_RANKS |= {name: [0, 2] for name in ON_FOUR if name.endswith("tensor parallel")}
+
+
+@pytest.fixture(scope="module")
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    names = selected(request, "run")
+    return launch("tests.precision.strategies.ranks", RANKS, tmp_path_factory.mktemp("two"), str(RANKS), *names)
+
+
+@pytest.fixture(scope="module")
+def four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch(
+        "tests.precision.strategies.ranks", 4, tmp_path_factory.mktemp("four"), "4", *selected(request, "run")
+    )
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[Any, Tensor]:
+    return {}
+
+
+def compare(ranks: Ranks, name: str, of_ranks: list[Any], expected: Tensor) -> None:
+    """Losses ``[steps]`` of all ranks are those of one process, ``[steps, micro-batches]``."""
+    data = DATA_RANKS.get(name, list(range(len(ranks))))
+    found = torch.stack([of_ranks[rank]["losses"] for rank in data], 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for rank, of_rank in enumerate(of_ranks):
+        same_state(of_rank["state"], of_ranks[0]["state"], f"rank {rank}")
+        before = max(first for first in data if first <= rank)
+        assert torch.equal(of_rank["losses"], of_ranks[before]["losses"]), f"rank {rank} saw the data of rank {before}"
+
+
+def same_state(found: Any, expected: Any, what: str) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), what
+        for key in expected:
+            same_state(found[key], expected[key], f"{what}, {key}")
+    elif isinstance(expected, Tensor):
+        assert torch.equal(found, expected), what
+    else:
+        assert found == expected, what
+
+
+@pytest.mark.fast(*(run for run in TWO if run in FAST))
+@pytest.mark.parametrize("run", TWO)
+def test_two_processes(two: Ranks, expected: dict[Any, Tensor], run: str) -> None:
+    check(two, expected, run)
+
+
+@pytest.mark.fast(*(run for run in FOUR if run in FAST))
+@pytest.mark.parametrize("run", FOUR)
+def test_four_processes(four: Ranks, expected: dict[Any, Tensor], run: str) -> None:
+    check(four, expected, run)
+
+
+def check(ranks: Ranks, expected: dict[Any, Tensor], run: str) -> None:
+    (case,) = [case for case in (*cases(STRATEGIES), *cases(ON_FOUR)) if ", ".join(case) == run]
+    name, precision, optimizer = case
+    key = precision, optimizer, len(DATA_RANKS.get(name, ranks))
+    if key not in expected:
+        expected[key] = alone(*key)
+    compare(ranks, name, [of_rank[run] for of_rank in ranks], expected[key])
+
+
+@pytest.mark.fast("DDP, switched", "FSDP2, switched")
+@pytest.mark.parametrize("run", [f"{name}, switched" for name in KINDS])
+def test_a_phase_begins_on_all_ranks(two: Ranks, expected: dict[Any, Tensor], run: str) -> None:
+    name = run.removesuffix(", switched")
+    micro_batches = len(DATA_RANKS.get(name, two))
+    key = "switched", micro_batches
+    if key not in expected:
+        expected[key] = alone("NVFP4", "StableSPAM", micro_batches, switching())
+        without = alone("NVFP4", "StableSPAM", micro_batches, {"max_steps": LONGEST})
+        assert not torch.equal(expected[key], without), "the phase changes nothing"
+    compare(two, name, [of_rank[run] for of_rank in two], expected[key])
+    assert all(of_rank[run]["state"]["phase"] == "qaf" for of_rank in two)
+
+
+@pytest.mark.fast("FSDP2, shared", "tensor parallel, shared")
+@pytest.mark.parametrize("run", [f"{name}, shared" for name in KINDS])
+def test_projections_share_an_amax(two: Ranks, expected: dict[Any, Tensor], run: str) -> None:
+    name = run.removesuffix(", shared")
+    micro_batches = len(DATA_RANKS.get(name, two))
+    key = "shared", micro_batches
+    if key not in expected:
+        expected[key] = alone("NVFP4", "StableSPAM", micro_batches, **SHARED)
+        assert not torch.equal(expected[key], alone("NVFP4", "StableSPAM", micro_batches)), "it changes nothing"
+    compare(two, name, [of_rank[run] for of_rank in two], expected[key])
+
+
+@pytest.mark.fast("FSDP2, stochastic")
+@pytest.mark.parametrize("run", [f"{name}, stochastic" for name in KINDS])
+def test_stochastic_rounding_repeats_itself(two: Ranks, run: str) -> None:
+    for rank, of_rank in enumerate(two):
+        first, second, nearest = of_rank[run]
+        assert torch.equal(first, second), f"rank {rank}"
+        assert not torch.equal(first, nearest), f"rank {rank} has not rounded stochastically"
+
+
+@pytest.mark.parametrize("run", ["gradient norms"])
+def test_fsdp1_knows_gradient_norms_without_a_plugin(two: Ranks, run: str) -> None:
+    for rank, of_rank in enumerate(two):
+        ddp, fsdp1 = of_rank[run]
+        torch.testing.assert_close(fsdp1, ddp, msg=f"rank {rank}: {fsdp1} for {ddp}")
+
+
+@pytest.mark.parametrize("run", ["refused"])
+@pytest.mark.parametrize(
+    "case, message",
+    [
+        ("an amax of flat buffers", r"FSDP1 keeps flat buffers alone\. Train with .*use_orig_params=True"),
+        ("gather_dtype, DDP", "gather_dtype is what FSDP2 gathers parameters in, and DDPStrategy is another strategy"),
+        ("gather_dtype, tensor parallel", "with a data_parallel_size of 1: leave gather_dtype out"),
+    ],
+)
+def test_what_a_strategy_cannot_honor_is_refused(two: Ranks, case: str, message: str, run: str) -> None:
+    for of_rank in two:
+        assert re.search(message, of_rank[run][case]), of_rank[run][case]
+
+
+@pytest.mark.parametrize("run", [f"{name}, odd" for name in ODD])
+def test_uneven_batches_and_empty_shards(two: Ranks, run: str) -> None:
+    """That they have ended is most of it: a collective that one rank leaves out makes the others wait."""
+    first, second = (of_rank[run] for of_rank in two)
+    same_state(second, first, "rank 1")
+    amaxes = {operand: amax for operand, amax in first["amax_history"].items() if operand != "body.0/dgrad_g"}
+    assert all(amax[-1] > 0 for amax in amaxes.values()), f"{amaxes} after a step in which one rank had no rows"
+
+
+def test_the_table_of_the_guide_is_what_is_tested() -> None:
+    guide = (Path(__file__).parents[3] / "docs/guides/distributed.md").read_text()
+    assert table() in guide, "replace it: python -m tests.precision.strategies.ranks table"
+
+
+def test_deepspeed_is_refused() -> None:
+    run = trainer(FP4Precision(), devices=1)
+    run.strategy.__class__ = DeepSpeedStrategy  # which is not installed
+    model = BoringModel()
+    model.trainer = run
+    with pytest.raises(MisconfigurationException, match=r"and so does DeepSpeed.*ModelParallelStrategy \(FSDP2\)"):
+        run.precision_plugin.convert_module(model)
+    assert type(model.layer) is torch.nn.Linear, "nothing has been converted"
+
+
+def test_xla_is_refused() -> None:
+    """By Lightning: the strategy itself needs a package for TPUs."""
+    strategy = object.__new__(XLAStrategy)
+    with pytest.raises(TypeError, match=re.escape("can only work with the `XLAPrecision` plugin")):
+        strategy.precision_plugin = FP4Precision()

@@ -1,0 +1,153 @@
+"""Casts as values: equality, specs, mappings, names and bits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+
+from lightning_lowbit import Cast, Scale
+from lightning_lowbit.formats import ELEMENT_FORMATS
+from lightning_lowbit.quant import cast as cast_module
+from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
+from lightning_lowbit.quant.rounding import round_nearest
+from tests.quant.tensors import NVFP4, casts
+
+BLOCKS = (8, 16, (16, 16), "row", "tensor")
+
+
+def test_casts_are_values() -> None:
+    cast = Cast("e2m1", Scale("e4m3", [16, 16], "up", True), "stochastic")
+    same_cast = Cast(scale={"block": (16, 16), "rounding": "up", "two_level": True}, rounding="stochastic")
+    assert cast == same_cast
+    assert hash(cast) == hash(same_cast)
+    assert cast != replace(cast, rounding="nearest")
+    with pytest.raises(AttributeError):
+        cast.element = "e1m2"  # type: ignore[misc]
+
+
+def every_cast() -> list[Cast]:
+    blocks = (*BLOCKS, 1, (1, 16), (16, 1))
+    nearest = [cast for element in ELEMENT_FORMATS for block in blocks for cast in casts(element, block)]
+    nearest += [
+        cast.replace(scale={"margin": margin})
+        for cast in nearest
+        if cast.scale.format == "fp32" and cast.scale.statistic == "absmax"
+        for margin in (1, 64)
+    ]
+    memories = [
+        {"history": history, "algorithm": algorithm} for history in (1, 16) for algorithm in ("max", "most_recent")
+    ]
+    nearest += [
+        cast.replace(scale={"source": "delayed", **memory})
+        for cast in nearest
+        if cast.scale.needs_amax and cast.element in ("e2m1", "e5m2")
+        for memory in memories
+    ]
+    nearest += [replace(cast, round_to_bfloat16=True) for cast in nearest if cast.element in ("e2m1", "int4")]
+    return nearest + [replace(cast, rounding="stochastic") for cast in nearest]
+
+
+def test_names_tell_casts_apart() -> None:
+    names: dict[str, Cast] = {}
+    for cast in every_cast():
+        other = names.setdefault(str(cast), cast)
+        assert other == cast, f"{cast!r} and {other!r} are both called {cast}"
+
+
+@pytest.mark.slow
+def test_specs_round_trip() -> None:
+    for cast in every_cast():
+        again = Cast.from_spec(cast.spec)
+        assert again == cast, f"{cast!r} came back as {again!r}"
+        assert hash(again) == hash(cast)
+        assert again.spec == cast.spec
+
+
+def test_casts_of_mappings() -> None:
+    """As YAML gives them."""
+    text = """
+    element: int4
+    round_to_bfloat16: true
+    scale: {format: fp32, block: 128, statistic: minmax, factor: 0.9, epsilon: 1.0e-5}
+    """
+    expected = Cast("int4", Scale("fp32", 128, statistic="minmax", factor=0.9, epsilon=1e-5), round_to_bfloat16=True)
+    assert Cast(**yaml.safe_load(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("cast", "name"),
+    [
+        (Cast(), "e2m1/e4m3:1x16"),
+        (Cast("int4", Scale("e5m2", 128)), "int4/e5m2:1x128"),
+        (Cast("e2m1", Scale("e4m3", (16, 16), "up", True), "stochastic"), "e2m1/e4m3:16x16+fp32^~"),
+        (Cast("e2m1", Scale("e8m0", 32)), "e2m1/e8m0:1x32"),
+        (Cast("e2m1", Scale("e8m0", 32, "floor", prescale=0.75), "stochastic"), "e2m1/e8m0:1x32(floor)(x0.75)~"),
+        (Cast("e4m3", Scale("fp32", "row", "power_of_two")), "e4m3/fp32:row(power_of_two)"),
+        (Cast("e5m2", Scale("fp32", "tensor")), "e5m2/fp32:tensor"),
+        (Cast("e2m1", Scale(two_level=True, top=256, four_over_six="mae")), "e2m1/e4m3:1x16+fp32<256(4/6 mae)"),
+        (Cast("e4m3", Scale("fp32", "row", margin=2)), "e4m3/fp32:row(margin 2)"),
+        (Cast("e4m3", Scale("fp32", "tensor", source="delayed")), "e4m3/fp32:tensor(delayed 16)"),
+        (
+            Cast(
+                "e5m2",
+                Scale(
+                    "fp32", "tensor", "power_of_two", margin=1, source="delayed", history=1024, algorithm="most_recent"
+                ),
+                "stochastic",
+            ),
+            "e5m2/fp32:tensor(power_of_two)(margin 1)(delayed 1024 most_recent)~",
+        ),
+        (Cast("e2m1", Scale(two_level=True, source="delayed", history=1)), "e2m1/e4m3:1x16+fp32(delayed 1)"),
+        (Cast("ternary", Scale("fp32", "tensor", statistic="absmean")), "ternary/fp32:tensor(absmean)"),
+        (
+            Cast("ternary", Scale("fp32", "tensor", statistic="absmean", factor=1.1547, epsilon=1e-5)),
+            "ternary/fp32:tensor(absmean x1.1547)(epsilon 1e-05)",
+        ),
+        (Cast("int4", Scale("fp32", 128, statistic="minmax"), round_to_bfloat16=True), "int4/fp32:1x128(minmax)≈"),
+        (Cast("int4", Scale("fp32", 128), "stochastic", round_to_bfloat16=True), "int4/fp32:1x128~≈"),
+        (Cast("int8", Scale("fp32", "row", factor=0.5)), "int8/fp32:row(absmax x0.5)"),
+        (Cast("int8", Scale("fp32", "row", "power_of_two", epsilon=0.5)), "int8/fp32:row(power_of_two)(epsilon 0.5)"),
+    ],
+)
+def test_names(cast: Cast, name: str) -> None:
+    assert str(cast) == name
+
+
+@pytest.mark.parametrize(
+    ("cast", "bits"),
+    [
+        (NVFP4, 4 + 8 / 16),
+        (Cast("e2m1", Scale("e4m3", (16, 16), two_level=True)), 4 + 8 / 256),
+        (Cast("e2m1", Scale("e8m0", 32)), 4 + 8 / 32),
+        (Cast("e3m2", Scale("e8m0", 32)), 6 + 8 / 32),
+        (Cast("e4m3", Scale("e8m0", 32)), 8 + 8 / 32),
+        (Cast("int4", Scale("fp32", 128)), 4 + 32 / 128),
+        (Cast("int5", Scale("e6m1", 10)), 5 + 7 / 10),
+        (Cast("e4m3", Scale("fp32", "row")), 8),
+        (Cast("ternary", Scale("fp32", "tensor")), 2),
+    ],
+    ids=str,
+)
+def test_bits(cast: Cast, bits: float) -> None:
+    assert cast.bits == bits
+
+
+@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+def test_elements_lie_on_the_grid(element: str) -> None:
+    """That of their format, and between a zero point and the ends of an integer's range whole numbers of its steps."""
+    for statistic in ("absmax", "absmean", "minmax") if element.startswith("int") else ("absmax", "absmean"):
+        cast = Cast(element, Scale("fp32", "row", statistic=statistic))
+        if statistic != "minmax":
+            assert cast.grid == cast.format, f"{cast}"
+            continue
+        most = 2**cast.format.bits - 1
+        assert cast.grid.max == most, f"{cast}: elements up to {cast.grid.max}"
+        whole = torch.arange(-float(most), most + 1)
+        assert torch.equal(round_nearest(whole, cast.grid), whole), f"{cast}: not all whole numbers"
+        assert round_nearest(torch.tensor([0.3, -1.4, 1e9, -1e9]), cast.grid).tolist() == [0, -1, most, -most]
+
+
+def test_every_format_has_roundings() -> None:
+    assert SCALE_ROUNDINGS.keys() == cast_module.SCALE_FORMATS.keys()
+    assert all(SCALE_ROUNDINGS.values())

@@ -1,0 +1,248 @@
+"""Scales in E8M0, fp32 and ExMy: what each makes of the largest magnitude of a block, by hand where possible."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_lowbit import Cast, Scale, quantize
+from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, table
+from tests.quant.tensors import EXMY, float_scales, same, sample
+from tests.references import quantize as reference
+
+BELOW, ABOVE = -torch.inf, torch.inf
+
+
+def scale_of(largest: float, element: str, scale: Scale) -> float:
+    """The stored scale of a block with this largest magnitude."""
+    return float_scales(quantize(torch.tensor([[largest, -largest / 4]]), Cast(element, scale))).item()
+
+
+def beside(value: float, towards: float) -> float:
+    """The next float32."""
+    return torch.nextafter(torch.tensor(value), torch.tensor(towards)).item()
+
+
+# Magnitudes at which a rule steps up by one power of two: the first that does; the float32 below does not.
+STEPS = {
+    ("e2m1", "floor"): 8.0,  # 4 has the exponent of 6
+    ("e2m1", "ceil"): beside(4.0, ABOVE),
+    ("e2m1", "even"): 7.0,  # 1.75 has no digit for .75: a tie between 1.5 and 2, to even
+    ("e2m1", "rceil"): beside(6.0, ABOVE),
+    ("e4m3", "floor"): 512.0,
+    ("e4m3", "even"): 496.0,  # 1.1111b in three digits
+    ("e4m3", "rceil"): beside(448.0, ABOVE),
+    ("e3m0", "even"): 24.0,
+    ("e3m0", "rceil"): beside(16.0, ABOVE),
+    ("int4", "even"): 7.5,
+    ("int4", "rceil"): beside(7.0, ABOVE),
+    ("int8", "even"): 127.5,
+    ("ternary", "even"): 1.5,
+    ("ternary", "ceil"): beside(1.0, ABOVE),
+}
+
+
+@pytest.mark.parametrize(("element", "rounding"), STEPS)
+def test_e8m0_steps(element: str, rounding: str) -> None:
+    scale, first = Scale("e8m0", 32, rounding), STEPS[element, rounding]
+    for exponent in (-100, -3, 0, 5, 100):
+        unit = 2.0**exponent
+        found = [scale_of(value * unit, element, scale) for value in (beside(first, BELOW), first)]
+        assert found == [unit, 2 * unit], f"{element} {rounding}: scales {found} for a step at {first} * 2^{exponent}"
+
+
+@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+def test_e8m0_rules_saturate_or_do_not(element: str) -> None:
+    """Over two octaves: rceil and ceil never saturate, and rceil is the smallest such scale; floor and even may."""
+    largest = ELEMENT_FORMATS[element].max
+    magnitudes = torch.linspace(1, 4, 385)[:, None]
+    scales = {
+        rule: float_scales(quantize(magnitudes, Cast(element, Scale("e8m0", 32, rule))))
+        for rule in ("floor", "ceil", "even", "rceil")
+    }
+    for rule in ("ceil", "rceil"):
+        assert (magnitudes <= scales[rule] * largest).all(), f"{element}: {rule} saturates"
+    assert (magnitudes > scales["rceil"] / 2 * largest).all(), f"{element}: rceil is larger than needed"
+    for smaller, larger in (("floor", "even"), ("floor", "rceil"), ("rceil", "ceil"), ("even", "ceil")):
+        assert (scales[smaller] <= scales[larger]).all(), f"{element}: {smaller} gives a larger scale than {larger}"
+    assert (magnitudes > scales["floor"] * largest).any(), f"{element}: floor never saturates, so prescale has no use"
+
+
+@pytest.mark.parametrize("rounding", ["floor", "ceil", "even", "rceil"])
+def test_e8m0_ends(rounding: str) -> None:
+    """Bytes 0 and 254: beyond, elements lose digits or saturate, and nothing wraps around."""
+    scale = Scale("e8m0", 32, rounding)
+    for tiny in (0.0, 2.0**-149, 2.0**-128, 2.0**-127):
+        assert scale_of(tiny, "ternary", scale) == 2.0**-127, f"{rounding}: the block of {tiny}"
+    for huge in (2.0**127, torch.finfo(torch.float32).max):
+        assert scale_of(huge, "ternary", scale) == 2.0**127, f"{rounding}: the block of {huge}"
+    values = quantize(torch.tensor([[2.0**-127, 2.0**-128, 2.0**-130]]), Cast("e2m1", scale)).dequantize()
+    assert values.tolist() == [[2.0**-127, 2.0**-128, 0.0]], f"{rounding}: subnormal elements"
+    largest = torch.tensor([[torch.finfo(torch.float32).max, -1.0]])
+    assert quantize(largest, Cast("ternary", scale)).dequantize().tolist() == [[2.0**127, 0.0]]
+
+
+def test_prescale_by_hand() -> None:
+    """The scale of 5.2 is 1, as without the prescale: 5.2 * 3/4 = 3.9 rounds to 4, which decodes to 16/3; 7.5 to 8."""
+    x = torch.tensor([[5.2, 1.3, -1.0, 0.0], [7.5, 4.0, -1.0, 0.0]])
+    plain, scaled = (quantize(x, Cast("e2m1", Scale("e8m0", 32, "floor", prescale=p))) for p in (1, 0.75))
+    assert plain.dequantize().tolist() == [[6.0, 1.5, -1.0, 0.0], [6.0, 4.0, -1.0, 0.0]]  # 5.2 and 7.5 alike: 6
+    assert plain.tensor_scale is None
+    same(float_scales(scaled), float_scales(plain), "scales with and without prescale")
+    expected = torch.tensor([[4.0, 1.0, -1.0, 0.0], [6.0, 3.0, -1.0, 0.0]]) * (4 / 3)  # ties to even
+    torch.testing.assert_close(scaled.dequantize(), expected)
+
+
+@pytest.mark.parametrize("element", ["e2m1", "e1m2", "e2m3", "e3m2", "e4m3", "e5m2", "e3m0", "int4", "int8"])
+def test_prescale_keeps_elements_from_saturating(element: str) -> None:
+    """Under floor the largest element has the exponent of element.max: 3/4 of it is at most 1.5 * 2^exponent."""
+    magnitudes = torch.linspace(1, 4, 3001)[:, None] * torch.ones(1, 4)
+    for block in (4, "row"):
+        found = quantize(magnitudes, Cast(element, Scale("e8m0", block, "floor", prescale=0.75)))
+        scaled = magnitudes * 0.75 / float_scales(found)
+        saturates = scaled > ELEMENT_FORMATS[element].max
+        assert element == "e3m0" or not saturates.any(), (
+            f"{element}, block {block}: elements of {scaled[saturates][:3].tolist()} in units of their scales"
+        )
+
+
+@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+def test_fp32_scales(element: str) -> None:
+    largest = ELEMENT_FORMATS[element].max
+    for factor in (1.0, 2.0, 0.75, 3.3, 1e-30, 1e30, 1e-44):
+        amax = torch.tensor(largest * factor if factor < 1e30 else 1e30).item()
+        exact, power = (scale_of(amax, element, Scale("fp32", 16, rule)) for rule in ("nearest", "power_of_two"))
+        ideal = amax / largest
+        if ideal > 2.0**-127:  # below, 1 / scale would overflow
+            assert exact == pytest.approx(ideal, rel=2.0**-22), f"{element}: the scale of {amax}"
+            assert ideal <= power * (1 + 2.0**-23) < 2 * ideal * (1 + 2.0**-22), f"{element}: power of two for {amax}"
+        assert torch.tensor(power).frexp().mantissa == 0.5, f"{element}: {power} is no power of two"
+    for rule in ("nearest", "power_of_two"):
+        assert scale_of(0.0, element, Scale("fp32", 16, rule)) == 1, f"{element}: the scale of zeros, {rule}"
+        for block in ("row", "tensor"):
+            assert scale_of(largest * 8, element, Scale("fp32", block, rule)) == 8, f"{element}, {block}, {rule}"
+
+
+@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+def test_fp32_powers_of_two_reach_the_largest_number(element: str) -> None:
+    """Where elements of 1 stand for numbers above 2^127, 1 / scale is subnormal: its exponent must not wrap around."""
+    x = torch.tensor([[3e38, 1e38, -3e38, 0.0]])
+    for block in (16, "row", "tensor"):
+        found = quantize(x, Cast(element, Scale("fp32", block, "power_of_two")))
+        scale = float_scales(found).max().item()
+        assert scale > 0, f"{element}, block {block}: the scale of 3e38 is {scale}"
+        values = found.dequantize()[0]
+        ratio = values[[0, 2]].abs() / 3e38
+        # 2^128 is no float32. A scale of that size is 2^127, and 3e38 saturates; an element may round to it.
+        assert ((ratio > 0.5) | (ratio.isinf() & (found.cast.format.max > 2))).all(), f"{element}, {block}: {values}"
+        assert values[3] == 0, f"{element}, block {block}: 0 became {values[3]}"
+
+
+@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+def test_a_margin_is_powers_of_two_of_room(element: str) -> None:
+    """In the scale, exactly; and so is the largest number that does not saturate under an amax from outside."""
+    largest = ELEMENT_FORMATS[element].max
+    for block, rounding, amax in itertools.product((16, "row", "tensor"), ("nearest", "power_of_two"), (0.3, 7.0, 1e5)):
+        plain = scale_of(amax, element, Scale("fp32", block, rounding))
+        for margin in (1, 3, 64):
+            found = scale_of(amax, element, Scale("fp32", block, rounding, margin=margin))
+            assert found == plain * 2.0**margin, f"{element}, {block}, {rounding}, margin {margin}: {found}"
+        assert scale_of(0.0, element, Scale("fp32", block, rounding, margin=3)) == 1, "the scale of zeros"
+    for margin in (0, 1, 5):
+        cast = Cast(element, Scale("fp32", "tensor", "power_of_two", margin=margin))
+        reach = 4 * largest * 2.0**margin  # with the scale 4 * 2^margin
+        x = torch.tensor([[reach, -reach, 2 * reach]])
+        found = quantize(x, cast, amax=torch.tensor(4 * largest)).dequantize()
+        assert found.tolist() == [[reach, -reach, reach]], f"{cast}: {found.tolist()} for {x.tolist()}"
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("rounding", ["nearest", "power_of_two"])
+@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+def test_margins_by_definition(element: str, rounding: str) -> None:
+    x = sample(6, 40, seed=1)
+    for block, margin, dim in itertools.product((16, (4, 16), "row", "tensor"), (1, 2, 9), (0, 1)):
+        cast = Cast(element, Scale("fp32", block, rounding, margin=margin))
+        for key in (None, 11):
+            mode = cast if key is None else replace(cast, rounding="stochastic")
+            expected = reference.quantize(x, mode, dim, key, field="dequantized")
+            same(quantize(x, mode, dim, key).dequantize(), expected, f"{mode} along {dim}")
+        if block == "tensor":
+            for amax in (0.5, 300.0):
+                expected = reference.quantize(x, cast, dim, amax=amax, field="dequantized")
+                found = quantize(x, cast, dim, amax=torch.tensor(amax)).dequantize()
+                same(found, expected, f"{cast} along {dim}, amax {amax}")
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("rounding", ["nearest", "power_of_two"])
+@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+def test_margins_end_where_float32_does(element: str, rounding: str) -> None:
+    """Room beyond the largest float32 is no room: scales stay finite, and zeros are zeros."""
+    for block, margin in itertools.product((16, "row", "tensor"), (0, 1, 10, 40, 64)):
+        cast = Cast(element, Scale("fp32", block, rounding, margin=margin))
+        for amax in (1e-44, 1e22, 1e30, 3e38, torch.finfo(torch.float32).max):
+            x = torch.tensor([[amax, -amax / 4, 0.0]])
+            found = quantize(x, cast)
+            scale = float_scales(found).max().item()
+            assert scale < torch.inf, f"{cast}: the scale of {amax} is infinite"
+            wanted = x[0, 0].item() / ELEMENT_FORMATS[element].max * 2.0**margin
+            assert scale >= min(wanted, 2.0**127) * 0.999, f"{cast}: the scale of {amax} is {scale}, not {wanted}"
+            values = found.dequantize()[0]
+            assert values[2] == 0, f"{cast}: 0 beside {amax} became {values[2]}"
+            assert not values.isnan().any(), f"{cast}: {x.tolist()} became {values.tolist()}"
+            assert (values.sign() * x[0].sign() >= 0).all(), f"{cast}: {x.tolist()} became {values.tolist()}"
+            same(found.dequantize(), reference.quantize(x, cast, field="dequantized"), f"{cast} of {amax}")
+
+
+@pytest.mark.pairwise(1)
+@pytest.mark.parametrize("scale_format", EXMY)
+@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+def test_scales_rounded_up_never_saturate(element: str, scale_format: str) -> None:
+    largest = ELEMENT_FORMATS[element].max
+    scale = SCALE_FORMATS[scale_format]
+    # Block maxima from below the smallest scale to the largest one.
+    maxima = torch.logspace(-9, 0, 200, base=10.0) * (scale.max * largest)
+    x = maxima[:, None] * torch.linspace(-1, 0.5, 16)
+    cast = Cast(element, Scale(scale_format, 16, "up"))
+    found = quantize(x, cast)
+    needed = x.abs().amax(1) / float_scales(found)[:, 0]
+    assert (needed <= largest * (1 + 2.0**-22)).all(), f"{cast}: elements of {needed.max()} for {largest}"
+    assert (float_scales(found) > 0).all(), f"{cast}: a scale underflowed"
+    # No larger than it must be: the next smaller scale would saturate.
+    values = table(scale)
+    place = torch.searchsorted(values[: int((values < torch.inf).sum())], float_scales(found)[:, 0].contiguous())
+    smaller = values[(place - 1).clamp(min=0)]
+    assert (x.abs().amax(1) > smaller * largest * (1 - 2.0**-22)).all(), f"{cast}: a scale is larger than needed"
+
+
+def test_four_over_six_by_hand() -> None:
+    """Largest element 6 * 64: with scale 64 the others fall on .5, 1, 2, 4; with 96 on 1/3, 2/3, 4/3, 8/3, and vice
+    versa for 4 * 96."""
+    on_six = torch.tensor([[384.0, 32, 64, 128, 256]])
+    on_four = torch.tensor([[384.0, 288, 144, 48, 96]])
+    for measure in ("mse", "mae"):
+        scale = Scale("e4m3", 16, four_over_six=measure)
+        for x, expected in ((on_six, 64), (on_four, 96)):
+            found = quantize(x, Cast("e2m1", scale))
+            assert float_scales(found).item() == expected, f"{measure} of {x.tolist()}"
+            same(found.dequantize(), x, f"{measure}, values on the grid")
+
+
+def test_four_over_six_is_never_worse_than_six() -> None:
+    x = sample(64, 256, seed=2)
+    for block, rounding in itertools.product((16, (16, 16)), ("nearest", "up")):
+        plain = Scale("e4m3", block, rounding, two_level=True, top=256)
+        for measure in ("mse", "mae"):
+            four = Scale("e4m3", block, rounding, two_level=True, top=256, four_over_six=measure)
+            errors = []
+            for scale in (plain, four):
+                error = (quantize(x, Cast(scale=scale)).dequantize() - x).double().abs()
+                error = error.square() if measure == "mse" else error
+                tiles = error.unflatten(1, (-1, 16)).sum(-1)
+                errors.append(tiles.unflatten(0, (-1, 16)).sum(1) if block == (16, 16) else tiles)
+            # Where (b/6) * S and b * (S/6) round differently, the two even differ in the scale of map 6.
+            worse = (errors[1] > errors[0] * (1 + 1e-5)).double().mean()
+            assert worse < 0.005, f"{four}: {worse:.1%} of the blocks are worse"
+            assert errors[1].sum() < errors[0].sum(), f"{four}: no gain"

@@ -1,0 +1,68 @@
+"""Runs that record the batches they see."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_lowbit.recipes.data import TextDataModule
+
+SIZES = {"sequence_length": 8, "batch_size": 2}
+
+
+class Recorder(LightningModule):
+    """Remembers the batches it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[list[list[int]]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append(batch.tolist())
+        torch.rand(3)  # moves the global generator, as dropout would
+        return self.weight * batch.float().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.weight)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(path: Path, ckpt_path: Path | None = None, seed: int = 0, num_workers: int = 0, **trainer: Any) -> Recorder:
+    """A quiet run on the CPU."""
+    model = Recorder()
+    data = TextDataModule(str(path), val_fraction=0.25, seed=seed, num_workers=num_workers, **SIZES)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, **quiet, **trainer}
+    Trainer(**settings).fit(model, datamodule=data, ckpt_path=ckpt_path)
+    return model
+
+
+class SaveAlways(Callback):
+    """Saves after each optimizer step and after each epoch, at the moments of ``ModelCheckpoint``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        file = self.folder / f"step{trainer.global_step}.ckpt"
+        if not file.exists():  # with accumulation, a batch need not end a step
+            trainer.save_checkpoint(file)
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"epoch{trainer.current_epoch}.ckpt")
+
+
+class SaveSeen(Callback):
+    """Brings a rank's batches out of its process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.save(pl_module.seen, self.folder / f"{trainer.global_rank}.pt")
