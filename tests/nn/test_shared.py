@@ -59,9 +59,9 @@ def test_each_operand_is_made_once(monkeypatch: pytest.MonkeyPatch, name: str) -
     monkeypatch.setattr(operands, "quantize_operand", lambda *args: made.append(args) or original(*args))
     layer = layer_like(nn.Linear(32, 48), casts)
     run(layer, torch.randn(16, 32), torch.randn(16, 48))
-    operands = sum(isinstance(getattr(casts, operand), Cast) for operand in OPERANDS)
+    count = sum(isinstance(getattr(casts, operand), Cast) for operand in OPERANDS)
     shared = 2 if name in SHARING else 0  # w in dgrad, g in wgrad
-    assert len(made) == operands - shared, f"{len(made)} of {operands} operands were quantized"
+    assert len(made) == count - shared, f"{len(made)} of {count} operands were quantized"
 
 
 def test_without_a_gradient_of_x_g_is_made_for_wgrad() -> None:

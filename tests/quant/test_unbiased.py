@@ -127,7 +127,7 @@ def test_ms_eden_takes_the_steps_of_the_paper(four_over_six: bool) -> None:
     wrong = (found - expected).abs() > 1e-5 * expected.abs()
     assert wrong.view(-1, 16).any(1).float().mean() < 0.02, "more than ties of float32 differ"
     same(
-        quantize(x.t().contiguous(), cast.replace(rounded=False), 0, 11).elements().t(),
+        quantize(x.t().contiguous(), cast.replace(round_to_bfloat16=False), 0, 11).elements().t(),
         quantize(x, cast, key=11).elements(),
         "transposed",
     )

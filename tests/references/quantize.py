@@ -342,18 +342,3 @@ def quantize(
     if field in ("scales", "zeros") and block == "tensor":
         return found.reshape([1] * x.dim())
     return found if x.dim() == 2 else found.reshape(*moved.shape[:-1], found.shape[-1]).movedim(-1, dim)
-
-
-class _FakeQuantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cast: Any, dim: int) -> Tensor:
-        return quantize(x, cast, dim, field="dequantized").to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient, None, None
-
-
-def fake_quantize(x: Tensor, cast: Any, dim: int = -1) -> Tensor:
-    """Quantized and dequantized; the gradient passes straight through."""
-    return _FakeQuantize.apply(x, cast, dim)

@@ -342,19 +342,3 @@ def test_all_combinations_are_honored_or_refused_and_have_phases() -> None:
 def test_errors(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda settings: settings.__setitem__("wgrad", None),
-        lambda settings: settings.update(wgrad=None),
-        lambda settings: settings.pop("wgrad"),
-        lambda settings: settings.clear(),
-    ],
-)
-def test_settings_do_not_change(change: Callable[[Any], Any]) -> None:
-    casts = LinearCasts.preset("ufp4")
-    with pytest.raises(TypeError, match="LinearCasts.replace"):
-        change(casts.hadamard)
-    assert casts == LinearCasts.preset("ufp4")

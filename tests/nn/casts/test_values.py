@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -265,3 +266,19 @@ def test_str() -> None:
         "fprop(x=e4m3/fp32:tensor(margin 1)(delayed 4 most_recent), w=hp) dgrad(g=hp, w=hp) wgrad(g=hp, x=hp) "
         "smooth=token"
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda settings: settings.__setitem__("wgrad", None),
+        lambda settings: settings.update(wgrad=None),
+        lambda settings: settings.pop("wgrad"),
+        lambda settings: settings.clear(),
+    ],
+)
+def test_settings_do_not_change(change: Callable[[Any], Any]) -> None:
+    casts = LinearCasts.preset("ufp4")
+    with pytest.raises(TypeError, match="LinearCasts.replace"):
+        change(casts.hadamard)
+    assert casts == LinearCasts.preset("ufp4")

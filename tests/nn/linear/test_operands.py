@@ -34,7 +34,7 @@ from tests.nn.named_casts import (
     REMEMBERED,
     TWO_LEVEL,
 )
-from tests.references.quantize import fake_quantize
+from tests.references.fake_quantize import fake_quantize
 
 
 class Straight(torch.autograd.Function):
