@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
+from lightning_lowbit import LinearCasts
 from lightning_lowbit.nn import PRESETS
+from lightning_lowbit.nn.operands import Settings
+from lightning_lowbit.nn.sharded.parallel import Shards
+from lightning_lowbit.quant.shard import Shard
 from tests.launch import launch
 from tests.nn.named_casts import CASTS
 from tests.nn.sharded.ranks_tensor_parallel import RANKS, SIZES, STYLES, UNEVEN
@@ -53,3 +57,13 @@ def test_generated_code_has_the_same_gradients(ranks: list[dict[str, Any]], comp
 def test_what_has_no_scale_is_refused_on_all_ranks(ranks: list[dict[str, Any]], what: str, message: str) -> None:
     for results in ranks:
         assert re.search(message, results["refused"][what]), results["refused"][what]
+
+
+def test_a_rotated_shard_is_one_of_a_padded_matrix() -> None:
+    """Random bits belong to elements of the matrix that was rotated, which is padded to whole groups."""
+    shards = Shards(x=Shard("", dim=1, start=16, step=16, size=31))
+    casts = LinearCasts.preset("ufp4")
+    settings = Settings(casts, None, None, None, False, (), None, None, None, shards, None, None)
+    assert settings.shard_of("fprop_x").size == 32, "groups of 16 along the contraction"
+    assert settings.shard_of("wgrad_x").size == 31, "whole along the contraction"
+    assert settings.shard_of("fprop_w") is None
