@@ -41,8 +41,7 @@ int load_gradient(const Shard &s, const Rules &rules, int64_t i, const Block &b,
                 [&](auto *values) { work.gradient = gather(b, values, work.picks, buffer); });
     }
     if (!clips_by_square(s, rules, i)) return 0;
-    const float *scale = scale_of(s, b, s.mean_square_scale), *g = work.gradient, multiple = rules.limit[i];
-    const float *square = load_moment<E5M2OfSquares>(s, b, s.mean_square, scale, work.buffers[3]);
+    const float *g = work.gradient, multiple = rules.limit[i], *square = load_squares(s, b, work.buffers[2]);
     int near = 0, changed = 0;  // spikes are rare: roots are taken where some square is near its limit
     for (int k = 0; k < b.count; k++) near |= (square[k] > 0) & (g[k] * g[k] >= square[k] * multiple * 0.9999f);
     if (!near) return 0;
@@ -82,14 +81,13 @@ inline float lerp(float old, float value, float weight) {  // exact at weights o
     return multiply_add(is_near ? weight : weight - 1, value - old, is_near ? old : value);
 }
 
-// AdaClip, the factor and Adam on a block; leaves the largest moments, found by their bits, which for positive numbers are
+// AdaClip, the factor and Adam on `count` elements; leaves the largest moments, found by their bits, which for positive numbers are
 // ordered as these are.
-void adam(const Work &work, const Rules &rules, int64_t i, float decay, int count, float *amaxes) {
+void adam(const Rules &rules, int64_t i, float decay, int count, const float *__restrict gradient,
+          float *__restrict weights, float *__restrict mean, float *__restrict square, float *amaxes) {
     float weight1 = rules.weight1[i], weight2 = rules.weight2[i], rate = rules.rate[i], eps = (float)rules.eps;
     float factor = rules.factor[i], ratio = rules.ratio[i], kept = 1 - decay;
     float limit = rules.rule == kAdaClip ? rules.limit[i] : INFINITY;
-    const float *__restrict gradient = work.gradient;
-    float *__restrict weights = work.weights, *__restrict mean = work.mean, *__restrict square = work.square;
     int32_t largest[2] = {};
     for (int k = 0; k < count; k++) {
         float g = ada_clip(gradient[k], limit, ratio) * factor;
@@ -103,6 +101,64 @@ void adam(const Work &work, const Rules &rules, int64_t i, float decay, int coun
         largest[1] = std::max(largest[1], bits[1]);
     }
     memcpy(amaxes, largest, sizeof largest);
+}
+
+// Whether 1 / unit is an ordinary number, also times kUnit.
+bool has_reciprocal(float unit) { return 0x1p-100f < unit && unit < 0x1p100f; }
+
+// Values to codes, where `encode_near` is in doubt and for any scale.
+template <class Format>
+void encode_exactly(const float *values, int count, float unit, uint32_t index, uint64_t key, uint8_t *codes) {
+    if (!(unit > 0)) {
+        memset(codes, 0, count);
+        return;
+    }
+    for_lanes(count, [=](int64_t k, int lanes) {
+        U32 random = random_from(index + (uint32_t)k, key);
+        store_codes(codes + k, encode<Format>(load(values + k) / unit, random), lanes);
+    });
+}
+
+// Codes of values that have the same scales.
+void encode_moments(const float *means, const float *squares, int count, float mean_unit, float square_unit, uint32_t index,
+                    uint64_t mean_key, uint64_t square_key, uint8_t *mean_codes, uint8_t *square_codes) {
+    I32 doubt = all_integers(1);
+    if (has_reciprocal(mean_unit) && has_reciprocal(square_unit)) {
+        const float of_mean = kUnit<E4M3> / mean_unit, of_square = kUnit<E5M2OfSquares> / square_unit;
+        for_lanes(count, [&](int64_t k, int lanes) {
+            U32 random = random_from(index + (uint32_t)k, mean_key);
+            store_codes(mean_codes + k, encode_near<E4M3>(load(means + k) * of_mean, random, doubt), lanes);
+            random = random_from(index + (uint32_t)k, square_key);
+            store_codes(square_codes + k, encode_near<E5M2OfSquares>(load(squares + k) * of_square, random, doubt), lanes);
+        });
+        int32_t least = 1;
+        for (int lane = 0; lane < kLanes; lane++) least = std::min(least, doubt[lane]);
+        if (least > 0) return;
+    }
+    encode_exactly<E4M3>(means, count, mean_unit, index, mean_key, mean_codes);
+    encode_exactly<E5M2OfSquares>(squares, count, square_unit, index, square_key, square_codes);
+}
+
+// Adam on a block, and then, with its scales known, the codes of its moments.
+void update_in_fp8(const Shard &s, const Rules &rules, int64_t i, float decay, const Block &b, uint64_t key, Work &work) {
+    uint8_t *const mean_codes = (uint8_t *)s.mean + b.moment, *const square_codes = (uint8_t *)s.mean_square + b.moment;
+    float *const means = work.buffers[2], *const squares = work.buffers[3];
+    for_scales(b, [&](int first, int count, int64_t scale) {
+        const float mean_scale = s.mean_scale[scale], square_scale = s.mean_square_scale[scale];
+        for_lanes(count, [=](int64_t k, int lanes) {
+            k += first;
+            store(means + k, decode<E4M3>(load_codes(mean_codes + k, lanes), mean_scale));
+            store(squares + k, decode<E5M2OfSquares>(load_codes(square_codes + k, lanes), square_scale));
+        });
+        float amaxes[2];
+        adam(rules, i, decay, count, work.gradient + first, work.weights + first, means + first, squares + first, amaxes);
+        s.mean_scale[scale] = amaxes[0] / E4M3::kMax;
+        s.mean_square_scale[scale] = amaxes[1] / E5M2OfSquares::kMax;
+    });
+    for_scales(b, [&](int first, int count, int64_t scale) {
+        encode_moments(means + first, squares + first, count, s.mean_scale[scale], s.mean_square_scale[scale],
+                       b.index + (uint32_t)first, mix(key), mix(key + 1), mean_codes + first, square_codes + first);
+    });
 }
 
 void load_masters(const Shard &s, const Block &b, float scale, float *weights) {
@@ -137,21 +193,22 @@ uint64_t key_of(const Shard &s, const Rules &rules, int64_t i) {
 }
 
 void update_block(const Shard &s, const Rules &rules, int64_t i, const Block &b, uint64_t key, Work &work) {
-    float *mean_scale = scale_of(s, b, s.mean_scale), *square_scale = scale_of(s, b, s.mean_square_scale);
-    float decay = rules.decays ? rules.decay[i] : 0, amaxes[2];
+    float decay = rules.decays ? rules.decay[i] : 0;
     load_gradient(s, rules, i, b, work);
-    work.mean = load_moment<E4M3>(s, b, s.mean, mean_scale, work.buffers[2]);
-    work.square = load_moment<E5M2OfSquares>(s, b, s.mean_square, square_scale, work.buffers[3]);
     of_kind(s.weights_kind, s.weights, [&](auto *values) {
         if (b.every > 1 && rules.decays) decay_all(b, values, decay);
         work.weights = gather(b, values, work.picks, work.buffers[1]);
         if (s.master) load_masters(s, b, rules.old_scale[i], work.weights);
-        adam(work, rules, i, b.every > 1 ? 0 : decay, b.count, amaxes);
+        const float own = b.every > 1 ? 0 : decay;
+        float amaxes[2];
+        if (s.moments == kFP8)
+            update_in_fp8(s, rules, i, own, b, key, work);
+        else
+            adam(rules, i, own, b.count, work.gradient, work.weights, (float *)s.mean + b.moment,
+                 (float *)s.mean_square + b.moment, amaxes);
         if (s.master) round_to_masters(s, b, rules.new_scale[i], work.weights);
         scatter(b, values, work.picks, work.weights);
     });
-    store_moment<E4M3>(s, b, s.mean, mean_scale, amaxes[0], mix(key), work.mean);
-    store_moment<E5M2OfSquares>(s, b, s.mean_square, square_scale, amaxes[1], mix(key + 1), work.square);
 }
 
 template <class T>
@@ -224,7 +281,8 @@ EXPORT void squares(const Shard *shards, int64_t count, int threads, const Rules
     int64_t measured = 0, walked = 0;
     for (int64_t i = 0; i < count; i++) {
         const Shard &s = shards[i];
-        walks.emplace_back(s, rules->rule == kSpikeClip && (s.every > 1 || clips_by_square(s, *rules, i)));
+        bool by_rows = rules->rule == kSpikeClip && (s.every > 1 || clips_by_square(s, *rules, i));
+        walks.emplace_back(s, by_rows, by_rows && s.moments == kFP8 ? kBlockOfFP8 : kBlock);
         chunks_before[i] = measured;
         measured += s.gradient_kind == kNothing ? 0 : (s.size + kChunk - 1) / kChunk;
         walked += walks[i].blocks() / walks[i].blocks_in_chunk() + 1;

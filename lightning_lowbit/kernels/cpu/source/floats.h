@@ -5,7 +5,8 @@
 
 typedef uint8_t U8 __attribute__((vector_size(kLanes)));
 
-// Layouts of a mantissa, an exponent and a sign in bit kSign, as in formats.py.
+// Layouts of a mantissa, an exponent and a sign in bit kSign, as in formats.py. A code of 8 bits stands for kOfHalf times
+// the half that has its exponent and mantissa.
 struct FP16 {
     static constexpr int kMantissa = 10, kBias = 15, kSign = 15;
     static constexpr bool kIsSigned = true;
@@ -14,13 +15,16 @@ struct FP16 {
 struct E4M3 {
     static constexpr int kMantissa = 3, kBias = 7, kSign = 7;
     static constexpr bool kIsSigned = true;
-    static constexpr float kMax = 448;
+    static constexpr float kMax = 448, kOfHalf = 256;
 };
 struct E5M2OfSquares {  // of numbers that are not negative
     static constexpr int kMantissa = 2, kBias = 15, kSign = 7;
     static constexpr bool kIsSigned = false;
-    static constexpr float kMax = 57344;
+    static constexpr float kMax = 57344, kOfHalf = 1;
 };
+
+// What a mean square of 0 in FP8 is read as, in units of its scale: the bits of 2^-16.
+constexpr int32_t kSmallestSquare = (127 - 16) << 23;
 
 inline I32 smaller(I32 left, I32 right) { return left < right ? left : right; }
 inline I32 larger(I32 left, I32 right) { return left > right ? left : right; }
@@ -63,6 +67,27 @@ inline U32 encode(F32 value, U32 random) {
     return (U32)(steps < 0 ? first - steps + (1 << Format::kSign) : first + steps);
 }
 
+// The same to codes of 8 bits in fewer operations, of values * kUnit<Format>, which may be up to two last places off. Bits
+// of a float count numbers: adding the draw below the code's last bit and cutting there rounds. So do those of value +
+// smallest below the smallest normal number, where they are the larger ones. `doubt` becomes 0 where a sum is within some
+// last places of a cut, and the code may not be that of `encode`. In this unit the exponent leaves the lowest byte alone.
+template <class Format>
+constexpr float kUnit = 1 << Format::kBias;  // the smallest normal number becomes 2
+
+template <class Format>
+inline U32 encode_near(F32 value, U32 random, I32 &doubt) {
+    constexpr int32_t cut = 23 - Format::kMantissa, drawn = (1 << cut) - (1 << (cut - 16));
+    I32 word = (I32)bits(value), sign = word >> 31, magnitude = Format::kIsSigned ? word & 0x7fffffff : word;
+    I32 below = (I32)((F32)magnitude + all(2.0f));
+    if (Format::kIsSigned) random ^= (U32)sign;  // a draw moves a value up, whatever its sign
+    I32 draw = ((I32)(random >> (32 - cut)) & drawn) | ((1 << (cut - 16)) - 1);
+    I32 sum = larger(magnitude + (1 << 23), below) + draw;
+    doubt = smaller(doubt, sum & drawn);
+    I32 code = sum >> cut;
+    if (Format::kIsSigned) code |= code > (0x40000000 >> cut) ? sign & (1 << Format::kSign) : I32{};
+    return (U32)code;
+}
+
 inline F32 widen_half(U16 value) {
     U32 code = __builtin_convertvector(value, U32);
     F32 special = from_bits((code << 13) | 0x7f800000u | ((code & 0x8000u) << 16));
@@ -88,16 +113,35 @@ inline void store(FP16 *target, F32 value) {
 }
 
 // The first `count` codes of 8 bits, and back, in the forms for which GCC 12 knows instructions.
-inline U32 load_codes(const uint8_t *source, int count) {
+inline U8 load_codes(const uint8_t *source, int count) {
     uint8_t padded[kLanes] = {};
     if (count < kLanes) memcpy(padded, source, count);
-    U8 codes = read<U8>(count < kLanes ? padded : source);
-    return __builtin_convertvector(__builtin_convertvector(codes, U16), U32);
+    return read<U8>(count < kLanes ? padded : source);
 }
 inline void store_codes(uint8_t *target, U32 codes, int count) {
+#ifdef __AVX512BW__
+    U8 packed = (U8)_mm512_cvtepi32_epi8((__m512i)codes);
+#else
     U8 packed = __builtin_convertvector(codes & 0xffu, U8);
+#endif
     if (count >= kLanes)
         memcpy(target, &packed, sizeof packed);
     else
         memcpy(target, &packed, count);
+}
+
+// What codes of 8 bits stand for, times a scale.
+template <class Format>
+inline F32 decode(U8 codes, float scale) {
+#ifdef __AVX512BW__
+    __m256i halves = Format::kIsSigned ? _mm256_cvtepi8_epi16((__m128i)codes) : _mm256_cvtepu8_epi16((__m128i)codes);
+    halves = _mm256_slli_epi16(halves, 10 - Format::kMantissa);
+    if (Format::kIsSigned) halves = _mm256_and_si256(halves, _mm256_set1_epi16((short)0xbfff));
+    F32 value = (F32)_mm512_cvtph_ps(halves);
+    scale *= Format::kOfHalf;
+#else
+    F32 value = decode<Format>(__builtin_convertvector(__builtin_convertvector(codes, U16), U32));
+#endif
+    if (!Format::kIsSigned) value = (F32)larger((I32)value, all_integers(kSmallestSquare));
+    return value * scale;
 }

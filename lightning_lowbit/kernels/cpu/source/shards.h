@@ -10,9 +10,6 @@
 // Elements of a chunk; of a block, which stays in the first-level cache; and of a block of FP8, which has one scale.
 constexpr int kChunk = 1 << 14, kBlock = 1 << 10, kBlockOfFP8 = 128;
 
-// What a mean square of 0 in FP8 is read as, in units of its scale: the bits of 2^-16.
-constexpr int32_t kSmallestSquare = (127 - 16) << 23;
-
 enum Kind : int64_t { kFloat32, kBFloat16, kFloat16, kNothing };
 enum Moments : int64_t { kDense, kFP8, kSparse };
 enum Rule : int64_t { kNone, kAdaClip, kSpikeClip };
@@ -59,11 +56,9 @@ void of_kind(int64_t kind, const void *data, Body body) {
 struct Walk {
     int64_t rows, row, columns, every, block, blocks_in_row;
 
-    Walk(const Shard &s, bool by_rows) : rows(1), row(s.size), columns(s.size), every(1), block(kBlock) {
-        if (by_rows && s.size) {
-            rows = s.size / s.row, row = s.row, columns = s.columns, every = s.every;
-            if (s.moments == kFP8) block = kBlockOfFP8;
-        }
+    Walk(const Shard &s, bool by_rows, int64_t block = kBlock)
+        : rows(1), row(s.size), columns(s.size), every(1), block(block) {
+        if (by_rows && s.size) rows = s.size / s.row, row = s.row, columns = s.columns, every = s.every;
         blocks_in_row = (columns + block - 1) / block;
     }
     int64_t blocks() const { return rows * blocks_in_row; }
@@ -80,14 +75,15 @@ __attribute__((always_inline)) inline void for_lanes(int64_t count, Body body) {
 
 // Some moments of a row, and the elements that have them: one of `every` neighbors.
 struct Block {
-    int64_t number, moment, element;  // of the block, and of its first moment and element in the shard
+    int64_t moment, scale, element;   // in the shard: its first moment, scale of FP8 and element
     int64_t every, left;              // elements from the first one to the end of the row
     uint32_t index;                   // of the first moment in the whole parameter
     int count;
 
-    Block(const Shard &s, const Walk &walk, int64_t number) : number(number), every(walk.every) {
+    Block(const Shard &s, const Walk &walk, int64_t number) : every(walk.every) {
         int64_t row = number / walk.blocks_in_row, column = (number - row * walk.blocks_in_row) * walk.block;
         moment = row * walk.columns + column;
+        scale = row * ((walk.columns + kBlockOfFP8 - 1) / kBlockOfFP8) + column / kBlockOfFP8;
         element = row * walk.row + column * every;
         left = walk.row - column * every;
         index = (uint32_t)(s.first + row * s.stride + column);
@@ -97,7 +93,7 @@ struct Block {
 
 // A block in float32: pointers to memory, or to the buffers, which have room for whole vectors.
 struct Work {
-    float *gradient, *weights, *mean, *square;
+    float *gradient, *weights;
     alignas(64) float buffers[4][kBlock];
     alignas(64) int32_t picks[kBlock];  // which of its neighbors has the moment
 };
@@ -109,9 +105,10 @@ uint64_t mix(uint64_t key) {  // as mix_key in quant/rounding.py
     return key ^ (key >> 31);
 }
 
+constexpr I32 kLane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 U32 random_from(uint32_t index, uint64_t key) {
-    U32 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return random_bits(lanes + index, (uint32_t)key, (uint32_t)(key >> 32));
+    return random_bits((U32)kLane + index, (uint32_t)key, (uint32_t)(key >> 32));
 }
 
 // Draws which of its neighbors, fewer at the end of a row, has each moment.
@@ -161,35 +158,23 @@ void scatter(const Block &b, T *target, const int32_t *picks, const float *buffe
     }
 }
 
-template <class Format>
-float *load_moment(const Shard &s, const Block &b, void *data, const float *scales, float *buffer) {
-    if (s.moments != kFP8) return (float *)data + b.moment;
-    const uint8_t *codes = (const uint8_t *)data + b.moment;
-    float scale = scales[0];
-    for_lanes(b.count, [=](int64_t k, int lanes) {
-        F32 value = decode<Format>(load_codes(codes + k, lanes));
-        if (!Format::kIsSigned) value = (F32)larger((I32)value, all_integers(kSmallestSquare));
-        store(buffer + k, value * scale);
+// Calls body(first, count, scale) for what has one scale.
+template <class Body>
+__attribute__((always_inline)) inline void for_scales(const Block &b, Body body) {
+    for (int first = 0, scale = 0; first < b.count; first += kBlockOfFP8, scale++)
+        body(first, std::min(b.count - first, kBlockOfFP8), b.scale + scale);
+}
+
+// The mean squares of a block, in the buffer or where they are.
+const float *load_squares(const Shard &s, const Block &b, float *buffer) {
+    if (s.moments != kFP8) return (float *)s.mean_square + b.moment;
+    const uint8_t *codes = (const uint8_t *)s.mean_square + b.moment;
+    for_scales(b, [=](int first, int count, int64_t scale) {
+        for_lanes(count, [=](int64_t k, int lanes) {
+            store(buffer + first + k, decode<E5M2OfSquares>(load_codes(codes + first + k, lanes), s.mean_square_scale[scale]));
+        });
     });
     return buffer;
 }
-
-// `amax` is max|x| of the values.
-template <class Format>
-void store_moment(const Shard &s, const Block &b, void *data, float *scale, float amax, uint64_t key, float *values) {
-    if (s.moments != kFP8) return;  // they are where they were
-    const float unit = *scale = amax / Format::kMax;
-    const uint32_t index = b.index;
-    uint8_t *codes = (uint8_t *)data + b.moment;
-    if (!(unit > 0)) {
-        memset(codes, 0, b.count);
-        return;
-    }
-    for_lanes(b.count, [=](int64_t k, int lanes) {
-        store_codes(codes + k, encode<Format>(load(values + k) / unit, random_from(index + (uint32_t)k, key)), lanes);
-    });
-}
-
-float *scale_of(const Shard &s, const Block &b, float *scales) { return s.moments == kFP8 ? scales + b.number : nullptr; }
 
 }  // namespace
