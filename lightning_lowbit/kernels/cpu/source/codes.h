@@ -4,6 +4,8 @@
 #include "floats.h"
 #include "rounding.h"
 
+inline U32 lengthen(U8 codes) { return __builtin_convertvector(__builtin_convertvector(codes, U16), U32); }
+
 // What the codes of a format mean: a sign and a magnitude, whole numbers, numbers above -max; and codes of scales alone.
 enum Coding : int32_t { kSignMagnitude, kTwosComplement, kOffset, kUnsigned, kExponent, kWord };
 
@@ -81,7 +83,7 @@ inline U32 take_codes(const Codes &codes, const uint8_t *source, int64_t index, 
     const int per_byte = codes.per_byte(), bits = codes.bits;
     const uint32_t mask = (1u << bits) - 1;
     source += index / per_byte;
-    if (per_byte == 1) return load_codes(source, count);
+    if (per_byte == 1) return lengthen(load_codes(source, count));
     if (per_byte == 2 && count == kLanes) {
         U64 pairs = __builtin_convertvector(read<U8Half>(source), U64);
         return (U32)(pairs | pairs << (32 - bits)) & mask;
@@ -111,7 +113,7 @@ inline F32 take_scales(const Codes &codes, int64_t place, const Grid &grid, int 
         memcpy(&values, codes.scales + 4 * place, sizeof(float) * count);
         return values;
     }
-    U32 code = load_codes(codes.scales + place, count);
+    U32 code = lengthen(load_codes(codes.scales + place, count));
     F32 nan = all(__builtin_nanf(""));
     if (codes.scale_coding == kExponent) {
         F32 value = from_bits(code ? code << 23 : all_words(1u << 22));
