@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.layers.host import Product
 from lightning_lowbit.nn.saving import saved_bits
 from lightning_lowbit.report.console import Table, Text
 
@@ -20,19 +21,20 @@ def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
     parameters: Counter[tuple[Any, ...]] = Counter()
     labels = _labels(model)
     counted: set[nn.Parameter] = set()  # tied parameters belong to several modules
+    of_products = {p for m in model.modules() if isinstance(m, Product) for p in m.own_parameters()}
     for name, module in model.named_modules():
         name = clean_name(name)
         if isinstance(module, QuantizedLayer):
             (out, inner), labeled = module.weight_matrix().shape[-2:], labels[module.full_casts]
             size, casts, where = f"{inner} → {out}", labeled, _executed(module)
-        elif any(True for _ in module.parameters(recurse=False)):
+            own = set(module.own_parameters())
+        elif own := set(module.parameters(recurse=False)) - of_products:
             size, casts, where = "", "high precision", ""
         else:
             continue
         key = (re.sub(r"\d+", "*", name), type(module).__name__, size, casts, where)
         rows.setdefault(key, []).append(name)
-        own = set(module.parameters(recurse=False)) - counted
-        parameters[key] += sum(parameter.numel() for parameter in own)
+        parameters[key] += sum(parameter.numel() for parameter in own - counted)
         counted |= own
     body = [
         [_range(names), kind, size, _count(parameters[key]), casts, where]
@@ -61,7 +63,7 @@ def _savings(model: nn.Module, dtype: torch.dtype) -> str:
 
 def _executed(layer: QuantizedLayer) -> str:
     casts, quantized = layer.full_casts, layer.full_casts.quantized_gemms
-    native = layer.native_gemms(layer.weight.device, casts)
+    native = layer.native_gemms(layer.device, casts)
     if not quantized or not native:
         return "emulated" if quantized else ""
     rest = [gemm for gemm in quantized if gemm not in native]
@@ -73,7 +75,7 @@ def native_notes(model: nn.Module) -> list[Text]:
     labels, notes = _labels(model), dict[str, None]()
     for layer in model.modules():
         if isinstance(layer, QuantizedLayer):
-            for gemm, reason in layer.emulated_because(layer.weight.device).items():
+            for gemm, reason in layer.emulated_because(layer.device).items():
                 notes[f"Emulated, {gemm} of {labels[layer.full_casts]}: {reason}."] = None
     return [Text(note) for note in notes]
 
@@ -109,7 +111,7 @@ def layer_data(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Iterabl
         if isinstance(module, QuantizedLayer):
             out_features, in_features = module.weight_matrix().shape[-2:]
             casts = _describe(module.full_casts)
-            native = list(module.native_gemms(module.weight.device, module.full_casts))
+            native = list(module.native_gemms(module.device, module.full_casts))
             own = {"name": clean_name(name), "in": in_features, "out": out_features, "casts": casts, "native": native}
             yield own | {"saved_bits": saved_bits(module.full_casts, module.save, dtype)}
 

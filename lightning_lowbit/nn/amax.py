@@ -221,7 +221,7 @@ class AmaxHistories:
 
 def _in_features(layer: QuantizedLayer) -> int:
     """Input features of the global weight, even if FSDP1 has flattened it."""
-    return int(getattr(layer, "in_features", 0) or getattr(layer, "nx", 0) or layer.weight_matrix().shape[1])
+    return int(getattr(layer, "in_features", 0) or getattr(layer, "nx", 0) or layer.weight_matrix().shape[-1])
 
 
 def _used(row: _Row, index: int) -> int:

@@ -21,7 +21,7 @@ from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.quant.rounding import mix_key
 
 # Removed from module names, so that a layer keeps its key when it is wrapped or compiled.
-_WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_products")
 _IS_WEIGHT = [operand.endswith("_w") for operand in OPERANDS]
 
 

@@ -4,12 +4,10 @@
 parameters, their names and all references to the module stay valid.
 """
 
-from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.calls import Calls, keys_of_call
@@ -60,6 +58,8 @@ class QuantizedLayer(nn.Module):
         prequantized_weight: set while gathering a weight that is quantized (:mod:`lightning_lowbit.nn.sharded.gather`).
     """
 
+    kind: ClassVar[str] = "linear"
+
     casts: LinearCasts = LinearCasts()
     full_casts: LinearCasts = LinearCasts()
     keys: Tensor | None = None
@@ -87,8 +87,17 @@ class QuantizedLayer(nn.Module):
         self.full_casts = self.casts = casts
 
     def weight_matrix(self) -> Tensor:
-        """The weight as ``[out_features, in_features]``."""
+        """The weight as ``[out_features, in_features]``, or a stack of such matrices."""
         return self.weight
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """The parameters that are the layer's, wherever they are registered."""
+        return list(self.parameters(recurse=False))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer computes."""
+        return self.weight.device
 
     def forward(self, input: Tensor) -> Tensor:  # as nn.Linear names it, which callers may do too
         """``x · Wᵀ + b`` for ``x`` ``[..., in_features]``; under autocast in its dtype."""
@@ -268,45 +277,12 @@ class QuantLinear(QuantizedLayer, nn.Linear):
     """A converted ``nn.Linear``. With six casts of None it computes what ``nn.Linear`` does, to the bit."""
 
 
-@cache
-def quantized_class(cls: Any) -> type[QuantizedLayer] | None:
-    """The class that a layer of exactly this class is converted to; None if it is not converted."""
-    if issubclass(cls, QuantizedLayer):
-        return cls
-    if issubclass(cls, FSDPModule):
-        from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
-
-        # fully_shard derives a class from FSDPModule and the module's class
-        sharded, original, *_ = cls.__bases__
-        quantized = quantized_class(original)
-        if quantized is None:
-            return None
-        members = {"__deepcopy__": cls.__deepcopy__}
-        return get_cls_to_fsdp_cls().setdefault(
-            quantized, type(f"FSDP{quantized.__name__}", (sharded, quantized), members)
-        )
-    if cls is nn.Linear:
-        return QuantLinear
-    if (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D"):
-        # A linear layer whose weight is stored as [in_features, out_features] (GPT-2).
-        members = {
-            "weight_matrix": lambda self: self.weight.t(),
-            "forward": lambda self, x: QuantizedLayer.forward(self, x),  # as Conv1D names its input
-            "__repr__": nn.Module.__repr__,
-        }
-        return type("QuantConv1D", (QuantizedLayer, cls), members)
-    return None
-
-
-def is_linear(module: Any) -> bool:
-    """Whether a module is a layer that can be converted, or has been."""
-    return quantized_class(type(module)) is not None  # type: ignore[arg-type]
-
-
 def __getattr__(name: str) -> Any:
     """Finds the class of a converted ``Conv1D`` by name, as pickle does."""
     if name == "QuantConv1D":
         from transformers.pytorch_utils import Conv1D
+
+        from lightning_lowbit.nn.layers.classes import quantized_class
 
         return quantized_class(Conv1D)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ from lightning_lowbit.nn.casts import PHASES, PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, select
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.linear import is_linear
+from lightning_lowbit.nn.layers.classes import convertible
 
 
 def named_casts(value: CastsLike) -> LinearCasts | str:
@@ -49,7 +49,8 @@ def match(pattern: str, converted: Iterable[str], model: nn.Module) -> set[str]:
     try:
         return select(converted, [pattern], "casts", "converted layer")
     except ValueError:
-        names = [clean_name(n) for n, m in model.named_modules() if isinstance(m, nn.Linear) or is_linear(m)]
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        names = [clean_name(name) for name in dict.fromkeys([*linear, *convertible(model)])]
         found: list[str] = []
         with suppress(ValueError):
             found = sorted(select([name for name in names if name not in converted], [pattern], "casts"))

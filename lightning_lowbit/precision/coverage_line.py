@@ -21,7 +21,8 @@ from lightning_lowbit._lightning import rank_zero_info
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import QuantizedGemms
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
+from lightning_lowbit.nn.layers.classes import is_linear
+from lightning_lowbit.nn.linear import QuantizedLayer
 
 _ENOUGH = 0.5  # nothing is logged from this share of quantized FLOPs on
 _REASONS, _MENTIONED = 3, 0.005  # number of reasons to name, and the least share of each
@@ -162,7 +163,9 @@ def _flops(node: Any) -> int:
 
 class _Owners:
     def __init__(self, model: nn.Module) -> None:
-        self._modules = {clean_name(name): module for name, module in model.named_modules()}
+        self._modules: dict[str, nn.Module] = {}
+        for name, module in model.named_modules():
+            self._modules.setdefault(clean_name(name), module)  # a host before the module that holds its products
         self._by_id: dict[int, str] = {}
         self._by_shape: dict[tuple[int, ...], str] = {}
         for name, module in self._modules.items():

@@ -29,7 +29,7 @@ from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion.convert import select
 from lightning_lowbit.nn.conversion.smooth_swiglu import swiglus
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.linear import is_linear
+from lightning_lowbit.nn.layers.classes import is_linear
 from lightning_lowbit.report.html import Section, Table, Text
 
 _ENOUGH = 10  # amaxes in the mean before any warning, since activations grow fast in the beginning

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from lightning_lowbit.cli.estimate.devices import arithmetic
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.linear import QuantizedLayer, is_linear, quantized_class
+from lightning_lowbit.nn.layers.classes import is_linear, quantized_class
+from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.nn.plan import GEMMS
 from lightning_lowbit.nn.saving import saved_bits
 from lightning_lowbit.precision import LowBitPrecision
@@ -159,14 +160,14 @@ def describe(
 
 
 def _matrix(layer: Any) -> Tensor:
-    return quantized_class(type(layer)).weight_matrix(layer)  # type: ignore[union-attr, arg-type]
+    return quantized_class(type(layer)).weight_matrix(layer)  # type: ignore[union-attr]
 
 
 def _packed(layer: Any, casts: LinearCasts) -> Cast | None:
     """The cast in which FSDP2 can gather the weight of a layer, if no other layer shares it."""
     from lightning_lowbit.nn.sharded.eligible import obstacle  # depends on internals of FSDP2
 
-    of_rows = quantized_class(type(layer)).weight_matrix is QuantizedLayer.weight_matrix  # type: ignore[union-attr, arg-type]
+    of_rows = quantized_class(type(layer)).weight_matrix is QuantizedLayer.weight_matrix  # type: ignore[union-attr]
     return casts.cast_of("fprop_w") if of_rows and obstacle(casts) is None else None
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from lightning_lowbit.kernels import quantize_operand
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.layers.classes import restore_classes
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast, blend
 
@@ -55,11 +56,7 @@ def bake(model: _Model) -> _Model:
             if layer.casts.fprop_w is not None:
                 _matrix(layer).copy_(_quantized(layer))
     ForwardContext.detach(model)
-    for layer in layers.values():
-        for name in QuantizedLayer.__annotations__:
-            vars(layer).pop(name, None)
-        layer.__class__ = type(layer).__bases__[1]  # that of the layer before it was converted
-    return model
+    return restore_classes(model)
 
 
 def _obstacle(layer: QuantizedLayer) -> str | None:

@@ -13,7 +13,8 @@ from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.conversion.patterns import select as select
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.linear import BACKENDS, QuantizedLayer, has_native_gemms, is_linear, quantized_class
+from lightning_lowbit.nn.layers.classes import convert_layer, convertible
+from lightning_lowbit.nn.linear import BACKENDS, QuantizedLayer, has_native_gemms
 from lightning_lowbit.nn.plan import GEMMS
 from lightning_lowbit.nn.saving import Readers, check_save
 from lightning_lowbit.quant import Cast
@@ -80,8 +81,7 @@ def convert_layers(
         if name not in planned:  # converted before, and to be left alone now
             former.set_casts(LinearCasts())
     for name, layer_casts in planned.items():
-        layer: Any = model.get_submodule(name)
-        layer.__class__ = quantized_class(type(layer))  # type: ignore[arg-type]
+        layer = convert_layer(model, name)
         layer.set_casts(layer_casts)
         layer.exact, layer.backend, layer.save = exact, backend, save
         layer.readers, layer.keeps_input = readers, False
@@ -107,7 +107,7 @@ def plan(
     """The casts that :func:`convert` would give each layer, by name. Arguments and errors are the same."""
     default = LinearCasts.of(casts)
     others = {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
-    layers = [name for name, module in model.named_modules() if is_linear(module)]
+    layers = list(convertible(model))
     if not layers:
         raise ValueError(
             f"{type(model).__name__} holds no layer to quantize: torch.nn.Linear (no subclass of it) or transformers' "
@@ -128,7 +128,7 @@ def plan(
 
 def plan_by_name(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, LinearCasts]:
     """Casts of a model's layers from those by name of a checkpoint; a ``ValueError`` if it has no layer of a name."""
-    layers = {clean_name(name): name for name, module in model.named_modules() if is_linear(module)}
+    layers = {clean_name(name): name for name in convertible(model)}
     if missing := [name for name in casts if name not in layers]:
         raise ValueError(
             f"Casts are given for {len(missing)} layers that {type(model).__name__} does not have, e.g. "
@@ -189,13 +189,13 @@ def set_blend(model: nn.Module, blend: float | Tensor | None) -> None:
     elif blend is not None:
         blend = None if check_blend(blend) == 1 else float(blend)
     layers = quantized_layers(model).values()
-    devices = {layer.weight.device for layer in layers}
+    devices = {layer.device for layer in layers}
     if isinstance(blend, Tensor) and devices - {blend.device}:
         there = ", ".join(map(str, devices))
         raise ValueError(f"blend is a tensor on the device of the layers, {there}; got one on {blend.device}.")
     made = {device: torch.tensor(blend, device=device) if isinstance(blend, float) else blend for device in devices}
     for layer in layers:
-        layer.blend = made[layer.weight.device]
+        layer.blend = made[layer.device]
 
 
 def check_blend(blend: float) -> float:

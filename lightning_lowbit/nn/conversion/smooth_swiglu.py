@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from lightning_lowbit.checks import choose
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.layers import quantized_layers
-from lightning_lowbit.nn.linear import QuantizedLayer, is_linear
+from lightning_lowbit.nn.layers.classes import is_linear
+from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.quant import amax_along, smoothing_factor
 

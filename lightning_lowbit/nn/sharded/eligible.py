@@ -15,7 +15,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.linear import QuantizedLayer, quantized_class
+from lightning_lowbit.nn.layers.classes import quantized_class
+from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.operand import operand_dtype
 from lightning_lowbit.quant.shard import ends_within
@@ -54,7 +55,7 @@ def records(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParam]]:
 
 def is_plain(record: FSDPParam) -> bool:
     info = record._module_info
-    layer = quantized_class(type(info.module))  # type: ignore[arg-type]
+    layer = quantized_class(type(info.module))
     return (
         layer is not None
         and layer.weight_matrix is QuantizedLayer.weight_matrix

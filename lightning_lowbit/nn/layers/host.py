@@ -1,0 +1,72 @@
+"""Modules with several matrix products, or with one beside other things, such as a stack of experts.
+
+A host keeps its parameters, their names and its place in the model. Each product is a converted layer of its own, a
+child of a module that holds no parameters: casts, keys and amaxes are the product's, the weight is the host's. Without
+the wrapper's name (:func:`lightning_lowbit.nn.keys.clean_name`) a product is called ``<host>.<product>``.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_lowbit.nn.linear import QuantizedLayer
+
+PRODUCTS = "_products"  # the child of a host that holds its products
+
+
+class Product(QuantizedLayer):
+    """A converted layer whose weight, and bias, are parameters of its host.
+
+    Args:
+        host: the module that calls the product.
+        weight: name of the host's parameter ``[out_features, in_features]``, or a stack of them; None for a product of
+            two activations.
+        bias: name of the host's parameter; None for none.
+    """
+
+    def __init__(self, host: nn.Module, weight: str | None = None, bias: str | None = None) -> None:
+        super().__init__()
+        self._of = (host,)  # in a tuple, so that it is no child
+        self._names = weight, bias
+
+    @property
+    def host(self) -> Any:
+        return self._of[0]
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        return [getattr(self.host, name) for name in self._names if name is not None]
+
+    @property
+    def weight(self) -> Any:
+        name = self._names[0]
+        return None if name is None else getattr(self.host, name)
+
+    @property
+    def bias(self) -> Tensor | None:
+        name = self._names[1]
+        return None if name is None else getattr(self.host, name)
+
+
+class Host(nn.Module):
+    """Base class of converted modules that compute by products."""
+
+    @staticmethod
+    def make_products(host: Any) -> dict[str, Product]:
+        """The products of a module by name, whether it is converted or not; none if it has nothing to quantize."""
+        raise NotImplementedError
+
+    def product(self, name: str) -> Any:
+        return getattr(self, PRODUCTS)[name]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no product has anything to quantize: the host then computes as the class that it was."""
+        return all(layer.casts.plan.is_empty for layer in getattr(self, PRODUCTS).values())
+
+
+def add_products(host: Any, cls: type[Host]) -> None:
+    """Converts a module to a class of hosts, in place."""
+    if not isinstance(host, Host):
+        products = cls.make_products(host)
+        host.__class__ = cls
+        host.add_module(PRODUCTS, nn.ModuleDict(products))
