@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_lowbit.callbacks import *
-    from lightning_lowbit.nn import LinearCasts, bake, convert, fold, smooth_swiglu
+    from lightning_lowbit.nn import LinearCasts, bake, convert, fold, pack_frozen, smooth_swiglu, unpack_frozen
     from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
     from lightning_lowbit.precision import *
     from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
@@ -59,9 +59,11 @@ __all__ = [
     "bake",
     "convert",
     "fold",
+    "pack_frozen",
     "quantize",
     "restore",
     "smooth_swiglu",
+    "unpack_frozen",
 ]
 
 if not TYPE_CHECKING:  # a type checker would take every name for one that is here

@@ -6,6 +6,7 @@ from lightning_lowbit.nn.casts import PHASES, PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.bake import bake
 from lightning_lowbit.nn.conversion.convert import convert, plan, set_blend, set_phase
 from lightning_lowbit.nn.conversion.coverage import Coverage, GemmCounter
+from lightning_lowbit.nn.conversion.frozen import pack_frozen, unpack_frozen
 from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes
 from lightning_lowbit.nn.conversion.smooth_swiglu import SwiGLU, fold, smooth_swiglu, swiglus
 from lightning_lowbit.nn.keys import LayerKeys
@@ -28,9 +29,11 @@ __all__ = [
     "bake",
     "convert",
     "fold",
+    "pack_frozen",
     "plan",
     "set_blend",
     "set_phase",
     "smooth_swiglu",
     "swiglus",
+    "unpack_frozen",
 ]

@@ -12,6 +12,7 @@ from lightning_lowbit.nn.operands import (
     Settings,
     Source,
     amax_for,
+    frozen_weight,
     keeps_weight_operand,
     kept_source,
     operands,
@@ -35,7 +36,9 @@ class QuantizedGemms(torch.autograd.Function):
         casts, (needs_x, needs_w) = settings.casts, ctx.needs_input_grad[:2]
         w = weight.to(x.dtype) if settings.recasts else weight
         source_x = Source(x, amax_for(x, settings, "fprop_x", *["wgrad_x"] * needs_w))
-        if settings.prequantized is not None:
+        if settings.frozen is not None:
+            source_w = frozen_weight(weight, x.dtype, settings)
+        elif settings.prequantized is not None:
             source_w = prequantized_weight(w, settings.prequantized, settings)
         elif settings.weight_amax is not None:
             source_w = Source(w, settings.weight_amax)

@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.calls import Calls, keys_of_call
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import QuantizedGemms
 from lightning_lowbit.nn.gemm import native_obstacle, no_autocast
+from lightning_lowbit.nn.layers.frozen import Frozen
 from lightning_lowbit.nn.native.gemms import results
 from lightning_lowbit.nn.native.table import BLOCK_SCALED
 from lightning_lowbit.nn.operands import PrequantizedWeight, Settings
@@ -55,6 +57,7 @@ class QuantizedLayer(nn.Module):
         operand_sums, gradient_sums: rows of :class:`lightning_lowbit.nn.watch.Watch`; None outside of measurements.
         token_amax: float32 ``[tokens, 1]``, for smoothing the tokens of the next pass; None until set.
         weight_amax: float32, 0-d, scales the weight (:mod:`lightning_lowbit.nn.conversion.shared_amax`), if not None.
+        frozen: what the bytes are that the weight is kept as (:func:`lightning_lowbit.pack_frozen`); None for a matrix.
         prequantized_weight: set while gathering a weight that is quantized (:mod:`lightning_lowbit.nn.sharded.gather`).
     """
 
@@ -75,6 +78,7 @@ class QuantizedLayer(nn.Module):
     operand_sums: Tensor | None = None
     gradient_sums: Tensor | None = None
     weight_amax: Tensor | None = None
+    frozen: Frozen | None = None
     prequantized_weight: PrequantizedWeight | None = None
 
     weight: Any  # as nn.Linear and Conv1D declare it
@@ -82,13 +86,18 @@ class QuantizedLayer(nn.Module):
 
     def set_casts(self, casts: LinearCasts) -> None:
         """Sets the casts outside any phase. A change drops amaxes, which may be those of other operands."""
+        if self.frozen is not None and casts.fprop_w not in (None, self.frozen.cast):
+            raise ValueError(
+                f"The weight is kept as codes of {self.frozen.cast}, and the casts quantize it to {casts.fprop_w}. "
+                "Give the layer casts with the same fprop_w, or call lightning_lowbit.unpack_frozen(model) first."
+            )
         if casts != self.full_casts:
             self.amaxes = None
         self.full_casts = self.casts = casts
 
     def weight_matrix(self) -> Tensor:
         """The weight as ``[out_features, in_features]``, or a stack of such matrices."""
-        return self.weight
+        return self.weight if self.frozen is None else self.frozen.dense(self.weight.detach())
 
     def own_parameters(self) -> list[nn.Parameter]:
         """The parameters that are the layer's, wherever they are registered."""
@@ -102,22 +111,29 @@ class QuantizedLayer(nn.Module):
     def forward(self, input: Tensor) -> Tensor:  # as nn.Linear names it, which callers may do too
         """``x · Wᵀ + b`` for ``x`` ``[..., in_features]``; under autocast in its dtype."""
         if self.casts.plan.is_empty:  # nothing to quantize: the layer that this one was converted from
+            if self.frozen is not None:
+                return F.linear(input, self.weight_matrix().to(input.dtype), self.bias)
             return super().forward(input)
+        if self.frozen is not None and self.frozen.cast == self.casts.fprop_w:
+            return self.quantized_forward(input, self.weight, self.bias, frozen=self.frozen)
         weight = self.weight_matrix()
         if isinstance(weight, DTensor):
             return tensor_parallel(self.quantized_forward, input, weight, self.bias)
         return self.quantized_forward(input, weight, self.bias)
 
-    def quantized_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards = _WHOLE) -> Tensor:
+    def quantized_forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards = _WHOLE, frozen: Frozen | None = None
+    ) -> Tensor:
         """:meth:`forward` through the casts, of shards too; with six of None it equals ``nn.Linear`` to the bit."""
         device, shape, prequantized, amaxes = x.device.type, x.shape, self.prequantized_weight, self.amaxes
-        recasts, source = self.readers is not None and self.casts.smooth is None and prequantized is None, x
+        keeps = prequantized is not None or frozen is not None  # the weight is no matrix to convert
+        recasts, source = self.readers is not None and self.casts.smooth is None and not keeps, x
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # autocast does not cast float64
             dtype = torch.get_autocast_dtype(device)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             # With codes, the parameter itself is kept, and converted again.
-            weight = weight if prequantized is not None or recasts else weight.to(dtype)
-        elif x.dtype != weight.dtype:
+            weight = weight if keeps or recasts else weight.to(dtype)
+        elif x.dtype != weight.dtype and frozen is None:
             raise ValueError(
                 f"Input and weight must have one dtype; got {x.dtype} and {weight.dtype}. Cast one of them, or use "
                 "torch.autocast."
@@ -134,8 +150,9 @@ class QuantizedLayer(nn.Module):
             )
         with no_autocast(device):
             x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # flatten also takes empty tensors
-            if x.shape[1] != weight.shape[1]:  # a rotation would pad both to whole groups
-                raise ValueError(f"The layer takes {weight.shape[1]} features; got {tuple(shape)}.")
+            features = (weight if frozen is None else frozen).shape[1]
+            if x.shape[1] != features:  # a rotation would pad both to whole groups
+                raise ValueError(f"The layer takes {features} features; got {tuple(shape)}.")
             rescale = None
             if self.casts.smooth is not None:
                 x, weight, rescale = self._smoothed(x, weight, shards)
@@ -153,6 +170,7 @@ class QuantizedLayer(nn.Module):
                 weight_amax=self.shared_amax(x.dtype) if prequantized is None else prequantized.amax,
                 prequantized=prequantized,
                 recasts=recasts,
+                frozen=frozen,
                 packs=self.readers is not None and self._packs(source, x.dtype),
             )
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_lowbit.kernels import Packed, amax_of, pack_operand, quantize_operand, unpack_operand
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.gemm import mean_times
+from lightning_lowbit.nn.layers.frozen import Frozen
 from lightning_lowbit.nn.native.operand import BlockOperand, block_operand, unpacked_block_operand
 from lightning_lowbit.nn.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.sharded.parallel import Shards
@@ -44,6 +45,7 @@ class Settings(NamedTuple):
         weight_amax: float32, 0-d, scales the weight; None for its own amax.
         recasts: keeps the parameter for the backward pass, and converts it again, instead of what was made of it.
         packs: keeps what wgrad needs of x as codes and scales.
+        frozen: what the bytes of a frozen weight are; None for a matrix.
     """
 
     casts: LinearCasts
@@ -60,6 +62,7 @@ class Settings(NamedTuple):
     prequantized: PrequantizedWeight | None
     recasts: bool = False
     packs: bool = False
+    frozen: Frozen | None = None
 
     def shard_of(self, operand: str) -> Shard | None:
         """The shard that an operand is, padded as its GEMM takes it; None if it is whole."""
@@ -128,6 +131,13 @@ def prequantized_weight(w: Tensor, prequantized: PrequantizedWeight, settings: S
     return Source(w.to(dtype), None, prequantized.factor, is_operand=True)
 
 
+def frozen_weight(data: Tensor, source: torch.dtype, settings: Settings) -> Source:
+    """The operand of a weight from its bytes."""
+    assert settings.frozen is not None
+    packed, shape = settings.frozen.packed(data), settings.frozen.shape
+    return unpacked_source("fprop_w", packed, shape, source, settings)
+
+
 def operands(
     gemm: str, left: Source, right: Source, settings: Settings, bias: Tensor | None = None
 ) -> tuple[Operand | BlockOperand, Operand | BlockOperand, Tensor | None]:
@@ -177,6 +187,8 @@ def _record(
 def keeps_weight_operand(settings: Settings) -> bool:
     """Whether dgrad gets the forward pass's operand of the weight as it is."""
     plan = settings.casts.plan
+    if settings.frozen is not None:
+        return False
     if "dgrad_w" not in plan.kept and not settings.reuses("dgrad_w"):
         return False
     return not settings.recasts or settings.prequantized is not None or "fprop_w" in plan.altered
@@ -184,6 +196,8 @@ def keeps_weight_operand(settings: Settings) -> bool:
 
 def weight_for_dgrad(kept: Operand, amax: Tensor | None, dtype: torch.dtype, settings: Settings) -> Operand:
     """What dgrad quantizes or takes as it is, from what the forward pass has kept of the weight."""
+    if settings.frozen is not None:
+        return settings.frozen.operand(kept.values, dtype, settings.dtype_of("dgrad_w", settings.frozen.cast))
     if not settings.recasts or keeps_weight_operand(settings):
         return kept
     w, requantizes = kept.values.to(dtype), "dgrad_w" in settings.casts.requantize
@@ -308,7 +322,8 @@ def kept_source(name: str, operand: Operand, amax: Tensor | None, dtype: torch.d
     """The source of an operand that the forward pass has kept: a tensor or a quantized operand, whose factor is
     multiplied in where it would vary along the contraction axis, or where the operand is quantized again."""
     values, factor = operand
-    if name in settings.casts.requantize:
+    has_own = factor is not None and isinstance(getattr(settings.casts, name), Cast)  # of a frozen weight
+    if has_own or name in settings.casts.requantize:
         return Source((values if factor is None else values.float() * factor).to(dtype))
     if factor is not None and factor.dim() > 0:
         values, factor = (values.float() * factor).to(torch.float32 if settings.exact else dtype), None

@@ -1,0 +1,132 @@
+"""Base models of adapters: frozen weights as codes and scales, 4.5 bits per element in NVFP4 instead of 16 or 32."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_lowbit.checks import some
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.conversion.convert import CastsLike, convert_layers, plan
+from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.layers.frozen import Frozen
+from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
+from lightning_lowbit.quant import Cast
+from lightning_lowbit.quant.packed import packing_obstacle
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+@torch.no_grad()
+def pack_frozen(
+    model: _Model,
+    casts: CastsLike,
+    *,
+    skip: Iterable[str] = (),
+    only: Iterable[str] | None = None,
+    overrides: Mapping[str, CastsLike] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> _Model:
+    """Quantizes the frozen weights of a model once, and keeps their codes and scales in place of the matrices.
+
+    The forward pass gets the same bits as from the matrices; where ``dgrad_w`` has a cast of its own, it quantizes the
+    quantized weight again (presets with ``"fprop"`` there, such as ``nvfp4-nvidia``, do not). A layer keeps its name,
+    and its key in ``state_dict``, whose value is then uint8, 1-D. Loading takes such bytes, or a matrix.
+
+    Args:
+        model: its layers to pack are those whose weights have ``requires_grad=False``; others are left alone.
+        casts: of these layers, as for :func:`lightning_lowbit.convert`; a plugin that trains the model must have the
+            same ``fprop_w`` for them.
+        skip, only, overrides: as for :func:`lightning_lowbit.convert`.
+        dtype: in which weights are quantized, that of the computation; also of :func:`unpack_frozen`.
+
+    Raises:
+        ValueError: no weight is frozen, or the casts do not keep the weight as it is quantized once. The model is then
+            unchanged.
+
+    Examples:
+        >>> network.requires_grad_(False)
+        >>> network = pack_frozen(network, "nvfp4-nvidia", skip=["lm_head"])
+        >>> model = get_peft_model(network, LoraConfig(target_modules=["q_proj", "v_proj"]))
+    """
+    planned = plan(model, casts, skip, only, overrides)
+    frozen = {name: cast for name, cast in planned.items() if _is_frozen(model.get_submodule(name))}
+    if not frozen:
+        raise ValueError(
+            f"pack_frozen keeps weights with requires_grad=False as codes, and of {len(planned)} layers, e.g. "
+            f"{some(planned)}, none is frozen. Call model.requires_grad_(False) first, and add adapters afterwards."
+        )
+    refused: dict[str, list[str]] = {}
+    for name, of_layer in frozen.items():
+        if (why := _obstacle(model.get_submodule(name), of_layer)) is not None:
+            refused.setdefault(why, []).append(name)
+    if refused:
+        told = "; ".join(f"{some(names)}: {why}" for why, names in refused.items())
+        raise ValueError(f"pack_frozen cannot keep these weights as codes. {told}. Skip them, or give other casts.")
+    every = {name: layer.full_casts for name, layer in quantized_layers(model).items()}
+    convert_layers(model, every | frozen)
+    for name in frozen:
+        layer: Any = model.get_submodule(name)
+        if layer.frozen is None:
+            cast = layer.full_casts.fprop_w
+            of_layer_frozen = Frozen(cast, layer.weight.shape, dtype)
+            keep_bytes(layer, of_layer_frozen, of_layer_frozen.pack(layer.weight, layer.shared_amax(dtype)))
+    return model
+
+
+@torch.no_grad()
+def unpack_frozen(model: _Model) -> _Model:
+    """Turns weights that are kept as codes into matrices of their quantized values, in place; returns the model.
+
+    Needed before adapters are merged into them, or for casts with another ``fprop_w``.
+
+    Examples:
+        >>> merged = unpack_frozen(model).merge_and_unload()
+    """
+    for layer in quantized_layers(model).values():
+        if layer.frozen is not None:
+            weight = layer.weight_matrix()
+            layer.frozen = None
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+def keep_bytes(layer: Any, frozen: Frozen, data: Tensor) -> None:
+    """Replaces the weight of a layer by the bytes that ``frozen`` describes."""
+    layer.weight = nn.Parameter(data, requires_grad=False)
+    layer.frozen = frozen
+    layer.register_load_state_dict_pre_hook(_pack_matrix)
+
+
+def _pack_matrix(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before loading: a matrix becomes bytes."""
+    weight = state.get(f"{prefix}weight")
+    if layer.frozen is not None and weight is not None and weight.shape == layer.frozen.shape:
+        state[f"{prefix}weight"] = layer.frozen.pack(weight)
+
+
+def _is_frozen(layer: nn.Module) -> bool:
+    weight = getattr(layer, "weight", None)
+    return weight is not None and not weight.requires_grad
+
+
+def _obstacle(layer: Any, casts: LinearCasts) -> str | None:
+    """Why a layer must have its weight as a matrix, in words; None if it need not."""
+    cast = casts.fprop_w
+    if not isinstance(cast, Cast):
+        return "fprop_w is not quantized"
+    if isinstance(layer, nn.Linear) is False or type(layer) not in (nn.Linear, QuantLinear):
+        return f"{type(layer).__name__} does not keep its weight as nn.Linear does"
+    if isinstance(layer.weight, DTensor):
+        return "the weight is sharded"
+    if cast.draws:
+        return "fprop_w rounds stochastically, anew in each pass"
+    if cast.scale.source == "delayed":
+        return "fprop_w is scaled by the history of its amax"
+    if cast.scale.two_level == "row":
+        return "fprop_w has a second level per row"
+    if "fprop_w" in casts.plan.altered or casts.smooth == "channel":
+        return "fprop takes the weight itself, for hadamard, subtract_mean or smoothing"
+    return packing_obstacle(cast)

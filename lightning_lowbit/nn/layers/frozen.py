@@ -1,0 +1,40 @@
+"""The weight of a layer that is not trained, kept as codes and scales instead of a matrix."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit.kernels import Packed, pack_operand, unpack_operand
+from lightning_lowbit.quant import Cast, Operand
+
+
+class Frozen(NamedTuple):
+    """What the bytes of a frozen weight are: a matrix of a ``shape``, [out_features, in_features], quantized by a
+    ``cast`` along its columns from ``dtype``. The bytes, uint8, 1-D, are those of :class:`Packed` and then the float32
+    scale of the matrix."""
+
+    cast: Cast
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def pack(self, weight: Tensor, amax: Tensor | None = None) -> Tensor:
+        """The bytes of a weight, which is rounded to ``dtype`` first."""
+        return joined(pack_operand(weight.to(self.dtype), self.cast, 1, None, amax))
+
+    def packed(self, data: Tensor) -> Packed:
+        return Packed(data[:-4], data[-4:].clone().view(torch.float32)[0])
+
+    def operand(self, data: Tensor, source: torch.dtype, dtype: torch.dtype | None = None) -> Operand:
+        """The quantized weight, as a GEMM takes it that computes in ``source``; ``dtype`` is that of the values."""
+        return unpack_operand(self.packed(data), self.cast, 1, self.shape, source, dtype)
+
+    def dense(self, data: Tensor) -> Tensor:
+        """The quantized weight as a matrix, in ``dtype``."""
+        values, factor = self.operand(data, torch.float32, torch.float32)
+        return (values if factor is None else values * factor).to(self.dtype)
+
+
+def joined(packed: Packed) -> Tensor:
+    """Codes, scales of blocks, and the scale of the matrix, as bytes."""
+    return torch.cat([packed.data, packed.factor.detach().reshape(1).view(torch.uint8)])
