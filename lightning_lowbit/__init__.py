@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_lowbit.callbacks import *
-    from lightning_lowbit.nn import LinearCasts, bake, convert, fold, pack_frozen, smooth_swiglu, unpack_frozen
+    from lightning_lowbit.nn import (
+        LinearCasts,
+        bake,
+        convert,
+        fold,
+        load_compressed,
+        pack_frozen,
+        smooth_swiglu,
+        unpack_frozen,
+    )
     from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
     from lightning_lowbit.precision import *
     from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
@@ -59,6 +68,7 @@ __all__ = [
     "bake",
     "convert",
     "fold",
+    "load_compressed",
     "pack_frozen",
     "quantize",
     "restore",

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from lightning_lowbit.nn.calls import Calls, keys_of_call
 from lightning_lowbit.nn.casts import LinearCasts

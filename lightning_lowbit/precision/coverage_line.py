@@ -143,6 +143,8 @@ def _flops(node: Any) -> int:
     name = node.name()
     if _is_converted(node) or _PRODUCT.fullmatch(name):
         (left, right), out = map(_shape, _operands(node)), node._input_metadata[0].shape
+        if _is_converted(node) and (frozen := node.settings.frozen) is not None:
+            return 2 * prod(out) * frozen.shape[1]
         rows = _is_converted(node) or name.startswith("Linear")  # their weight is [out, in]
         if left is None and right is None:
             return 0

@@ -63,6 +63,13 @@ def pack(
     return torch.cat([codes, _encode(scales.flatten(), cast.scale.storage)]), scaled.factor(x.shape, tile)
 
 
+def assembled(elements: Tensor, scales: Tensor, cast: Cast) -> Tensor:
+    """The bytes of a matrix from its elements, float32 ``[rows, columns]`` on the grid, and the scales of its blocks or
+    rows, float32, in their order; those of a scale of the tensor do not hold it."""
+    codes = _join(_encode(elements, cast.format).flatten(), cast.format)
+    return codes if cast.scale.block == "tensor" else torch.cat([codes, _encode(scales.flatten(), cast.scale.storage)])
+
+
 def unpack_(out: Tensor, data: Tensor, factor: Tensor, cast: Cast, dtype: torch.dtype, dim: int = 1) -> Tensor | None:
     """Writes the values of an :class:`lightning_lowbit.quant.Operand` to ``out``, and returns its factor, None for 1.
 

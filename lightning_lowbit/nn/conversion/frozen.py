@@ -12,7 +12,7 @@ from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, convert_layers, plan
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.layers.frozen import Frozen
-from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
+from lightning_lowbit.nn.linear import QuantLinear
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.packed import packing_obstacle
 

@@ -1,0 +1,212 @@
+"""Reads checkpoints that compressed-tensors wrote, as llm-compressor does, into layers with frozen weights.
+
+    format                          files hold                                          cast
+    nvfp4-pack-quantized            weight_packed, weight_scale, weight_global_scale    e2m1/e4m3:1x16+fp32
+    mxfp4-pack-quantized            weight_packed, weight_scale (uint8)                 e2m1/e8m0:1x32
+    mxfp8-quantized                 weight (E4M3), weight_scale (uint8)                 e4m3/e8m0:1x32
+    float-quantized                 weight (E4M3), weight_scale                         e4m3 per tensor, row or tile
+    pack-quantized, int-quantized   weight_packed or weight, weight_scale               int2 … int8 per group or row
+
+Codes and scales are the file's, to the bit. Only weights are read: how a file's engine quantizes activations is up to
+the casts.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit.checks import some
+from lightning_lowbit.formats import ELEMENT_FORMATS
+from lightning_lowbit.kernels import Packed
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.conversion.convert import CastsLike, convert_layers
+from lightning_lowbit.nn.conversion.frozen import keep_bytes
+from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.layers.frozen import Frozen, joined
+from lightning_lowbit.quant import Cast, Scale
+from lightning_lowbit.quant.packed import assembled
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_PARTS = ("weight_packed", "weight", "weight_scale", "weight_global_scale", "weight_shape", "weight_zero_point")
+
+
+@torch.no_grad()
+def load_compressed(
+    model: _Model, folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype = torch.bfloat16
+) -> _Model:
+    """Fills a model from a checkpoint of compressed-tensors; its quantized weights stay codes, and frozen.
+
+    Args:
+        model: a ``transformers`` model of the checkpoint's architecture, such as ``from_config`` makes.
+        folder: holds ``config.json`` and ``*.safetensors``.
+        casts: of the layers whose weights are quantized, with the file's cast as ``fprop_w`` (or the error says which
+            it is); None quantizes weights alone: ``LinearCasts(fprop_w=the file's, dgrad_w="fprop")``.
+        dtype: of the computation, and of :func:`lightning_lowbit.unpack_frozen`.
+
+    Returns:
+        The model. Other tensors of the file are loaded as they are, into parameters and buffers of their names.
+
+    Raises:
+        ValueError: no checkpoint of compressed-tensors, a format or scheme that is not listed above, a layer or
+            parameter that only one side has, or casts with another ``fprop_w``.
+
+    Examples:
+        >>> network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("llama-nvfp4"))
+        >>> network = load_compressed(network, "llama-nvfp4")
+    """
+    folder = Path(folder)
+    schemes, tensors = _schemes(folder), dict(_tensors(folder))
+    layers = sorted({name.rpartition(".")[0] for name in tensors if name.endswith(".weight_scale")})
+    modules = dict(model.named_modules())
+    if lacking := [name for name in layers if not isinstance(modules.get(name), nn.Linear)]:
+        raise ValueError(
+            f"{folder} has quantized weights of {len(lacking)} layers that {type(model).__name__} does not have as "
+            f"nn.Linear, e.g. {some(lacking)}. Build the model from the checkpoint's own config.json."
+        )
+    taken: dict[str, tuple[LinearCasts, Frozen, Tensor]] = {}
+    for name in layers:
+        parts = {part: tensors.pop(f"{name}.{part}") for part in _PARTS if f"{name}.{part}" in tensors}
+        cast, packed, shape = _packed(name, parts, schemes)
+        if shape != modules[name].weight.shape:
+            raise ValueError(
+                f"{name}.weight is {tuple(shape)} in {folder}, and {tuple(modules[name].weight.shape)} in the model."
+            )
+        taken[name] = _casts(name, cast, casts), Frozen(cast, shape, dtype), joined(packed)
+    _load_rest(model, tensors, {f"{name}.weight" for name in layers}, folder)
+    every = {name: layer.full_casts for name, layer in quantized_layers(model).items()}
+    convert_layers(model, every | {name: of_layer for name, (of_layer, _, _) in taken.items()})
+    for name, (_, frozen, data) in taken.items():
+        layer = model.get_submodule(name)
+        keep_bytes(layer, frozen, data.to(layer.weight.device))  # type: ignore[arg-type]
+    return model
+
+
+def _schemes(folder: Path) -> list[Mapping[str, Any]]:
+    """The weights' arguments of each group of the configuration, with the group's format."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is no checkpoint of compressed-tensors: it has no config.json.")
+    config = json.loads(path.read_text()).get("quantization_config") or {}
+    if config.get("quant_method") != "compressed-tensors":
+        raise ValueError(
+            f"{path} has quant_method {config.get('quant_method')!r}, not 'compressed-tensors'. Load a model in high "
+            "precision with from_pretrained, and call lightning_lowbit.pack_frozen(model, casts)."
+        )
+    groups = config.get("config_groups", {}).values()
+    return [{"format": group.get("format") or config["format"], **(group.get("weights") or {})} for group in groups]
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open  # comes with transformers
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} has no *.safetensors.")
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  it is no mapping
+                yield name, opened.get_tensor(name)
+
+
+def _packed(
+    name: str, parts: Mapping[str, Tensor], schemes: list[Mapping[str, Any]]
+) -> tuple[Cast, Packed, torch.Size]:
+    """The cast, codes and scales, and shape of one layer, by what its tensors are."""
+    scale, packed, one = parts["weight_scale"], parts.get("weight_packed"), torch.ones(())
+    if "weight_zero_point" in parts:
+        raise ValueError(f"{name} has zero points, which codes of frozen weights do not. Load it in high precision.")
+    if packed is not None and packed.dtype == torch.int32:
+        return _integers(name, packed, parts, schemes)
+    if packed is not None:  # E2M1, the first element in the low bits
+        elements = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+        values = ELEMENT_FORMATS["e2m1"].decode(elements)
+        if "weight_global_scale" in parts:
+            cast = Cast("e2m1", Scale("e4m3", 16, two_level=True))
+            return cast, Packed(assembled(values, scale.float(), cast), 1 / _number(parts)), values.shape
+        cast = Cast("e2m1", Scale("e8m0", 32))
+        return cast, Packed(assembled(values, _powers(scale), cast), one), values.shape
+    weight = parts["weight"]
+    if weight.dtype == torch.int8:
+        return _rows_or_groups("int8", weight.float(), scale)
+    if weight.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"{name}.weight has {weight.dtype}, of which no format of compressed-tensors here has codes.")
+    if scale.dtype == torch.uint8:
+        cast = Cast("e4m3", Scale("e8m0", 32))
+        return cast, Packed(assembled(weight.float(), _powers(scale), cast), one), weight.shape
+    if scale.dim() == 2 and scale.shape[1] > 1:  # tiles; the last ones may be cut
+        size = next((tuple(s["block_structure"]) for s in schemes if s.get("block_structure")), (128, 128))
+        cast = Cast("e4m3", Scale("fp32", size))
+        return cast, Packed(assembled(weight.float(), scale.float(), cast), one), weight.shape
+    return _rows_or_groups("e4m3", weight.float(), scale)
+
+
+def _integers(
+    name: str, packed: Tensor, parts: Mapping[str, Tensor], schemes: list[Mapping[str, Any]]
+) -> tuple[Cast, Packed, torch.Size]:
+    """Rows of a stream of bits, little-endian: element i, plus half of the range, is at the bits from ``i * bits``."""
+    rows, columns = (int(size) for size in parts["weight_shape"])
+    sizes = {int(s["num_bits"]) for s in schemes if s.get("type") == "int"}
+    fitting = [bits for bits in sorted(sizes) if packed.shape[1] == -(-columns * bits // 32)]
+    if len(fitting) != 1:
+        named = some(map(str, sorted(sizes))) or "none"
+        raise ValueError(
+            f"{name} has {packed.shape[1]} words of 32 bits per row of {columns} elements, and config.json names {named}"
+            " as the bits of integers, of which not one fits. Load it in high precision."
+        )
+    bits = fitting[0]
+    stream = (packed.view(torch.uint8).view(rows, -1, 1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
+    each = stream[:, : columns * bits].view(rows, columns, bits).float()
+    values = each @ (2.0 ** torch.arange(bits)) - 2 ** (bits - 1)
+    return _rows_or_groups(f"int{bits}", values, parts["weight_scale"])
+
+
+def _rows_or_groups(element: str, values: Tensor, scale: Tensor) -> tuple[Cast, Packed, torch.Size]:
+    if scale.numel() == 1:
+        cast = Cast(element, Scale("fp32", "tensor"))
+        return cast, Packed(assembled(values, scale, cast), scale.float().reshape(())), values.shape
+    groups = scale.numel() // len(values)
+    block = "row" if groups == 1 else values.shape[1] // groups
+    cast = Cast(element, Scale("fp32" if groups == 1 else _DTYPES[scale.dtype], block))  # type: ignore[arg-type]
+    return cast, Packed(assembled(values, scale.float(), cast), torch.ones(())), values.shape
+
+
+def _number(parts: Mapping[str, Tensor]) -> Tensor:
+    return parts["weight_global_scale"].float().reshape(())
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    return exponents.view(torch.float8_e8m0fnu).float()
+
+
+def _casts(name: str, cast: Cast, casts: CastsLike | None) -> LinearCasts:
+    if casts is None:
+        return LinearCasts(fprop_w=cast, dgrad_w="fprop")
+    given = LinearCasts.of(casts)
+    if given.fprop_w != cast:
+        raise ValueError(
+            f"The file's weight of {name} is quantized by {cast}, and the casts have {given.fprop_w} for fprop_w. Give "
+            f"casts with fprop_w={cast!r}, or None."
+        )
+    return given
+
+
+def _load_rest(model: nn.Module, tensors: Mapping[str, Tensor], quantized: set[str], folder: Path) -> None:
+    tied = {id(p): name for name, p in model.named_parameters()}
+    missing, unexpected = model.load_state_dict(dict(tensors), strict=False)
+    names = dict(model.named_parameters(remove_duplicate=False))
+    loaded = {tied[id(names[name])] for name in tensors if name in names}
+    missing = [
+        name for name in missing if name not in quantized and not (name in names and tied[id(names[name])] in loaded)
+    ]
+    if missing or unexpected:
+        lacks, has = some(missing) or "nothing", some(unexpected) or "nothing"
+        raise ValueError(
+            f"{folder} lacks {lacks} of {type(model).__name__}, and has {has} that the model lacks. Build "
+            "it from the checkpoint's own config.json."
+        )

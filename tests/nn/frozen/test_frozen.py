@@ -1,0 +1,156 @@
+"""Frozen weights as codes: the bits of training with matrices, in a quarter of the bytes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowbit import FP4Precision, LinearCasts, convert, pack_frozen, unpack_frozen
+from lightning_lowbit._lightning import LightningModule, Trainer
+from lightning_lowbit.nn import PRESETS, LayerKeys, set_phase
+
+
+def frozen_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 80, bias=False))
+    model[0].weight.requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+def passed(model, autocast=True):
+    """Output and gradient of the input, with the keys of step 1."""
+    LayerKeys(model).fill_(1)
+    x = torch.randn(40, 96, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = model(x)
+    y.float().square().sum().backward()
+    return y.detach(), x.grad
+
+
+def packs(name):
+    try:
+        pack_frozen(frozen_model(), name)
+    except ValueError as error:
+        assert "cannot keep these weights as codes" in str(error)
+        return False
+    return True
+
+
+PACKED = [name for name in PRESETS if packs(name)]
+
+
+def test_presets_that_pack():
+    assert not {*PRESETS} - {*PACKED} ^ {"bf16", "nvfp4-row", "ufp4", "fp8-delayed"}
+
+
+def test_equals_matrices_to_the_bit():
+    for name in PACKED:
+        for autocast, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+            expected, gradient = passed(convert(frozen_model(), name), autocast)
+            y, dx = passed(pack_frozen(frozen_model(), name, dtype=dtype), autocast)
+            assert torch.equal(y, expected), (name, dtype)
+            if LinearCasts.preset(name).dgrad_w == "fprop":
+                assert torch.equal(dx, gradient), (name, dtype)
+
+
+def test_a_cast_of_dgrad_quantizes_the_quantized_weight():
+    packed = pack_frozen(frozen_model(), "nvfp4")
+    matrices = unpack_frozen(copy.deepcopy(packed))  # NVFP4 of a bfloat16 tensor that is NVFP4 has the same bits
+    for ours, reference in zip(passed(packed), passed(matrices), strict=True):
+        assert torch.equal(ours, reference)
+
+
+def test_the_backward_pass_keeps_the_bytes():
+    model, kept = pack_frozen(frozen_model(), "nvfp4-nvidia"), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        passed(model)
+    assert model[0].weight.dtype == torch.uint8 and model[0].weight.numel() < 0.6 * 96 * 64
+    assert not [t for t in kept if t.shape in ((64, 96), (96, 64))]
+    assert any(t.data_ptr() == model[0].weight.data_ptr() for t in kept)
+
+
+def test_a_phase_in_high_precision_computes_with_the_quantized_weights():
+    model = pack_frozen(frozen_model(), "nvfp4", dtype=torch.float32)
+    set_phase(model, "bf16")
+    y, dx = passed(model, autocast=False)
+    expected, gradient = passed(unpack_frozen(model), autocast=False)
+    assert torch.equal(y, expected) and torch.equal(dx, gradient)
+
+
+def test_a_state_dict_loads_as_bytes_and_as_matrices():
+    packed, other = pack_frozen(frozen_model(), "nvfp4"), frozen_model()
+    nn.init.zeros_(other[0].weight)
+    for state in (packed.state_dict(), frozen_model().state_dict()):
+        loaded = pack_frozen(copy.deepcopy(other), "nvfp4")
+        loaded.load_state_dict(state)
+        assert torch.equal(loaded[0].weight, packed[0].weight)
+
+
+def test_only_frozen_weights_are_packed():
+    model = frozen_model()
+    model[2].weight.requires_grad_(True)
+    pack_frozen(model, "nvfp4")
+    assert model[0].frozen is not None
+    assert type(model[2]) is nn.Linear
+
+
+def test_refusals():
+    packed = pack_frozen(frozen_model(), "nvfp4")
+    cases = [
+        (lambda: pack_frozen(nn.Sequential(nn.Linear(32, 32)), "nvfp4"), "none is frozen"),
+        (lambda: pack_frozen(frozen_model(), "fp8-delayed"), "scaled by the history"),
+        (lambda: pack_frozen(frozen_model(), "ufp4"), "fprop takes the weight itself"),
+        (lambda: convert(packed, "int4"), "Give the layer casts with the same fprop_w"),
+        (lambda: packed(torch.randn(4, 32)), "takes 96 features"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert packed[0].frozen is not None and packed[0].full_casts == LinearCasts.preset("nvfp4")
+
+
+class Adapted(LightningModule):
+    """A frozen network with a trained matrix beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = pack_frozen(frozen_model(), "nvfp4-nvidia")
+        torch.manual_seed(2)
+        self.adapter = nn.Parameter(torch.randn(96, 80) / 100)
+
+    def training_step(self, batch, index):
+        x = torch.randn(16, 96, generator=torch.Generator().manual_seed(self.global_step))
+        return (self.network(x) + x @ self.adapter).square().mean()
+
+    def train_dataloader(self):
+        return torch.zeros(3, 1)  # an epoch ends where the first run does
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def trained(tmp_path, steps, resume=None):
+    trainer = Trainer(
+        plugins=[FP4Precision("nvfp4-nvidia")],
+        max_steps=steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        enable_checkpointing=False,
+    )
+    model = Adapted()
+    trainer.fit(model, ckpt_path=resume)
+    return trainer, model
+
+
+def test_training_resumes_to_the_bit(tmp_path):
+    _, whole = trained(tmp_path, 6)
+    trainer, _ = trained(tmp_path, 3)
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    _, resumed = trained(tmp_path, 6, tmp_path / "half.ckpt")
+    assert resumed.network[0].weight.dtype == torch.uint8
+    assert torch.equal(resumed.adapter, whole.adapter)
+    assert not torch.equal(whole.adapter, Adapted().adapter)
