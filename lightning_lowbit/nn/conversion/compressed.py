@@ -156,8 +156,8 @@ def _integers(
     if len(fitting) != 1:
         named = some(map(str, sorted(sizes))) or "none"
         raise ValueError(
-            f"{name} has {packed.shape[1]} words of 32 bits per row of {columns} elements, and config.json names {named}"
-            " as the bits of integers, of which not one fits. Load it in high precision."
+            f"{name} has {packed.shape[1]} int32 per row of {columns} elements. Integers of config.json have "
+            f"{named} bits, which do not fit. Load it in high precision."
         )
     bits = fitting[0]
     stream = (packed.view(torch.uint8).view(rows, -1, 1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
