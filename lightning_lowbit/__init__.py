@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_lowbit.callbacks import *
-    from lightning_lowbit.nn import LinearCasts, bake, convert, fold, smooth_swiglu
+    from lightning_lowbit.nn import LinearCasts, bake, convert, fold, register_linear, smooth_swiglu
     from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
     from lightning_lowbit.precision import *
     from lightning_lowbit.quant import Cast, Hadamard, Scale, quantize
@@ -60,6 +60,7 @@ __all__ = [
     "convert",
     "fold",
     "quantize",
+    "register_linear",
     "restore",
     "smooth_swiglu",
 ]
