@@ -123,7 +123,7 @@ def test_little_coverage_is_said_once_with_its_reasons(told: pytest.LogCaptureFi
     cases = {
         "subclass": (
             [special()],
-            "with a forward of its own: register_linear takes it for a linear layer), such as rest.0.0",
+            "with a forward of its own: register_linear takes it for a linear layer), such as rest.0.",
         ),
         "convolution": ([Wide()], "Conv1d (a convolution), such as rest.0.convolution"),
         "experts": ([Experts()], "Experts (a stack of experts, no nn.Linear"),

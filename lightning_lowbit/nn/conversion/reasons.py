@@ -35,11 +35,16 @@ _OWN = Reason("products of activations, as in attention, or with weights of othe
 _EMBEDDING = Reason("an embedding's weight as a matrix", "an nn.Linear with that weight is quantized")
 _LAZY = Reason("no weight yet", "run one batch before the Trainer starts, in configure_model or __init__")
 _SUBCLASS = Reason("a subclass of nn.Linear with a forward of its own", "register_linear takes it for a linear layer")
+_WEIGHT = Reason("no nn.Linear", "register_linear takes it for one, if it computes x · Wᵀ + b")
 _EXPERTS = Reason("a stack of experts, no nn.Linear", "experts that are nn.Linear layers are quantized")
 
 
 class Reasons:
-    """Finds the reason for each module of a model."""
+    """Finds the reason for each module of a model.
+
+    Attributes:
+        defaults: of layers that are left out by default (:mod:`lightning_lowbit.nn.conversion.defaults`), by name.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules: dict[str, nn.Module] = {}
@@ -49,7 +54,7 @@ class Reasons:
         casts = [layer.full_casts for layer in layers.values() if layer.full_casts != LinearCasts()]
         usual = max(casts, key=casts.count, default=LinearCasts())
         rest = {name: usual for name in convertible(model) if name not in layers or layers[name].full_casts != usual}
-        self._defaults = {clean_name(name): why for name, why in left_out(model, rest).items()}
+        self.defaults = {clean_name(name): why for name, why in left_out(model, rest).items()}
 
     def of(self, name: str) -> Reason:
         """The reason for a name of :attr:`Coverage.uncovered`."""
@@ -65,8 +70,8 @@ class Reasons:
         """The reason for a module's own weights; None if they are quantized."""
         if isinstance(module, QuantizedLayer) and module.full_casts != LinearCasts():
             return None
-        if name in self._defaults:
-            return Reason(self._defaults[name], "name it in overrides or only to quantize it")
+        if name in self.defaults:
+            return Reason(self.defaults[name], "name it in overrides or only to quantize it")
         if isinstance(module, QuantizedLayer):
             return Reason("its casts are those of high precision")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -99,7 +104,9 @@ def of_class(module: Any) -> Reason | None:
         return Reason("an adapter")
     if any(parameter.dim() == 3 for parameter in matrices):
         return _EXPERTS
-    return Reason("no nn.Linear", "register_linear takes it for one, if it computes x · Wᵀ + b") if matrices else None
+    if any(parameter is getattr(module, "weight", None) for parameter in matrices):
+        return _WEIGHT
+    return Reason("no nn.Linear") if matrices else None
 
 
 def is_matrix(parameter: Tensor) -> bool:
