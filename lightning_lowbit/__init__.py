@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         fold,
         load_compressed,
         pack_frozen,
+        register_linear,
         smooth_swiglu,
         unpack_frozen,
     )
@@ -71,6 +72,7 @@ __all__ = [
     "load_compressed",
     "pack_frozen",
     "quantize",
+    "register_linear",
     "restore",
     "smooth_swiglu",
     "unpack_frozen",

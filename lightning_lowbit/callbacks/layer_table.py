@@ -116,12 +116,12 @@ def layer_data(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Iterabl
             yield own | {"saved_bits": saved_bits(module.full_casts, module.save, dtype)}
 
 
-def merge_numbers(flops: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """(names, count, FLOPs) of entries whose names differ only in numbers, largest first."""
-    groups: dict[str, list[str]] = {}
+def merge_numbers(flops: Mapping[str, int], reasons: Mapping[str, str]) -> list[tuple[str, int, int, str]]:
+    """(names, count, FLOPs, reason) of entries of one reason whose names differ only in numbers, largest first."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for name in flops:
-        groups.setdefault(re.sub(r"\d+", "*", name), []).append(name)
-    merged = [(_range(names), len(names), sum(flops[name] for name in names)) for names in groups.values()]
+        groups.setdefault((re.sub(r"\d+", "*", name), reasons[name]), []).append(name)
+    merged = [(_range(names), len(names), sum(flops[n] for n in names), why) for (_, why), names in groups.items()]
     return sorted(merged, key=lambda row: -row[2])
 
 

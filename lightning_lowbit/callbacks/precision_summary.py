@@ -20,6 +20,7 @@ from lightning_lowbit.callbacks.layer_table import (
     native_notes,
 )
 from lightning_lowbit.nn import Coverage, GemmCounter
+from lightning_lowbit.nn.conversion.reasons import Reasons
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.precision.run_settings import compute_dtype
 from lightning_lowbit.report.console import Table, Text, show
@@ -148,6 +149,7 @@ class PrecisionSummary(LowBitCallback):
                 "average_bits": self.average_bits(),
                 "optimizer_steps_by_phase": dict(self._steps),
                 "uncovered": measured.uncovered,
+                "uncovered_because": self._reasons(measured),
                 "uncounted": list(measured.uncounted),
             }
         return data
@@ -176,14 +178,18 @@ class PrecisionSummary(LowBitCallback):
         blocks: list[Table | Text] = [head]
         if measured.uncovered:
             rows = [
-                [name or "(outside any module)", str(count), flops_text(flops), f"{flops / measured.flops:.1%}"]
-                for name, count, flops in merge_numbers(measured.uncovered)
+                [name or "(outside any module)", str(count), flops_text(flops), f"{flops / measured.flops:.1%}", why]
+                for name, count, flops, why in merge_numbers(measured.uncovered, self._reasons(measured))
             ]
-            blocks.append(Table(["not covered", "modules", "FLOPs", "share"], rows))
+            blocks.append(Table(["not covered", "modules", "FLOPs", "share", "why"], rows))
         if measured.uncounted:
             names = ", ".join(measured.uncounted)
             blocks.append(Text(f"Matrix products whose FLOPs are not known are left out of all numbers: {names}."))
         return blocks
+
+    def _reasons(self, measured: Coverage) -> dict[str, str]:
+        reasons = None if self._model is None else Reasons(self._model)
+        return {name: "" if reasons is None else str(reasons.of(name)) for name in measured.uncovered}
 
     def _phase(self, trainer: Trainer) -> str:
         plugin = trainer.precision_plugin

@@ -11,6 +11,7 @@ from lightning_lowbit.nn.conversion.frozen import pack_frozen, unpack_frozen
 from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes
 from lightning_lowbit.nn.conversion.smooth_swiglu import SwiGLU, fold, smooth_swiglu, swiglus
 from lightning_lowbit.nn.keys import LayerKeys
+from lightning_lowbit.nn.layers.linear import register_linear
 from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
 from lightning_lowbit.nn.plan import OPERANDS
 
@@ -33,6 +34,7 @@ __all__ = [
     "load_compressed",
     "pack_frozen",
     "plan",
+    "register_linear",
     "set_blend",
     "set_phase",
     "smooth_swiglu",

@@ -57,6 +57,6 @@ def match(pattern: str, converted: Iterable[str], model: nn.Module) -> set[str]:
         if not found:
             raise
         raise ValueError(
-            f"casts: the pattern {pattern!r} matches {', '.join(found)}, left in high precision by skip or only. "
-            "Convert it, with overrides={...: 'bf16'} if it is to begin in high precision."
+            f"casts: the pattern {pattern!r} matches {', '.join(found)}, left in high precision by skip or only, or by "
+            "default. Convert it, with overrides={...: 'bf16'} if it is to begin in high precision."
         ) from None

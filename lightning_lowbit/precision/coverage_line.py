@@ -19,9 +19,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_lowbit._lightning import rank_zero_info
 from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.conversion.reasons import FROZEN, PRODUCTS, Reasons, is_matrix
 from lightning_lowbit.nn.function import QuantizedGemms
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.layers.classes import is_linear
 from lightning_lowbit.nn.linear import QuantizedLayer
 
 _ENOUGH = 0.5  # nothing is logged from this share of quantized FLOPs on
@@ -29,8 +29,7 @@ _REASONS, _MENTIONED = 3, 0.005  # number of reasons to name, and the least shar
 _MOST_NODES = 500_000  # of a graph: walking it takes one to two seconds
 _VIEWS = 20  # most nodes between a weight and its product
 
-_ATTENTION = "products of activations with each other, as in attention"
-_UNKNOWN = "weights that are frozen, or computed from others"
+_ATTENTION, _UNKNOWN = str(PRODUCTS), str(FROZEN)
 
 # Nodes between a weight and its product: views, and the cast by autocast.
 _VIEW = re.compile(
@@ -170,11 +169,14 @@ class _Owners:
             self._modules.setdefault(clean_name(name), module)  # a host before the module that holds its products
         self._by_id: dict[int, str] = {}
         self._by_shape: dict[tuple[int, ...], str] = {}
+        self._reasons = Reasons(model)
         for name, module in self._modules.items():
             for parameter in module.parameters(recurse=False):
                 if not isinstance(module, nn.Embedding) or id(parameter) not in self._by_id:  # tied to another layer
                     self._by_id[id(parameter)] = name
-                if not isinstance(module, nn.Embedding) and _why(module) is not None:  # FSDP2 replaces parameters
+                if (
+                    not isinstance(module, nn.Embedding) and self.why(name, module) is not None
+                ):  # FSDP2 replaces parameters
                     self._by_shape.setdefault(tuple(parameter.shape), name)
 
     def of_product(self, node: Any) -> tuple[str, nn.Module | None, str | None]:
@@ -188,8 +190,20 @@ class _Owners:
                 continue
             name = self._by_id.get(id(weight)) or self._by_shape.get(tuple(weight.shape))
             if name is not None:
-                return name, self._modules[name], _why(self._modules[name])
+                return name, self._modules[name], self.why(name, self._modules[name])
         return "", None, _ATTENTION if all(edge is not None for edge, _ in edges) else _UNKNOWN
+
+    def why(self, name: str, module: nn.Module) -> str | None:
+        """What a module is, and why its weights are in high precision; None if they are quantized."""
+        reason = self._reasons.of_module(name, module)
+        return None if reason is None else f"{_kind(module)} ({reason})"
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
+        return "MultiheadAttention"
+    kind, package = type(module).__name__, type(module).__module__.split(".")[0]
+    return f"{kind} of {package}" if package != "torch" and hasattr(nn, kind) else kind  # such as Linear
 
 
 def _parameter(node: Any) -> Tensor | None:
@@ -207,39 +221,15 @@ def _weights(node: Any) -> list[Tensor]:
     return [parameter for parameter in entering if parameter is not None and parameter.dim() > 1]
 
 
-def _why(module: nn.Module) -> str | None:
-    kind = type(module).__name__
-    if isinstance(module, QuantizedLayer):
-        return None if module.full_casts != LinearCasts() else f"{kind} (its casts are those of high precision)"
-    if is_linear(module):
-        return f"{kind} (left out by skip or only)"
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return f"{kind} (a convolution)"
-    if isinstance(module, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
-        return "MultiheadAttention (its projections are no nn.Linear)"
-    if isinstance(module, nn.RNNBase):
-        return f"{kind} (recurrent)"
-    if isinstance(module, nn.Linear):
-        return f"{kind} (a subclass of nn.Linear, which might compute otherwise)"
-    if any(_is_matrix(parameter) and parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
-        return f"{kind} (a stack of experts, no nn.Linear)"
-    package = "" if type(module).__module__ == "__main__" else f" of {type(module).__module__.split('.')[0]}"
-    return f"{kind}{package} (no nn.Linear)"
-
-
-def _is_matrix(parameter: Tensor) -> bool:
-    return parameter.dim() > 1 and parameter.shape[0] > 1  # not a position embedding [1, tokens, features]
-
-
 def _of_weights(model: nn.Module) -> GraphCoverage:
-    found, counted = GraphCoverage(unit="weights"), set[int]()
+    found, counted, owners = GraphCoverage(unit="weights"), set[int](), _Owners(model)
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
         for parameter in module.parameters(recurse=False):
-            if _is_matrix(parameter) and id(parameter) not in counted:
+            if is_matrix(parameter) and id(parameter) not in counted:
                 counted.add(id(parameter))
-                found.add(parameter.numel(), clean_name(name), module, _why(module))
+                found.add(parameter.numel(), clean_name(name), module, owners.why(clean_name(name), module))
     return found
 
 

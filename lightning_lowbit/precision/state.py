@@ -9,7 +9,9 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from lightning_lowbit._lightning import TrainerFn, rank_zero_info, rank_zero_warn
+from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.conversion.reasons import Reasons
 from lightning_lowbit.precision.checkpoints.files import CHECKPOINT_KEY, state_of
 from lightning_lowbit.precision.checkpoints.overridden import asked_options, overridden, warn_of
 from lightning_lowbit.precision.checkpoints.trained import LACKING, Origin, Trained, primitive
@@ -168,6 +170,10 @@ class SavedLayers(ConvertedLayers):
         if not differences:
             return
         told = f"{what} was trained otherwise than this plugin computes:\n  " + "\n  ".join(differences)
+        model = self._converted_model
+        defaults = {} if model is None else Reasons(model).defaults
+        if was := [name for name in defaults if trained.layers.get(name, LinearCasts()) != LinearCasts()]:
+            told += f"\nBy default {some(was)} stay in high precision: name them in overrides or only to quantize them."
         if not self._is_evaluating:
             rank_zero_warn(f"{told}\nTraining continues as this plugin has it.")
         elif self.casts_of_checkpoint:

@@ -121,9 +121,12 @@ def train(model: LightningModule, plugin: LowBitPrecision | None = None, *callba
 
 def test_little_coverage_is_said_once_with_its_reasons(told: pytest.LogCaptureFixture) -> None:
     cases = {
-        "subclass": ([special()], "Special (a subclass of nn.Linear"),
+        "subclass": (
+            [special()],
+            "with a forward of its own: register_linear takes it for a linear layer), such as rest.0.",
+        ),
         "convolution": ([Wide()], "Conv1d (a convolution), such as rest.0.convolution"),
-        "experts": ([Experts()], "Experts (a stack of experts, no nn.Linear), such as rest.0"),
+        "experts": ([Experts()], "Experts (a stack of experts, no nn.Linear"),
         "attention": ([Attention() for _ in range(8)], "products of activations with each other, as in attention"),
         "recurrent": ([Recurrent()], "LSTM (recurrent)"),
         "multihead": ([Multihead()], "MultiheadAttention (its projections are no nn.Linear)"),

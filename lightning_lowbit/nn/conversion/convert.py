@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from lightning_lowbit.checks import choose, number, some
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
+from lightning_lowbit.nn.conversion.defaults import left_out, unnamed
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.conversion.patterns import select as select
+from lightning_lowbit.nn.conversion.reasons import of_class
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.layers.classes import convert_layer, convertible
@@ -37,8 +39,10 @@ def convert(
 ) -> _Model:
     """Quantizes the linear layers of a model in place, and returns the model.
 
-    Every ``nn.Linear`` (no subclass) and ``transformers`` ``Conv1D`` changes its class; parameters, their names in
-    ``state_dict`` and references stay the same. Converting again replaces the casts.
+    Each layer changes its class: ``nn.Linear``, subclasses that inherit its forward, other linear layers that are known
+    by name, and those of :func:`register_linear`. Parameters, their names in ``state_dict`` and references stay the
+    same. Converting again replaces the casts. Routers, adapters and narrow layers stay in high precision unless a
+    pattern of ``only`` or ``overrides`` names them, see :mod:`lightning_lowbit.nn.conversion.defaults`.
 
     Args:
         model: any module.
@@ -110,8 +114,8 @@ def plan(
     layers = list(convertible(model))
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} holds no layer to quantize: torch.nn.Linear (no subclass of it) or transformers' "
-            "Conv1D. Layers that are created in configure_model must exist when the Trainer sets up the strategy."
+            f"{type(model).__name__} holds no layer to quantize: nn.Linear, or another linear layer. {_instead(model)}"
+            "Layers that are created in configure_model must exist when the Trainer sets up the strategy."
         )
     skipped = select(layers, skip, "skip")
     chosen = layers if only is None else select(layers, only, "only")
@@ -120,10 +124,29 @@ def plan(
     for name in layers:
         if name in chosen and name not in skipped:
             result[name] = next((others[pattern] for pattern in others if name in overridden[pattern]), default)
+    found = f"{len(layers)} were found, e.g. {some(layers)}"
     if not result:
-        found = f"{len(layers)} were found, e.g. {some(layers)}"
         raise ValueError(f"No layer is left to quantize: {found}, and skip and only leave none. Skip fewer layers.")
+    by_default = left_out(model, result)
+    for name in unnamed(by_default, layers, [*(only or ()), *others]):
+        del result[name]
+    if not result:
+        reasons = some(f"{name} ({why})" for name, why in by_default.items())
+        raise ValueError(
+            f"No layer is left to quantize: {found}, and by default these stay in high precision: {reasons}. Name them "
+            "in only or overrides to quantize them."
+        )
     return result if smooth_swiglu is None else smooth_casts(model, result, smooth_swiglu)
+
+
+def _instead(model: nn.Module) -> str:
+    """What a model without layers has in their place."""
+    kinds: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if (reason := of_class(module)) is not None:
+            kinds.setdefault(f"{type(module).__name__} ({reason})", clean_name(name))
+    there = some(f"{kind}, such as {name}" if name else kind for kind, name in kinds.items())
+    return f"It has {there}. " if there else ""
 
 
 def plan_by_name(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, LinearCasts]:

@@ -23,13 +23,24 @@ def select(names: Sequence[str], patterns: Iterable[str], argument: str, kind: s
             compiled = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{argument}: {pattern!r} is not a regular expression ({error}).") from None
-        called = _from_the_end(names) if _NEGATIVE.search(pattern) else {n: [clean_name(n).split(".")] for n in names}
+        called = _spellings(pattern, names)
         matched = {name for name, paths in called.items() if any(_matches(compiled, path) for path in paths)}
         if not matched:
             there = f"There are {len(names)}, e.g. {some(names)}. {_advice(pattern, names)}"
             raise ValueError(f"{argument}: the pattern {pattern!r} matches no {kind}. {there}")
         selected |= matched
     return selected
+
+
+def select_by_name(names: Sequence[str], pattern: str) -> set[str]:
+    """The names that a valid pattern matches to their end: a layer itself, not only a module around it."""
+    compiled, called = re.compile(pattern), _spellings(pattern, names)
+    tails = {name: [path[i:] for path in paths for i in range(len(path))] for name, paths in called.items()}
+    return {name for name in names if any(compiled.fullmatch(".".join(tail)) for tail in tails[name])}
+
+
+def _spellings(pattern: str, names: Sequence[str]) -> dict[str, list[list[str]]]:
+    return _from_the_end(names) if _NEGATIVE.search(pattern) else {n: [clean_name(n).split(".")] for n in names}
 
 
 def _advice(pattern: str, names: Sequence[str]) -> str:

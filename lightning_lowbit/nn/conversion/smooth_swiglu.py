@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from lightning_lowbit.checks import choose
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.layers import quantized_layers
-from lightning_lowbit.nn.layers.classes import is_linear
+from lightning_lowbit.nn.layers.classes import is_linear, quantized_class
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.quant import amax_along, smoothing_factor
@@ -178,8 +178,9 @@ def fold(model: _Model, channel_amax: Mapping[str, Tensor] | None = None) -> _Mo
 
 def _matrix(layer: Any) -> Tensor:
     """The weight of a linear layer, ``[out_features, in_features]``: a view."""
-    weight: Tensor = layer.weight
-    return weight if isinstance(layer, nn.Linear) else weight.t()
+    cls = quantized_class(type(layer))
+    assert cls is not None
+    return cls.weight_matrix(layer)
 
 
 def _last_amax(name: str, mlp: Any) -> Tensor | None:

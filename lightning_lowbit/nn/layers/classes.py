@@ -6,9 +6,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_lowbit.nn.layers.derive import derived as derived
 from lightning_lowbit.nn.layers.host import PRODUCTS, Host, Product, add_products
-from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
+from lightning_lowbit.nn.layers.linear import check_registered, linear_class
+from lightning_lowbit.nn.linear import QuantizedLayer
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -48,22 +52,6 @@ def converted_class(cls: Any) -> Converted:
     return next((found for find in _KINDS if (found := find(cls)) is not None), None)
 
 
-def derived(base: type, original: Any, **members: Any) -> Any:
-    """The class ``Quant…`` of a base and the class that is converted; pickled by the latter."""
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        _, _, *rest = original.__reduce_ex__(self, protocol)
-        return _rebuilt, (original,), *rest
-
-    members = {"__module__": base.__module__, "__reduce_ex__": reduce, **members}
-    return type(f"Quant{original.__name__}", (base, original), members)
-
-
-def _rebuilt(original: type) -> Any:
-    cls: Any = converted_class(original)
-    return cls.__new__(cls)
-
-
 def is_linear(module: Any) -> bool:
     """Whether a module is a linear layer that can be converted, or has been."""
     found = quantized_class(type(module))
@@ -76,10 +64,30 @@ def convertible(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if quantized_class(type(module)) is not None:
-            found[name] = module
+            if obstacle(module) is None:
+                found[name] = module
         elif not isinstance(module, Host) and (cls := host_class(type(module))) is not None:
             found |= {f"{name}.{PRODUCTS}.{product}".lstrip("."): module for product in cls.make_products(module)}
     return found
+
+
+def obstacle(module: Any) -> str | None:
+    """Why a layer cannot be converted although its class can; None if it can, or has been.
+
+    Raises:
+        ValueError: it is of a class that was registered as linear, and has no weight of two dimensions.
+    """
+    if isinstance(module, QuantizedLayer):
+        return None
+    if is_parametrized(module):
+        return "its weight is computed (torch.nn.utils.parametrize)"
+    weight: Any = getattr(module, "weight", None)
+    if is_lazy(weight):
+        return "it has no weight yet: run one batch before the Trainer starts"
+    check_registered(module)
+    settings = (name for name in QuantizedLayer.__annotations__ if name not in ("weight", "bias"))
+    clash = next((name for name in settings if hasattr(module, name)), None)
+    return None if clash is None else f"it has an attribute {clash}, which means something else in converted layers"
 
 
 def convert_layer(model: nn.Module, name: str) -> Any:
@@ -107,19 +115,4 @@ def restore_classes(model: _Model) -> _Model:
     return model
 
 
-def _linear(cls: Any) -> Converted:
-    if cls is nn.Linear:
-        return QuantLinear
-    if (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D"):
-        # A linear layer whose weight is stored as [in_features, out_features] (GPT-2).
-        return derived(
-            QuantizedLayer,
-            cls,
-            weight_matrix=lambda self: self.weight.t(),
-            forward=lambda self, x: QuantizedLayer.forward(self, x),  # as Conv1D names its input
-            __repr__=nn.Module.__repr__,
-        )
-    return None
-
-
-_KINDS: tuple[Callable[[Any], Converted], ...] = (_linear,)
+_KINDS: tuple[Callable[[Any], Converted], ...] = (linear_class,)

@@ -44,6 +44,7 @@ def test_writes_json_beside_the_log(tmp_path):
         "average_bits": pytest.approx(summary.average_bits()),
         "optimizer_steps_by_phase": {"fqt": 1, "qaf": 1},
         "uncovered": {"layer.2": 3 * LAST},
+        "uncovered_because": {"layer.2": "left out by skip or only"},
         "uncounted": [],
     }
     assert not list(folder.glob(".*")), "a partial file was left"

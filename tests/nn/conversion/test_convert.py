@@ -36,6 +36,9 @@ class Model(nn.Module):
 class SpecialLinear(nn.Linear):
     """Somebody's own linear layer: what it computes is its own affair."""
 
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
 
 ALL = {f"layers.{i}.{name}" for i in range(2) for name in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")}
 ALL |= {"lm_head"}
@@ -175,7 +178,7 @@ def test_a_layer_by_itself() -> None:
     assert type(convert(nn.Linear(2, 3), NVFP4)) is QuantLinear
 
 
-def test_subclasses_stay() -> None:
+def test_subclasses_with_a_forward_of_their_own_stay() -> None:
     model = nn.ModuleDict(
         {"special": SpecialLinear(4, 4), "attention": nn.MultiheadAttention(4, 2), "plain": nn.Linear(4, 4)}
     )

@@ -1,0 +1,98 @@
+"""Layers that conversion leaves in high precision unless they are named: routers, adapters, narrow layers.
+
+Routers decide by small differences, adapters are small matrices beside large ones, and a narrow layer has next to no
+arithmetic. A pattern of ``only`` or ``overrides`` that matches the layer's own name, such as ``router``, quantizes it.
+
+Narrow is a layer whose fprop contracts over fewer ``in_features``, or dgrad over fewer ``out_features``, than half of
+the smallest block of the GEMM's casts, while its other side has at least four blocks: a head ``[1, 768]``, but no
+layer ``[4, 4]`` of a model that is small throughout. Scales of rows or tensors make no layer narrow.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.conversion.moe import is_router
+from lightning_lowbit.nn.conversion.patterns import select, select_by_name
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.layers.classes import quantized_class
+from lightning_lowbit.nn.layers.host import Product
+
+_SIDES = {"fprop": 1, "dgrad": 0}  # of the weight [out, in], along which each GEMM contracts
+_LEVELS = 3  # most modules between an adapter and the layer that it adapts
+
+
+def left_out(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, str]:
+    """The layers of a model that stay in high precision by default, with the reason, by name.
+
+    ``casts`` are those that the layers would have; only layers that it names are looked at.
+    """
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        modules.setdefault(clean_name(name), module)
+    # A model that is one layer was named by giving it.
+    found = {name: _why(clean_name(name), modules, of_layer) for name, of_layer in casts.items() if name}
+    return {name: why for name, why in found.items() if why is not None}
+
+
+def unnamed(found: Collection[str], layers: Sequence[str], patterns: Iterable[str]) -> set[str]:
+    """Those of the layers left out by default that no pattern names: by the name of the layer itself, or by that of a
+    module around it which has no other layers."""
+    named: set[str] = set()
+    for pattern in patterns:
+        matched = select(layers, [pattern], "a pattern")
+        named |= matched if matched <= set(found) else select_by_name(layers, pattern)
+    return set(found) - named
+
+
+def _why(name: str, modules: Mapping[str, nn.Module], casts: LinearCasts) -> str | None:
+    layer = modules.get(name)
+    kind = None if layer is None or isinstance(layer, Product) else quantized_class(type(layer))
+    if kind is None or kind.kind != "linear":  # a product of a host
+        return None
+    shape = _shape(layer)
+    if is_router(name, None if shape is None else shape[0], modules):
+        return "a router of experts"
+    if _is_adapter(name, modules):
+        return "an adapter"
+    return None if shape is None else _narrow(shape, casts)
+
+
+def _shape(layer: Any) -> tuple[int, int] | None:
+    """``(out_features, in_features)``: as attributes if there are any, since FSDP1 flattens weights."""
+    declared = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
+    if all(isinstance(size, int) for size in declared):
+        return declared  # type: ignore[return-value]
+    if layer.weight.dim() != 2:
+        return None
+    matrix = quantized_class(type(layer)).weight_matrix(layer)  # type: ignore[union-attr]
+    return tuple(matrix.shape)
+
+
+def _narrow(shape: tuple[int, int], casts: LinearCasts) -> str | None:
+    for gemm, side in _SIDES.items():
+        own = [getattr(casts, operand) for operand in casts.operands_of(gemm)]
+        blocks = [_length(cast.scale.block) for cast in own if not isinstance(cast, str | None)]
+        block = min(filter(None, blocks), default=0)
+        if 2 * shape[side] < block and shape[1 - side] >= 4 * block:
+            what = ("outputs", "inputs")[side]
+            return f"narrow, {shape[side]} {what} for blocks of {block}"
+    return None
+
+
+def _length(block: Any) -> int:
+    """Elements of a block along the contraction; 0 for a row or a tensor."""
+    return min(block) if isinstance(block, tuple) else block if isinstance(block, int) else 0
+
+
+def _is_adapter(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    path = name.split(".")
+    if any(part.startswith("lora_") for part in path[-_LEVELS:]):
+        return True
+    for level in range(1, min(len(path), _LEVELS) + 1):
+        around = modules.get(".".join(path[:-level]))
+        if type(around).__module__.startswith("peft.tuners") and hasattr(around, "base_layer"):
+            return path[-level] != "base_layer"
+    return False

@@ -1,0 +1,113 @@
+"""Why modules compute in high precision, and what to do about it: for tables, log lines and errors alike."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.conversion.defaults import left_out
+from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.conversion.moe import is_router_class
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.layers.classes import converted_class, convertible, obstacle
+from lightning_lowbit.nn.linear import QuantizedLayer
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why something is in high precision, and the remedy, if there is one."""
+
+    why: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.why}: {self.remedy}" if self.remedy else self.why
+
+
+FROZEN = Reason("weights that are frozen, or computed from others")
+PRODUCTS = Reason("products of activations with each other, as in attention")
+_LEFT_OUT = Reason("left out by skip or only")
+_FUNCTIONAL = Reason("computed outside of modules", "call an nn.Linear there")
+_OWN = Reason("products of activations, as in attention, or with weights of other modules")
+_EMBEDDING = Reason("an embedding's weight as a matrix", "an nn.Linear with that weight is quantized")
+_LAZY = Reason("no weight yet", "run one batch before the Trainer starts, in configure_model or __init__")
+_SUBCLASS = Reason("a subclass of nn.Linear with a forward of its own", "register_linear takes it for a linear layer")
+_WEIGHT = Reason("no nn.Linear", "register_linear takes it for one, if it computes x · Wᵀ + b")
+_EXPERTS = Reason("a stack of experts, no nn.Linear", "experts that are nn.Linear layers are quantized")
+
+
+class Reasons:
+    """Finds the reason for each module of a model.
+
+    Attributes:
+        defaults: of layers that are left out by default (:mod:`lightning_lowbit.nn.conversion.defaults`), by name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules: dict[str, nn.Module] = {}
+        for name, module in model.named_modules():
+            self._modules.setdefault(clean_name(name), module)  # a host before the module that holds its products
+        layers = quantized_layers(model)
+        casts = [layer.full_casts for layer in layers.values() if layer.full_casts != LinearCasts()]
+        usual = max(casts, key=casts.count, default=LinearCasts())
+        rest = {name: usual for name in convertible(model) if name not in layers or layers[name].full_casts != usual}
+        self.defaults = {clean_name(name): why for name, why in left_out(model, rest).items()}
+
+    def of(self, name: str) -> Reason:
+        """The reason for a name of :attr:`Coverage.uncovered`."""
+        module_name, _, gemm = name.partition(" (")
+        module = self._modules.get(module_name)
+        if not module_name or module is None:
+            return _FUNCTIONAL
+        if gemm:
+            return Reason(f"its casts leave {gemm.rstrip(')')} in high precision")
+        return self.of_module(module_name, module) or _OWN
+
+    def of_module(self, name: str, module: nn.Module) -> Reason | None:
+        """The reason for a module's own weights; None if they are quantized."""
+        if isinstance(module, QuantizedLayer) and module.full_casts != LinearCasts():
+            return None
+        if name in self.defaults:
+            return Reason(self.defaults[name], "name it in overrides or only to quantize it")
+        if isinstance(module, QuantizedLayer):
+            return Reason("its casts are those of high precision")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            return _EMBEDDING
+        cls: Any = type(module)
+        if converted_class(cls) is None:
+            return of_class(module)
+        blocked = obstacle(module)
+        return _LEFT_OUT if blocked is None else Reason(blocked)
+
+
+def of_class(module: Any) -> Reason | None:
+    """Why modules of a class are not converted; None for modules without a matrix."""
+    matrices = [parameter for parameter in module.parameters(recurse=False) if is_matrix(parameter)]
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return Reason("a convolution")
+    if isinstance(module, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
+        return Reason("its projections are no nn.Linear")
+    if isinstance(module, nn.RNNBase):
+        return Reason("recurrent")
+    if isinstance(module, LazyModuleMixin):
+        return _LAZY
+    if is_router_class(type(module)):
+        return Reason("a router of experts")
+    if isinstance(module, nn.Linear):
+        return _SUBCLASS
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):  # no product, where it is used as one
+        return None
+    if any(name.startswith("lora_") for name, _ in module.named_parameters(recurse=False)):
+        return Reason("an adapter")
+    if any(parameter.dim() == 3 for parameter in matrices):
+        return _EXPERTS
+    if any(parameter is getattr(module, "weight", None) for parameter in matrices):
+        return _WEIGHT
+    return Reason("no nn.Linear") if matrices else None
+
+
+def is_matrix(parameter: Tensor) -> bool:
+    return parameter.dim() > 1 and parameter.shape[0] > 1  # not a position embedding [1, tokens, features]

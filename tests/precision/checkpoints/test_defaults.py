@@ -1,0 +1,53 @@
+"""A checkpoint whose layers are left in high precision by default now, as earlier versions did not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import FP4Precision, LinearCasts, LowBitPrecision, restore
+from tests.lightning_imports import LightningModule, Trainer
+
+
+class Regression(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 1)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.head(self.body(batch).relu()).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.randn(2, 64, generator=torch.Generator().manual_seed(0)), batch_size=2)
+
+
+def fit(plugin: LowBitPrecision, steps: int, ckpt_path: Path | None = None) -> Trainer:
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        plugins=[plugin],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Regression(), ckpt_path=ckpt_path, weights_only=True)
+    return trainer
+
+
+def test_a_run_that_quantized_a_narrow_layer_goes_on_with_its_casts_or_says_what_changed(tmp_path: Path) -> None:
+    path = tmp_path / "old.ckpt"
+    fit(FP4Precision("nvfp4", seed=1, overrides={"head": "nvfp4"}), 2).save_checkpoint(path)
+    with pytest.warns(
+        UserWarning, match=r"(?s)head: nvfp4 in the checkpoint.*By default head stay in high .*overrides"
+    ):
+        resumed = fit(FP4Precision("nvfp4", seed=1), 3, path)
+    assert resumed.lightning_module.head.weight.isfinite().all()
+    kept = fit(LowBitPrecision.from_checkpoint(path), 3, path)
+    assert kept.lightning_module.head.full_casts == LinearCasts.preset("nvfp4")
+    assert restore(Regression(), path).head.casts == LinearCasts.preset("nvfp4")

@@ -1,0 +1,26 @@
+"""``python -m tests.strangers [NAME ...]`` prints how much of each model NVFP4 covers, before and now, and the rest."""
+
+import logging
+import sys
+import warnings
+
+from tests.strangers.architectures import ARCHITECTURES
+from tests.strangers.training import train
+
+_REST = 2  # reasons to show
+
+
+def main(names: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    for logger in ("lightning.pytorch", "transformers"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    print(f"{'model':32}{'before':>8}{'now':>8}   rest")
+    for name in names or ARCHITECTURES:
+        row = ARCHITECTURES[name]
+        trained = train(lambda row=row, name=name: row.build(name), row.batch())
+        rest = "; ".join(f"{share:.1%} {where} ({why})" for where, share, why in trained.uncovered[:_REST])
+        print(f"{name:32}{row.before:7.1f}%{trained.coverage:8.1%}   {rest}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

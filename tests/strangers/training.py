@@ -1,0 +1,76 @@
+"""Two steps of a stranger's model with the plugin, and how much of its arithmetic was quantized."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_lowbit import FP4Precision, PrecisionSummary
+from lightning_lowbit.callbacks.layer_table import merge_numbers
+from tests.lightning_imports import LightningModule, Trainer
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The losses of the steps, the covered share, and what is not covered, largest first: (names, share, why)."""
+
+    losses: list[float]
+    coverage: float
+    uncovered: list[tuple[str, float, str]]
+
+
+class Wrapped(LightningModule):
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        super().__init__()
+        self.model, self.batch, self.losses = model, batch, list[float]()
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = _loss(self.model(**self.batch) if isinstance(self.batch, Mapping) else self.model(*self.batch))
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> DataLoader[int]:
+        return DataLoader([0, 1])  # type: ignore[arg-type]
+
+
+def _loss(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output.float().square().mean()
+    if getattr(output, "loss", None) is not None:
+        return output.loss  # type: ignore[no-any-return]
+    values = output.values() if isinstance(output, Mapping) else output
+    return sum(
+        (value.float().square().mean() for value in values if isinstance(value, Tensor) and value.requires_grad),
+        torch.zeros(()),
+    )
+
+
+def train(build: Callable[[], nn.Module], batch: Any) -> Trained:
+    """Trains a model in NVFP4, and checks that its checkpoint fits a model that was never converted."""
+    model = build()
+    keys = list(model.state_dict())
+    summary, module = PrecisionSummary(quiet=True), Wrapped(model, batch)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        plugins=[FP4Precision("nvfp4", seed=1)],
+        callbacks=[summary],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module)
+    assert len(module.losses) == 2 and torch.tensor(module.losses).isfinite().all(), module.losses
+    assert list(model.state_dict()) == keys, "names of parameters have changed"
+    build().load_state_dict(model.state_dict(), strict=True)
+    data = summary.report_data(trainer)
+    rows = merge_numbers(data["uncovered"], data["uncovered_because"])
+    flops = data["flops_per_micro_batch"]
+    return Trained(module.losses, data["coverage"], [(names, part / flops, why) for names, _, part, why in rows])
