@@ -15,13 +15,13 @@ from math import prod
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_lowbit._lightning import rank_zero_info
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import QuantizedGemms
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.layers.classes import is_linear
+from lightning_lowbit.nn.layers.classes import host_class, is_linear
+from lightning_lowbit.nn.layers.host import Host
 from lightning_lowbit.nn.linear import QuantizedLayer
 
 _ENOUGH = 0.5  # nothing is logged from this share of quantized FLOPs on
@@ -213,8 +213,13 @@ def _why(module: nn.Module) -> str | None:
         return f"{kind} (left out by skip or only)"
     if isinstance(module, nn.modules.conv._ConvNd):
         return f"{kind} (a convolution)"
-    if isinstance(module, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
-        return "MultiheadAttention (its projections are no nn.Linear)"
+    if isinstance(module, Host):
+        has_casts = any(layer.full_casts != LinearCasts() for layer in module.products.values())
+        return None if has_casts else f"{kind} (its casts are those of high precision)"
+    if host_class(type(module)) is not None:
+        return f"{kind} (left out by skip or only)"
+    if isinstance(module, nn.MultiheadAttention):
+        return f"{kind} (a subclass of nn.MultiheadAttention, with a forward pass of its own)"
     if isinstance(module, nn.RNNBase):
         return f"{kind} (recurrent)"
     if isinstance(module, nn.Linear):

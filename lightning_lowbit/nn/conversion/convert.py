@@ -88,11 +88,13 @@ def convert_layers(
     watch_up_projections(model)
     for module in model.modules():
         # In evaluation torch would run these blocks as one fused operation on the raw weights, unless this flag is 0.
-        if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.linear1, QuantizedLayer):
-            module.activation_relu_or_gelu = 0
-        # For that operation it would give its layers a nested tensor where there is padding.
-        if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, QuantizedLayer) for m in module.modules()):
-            module.use_nested_tensor = False
+        if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
+            continue
+        if any(isinstance(part, QuantizedLayer) for part in module.modules()):
+            if isinstance(module, nn.TransformerEncoderLayer):
+                module.activation_relu_or_gelu = 0
+            else:  # for that operation it would give its layers a nested tensor where there is padding
+                module.use_nested_tensor = False
     return model
 
 

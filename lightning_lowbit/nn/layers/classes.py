@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_lowbit.nn.layers.host import PRODUCTS, Host, Product, add_products
+from lightning_lowbit.nn.layers.multihead import find as _multihead
+from lightning_lowbit.nn.layers.multihead import uncalled
 from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -74,7 +76,10 @@ def convertible(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of a model that can be converted, or have been, by the names of their layers: that of the module, or
     of each product of a host, as it is called once it is converted."""
     found: dict[str, nn.Module] = {}
+    never_called = uncalled(model)
     for name, module in model.named_modules():
+        if module in never_called:
+            continue
         if quantized_class(type(module)) is not None:
             found[name] = module
         elif not isinstance(module, Host) and (cls := host_class(type(module))) is not None:
@@ -91,6 +96,10 @@ def convert_layer(model: nn.Module, name: str) -> Any:
         return host.product(product)
     layer: Any = model.get_submodule(name)
     layer.__class__ = quantized_class(type(layer))
+    parent, _, child = name.rpartition(".")
+    caller = host_class(type(model.get_submodule(parent)))
+    if caller is not None and child in caller.called_layers:
+        add_products(model.get_submodule(parent), caller)
     return layer
 
 
@@ -122,4 +131,4 @@ def _linear(cls: Any) -> Converted:
     return None
 
 
-_KINDS: tuple[Callable[[Any], Converted], ...] = (_linear,)
+_KINDS: tuple[Callable[[Any], Converted], ...] = (_linear, _multihead)
