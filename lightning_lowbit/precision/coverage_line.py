@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_lowbit._lightning import rank_zero_info
+from lightning_lowbit.nn.attention.function import QuantizedAttention
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import QuantizedGemms
 from lightning_lowbit.nn.keys import clean_name
@@ -132,6 +133,10 @@ def _is_converted(node: Any) -> bool:
     return isinstance(node, QuantizedGemms._backward_cls)
 
 
+def _is_attention(node: Any) -> bool:
+    return isinstance(node, QuantizedAttention._backward_cls)
+
+
 def _operands(node: Any) -> list[tuple[Any, int]]:
     edges, name = list(node.next_functions), node.name()
     if _is_converted(node) or name.startswith(("Linear", "Convolution", "ScaledDotProduct")):
@@ -148,7 +153,7 @@ def _flops(node: Any) -> int:
             return 0
         inner = left[-1] if left is not None else right[-1 if rows else -2]  # type: ignore[index]
         return 2 * prod(out) * inner
-    if name.startswith("ScaledDotProduct"):  # Q · Kᵀ and P · V of [..., tokens, features]
+    if name.startswith("ScaledDotProduct") or _is_attention(node):  # Q · Kᵀ and P · V of [..., tokens, features]
         query, key, out = *map(_shape, node.next_functions[:2]), tuple(node._input_metadata[0].shape)
         return 4 * prod(out) * (key or query or out)[-2]
     if name.startswith("ConvolutionBackward"):
@@ -178,6 +183,9 @@ class _Owners:
     def of_product(self, node: Any) -> tuple[str, nn.Module | None, str | None]:
         if _is_converted(node):
             return "", None, None if node.settings.casts != LinearCasts() else _UNKNOWN
+        if _is_attention(node):
+            is_quantized = LinearCasts() not in (node.how.qk.casts, node.how.pv.casts)
+            return "", None, None if is_quantized else _ATTENTION
         if node.name().startswith("ScaledDotProduct"):
             return "", None, _ATTENTION
         edges = node.next_functions if "Rnn" in node.name() else _operands(node)

@@ -78,7 +78,7 @@ def convertible(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     never_called = uncalled(model)
     for name, module in model.named_modules():
-        if module in never_called:
+        if module in never_called or getattr(module, "kind", None) == "attention":  # asked for apart
             continue
         if quantized_class(type(module)) is not None:
             found[name] = module

@@ -71,7 +71,11 @@ class Host(nn.Module):
     @property
     def is_plain(self) -> bool:
         """Whether no product has anything to quantize: the host then computes as the class that it was."""
-        return all(layer.casts.plan.is_empty for layer in getattr(self, PRODUCTS).values())
+        return has_nothing_to_quantize(self)
+
+
+def has_nothing_to_quantize(host: Host) -> bool:
+    return all(layer.casts.plan.is_empty for layer in getattr(host, PRODUCTS).values())
 
 
 def add_products(host: Any, cls: type[Host]) -> None:

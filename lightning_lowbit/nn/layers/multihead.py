@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lightning_lowbit.nn.layers.host import Host, Product
+from lightning_lowbit.nn.layers.host import Host, Product, has_nothing_to_quantize
 from lightning_lowbit.nn.linear import QuantizedLayer
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
@@ -69,7 +69,7 @@ class MultiheadHost(Host):
     def is_plain(self) -> bool:
         out_proj: Any = self.out_proj
         has_none = not isinstance(out_proj, QuantizedLayer) or out_proj.casts.plan.is_empty
-        return has_none and super().is_plain
+        return has_none and has_nothing_to_quantize(self)  # torch.compile takes super().is_plain for true
 
     def forward(
         self,
@@ -106,11 +106,9 @@ class MultiheadHost(Host):
         q, k, v = self._projected(query, key, value)
         q, k, v, mask = _heads(host, q, k, v, mask, padding)
         p = host.dropout if host.training else 0.0
-        weights = None
-        if need_weights:
-            o, weights = _explicit(q, k, v, mask, p)
-        else:
-            o = F.scaled_dot_product_attention(q, k, v, mask, p, causal)
+        o, weights = _explicit(q, k, v, mask, p) if need_weights else (None, None)
+        if o is None or self.attends:
+            o = self.attend(q, k, v, mask, p, causal and not need_weights)
         tokens, batch, width = query.shape
         y = host.out_proj(o.permute(2, 0, 1, 3).reshape(tokens * batch, width)).view(tokens, batch, -1)
         if weights is not None and average_attn_weights:
@@ -118,6 +116,18 @@ class MultiheadHost(Host):
         if not is_batched:
             return y.squeeze(1), None if weights is None else weights.squeeze(0)
         return y.transpose(0, 1) if host.batch_first else y, weights
+
+    @property
+    def attends(self) -> bool:
+        """Whether attention's own products are quantized; weights that are asked for are in high precision."""
+        return any(not each.casts.plan.is_empty for each in self.products.values() if each.kind == "attention")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool) -> Tensor:
+        if not self.attends:
+            return F.scaled_dot_product_attention(q, k, v, mask, p, causal)
+        from lightning_lowbit.nn.attention.products import attend  # imports hosts
+
+        return attend(self.products, q, k, v, mask, p, causal)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v ``[tokens, batch, width]``, in as few GEMMs as there are different inputs."""
