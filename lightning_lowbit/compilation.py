@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
@@ -87,6 +87,26 @@ def counted_as(*shape: int) -> Iterator[None]:
 def counted_shape() -> tuple[int, ...] | None:
     """The shape of :func:`counted_as` in this thread (rows, inner size, columns); None outside of it."""
     return getattr(_thread, "shape", None)
+
+
+@contextmanager
+def _counted_for(layer: int, gemm: str, again: bool) -> Iterator[None]:
+    previous, _thread.product = counted_product(), (layer, gemm, again)
+    try:
+        yield
+    finally:
+        _thread.product = previous
+
+
+def counted_for(layer: int, gemm: str, again: bool = False) -> AbstractContextManager[None]:
+    """Within this context a matrix product counts as a GEMM of the layer with this ``id``; ``again``: as one that is
+    computed a second time."""
+    return nullcontext() if torch.compiler.is_compiling() else _counted_for(layer, gemm, again)
+
+
+def counted_product() -> tuple[int, str, bool] | None:
+    """What :func:`counted_for` says in this thread; None outside of it."""
+    return getattr(_thread, "product", None)
 
 
 def within_cast() -> AbstractContextManager[None]:

@@ -25,8 +25,9 @@ def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
     for name, module in model.named_modules():
         name = clean_name(name)
         if isinstance(module, QuantizedLayer):
-            (out, inner), labeled = module.weight_matrix().shape[-2:], labels[module.full_casts]
-            size, casts, where = f"{inner} → {out}", labeled, _executed(module)
+            inner, out = _sizes(module)
+            size = "activations" if inner is None else f"{inner} → {out}"
+            casts, where = labels[module.full_casts], _executed(module)
             own = set(module.own_parameters())
         elif own := set(module.parameters(recurse=False)) - of_products:
             size, casts, where = "", "high precision", ""
@@ -49,9 +50,18 @@ def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
     return Table(["layers", "class", "in → out", "parameters", "casts", "GEMMs"], body, caption)
 
 
+def _sizes(layer: QuantizedLayer) -> tuple[int | None, int | None]:
+    """in_features and out_features; None for a product of two activations."""
+    if layer.weight is None:
+        return None, None
+    out, inner = layer.weight_matrix().shape[-2:]
+    return inner, out
+
+
 def _savings(model: nn.Module, dtype: torch.dtype) -> str:
     """What layers keep of their inputs, if not the tensors."""
     layers = [module for module in model.modules() if isinstance(module, QuantizedLayer) and module.save == "codes"]
+    layers = [layer for layer in layers if layer.weight is not None]
     if not layers:
         return ""
     widths = [layer.weight_matrix().shape[-1] for layer in layers]
@@ -109,7 +119,7 @@ def _labels(model: nn.Module) -> dict[LinearCasts, str]:
 def layer_data(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Iterable[dict[str, Any]]:
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
-            out_features, in_features = module.weight_matrix().shape[-2:]
+            in_features, out_features = _sizes(module)
             casts = _describe(module.full_casts)
             native = list(module.native_gemms(module.device, module.full_casts))
             own = {"name": clean_name(name), "in": in_features, "out": out_features, "casts": casts, "native": native}

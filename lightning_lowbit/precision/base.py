@@ -25,6 +25,7 @@ from lightning_lowbit._lightning import (
 )
 from lightning_lowbit.checks import choose
 from lightning_lowbit.distributed import clip_gradients_, connect, is_flat, is_sharded
+from lightning_lowbit.nn.attention.products import check_attention
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, plan, plan_by_name
@@ -71,6 +72,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         shared_amax: patterns of layers whose weights share an amax within a module, such as ``["(q|k|v)_proj"]``.
         quantize_before_gather: FSDP2 gathers codes and scales, see :mod:`lightning_lowbit.nn.sharded.gather`.
         casts_of_checkpoint: evaluating a checkpoint that was trained with other casts is an error; False allows it.
+        attention: casts of attention's two products; None leaves them in high precision. See :func:`convert`.
 
     Raises:
         ValueError: an argument is invalid, a pattern does not fit the model, or a checkpoint is damaged or has other
@@ -99,6 +101,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         shared_amax: Iterable[str] = (),
         quantize_before_gather: bool = False,
         casts_of_checkpoint: bool = True,
+        attention: CastsLike | None = None,
     ) -> None:
         precision, self._compute_dtype = COMPUTE_DTYPES[choose("compute_dtype", compute_dtype, COMPUTE_DTYPES)]
         SavedLayers.__init__(self)
@@ -114,10 +117,13 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         self.backend, self.save, self.smooth_swiglu = backend, save, smooth_swiglu
         self.fresh_histories, self.quantize_before_gather = fresh_histories, quantize_before_gather
         self.casts_of_checkpoint = casts_of_checkpoint
+        self.attention = None if attention is None else LinearCasts.of(attention)
         if smooth_swiglu is not None:
             choose("kind of smooth_swiglu", smooth_swiglu, SMOOTHINGS)
         check_backend({"": self.casts, **self.overrides}, backend, exact)
         check_save({}, save)
+        if self.attention is not None:
+            check_attention("", self.attention)
         self.coverage_line = CoverageLine()
         self._root: nn.Module | None = None
         self._is_sharded = False
@@ -174,7 +180,8 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         if self._origin is not None:
             planned = plan_by_name(model, self._origin.trained.planned)
         else:
-            planned = plan(model, self.casts, self.skip, self.only, self.overrides, self.smooth_swiglu)
+            settings = self.skip, self.only, self.overrides, self.smooth_swiglu, self.attention
+            planned = plan(model, self.casts, *settings)
         if self.shared_amax:
             check_groups(planned, self.shared_amax)
         return planned

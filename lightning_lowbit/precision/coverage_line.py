@@ -15,9 +15,9 @@ from math import prod
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_lowbit._lightning import rank_zero_info
+from lightning_lowbit.nn.attention.function import QuantizedAttention
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.reasons import FROZEN, PRODUCTS, Reasons, is_matrix
 from lightning_lowbit.nn.function import QuantizedGemms
@@ -131,6 +131,10 @@ def _is_converted(node: Any) -> bool:
     return isinstance(node, QuantizedGemms._backward_cls)
 
 
+def _is_attention(node: Any) -> bool:
+    return isinstance(node, QuantizedAttention._backward_cls)
+
+
 def _operands(node: Any) -> list[tuple[Any, int]]:
     edges, name = list(node.next_functions), node.name()
     if _is_converted(node) or name.startswith(("Linear", "Convolution", "ScaledDotProduct")):
@@ -149,7 +153,7 @@ def _flops(node: Any) -> int:
             return 0
         inner = left[-1] if left is not None else right[-1 if rows else -2]  # type: ignore[index]
         return 2 * prod(out) * inner
-    if name.startswith("ScaledDotProduct"):  # Q · Kᵀ and P · V of [..., tokens, features]
+    if name.startswith("ScaledDotProduct") or _is_attention(node):  # Q · Kᵀ and P · V of [..., tokens, features]
         query, key, out = *map(_shape, node.next_functions[:2]), tuple(node._input_metadata[0].shape)
         return 4 * prod(out) * (key or query or out)[-2]
     if name.startswith("ConvolutionBackward"):
@@ -182,6 +186,9 @@ class _Owners:
     def of_product(self, node: Any) -> tuple[str, nn.Module | None, str | None]:
         if _is_converted(node):
             return "", None, None if node.settings.casts != LinearCasts() else _UNKNOWN
+        if _is_attention(node):
+            is_quantized = LinearCasts() not in (node.how.qk.casts, node.how.pv.casts)
+            return "", None, None if is_quantized else _ATTENTION
         if node.name().startswith("ScaledDotProduct"):
             return "", None, _ATTENTION
         edges = node.next_functions if "Rnn" in node.name() else _operands(node)
@@ -200,8 +207,6 @@ class _Owners:
 
 
 def _kind(module: nn.Module) -> str:
-    if isinstance(module, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
-        return "MultiheadAttention"
     kind, package = type(module).__name__, type(module).__module__.split(".")[0]
     return f"{kind} of {package}" if package != "torch" and hasattr(nn, kind) else kind  # such as Linear
 

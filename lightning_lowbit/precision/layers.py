@@ -22,6 +22,7 @@ from lightning_lowbit._lightning import MisconfigurationException
 from lightning_lowbit.checks import choose
 from lightning_lowbit.distributed import all_reduce_world_, parameter_amaxes
 from lightning_lowbit.nn.amax import AmaxHistories
+from lightning_lowbit.nn.attention.products import check_attention
 from lightning_lowbit.nn.casts import PHASES, LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, check_blend, convert_layers, set_phase
 from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes, groups
@@ -177,6 +178,9 @@ class ConvertedLayers:
         changes = changed_casts(casts, self._planned, model)
         if self.smooth_swiglu is not None:
             changes = smoothed(changes, self._casts, model, self.smooth_swiglu)
+        for name, new in changes.items():
+            if self._layers[name].kind == "attention":
+                check_attention(name, new)
         check_backend(changes, self.backend, self.exact, self._device)
         check_save({name: casts for name, casts in changes.items() if casts.surrogate}, self.save)
         if self.shared_amax:

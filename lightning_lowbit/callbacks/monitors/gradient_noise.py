@@ -230,7 +230,7 @@ def _step(trainer: Trainer) -> int:
 
 def _quantized(pl_module: LightningModule) -> dict[str, QuantizedLayer]:
     layers = converted_layers(pl_module)
-    return {name: layer for name, layer in layers.items() if layer.casts != LinearCasts()}
+    return {name: m for name, m in layers.items() if m.casts != LinearCasts() and m.weight is not None}
 
 
 def _casts_in_force(trainer: Trainer, layers: Mapping[str, QuantizedLayer]) -> str:

@@ -45,8 +45,8 @@ def has_flat_weights(trainer: Trainer) -> bool:
 
 
 def whole_layers(callback: Callback, trainer: Trainer, pl_module: LightningModule) -> dict[str, QuantizedLayer]:
-    """The converted layers by name; raises a ``MisconfigurationException`` if weights are sharded."""
-    layers = converted_layers(pl_module)
+    """The converted layers that have weights, by name; a ``MisconfigurationException`` if these are sharded."""
+    layers = {name: layer for name, layer in converted_layers(pl_module).items() if layer.weight is not None}
     if layers and (has_flat_weights(trainer) or any(isinstance(layer.weight, DTensor) for layer in layers.values())):
         raise MisconfigurationException(
             f"{type(callback).__name__} needs whole weights in each process, and {type(trainer.strategy).__name__} "
@@ -72,7 +72,7 @@ def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> 
     blends = {id(layer.blend): layer.blend for layer in layers.values() if layer.blend is not None}
     off = {key for key, blend in blends.items() if not blend}
     for name, layer in layers.items():
-        cast = nearest_cast(layer.casts)
+        cast = None if layer.weight is None else nearest_cast(layer.casts)
         if cast is not None and id(layer.blend) not in off:
             values = layer.weight_matrix().detach().to(dtype)
             if isinstance(values, DTensor):

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_lowbit.distributed import all_reduce_world_
 from lightning_lowbit.metrics.outliers import SUMS, activation_sums
+from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.quant.statistics import wide_dtype
 
 
@@ -84,4 +85,6 @@ def _local(x: DTensor) -> tuple[Tensor, int]:
 
 
 def _in_features(layer: Any) -> int:
-    return layer.in_features if isinstance(layer, nn.Linear) else layer.weight.shape[0]
+    if isinstance(layer, nn.Linear):
+        return layer.in_features
+    return layer.weight_matrix().shape[-1] if isinstance(layer, QuantizedLayer) else layer.weight.shape[0]

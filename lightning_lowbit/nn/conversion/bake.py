@@ -11,6 +11,8 @@ from lightning_lowbit.kernels import quantize_operand
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.layers.classes import restore_classes
+from lightning_lowbit.nn.layers.host import Product
+from lightning_lowbit.nn.layers.multihead import Projection
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast, blend
 
@@ -54,7 +56,7 @@ def bake(model: _Model) -> _Model:
     with nullcontext() if context is None else context.enter(model.eval()):
         for layer in layers.values():
             if layer.casts.fprop_w is not None:
-                _matrix(layer).copy_(_quantized(layer))
+                _matrix(layer).copy_(_quantized(layer, _matrix(layer)))
     ForwardContext.detach(model)
     return restore_classes(model)
 
@@ -71,7 +73,15 @@ def _obstacle(layer: QuantizedLayer) -> str | None:
         return "its input is smoothed (lightning_lowbit.fold works that into weights)"
     if casts.fprop_w is not None and casts.fprop_w.draws:
         return "it rounds its weight stochastically, anew in each pass"
+    if isinstance(layer, Projection) and casts.fprop_w is not None and not _by_parts(layer):
+        return "parts of its weight share scales only where queries, keys and values are one tensor"
     return None
+
+
+def _by_parts(layer: Projection) -> bool:
+    """Whether a weight that is multiplied in parts has the same values as one that is multiplied as a whole."""
+    parts = [_quantized(layer, part) for part in _matrix(layer).chunk(layer.parts)]
+    return torch.equal(torch.cat(parts), _quantized(layer, _matrix(layer)))
 
 
 def _check_tied(model: nn.Module, layers: dict[str, QuantizedLayer]) -> None:
@@ -79,19 +89,23 @@ def _check_tied(model: nn.Module, layers: dict[str, QuantizedLayer]) -> None:
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owner = changing.get(id(parameter))
-            if owner is not None and module is not layers[owner]:
+            if owner is not None and module is not layers[owner] and not _is_host(module, layers[owner]):
                 raise ValueError(
                     f"The weight of {owner} is also that of {name}, which would change with it. Untie them first, e.g. "
                     f"layer.weight = nn.Parameter(layer.weight.clone()), or train with skip=[{owner!r}]."
                 )
 
 
+def _is_host(module: nn.Module, layer: QuantizedLayer) -> bool:
+    return isinstance(layer, Product) and layer.host is module
+
+
 def _matrix(layer: Any) -> Tensor:
     return layer.weight_matrix().detach()
 
 
-def _quantized(layer: QuantizedLayer) -> Tensor:
-    weight, cast = _matrix(layer), layer.casts.fprop_w
+def _quantized(layer: QuantizedLayer, weight: Tensor) -> Tensor:
+    cast = layer.casts.fprop_w
     assert isinstance(cast, Cast)
     device = weight.device.type
     if torch.is_autocast_enabled(device):

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import choose, number, some
+from lightning_lowbit.nn.attention.hosts import attending, convert_attention, is_attention
+from lightning_lowbit.nn.attention.products import check_attention
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.defaults import left_out, unnamed
@@ -36,6 +38,7 @@ def convert(
     backend: str = "auto",
     smooth_swiglu: str | None = None,
     save: str = "inputs",
+    attention: CastsLike | None = None,
 ) -> _Model:
     """Quantizes the linear layers of a model in place, and returns the model.
 
@@ -57,15 +60,19 @@ def convert(
         smooth_swiglu: ``"channel"`` or ``"token"``, see :mod:`lightning_lowbit.nn.conversion.smooth_swiglu`.
         save: what layers keep of their input for the backward pass: ``"inputs"``, the tensor, or ``"codes"``, codes and
             scales of its quantized operand, with the same gradients.
+        attention: casts of attention's two products, Q · Kᵀ and P · V, named ``qk`` and ``pv`` in each module that
+            calls ``F.scaled_dot_product_attention``; None leaves them in high precision. ``skip``, ``only`` and
+            ``overrides`` hold for them, too. See :mod:`lightning_lowbit.nn.attention`.
 
     Raises:
         ValueError: a pattern matches no layer, or no layer is left to convert; an unknown backend, or a native one that
-            the casts do not have; no SwiGLU to smooth; codes that the casts do not have. The model is then unchanged.
+            the casts do not have; no SwiGLU to smooth; codes that the casts do not have; no attention, or casts that it
+            cannot have. The model is then unchanged.
 
     Examples:
         >>> convert(model, "nvfp4", skip=["lm_head"], overrides={"layers.0": "fp8-current"})
     """
-    planned = plan(model, casts, skip, only, overrides, smooth_swiglu)
+    planned = plan(model, casts, skip, only, overrides, smooth_swiglu, attention)
     check_backend(planned, backend, exact)
     check_save(planned, save)
     return convert_layers(model, planned, exact, backend, save)
@@ -85,18 +92,20 @@ def convert_layers(
         if name not in planned:  # converted before, and to be left alone now
             former.set_casts(LinearCasts())
     for name, layer_casts in planned.items():
-        layer = convert_layer(model, name)
+        layer = convert_attention(model, name) if is_attention(name) else convert_layer(model, name)
         layer.set_casts(layer_casts)
         layer.exact, layer.backend, layer.save = exact, backend, save
         layer.readers, layer.keeps_input = readers, False
     watch_up_projections(model)
     for module in model.modules():
         # In evaluation torch would run these blocks as one fused operation on the raw weights, unless this flag is 0.
-        if isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.linear1, QuantizedLayer):
-            module.activation_relu_or_gelu = 0
-        # For that operation it would give its layers a nested tensor where there is padding.
-        if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, QuantizedLayer) for m in module.modules()):
-            module.use_nested_tensor = False
+        if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
+            continue
+        if any(isinstance(part, QuantizedLayer) for part in module.modules()):
+            if isinstance(module, nn.TransformerEncoderLayer):
+                module.activation_relu_or_gelu = 0
+            else:  # for that operation it would give its layers a nested tensor where there is padding
+                module.use_nested_tensor = False
     return model
 
 
@@ -107,6 +116,7 @@ def plan(
     only: Iterable[str] | None = None,
     overrides: Mapping[str, CastsLike] | None = None,
     smooth_swiglu: str | None = None,
+    attention: CastsLike | None = None,
 ) -> dict[str, LinearCasts]:
     """The casts that :func:`convert` would give each layer, by name. Arguments and errors are the same."""
     default = LinearCasts.of(casts)
@@ -117,17 +127,29 @@ def plan(
             f"{type(model).__name__} holds no layer to quantize: nn.Linear, or another linear layer. {_instead(model)}"
             "Layers that are created in configure_model must exist when the Trainer sets up the strategy."
         )
+    products = [] if attention is None else list(attending(model))
+    if attention is not None and not products:
+        raise ValueError(
+            f"attention={attention!r} needs modules that call F.scaled_dot_product_attention, in a method or through "
+            f"transformers' interface (attn_implementation='sdpa'); {type(model).__name__} has none. Leave it out."
+        )
+    layers += products
+    of_attention = default if attention is None else LinearCasts.of(attention)
     skipped = select(layers, skip, "skip")
     chosen = layers if only is None else select(layers, only, "only")
     overridden = {pattern: select(layers, [pattern], "overrides") for pattern in others}
     result = {}
     for name in layers:
         if name in chosen and name not in skipped:
-            result[name] = next((others[pattern] for pattern in others if name in overridden[pattern]), default)
+            own = of_attention if name in products else default
+            result[name] = next((others[pattern] for pattern in others if name in overridden[pattern]), own)
+    check_planned_attention(result)
+    if products and not any(name in result for name in products):
+        raise ValueError(f"attention={attention!r}: skip and only leave none of {some(products)}. Leave it out.")
     found = f"{len(layers)} were found, e.g. {some(layers)}"
     if not result:
         raise ValueError(f"No layer is left to quantize: {found}, and skip and only leave none. Skip fewer layers.")
-    by_default = left_out(model, result)
+    by_default = left_out(model, {name: of for name, of in result.items() if not is_attention(name)})
     for name in unnamed(by_default, layers, [*(only or ()), *others]):
         del result[name]
     if not result:
@@ -136,7 +158,17 @@ def plan(
             f"No layer is left to quantize: {found}, and by default these stay in high precision: {reasons}. Name them "
             "in only or overrides to quantize them."
         )
-    return result if smooth_swiglu is None else smooth_casts(model, result, smooth_swiglu)
+    if smooth_swiglu is None:
+        return result
+    linear = {name: casts for name, casts in result.items() if not is_attention(name)}
+    return {**result, **smooth_casts(model, linear, smooth_swiglu)}
+
+
+def check_planned_attention(planned: Mapping[str, LinearCasts]) -> None:
+    """Raises a ``ValueError`` for casts, by the names of layers in the model, that attention's products cannot have."""
+    for name, casts in planned.items():
+        if is_attention(name):
+            check_attention(clean_name(name), casts)
 
 
 def _instead(model: nn.Module) -> str:
@@ -151,7 +183,7 @@ def _instead(model: nn.Module) -> str:
 
 def plan_by_name(model: nn.Module, casts: Mapping[str, LinearCasts]) -> dict[str, LinearCasts]:
     """Casts of a model's layers from those by name of a checkpoint; a ``ValueError`` if it has no layer of a name."""
-    layers = {clean_name(name): name for name in convertible(model)}
+    layers = {clean_name(name): name for name in [*convertible(model), *attending(model)]}
     if missing := [name for name in casts if name not in layers]:
         raise ValueError(
             f"Casts are given for {len(missing)} layers that {type(model).__name__} does not have, e.g. "
@@ -169,6 +201,12 @@ def check_backend(
         return
     if exact:
         raise ValueError("exact emulates GEMMs, and backend='native' does not: choose one of them.")
+
+    if attended := [name for name in planned if is_attention(name) and planned[name] != LinearCasts()]:
+        raise ValueError(
+            f"backend='native', but attention's products, such as {clean_name(attended[0])}, have no native GEMM. Use "
+            "backend='auto', or leave out attention."
+        )
 
     def is_quantized(casts: LinearCasts, gemm: str) -> bool:
         return any(isinstance(getattr(casts, operand), Cast) for operand in casts.operands_of(gemm))

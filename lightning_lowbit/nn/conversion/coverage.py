@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
-from lightning_lowbit.compilation import backend, counted_shape, is_within_cast
+from lightning_lowbit.compilation import backend, counted_product, counted_shape, is_within_cast
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
@@ -67,6 +67,7 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {module: clean_name(name) for name, module in model.named_modules()}
         self._layers = {self._names[m]: m for m in model.modules() if isinstance(m, QuantizedLayer)}
+        self._by_id = {id(layer): name for name, layer in self._layers.items()}
         self._running: list[tuple[str, bool]] = []  # and whether it was entered in a backward pass
         self._module_of_node: dict[int, str] = {}
         self._uncounted: set[str] = set()
@@ -128,6 +129,11 @@ class GemmCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, flops: int) -> None:
         node = torch._C._current_autograd_node()
+        if (product := counted_product()) is not None and product[0] in self._by_id:
+            layer, gemm, again = product
+            self.recomputed += flops if again or (gemm == "fprop" and node is not None) else 0
+            self.gemms[self._by_id[layer], gemm] += flops
+            return
         in_module = bool(self._running) and self._running[-1][1]  # where a backward pass computes activations again
         if node is None or in_module or _is_recomputing(node):
             self.recomputed += 0 if node is None else flops

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.defaults import left_out
@@ -13,6 +12,7 @@ from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.conversion.moe import is_router_class
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.layers.classes import converted_class, convertible, obstacle
+from lightning_lowbit.nn.layers.host import Host
 from lightning_lowbit.nn.linear import QuantizedLayer
 
 
@@ -28,7 +28,7 @@ class Reason:
 
 
 FROZEN = Reason("weights that are frozen, or computed from others")
-PRODUCTS = Reason("products of activations with each other, as in attention")
+PRODUCTS = Reason("products of activations with each other, as in attention", "attention= quantizes attention's")
 _LEFT_OUT = Reason("left out by skip or only")
 _FUNCTIONAL = Reason("computed outside of modules", "call an nn.Linear there")
 _OWN = Reason("products of activations, as in attention, or with weights of other modules")
@@ -70,6 +70,9 @@ class Reasons:
         """The reason for a module's own weights; None if they are quantized."""
         if isinstance(module, QuantizedLayer) and module.full_casts != LinearCasts():
             return None
+        if isinstance(module, Host):
+            is_quantized = any(layer.full_casts != LinearCasts() for layer in module.products.values())
+            return None if is_quantized else Reason("its casts are those of high precision")
         if name in self.defaults:
             return Reason(self.defaults[name], "name it in overrides or only to quantize it")
         if isinstance(module, QuantizedLayer):
@@ -88,8 +91,8 @@ def of_class(module: Any) -> Reason | None:
     matrices = [parameter for parameter in module.parameters(recurse=False) if is_matrix(parameter)]
     if isinstance(module, nn.modules.conv._ConvNd):
         return Reason("a convolution")
-    if isinstance(module, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
-        return Reason("its projections are no nn.Linear")
+    if isinstance(module, nn.MultiheadAttention):
+        return Reason("a subclass of nn.MultiheadAttention, with a forward pass of its own")
     if isinstance(module, nn.RNNBase):
         return Reason("recurrent")
     if isinstance(module, LazyModuleMixin):

@@ -12,6 +12,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_lowbit.nn.layers.derive import derived as derived
 from lightning_lowbit.nn.layers.host import PRODUCTS, Host, Product, add_products
 from lightning_lowbit.nn.layers.linear import check_registered, linear_class
+from lightning_lowbit.nn.layers.multihead import find as multihead_class
+from lightning_lowbit.nn.layers.multihead import uncalled
 from lightning_lowbit.nn.linear import QuantizedLayer
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -62,7 +64,10 @@ def convertible(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of a model that can be converted, or have been, by the names of their layers: that of the module, or
     of each product of a host, as it is called once it is converted."""
     found: dict[str, nn.Module] = {}
+    never_called = uncalled(model)
     for name, module in model.named_modules():
+        if module in never_called or getattr(module, "kind", None) == "attention":  # asked for apart
+            continue
         if quantized_class(type(module)) is not None:
             if obstacle(module) is None:
                 found[name] = module
@@ -99,6 +104,10 @@ def convert_layer(model: nn.Module, name: str) -> Any:
         return host.product(product)
     layer: Any = model.get_submodule(name)
     layer.__class__ = quantized_class(type(layer))
+    parent, _, child = name.rpartition(".")
+    caller = host_class(type(model.get_submodule(parent)))
+    if caller is not None and child in caller.called_layers:
+        add_products(model.get_submodule(parent), caller)
     return layer
 
 
@@ -115,4 +124,4 @@ def restore_classes(model: _Model) -> _Model:
     return model
 
 
-_KINDS: tuple[Callable[[Any], Converted], ...] = (linear_class,)
+_KINDS: tuple[Callable[[Any], Converted], ...] = (linear_class, multihead_class)

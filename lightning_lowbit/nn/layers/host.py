@@ -5,7 +5,7 @@ child of a module that holds no parameters: casts, keys and amaxes are the produ
 the wrapper's name (:func:`lightning_lowbit.nn.keys.clean_name`) a product is called ``<host>.<product>``.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -48,12 +48,22 @@ class Product(QuantizedLayer):
 
 
 class Host(nn.Module):
-    """Base class of converted modules that compute by products."""
+    """Base class of converted modules that compute by products.
+
+    Attributes:
+        called_layers: names of children that this class calls, and the original reads the weights of.
+    """
+
+    called_layers: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod
     def make_products(host: Any) -> dict[str, Product]:
         """The products of a module by name, whether it is converted or not; none if it has nothing to quantize."""
         raise NotImplementedError
+
+    @property
+    def products(self) -> dict[str, Any]:
+        return dict(getattr(self, PRODUCTS).items())
 
     def product(self, name: str) -> Any:
         return getattr(self, PRODUCTS)[name]
@@ -61,7 +71,11 @@ class Host(nn.Module):
     @property
     def is_plain(self) -> bool:
         """Whether no product has anything to quantize: the host then computes as the class that it was."""
-        return all(layer.casts.plan.is_empty for layer in getattr(self, PRODUCTS).values())
+        return has_nothing_to_quantize(self)
+
+
+def has_nothing_to_quantize(host: Host) -> bool:
+    return all(layer.casts.plan.is_empty for layer in getattr(host, PRODUCTS).values())
 
 
 def add_products(host: Any, cls: type[Host]) -> None:

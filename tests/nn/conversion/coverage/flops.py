@@ -66,11 +66,11 @@ def low_bit(model: nn.Module, casts: Any = NVFP4, **kwargs: Any) -> Any:
 def quantized(*models: nn.Module) -> Iterator[None]:
     """Asserts that converted layers have run, and that their output is not that of the raw weights."""
     layers = {m for model in models for m in model.modules() if isinstance(m, QuantizedLayer)}
-    seen: list[tuple[QuantizedLayer, Tensor, Tensor]] = []
+    seen: list[tuple[QuantizedLayer, tuple[Tensor, ...], Tensor]] = []
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if module in layers:
-            seen.append((module, inputs[0].detach(), output.detach()))  # type: ignore[arg-type]
+            seen.append((module, inputs, output.detach()))  # type: ignore[arg-type]
 
     hook = module_globals.register_module_forward_hook(record)  # a module's own would close torch's fast paths
     try:
@@ -79,10 +79,11 @@ def quantized(*models: nn.Module) -> Iterator[None]:
         hook.remove()
     assert {module for module, *_ in seen} == layers, "a converted layer did not run"
     with torch.no_grad():
-        for module, x, y in seen:
-            given = module.quantized_forward(x, module.weight_matrix(), module.bias)
+        for module, (x, *part), y in seen:
+            weight, bias = part or (module.weight_matrix(), module.bias)
+            given = module.quantized_forward(x, weight, bias)
             assert torch.equal(y, given), f"{module}: not what the casts give"
-            raw = F.linear(x, module.weight_matrix(), module.bias)
+            raw = F.linear(x, weight, bias)
             assert not torch.equal(y, raw), f"{module}: computes on the raw operands"
 
 

@@ -39,7 +39,7 @@ def fused_backward(forward: int) -> int:
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("keys", [TOKENS, 7])
 def test_multihead_attention(need_weights: bool, keys: int) -> None:
-    """Its projections are functional calls: none is quantized, though out_proj looks like a layer."""
+    """Its projections are products of a host, and its attention is in high precision."""
     model = low_bit(
         Applied(
             lambda self, x, m: self.head(self.mha(x, m, m, need_weights=need_weights)[0]),
@@ -50,42 +50,53 @@ def test_multihead_attention(need_weights: bool, keys: int) -> None:
     x = x_of(BATCH, TOKENS, WIDTH)
     memory = x if keys == TOKENS else x_of(BATCH, keys, WIDTH)
     counter = count(model, x, memory)
-    # of the input no gradient is needed, of out_proj's input one
-    projections = 2 * gemm(BATCH * TOKENS, WIDTH, WIDTH) + 4 * gemm(BATCH * keys, WIDTH, WIDTH)
-    projections += 3 * gemm(BATCH * TOKENS, WIDTH, WIDTH)
+    projections = {name: gemm(BATCH * (TOKENS + 2 * keys), WIDTH, WIDTH) for name in ("fprop", "wgrad")}
     forward = attention(BATCH, TOKENS, keys, WIDTH)
     products = forward + (2 * forward if need_weights else fused_backward(forward))
-    assert_counted(counter, {"head": layer(BATCH * TOKENS, WIDTH, 8)}, {"mha": projections + products})
+    layers = {
+        "mha.in_proj": projections,  # of the input no gradient is needed
+        "mha.out_proj": layer(BATCH * TOKENS, WIDTH, WIDTH),
+        "head": layer(BATCH * TOKENS, WIDTH, 8),
+    }
+    assert_counted(counter, layers, {"mha": products})
 
 
 def encoder_layer() -> nn.TransformerEncoderLayer:
     return nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True)
 
 
-ENCODER_ATTENTION = 4 * gemm(BATCH * TOKENS, WIDTH, WIDTH) + attention(BATCH, TOKENS, TOKENS, WIDTH)
+PRODUCTS = attention(BATCH, TOKENS, TOKENS, WIDTH)
+ENCODER_ATTENTION = 4 * gemm(BATCH * TOKENS, WIDTH, WIDTH) + PRODUCTS
+
+
+def encoder_gemms(without: Iterable[str] = ()) -> dict[str, dict[str, int]]:
+    return {
+        "self_attn.in_proj": layer(BATCH * TOKENS, WIDTH, 3 * WIDTH, {"dgrad", *without}),
+        "self_attn.out_proj": layer(BATCH * TOKENS, WIDTH, WIDTH, without),
+        "linear1": layer(BATCH * TOKENS, WIDTH, 32, without),
+        "linear2": layer(BATCH * TOKENS, 32, WIDTH, without),
+    }
 
 
 def test_encoder_layer_in_training() -> None:
     counter = count(low_bit(encoder_layer()), x_of(BATCH, TOKENS, WIDTH))
-    projection, products = gemm(BATCH * TOKENS, WIDTH, WIDTH), attention(BATCH, TOKENS, TOKENS, WIDTH)
-    assert_counted(
-        counter,
-        {"linear1": layer(BATCH * TOKENS, WIDTH, 32), "linear2": layer(BATCH * TOKENS, 32, WIDTH)},
-        {"self_attn": (3 * 2 + 3) * projection + products + fused_backward(products)},
-    )
+    assert_counted(counter, encoder_gemms(), {"self_attn": PRODUCTS + fused_backward(PRODUCTS)})
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_encoder_layer_in_evaluation(norm_first: bool) -> None:
-    """Where its feed-forward layers are converted they run, and its attention is one fused operation."""
-    model = low_bit(nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True, norm_first=norm_first)).eval()
+@pytest.mark.parametrize("skip", [(), ("self_attn",), ("linear1", "linear2")])
+def test_encoder_layer_in_evaluation(norm_first: bool, skip: tuple[str, ...]) -> None:
+    """Where any of its layers is converted they run; attention without such is one fused operation."""
+    model = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True, norm_first=norm_first)
+    low_bit(model, skip=skip).eval()
+    runs = "_native_multi_head_attention" if "self_attn" in skip else "_scaled_dot_product_flash_attention_for_cpu"
     with torch.no_grad():
-        counter = count(model, x_of(BATCH, TOKENS, WIDTH), runs="_native_multi_head_attention")
-    layers = {
-        "linear1": layer(BATCH * TOKENS, WIDTH, 32, BACKWARD),
-        "linear2": layer(BATCH * TOKENS, 32, WIDTH, BACKWARD),
-    }
-    assert_counted(counter, layers, {"self_attn": ENCODER_ATTENTION})
+        counter = count(model, x_of(BATCH, TOKENS, WIDTH), runs=runs)
+    layers = {name: gemms for name, gemms in encoder_gemms(BACKWARD).items() if not name.startswith(skip)}
+    feed_forward = {name: 2 * BATCH * TOKENS * WIDTH * 32 for name in skip if name != "self_attn"}
+    assert_counted(
+        counter, layers, {"self_attn": ENCODER_ATTENTION if "self_attn" in skip else PRODUCTS, **feed_forward}
+    )
 
 
 def test_a_skipped_encoder_layer_in_evaluation() -> None:
@@ -115,14 +126,9 @@ def test_an_encoder_with_padding_in_evaluation() -> None:
     model, x, padding = padded_encoder()
     with torch.no_grad():
         counter = count(model, x, padding)
-    shapes = {"linear1": (WIDTH, 32), "linear2": (32, WIDTH)}
-    layers = {
-        f"encoder.layers.{i}.{name}": layer(BATCH * TOKENS, *shape, BACKWARD)
-        for i in range(2)
-        for name, shape in shapes.items()
-    }
+    layers = {f"encoder.layers.{i}.{name}": gemms for i in range(2) for name, gemms in encoder_gemms(BACKWARD).items()}
     layers["head"] = layer(BATCH * TOKENS, WIDTH, 8, BACKWARD)
-    assert_counted(counter, layers, {f"encoder.layers.{i}.self_attn": ENCODER_ATTENTION for i in range(2)})
+    assert_counted(counter, layers, {f"encoder.layers.{i}.self_attn": PRODUCTS for i in range(2)})
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")

@@ -1,0 +1,1 @@
+"""Attention's two products with quantized operands, and which modules compute them."""

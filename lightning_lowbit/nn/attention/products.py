@@ -1,0 +1,176 @@
+"""Attention's two products as layers, and a call of ``F.scaled_dot_product_attention`` through them.
+
+``qk`` is Q · Kᵀ and ``pv`` is P · V. Each has six casts, keys and statistics as any converted layer, and no weight.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_lowbit.nn.attention.function import Attention, QuantizedAttention
+from lightning_lowbit.nn.calls import keys_of_call
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.layers.host import Product
+from lightning_lowbit.nn.operands import Settings
+from lightning_lowbit.nn.plan import CONTRACTION, GEMM
+from lightning_lowbit.nn.sharded.parallel import Shards
+from lightning_lowbit.quant import Cast
+
+PRODUCTS_OF_ATTENTION = ("qk", "pv")
+
+# Scores in a tile: 64 MiB of float32.
+_TILE = 2**24
+
+# Operands that are made of P or dS, tile by tile.
+_TILED = {"qk": ("dgrad_g", "wgrad_g"), "pv": ("fprop_x", "wgrad_x")}
+
+
+class ActivationProduct(Product):
+    """A product of two activations, one of attention's two."""
+
+    kind = "attention"
+
+    @property
+    def device(self) -> torch.device:
+        parameter = next(self.host.parameters(), None)
+        if parameter is not None:
+            return parameter.device
+        return torch.device("cpu") if self.keys is None else self.keys.device
+
+    def native_gemms(self, *_: Any, **__: Any) -> tuple[str, ...]:
+        """None: they are emulated on all devices."""
+        return ()
+
+    def emulated_because(self, device: torch.device) -> dict[str, str]:
+        gemms = self.full_casts.quantized_gemms
+        return {", ".join(gemms): "attention's products have no native GEMM"} if gemms else {}
+
+    def settings(self) -> Settings:
+        return Settings(
+            casts=self.casts,
+            keys=keys_of_call(self),
+            in_force=None,
+            staged=None,
+            exact=self.exact,
+            native=(),
+            blend=None if self.blend is None else self.blend.clone(),
+            operand_sums=self.operand_sums,
+            gradient_sums=None,
+            shards=Shards(),
+            weight_amax=None,
+            prequantized=None,
+        )
+
+
+def check_attention(name: str, casts: LinearCasts) -> None:
+    """Raises a ``ValueError`` for casts that attention's products cannot have."""
+    for problem, remedy in _obstacles(casts):
+        raise ValueError(f"attention: {name or 'its products'} cannot have {problem}; got {casts}. {remedy}")
+
+
+def _obstacles(casts: LinearCasts) -> Iterator[tuple[str, str]]:
+    if casts.is_delayed:
+        yield "delayed scaling", "Take scales with source='current', such as 'fp8-current'."
+    for name in ("subtract_mean", "surrogate", "requantize", "smooth"):
+        if getattr(casts, name):
+            yield name, f"Leave {name} out, or take another preset, such as 'nvfp4' or 'fp8-current'."
+    for operand in CONTRACTION:
+        cast = getattr(casts, operand)
+        if not isinstance(cast, Cast) or not isinstance(cast.scale.block, tuple):
+            continue
+        if not operand.endswith("_w"):
+            yield f"tiles for {operand}", "Only w may have tiles: give the others blocks along one axis."
+        elif cast.scale.statistic != "absmax":
+            yield f"tiles with statistic={cast.scale.statistic!r}", "Take statistic='absmax'."
+
+
+def attend(
+    products: Mapping[str, Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` through the casts of ``products``, with its shapes and its masks.
+
+    Raises:
+        ValueError: dropout, nested tensors, tensors of different dtypes, or a mask beside ``is_causal``.
+    """
+    qk, pv = (products[name] for name in PRODUCTS_OF_ATTENTION)
+    if (qk.casts.plan.is_empty and pv.casts.plan.is_empty) or 0 in (query.numel(), key.numel(), value.numel()):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    _check_call(query, key, value, attn_mask, dropout_p, is_causal)
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"q, k and v have one dtype; got {query.dtype}, {key.dtype} and {value.dtype}.")
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    lead = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))  # type: ignore[no-untyped-call]
+    q, k, v = (x.expand(*lead, *x.shape[-2:]) if lead else x.unsqueeze(0) for x in (query, key, value))
+    mask = attn_mask
+    if mask is not None and mask.dim() == 1:
+        mask = mask.unsqueeze(0)
+    size = math.prod(lead) * key.shape[-2]
+    how = Attention(
+        qk.settings(),
+        pv.settings(),
+        (id(qk), id(pv)),
+        1 / math.sqrt(query.shape[-1]) if scale is None else scale,
+        is_causal,
+        _queries_in_tile(qk.casts, pv.casts, query.shape[-2], size),
+    )
+    o: Tensor = QuantizedAttention.apply(q, k, v, mask, how)  # type: ignore[no-untyped-call]
+    return o if lead else o.squeeze(0)
+
+
+def _check_call(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool
+) -> None:
+    if dropout_p > 0:
+        raise ValueError(
+            f"Quantized attention has no dropout, and this call asks for {dropout_p}. Set the model's dropout of "
+            "attention to 0, or leave such modules out with skip=[...]."
+        )
+    if query.is_nested or key.is_nested or value.is_nested:
+        raise ValueError("Quantized attention takes no nested tensors: pad them, and give a mask.")
+    if mask is not None and is_causal:
+        raise ValueError("Give attn_mask or is_causal=True, not both: a mask may be causal itself.")
+
+
+def _queries_in_tile(qk: LinearCasts, pv: LinearCasts, queries: int, size: int) -> int:
+    """How many queries are computed at a time, where each has ``size`` scores; all, where scales span them."""
+    unit = 1
+    for product, casts in (("qk", qk), ("pv", pv)):
+        for operand in _TILED[product]:
+            cast = getattr(casts, operand)
+            if not isinstance(cast, Cast):
+                continue
+            if _spans_tiles(operand, cast, casts):
+                return queries
+            if CONTRACTION[operand] == 0 and isinstance(cast.scale.block, int):
+                unit = math.lcm(unit, cast.scale.block)
+    unit = max(unit, 16)
+    return max(_TILE // max(size, 1) // unit, 1) * unit
+
+
+def _spans_tiles(operand: str, cast: Cast, casts: LinearCasts) -> bool:
+    scale = cast.scale
+    if GEMM[operand] in casts.hadamard and (scale.needs_amax or CONTRACTION[operand] == 0):
+        return True
+    if CONTRACTION[operand] == 0 and "row" in (scale.block, scale.two_level):
+        return True
+    return scale.block == "tensor" and not scale.needs_amax

@@ -1,0 +1,320 @@
+"""``nn.MultiheadAttention``: torch's results without casts, those of layers with them, and names that stay."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_lowbit import IntegerPrecision, LinearCasts, convert
+from lightning_lowbit.nn import AmaxHistories, LayerKeys, QuantizedLayer, set_phase
+from lightning_lowbit.nn.conversion.bake import bake
+from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.layers.classes import restore_classes
+from lightning_lowbit.nn.layers.multihead import MultiheadHost
+from tests.pairwise import cover
+
+WIDTH, HEADS, BATCH, QUERIES, KEYS = 48, 3, 2, 5, 7
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "inputs": ("one", "key is value", "three", "of other widths"),
+    "batch_first": (False, True),
+    "unbatched": (False, True),
+    "bias": (False, True),
+    "add_bias_kv": (False, True),
+    "add_zero_attn": (False, True),
+    "attn_mask": (None, "bool 2", "float 2", "bool 3", "float 3", "causal"),
+    "key_padding_mask": (None, "bool", "float"),
+    "need_weights": (False, True),
+    "average_attn_weights": (False, True),
+    "training": (False, True),
+}
+
+
+def cases() -> list[dict[str, Any]]:
+    return [dict(zip(OPTIONS, values, strict=True)) for values in product(*OPTIONS.values())]
+
+
+def in_pairs() -> list[dict[str, Any]]:
+    """A sample of all cases in which any two options meet."""
+    generator = torch.Generator().manual_seed(0)
+    every = cases()
+    sample = [every[int(i)] for i in torch.randperm(len(every), generator=generator)[:600]]
+    numbers = [{name: OPTIONS[name].index(value) for name, value in case.items()} for case in sample]
+    chosen = [sample[i] for i in cover(numbers)]
+    pairs = {(a, case[a], b, case[b]) for case in chosen for a in case for b in case if a < b}
+    wanted = {(a, x, b, y) for a in OPTIONS for b in OPTIONS if a < b for x in OPTIONS[a] for y in OPTIONS[b]}
+    assert pairs == wanted
+    return chosen
+
+
+def attention(case: dict[str, Any]) -> nn.MultiheadAttention:
+    torch.manual_seed(1)
+    widths = {"kdim": 32, "vdim": 16} if case["inputs"] == "of other widths" else {}
+    options = {name: case[name] for name in ("bias", "add_bias_kv", "add_zero_attn", "batch_first")}
+    module = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.25, **options, **widths)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return module.train(case["training"])
+
+
+def arguments(case: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
+    """The tensors that differ from each other, and keyword arguments."""
+    generator = torch.Generator().manual_seed(2)
+    keys = QUERIES if case["inputs"] == "one" else KEYS
+
+    def tokens(count: int, width: int) -> Tensor:
+        batched = (BATCH, count, width) if case["batch_first"] else (count, BATCH, width)
+        return torch.randn((count, width) if case["unbatched"] else batched, generator=generator)
+
+    others = {"one": (), "key is value": (WIDTH,), "three": (WIDTH, WIDTH), "of other widths": (32, 16)}
+    inputs = [tokens(QUERIES, WIDTH), *(tokens(keys, width) for width in others[case["inputs"]])]
+    given = {name: case[name] for name in ("need_weights", "average_attn_weights")}
+    kind, _, dims = (case["attn_mask"] or "").partition(" ")
+    rows = 1 if case["unbatched"] else BATCH
+    if kind == "causal":
+        given |= {"is_causal": True, "attn_mask": torch.ones(QUERIES, keys, dtype=torch.bool).triu(1)}
+    elif kind:
+        shape = (QUERIES, keys) if dims == "2" else (rows * HEADS, QUERIES, keys)
+        drawn = torch.randn(shape, generator=generator)
+        given["attn_mask"] = drawn if kind == "float" else (drawn > 1) & (torch.arange(keys) > 0)
+    if case["key_padding_mask"]:
+        shape = (keys,) if case["unbatched"] else (BATCH, keys)
+        drawn = torch.randn(shape, generator=generator)
+        is_float = case["key_padding_mask"] == "float"
+        given["key_padding_mask"] = drawn if is_float else (drawn > 1) & (torch.arange(keys) > 0)
+    return inputs, given
+
+
+def run(module: nn.Module, inputs: list[Tensor], given: dict[str, Any]) -> dict[str, Tensor | None]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    torch.manual_seed(3)
+    y, weights = module(leaves[0], leaves[min(1, len(leaves) - 1)], leaves[-1], **given)
+    module.zero_grad()
+    loss = (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum()
+    (loss if weights is None else loss + weights.square().sum()).backward()
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    return {"y": y, "weights": weights, **{f"x{i}": leaf.grad for i, leaf in enumerate(leaves)}, **grads}
+
+
+def compare_with_torch(options: list[dict[str, Any]]) -> None:
+    for case in options:
+        original = attention(case)
+        converted = convert(copy.deepcopy(original), "bf16")
+        wanted, got = (run(module, *arguments(case)) for module in (original, converted))
+        assert got.keys() == wanted.keys()
+        for name, value in wanted.items():
+            if value is None or got[name] is None:
+                assert value is got[name], (case, name)
+            elif name == "in_proj_bias":  # torch adds it apart where an input is transposed, and sums in another order
+                torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
+            else:
+                assert torch.equal(got[name], value), (case, name)
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
+def test_its_own_forward_pass_without_casts_equals_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MultiheadHost, "is_plain", False)
+    compare_with_torch(in_pairs())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
+def test_all_options_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MultiheadHost, "is_plain", False)
+    compare_with_torch(cases())
+
+
+def by_hand(module: nn.MultiheadAttention, casts: Any, sizes: tuple[int, ...]) -> tuple[list[nn.Linear], nn.Linear]:
+    """Converted linear layers for the parts of ``in_proj``, and ``out_proj``."""
+    parts = []
+    bounds = [WIDTH * size for size in sizes]
+    for weight, bias in zip(module.in_proj_weight.split(bounds), module.in_proj_bias.split(bounds), strict=True):
+        layer = nn.Linear(WIDTH, len(weight))
+        layer.weight, layer.bias = nn.Parameter(weight.detach().clone()), nn.Parameter(bias.detach().clone())
+        parts.append(convert(layer, casts))
+    out = nn.Linear(WIDTH, WIDTH)
+    out.load_state_dict(module.out_proj.state_dict())
+    return parts, convert(out, casts)
+
+
+@pytest.mark.parametrize("inputs", ["one", "key is value", "three"])
+def test_with_casts_its_projections_are_those_of_layers(inputs: str) -> None:
+    """One GEMM per tensor that differs from the others, each with scales of its own."""
+    casts = LinearCasts.preset("nvfp4").with_rounding(dict.fromkeys(("dgrad_g", "wgrad_g", "wgrad_x"), "nearest"))
+    case = {**cases()[0], "inputs": inputs, "bias": True, "need_weights": False, "training": True}
+    original = attention(case)
+    original.dropout = 0.0
+    given, _ = arguments(case)
+    sizes = {"one": (3,), "key is value": (1, 2), "three": (1, 1, 1)}[inputs]
+    parts, out = by_hand(original, casts, sizes)
+    qkv = torch.cat([layer(x) for layer, x in zip(parts, given, strict=False)], -1) if inputs == "one" else None
+    if qkv is None:
+        projected = [layer(x) for layer, x in zip(parts, given, strict=True)]
+        q, k, v = [chunk for y, size in zip(projected, sizes, strict=True) for chunk in y.chunk(size, -1)]
+    else:
+        q, k, v = qkv.chunk(3, -1)
+
+    def heads(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3)
+
+    o = nn.functional.scaled_dot_product_attention(heads(q), heads(k), heads(v))
+    wanted = out(o.permute(2, 0, 1, 3).flatten(2))
+    converted = convert(copy.deepcopy(original), casts)
+    y, _ = converted(given[0], given[min(1, len(given) - 1)], given[-1], need_weights=False)
+    assert torch.equal(y, wanted)
+    g = torch.randn_like(y)
+    wanted.backward(g)
+    y.backward(g)
+    weights = torch.cat([layer.weight.grad for layer in parts])  # type: ignore[arg-type]
+    assert torch.equal(converted.in_proj_weight.grad, weights)
+    assert torch.equal(converted.out_proj.weight.grad, out.weight.grad)
+
+
+def names(model: nn.Module) -> set[str]:
+    return {clean_name(name) for name in quantized_layers(model)}
+
+
+def test_names_of_parameters_stay_and_products_have_theirs() -> None:
+    original = nn.TransformerDecoderLayer(WIDTH, HEADS, 64)
+    model = convert(copy.deepcopy(original), "nvfp4")
+    assert model.state_dict().keys() == original.state_dict().keys()
+    model.load_state_dict(original.state_dict())
+    of_each = {f"{name}.{part}" for name in ("self_attn", "multihead_attn") for part in ("in_proj", "out_proj")}
+    assert names(model) == of_each | {"linear1", "linear2"}
+    separate = convert(nn.MultiheadAttention(WIDTH, HEADS, kdim=32), "nvfp4")
+    assert names(separate) == {"q_proj", "k_proj", "v_proj", "out_proj"}
+    restore_classes(model)
+    assert [type(module) for module in model.modules()] == [type(module) for module in original.modules()]
+
+
+@pytest.mark.parametrize(("kept", "skip"), [("in_proj", "out_proj"), ("out_proj", "in_proj")])
+def test_either_of_its_layers_alone_is_quantized(kept: str, skip: str) -> None:
+    x = torch.randn(QUERIES, BATCH, WIDTH)
+    original = nn.MultiheadAttention(WIDTH, HEADS)
+    wanted = {name: convert(copy.deepcopy(original), casts) for name, casts in (("hp", "bf16"), ("both", "mxfp8"))}
+    one = convert(copy.deepcopy(original), "mxfp8", skip=[skip])
+    assert {n for n, layer in quantized_layers(one).items() if layer.casts != LinearCasts()} == {
+        "_products.in_proj" if kept == "in_proj" else "out_proj"
+    }
+    results = [module(x, x, x)[0] for module in (one, *wanted.values())]
+    assert not torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+    convert(one, "mxfp8", skip=[skip], overrides={kept: "bf16"})
+    assert torch.equal(one(x, x, x)[0], original(x, x, x)[0])
+
+
+def copies() -> dict[str, Callable[[nn.Module], nn.Module]]:
+    def saved(model: nn.Module) -> nn.Module:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+    return {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model)), "saved": saved}
+
+
+def test_copies_compute_alike_on_weights_of_their_own() -> None:
+    x = torch.randn(BATCH, QUERIES, WIDTH)
+    model = convert(nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=0.0, batch_first=True), "nvfp4")
+    LayerKeys(model).fill_(0)
+    y = model(x)
+    for how, make in copies().items():
+        copied: Any = make(model)
+        LayerKeys(copied).fill_(0)
+        assert torch.equal(copied(x), y), how
+        nn.init.zeros_(copied.self_attn.in_proj_weight)
+        assert not torch.equal(copied(x), y), how
+    assert torch.equal(model(x), y)
+
+
+def test_recomputed_under_autocast() -> None:
+    compare_calls(lambda model: lambda x: checkpoint(model, x, use_reentrant=False), torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_compiled(dtype: torch.dtype | None) -> None:
+    compare_calls(lambda model: torch.compile(model, backend="eager", fullgraph=True), dtype)
+
+
+def compare_calls(how: Callable[[nn.Module], Callable[[Tensor], Tensor]], dtype: torch.dtype | None) -> None:
+    """Results and gradients of a model that is called in another way equal those of the model to the bit."""
+    x = torch.randn(BATCH, QUERIES, WIDTH)
+    model = convert(nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=0.0, batch_first=True), "nvfp4")
+    keys = LayerKeys(model)
+
+    def gradients(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        keys.fill_(5)
+        model.zero_grad()
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            y = call(x)
+        y.float().square().sum().backward()
+        return [y, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    wanted, got = gradients(model), gradients(how(model))
+    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+
+
+def test_phases_and_histories_of_delayed_scaling() -> None:
+    x = torch.randn(QUERIES, BATCH, WIDTH)
+    original = nn.MultiheadAttention(WIDTH, HEADS)
+    model: Any = convert(copy.deepcopy(original), "fp8-delayed")
+    LayerKeys(model).fill_(0)
+    histories = AmaxHistories(model)
+    model(x, x, x)[0].sum().backward()
+    histories.advance_()
+    recorded = histories.state_dict()["amax_history"]
+    assert recorded["in_proj/fprop_x"][-1] == x.abs().max()
+    assert recorded["in_proj/fprop_w"][-1] == original.in_proj_weight.abs().max()
+    set_phase(model, "bf16")
+    assert torch.equal(model(x, x, x)[0], original(x, x, x)[0])
+
+
+def test_baked_weights_give_the_same_results() -> None:
+    casts = IntegerPrecision(4, activation_bits=None).casts
+    x = torch.randn(QUERIES, BATCH, WIDTH)
+    memory = torch.randn(KEYS, BATCH, WIDTH)
+    model: Any = convert(nn.MultiheadAttention(WIDTH, HEADS), casts)
+    wanted = [model(x, x, x)[0], model(x, memory, memory)[0]]
+    bake(model)
+    assert type(model) is nn.MultiheadAttention
+    for y, inputs in zip(wanted, [(x, x, x), (x, memory, memory)], strict=True):
+        torch.testing.assert_close(model(*inputs)[0], y, rtol=1e-5, atol=1e-6)
+    one_scale = LinearCasts.preset("fp8-current").replace(fprop_x=None, dgrad_g=None, wgrad_g=None, wgrad_x=None)
+    with pytest.raises(ValueError, match="parts of its weight share scales"):
+        bake(convert(nn.MultiheadAttention(WIDTH, HEADS), one_scale, skip=["out_proj"]))
+
+
+def test_refusals() -> None:
+    model = convert(nn.MultiheadAttention(WIDTH, HEADS), "nvfp4")
+    x, few = torch.randn(QUERIES, BATCH, WIDTH), torch.randn(QUERIES - 1, BATCH, WIDTH)
+    calls: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
+        "as many tokens": ((x, x, few), {}),
+        "no attn_mask": ((x, x, x), {"is_causal": True}),
+        "has shape": ((x, x, x), {"attn_mask": torch.zeros(2, 2)}),
+        "features": ((x[..., :16], x, x), {}),
+    }
+    for message, (inputs, given) in calls.items():
+        with pytest.raises(ValueError, match=message):
+            model(*inputs, **given)
+
+
+def test_a_subclass_with_a_forward_pass_of_its_own_stays() -> None:
+    class Inherits(nn.MultiheadAttention):
+        pass
+
+    class Overrides(nn.MultiheadAttention):
+        def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+            return super().forward(x, x, x)
+
+    assert names(convert(Inherits(WIDTH, HEADS), "nvfp4")) == {"in_proj", "out_proj"}
+    model = convert(nn.Sequential(Overrides(WIDTH, HEADS), nn.Linear(WIDTH, 4)), "nvfp4")
+    assert not any(isinstance(module, QuantizedLayer) for module in model[0].modules())
