@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_lowbit.nn.layers.convolution import find_convolution
 from lightning_lowbit.nn.layers.host import PRODUCTS, Host, Product, add_products
 from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
 
@@ -75,8 +76,9 @@ def convertible(model: nn.Module) -> dict[str, nn.Module]:
     of each product of a host, as it is called once it is converted."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if quantized_class(type(module)) is not None:
-            found[name] = module
+        if (layer := quantized_class(type(module))) is not None:
+            if isinstance(module, QuantizedLayer) or layer.obstacle(module) is None:
+                found[name] = module
         elif not isinstance(module, Host) and (cls := host_class(type(module))) is not None:
             found |= {f"{name}.{PRODUCTS}.{product}".lstrip("."): module for product in cls.make_products(module)}
     return found
@@ -122,4 +124,4 @@ def _linear(cls: Any) -> Converted:
     return None
 
 
-_KINDS: tuple[Callable[[Any], Converted], ...] = (_linear,)
+_KINDS: tuple[Callable[[Any], Converted], ...] = (_linear, find_convolution)
