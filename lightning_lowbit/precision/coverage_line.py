@@ -21,7 +21,7 @@ from lightning_lowbit._lightning import rank_zero_info
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import QuantizedGemms
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.layers.classes import is_linear
+from lightning_lowbit.nn.layers.classes import quantized_class
 from lightning_lowbit.nn.linear import QuantizedLayer
 
 _ENOUGH = 0.5  # nothing is logged from this share of quantized FLOPs on
@@ -147,6 +147,8 @@ def _flops(node: Any) -> int:
         if left is None and right is None:
             return 0
         inner = left[-1] if left is not None else right[-1 if rows else -2]  # type: ignore[index]
+        if left is not None and _is_converted(node) and (window := node.settings.window) is not None:
+            inner = prod(window.kernel) * left[1]  # of images [N, C, *sizes]
         return 2 * prod(out) * inner
     if name.startswith("ScaledDotProduct"):  # Q · Kᵀ and P · V of [..., tokens, features]
         query, key, out = *map(_shape, node.next_functions[:2]), tuple(node._input_metadata[0].shape)
@@ -209,10 +211,10 @@ def _why(module: nn.Module) -> str | None:
     kind = type(module).__name__
     if isinstance(module, QuantizedLayer):
         return None if module.full_casts != LinearCasts() else f"{kind} (its casts are those of high precision)"
-    if is_linear(module):
-        return f"{kind} (left out by skip or only)"
+    if (layer := quantized_class(type(module))) is not None:
+        return f"{kind} ({layer.obstacle(module) or 'left out by skip or only'})"
     if isinstance(module, nn.modules.conv._ConvNd):
-        return f"{kind} (a convolution)"
+        return f"{kind} (a subclass of a convolution, which might compute otherwise)"
     if isinstance(module, (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)):
         return "MultiheadAttention (its projections are no nn.Linear)"
     if isinstance(module, nn.RNNBase):

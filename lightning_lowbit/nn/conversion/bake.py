@@ -1,7 +1,7 @@
 """Plain layers with quantized values as weights, for models whose forward pass quantizes only weights."""
 
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ def bake(model: _Model) -> _Model:
     with nullcontext() if context is None else context.enter(model.eval()):
         for layer in layers.values():
             if layer.casts.fprop_w is not None:
-                _matrix(layer).copy_(_quantized(layer))
+                layer.set_weight_matrix(_quantized(layer))
     ForwardContext.detach(model)
     return restore_classes(model)
 
@@ -63,6 +63,8 @@ def _obstacle(layer: QuantizedLayer) -> str | None:
     casts = layer.casts
     if isinstance(layer.weight, DTensor):
         return "its weight is sharded"
+    if not isinstance(layer.weight, nn.Parameter):
+        return "its weight is computed from others, as weight_norm does (torch.nn.utils.remove_weight_norm undoes that)"
     if casts.fprop_x is not None:
         return f"it quantizes activations, too ({casts.fprop_x})"
     if "fprop" in casts.hadamard:
@@ -86,12 +88,15 @@ def _check_tied(model: nn.Module, layers: dict[str, QuantizedLayer]) -> None:
                 )
 
 
-def _matrix(layer: Any) -> Tensor:
-    return layer.weight_matrix().detach()
-
-
 def _quantized(layer: QuantizedLayer) -> Tensor:
-    weight, cast = _matrix(layer), layer.casts.fprop_w
+    matrix = layer.weight_matrix().detach()
+    if matrix.dim() == 2:
+        return _values(layer, matrix)
+    return torch.stack([_values(layer, one) for one in matrix])  # each by its own amax
+
+
+def _values(layer: QuantizedLayer, weight: Tensor) -> Tensor:
+    cast = layer.casts.fprop_w
     assert isinstance(cast, Cast)
     device = weight.device.type
     if torch.is_autocast_enabled(device):

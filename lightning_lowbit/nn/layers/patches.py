@@ -10,8 +10,8 @@ from lightning_lowbit.quant import Operand
 
 
 def patches(x: Tensor, settings: Settings, *names: str, amax: Tensor | None = None) -> Source:
-    """The patches of images ``[N, C, *sizes]`` as fprop takes them, from quantized pixels where those are the same, with
-    the amax that the operands of these names need, or a given one."""
+    """The patches of images ``[N, C, *sizes]`` as fprop takes them, from quantized pixels where those are the same,
+    with the amax that the operands of these names need, or a given one."""
     window = settings.window
     assert window is not None
     sizes, pixels = x.shape[2:], x.movedim(1, -1)
