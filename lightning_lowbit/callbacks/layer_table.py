@@ -11,7 +11,6 @@ from torch import nn
 from lightning_lowbit.nn import OPERANDS, LinearCasts, QuantizedLayer
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.layers.host import Product
-from lightning_lowbit.nn.saving import saved_bits
 from lightning_lowbit.report.console import Table, Text
 
 
@@ -25,9 +24,7 @@ def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
     for name, module in model.named_modules():
         name = clean_name(name)
         if isinstance(module, QuantizedLayer):
-            inner, out = _sizes(module)
-            size = "activations" if inner is None else f"{inner} → {out}"
-            casts, where = labels[module.full_casts], _executed(module)
+            size, casts, where = module.size_text, labels[module.full_casts], _executed(module)
             own = set(module.own_parameters())
         elif own := set(module.parameters(recurse=False)) - of_products:
             size, casts, where = "", "high precision", ""
@@ -64,9 +61,8 @@ def _savings(model: nn.Module, dtype: torch.dtype) -> str:
     layers = [layer for layer in layers if layer.weight is not None]
     if not layers:
         return ""
-    widths = [layer.weight_matrix().shape[-1] for layer in layers]
-    pairs = zip(widths, layers, strict=True)
-    bits = sum(width * saved_bits(layer.full_casts, layer.save, dtype) for width, layer in pairs) / max(sum(widths), 1)
+    kept = [layer.kept_input(dtype) for layer in layers]
+    bits = sum(width * bits for width, bits in kept) / max(sum(width for width, _ in kept), 1)
     whole = torch.finfo(dtype).bits
     return f" For the backward pass they keep {bits:.2f} bits per element of their inputs, of {whole} (save='codes')."
 
@@ -123,7 +119,7 @@ def layer_data(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Iterabl
             casts = _describe(module.full_casts)
             native = list(module.native_gemms(module.device, module.full_casts))
             own = {"name": clean_name(name), "in": in_features, "out": out_features, "casts": casts, "native": native}
-            yield own | {"saved_bits": saved_bits(module.full_casts, module.save, dtype)}
+            yield own | {"saved_bits": module.kept_input(dtype)[1]}
 
 
 def merge_numbers(flops: Mapping[str, int], reasons: Mapping[str, str]) -> list[tuple[str, int, int, str]]:

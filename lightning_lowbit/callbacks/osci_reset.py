@@ -129,7 +129,7 @@ class OsciReset(LowBitCallback):
             else:
                 where = paths.oscillating(self.threshold)
                 centers = weight.quantize().dequantize(matrix.dtype)
-                matrix.copy_(centers.where(where, matrix))
+                self._layers[name].set_weight_matrix(centers.where(where, matrix))
                 shares[f"reset/fprop_w/{name}"] = where.mean(dtype=torch.float32)
         if step >= self._end:
             self._end = None
@@ -141,7 +141,7 @@ class OsciReset(LowBitCallback):
                 trainer.callback_metrics.update({name: torch.tensor(share) for name, share in metrics.items()})
 
     def _matrix(self, name: str) -> Tensor:
-        return self._layers[name].weight_matrix().detach()
+        return self._layers[name].weight_matrix().detach().flatten(0, -2)
 
     def state_dict(self) -> dict[str, Any]:
         """The open window, without the last values: between steps they equal the weights."""

@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_lowbit.kernels import Packed
 from lightning_lowbit.nn.gemm import matmul, no_autocast
+from lightning_lowbit.nn.layers.patches import patches, patches_for_wgrad
 from lightning_lowbit.nn.operands import (
     Settings,
     Source,
@@ -29,13 +30,17 @@ from lightning_lowbit.quant import Operand
 class QuantizedGemms(torch.autograd.Function):
     """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast. Takes ``x`` [tokens, in_features], ``w``
     [out_features, in_features] (of any dtype) and ``bias`` [out_features] or None in the dtype of the computation, and
-    :class:`Settings`."""
+    :class:`Settings`. With a window, ``x`` are images [N, C, *sizes], and tokens are the positions of its patches."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
         casts, (needs_x, needs_w) = settings.casts, ctx.needs_input_grad[:2]
         w = weight.to(x.dtype) if settings.recasts else weight
-        source_x = Source(x, amax_for(x, settings, "fprop_x", *["wgrad_x"] * needs_w))
+        read_by = ("fprop_x", *["wgrad_x"] * needs_w)
+        if settings.window is None:
+            source_x = Source(x, amax_for(x, settings, *read_by))
+        else:
+            source_x = patches(x, settings, *read_by)
         if settings.frozen is not None:
             source_w = frozen_weight(weight, x.dtype, settings)
         elif settings.prequantized is not None:
@@ -55,7 +60,9 @@ class QuantizedGemms(torch.autograd.Function):
         y = matmul(qx, qw.t(), offset, x.dtype, fast_accumulation=True)
 
         # "fprop" and requantize keep the operand of the forward pass; others are quantized anew from the tensor itself.
-        for_wgrad: Any = packed or (qx if "wgrad_x" in casts.plan.kept else Operand(x))
+        # Of images, which are smaller than their patches, the images themselves are kept.
+        keeps_qx = "wgrad_x" in casts.plan.kept and settings.window is None
+        for_wgrad: Any = packed or (qx if keeps_qx else Operand(x))
         keeps_operand = keeps_weight_operand(settings)
         for_dgrad: Any = qw if keeps_operand else Operand(weight if settings.recasts else w)
         if settings.native:
@@ -83,9 +90,12 @@ class QuantizedGemms(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w = ctx.saved_tensors
         settings: Settings = ctx.settings
+        window = settings.window
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None
         with no_autocast(g.device.type):
+            if window is not None and forward_x is not None:
+                forward_x = window.gather(forward_x)
             source_g = Source(g, amax_for(g, settings, *["dgrad_g"] * needs_x, *["wgrad_g"] * needs_w))
             if needs_x:
                 # dX = dY · W           [tokens, out] · [out, in]
@@ -94,11 +104,14 @@ class QuantizedGemms(torch.autograd.Function):
                 qg, qw, of_mean = operands("dgrad", source_g, source_w, settings)
                 dx = matmul(qg, qw, of_mean, ctx.dtype)
                 dx = through_rounding_of("fprop_x", dx, Source(forward_x, amax_x), settings)
+                dx = dx if window is None else window.scatter(dx, ctx.shape)
                 if settings.reuses("wgrad_g"):
                     source_g = Source(qg.values, None, qg.factor, is_operand=True)
             if needs_w:
                 # dW = dYᵀ · X          [out, tokens] · [tokens, in]
                 kept, packed = Operand(x, x_factor), settings.packed
+                if window is not None:
+                    kept = patches_for_wgrad(x, amax_x, settings)
                 if packed is not None:
                     source_x = unpacked_source(packed, Packed(x, x_factor), ctx.shape, ctx.dtype, settings)
                     kept = Operand(source_x.values, source_x.factor)

@@ -114,6 +114,12 @@ def _int64(digest: bytes) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+def keys_of_part(keys: Tensor | None, index: int) -> Tensor | None:
+    """The keys of a product that is one of several of a layer, such as a group of a convolution: those of the layer's
+    call XOR a hash of its index. None for None."""
+    return None if keys is None else keys ^ hash_numbers(index)
+
+
 @contextmanager
 @torch.no_grad()
 def unchanged(tensors: list[Tensor]) -> Generator[None, None, None]:

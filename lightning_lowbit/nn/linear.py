@@ -16,10 +16,11 @@ from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import QuantizedGemms
 from lightning_lowbit.nn.gemm import native_obstacle, no_autocast
 from lightning_lowbit.nn.layers.frozen import Frozen
+from lightning_lowbit.nn.layers.window import Window
 from lightning_lowbit.nn.native.gemms import results
 from lightning_lowbit.nn.native.table import BLOCK_SCALED
 from lightning_lowbit.nn.operands import PrequantizedWeight, Settings
-from lightning_lowbit.nn.saving import Readers
+from lightning_lowbit.nn.saving import Readers, saved_bits
 from lightning_lowbit.nn.sharded.parallel import Shards, tensor_parallel
 from lightning_lowbit.nn.watch import LayerAmaxes, amax_in_force, stage_
 from lightning_lowbit.quant import amax_along, smoothing_factor
@@ -62,6 +63,7 @@ class QuantizedLayer(nn.Module):
     """
 
     kind: ClassVar[str] = "linear"
+    keeps_parameter: ClassVar[bool] = True  # with save="codes": the weight is the parameter, or a view of it
 
     casts: LinearCasts = LinearCasts()
     full_casts: LinearCasts = LinearCasts()
@@ -99,6 +101,25 @@ class QuantizedLayer(nn.Module):
         """The weight as ``[out_features, in_features]``, or a stack of such matrices."""
         return self.weight if self.frozen is None else self.frozen.dense(self.weight.detach())
 
+    def set_weight_matrix(self, values: Tensor) -> None:
+        """Writes values of :meth:`weight_matrix` to the parameter."""
+        self.weight_matrix().detach().copy_(values)
+
+    @staticmethod
+    def obstacle(module: Any) -> str | None:
+        """Why a module of a class that can be converted stays in high precision; None if it can be converted."""
+        return None
+
+    @property
+    def size_text(self) -> str:
+        """``in → out`` features, as tables show them."""
+        out_features, in_features = self.weight_matrix().shape[-2:]
+        return f"{in_features} → {out_features}"
+
+    def kept_input(self, dtype: torch.dtype) -> tuple[int, float]:
+        """Elements of an input token, and the bits of each that are kept for a backward pass in ``dtype``."""
+        return self.weight_matrix().shape[-1], saved_bits(self.full_casts, self.save, dtype)
+
     def own_parameters(self) -> list[nn.Parameter]:
         """The parameters that are the layer's, wherever they are registered."""
         return list(self.parameters(recurse=False))
@@ -122,17 +143,27 @@ class QuantizedLayer(nn.Module):
         return self.quantized_forward(input, weight, self.bias)
 
     def quantized_forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards = _WHOLE, frozen: Frozen | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shards: Shards = _WHOLE,
+        window: Window | None = None,
+        keys: Tensor | None = None,
+        frozen: Frozen | None = None,
     ) -> Tensor:
-        """:meth:`forward` through the casts, of shards too; with six of None it equals ``nn.Linear`` to the bit."""
+        """:meth:`forward` through the casts, of shards too; with six of None it equals ``nn.Linear`` to the bit. With a
+        window, ``x`` are images, and the result has a row per position. ``keys`` are those of this call, by default the
+        layer's. A ``frozen`` weight is bytes."""
         device, shape, prequantized, amaxes = x.device.type, x.shape, self.prequantized_weight, self.amaxes
-        keeps = prequantized is not None or frozen is not None  # the weight is no matrix to convert
-        recasts, source = self.readers is not None and self.casts.smooth is None and not keeps, x
+        is_made = prequantized is not None or frozen is not None  # the weight is no matrix to convert
+        recasts = self.readers is not None and self.keeps_parameter and self.casts.smooth is None
+        recasts, source = recasts and not is_made, x
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # autocast does not cast float64
             dtype = torch.get_autocast_dtype(device)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             # With codes, the parameter itself is kept, and converted again.
-            weight = weight if keeps or recasts else weight.to(dtype)
+            weight = weight if is_made or recasts else weight.to(dtype)
         elif x.dtype != weight.dtype and frozen is None:
             raise ValueError(
                 f"Input and weight must have one dtype; got {x.dtype} and {weight.dtype}. Cast one of them, or use "
@@ -148,17 +179,21 @@ class QuantizedLayer(nn.Module):
                 "Delayed scaling needs histories: they are set by the precision plugin, or by "
                 "lightning_lowbit.nn.AmaxHistories where there is no Trainer."
             )
+        gathered = window
         with no_autocast(device):
-            x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # flatten also takes empty tensors
+            if window is None:
+                x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # flatten also takes empty tensors
+            elif window.is_tiling:
+                x, gathered = window.tiles(x), None
             features = (weight if frozen is None else frozen).shape[1]
-            if x.shape[1] != features:  # a rotation would pad both to whole groups
+            if gathered is None and x.shape[1] != features:  # a rotation would pad both to whole groups
                 raise ValueError(f"The layer takes {features} features; got {tuple(shape)}.")
             rescale = None
             if self.casts.smooth is not None:
                 x, weight, rescale = self._smoothed(x, weight, shards)
             settings = Settings(
                 casts=self.casts,
-                keys=keys_of_call(self),
+                keys=keys_of_call(self) if keys is None else keys,
                 in_force=None if amaxes is None else amaxes.in_force,
                 staged=None if amaxes is None or not amaxes.switch[0] else amaxes.staged,
                 exact=self.exact,
@@ -171,11 +206,14 @@ class QuantizedLayer(nn.Module):
                 prequantized=prequantized,
                 recasts=recasts,
                 frozen=frozen,
-                packs=self.readers is not None and self._packs(source, x.dtype),
+                packs=gathered is None and self.readers is not None and self._packs(source, x.dtype),
+                window=gathered,
             )
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
             if rescale is not None:
                 y = y * rescale if bias is None else y * rescale + bias
+        if window is not None:
+            return y
         # As nn.Linear does: FSDP2 warns of modules that return a view.
         return torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[-1]))
 

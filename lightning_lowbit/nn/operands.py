@@ -10,6 +10,7 @@ from lightning_lowbit.kernels import Packed, amax_of, pack_operand, quantize_ope
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.gemm import mean_times
 from lightning_lowbit.nn.layers.frozen import Frozen
+from lightning_lowbit.nn.layers.window import Window
 from lightning_lowbit.nn.native.operand import BlockOperand, block_operand, unpacked_block_operand
 from lightning_lowbit.nn.plan import CONTRACTION, GEMM, INDEX, OPERANDS_OF, SHARED
 from lightning_lowbit.nn.sharded.parallel import Shards
@@ -46,6 +47,7 @@ class Settings(NamedTuple):
         recasts: keeps the parameter for the backward pass, and converts it again, instead of what was made of it.
         packs: keeps what wgrad needs of x as codes and scales.
         frozen: what the bytes of a frozen weight are; None for a matrix.
+        window: of a convolution: x are images, whose patches the GEMMs take; None where x is a matrix.
     """
 
     casts: LinearCasts
@@ -63,6 +65,7 @@ class Settings(NamedTuple):
     recasts: bool = False
     packs: bool = False
     frozen: Frozen | None = None
+    window: Window | None = None
 
     def shard_of(self, operand: str) -> Shard | None:
         """The shard that an operand is, padded as its GEMM takes it; None if it is whole."""

@@ -152,6 +152,8 @@ def _flops(node: Any) -> int:
         if left is None and right is None:
             return 0
         inner = left[-1] if left is not None else right[-1 if rows else -2]  # type: ignore[index]
+        if left is not None and _is_converted(node) and (window := node.settings.window) is not None:
+            inner = prod(window.kernel) * left[1]  # of images [N, C, *sizes]
         return 2 * prod(out) * inner
     if name.startswith("ScaledDotProduct") or _is_attention(node):  # Q · Kᵀ and P · V of [..., tokens, features]
         query, key, out = *map(_shape, node.next_functions[:2]), tuple(node._input_metadata[0].shape)

@@ -46,6 +46,11 @@ class Wide(nn.Module):
         return self.back(self.convolution(x.mT)).mT
 
 
+class Odd(nn.Conv1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mT).mT
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +130,7 @@ def test_little_coverage_is_said_once_with_its_reasons(told: pytest.LogCaptureFi
             [special()],
             "with a forward of its own: register_linear takes it for a linear layer), such as rest.0.",
         ),
-        "convolution": ([Wide()], "Conv1d (a convolution), such as rest.0.convolution"),
+        "convolution": ([Odd(16, 16, 9, padding=4)], "Odd (a subclass of a convolution, with a forward of its own)"),
         "experts": ([Experts()], "Experts (a stack of experts, no nn.Linear"),
         "attention": ([Attention() for _ in range(8)], "products of activations with each other, as in attention"),
         "recurrent": ([Recurrent()], "LSTM (recurrent)"),
@@ -141,7 +146,7 @@ def test_little_coverage_is_said_once_with_its_reasons(told: pytest.LogCaptureFi
     train(Model(Multihead()), FP4Precision("nvfp4", skip=["rest"]))
     (line,) = lines(told)
     assert "MultiheadAttention (left out by skip or only), such as rest.0.attention" in line
-    train(Model(special(), Wide(), Experts(), Recurrent()))
+    train(Model(special(), Odd(16, 16, 9, padding=4), Experts(), Recurrent()))
     (line,) = lines(told)
     assert line.count("%") == 1 + 3, "the three largest"
 
@@ -195,7 +200,7 @@ def test_manual_optimization_counts_all_backward_passes_of_a_step(told: pytest.L
                 self.manual_backward(loss)
             self.optimizers().step()  # type: ignore[union-attr]
 
-    line = train(Manual(plain(), Wide()))
+    line = train(Manual(plain(), Odd(16, 16, 33, padding=16)))
     (text,) = lines(told)
     assert text.startswith(line.text)
     assert line.coverage.quantized == 2 * 16 * 16 * (16 + 16 + 2 * 64), "FLOPs of 16 tokens"

@@ -64,7 +64,8 @@ def nearest_cast(casts: LinearCasts) -> Cast | None:
 
 
 def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> Iterator[tuple[str, LatentWeight]]:
-    """Yields the weights that the current casts round to nearest, with their names; none while λ is 0.
+    """Yields the weights that the current casts round to nearest, with their names; none while λ is 0. Of stacks of
+    matrices, such as those of grouped convolutions, it yields the ones whose scales are of rows.
 
     Reading λ while it changes waits for the device once. DTensors are gathered one by one as the iteration reaches
     them, so all ranks must iterate alike. ``dtype`` is the compute dtype.
@@ -75,6 +76,10 @@ def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> 
         cast = None if layer.weight is None else nearest_cast(layer.casts)
         if cast is not None and id(layer.blend) not in off:
             values = layer.weight_matrix().detach().to(dtype)
+            if values.dim() > 2:  # a stack of matrices; where scales are those of rows, as good as one
+                if cast.scale.needs_amax or cast.scale.block == "tensor" or isinstance(cast.scale.block, tuple):
+                    continue
+                values = values.flatten(0, -2)
             if isinstance(values, DTensor):
                 values = values.full_tensor()
             yield name, LatentWeight(values, cast, layer.scaled_by(values))

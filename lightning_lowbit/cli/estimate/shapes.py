@@ -128,6 +128,11 @@ def describe(
         )
     elif network.config.model_type != "llama":
         notes.append(f"Activations are those of LLaMA's block, and the model is of type {network.config.model_type}.")
+    if convolutions := sum(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules()):
+        notes.append(
+            f"Of {convolutions} convolutions, weights, gradients and optimizer state are counted: their activations "
+            "and FLOPs depend on the sizes of images, which a model does not tell."
+        )
     block_of = _blocks(module, decoder)
     linears, matrices, recast = [], {}, set[int]()
     for name, layer in layers.items():

@@ -56,7 +56,7 @@ def bake(model: _Model) -> _Model:
     with nullcontext() if context is None else context.enter(model.eval()):
         for layer in layers.values():
             if layer.casts.fprop_w is not None:
-                _matrix(layer).copy_(_quantized(layer, _matrix(layer)))
+                layer.set_weight_matrix(_quantized(layer, _matrix(layer)))
     ForwardContext.detach(model)
     return restore_classes(model)
 
@@ -65,6 +65,10 @@ def _obstacle(layer: QuantizedLayer) -> str | None:
     casts = layer.casts
     if isinstance(layer.weight, DTensor):
         return "its weight is sharded"
+    if layer.frozen is not None:
+        return "its weight is kept as codes (lightning_lowbit.unpack_frozen makes it a matrix)"
+    if not isinstance(layer.weight, nn.Parameter):
+        return "its weight is computed from others, as weight_norm does (torch.nn.utils.remove_weight_norm undoes that)"
     if casts.fprop_x is not None:
         return f"it quantizes activations, too ({casts.fprop_x})"
     if "fprop" in casts.hadamard:
@@ -104,7 +108,13 @@ def _matrix(layer: Any) -> Tensor:
     return layer.weight_matrix().detach()
 
 
-def _quantized(layer: QuantizedLayer, weight: Tensor) -> Tensor:
+def _quantized(layer: QuantizedLayer, matrix: Tensor) -> Tensor:
+    if matrix.dim() == 2:
+        return _values(layer, matrix)
+    return torch.stack([_values(layer, one) for one in matrix])  # each by its own amax
+
+
+def _values(layer: QuantizedLayer, weight: Tensor) -> Tensor:
     cast = layer.casts.fprop_w
     assert isinstance(cast, Cast)
     device = weight.device.type

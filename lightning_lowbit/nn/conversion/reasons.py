@@ -90,7 +90,7 @@ def of_class(module: Any) -> Reason | None:
     """Why modules of a class are not converted; None for modules without a matrix."""
     matrices = [parameter for parameter in module.parameters(recurse=False) if is_matrix(parameter)]
     if isinstance(module, nn.modules.conv._ConvNd):
-        return Reason("a convolution")
+        return Reason("a subclass of a convolution, with a forward of its own")
     if isinstance(module, nn.MultiheadAttention):
         return Reason("a subclass of nn.MultiheadAttention, with a forward pass of its own")
     if isinstance(module, nn.RNNBase):

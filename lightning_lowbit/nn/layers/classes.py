@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_lowbit.nn.layers.convolution import find_convolution
 from lightning_lowbit.nn.layers.derive import derived as derived
 from lightning_lowbit.nn.layers.host import PRODUCTS, Host, Product, add_products
 from lightning_lowbit.nn.layers.linear import check_registered, linear_class
@@ -84,6 +85,9 @@ def obstacle(module: Any) -> str | None:
     """
     if isinstance(module, QuantizedLayer):
         return None
+    cls = quantized_class(type(module))
+    if cls is not None and (own := cls.obstacle(module)) is not None:
+        return own
     if is_parametrized(module):
         return "its weight is computed (torch.nn.utils.parametrize)"
     weight: Any = getattr(module, "weight", None)
@@ -124,4 +128,4 @@ def restore_classes(model: _Model) -> _Model:
     return model
 
 
-_KINDS: tuple[Callable[[Any], Converted], ...] = (linear_class, multihead_class)
+_KINDS: tuple[Callable[[Any], Converted], ...] = (linear_class, find_convolution, multihead_class)

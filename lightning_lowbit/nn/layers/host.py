@@ -33,6 +33,11 @@ class Product(QuantizedLayer):
     def host(self) -> Any:
         return self._of[0]
 
+    @property
+    def size_text(self) -> str:
+        """As of any layer; ``activations`` without a weight."""
+        return "activations" if self.weight is None else super().size_text
+
     def own_parameters(self) -> list[nn.Parameter]:
         return [getattr(self.host, name) for name in self._names if name is not None]
 

@@ -80,10 +80,11 @@ def quantized(*models: nn.Module) -> Iterator[None]:
     assert {module for module, *_ in seen} == layers, "a converted layer did not run"
     with torch.no_grad():
         for module, (x, *part), y in seen:
-            weight, bias = part or (module.weight_matrix(), module.bias)
-            given = module.quantized_forward(x, weight, bias)
+            if part:  # of a product that multiplies by parts of its weight
+                given, raw = module.quantized_forward(x, *part), F.linear(x, *part)
+            else:
+                given, raw = type(module).forward(module, x), super(QuantizedLayer, module).forward(x)
             assert torch.equal(y, given), f"{module}: not what the casts give"
-            raw = F.linear(x, weight, bias)
             assert not torch.equal(y, raw), f"{module}: computes on the raw operands"
 
 

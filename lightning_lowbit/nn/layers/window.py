@@ -1,0 +1,158 @@
+"""Patches of images: a convolution is a linear layer over them.
+
+    images [N, C, *sizes]   gather →   patches [N · positions, kernel · C]     one row per position of the kernel
+                            ← scatter  each pixel is the sum over the patches that hold it
+
+In a row, all channels of a pixel are neighbors, and pixels follow in the order of the kernel. So a block of 16 lies
+within the channels of one pixel (if their number is a multiple of 16), and gathering copies contiguous runs. Sizes are
+those of one to three dimensions of space.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_lowbit.quant import Cast
+
+
+class Window(NamedTuple):
+    """Where a kernel is applied; all fields have one number per dimension of space.
+
+    Attributes:
+        kernel, stride, dilation: of the convolution.
+        before, after: rows of zeros around an image; negative ones at the end cut it.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """Pixels from the first to the last one of a patch."""
+        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
+
+    def positions(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """How often the kernel fits into an image of these sizes; a ValueError if it does not."""
+        padded = [b + size + a for b, size, a in zip(self.before, sizes, self.after, strict=True)]
+        if any(n < span for n, span in zip(padded, self.spans, strict=True)):
+            raise ValueError(
+                f"The kernel spans {self.spans} pixels, and the padded input has {tuple(padded)}: give the layer "
+                "larger images, or padding."
+            )
+        return tuple((n - span) // s + 1 for n, span, s in zip(padded, self.spans, self.stride, strict=True))
+
+    def sizes(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of images into which the kernel fits this often."""
+        padding = zip(self._used(tuple(positions)), self.before, self.after, strict=True)
+        return tuple(used - before - after for used, before, after in padding)
+
+    def _used(self, positions: tuple[int, ...]) -> tuple[int, ...]:
+        """Pixels of a padded image that are in any patch, or between two."""
+        return tuple((o - 1) * s + span for o, s, span in zip(positions, self.stride, self.spans, strict=True))
+
+    def covers(self, sizes: Sequence[int]) -> bool:
+        """Whether every pixel of an image of these sizes is known to be in a patch."""
+        positions = self.positions(sizes)
+        within = zip(self._used(positions), self.before, sizes, strict=True)
+        rows = zip(self.kernel, self.stride, self.dilation, positions, strict=True)
+        return all(used >= b + n for used, b, n in within) and all(
+            (s <= k and d == 1) or (s == 1 and o >= d) for k, s, d, o in rows
+        )
+
+    @property
+    def is_tiling(self) -> bool:
+        """Whether patches do not overlap, so that they are at most as large as the image."""
+        rows = zip(self.kernel, self.stride, self.dilation, strict=True)
+        return not any((*self.before, *self.after)) and all(k == 1 or (k == s and d == 1) for k, s, d in rows)
+
+    def tiles(self, x: Tensor) -> Tensor:
+        """:meth:`gather` of a tiling: a rearrangement, through which autograd finds its way."""
+        positions = self.positions(x.shape[2:])
+        for dim, (o, k, s) in enumerate(zip(positions, self.kernel, self.stride, strict=True), start=2):
+            if k == 1 and s > 1:
+                x = x[(slice(None),) * dim + (slice(None, None, s),)]
+            elif o * k < x.shape[dim]:
+                x = x.narrow(dim, 0, o * k)
+        x = x.movedim(1, -1)
+        for dim, k in enumerate(self.kernel):
+            x = x.unflatten(1 + 2 * dim, (x.shape[1 + 2 * dim] // k, k))  # type: ignore[no-untyped-call]
+        n = len(self.kernel)
+        return x.permute(0, *range(1, 2 * n, 2), *range(2, 2 * n + 1, 2), -1).reshape(
+            len(x) * prod(positions), prod(self.kernel) * x.shape[-1]
+        )
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The patches of images ``[N, C, *sizes]``: ``[N · positions, kernel · C]`` in the dtype of ``x``, a copy."""
+        positions = self.positions(x.shape[2:])
+        pixels = self._padded(x.movedim(1, -1), self._used(positions))
+        for dim, (span, s, d) in enumerate(zip(self.spans, self.stride, self.dilation, strict=True), start=1):
+            pixels = pixels.unfold(dim, span, s)[..., ::d]
+        n = len(positions)
+        patches = pixels.permute(0, *range(1, n + 1), *range(n + 2, 2 * n + 2), n + 1)  # channels last
+        return patches.reshape(len(x) * prod(positions), prod(self.kernel) * x.shape[1])
+
+    def _padded(self, pixels: Tensor, used: tuple[int, ...]) -> Tensor:
+        """``[N, *used, C]``: images with their zeros, contiguous."""
+        sizes = pixels.shape[1:-1]
+        kept = [min(size, u - b) for size, u, b in zip(sizes, used, self.before, strict=True)]
+        inner: Any = (slice(None), *(slice(0, k) for k in kept))
+        if not any(self.before) and tuple(kept) == used:
+            return pixels[inner].contiguous()
+        padded = pixels.new_zeros(len(pixels), *used, pixels.shape[-1])
+        outer: Any = (slice(None), *(slice(b, b + k) for b, k in zip(self.before, kept, strict=True)))
+        padded[outer].copy_(pixels[inner])
+        return padded
+
+    def scatter(self, patches: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Images ``[N, C, *sizes]`` of this shape, with each pixel the sum over its places in patches ``[N · positions,
+        kernel · C]``: summed in float32 (or wider) in the order of the kernel, rounded once to the dtype of patches.
+        Channels are innermost in memory."""
+        images, channels, *sizes = shape
+        positions = self.positions(sizes)
+        patches = patches.view(images, *positions, prod(self.kernel), channels)
+        used = self._used(positions)
+        sums = patches.new_zeros(images, *used, channels, dtype=torch.promote_types(patches.dtype, torch.float32))
+        for i, place in enumerate(product(*map(range, self.kernel))):
+            rows = zip(place, self.dilation, positions, self.stride, strict=True)
+            where: Any = (slice(None), *(slice(k * d, k * d + (o - 1) * s + 1, s) for k, d, o, s in rows))
+            sums[where] += patches.select(-2, i)
+        ends = [min(b + n, u) for b, n, u in zip(self.before, sizes, used, strict=True)]
+        inner: Any = (slice(None), *(slice(b, e) for b, e in zip(self.before, ends, strict=True)))
+        kept = [e - b for b, e in zip(self.before, ends, strict=True)]
+        pixels = sums[inner].to(patches.dtype)
+        if kept != sizes:  # pixels at the end that no patch holds
+            whole = pixels.new_zeros(images, *sizes, channels)
+            whole[(slice(None), *(slice(0, k) for k in kept))] = pixels
+            pixels = whole
+        return pixels.movedim(-1, 1)
+
+
+def is_pixelwise(cast: Cast | None, channels: int) -> bool:
+    """Whether patches of quantized pixels equal quantized patches to the bit, given the same amax: scales are those of
+    the tensor or of blocks within a pixel, rounding does not depend on an element's place, and zeros stay zeros."""
+    if cast is None or cast.draws or cast.scale.statistic != "absmax" or cast.scale.two_level == "row":
+        return False
+    block = cast.scale.block
+    return block == "tensor" or (isinstance(block, int) and channels % block == 0)
+
+
+class Images(torch.autograd.Function):
+    """:meth:`Window.scatter`, whose gradient is :meth:`Window.gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, patches: Tensor, window: Window, shape: tuple[int, ...]) -> Tensor:
+        ctx.window = window
+        return window.scatter(patches, shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.window.gather(g), None, None
