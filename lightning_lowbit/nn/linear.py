@@ -99,7 +99,8 @@ class QuantizedLayer(nn.Module):
 
     def weight_matrix(self) -> Tensor:
         """The weight as ``[out_features, in_features]``, or a stack of such matrices."""
-        return self.weight if self.frozen is None else self.frozen.dense(self.weight.detach())
+        frozen = getattr(self, "frozen", None)  # also called for layers that are not converted
+        return self.weight if frozen is None else frozen.dense(self.weight.detach())
 
     def set_weight_matrix(self, values: Tensor) -> None:
         """Writes values of :meth:`weight_matrix` to the parameter."""

@@ -325,9 +325,10 @@ def kept_source(name: str, operand: Operand, amax: Tensor | None, dtype: torch.d
     """The source of an operand that the forward pass has kept: a tensor or a quantized operand, whose factor is
     multiplied in where it would vary along the contraction axis, or where the operand is quantized again."""
     values, factor = operand
-    has_own = factor is not None and isinstance(getattr(settings.casts, name), Cast)  # of a frozen weight
-    if has_own or name in settings.casts.requantize:
+    is_reused = name in SHARED and settings.reuses(name)
+    is_quantized = isinstance(getattr(settings.casts, name), Cast) or settings.takes_codes(name)
+    if (settings.frozen is not None and is_quantized and not is_reused) or name in settings.casts.requantize:
         return Source((values if factor is None else values.float() * factor).to(dtype))
     if factor is not None and factor.dim() > 0:
         values, factor = (values.float() * factor).to(torch.float32 if settings.exact else dtype), None
-    return Source(values, amax, factor, is_operand=name in SHARED and settings.reuses(name))
+    return Source(values, amax, factor, is_operand=is_reused)
