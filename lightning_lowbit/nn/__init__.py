@@ -9,6 +9,7 @@ from lightning_lowbit.nn.conversion.coverage import Coverage, GemmCounter
 from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes
 from lightning_lowbit.nn.conversion.smooth_swiglu import SwiGLU, fold, smooth_swiglu, swiglus
 from lightning_lowbit.nn.keys import LayerKeys
+from lightning_lowbit.nn.layers.grouped import GroupedLinear
 from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
 from lightning_lowbit.nn.plan import OPERANDS
 
@@ -19,6 +20,7 @@ __all__ = [
     "AmaxHistories",
     "Coverage",
     "GemmCounter",
+    "GroupedLinear",
     "LayerKeys",
     "LinearCasts",
     "QuantLinear",

@@ -85,8 +85,19 @@ def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
 
 
 @cache
-def _hash(number: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"call {number}".encode(), digest_size=8).digest(), "little", signed=True)
+def _hash(number: int, what: str = "call") -> int:
+    return int.from_bytes(hashlib.blake2b(f"{what} {number}".encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def keys_of_experts(keys: Tensor, experts: int) -> Tensor:
+    """The keys ``[experts, 6]`` of the experts in a layer with ``keys`` ``[6]``: XOR a hash of the expert's number."""
+    return keys ^ _of_experts(experts, keys.device)
+
+
+@cache
+@torch.inference_mode(False)  # evaluation may come first
+def _of_experts(experts: int, device: torch.device) -> Tensor:
+    return torch.tensor([[_hash(i, "expert")] for i in range(experts)], dtype=torch.int64, device=device)
 
 
 # --- compiled graphs --------------------------------------------------------------------------------------------------

@@ -108,15 +108,23 @@ class QuantizedLayer(nn.Module):
             return tensor_parallel(self.quantized_forward, input, weight, self.bias)
         return self.quantized_forward(input, weight, self.bias)
 
-    def quantized_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards = _WHOLE) -> Tensor:
-        """:meth:`forward` through the casts, of shards too; with six of None it equals ``nn.Linear`` to the bit."""
+    def quantized_forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shards: Shards = _WHOLE,
+        ends: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """:meth:`forward` through the casts, of shards too; with six of None it equals ``nn.Linear`` to the bit. With
+        ``ends``, where groups of rows end, of stacks: ``weight`` [groups, out_features, in_features]."""
         device, shape, prequantized, amaxes = x.device.type, x.shape, self.prequantized_weight, self.amaxes
         recasts, source = self.readers is not None and self.casts.smooth is None and prequantized is None, x
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # autocast does not cast float64
             dtype = torch.get_autocast_dtype(device)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-            # With codes, the parameter itself is kept, and converted again.
-            weight = weight if prequantized is not None or recasts else weight.to(dtype)
+            # With codes, the parameter itself is kept, and converted again. Stacks are converted matrix by matrix.
+            weight = weight if prequantized is not None or recasts or ends is not None else weight.to(dtype)
         elif x.dtype != weight.dtype:
             raise ValueError(
                 f"Input and weight must have one dtype; got {x.dtype} and {weight.dtype}. Cast one of them, or use "
@@ -134,8 +142,8 @@ class QuantizedLayer(nn.Module):
             )
         with no_autocast(device):
             x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # flatten also takes empty tensors
-            if x.shape[1] != weight.shape[1]:  # a rotation would pad both to whole groups
-                raise ValueError(f"The layer takes {weight.shape[1]} features; got {tuple(shape)}.")
+            if x.shape[1] != weight.shape[-1]:  # a rotation would pad both to whole groups
+                raise ValueError(f"The layer takes {weight.shape[-1]} features; got {tuple(shape)}.")
             rescale = None
             if self.casts.smooth is not None:
                 x, weight, rescale = self._smoothed(x, weight, shards)
@@ -154,6 +162,7 @@ class QuantizedLayer(nn.Module):
                 prequantized=prequantized,
                 recasts=recasts,
                 packs=self.readers is not None and self._packs(source, x.dtype),
+                ends=ends,
             )
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
             if rescale is not None:

@@ -44,6 +44,7 @@ class Settings(NamedTuple):
         weight_amax: float32, 0-d, scales the weight; None for its own amax.
         recasts: keeps the parameter for the backward pass, and converts it again, instead of what was made of it.
         packs: keeps what wgrad needs of x as codes and scales.
+        ends: where groups of rows of x end, each with a weight of its own in a stack; None for one weight.
     """
 
     casts: LinearCasts
@@ -60,6 +61,7 @@ class Settings(NamedTuple):
     prequantized: PrequantizedWeight | None
     recasts: bool = False
     packs: bool = False
+    ends: tuple[int, ...] | None = None
 
     def shard_of(self, operand: str) -> Shard | None:
         """The shard that an operand is, padded as its GEMM takes it; None if it is whole."""

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_lowbit.nn.layers.experts import experts_class
 from lightning_lowbit.nn.layers.host import PRODUCTS, Host, Product, add_products
 from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
 
@@ -122,4 +123,4 @@ def _linear(cls: Any) -> Converted:
     return None
 
 
-_KINDS: tuple[Callable[[Any], Converted], ...] = (_linear,)
+_KINDS: tuple[Callable[[Any], Converted], ...] = (_linear, experts_class)
