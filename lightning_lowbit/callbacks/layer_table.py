@@ -25,8 +25,9 @@ def layer_table(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Table:
     for name, module in model.named_modules():
         name = clean_name(name)
         if isinstance(module, QuantizedLayer):
-            (out, inner), labeled = module.weight_matrix().shape[-2:], labels[module.full_casts]
-            size, casts, where = f"{inner} → {out}", labeled, _executed(module)
+            *stack, out, inner = module.weight_matrix().shape
+            size = f"{stack[0]} × ({inner} → {out})" if stack else f"{inner} → {out}"
+            casts, where = labels[module.full_casts], _executed(module)
             own = set(module.own_parameters())
         elif own := set(module.parameters(recurse=False)) - of_products:
             size, casts, where = "", "high precision", ""

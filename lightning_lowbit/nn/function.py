@@ -125,6 +125,7 @@ class _Group:
     def __init__(self, index: int, rows: slice, needs_input_grad: tuple[bool, ...]) -> None:
         self.index, self.rows, self.needs_input_grad = index, rows, needs_input_grad
         self.saved_tensors: tuple[Tensor | None, ...] = ()
+        self.settings: Any = None
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
@@ -161,10 +162,15 @@ def _backward_of_groups(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         if stack is not None:
             for index in {*range(len(stack))} - {group.index for group in ctx.groups}:  # no rows
                 stack[index].zero_()
+    settings: Settings = ctx.settings
+    # Another draw of the random bits has changed the keys in place.
+    keys = None if settings.keys is None else keys_of_experts(settings.keys, len(ctx.weight))
     saved = ctx.saved_tensors
     size = len(saved) // max(len(ctx.groups), 1)
     for i, group in enumerate(ctx.groups):
         group.saved_tensors = saved[i * size : (i + 1) * size]
+        if keys is not None:
+            group.settings = group.settings._replace(keys=keys[group.index])
         gradients = QuantizedGemms.backward(group, g[group.rows])
         group.saved_tensors = ()
         for whole, part, own in zip((dx, dw, db), (group.rows, group.index, group.index), gradients, strict=False):

@@ -21,7 +21,8 @@ from lightning_lowbit._lightning import rank_zero_info
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import QuantizedGemms
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.layers.classes import is_linear
+from lightning_lowbit.nn.layers.classes import converted_class
+from lightning_lowbit.nn.layers.host import Host
 from lightning_lowbit.nn.linear import QuantizedLayer
 
 _ENOUGH = 0.5  # nothing is logged from this share of quantized FLOPs on
@@ -209,7 +210,9 @@ def _why(module: nn.Module) -> str | None:
     kind = type(module).__name__
     if isinstance(module, QuantizedLayer):
         return None if module.full_casts != LinearCasts() else f"{kind} (its casts are those of high precision)"
-    if is_linear(module):
+    if isinstance(module, Host):
+        return None if not module.is_high_precision else f"{kind} (its casts are those of high precision)"
+    if converted_class(type(module)) is not None:
         return f"{kind} (left out by skip or only)"
     if isinstance(module, nn.modules.conv._ConvNd):
         return f"{kind} (a convolution)"

@@ -64,7 +64,7 @@ def nearest_cast(casts: LinearCasts) -> Cast | None:
 
 
 def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> Iterator[tuple[str, LatentWeight]]:
-    """Yields the weights that the current casts round to nearest, with their names; none while λ is 0.
+    """Yields the weights that the current casts round to nearest, with their names; none while λ is 0, and no stacks.
 
     Reading λ while it changes waits for the device once. DTensors are gathered one by one as the iteration reaches
     them, so all ranks must iterate alike. ``dtype`` is the compute dtype.
@@ -73,7 +73,7 @@ def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> 
     off = {key for key, blend in blends.items() if not blend}
     for name, layer in layers.items():
         cast = nearest_cast(layer.casts)
-        if cast is not None and id(layer.blend) not in off:
+        if cast is not None and id(layer.blend) not in off and layer.kind != "experts":
             values = layer.weight_matrix().detach().to(dtype)
             if isinstance(values, DTensor):
                 values = values.full_tensor()

@@ -1,5 +1,6 @@
 """Plain layers with quantized values as weights, for models whose forward pass quantizes only weights."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -54,7 +55,8 @@ def bake(model: _Model) -> _Model:
     with nullcontext() if context is None else context.enter(model.eval()):
         for layer in layers.values():
             if layer.casts.fprop_w is not None:
-                _matrix(layer).copy_(_quantized(layer))
+                for matrix in _matrices(layer):
+                    matrix.copy_(_quantized(layer, matrix))
     ForwardContext.detach(model)
     return restore_classes(model)
 
@@ -79,19 +81,20 @@ def _check_tied(model: nn.Module, layers: dict[str, QuantizedLayer]) -> None:
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owner = changing.get(id(parameter))
-            if owner is not None and module is not layers[owner]:
+            if owner is not None and module is not getattr(layers[owner], "host", layers[owner]):
                 raise ValueError(
                     f"The weight of {owner} is also that of {name}, which would change with it. Untie them first, e.g. "
                     f"layer.weight = nn.Parameter(layer.weight.clone()), or train with skip=[{owner!r}]."
                 )
 
 
-def _matrix(layer: Any) -> Tensor:
-    return layer.weight_matrix().detach()
+def _matrices(layer: Any) -> Sequence[Tensor]:
+    weight = layer.weight_matrix().detach()
+    return [weight] if weight.dim() == 2 else weight.unbind()  # of a stack
 
 
-def _quantized(layer: QuantizedLayer) -> Tensor:
-    weight, cast = _matrix(layer), layer.casts.fprop_w
+def _quantized(layer: QuantizedLayer, weight: Tensor) -> Tensor:
+    cast = layer.casts.fprop_w
     assert isinstance(cast, Cast)
     device = weight.device.type
     if torch.is_autocast_enabled(device):

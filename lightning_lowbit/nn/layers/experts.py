@@ -80,16 +80,15 @@ class RoutedExperts(Host):
         experts, order = chosen.flatten().sort(stable=True)  # the rows of an expert in the order of tokens
         ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=x.device), right=True).tolist()
         up = self.product("gate_up_proj" if self.has_gate else "up_proj")
-        h = up(x[order // k], ends)
+        # Each index occurs once, so that sums of gradients do not depend on the order in which a GPU adds.
+        h = up(x[:, None].expand(-1, k, -1).flatten(0, 1).index_select(0, order), ends)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
         y = self.product("down_proj")(h, ends)
         if self.has_post_expert_norm:
             y = self.post_expert_norm(y)
-        y = y * weights.flatten()[order, None]
-        is_elsewhere = (experts >= self.num_experts)[:, None]
-        y = y.masked_fill(is_elsewhere, 0.0)
+        y = y * weights.flatten().index_select(0, order).masked_fill(experts >= self.num_experts, 0.0)[:, None]
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        return y[back].view(tokens, k, -1).sum(1).to(x.dtype)
+        return y.index_select(0, back).view(tokens, k, y.shape[1]).sum(1).to(x.dtype)
 
 
 class UniformExperts(Host):

@@ -63,6 +63,11 @@ class Host(nn.Module):
         """Whether no product has anything to quantize: the host then computes as the class that it was."""
         return all(layer.casts.plan.is_empty for layer in getattr(self, PRODUCTS).values())
 
+    @property
+    def is_high_precision(self) -> bool:
+        """The same of the casts outside any phase."""
+        return all(layer.full_casts.plan.is_empty for layer in getattr(self, PRODUCTS).values())
+
 
 def add_products(host: Any, cls: type[Host]) -> None:
     """Converts a module to a class of hosts, in place."""
