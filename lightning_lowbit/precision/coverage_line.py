@@ -21,7 +21,7 @@ from lightning_lowbit._lightning import rank_zero_info
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import QuantizedGemms
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.layers.classes import converted_class
+from lightning_lowbit.nn.layers.classes import host_class, quantized_class
 from lightning_lowbit.nn.layers.host import Host
 from lightning_lowbit.nn.linear import QuantizedLayer
 
@@ -212,7 +212,7 @@ def _why(module: nn.Module) -> str | None:
         return None if module.full_casts != LinearCasts() else f"{kind} (its casts are those of high precision)"
     if isinstance(module, Host):
         return None if not module.is_high_precision else f"{kind} (its casts are those of high precision)"
-    if converted_class(type(module)) is not None:
+    if (quantized_class(type(module)) or host_class(type(module))) is not None:
         return f"{kind} (left out by skip or only)"
     if isinstance(module, nn.modules.conv._ConvNd):
         return f"{kind} (a convolution)"
