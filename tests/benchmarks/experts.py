@@ -33,7 +33,7 @@ class Loop(nn.Module):
             layer.weight.data.copy_(weight.data)
 
     def forward(self, x: Tensor, ends: list[int]) -> Tensor:
-        parts = x.tensor_split(ends[:-1])
+        parts = x.split([end - start for start, end in zip((0, *ends), ends, strict=False)])
         return torch.cat([layer(part) for layer, part in zip(self.layers, parts, strict=True)])
 
 

@@ -163,4 +163,11 @@ class GroupedProduct(GroupedLayer, Product):
 
     def weight_matrix(self) -> Tensor:
         weight: Tensor = self.weight
-        return weight.transpose(1, 2) if self.is_transposed else weight
+        return weight.mT if self.is_transposed else weight
+
+    def extra_repr(self) -> str:
+        inherited = super().extra_repr()
+        if self.weight.dim() != 3:  # flattened by FSDP1
+            return inherited
+        experts, out, inner = self.weight_matrix().shape
+        return f"{experts=}, in_features={inner}, out_features={out}, {inherited}"
