@@ -84,7 +84,9 @@ def main() -> None:
         for _ in range(args.rounds):
             for name, model in models.items():
                 times[name].append(step(model, x, g, ends)[:2])
-        medians = {name: [1e3 * statistics.median(part) for part in zip(*of, strict=True)] for name, of in times.items()}
+        medians = {
+            name: [1e3 * statistics.median(part) for part in zip(*of, strict=True)] for name, of in times.items()
+        }
         base = sum(medians["bf16 loop"])
         for name, (forward, backward) in medians.items():
             ratio = (forward + backward) / base
