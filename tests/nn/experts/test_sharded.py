@@ -8,7 +8,6 @@ import torch
 from tests.launch import launch
 from tests.nn.experts.ranks_experts import RANKS
 
-
 pytestmark = pytest.mark.slow
 
 

@@ -13,9 +13,8 @@ from lightning_lowbit import LinearCasts, bake, convert
 from lightning_lowbit.nn import AmaxHistories, GroupedLinear, LayerKeys, set_blend, set_phase
 from lightning_lowbit.nn.saving import SAVES
 from lightning_lowbit.nn.watch import Watch
-from tests.nn.experts.stacks import ENDS, EXPERTS, INNER, OUT, ROWS, converted, identical, inputs, loop, run_loop
+from tests.nn.experts.stacks import ENDS, EXPERTS, INNER, OUT, ROWS, converted, identical, inputs, loop, run_loop, stack
 from tests.nn.experts.stacks import run_stack as run
-from tests.nn.experts.stacks import stack
 
 PRESETS = ["nvfp4", "fp8-current", "fp8-row", "nvfp4-nvidia", "mxfp4", "mxfp4-rht", "ternary", "int8", "quartet2"]
 
