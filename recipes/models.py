@@ -51,9 +51,10 @@ class Perplexity(MeanMetric):
 
 # LLaMA in the sizes of the Stable-SPAM paper (arXiv 2502.17055, table A.1), LLaMA-7B (arXiv 2302.13971), and small
 # networks on bytes for two CPU cores; their dimensions are multiples of 64, so that no format pads a block. BitNet
-# (arXiv 2504.12285) is LLaMA with a squared ReLU and SubLN: an RMSNorm before every linear layer.
+# (arXiv 2504.12285) is LLaMA with a squared ReLU and SubLN: an RMSNorm before every linear layer. OLMoE (arXiv
+# 2409.02060) has a mixture of experts in each block, of which each token gets two of eight here.
 _SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-NETWORKS = {
+NETWORKS: dict[str, dict[str, Any]] = {
     name: dict(zip(_SHAPE, shape, strict=True))
     for name, shape in {
         "llama-small": ("llama", 256, 704, 4, 4, 256),
@@ -63,8 +64,10 @@ NETWORKS = {
         "llama-350m": ("llama", 1024, 2736, 24, 16, 32000),
         "llama-1b": ("llama", 2048, 5461, 24, 32, 32000),
         "llama-7b": ("llama", 4096, 11008, 32, 32, 32000),
+        "olmoe-small": ("olmoe", 256, 384, 4, 4, 256),
     }.items()
 }
+NETWORKS["olmoe-small"] |= {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": None}
 # Common to all. None: as many key-value heads as heads, also where a configuration changes the heads.
 _FIXED = {
     "num_key_value_heads": None,
@@ -122,8 +125,9 @@ class CausalLM(LightningModule):
 
     Args:
         network: ``"llama-small"`` (3.3 million parameters), ``"bitnet-small"`` (the same with BitNet b1.58's norms and
-            activation, for ternary weights), ``"llama-60m"``, ``"llama-130m"``, ``"llama-350m"``, ``"llama-1b"``,
-            ``"llama-7b"``, or anything else that :func:`network_config` takes.
+            activation, for ternary weights), ``"olmoe-small"`` (10.6 million, with 8 experts, two per token),
+            ``"llama-60m"``, ``"llama-130m"``, ``"llama-350m"``, ``"llama-1b"``, ``"llama-7b"``, or anything else that
+            :func:`network_config` takes.
         config: values of the network's configuration to change, e.g. ``{"num_hidden_layers": 2}``.
         pretrained: whether to load the weights at ``network``, a path or Hub name.
         gradient_checkpointing: whether to recompute activations instead of keeping them.

@@ -11,6 +11,7 @@ from lightning_lowbit.nn.conversion.frozen import pack_frozen, unpack_frozen
 from lightning_lowbit.nn.conversion.shared_amax import SharedAmaxes
 from lightning_lowbit.nn.conversion.smooth_swiglu import SwiGLU, fold, smooth_swiglu, swiglus
 from lightning_lowbit.nn.keys import LayerKeys
+from lightning_lowbit.nn.layers.grouped import GroupedLinear
 from lightning_lowbit.nn.layers.linear import register_linear
 from lightning_lowbit.nn.linear import QuantizedLayer, QuantLinear
 from lightning_lowbit.nn.plan import OPERANDS
@@ -22,6 +23,7 @@ __all__ = [
     "AmaxHistories",
     "Coverage",
     "GemmCounter",
+    "GroupedLinear",
     "LayerKeys",
     "LinearCasts",
     "QuantLinear",

@@ -85,8 +85,20 @@ def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
 
 
 @cache
-def _hash(number: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"call {number}".encode(), digest_size=8).digest(), "little", signed=True)
+def _hash(number: int, what: str = "call") -> int:
+    return int.from_bytes(hashlib.blake2b(f"{what} {number}".encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def keys_of_parts(keys: Tensor, parts: int) -> Tensor:
+    """The keys ``[parts, 6]`` of a stack's experts, or of a convolution's groups, in a layer with ``keys`` ``[6]``: XOR
+    a hash of the part's number."""
+    return keys ^ _of_parts(parts, keys.device)
+
+
+@cache
+@torch.inference_mode(False)  # evaluation may come first
+def _of_parts(parts: int, device: torch.device) -> Tensor:
+    return torch.tensor([[_hash(i, "part")] for i in range(parts)], dtype=torch.int64, device=device)
 
 
 # --- compiled graphs --------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_lowbit.kernels import Packed
+from lightning_lowbit.nn.calls import keys_of_parts
 from lightning_lowbit.nn.gemm import matmul, no_autocast
 from lightning_lowbit.nn.layers.patches import patches, patches_for_wgrad
 from lightning_lowbit.nn.operands import (
@@ -30,10 +31,13 @@ from lightning_lowbit.quant import Operand
 class QuantizedGemms(torch.autograd.Function):
     """``Y = X · Wᵀ + b`` and its gradients, each operand by its own cast. Takes ``x`` [tokens, in_features], ``w``
     [out_features, in_features] (of any dtype) and ``bias`` [out_features] or None in the dtype of the computation, and
-    :class:`Settings`. With a window, ``x`` are images [N, C, *sizes], and tokens are the positions of its patches."""
+    :class:`Settings`. With a window, ``x`` are images [N, C, *sizes], and tokens are the positions of its patches. With
+    ``settings.ends`` it is one such pass per group of rows, by stacks of weights and biases."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
+        if settings.ends is not None:
+            return _forward_of_groups(ctx, x, weight, bias, settings)
         casts, (needs_x, needs_w) = settings.casts, ctx.needs_input_grad[:2]
         w = weight.to(x.dtype) if settings.recasts else weight
         read_by = ("fprop_x", *["wgrad_x"] * needs_w)
@@ -88,6 +92,8 @@ class QuantizedGemms(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.settings.ends is not None:
+            return _backward_of_groups(ctx, g)
         x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w = ctx.saved_tensors
         settings: Settings = ctx.settings
         window = settings.window
@@ -125,3 +131,66 @@ class QuantizedGemms(torch.autograd.Function):
             if needs_bias:
                 db = g.sum(0)  # of the unquantized gradient
         return dx, dw, db, None
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+class _Group:
+    """The context of one group's pass, ``x[rows] · W[index]ᵀ``."""
+
+    def __init__(self, index: int, rows: slice, needs_input_grad: tuple[bool, ...]) -> None:
+        self.index, self.rows, self.needs_input_grad = index, rows, needs_input_grad
+        self.saved_tensors: tuple[Tensor | None, ...] = ()
+        self.settings: Any = None
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+def _forward_of_groups(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings) -> Tensor:
+    assert settings.ends is not None
+    rows = [slice(*pair) for pair in zip((0, *settings.ends), settings.ends, strict=False)]
+    groups = [_Group(i, own, ctx.needs_input_grad) for i, own in enumerate(rows) if own.stop > own.start]
+    keys = None if settings.keys is None else keys_of_parts(settings.keys, len(weight))
+    results = []
+    for group in groups:
+        own = settings._replace(ends=None, keys=None if keys is None else keys[group.index])
+        w, b = weight[group.index], None if bias is None else bias[group.index]
+        w = w if settings.recasts else w.to(x.dtype)
+        results.append(QuantizedGemms.forward(group, x[group.rows], w, b, own))
+    # Autograd keeps what groups save: it frees the tensors in time, and knows the hooks of saved tensors.
+    ctx.save_for_backward(*(tensor for group in groups for tensor in group.saved_tensors))
+    for group in groups:
+        group.saved_tensors = ()
+    ctx.settings, ctx.groups, ctx.shape, ctx.dtype = settings, groups, x.shape, x.dtype
+    ctx.weight = torch.empty_like(weight, device="meta")
+    return torch.cat([*results, x.new_zeros(len(x) - settings.ends[-1], weight.shape[1])])
+
+
+def _backward_of_groups(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+    dx = g.new_empty(ctx.shape, dtype=ctx.dtype) if needs_x else None
+    dw = torch.empty_like(ctx.weight, device=g.device) if needs_w else None
+    db = g.new_empty(ctx.weight.shape[:2]) if needs_bias else None
+    if dx is not None:
+        dx[ctx.settings.ends[-1] :].zero_()
+    for stack in (dw, db):
+        if stack is not None:
+            for index in {*range(len(stack))} - {group.index for group in ctx.groups}:  # no rows
+                stack[index].zero_()
+    settings: Settings = ctx.settings
+    # Another draw of the random bits has changed the keys in place.
+    keys = None if settings.keys is None else keys_of_parts(settings.keys, len(ctx.weight))
+    saved = ctx.saved_tensors
+    size = len(saved) // max(len(ctx.groups), 1)
+    for i, group in enumerate(ctx.groups):
+        group.saved_tensors = saved[i * size : (i + 1) * size]
+        if keys is not None:
+            group.settings = group.settings._replace(keys=keys[group.index])
+        gradients = QuantizedGemms.backward(group, g[group.rows])
+        group.saved_tensors = ()
+        for whole, part, own in zip((dx, dw, db), (group.rows, group.index, group.index), gradients, strict=False):
+            if whole is not None and own is not None:
+                whole[part].copy_(own)  # to the dtype of the parameter
+    return dx, dw, db, None

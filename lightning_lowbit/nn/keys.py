@@ -1,10 +1,11 @@
 """Keys of the random bits of stochastic rounding, one per layer, operand and call.
 
-    key = hash(seed, optimizer step, micro-batch, rank; layer name, operand; call)
+    key = hash(seed, optimizer step, micro-batch, rank; layer name, operand; call, expert)
 
 Random bits depend only on the key and an element's index. They are the same after a resume and in recomputation,
 whatever other code draws. The data-parallel rank and the call enter only for x and g, which differ between ranks and
-calls, and not for w. Each call has its own keys, so that noise does not add up (:mod:`lightning_lowbit.nn.calls`).
+calls, and not for w. Each call has its own keys, so that noise does not add up (:mod:`lightning_lowbit.nn.calls`); so
+has each expert of a stack, for all operands (:func:`lightning_lowbit.nn.calls.keys_of_parts`).
 """
 
 import hashlib
@@ -112,12 +113,6 @@ def hash_numbers(*numbers: int) -> int:
 
 def _int64(digest: bytes) -> int:
     return int.from_bytes(digest, "little", signed=True)
-
-
-def keys_of_part(keys: Tensor | None, index: int) -> Tensor | None:
-    """The keys of a product that is one of several of a layer, such as a group of a convolution: those of the layer's
-    call XOR a hash of its index. None for None."""
-    return None if keys is None else keys ^ hash_numbers(index)
 
 
 @contextmanager

@@ -113,9 +113,10 @@ class QuantizedLayer(nn.Module):
 
     @property
     def size_text(self) -> str:
-        """``in → out`` features, as tables show them."""
-        out_features, in_features = self.weight_matrix().shape[-2:]
-        return f"{in_features} → {out_features}"
+        """``in → out`` features, or ``8 × (in → out)`` of a stack, as tables show them."""
+        *stack, out_features, in_features = self.weight_matrix().shape
+        size = f"{in_features} → {out_features}"
+        return f"{stack[0]} × ({size})" if stack else size
 
     def kept_input(self, dtype: torch.dtype) -> tuple[int, float]:
         """Elements of an input token, and the bits of each that are kept for a backward pass in ``dtype``."""
@@ -152,10 +153,12 @@ class QuantizedLayer(nn.Module):
         window: Window | None = None,
         keys: Tensor | None = None,
         frozen: Frozen | None = None,
+        ends: tuple[int, ...] | None = None,
     ) -> Tensor:
         """:meth:`forward` through the casts, of shards too; with six of None it equals ``nn.Linear`` to the bit. With a
         window, ``x`` are images, and the result has a row per position. ``keys`` are those of this call, by default the
-        layer's. A ``frozen`` weight is bytes."""
+        layer's. A ``frozen`` weight is bytes. With ``ends``, where groups of rows end, weights and biases are
+        stacks."""
         device, shape, prequantized, amaxes = x.device.type, x.shape, self.prequantized_weight, self.amaxes
         is_made = prequantized is not None or frozen is not None  # the weight is no matrix to convert
         recasts = self.readers is not None and self.keeps_parameter and self.casts.smooth is None
@@ -163,8 +166,8 @@ class QuantizedLayer(nn.Module):
         if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # autocast does not cast float64
             dtype = torch.get_autocast_dtype(device)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-            # With codes, the parameter itself is kept, and converted again.
-            weight = weight if is_made or recasts else weight.to(dtype)
+            # With codes, the parameter itself is kept, and converted again. Stacks are converted matrix by matrix.
+            weight = weight if is_made or recasts or ends is not None else weight.to(dtype)
         elif x.dtype != weight.dtype and frozen is None:
             raise ValueError(
                 f"Input and weight must have one dtype; got {x.dtype} and {weight.dtype}. Cast one of them, or use "
@@ -186,7 +189,7 @@ class QuantizedLayer(nn.Module):
                 x = x.flatten(0, -2) if x.dim() > 1 else x[None]  # flatten also takes empty tensors
             elif window.is_tiling:
                 x, gathered = window.tiles(x), None
-            features = (weight if frozen is None else frozen).shape[1]
+            features = (weight if frozen is None else frozen).shape[-1]
             if gathered is None and x.shape[1] != features:  # a rotation would pad both to whole groups
                 raise ValueError(f"The layer takes {features} features; got {tuple(shape)}.")
             rescale = None
@@ -209,6 +212,7 @@ class QuantizedLayer(nn.Module):
                 frozen=frozen,
                 packs=gathered is None and self.readers is not None and self._packs(source, x.dtype),
                 window=gathered,
+                ends=ends,
             )
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
             if rescale is not None:

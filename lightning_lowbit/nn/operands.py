@@ -48,6 +48,7 @@ class Settings(NamedTuple):
         packs: keeps what wgrad needs of x as codes and scales.
         frozen: what the bytes of a frozen weight are; None for a matrix.
         window: of a convolution: x are images, whose patches the GEMMs take; None where x is a matrix.
+        ends: where groups of rows of x end, each with a weight of its own in a stack; None for one weight.
     """
 
     casts: LinearCasts
@@ -66,6 +67,7 @@ class Settings(NamedTuple):
     packs: bool = False
     frozen: Frozen | None = None
     window: Window | None = None
+    ends: tuple[int, ...] | None = None
 
     def shard_of(self, operand: str) -> Shard | None:
         """The shard that an operand is, padded as its GEMM takes it; None if it is whole."""

@@ -73,7 +73,7 @@ def test_sizes_of_the_papers() -> None:
         assert (config.hidden_size, config.intermediate_size) == (hidden, intermediate), name
         assert (config.num_attention_heads, config.num_hidden_layers) == (heads, layers), name
         assert config.vocab_size == 32000 and not config.tie_word_embeddings, name
-    assert set(NETWORKS) == {"llama-small", "bitnet-small", *table}
+    assert set(NETWORKS) == {"llama-small", "bitnet-small", "olmoe-small", *table}
 
 
 @pytest.mark.parametrize(

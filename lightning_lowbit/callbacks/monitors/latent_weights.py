@@ -65,7 +65,7 @@ def nearest_cast(casts: LinearCasts) -> Cast | None:
 
 def latent_weights(layers: Mapping[str, QuantizedLayer], dtype: torch.dtype) -> Iterator[tuple[str, LatentWeight]]:
     """Yields the weights that the current casts round to nearest, with their names; none while λ is 0. Of stacks of
-    matrices, such as those of grouped convolutions, it yields the ones whose scales are of rows.
+    matrices, as of experts or grouped convolutions, it yields the ones whose scales are of rows.
 
     Reading λ while it changes waits for the device once. DTensors are gathered one by one as the iteration reaches
     them, so all ranks must iterate alike. ``dtype`` is the compute dtype.

@@ -84,7 +84,8 @@ def saved_activations(model: Model, batch: Batch, layout: Layout) -> int:
     if model.decoder is None:
         per_token = 0.0
         for layer in model.layers:
-            per_token += layer.in_features * (model.compute if layer.saved is None else layer.saved)
+            kept = model.compute if layer.saved is None else layer.saved
+            per_token += layer.rows * layer.in_features * kept
         return batch.tokens * ceil(per_token)
     kept = _residual(model, layout) * model.decoder.hidden if model.checkpointing else block_activations(model, layout)
     return batch.tokens * (model.decoder.blocks * kept + _head_activations(model, layout))
@@ -208,7 +209,8 @@ def flops(model: Model, batch: Batch, layout: Layout) -> dict[str, int]:
     counted = Counter[str]()
     for layer in model.layers:
         share = layout.tensor_parallel if layer.in_block else 1
-        one = 2 * batch.tokens * layer.in_features * layer.out_features * batch.micro_batches // share
+        rows = batch.tokens * layer.rows * batch.micro_batches
+        one = 2 * rows * layer.in_features * layer.out_features // share
         again = ["fprop"] if model.checkpointing and layer.in_block else []
         for gemm in [*GEMMS, *again]:
             counted[layer.arithmetic[gemm]] += one

@@ -15,12 +15,17 @@ from torch.optim import Optimizer
 from lightning_lowbit.cli.estimate.devices import arithmetic
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.layers.classes import is_linear, quantized_class
+from lightning_lowbit.nn.layers.classes import convertible, host_class, is_linear, quantized_class
+from lightning_lowbit.nn.layers.experts import UniformExperts
+from lightning_lowbit.nn.layers.grouped import GroupedLayer
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.nn.plan import GEMMS
 from lightning_lowbit.nn.saving import saved_bits
 from lightning_lowbit.precision import LowBitPrecision
 from lightning_lowbit.quant import Cast
+
+# What configurations call the number of experts that each token gets.
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 # (shape, bytes of an element) of an optimizer's tensors for a parameter.
 State = tuple[tuple[tuple[int, ...], int], ...]
@@ -42,8 +47,9 @@ class Weight:
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer: its name, features, arithmetic of each GEMM, whether it is in a decoder block, and the bytes per
-    element that it keeps of its input for the backward pass (None: those of the compute dtype)."""
+    """A linear layer: its name, features, arithmetic of each GEMM, whether it is in a decoder block, the bytes per
+    element that it keeps of its input for the backward pass (None: those of the compute dtype), and its rows for each
+    token: of a stack of experts those of all experts."""
 
     name: str
     out_features: int
@@ -51,6 +57,7 @@ class Linear:
     arithmetic: Mapping[str, str]
     in_block: bool = False
     saved: float | None = None
+    rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,7 @@ def describe(
     layers = {name: layer for name, layer in module.named_modules() if is_linear(layer)}
     if not layers:
         raise ValueError(f"{type(module).__name__} has no linear layer, and formulas know nothing else to count.")
+    layers |= _stacks(module)
     planned = plugin.plan(module) if plugin else {}
     notes = []
     network, decoder = _find_decoder(module)
@@ -137,11 +145,11 @@ def describe(
     linears, matrices, recast = [], {}, set[int]()
     for name, layer in layers.items():
         casts = planned.get(name, LinearCasts())
-        rows, columns = _matrix(layer).shape
+        *_, rows, columns = _matrix(layer).shape
         kinds = {gemm: arithmetic(casts, gemm, _high(compute)) for gemm in GEMMS}
         packs = plugin is not None and plugin.save == "codes" and casts.plan.packed is not None
         saved = saved_bits(casts, "codes", plugin.compute_dtype) / 8 if plugin is not None and packs else None
-        linears.append(Linear(name, rows, columns, kinds, block_of(name) is not None, saved))
+        linears.append(Linear(name, rows, columns, kinds, block_of(name) is not None, saved, _rows(layer, network)))
         matrices[id(layer.weight)] = _packed(layer, casts)
         if packs:
             recast.add(id(layer.weight))
@@ -164,8 +172,32 @@ def describe(
     return Model(weights, linears, decoder, compute, checkpointing), notes
 
 
+def _stacks(module: nn.Module) -> dict[str, Any]:
+    """Stacks of experts, by the names of :func:`lightning_lowbit.nn.plan`: modules, and products of hosts."""
+    found: dict[str, Any] = {}
+    for name, part in convertible(module).items():
+        of_host = host_class(type(part))
+        layer = part if of_host is None else of_host.make_products(part)[name.rpartition(".")[2]]
+        if issubclass(quantized_class(type(layer)), GroupedLayer):  # type: ignore[arg-type]
+            found[name] = layer
+    return found
+
+
+def _rows(layer: Any, network: Any) -> int:
+    """The rows of a layer for each token: as many as experts of a stack get the token; 1 where that is unknown."""
+    if not issubclass(quantized_class(type(layer)), GroupedLayer):  # type: ignore[arg-type]
+        return 1
+    host = getattr(layer, "host", None)
+    if host is not None and issubclass(host_class(type(host)), UniformExperts):  # type: ignore[arg-type]
+        return len(_matrix(layer))
+    config = getattr(host, "config", None) or getattr(network, "config", None)
+    return next((n for name in _CHOSEN if isinstance(n := getattr(config, name, None), int)), 1)
+
+
 def _matrix(layer: Any) -> Tensor:
-    return quantized_class(type(layer)).weight_matrix(layer)  # type: ignore[union-attr]
+    cls: Any = quantized_class(type(layer))
+    matrix: Tensor = cls.weight_matrix(layer)
+    return matrix
 
 
 def _packed(layer: Any, casts: LinearCasts) -> Cast | None:
@@ -173,6 +205,7 @@ def _packed(layer: Any, casts: LinearCasts) -> Cast | None:
     from lightning_lowbit.nn.sharded.eligible import obstacle  # depends on internals of FSDP2
 
     of_rows = quantized_class(type(layer)).weight_matrix is QuantizedLayer.weight_matrix  # type: ignore[union-attr]
+    of_rows = of_rows and is_linear(layer)
     return casts.cast_of("fprop_w") if of_rows and obstacle(casts) is None else None
 
 

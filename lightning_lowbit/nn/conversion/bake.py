@@ -11,7 +11,6 @@ from lightning_lowbit.kernels import quantize_operand
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.layers.classes import restore_classes
-from lightning_lowbit.nn.layers.host import Product
 from lightning_lowbit.nn.layers.multihead import Projection
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast, blend
@@ -93,15 +92,11 @@ def _check_tied(model: nn.Module, layers: dict[str, QuantizedLayer]) -> None:
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owner = changing.get(id(parameter))
-            if owner is not None and module is not layers[owner] and not _is_host(module, layers[owner]):
+            if owner is not None and module is not getattr(layers[owner], "host", layers[owner]):
                 raise ValueError(
                     f"The weight of {owner} is also that of {name}, which would change with it. Untie them first, e.g. "
                     f"layer.weight = nn.Parameter(layer.weight.clone()), or train with skip=[{owner!r}]."
                 )
-
-
-def _is_host(module: nn.Module, layer: QuantizedLayer) -> bool:
-    return isinstance(layer, Product) and layer.host is module
 
 
 def _matrix(layer: Any) -> Tensor:

@@ -71,8 +71,7 @@ class Reasons:
         if isinstance(module, QuantizedLayer) and module.full_casts != LinearCasts():
             return None
         if isinstance(module, Host):
-            is_quantized = any(layer.full_casts != LinearCasts() for layer in module.products.values())
-            return None if is_quantized else Reason("its casts are those of high precision")
+            return Reason("its casts are those of high precision") if module.is_high_precision else None
         if name in self.defaults:
             return Reason(self.defaults[name], "name it in overrides or only to quantize it")
         if isinstance(module, QuantizedLayer):

@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_lowbit.nn.layers.convolution import find_convolution
 from lightning_lowbit.nn.layers.derive import derived as derived
+from lightning_lowbit.nn.layers.experts import experts_class
 from lightning_lowbit.nn.layers.host import PRODUCTS, Host, Product, add_products
 from lightning_lowbit.nn.layers.linear import check_registered, linear_class
 from lightning_lowbit.nn.layers.multihead import find as multihead_class
@@ -128,4 +129,4 @@ def restore_classes(model: _Model) -> _Model:
     return model
 
 
-_KINDS: tuple[Callable[[Any], Converted], ...] = (linear_class, find_convolution, multihead_class)
+_KINDS: tuple[Callable[[Any], Converted], ...] = (linear_class, find_convolution, multihead_class, experts_class)

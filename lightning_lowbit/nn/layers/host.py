@@ -78,6 +78,11 @@ class Host(nn.Module):
         """Whether no product has anything to quantize: the host then computes as the class that it was."""
         return has_nothing_to_quantize(self)
 
+    @property
+    def is_high_precision(self) -> bool:
+        """The same of the casts outside any phase."""
+        return all(layer.full_casts.plan.is_empty for layer in getattr(self, PRODUCTS).values())
+
 
 def has_nothing_to_quantize(host: Host) -> bool:
     return all(layer.casts.plan.is_empty for layer in getattr(host, PRODUCTS).values())

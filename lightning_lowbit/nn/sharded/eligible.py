@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.layers.classes import quantized_class
+from lightning_lowbit.nn.layers.host import PRODUCTS
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.operand import operand_dtype
@@ -58,6 +59,7 @@ def is_plain(record: FSDPParam) -> bool:
     layer = quantized_class(type(info.module))
     return (
         layer is not None
+        and layer.kind == "linear"
         and layer.weight_matrix is QuantizedLayer.weight_matrix
         and not info.shared_modules
         and not record.is_dtensor
@@ -88,12 +90,15 @@ def check_gathers(model: nn.Module, casts: Mapping[str, LinearCasts], dtype: tor
     found = {id(record._module_info.module): record for _, record in records(model)}
     reasons: dict[str, list[str]] = {}
     for name, of_layer in casts.items():
+        if PRODUCTS in name.split("."):
+            reasons.setdefault("the weight is one of several of its module, and gathered as usual", []).append(name)
+            continue
         if (record := found.get(id(model.get_submodule(name)))) is None:
             continue
         if (why := obstacle(of_layer) or misfit(record, of_layer, dtype)) is None:
             return
         reasons.setdefault(why, []).append(name)
-    if not reasons:
+    if not reasons or not found:
         raise ValueError(
             "quantize_before_gather: FSDP2 shards no weight of a converted layer. It needs ModelParallelStrategy, and "
             "torch.distributed.fsdp.fully_shard in configure_model; leave it out with other strategies."

@@ -1,0 +1,124 @@
+"""Experts of ``transformers``: modules that hold the experts' matrices as stacks, and multiply them by tokens.
+
+    h = up(x)        [tokens of all experts, 2 · intermediate], or without a gate [.., intermediate]
+    y = down(act(gate) ⊙ up)                                    summed over the experts of a token, by their weights
+
+Classes are known by what makes them experts, without an import of ``transformers``: the decorator
+``use_experts_implementation``, or their names. Their parameters keep their layout.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit.nn.layers.grouped import (
+    GroupedLayer,
+    GroupedLinear,
+    GroupedProduct,
+    QuantGroupedLinear,
+)
+from lightning_lowbit.nn.layers.host import Host, Product
+
+_DECORATOR = "transformers.integrations.moe"
+# By class name: with the decorator's forward pass but without the decorator; with equal numbers of rows; single stacks.
+_ROUTED, _UNIFORM, _PARALLEL = ("Step3p7Experts",), ("Llama4TextExperts",), ("JetMoeParallelExperts",)
+
+
+def experts_class(cls: Any) -> Any:
+    """What a class of experts is converted to; None for another class."""
+    from lightning_lowbit.nn.layers.classes import derived
+
+    if cls is GroupedLinear:
+        return QuantGroupedLinear
+    if getattr(getattr(cls, "forward", None), "__globals__", {}).get("__name__") == _DECORATOR:
+        return derived(RoutedExperts, cls)
+    if not cls.__module__.startswith("transformers."):
+        return None
+    if cls.__name__ in _ROUTED:
+        return derived(RoutedExperts, cls)
+    if cls.__name__ in _UNIFORM:
+        return derived(UniformExperts, cls)
+    if cls.__name__ in _PARALLEL:
+        return derived(ParallelExperts, cls)
+    return None
+
+
+class RoutedExperts(Host):
+    """Experts of a class that ``transformers.integrations.moe.use_experts_implementation`` has decorated, whatever
+    implementation the configuration names: it holds where nothing is quantized."""
+
+    # Attributes of the modules; the decorator sets those with a value.
+    num_experts: int
+    has_gate: bool = True
+    has_bias: bool = False
+    has_post_expert_norm: bool = False
+    is_transposed: bool = False
+    act_fn: Any
+    post_expert_norm: Any
+    _apply_gate: Any
+
+    @staticmethod
+    def make_products(host: Any) -> dict[str, Product]:
+        names = ("gate_up_proj" if getattr(host, "has_gate", True) else "up_proj", "down_proj")
+        if not all(isinstance(getattr(host, name, None), nn.Parameter) for name in names):
+            return {}  # replaced, as by quantizers of transformers
+        has_bias, is_transposed = getattr(host, "has_bias", False), getattr(host, "is_transposed", False)
+        biases = [f"{name}_bias" if has_bias else None for name in names]
+        return {n: GroupedProduct(host, n, b, is_transposed) for n, b in zip(names, biases, strict=True)}
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """``hidden_states`` [tokens, features] through the experts ``top_k_index`` [tokens, k] of each token, summed by
+        ``top_k_weights`` [tokens, k]. A number from ``num_experts`` on is an expert of another process."""
+        if self.is_plain:
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        return self._quantized(hidden_states, top_k_index, top_k_weights)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _quantized(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        tokens, k = chosen.shape
+        experts, order = chosen.flatten().sort(stable=True)  # the rows of an expert in the order of tokens
+        ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=x.device), right=True).tolist()
+        up = self.product("gate_up_proj" if self.has_gate else "up_proj")
+        # Each index occurs once, so that sums of gradients do not depend on the order in which a GPU adds.
+        h = up(x[:, None].expand(-1, k, -1).flatten(0, 1).index_select(0, order), ends)
+        h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
+        y = self.product("down_proj")(h, ends)
+        if self.has_post_expert_norm:
+            y = self.post_expert_norm(y)
+        y = y * weights.flatten().index_select(0, order).masked_fill(experts >= self.num_experts, 0.0)[:, None]
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        return y.index_select(0, back).view(tokens, k, y.shape[1]).sum(1).to(x.dtype)
+
+
+class UniformExperts(Host):
+    """The experts of Llama 4, each of which gets all tokens."""
+
+    gate_up_proj: nn.Parameter
+    act_fn: Any
+
+    @staticmethod
+    def make_products(host: Any) -> dict[str, Product]:
+        return {name: GroupedProduct(host, name, is_transposed=True) for name in ("gate_up_proj", "down_proj")}
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``hidden_states`` [experts · tokens, features], sorted by expert."""
+        if self.is_plain:
+            return super().forward(hidden_states)
+        experts = len(self.gate_up_proj)
+        rows = len(hidden_states) // experts
+        ends = [rows * (i + 1) for i in range(experts)]
+        gate, up = self.product("gate_up_proj")(hidden_states, ends).chunk(2, dim=-1)
+        y: Tensor = self.product("down_proj")(up * self.act_fn(gate), ends)
+        return y
+
+
+class ParallelExperts(GroupedLayer):
+    """A stack of JetMoe, which is called with the numbers of rows."""
+
+    bias = None
+
+    def forward(self, inputs: Tensor, expert_size: Any) -> Tensor:  # type: ignore[override]
+        """``inputs`` [tokens, features], sorted by expert, ``expert_size`` of them for each."""
+        sizes = torch.as_tensor(expert_size, device="cpu")
+        return super().forward(inputs, sizes.cumsum(0))

@@ -1,0 +1,173 @@
+"""Stacks of linear layers, such as the experts of a mixture: rows of one matrix, sorted by the layer that takes them.
+
+    y[rows of e] = x[rows of e] · W[e]ᵀ + b[e]        x [tokens, in], W [experts, out, in], b [experts, out]
+
+Each expert is quantized as if it were a linear layer of its own: its rows have their own scales and random bits, from
+keys of its own (:func:`lightning_lowbit.nn.calls.keys_of_parts`). So its results do not depend on what other experts
+get, and an expert without rows has gradients of zero. All of a layer is one call of the autograd function.
+
+Where groups end must be known on the host, which waits for it once per layer. Compiled code is left for these layers.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_lowbit.checks import integer
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.layers.host import Product
+from lightning_lowbit.nn.linear import QuantizedLayer
+
+# int32 [experts], or the same numbers on the host.
+Offsets = Tensor | Sequence[int]
+
+
+class GroupedLinear(nn.Module):
+    """A stack of linear layers of one size: expert ``e`` computes ``x · W[e]ᵀ + b[e]`` for its rows of ``x``.
+
+    It is plain torch, in high precision, until :func:`lightning_lowbit.convert` or a precision plugin quantizes it.
+
+    Args:
+        experts: number of layers in the stack.
+        in_features: width of the input.
+        out_features: width of the output.
+        bias: whether each expert adds a bias.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Attributes:
+        weight: ``[experts, out_features, in_features]``.
+        bias: ``[experts, out_features]``, or None.
+
+    Examples:
+        >>> layer = GroupedLinear(4, in_features=16, out_features=32)
+        >>> x = torch.randn(10, 16)  # 3 rows for the first expert, none for the second, 5 and 2
+        >>> layer(x, torch.tensor([3, 3, 8, 10])).shape
+        torch.Size([10, 32])
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.experts = integer("experts", experts, 1)
+        self.in_features, self.out_features = in_features, out_features
+        made = torch.empty(experts, out_features, in_features, device=device, dtype=dtype)
+        self.weight = nn.Parameter(made)
+        self.bias = nn.Parameter(made.new_empty(experts, out_features)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws each expert as ``nn.Linear`` does, uniformly within ``± 1 / sqrt(in_features)``."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        for parameter in self.parameters(recurse=False):
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, x: Tensor, offsets: Offsets) -> Tensor:
+        """The results ``[tokens, out_features]`` of ``x`` ``[tokens, in_features]``, whose rows are sorted by expert.
+
+        ``offsets`` are int32 ``[experts]``: where the rows of each expert end, as ``torch.nn.functional.grouped_mm``
+        takes them. Rows after the last one belong to no expert: they give zeros. Other offsets are a ``ValueError``.
+        """
+        return grouped_linear(x, self.weight, offsets, self.bias)
+
+    def extra_repr(self) -> str:
+        sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}"
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Offsets, bias: Tensor | None = None) -> Tensor:
+    """:meth:`GroupedLinear.forward` in high precision, of any parameters: a loop of ``torch.nn.functional.linear``."""
+    ends = ends_of(offsets, len(x), len(weight))
+    sizes = [end - start for start, end in zip((0, *ends), (*ends, len(x)), strict=True)]
+    biases = [None] * len(weight) if bias is None else bias.unbind()
+    *parts, rest = torch.split(x, sizes)
+    results = [F.linear(*each) for each in zip(parts, weight.unbind(), biases, strict=True)]
+    return torch.cat([*results, results[0].new_zeros(len(rest), weight.shape[1])])
+
+
+def ends_of(offsets: Offsets, rows: int, experts: int) -> tuple[int, ...]:
+    """Offsets on the host; a ``ValueError`` if they are not those of so many rows and experts."""
+    ends = tuple(offsets.tolist() if isinstance(offsets, Tensor) else offsets)
+    bounds = (0, *ends, rows)
+    if len(ends) != experts or any(end < start for start, end in zip(bounds, bounds[1:], strict=False)):
+        raise ValueError(
+            f"offsets are {experts} ascending numbers of at most {rows}: where the rows of each expert end. Got {ends}."
+        )
+    return ends
+
+
+class GroupedLayer(QuantizedLayer):
+    """Base class of converted stacks."""
+
+    kind = "experts"
+
+    def set_casts(self, casts: LinearCasts) -> None:
+        """As of any layer; a ``ValueError`` for smoothing, whose factors would be those of all experts together."""
+        if casts.smooth is not None:
+            raise ValueError(
+                f"smooth={casts.smooth!r} scales the input of one linear layer, and not those of a stack of experts. "
+                "Leave the stacks out by skip, or give them casts without it by overrides."
+            )
+        super().set_casts(casts)
+
+    def forward(self, x: Tensor, offsets: Offsets) -> Tensor:  # type: ignore[override]
+        """:meth:`GroupedLinear.forward` through the casts."""
+        weight = self.weight_matrix()
+        if isinstance(weight, DTensor):
+            raise ValueError(
+                f"The weight of {self} is a DTensor, and stacks of experts are quantized whole: gather it by FSDP2 "
+                "(fully_shard), without tensor or expert parallelism, or leave the stacks out by skip."
+            )
+        if self.casts.plan.is_empty:
+            return grouped_linear(x, weight, offsets, self.bias)
+        return self._quantized(x, weight, offsets)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _quantized(self, x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
+        return self.quantized_forward(x, weight, self.bias, ends=ends_of(offsets, len(x), len(weight)))
+
+
+class QuantGroupedLinear(GroupedLayer, GroupedLinear):
+    """A converted :class:`GroupedLinear`."""
+
+
+class GroupedProduct(GroupedLayer, Product):
+    """A stack whose weights, and biases, are parameters of its host.
+
+    Args:
+        host: the module that calls the product.
+        weight: name of the host's parameter ``[experts, out_features, in_features]``.
+        bias: name of the host's parameter ``[experts, out_features]``; None for none.
+        is_transposed: whether the weight is stored as ``[experts, in_features, out_features]``.
+    """
+
+    def __init__(self, host: Any, weight: str, bias: str | None = None, is_transposed: bool = False) -> None:
+        super().__init__(host, weight, bias)
+        self.is_transposed = is_transposed
+
+    def weight_matrix(self) -> Tensor:
+        weight: Tensor = self.weight
+        return weight.mT if self.is_transposed else weight
+
+    def extra_repr(self) -> str:
+        inherited = super().extra_repr()
+        if self.weight.dim() != 3:  # flattened by FSDP1
+            return inherited
+        experts, out, inner = self.weight_matrix().shape
+        return f"{experts=}, in_features={inner}, out_features={out}, {inherited}"

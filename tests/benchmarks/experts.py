@@ -1,0 +1,99 @@
+"""What a quantized stack of experts costs against a loop of linear layers in bf16.
+
+    python -m tests.benchmarks.experts [--casts nvfp4 fp8-current] [--experts 16] [--in 512] [--out 1024]
+                                       [--tokens 64 256] [--rounds 20] [--json FILE]
+
+Forward and backward pass under bf16 autocast, interleaved, medians and ratios. Each expert gets a number of tokens
+between the two that are given. One side is an ``nn.Linear`` per expert, called one by one; another the same linear
+layers converted; the third the converted ``GroupedLinear``, whose results are checked to equal those of the second.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit import convert
+from lightning_lowbit.nn import PRESETS, GroupedLinear, LayerKeys
+from lightning_lowbit.nn.calls import keys_of_parts
+from tests.benchmarks.environment import describe, keep_large_blocks, save
+
+
+class Loop(nn.Module):
+    """An ``nn.Linear`` per expert, of the weights of a stack."""
+
+    def __init__(self, stack: GroupedLinear) -> None:
+        super().__init__()
+        experts, out, inner = stack.weight.shape
+        self.layers = nn.ModuleList(nn.Linear(inner, out, bias=False) for _ in range(experts))
+        for layer, weight in zip(self.layers, stack.weight, strict=True):
+            layer.weight.data.copy_(weight.data)
+
+    def forward(self, x: Tensor, ends: list[int]) -> Tensor:
+        parts = x.split([end - start for start, end in zip((0, *ends), ends, strict=False)])
+        return torch.cat([layer(part) for layer, part in zip(self.layers, parts, strict=True)])
+
+
+def step(model: Callable[..., Tensor], x: Tensor, g: Tensor, ends: list[int]) -> tuple[float, float, Tensor]:
+    model.zero_grad()  # type: ignore[attr-defined]
+    x = x.clone().requires_grad_()
+    start = time.perf_counter()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x, ends)
+    middle = time.perf_counter()
+    y.backward(g)
+    return middle - start, time.perf_counter() - middle, x.grad
+
+
+def sides(casts: str, experts: int, inner: int, out: int) -> dict[str, nn.Module]:
+    stack = GroupedLinear(experts, inner, out, bias=False)
+    plain, apart = Loop(stack), convert(Loop(stack), casts)
+    LayerKeys(convert(stack, casts)).fill_(0)
+    for layer, keys in zip(apart.layers, keys_of_parts(stack.keys, experts), strict=True):
+        layer.keys = keys
+    return {"bf16 loop": plain, "quantized loop": apart, "stack": stack}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    presets = [name for name in PRESETS if name != "bf16"]
+    parser.add_argument("--casts", nargs="+", default=["nvfp4"], choices=presets, metavar="PRESET")
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--in", type=int, default=512, dest="inner")
+    parser.add_argument("--out", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, nargs=2, default=[64, 256], metavar=("LEAST", "MOST"))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    memory = keep_large_blocks()
+    torch.manual_seed(0)
+    sizes = torch.linspace(*args.tokens, args.experts).long()
+    ends = sizes[torch.randperm(args.experts)].cumsum(0).tolist()
+    x, g = torch.randn(ends[-1], args.inner), torch.randn(ends[-1], args.out, dtype=torch.bfloat16)
+    print(f"{describe()}; {memory}")
+    print(f"{args.experts} experts, {args.inner} -> {args.out}, {ends[-1]} tokens; forward + backward in ms\n")
+    numbers = {}
+    for casts in args.casts:
+        models = sides(casts, args.experts, args.inner, args.out)
+        gradients = {name: step(model, x, g, ends)[2] for name, model in models.items()}
+        assert torch.equal(gradients["quantized loop"], gradients["stack"])
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+        for _ in range(args.rounds):
+            for name, model in models.items():
+                times[name].append(step(model, x, g, ends)[:2])
+        medians = {
+            name: [1e3 * statistics.median(part) for part in zip(*of, strict=True)] for name, of in times.items()
+        }
+        base = sum(medians["bf16 loop"])
+        for name, (forward, backward) in medians.items():
+            ratio = (forward + backward) / base
+            numbers[f"{casts}/{name}"] = ratio
+            print(f"{casts:14} {name:16} {forward:8.2f} + {backward:8.2f}   {ratio:5.2f} times the loop in bf16")
+    save(args.json, numbers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""One of two processes that train a small OLMoE under FSDP2: ``python -m tests.nn.experts.ranks_experts RANK FOLDER``.
+
+Both get the same batches with the same random bits, so that means of gradients over ranks are those of one process.
+What came of each kind of run lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lightning_lowbit import convert
+from lightning_lowbit.nn import LayerKeys
+from lightning_lowbit.nn.layers.experts import RoutedExperts
+from lightning_lowbit.nn.sharded.gather import WeightGathers
+from tests.launch import take_part
+from tests.nn.experts.models import logits, tiny
+
+RANKS, STEPS = 2, 3
+
+
+def shard(model: Any) -> None:
+    """Experts, blocks and the rest by themselves."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in model.model.layers:
+        fully_shard(block.mlp.experts, mesh=mesh)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def train(sharded: bool, packed: bool = False, **kwargs: Any) -> dict[str, Any]:
+    model = tiny("olmoe")
+    if sharded:
+        shard(model)
+    convert(model, "nvfp4-nvidia" if packed else "nvfp4", **kwargs)
+    keys, gathers = LayerKeys(model), WeightGathers(model) if packed and sharded else None
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(STEPS):
+        keys.fill_(step)
+        if gathers is not None:
+            gathers.prepare()
+        loss = logits(model).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    weights = [whole(p) for p in model.parameters()]
+    names = [] if gathers is None else sorted({type(g.layer).__name__ for g in gathers._gathers})
+    return {"losses": torch.stack(losses), "weights": weights, "gathered": names}
+
+
+def whole(parameter: nn.Parameter) -> torch.Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+
+
+def refusal() -> str:
+    """What experts say whose weights are cut in another way."""
+    model = convert(tiny("olmoe"), "nvfp4")
+    host = next(module for module in model.modules() if isinstance(module, RoutedExperts))
+    mesh = init_device_mesh("cpu", (RANKS,))
+    cut: Any = distribute_tensor(host.gate_up_proj.detach(), mesh, [Shard(0)])
+    host.gate_up_proj = nn.Parameter(cut)
+    LayerKeys(model).fill_(0)
+    try:
+        logits(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def work() -> dict[str, Any]:
+    runs = {
+        "inputs": [train(sharded) for sharded in (False, True)],
+        "codes": [train(sharded, save="codes") for sharded in (False, True)],
+        "packed": [train(sharded, packed=True) for sharded in (False, True)],
+    }
+    return {"runs": runs, "refusal": refusal()}
+
+
+if __name__ == "__main__":
+    take_part(RANKS, work)

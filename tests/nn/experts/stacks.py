@@ -1,0 +1,85 @@
+"""A stack of linear layers, and the same matrices as layers of their own."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit import convert
+from lightning_lowbit.nn import AmaxHistories, GroupedLinear, LayerKeys
+from lightning_lowbit.nn.calls import keys_of_parts
+
+EXPERTS, INNER, OUT = 5, 48, 32
+ENDS = [7, 7, 40, 41, 77]  # one expert has no rows, and one has one
+ROWS = 80  # three of which belong to none
+
+
+def stack(bias: bool = True) -> GroupedLinear:
+    torch.manual_seed(0)
+    return GroupedLinear(EXPERTS, INNER, OUT, bias)
+
+
+def loop(of: GroupedLinear) -> nn.ModuleList:
+    """A linear layer for each expert."""
+    layers = nn.ModuleList(nn.Linear(INNER, OUT, bias=of.bias is not None) for _ in range(EXPERTS))
+    for i, layer in enumerate(layers):
+        layer.load_state_dict({name: parameter[i] for name, parameter in of.state_dict().items()})
+    return layers
+
+
+def converted(casts: Any, bias: bool = True, **kwargs: Any) -> tuple[GroupedLinear, nn.ModuleList]:
+    """A converted stack with keys, and layers whose keys are those of its experts."""
+    together = stack(bias)
+    apart = convert(loop(together), casts, **kwargs)
+    convert(together, casts, **kwargs)
+    LayerKeys(together, seed=1).fill_(3)
+    for layer, keys in zip(apart, keys_of_parts(together.keys, EXPERTS), strict=True):
+        layer.keys = keys
+    AmaxHistories(together), AmaxHistories(apart)
+    return together, apart
+
+
+def inputs(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, INNER, generator=generator), torch.randn(rows, OUT, generator=generator)
+
+
+def run(
+    compute: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, g: Tensor, autocast: bool = False
+) -> dict[str, Tensor]:
+    """Output and gradients, those of experts that were not called as zeros; of separate layers as stacks."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        y = compute(x)
+    y.backward(g.to(y.dtype))
+    found: dict[str, list[Tensor]] = {}
+    for name, p in model.named_parameters():
+        found.setdefault(name.rpartition(".")[2], []).append(torch.zeros_like(p) if p.grad is None else p.grad)
+    gradients = {name: torch.stack(of) if len(of) > 1 else of[0].clone() for name, of in found.items()}
+    return {"y": y.detach(), "x": x.grad, **gradients}
+
+
+def run_stack(layer: Any, x: Tensor, g: Tensor, ends: Any = ENDS, autocast: bool = False) -> dict[str, Tensor]:
+    return run(lambda x: layer(x, torch.tensor(ends, dtype=torch.int32)), layer, x, g, autocast)
+
+
+def run_loop(
+    layers: nn.ModuleList, x: Tensor, g: Tensor, ends: Any = ENDS, autocast: bool = False
+) -> dict[str, Tensor]:
+    def compute(x: Tensor) -> Tensor:
+        bounds = [0, *ends, len(x)]
+        *parts, rest = (x[start:end] for start, end in zip(bounds, bounds[1:], strict=False))
+        results = [layer(part) for layer, part in zip(layers, parts, strict=True) if len(part)]
+        return torch.cat([*results, results[0].new_zeros(len(rest), OUT)])
+
+    return run(compute, layers, x, g, autocast)
+
+
+def identical(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in found:
+        assert found[name].dtype == expected[name].dtype
+        assert torch.equal(found[name], expected[name]), name

@@ -1,0 +1,127 @@
+"""Experts of transformers: found by what makes them experts, and computed as transformers does, but for the casts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit import LinearCasts, convert
+from lightning_lowbit.nn import GemmCounter, LayerKeys
+from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.layers.classes import restore_classes
+from lightning_lowbit.nn.layers.experts import RoutedExperts
+from tests.nn.experts.models import CHOSEN, EXPERTS, MODELS, logits, tiny
+
+
+def stacks(model: nn.Module) -> dict[str, Any]:
+    layers = quantized_layers(model).items()
+    return {clean_name(name): layer for name, layer in layers if layer.kind == "experts"}
+
+
+def routed(model: nn.Module) -> Any:
+    return next(module for module in model.modules() if isinstance(module, RoutedExperts))
+
+
+def inputs(host: Any, tokens: int = 11) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, host.product("down_proj").weight_matrix().shape[1], generator=generator)
+    chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:CHOSEN] for _ in range(tokens)])
+    return x, chosen, torch.rand(tokens, CHOSEN, generator=generator)
+
+
+@pytest.mark.fast("olmoe", "gpt_oss", "llama4_text", "jetmoe")
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_are_found_and_are_plain_without_casts(name: str) -> None:
+    model = tiny(name)
+    model.eval()
+    expected, keys = logits(model), [*model.state_dict()]
+    parameters = {id(p) for p in model.parameters() if p.dim() == 3 and p.shape[0] == EXPERTS}
+    convert(model, "bf16")
+    assert torch.equal(logits(model), expected)
+    assert {id(p) for layer in stacks(model).values() for p in layer.own_parameters() if p.dim() == 3} == parameters
+    assert len(parameters) >= 2
+    assert [*model.state_dict()] == keys
+    model.load_state_dict(model.state_dict())
+    restore_classes(model)
+    assert not quantized_layers(model)
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.fast("olmoe", "gpt_oss")
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama4_text", "jetmoe")])
+def test_loops_over_experts_compute_what_transformers_does(name: str) -> None:
+    host = routed(convert(tiny(name), "bf16"))
+    host.config._experts_implementation = "eager"
+    x, chosen, weights = inputs(host)
+    torch.testing.assert_close(host._quantized(x, chosen, weights), host(x, chosen, weights), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.fast("olmoe", "gpt_oss", "llama4_text", "jetmoe")
+@pytest.mark.parametrize("name", MODELS)
+def test_products_of_experts_are_quantized_and_counted(name: str) -> None:
+    model = convert(tiny(name), "nvfp4")
+    LayerKeys(model).fill_(0)
+    model.train()
+    with GemmCounter(model) as counter:
+        logits(model).square().mean().backward()
+    for stack, layer in stacks(model).items():
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            assert counter.gemms[stack, gemm] > 0
+        assert layer.own_parameters()[0].grad.isfinite().all()
+    uncovered = counter.coverage().uncovered
+    assert not any("expert" in name.rpartition(".")[2] for name in uncovered)
+
+
+def test_flops_are_those_of_the_experts_that_tokens_choose() -> None:
+    model = convert(tiny("mixtral"), "nvfp4")
+    LayerKeys(model).fill_(0)
+    with GemmCounter(model) as counter:
+        logits(model)
+    tokens, hidden, intermediate = 16, 64, 32
+    assert counter.gemms["model.layers.0.mlp.experts.gate_up_proj", "fprop"] == (
+        2 * tokens * CHOSEN * hidden * 2 * intermediate
+    )
+
+
+def test_results_of_a_token_do_not_depend_on_other_tokens_with_scales_of_their_rows() -> None:
+    host = routed(convert(tiny("olmoe"), "mxfp4"))
+    x, chosen, weights = inputs(host)
+    whole = host(x, chosen, weights)
+    for rows in (slice(0, 1), slice(3, 9)):
+        assert torch.equal(host(x[rows], chosen[rows], weights[rows]), whole[rows])
+
+
+def test_rows_of_other_processes_experts_are_left_out() -> None:
+    host = routed(convert(tiny("olmoe"), "mxfp4"))
+    LayerKeys(host).fill_(0)
+    x, chosen, weights = inputs(host)
+    chosen[:, 1] = EXPERTS  # what transformers gives an expert of another process
+    weights[:, 1] = float("nan")
+    x.requires_grad_()
+    found = host(x, chosen, weights)
+    assert torch.equal(found, host(x, chosen[:, :1], weights[:, :1]))
+    found.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_no_token_at_all_gives_gradients_of_zero() -> None:
+    model = convert(tiny("olmoe"), "nvfp4")
+    LayerKeys(model).fill_(0)
+    host = routed(model)
+    y = host(torch.zeros(0, 64, requires_grad=True), torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
+    y.sum().backward()
+    assert y.shape == (0, 64)
+    assert not host.gate_up_proj.grad.any() and not host.down_proj.grad.any()
+
+
+def test_products_may_have_casts_of_their_own() -> None:
+    model = convert(tiny("olmoe"), "nvfp4", overrides={"gate_up_proj": "fp8-current"}, skip=["layers.0.*down_proj"])
+    found = {name: layer.full_casts for name, layer in stacks(model).items()}
+    assert found == {
+        "model.layers.0.mlp.experts.gate_up_proj": LinearCasts.preset("fp8-current"),
+        "model.layers.0.mlp.experts.down_proj": LinearCasts(),
+        "model.layers.1.mlp.experts.gate_up_proj": LinearCasts.preset("fp8-current"),
+        "model.layers.1.mlp.experts.down_proj": LinearCasts.preset("nvfp4"),
+    }
