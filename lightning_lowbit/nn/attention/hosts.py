@@ -4,6 +4,7 @@ A module attends if its class calls that function, or transformers' attention in
 that a method calls. Its calls are found while its forward pass runs, by a ``TorchFunctionMode``: nothing is replaced.
 """
 
+import inspect
 from collections.abc import Iterator
 from functools import cache, wraps
 from types import CodeType, FunctionType
@@ -19,6 +20,7 @@ from lightning_lowbit.nn.layers.classes import derived
 from lightning_lowbit.nn.layers.host import PRODUCTS, Host, Product, add_products
 from lightning_lowbit.nn.layers.multihead import MultiheadHost
 from lightning_lowbit.nn.layers.multihead import find as find_multihead
+from lightning_lowbit.nn.linear import QuantizedLayer
 
 _NAMES = ("scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS")
 
@@ -62,6 +64,12 @@ def attending(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def other_attention(module: Any) -> str | None:
+    """How a module of transformers computes attention, if not by ``F.scaled_dot_product_attention``."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return name if isinstance(name, str) and name != "sdpa" else None
+
+
 def is_attention(name: str) -> bool:
     """Whether the name of a layer is that of one of attention's products."""
     host, _, product = name.rpartition(".")
@@ -89,7 +97,7 @@ def _host_class(cls: Any) -> type[Host] | None:
         return multihead
     if issubclass(cls, AttentionHost):
         return cls
-    if issubclass(cls, Host) or not any(_calls_attention(function) for function in _methods(cls)):
+    if issubclass(cls, (Host, QuantizedLayer)) or not _calls_attention(cls):
         return None
 
     @wraps(cls.forward)
@@ -109,26 +117,37 @@ def _rebuilt(original: Any) -> Any:
     return cls.__new__(cls)
 
 
-def _methods(cls: type) -> Iterator[FunctionType]:
-    for base in cls.__mro__:
-        if base is nn.Module:
-            return
-        for member in vars(base).values():
-            function = getattr(member, "__wrapped__", getattr(member, "__func__", member))
-            if isinstance(function, FunctionType):
-                yield function
+def _calls_attention(cls: type) -> bool:
+    """Whether the forward pass of a class calls attention: itself, in a method, or in a function that these call."""
+    waiting, seen = ["forward"], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or (method := _function(getattr(cls, name, None))) is None or method is _NO_FORWARD:
+            continue
+        seen.add(name)
+        if _reaches(method, 1):
+            return True
+        waiting += [other for other in _names(method.__code__) if not hasattr(nn.Module, other)]
+    return False
 
 
-def _calls_attention(function: FunctionType, depth: int = 1) -> bool:
+_NO_FORWARD = nn.Module.forward
+
+
+def _reaches(function: FunctionType, depth: int) -> bool:
     for name in _names(function.__code__):
-        if name in _NAMES:
-            return True
         value = function.__globals__.get(name)
-        if value is F.scaled_dot_product_attention:
+        if name in _NAMES or value is F.scaled_dot_product_attention:
             return True
-        if depth and isinstance(value, FunctionType) and _calls_attention(value, depth - 1):
+        if depth and (called := _function(value)) is not None and _reaches(called, depth - 1):
             return True
     return False
+
+
+def _function(value: Any) -> FunctionType | None:
+    """The function behind decorators, if any."""
+    value = inspect.unwrap(value) if callable(value) else None
+    return value if isinstance(value, FunctionType) else None
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import choose, number, some
-from lightning_lowbit.nn.attention.hosts import attending, convert_attention, is_attention
+from lightning_lowbit.nn.attention.hosts import attending, convert_attention, is_attention, other_attention
 from lightning_lowbit.nn.attention.products import check_attention
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
@@ -127,13 +127,13 @@ def plan(
             f"{type(model).__name__} holds no layer to quantize: nn.Linear, or another linear layer. {_instead(model)}"
             "Layers that are created in configure_model must exist when the Trainer sets up the strategy."
         )
-    products = [] if attention is None else list(attending(model))
+    products = {} if attention is None else attending(model)
     if attention is not None and not products:
         raise ValueError(
             f"attention={attention!r} needs modules that call F.scaled_dot_product_attention, in a method or through "
             f"transformers' interface (attn_implementation='sdpa'); {type(model).__name__} has none. Leave it out."
         )
-    layers += products
+    layers += list(products)
     of_attention = default if attention is None else LinearCasts.of(attention)
     skipped = select(layers, skip, "skip")
     chosen = layers if only is None else select(layers, only, "only")
@@ -143,7 +143,7 @@ def plan(
         if name in chosen and name not in skipped:
             own = of_attention if name in products else default
             result[name] = next((others[pattern] for pattern in others if name in overridden[pattern]), own)
-    check_planned_attention(result)
+    check_planned_attention(result, products)
     if products and not any(name in result for name in products):
         raise ValueError(f"attention={attention!r}: skip and only leave none of {some(products)}. Leave it out.")
     found = f"{len(layers)} were found, e.g. {some(layers)}"
@@ -164,11 +164,18 @@ def plan(
     return {**result, **smooth_casts(model, linear, smooth_swiglu)}
 
 
-def check_planned_attention(planned: Mapping[str, LinearCasts]) -> None:
-    """Raises a ``ValueError`` for casts, by the names of layers in the model, that attention's products cannot have."""
-    for name, casts in planned.items():
-        if is_attention(name):
-            check_attention(clean_name(name), casts)
+def check_planned_attention(planned: Mapping[str, LinearCasts], products: Mapping[str, nn.Module]) -> None:
+    """Raises a ``ValueError`` for attention that is computed otherwise, or casts that its products cannot have."""
+    for name, module in products.items():
+        if planned.get(name, LinearCasts()) == LinearCasts():
+            continue
+        check_attention(clean_name(name), planned[name])
+        if (how := other_attention(module)) is not None:
+            raise ValueError(
+                f"attention: {clean_name(name).rpartition('.')[0]} computes attention by {how!r}, and only "
+                "F.scaled_dot_product_attention can be quantized. Load the model with attn_implementation='sdpa', or "
+                "leave such modules, or attention, out."
+            )
 
 
 def _instead(model: nn.Module) -> str:
