@@ -92,13 +92,20 @@ def _hash(number: int, what: str = "call") -> int:
 def keys_of_parts(keys: Tensor, parts: int) -> Tensor:
     """The keys ``[parts, 6]`` of a stack's experts, or of a convolution's groups, in a layer with ``keys`` ``[6]``: XOR
     a hash of the part's number."""
+    if torch.compiler.is_compiling():
+        return keys ^ torch.tensor(_numbers_of_parts(parts), device=keys.device)
     return keys ^ _of_parts(parts, keys.device)
 
 
 @cache
 @torch.inference_mode(False)  # evaluation may come first
 def _of_parts(parts: int, device: torch.device) -> Tensor:
-    return torch.tensor([[_hash(i, "part")] for i in range(parts)], dtype=torch.int64, device=device)
+    return torch.tensor(_numbers_of_parts(parts), device=device)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _numbers_of_parts(parts: int) -> list[list[int]]:
+    return [[_hash(i, "part")] for i in range(parts)]
 
 
 # --- compiled graphs --------------------------------------------------------------------------------------------------

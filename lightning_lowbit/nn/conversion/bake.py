@@ -67,7 +67,7 @@ def _obstacle(layer: QuantizedLayer) -> str | None:
     if layer.frozen is not None:
         return "its weight is kept as codes (lightning_lowbit.unpack_frozen makes it a matrix)"
     if not isinstance(layer.weight, nn.Parameter):
-        return "its weight is computed from others, as weight_norm does (torch.nn.utils.remove_weight_norm undoes that)"
+        return "its weight is computed from others, as weight_norm does: remove that first"
     if casts.fprop_x is not None:
         return f"it quantizes activations, too ({casts.fprop_x})"
     if "fprop" in casts.hadamard:

@@ -1,0 +1,208 @@
+"""What holds for all converted layers holds for convolutions."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_lowbit import Cast, LinearCasts, Scale, convert
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, GemmCounter, LayerKeys
+from lightning_lowbit.nn.conversion.bake import bake
+from lightning_lowbit.nn.layers.classes import convertible, restore_classes
+from lightning_lowbit.nn.watch import Watch
+from lightning_lowbit.precision.coverage_line import graph_coverage
+from tests.nn.convolutions.unfolded import passed
+from tests.nn.layers import identical, layer_like
+
+INT4 = Cast("int4", Scale("fp32", "row"))
+
+
+class Block(nn.Module):
+    """A residual block, with groups, a strided shortcut and a transposed convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(16, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32)
+        self.second = nn.Conv2d(32, 32, 3, 1, 1, groups=2)
+        self.shortcut, self.up = nn.Conv2d(16, 32, 1, 2), nn.ConvTranspose2d(32, 16, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.norm(self.first(x)).relu_())
+        return self.up((y + self.shortcut(x)).relu_())
+
+
+def block(casts: object = "nvfp4", **kwargs: object) -> tuple[Block, LayerKeys]:
+    torch.manual_seed(0)
+    model = convert(Block(), casts, **kwargs)
+    keys = LayerKeys(model)
+    keys.fill_(0)
+    AmaxHistories(model)
+    return model, keys
+
+
+def results(model: nn.Module, x: Tensor, keys: LayerKeys | None = None, forward: object = None) -> dict[str, Tensor]:
+    if keys is not None:
+        keys.fill_(0)
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = (forward or model)(x)
+    y.float().square().mean().backward()
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+
+LAYERS = [
+    (nn.Conv1d(4, 6, 3, padding="same"), (2, 4, 9)),
+    (nn.Conv2d(4, 6, 3, 2, 1, padding_mode="circular"), (4, 8, 7)),
+    (nn.Conv3d(4, 4, 2, groups=2), (1, 4, 3, 4, 5)),
+    (nn.ConvTranspose2d(4, 6, 3, 2, 1, 1), (2, 4, 3, 5)),
+]
+
+
+def test_without_casts_bits_are_torchs() -> None:
+    for original, shape in LAYERS:
+        x = torch.randn(shape)
+        for autocast in (False, True):
+            converted = convert(copy.deepcopy(original), LinearCasts())
+            (found, g), (expected, _) = (passed(layer, x, autocast) for layer in (converted, original))
+            identical(found, expected, f"{original}:")
+
+
+def test_shapes_strides_and_refusals_are_torchs() -> None:
+    for original, shape in LAYERS:
+        layer, x = layer_like(original, "nvfp4"), torch.randn(shape)
+        for given in (x, x[0] if x.dim() == len(original.kernel_size) + 2 else x):
+            found, expected = layer(given), original(given)
+            assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+        if x.dim() == 4 and original.padding_mode == "zeros":
+            last = x.to(memory_format=torch.channels_last)
+            assert layer(last).stride() == original(last).stride()
+        with pytest.raises(ValueError, match="channels"):
+            layer(torch.cat([x, x], -len(original.kernel_size) - 1))
+    assert layer(x, output_size=[6, 10]).shape[2:] == (6, 10)
+    with pytest.raises(ValueError, match="spans"):
+        layer_like(nn.Conv2d(4, 4, 5), "nvfp4")(torch.randn(1, 4, 3, 3))
+
+
+def test_depthwise_and_other_convolutions_are_left_out() -> None:
+    class Other(nn.Conv2d):
+        def _conv_forward(self, *args: Tensor) -> Tensor:
+            return 2 * super()._conv_forward(*args)
+
+    class Same(nn.Conv2d):
+        pass
+
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), Other(8, 8, 1), nn.LazyConv2d(8, 1), Same(8, 8, 1))
+    assert list(convertible(model)) == ["3"]
+    assert type(convert(model, "nvfp4")[3]).__name__ == "QuantSame"
+    assert type(restore_classes(model)[3]) is Same
+
+
+def test_copies_pickles_and_state_dicts() -> None:
+    model, keys = block()
+    expected, x = dict(Block().state_dict()), torch.randn(2, 16, 8, 8)
+    assert [(name, p.shape) for name, p in model.state_dict().items()] == [(n, p.shape) for n, p in expected.items()]
+    Block().load_state_dict(model.state_dict(), strict=True)
+    found = results(model, x)
+    identical(results(copy.deepcopy(model), x), found)
+    identical(results(pickle.loads(pickle.dumps(model)), x), found)
+
+
+def test_recomputation_changes_no_bits() -> None:
+    (model, keys), x = block(), torch.randn(2, 16, 8, 8)
+    expected = results(model, x, keys)
+    identical(results(model, x, keys, lambda x: checkpoint(model, x, use_reentrant=False)), expected)
+
+
+@pytest.mark.slow
+def test_compiled_without_breaks_to_the_same_bits() -> None:
+    model, keys = block()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for size in (8, 12):  # the second with dynamic sizes
+        x = torch.randn(2, 16, size, size)
+        identical(results(model, x, keys, compiled), results(model, x, keys))
+
+
+def test_images_are_kept_and_not_their_patches() -> None:
+    for save in ("inputs", "codes"):
+        layer, x = layer_like(nn.Conv2d(16, 16, 3), "int8", save=save), torch.randn(2, 16, 9, 9, requires_grad=True)
+        y = layer(x)
+        node = y.grad_fn
+        while node.name() != "QuantizedGemmsBackward":
+            node = node.next_functions[0][0]
+        assert max(t.numel() for t in node.saved_tensors if t is not None) == max(x.numel(), layer.weight.numel())
+
+
+def test_codes_are_kept_where_patches_do_not_overlap() -> None:
+    x, (plain, _), (packed, _) = torch.randn(2, 16, 8, 8), block(), block(save="codes")
+    identical(results(packed, x), results(plain, x))
+    images, patches = packed.first.kept_input(torch.bfloat16), packed.shortcut.kept_input(torch.bfloat16)
+    assert (images, patches) == ((16, 16.0), (16, 4.5))
+
+
+def test_delayed_scales_are_those_of_patches() -> None:
+    layer = layer_like(nn.Conv2d(8, 8, 3, 2), "fp8-delayed")
+    histories, x = AmaxHistories(layer), torch.ones(1, 8, 6, 6)
+    x[..., 5] = 100  # a stride of 2 leaves out the last column
+    layer(x.requires_grad_()).sum().backward()
+    histories.advance_()
+    in_force = dict(zip(OPERANDS, layer.amaxes.in_force.tolist(), strict=True))
+    assert in_force["fprop_x"] == in_force["wgrad_x"] == 1
+    assert in_force["dgrad_g"] == 1
+
+
+def test_watched_operands_are_patches() -> None:
+    layer, x = layer_like(nn.Conv2d(16, 8, 3), "nvfp4"), torch.randn(2, 16, 5, 5)
+    plain = layer(x)
+    watch = Watch({"layer": layer}, "operand_sums")
+    watch.start(torch.device("cpu"))
+    assert torch.equal(layer(x), plain), "quantized pixels and quantized patches are the same"
+    square = F.unfold(x, 3).double().square().sum()
+    assert any(torch.isclose(total, square, rtol=1e-6) for total in watch.sums[0, 0].double()), watch.sums
+    watch.stop()
+    gradients = Watch({"layer": layer}, "gradient_sums")
+    gradients.start(torch.device("cpu"))
+    layer(x).square().sum().backward()
+    assert 0 < gradients.sums[0, 0] < 0.1 * gradients.sums[0, 1]
+
+
+def test_baked_weights_are_those_of_the_forward_pass() -> None:
+    for original, shape in LAYERS:
+        for cast in (INT4, INT4.replace(scale={"block": "tensor"})):
+            layer, x = convert(copy.deepcopy(original), LinearCasts(fprop_w=cast, dgrad_w="fprop")), torch.randn(shape)
+            expected, levels = layer(x), layer.weight.detach().unique().numel()
+            baked = bake(layer)
+            assert type(baked) is type(original) and baked.weight.unique().numel() < levels
+            torch.testing.assert_close(baked(x), expected)
+
+
+def test_a_weight_that_others_give_is_not_baked() -> None:
+    layer = convert(torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3)), LinearCasts(fprop_w=INT4))
+    layer(torch.randn(1, 4, 3, 3)).sum().backward()
+    assert layer.parametrizations.weight.original0.grad is not None
+    with pytest.raises(ValueError, match="computed from others"):
+        bake(layer)
+
+
+def test_flops_are_those_of_the_formula() -> None:
+    (model, _), x = block(), torch.randn(2, 16, 8, 8, requires_grad=True)
+    with GemmCounter(model) as counter:
+        loss = model(x).sum()
+        coverage = graph_coverage(loss, model)
+        loss.backward()
+    points = 2 * 4 * 4
+    sizes = {"first": 32 * 16 * 9, "second": 2 * 16 * 16 * 9, "shortcut": 32 * 16, "up": 32 * 16 * 4}
+    assert dict(counter.gemms) == {
+        (name, gemm): 2 * points * size for name, size in sizes.items() for gemm in ("fprop", "dgrad", "wgrad")
+    }
+    assert coverage.quantized == 2 * points * sum(sizes.values()) and not coverage.others
+
+
+def test_sizes_in_tables() -> None:
+    model, _ = block()
+    texts = [layer.size_text for layer in (model.first, model.second, model.shortcut, model.up)]
+    assert texts == ["16×3×3 → 32", "16×3×3 → 16, 2 groups", "16×1×1 → 32", "32 → 16×2×2"]
