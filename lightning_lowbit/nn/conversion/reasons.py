@@ -86,7 +86,9 @@ class Reasons:
 
 
 def of_class(module: Any) -> Reason | None:
-    """Why modules of a class are not converted; None for modules without a matrix."""
+    """Why a module is not converted; None for modules without a matrix."""
+    if converted_class(type(module)) is not None and (blocked := obstacle(module)) is not None:
+        return Reason(blocked)
     matrices = [parameter for parameter in module.parameters(recurse=False) if is_matrix(parameter)]
     if isinstance(module, nn.modules.conv._ConvNd):
         return Reason("a subclass of a convolution, with a forward of its own")

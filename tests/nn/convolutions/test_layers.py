@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert
-from lightning_lowbit.nn import OPERANDS, AmaxHistories, GemmCounter, LayerKeys
+from lightning_lowbit.nn import OPERANDS, AmaxHistories, GemmCounter, LayerKeys, QuantizedLayer
 from lightning_lowbit.nn.conversion.bake import bake
 from lightning_lowbit.nn.layers.classes import convertible, restore_classes
 from lightning_lowbit.nn.watch import Watch
@@ -180,12 +180,12 @@ def test_baked_weights_are_those_of_the_forward_pass() -> None:
             torch.testing.assert_close(baked(x), expected)
 
 
-def test_a_weight_that_others_give_is_not_baked() -> None:
-    layer = convert(torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3)), LinearCasts(fprop_w=INT4))
-    layer(torch.randn(1, 4, 3, 3)).sum().backward()
-    assert layer.parametrizations.weight.original0.grad is not None
-    with pytest.raises(ValueError, match="computed from others"):
-        bake(layer)
+def test_a_weight_that_is_computed_stays_in_high_precision() -> None:
+    normed = torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3))
+    model = convert(nn.Sequential(normed, nn.Conv2d(4, 4, 3)), LinearCasts(fprop_w=INT4))
+    assert not isinstance(model[0], QuantizedLayer) and isinstance(model[1], QuantizedLayer)
+    model(torch.randn(1, 4, 5, 5)).sum().backward()
+    assert normed.parametrizations.weight.original0.grad is not None
 
 
 def test_flops_are_those_of_the_formula() -> None:
