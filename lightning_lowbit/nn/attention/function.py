@@ -40,8 +40,9 @@ class Attention(NamedTuple):
         return [(start, min(start + self.tile, queries)) for start in range(0, queries, self.tile)]
 
     def keys_seen(self, end: int, keys: int) -> int:
-        """The keys that queries before ``end`` see."""
-        return min(end, keys) if self.causal else keys
+        """The keys that take part in products of queries before ``end``; a rotation mixes them with later ones."""
+        rotates = self.qk.casts.hadamard or self.pv.casts.hadamard
+        return min(end, keys) if self.causal and not rotates else keys
 
     def owner(self, product: str, gemm: str) -> tuple[int, str]:
         """Whose a GEMM is, see :func:`lightning_lowbit.compilation.counted_for`."""
@@ -55,18 +56,20 @@ class QuantizedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Attention) -> Tensor:
         x, w, wv = _rows_first(q), k.flatten(0, -3), v.flatten(0, -3).mT
-        n, wide = len(w), _wide(q.dtype)
+        queries, keys, wide = q.shape[-2], k.shape[-2], _wide(q.dtype)
         qx, qw, qv = (
             of_rows("fprop_x", x, how.qk),
             of_weights("fprop_w", w, how.qk),
             of_weights("fprop_w", wv, how.pv),
         )
-        o = q.new_empty(n, q.shape[-2], v.shape[-1])
-        for start, end in how.tiles(q.shape[-2]):
-            seen = how.keys_seen(end, k.shape[-2])
-            p = _weights(part(qx, 1, start, end), part(qw, 1, 0, seen), mask, start, k.shape[-2], q.shape[:-2], how)
-            qp = _of_tile("fprop_x", p.to(q.dtype), how.pv, start, q.shape[-2], how.tile, _one(q))
-            product = multiply(part(qp, 2, 0, seen), transposed(part(qv, 2, 0, seen)), wide, how.owner("pv", "fprop"))
+        o = q.new_empty(len(w), queries, v.shape[-1])
+        for start, end in how.tiles(queries):
+            seen = how.keys_seen(end, keys)
+            p = _weights(part(qx, 1, start, end), part(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how)
+            qp = _of_tile("fprop_x", p.to(q.dtype), how.pv, start, queries, how.tile, _one(q))
+            product = multiply(
+                _first(qp, 2, seen, keys), transposed(_first(qv, 2, seen, keys)), wide, how.owner("pv", "fprop")
+            )
             o[:, start:end] = product.to(q.dtype)
         ctx.save_for_backward(q, k, v, mask)
         ctx.how = how
@@ -95,7 +98,7 @@ def _gradients(
         """P and dS of a tile, ``[n, queries, keys]``."""
         seen = how.keys_seen(end, keys)
         p = _weights(part(qx, 1, start, end), part(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how)
-        right, owner = part(w_pv, 2, 0, seen), (*how.owner("pv", "dgrad"), again)
+        right, owner = _first(w_pv, 2, seen, keys), (*how.owner("pv", "dgrad"), again)
         dp = torch.nn.functional.pad(multiply(part(g_dgrad, 1, start, end), right, wide, owner), (0, keys - seen))
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
         return p, ds
@@ -120,10 +123,11 @@ def _gradients(
         else:
             qp = _of_tile("wgrad_x", p, how.pv, *tile, _one(q))
         left = transposed(_cut(g_wgrad, start, end, queries))
-        dv[..., :seen] += multiply(left, part(qp, 2, 0, seen), wide, how.owner("pv", "wgrad"))
-        left = part(_of_tile("dgrad_g", ds, how.qk, *tile, amax), 2, 0, seen)
-        dq[:, start:end] = (multiply(left, part(w_qk, 1, 0, seen), wide, how.owner("qk", "dgrad")) * how.scale).to(q)
-        left = transposed(part(_of_tile("wgrad_g", ds, how.qk, *tile, amax), 2, 0, seen))
+        dv[..., :seen] += multiply(left, _first(qp, 2, seen, keys), wide, how.owner("pv", "wgrad"))
+        left, right = _of_tile("dgrad_g", ds, how.qk, *tile, amax), _first(w_qk, 1, seen, keys)
+        product = multiply(_first(left, 2, seen, keys), right, wide, how.owner("qk", "dgrad"))
+        dq[:, start:end] = (product * how.scale).to(q.dtype)
+        left = transposed(_first(_of_tile("wgrad_g", ds, how.qk, *tile, amax), 2, seen, keys))
         dk[:, :seen] += multiply(left, _cut(x_qk, start, end, queries), wide, how.owner("qk", "wgrad"))
     dk = (dk * how.scale).to(k.dtype)
     return (
@@ -194,6 +198,11 @@ def _for_dgrad(w: Tensor, settings: Settings) -> Operand:
 def _needs_amax(settings: Settings) -> bool:
     own = (settings.casts.dgrad_g, settings.casts.wgrad_g)
     return any(isinstance(cast, Cast) and cast.scale.needs_amax for cast in own)
+
+
+def _first(operand: Operand, dim: int, seen: int, keys: int) -> Operand:
+    """The keys that take part; if these are all, with those that a rotation has added."""
+    return operand if seen == keys else part(operand, dim, 0, seen)
 
 
 def _cut(operand: Operand, start: int, end: int, queries: int) -> Operand:

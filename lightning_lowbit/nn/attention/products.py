@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_lowbit.nn.attention.function import Attention, QuantizedAttention
 from lightning_lowbit.nn.calls import keys_of_call
 from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.gemm import no_autocast
 from lightning_lowbit.nn.layers.host import Product
 from lightning_lowbit.nn.operands import Settings
 from lightning_lowbit.nn.plan import CONTRACTION, GEMM
@@ -133,7 +134,8 @@ def attend(
         is_causal,
         _queries_in_tile(qk.casts, pv.casts, query.shape[-2], size),
     )
-    o: Tensor = QuantizedAttention.apply(q, k, v, mask, how)  # type: ignore[no-untyped-call]
+    with no_autocast(device):
+        o: Tensor = QuantizedAttention.apply(q, k, v, mask, how)  # type: ignore[no-untyped-call]
     return o if lead else o.squeeze(0)
 
 

@@ -1,0 +1,241 @@
+"""Attention's two products: torch's results without casts, those of whole matrices with them, in any tiles."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_lowbit import LinearCasts
+from lightning_lowbit.nn import OPERANDS
+from lightning_lowbit.nn.attention import products as calls
+from lightning_lowbit.nn.attention.function import Attention, QuantizedAttention
+from lightning_lowbit.nn.attention.products import ActivationProduct, attend
+from tests.references.attention import Reference
+
+HEADS = 3
+NEAREST = ("dgrad_g", "wgrad_g", "wgrad_x")
+
+
+def products(casts: Any, keys: Tensor | None = None) -> dict[str, Any]:
+    made = {name: ActivationProduct(torch.nn.Module()) for name in ("qk", "pv")}
+    for i, product in enumerate(made.values()):
+        product.set_casts(LinearCasts.of(casts))
+        product.keys = keys_of(7)[i] if keys is None else keys[i]
+    return made
+
+
+def keys_of(seed: int) -> Tensor:
+    return torch.randint(-(2**62), 2**62, (2, len(OPERANDS)), generator=torch.Generator().manual_seed(seed))
+
+
+def in_tiles(tile: int) -> Callable[..., Tensor]:
+    """:func:`attend` with this many queries in a tile."""
+
+    def call(made: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **given: Any) -> Tensor:
+        how = Attention(
+            made["qk"].settings(),
+            made["pv"].settings(),
+            (0, 0),
+            q.shape[-1] ** -0.5,
+            given.get("is_causal", False),
+            tile,
+        )
+        return QuantizedAttention.apply(q, k, v, mask, how)  # type: ignore[no-any-return, no-untyped-call]
+
+    return call
+
+
+def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def run(call: Callable[..., Tensor], inputs: list[Tensor], g: Tensor | None = None) -> list[Tensor]:
+    """The output and all gradients."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    y = call(*leaves)
+    y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y) if g is None else g)
+    return [y.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "square": {"queries": 40, "keys": 40},
+    "causal": {"queries": 40, "keys": 40, "is_causal": True},
+    "causal, more keys": {"queries": 24, "keys": 40, "is_causal": True},
+    "causal, fewer keys": {"queries": 40, "keys": 24, "is_causal": True},
+    "bool mask": {"queries": 33, "keys": 20, "mask": "bool"},
+    "additive mask": {"queries": 33, "keys": 20, "mask": "float"},
+    "mask of keys": {"queries": 33, "keys": 20, "mask": "keys"},
+    "one query": {"queries": 1, "keys": 21},
+    "one key": {"queries": 5, "keys": 1},
+    "scale": {"queries": 5, "keys": 7, "scale": 0.3},
+    "grouped": {"queries": 17, "keys": 17, "enable_gqa": True, "of_kv": 1},
+}
+
+
+def inputs_of(case: dict[str, Any], dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
+    given = dict(case)
+    queries, keys, mask = given.pop("queries"), given.pop("keys"), given.pop("mask", None)
+    of_kv = given.pop("of_kv", HEADS)
+    inputs = drawn((2, HEADS, queries, 20), (2, of_kv, keys, 20), (2, of_kv, keys, 12), dtype=dtype)
+    if mask == "float":
+        inputs += drawn((HEADS, queries, keys), dtype=dtype, seed=1)
+    elif mask is not None:
+        given["attn_mask"] = drawn((2, 1, queries if mask == "bool" else 1, keys), seed=1)[0] > -0.5
+        if mask == "bool":
+            given["attn_mask"][0, 0, 3] = False  # a query that sees nothing
+    return inputs, given
+
+
+def test_without_casts_it_is_torchs_attention_up_to_rounding() -> None:
+    """In float64, sums of up to 40 terms in another order; float32 likewise, with 2^29 times its rounding."""
+    for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 2e-6)):
+        for name, case in CASES.items():
+            inputs, given = inputs_of(case, dtype)
+            wanted = run(lambda *x, given=given: F.scaled_dot_product_attention(*x, **given), inputs)
+            for tile in (16, 64):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(calls, "_queries_in_tile", lambda *_, tile=tile: tile)
+                    patch.setattr(type(LinearCasts().plan), "is_empty", False, raising=True)
+                    got = run(lambda *x, given=given: attend(products("bf16"), *x, **given), inputs)
+                for a, b in zip(got, wanted, strict=True):
+                    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "casts",
+    [
+        "nvfp4",
+        "mxfp8",
+        "fp8-current",
+        "fp8-row",
+        "fp8-blockwise",
+        "nvfp4-nvidia",
+        "nvfp4-row",
+        "mxfp4",
+        "ufp4",
+        "int4",
+        "ternary",
+    ],
+)
+@pytest.mark.fast("nvfp4-True", "fp8-row-False", "nvfp4-nvidia-True", "int4-True")
+def test_with_casts_it_is_what_whole_matrices_give(casts: str, is_causal: bool) -> None:
+    """Equal but for the order of sums, where these are not exact. The data keep results of casts off ties."""
+    queries, keys = 40, 40
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v, g = drawn(
+            (HEADS, queries, 32), (HEADS, keys, 32), (HEADS, keys, 16), (HEADS, queries, 16), dtype=dtype
+        )
+        seen = torch.ones(queries, keys, dtype=torch.bool)
+        wanted = Reference(LinearCasts.preset(casts), keys_of(7))(
+            q, k, v, g, seen.tril() if is_causal else seen, 1 / math.sqrt(32)
+        )
+        got = run(lambda *x: attend(products(casts), *x, is_causal=is_causal), [q, k, v], g)
+        for name, a, b in zip(("o", "dq", "dk", "dv"), got, wanted, strict=True):
+            last_bit = 1e-5 if dtype == torch.float32 else 2**-7
+            torch.testing.assert_close(a, b, rtol=last_bit, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("casts", ["nvfp4", "mxfp4"])  # whose sums of scores are exact in float32
+@pytest.mark.fast("nvfp4")
+def test_tiles_change_no_bits_but_the_order_of_sums_over_queries(casts: str) -> None:
+    """Scales of tensors are those of all tiles, and random bits those of the whole matrix."""
+    for is_causal, dtype in itertools.product((False, True), (torch.float32, torch.bfloat16)):
+        inputs = drawn((2, HEADS, 300, 20), (2, HEADS, 300, 20), (2, HEADS, 300, 20), dtype=dtype)
+        whole, cut = (
+            run(lambda *x, t=tile, c=is_causal: in_tiles(t)(products(casts), *x, is_causal=c), inputs)
+            for tile in (512, 128)
+        )
+        assert torch.equal(whole[0], cut[0])
+        assert torch.equal(whole[1], cut[1])
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2  # one rounding of the last bit
+        for a, b in zip(whole[2:], cut[2:], strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_tiles_hold_whole_blocks_and_scales() -> None:
+    def tile(casts: str, size: int) -> int:
+        return calls._queries_in_tile(LinearCasts.of(casts), LinearCasts.of(casts), 4096, size)
+
+    assert tile("nvfp4", 2**20) == 16
+    assert tile("fp8-blockwise", 2**20) == 128
+    assert tile("nvfp4", 2**16) == 256
+    assert tile("mxfp4", 2**30) == 32
+    for casts in ("fp8-row", "nvfp4-row", "nvfp4-nvidia"):
+        assert tile(casts, 2**30) == 4096, "a scale or a rotation reaches over all queries"
+
+
+def test_random_bits_are_those_of_the_keys() -> None:
+    inputs = drawn((HEADS, 20, 16), (HEADS, 20, 16), (HEADS, 20, 16))
+    one, same, other = (run(lambda *x, s=s: attend(products("nvfp4", keys_of(s)), *x), inputs) for s in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one, same, strict=True))
+    assert torch.equal(one[0], other[0]), "the forward pass rounds to nearest"
+    assert not any(torch.equal(a, b) for a, b in zip(one[1:], other[1:], strict=True))
+
+
+def test_each_operand_has_its_cast() -> None:
+    """Each of the twelve changes what its GEMM gives, and what follows from that, and nothing else."""
+    inputs = drawn((HEADS, 20, 16), (HEADS, 20, 16), (HEADS, 20, 16))
+    results = ("o", "dq", "dk", "dv")
+    changed = {
+        "qk": {"fprop": set(results), "dgrad": {"dq"}, "wgrad": {"dk"}},
+        "pv": {"fprop": {"o"}, "dgrad": {"dq", "dk"}, "wgrad": {"dv"}},
+    }
+    cast = LinearCasts.preset("nvfp4").fprop_x
+    plain = run(lambda *x: in_tiles(64)(products("bf16"), *x), inputs)
+    for product, operand in itertools.product(changed, OPERANDS):
+        made = products("bf16")
+        made[product].set_casts(LinearCasts(**{operand: cast}))
+        got = run(lambda *x, made=made: attend(made, *x), inputs)
+        differing = {name for name, a, b in zip(results, got, plain, strict=True) if not torch.equal(a, b)}
+        assert differing == changed[product][operand.partition("_")[0]], (product, operand)
+
+
+def test_annealing_blends_operands() -> None:
+    inputs = drawn((HEADS, 20, 16), (HEADS, 20, 16), (HEADS, 20, 16))
+
+    def at(share: float | None) -> list[Tensor]:
+        made = products("mxfp8")
+        for product in made.values():
+            product.blend = None if share is None else torch.tensor(share)
+        return run(lambda *x: attend(made, *x), inputs)
+
+    plain = run(lambda *x: in_tiles(64)(products("bf16"), *x), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(at(0.0), plain, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(at(1.0), at(None), strict=True))
+    assert not torch.equal(at(0.5)[0], at(1.0)[0])
+
+
+def test_autocast_gives_its_dtype() -> None:
+    inputs = drawn((HEADS, 20, 16), (HEADS, 20, 16), (HEADS, 20, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = attend(products("nvfp4"), *inputs)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, attend(products("nvfp4"), *(x.bfloat16() for x in inputs)))
+
+
+def test_refusals() -> None:
+    q, k, v = drawn((HEADS, 20, 16), (HEADS, 20, 16), (HEADS, 20, 16))
+    calls: dict[str, dict[str, Any]] = {
+        "dropout": {"dropout_p": 0.1},
+        "not both": {"attn_mask": torch.ones(20, 20, dtype=torch.bool), "is_causal": True},
+    }
+    for message, given in calls.items():
+        with pytest.raises(ValueError, match=message):
+            attend(products("nvfp4"), q, k, v, **given)
+    with pytest.raises(ValueError, match="one dtype"):
+        attend(products("nvfp4"), q.bfloat16(), k, v)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradients_are_those_of_differences(is_causal: bool) -> None:
+    inputs = [x.requires_grad_() for x in drawn((2, 5, 3), (2, 4, 3), (2, 4, 2), (5, 4), dtype=torch.float64)]
+    inputs = inputs[:3] if is_causal else inputs  # the last one is a mask
+    assert torch.autograd.gradcheck(lambda *x: in_tiles(3)(products("bf16"), *x, is_causal=is_causal), inputs)
