@@ -103,10 +103,10 @@ FITTING = {
 
 def combinations():
     """(name, configurations) of each recipe alone and each overlay on a recipe that it suits."""
-    # The first is no language model, the second needs weights: they have their own tests.
-    yield from ((name, [name]) for name in RECIPES if name not in ("quadratic", "continual_qat"))
+    # The first is no language model, the others need weights: they have their own tests.
+    yield from ((name, [name]) for name in RECIPES if name not in ("quadratic", "continual_qat", "lora"))
     bases = {"multi_node": ["c4", "llama_7b"], **{name: ["c4"] for name in OVERLAYS if name.startswith("llama")}}
-    yield from ((name, [*bases.get(name, ["quickstart"]), name]) for name in OVERLAYS)
+    yield from ((name, [*bases.get(name, ["quickstart"]), name]) for name in OVERLAYS if not name.startswith("lora"))
 
 
 COMBINATIONS = dict(combinations())
@@ -170,6 +170,24 @@ def test_continual_qat_starts_from_the_weights_in_a_folder(network, monkeypatch)
     for found, (name, expected) in zip(before, model.named_parameters(), strict=True):
         assert torch.equal(found, expected), f"{name} is not that of the folder"
     assert blends[-2:] == [0, 1], "λ did not rise over the first of two steps"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT reads it
+@pytest.mark.parametrize("overlays", [[], ["lora_bf16"], ["lora_int4"]], ids=["nvfp4", "bf16", "int4"])
+def test_lora_trains_adapters_alone(overlays):
+    pytest.importorskip("peft")
+    model = save_pretrained("model", "llama")
+    Path("text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    Path("small.yaml").write_text(SMALL.replace("PATH", "text.txt"))
+    folder = fits(["lora", *overlays, "small.yaml"])
+    (checkpoint,) = folder.glob("checkpoints/last*")
+    state = torch.load(checkpoint, weights_only=True)["state_dict"]
+    assert any("lora_B" in name and value.any() for name, value in state.items())
+    for name, expected in model.named_parameters():
+        (found,) = [value for key, value in state.items() if key.replace(".base_layer", "").endswith(name)]
+        is_packed = "_proj" in name and overlays != ["lora_bf16"]
+        assert found.dtype == torch.uint8 if is_packed else torch.equal(found, expected), name
 
 
 @pytest.mark.slow
@@ -282,7 +300,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(name, options):
 
 
 def test_every_overlay_and_recipe_is_told_apart():
-    assert set(RECIPES) == {"quickstart", "c4", "quadratic", "bitnet", "continual_qat", "dpo"}
+    assert set(RECIPES) == {"quickstart", "c4", "quadratic", "bitnet", "continual_qat", "dpo", "lora"}
     assert {"bf16", "nvfp4", "qaf", "adamw", "gradclip", "llama_130m", "llama_1b", "study"} <= set(OVERLAYS)
     assert set(COMBINATIONS) - set(ONE_DEVICE) == {"multi_node"}
     assert {*OPTIMIZERS, *RULES} - set(RECIPES) <= set(OVERLAYS)

@@ -87,7 +87,8 @@ class Reasons:
 
 def of_class(module: Any) -> Reason | None:
     """Why a module is not converted; None for modules without a matrix."""
-    if converted_class(type(module)) is not None and (blocked := obstacle(module)) is not None:
+    cls: Any = type(module)
+    if converted_class(cls) is not None and (blocked := obstacle(module)) is not None:
         return Reason(blocked)
     matrices = [parameter for parameter in module.parameters(recurse=False) if is_matrix(parameter)]
     if isinstance(module, nn.modules.conv._ConvNd):
