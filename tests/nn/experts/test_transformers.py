@@ -1,5 +1,7 @@
 """Experts of transformers: found by what makes them experts, and computed as transformers does, but for the casts."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -125,3 +127,40 @@ def test_products_may_have_casts_of_their_own() -> None:
         "model.layers.1.mlp.experts.gate_up_proj": LinearCasts.preset("fp8-current"),
         "model.layers.1.mlp.experts.down_proj": LinearCasts.preset("nvfp4"),
     }
+
+
+def gradients(model: Any, seed: int = 1) -> dict[str, Tensor]:
+    LayerKeys(model, seed).fill_(3)
+    model.train()
+    model.zero_grad()
+    found = logits(model)
+    found.square().mean().backward()
+    return {"logits": found.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.fast("olmoe")
+@pytest.mark.parametrize("name", ["olmoe", "gpt_oss", "llama4_text", "jetmoe"])
+def test_copies_codes_and_recomputed_activations_give_the_same_gradients(name: str) -> None:
+    model = convert(tiny(name), "nvfp4")
+    expected = gradients(model)
+    assert same(gradients(copy.deepcopy(model)), expected)
+    assert same(gradients(pickle.loads(pickle.dumps(model))), expected)
+    assert same(gradients(convert(model, "nvfp4", save="codes")), expected)
+    if model.supports_gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    assert same(gradients(model), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # from Dynamo
+@pytest.mark.parametrize("name", ["olmoe", "gpt_oss", "llama4_text", "jetmoe"])
+def test_compiled_models_give_the_same_gradients(name: str) -> None:
+    model = convert(tiny(name), "nvfp4")
+    expected = gradients(model)
+    model.compile(backend="aot_eager")
+    for key, tensor in gradients(model).items():
+        torch.testing.assert_close(tensor, expected[key], rtol=1e-4, atol=1e-5)
