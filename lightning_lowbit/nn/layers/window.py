@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from lightning_lowbit.quant import Cast
 
+_IN_CACHE = 2**17  # float32 sums, and as many summands, in half a MiB each
+
 
 class Window(NamedTuple):
     """Where a kernel is applied; all fields have one number per dimension of space.
@@ -120,10 +122,14 @@ class Window(NamedTuple):
         patches = patches.view(images, *positions, prod(self.kernel), channels)
         used = self._used(positions)
         sums = patches.new_zeros(images, *used, channels, dtype=torch.promote_types(patches.dtype, torch.float32))
-        for i, place in enumerate(product(*map(range, self.kernel))):
-            rows = zip(place, self.dilation, positions, self.stride, strict=True)
-            where: Any = (slice(None), *(slice(k * d, k * d + (o - 1) * s + 1, s) for k, d, o, s in rows))
-            sums[where] += patches.select(-2, i)
+        places = [
+            tuple(slice(k * d, k * d + (o - 1) * s + 1, s) for k, d, o, s in rows)
+            for place in product(*map(range, self.kernel))
+            for rows in [zip(place, self.dilation, positions, self.stride, strict=True)]
+        ]
+        for some, of_some in _pieces(sums, patches):
+            for i, place in enumerate(places):
+                some[(slice(None), *place)].add_(of_some.select(-2, i))
         ends = [min(b + n, u) for b, n, u in zip(self.before, sizes, used, strict=True)]
         inner: Any = (slice(None), *(slice(b, e) for b, e in zip(self.before, ends, strict=True)))
         kept = [e - b for b, e in zip(self.before, ends, strict=True)]
@@ -133,6 +139,14 @@ class Window(NamedTuple):
             whole[(slice(None), *(slice(0, k) for k in kept))] = pixels
             pixels = whole
         return pixels.movedim(-1, 1)
+
+
+def _pieces(sums: Tensor, patches: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Some images after the other, so that a CPU finds their sums in its cache; elsewhere all of them."""
+    if not sums.is_cpu or torch.compiler.is_compiling() or sums.numel() <= _IN_CACHE:
+        return [(sums, patches)]
+    images = max(_IN_CACHE * len(sums) // sums.numel(), 1)
+    return list(zip(sums.split(images), patches.split(images), strict=True))
 
 
 def is_pixelwise(cast: Cast | None, channels: int) -> bool:
