@@ -30,6 +30,7 @@ _MOST_NODES = 500_000  # of a graph: walking it takes one to two seconds
 _VIEWS = 20  # most nodes between a weight and its product
 
 _ATTENTION, _UNKNOWN = str(PRODUCTS), str(FROZEN)
+_OTHER_ATTENTION = "attention that does not call F.scaled_dot_product_attention where attention= looks for it"
 
 # Nodes between a weight and its product: views, and the cast by autocast.
 _VIEW = re.compile(
@@ -173,6 +174,8 @@ class _Owners:
         self._modules: dict[str, nn.Module] = {}
         for name, module in model.named_modules():
             self._modules.setdefault(clean_name(name), module)  # a host before the module that holds its products
+        attends = any(isinstance(m, QuantizedLayer) and m.kind == "attention" for m in self._modules.values())
+        self._attention = _OTHER_ATTENTION if attends else _ATTENTION
         self._by_id: dict[int, str] = {}
         self._by_shape: dict[tuple[int, ...], str] = {}
         self._reasons = Reasons(model)
@@ -192,7 +195,7 @@ class _Owners:
             is_quantized = LinearCasts() not in (node.how.qk.casts, node.how.pv.casts)
             return "", None, None if is_quantized else _ATTENTION
         if node.name().startswith("ScaledDotProduct"):
-            return "", None, _ATTENTION
+            return "", None, self._attention
         edges = node.next_functions if "Rnn" in node.name() else _operands(node)
         for weight in reversed([_parameter(edge) for edge, _ in edges]):  # usually the right operand
             if weight is None:
@@ -200,7 +203,7 @@ class _Owners:
             name = self._by_id.get(id(weight)) or self._by_shape.get(tuple(weight.shape))
             if name is not None:
                 return name, self._modules[name], self.why(name, self._modules[name])
-        return "", None, _ATTENTION if all(edge is not None for edge, _ in edges) else _UNKNOWN
+        return "", None, self._attention if all(edge is not None for edge, _ in edges) else _UNKNOWN
 
     def why(self, name: str, module: nn.Module) -> str | None:
         """What a module is, and why its weights are in high precision; None if they are quantized."""

@@ -100,7 +100,10 @@ def _quantized(
         return Operand(x)
     if GEMM[name] in casts.hadamard:  # signs come from the key of the second operand, so that both agree
         signs = None if settings.keys is None else settings.keys[INDEX[OPERANDS_OF[GEMM[name]][1]]]
-        x = rotate(x, casts.hadamard[GEMM[name]].matrix(signs, x.device), dim)
+        x, amax = (
+            rotate(x, casts.hadamard[GEMM[name]].matrix(signs, x.device), dim),
+            None,
+        )  # not that of what is rotated
     key = None if settings.keys is None else settings.keys[i]
     amax = amax if cast.scale.needs_amax else None
     wide = torch.float32 if settings.exact else None

@@ -239,3 +239,11 @@ def test_gradients_are_those_of_differences(is_causal: bool) -> None:
     inputs = [x.requires_grad_() for x in drawn((2, 5, 3), (2, 4, 3), (2, 4, 2), (5, 4), dtype=torch.float64)]
     inputs = inputs[:3] if is_causal else inputs  # the last one is a mask
     assert torch.autograd.gradcheck(lambda *x: in_tiles(3)(products("bf16"), *x, is_causal=is_causal), inputs)
+
+
+def test_rotated_operands_are_scaled_by_their_own_amax() -> None:
+    """A column of P may be all ones, and its rotation four times as large: one scale for an amax of 1 would clip it."""
+    q, v, g = torch.zeros(1, 16, 16), torch.randn(1, 1, 16), torch.ones(1, 16, 16)
+    k = torch.zeros(1, 1, 16)  # one key, which all queries see
+    got = run(lambda *x: attend(products("nvfp4-nvidia"), *x), [q, k, v], g)
+    torch.testing.assert_close(got[3], torch.full((1, 1, 16), 16.0), rtol=0.02, atol=0)
