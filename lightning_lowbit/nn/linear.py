@@ -14,11 +14,10 @@ from torch.nn import functional as F
 from lightning_lowbit.nn.calls import Calls, keys_of_call
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.function import QuantizedGemms
-from lightning_lowbit.nn.gemm import native_obstacle, no_autocast
+from lightning_lowbit.nn.gemm import no_autocast
 from lightning_lowbit.nn.layers.frozen import Frozen
 from lightning_lowbit.nn.layers.window import Window
-from lightning_lowbit.nn.native.gemms import results
-from lightning_lowbit.nn.native.table import BLOCK_SCALED
+from lightning_lowbit.nn.native.layer import NativeGemms
 from lightning_lowbit.nn.operands import PrequantizedWeight, Settings
 from lightning_lowbit.nn.saving import Readers, saved_bits
 from lightning_lowbit.nn.sharded.parallel import Shards, tensor_parallel
@@ -28,19 +27,8 @@ from lightning_lowbit.quant.shard import amax_of, max_over_shards
 
 _WHOLE = Shards()
 
-# Where GEMMs run: natively where device and casts allow, always natively, never natively.
-BACKENDS = ("auto", "native", "emulated")
 
-
-def has_native_gemms(device: torch.device, kind: str, backend: str = "auto") -> bool:
-    """Whether a device computes GEMMs of a kind (a key of ``NATIVE``) natively; with ``backend="native"`` it must."""
-    obstacle = native_obstacle(device, kind)
-    if obstacle is not None and backend == "native":
-        raise ValueError(f"backend='native': {obstacle}. Use backend='auto' or 'emulated'.")
-    return obstacle is None
-
-
-class QuantizedLayer(nn.Module):
+class QuantizedLayer(NativeGemms):
     """Base class of converted layers.
 
     Attributes:
@@ -273,60 +261,6 @@ class QuantizedLayer(nn.Module):
         if self.amaxes is None or cast is None or cast.scale.source == "current":
             return amax
         return amax_in_force(self.amaxes.in_force, "fprop_w", amax_of(weight) if amax is None else amax)
-
-    def native_gemms(
-        self, device: torch.device, casts: LinearCasts | None = None, dtype: torch.dtype | None = None
-    ) -> tuple[str, ...]:
-        """The GEMMs that a device computes natively, by default for the casts in force (none during annealing), to
-        results of a dtype (None for any). A ValueError for ``backend="native"`` where one of them is not."""
-        if self.backend == "emulated" or self.exact or (casts is None and self.blend is not None):
-            return ()
-        plan = (casts or self.casts).plan
-        found: tuple[str, ...] = ()
-        if not plan.native_gemms:
-            return ()
-        for kind, gemms in plan.gemms_of_kind.items():
-            if native_obstacle(device, kind) is None:
-                found += gemms if dtype is None or self._gives(kind, dtype) else ()
-            elif self.backend == "native":
-                has_native_gemms(device, kind, self.backend)  # raises
-        if found and casts is None and self.prequantized_weight is not None:
-            return self._native_of_gathered(found)
-        return found
-
-    def _gives(self, kind: str, dtype: torch.dtype) -> bool:
-        if kind not in BLOCK_SCALED or dtype in results(kind):
-            return True
-        if self.backend == "native":
-            names = " or ".join(str(one).removeprefix("torch.") for one in results(kind))
-            raise ValueError(
-                f"backend='native': {kind} GEMMs give {names} here, and this pass computes in {dtype}. Train in bf16, "
-                "or use backend='auto'."
-            )
-        return False
-
-    def _native_of_gathered(self, gemms: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of native GEMMs that take a weight which was quantized before it was gathered, and decoded."""
-        left_out = tuple(gemm for gemm in gemms if gemm != "wgrad" and gemm in self.casts.plan.block_scaled)
-        if left_out and self.backend == "native":
-            raise ValueError(
-                f"backend='native': the weight was quantized and decoded before {' and '.join(left_out)}, which take "
-                "codes. Leave out quantize_before_gather, or use backend='auto'."
-            )
-        return tuple(gemm for gemm in gemms if gemm not in left_out)
-
-    def emulated_because(self, device: torch.device) -> dict[str, str]:
-        """Why a device emulates GEMMs of two quantized operands, outside any phase: reasons by GEMMs."""
-        gemms_of: dict[str, list[str]] = {}
-        for gemm in self.full_casts.quantized_gemms:
-            kind = self.full_casts.native_gemms.get(gemm)
-            if self.exact or self.backend == "emulated":
-                reason: str | None = "exact=True" if self.exact else "backend='emulated'"
-            else:
-                reason = "no native GEMM takes these casts" if kind is None else native_obstacle(device, kind)
-            if reason is not None:
-                gemms_of.setdefault(reason, []).append(gemm)
-        return {", ".join(gemms): reason for reason, gemms in gemms_of.items()}
 
     def extra_repr(self) -> str:
         """Shows the casts in force in ``print(model)``."""

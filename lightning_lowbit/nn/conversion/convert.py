@@ -18,7 +18,8 @@ from lightning_lowbit.nn.conversion.reasons import of_class
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.layers.classes import convert_layer, convertible
-from lightning_lowbit.nn.linear import BACKENDS, QuantizedLayer, has_native_gemms
+from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.native.layer import BACKENDS, has_native_gemms
 from lightning_lowbit.nn.plan import GEMMS
 from lightning_lowbit.nn.saving import Readers, check_save
 from lightning_lowbit.quant import Cast

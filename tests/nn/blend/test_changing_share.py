@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import convert
-from lightning_lowbit.nn import linear, set_blend
+from lightning_lowbit.nn import set_blend
 from tests.nn.blend.layers import CASTS, IN, OUT, REMEMBERED, blended, tensors
 from tests.nn.layers import (
     Net,
@@ -55,7 +55,7 @@ def test_a_backward_pass_has_the_share_of_its_forward_pass(name: str) -> None:
 @pytest.mark.parametrize("name", ["ternary", "fp8-current"])
 def test_on_its_way_nothing_is_native(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Neither computed so nor said to be."""
-    monkeypatch.setattr(linear, "native_obstacle", lambda device, kind: None)
+    monkeypatch.setattr("lightning_lowbit.nn.native.layer.native_obstacle", lambda device, kind: None)
     layer = layer_like(nn.Linear(IN, OUT), name)
     native = layer.native_gemms(torch.device("cpu"))
     assert native, "nothing shows"

@@ -3,7 +3,6 @@ from collections.abc import Iterator
 import pytest
 import torch.nn.functional as F
 
-from lightning_lowbit.nn import linear
 from lightning_lowbit.nn.native import devices
 from lightning_lowbit.nn.native.table import BLOCK_SCALED
 from tests.nn.native.stand_in import StandIn
@@ -14,7 +13,10 @@ def scaled_mm(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """As if the CPU had block-scaled tensor cores."""
     stand_in = StandIn()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
-    monkeypatch.setattr(linear, "native_obstacle", lambda _, kind: None if kind in BLOCK_SCALED else "no such unit")
+    monkeypatch.setattr(
+        "lightning_lowbit.nn.native.layer.native_obstacle",
+        lambda _, kind: None if kind in BLOCK_SCALED else "no such unit",
+    )
     devices._tried.cache_clear()
     yield stand_in
     devices._tried.cache_clear()

@@ -1,6 +1,6 @@
 """What native block-scaled GEMMs should take, predicted from bytes and FLOPs: nothing here runs on a GPU.
 
-    python -m tests.benchmarks.native_gemms
+    python -m tests.benchmarks.native.gemms
 
 A linear layer's pass and gradients have three GEMMs and six casts. A GEMM takes the larger of FLOPs over the peak and
 bytes over the bandwidth of a data sheet; a cast takes its bytes over the bandwidth. Latencies, launches and everything

@@ -1,6 +1,6 @@
 """Native FP8 against bf16 and against torchao's float8: a linear layer, forward alone and with its backward pass.
 
-    python -m tests.benchmarks.fp8 [--sizes 2048 4096 8192] [--tokens 8192] [--rounds 20]
+    python -m tests.benchmarks.native.fp8 [--sizes 2048 4096 8192] [--tokens 8192] [--rounds 20]
 
 Needs a GPU with FP8 tensor cores; elsewhere every row says "not measured". All in one run, in interleaved rounds: a
 bf16 ``nn.Linear`` d → d; this project's ``fp8-delayed``, ``fp8-current`` and ``fp8-row`` with native GEMMs; torchao's

@@ -1,6 +1,6 @@
 """The forward pass of ternary layers on int8 units, against the emulation and against bf16.
 
-    python -m tests.benchmarks.int8 [--tokens 2048] [--rounds 30] [--device cpu]
+    python -m tests.benchmarks.native.int8 [--tokens 2048] [--rounds 30] [--device cpu]
 
 All in one run, in interleaved rounds, without gradients: ``nn.Linear`` under bf16 autocast; the preset ``ternary`` with
 native GEMMs, and emulated; and of these the GEMM alone, of operands that are there. Weights are fp32, and are cast and
