@@ -3,8 +3,11 @@
 import logging
 import sys
 import warnings
+from functools import partial
+from typing import Any
 
 from tests.strangers.architectures import ARCHITECTURES
+from tests.strangers.packages import STRANGERS, Stranger
 from tests.strangers.training import train
 
 _REST = 2  # reasons to show
@@ -15,9 +18,12 @@ def main(names: list[str]) -> None:
     for logger in ("lightning.pytorch", "transformers"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     print(f"{'model':32}{'before':>8}{'now':>8}   rest")
-    for name in names or ARCHITECTURES:
-        row = ARCHITECTURES[name]
-        trained = train(lambda row=row, name=name: row.build(name), row.batch())
+    for name in names or [*ARCHITECTURES, *STRANGERS]:
+        row: Any = ARCHITECTURES.get(name) or STRANGERS[name]
+        if isinstance(row, Stranger) and not row.is_installed:
+            print(f"{name:32}{row.before:7.1f}%   {row.package} is not installed")
+            continue
+        trained = train(partial(row.build, name) if name in ARCHITECTURES else row.build, row.batch())
         rest = "; ".join(f"{share:.1%} {where} ({why})" for where, share, why in trained.uncovered[:_REST])
         print(f"{name:32}{row.before:7.1f}%{trained.coverage:8.1%}   {rest}", flush=True)
 

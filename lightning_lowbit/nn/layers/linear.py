@@ -66,6 +66,7 @@ def register_linear(cls: type[nn.Module], weight: str = ROWS, forward: Forward |
             ``forward`` cannot be called; the class is registered already, otherwise.
 
     Examples:
+        >>> from torch import nn
         >>> class Scaled(nn.Linear):
         ...     def forward(self, x):
         ...         return 0.5 * super().forward(x)

@@ -1,0 +1,214 @@
+"""Models of other packages, which are imported where they are built; random weights, tiny sizes."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, PIXELS, VOCABULARY = 64, 32, 128
+
+
+@dataclass(frozen=True)
+class Stranger:
+    """A model of a package; ``before`` and ``least`` as in :class:`tests.strangers.architectures.Architecture`."""
+
+    package: str
+    before: float
+    least: float
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Any]
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.make()
+
+    @property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.package) is not None
+
+
+class _Named(type):
+    def __getattr__(cls, name: str) -> str:
+        return name
+
+
+class _StandIn(ModuleType):
+    """A package of which names are imported, and nothing is used."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Named(name, (nn.Module,), {})
+
+
+def _stand_in(package: str, *modules: str) -> None:
+    """Replaces a package that is missing, or, as torchvision's wheel beside the CPU build of torch, does not load."""
+    if importlib.util.find_spec(package) is not None:
+        return
+    for name in (package, *(f"{package}.{module}" for module in modules)):
+        made = _StandIn(name)
+        made.__spec__ = importlib.util.spec_from_loader(name, None)
+        sys.modules[name] = made
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, made)
+
+
+def _timm(name: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        _stand_in("torchvision", "ops", "ops.misc", "transforms", "transforms.functional", "datasets", "models")
+        import timm
+
+        model: nn.Module = timm.create_model(name, num_classes=10, **sizes)
+        return model
+
+    return make
+
+
+def _pixels() -> list[Tensor]:
+    return [torch.randn(2, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0))]
+
+
+def _unet() -> nn.Module:
+    from diffusers import UNet2DModel
+
+    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    return UNet2DModel(16, 3, 3, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8, **blocks)  # type: ignore[no-any-return]
+
+
+def _conditioned_unet() -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    blocks = {
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    }
+    sizes = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8, "cross_attention_dim": WIDTH}
+    return UNet2DConditionModel(16, 3, 3, attention_head_dim=8, **sizes, **blocks)  # type: ignore[no-any-return]
+
+
+def _dit() -> nn.Module:
+    from diffusers import DiTTransformer2DModel
+
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2, "norm_num_groups": 8}
+    return DiTTransformer2DModel(in_channels=4, sample_size=16, patch_size=2, **sizes)  # type: ignore[no-any-return]
+
+
+def _noisy(channels: int = 3, **others: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"sample": torch.randn(2, channels, 16, 16), "timestep": torch.tensor([1, 5]), **others}
+
+
+def _latents() -> list[Tensor]:
+    return [torch.randn(2, 4, 16, 16), torch.tensor([1, 5]), torch.tensor([0, 1])]
+
+
+class _Graph(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        import torch_geometric.nn as geometric
+
+        layer = getattr(geometric, kind)
+        if kind == "GINConv":
+            self.layers = nn.ModuleList([layer(geometric.MLP([WIDTH, WIDTH, WIDTH])) for _ in range(2)])
+        else:
+            self.layers = nn.ModuleList([layer(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, edges).relu()
+        return x
+
+
+def _graph() -> list[Tensor]:
+    return [torch.randn(64, WIDTH), torch.randint(64, (2, 256))]
+
+
+def _litgpt(**kind: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from litgpt import GPT, Config
+
+        sizes: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": WIDTH, "intermediate_size": 128, "block_size": 32}
+        model: nn.Module = GPT(Config(padded_vocab_size=VOCABULARY, **sizes, **kind))
+        return model
+
+    return make
+
+
+def _tokens() -> list[Tensor]:
+    return [torch.randint(VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(0))]
+
+
+def _adapted() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    from tests.strangers.architectures import ARCHITECTURES
+
+    config = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
+    model: nn.Module = get_peft_model(ARCHITECTURES["llama"].build("llama"), config)  # type: ignore[arg-type]
+    return model
+
+
+def _without_descriptors() -> None:
+    _stand_in("descriptastorus", "descriptors", "descriptors.rdNormalizedDescriptors")
+    _stand_in("cuik_molmaker")
+
+
+def _molecules() -> nn.Module:
+    _without_descriptors()
+    from chemprop.models import MPNN
+    from chemprop.nn import BondMessagePassing, MeanAggregation, RegressionFFN
+
+    return MPNN(BondMessagePassing(), MeanAggregation(), RegressionFFN())  # type: ignore[no-any-return]
+
+
+def _molecule_graph() -> list[Any]:
+    _without_descriptors()
+    from chemprop.data import BatchMolGraph
+    from chemprop.featurizers import SimpleMoleculeMolGraphFeaturizer
+    from rdkit import Chem
+
+    featurize = SimpleMoleculeMolGraphFeaturizer()
+    smiles = ("CCO", "c1ccccc1O", "CC(=O)Nc1ccc(O)cc1", "CN1C=NC2=C1C(=O)N(C(=O)N2C)C")
+    return [BatchMolGraph([featurize(Chem.MolFromSmiles(each)) for each in smiles])]
+
+
+def _encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 128, batch_first=True), 2)
+
+
+_LLAMA = {"norm_class_name": "RMSNorm", "bias": False, "rotary_percentage": 1.0}
+STRANGERS: dict[str, Stranger] = {
+    "torch TransformerEncoder": Stranger("torch", 47.1, 47, _encoder, lambda: [torch.randn(2, 32, WIDTH)]),
+    "timm vit": Stranger(
+        "timm", 95.8, 95, _timm("vit_tiny_patch16_224", img_size=PIXELS, patch_size=8, depth=2), _pixels
+    ),
+    "timm resnet18": Stranger("timm", 0, 0, _timm("resnet18"), _pixels),
+    "timm convnext_atto": Stranger("timm", 0, 0, _timm("convnext_atto"), _pixels),
+    "diffusers UNet2D": Stranger("diffusers", 6.4, 6, _unet, _noisy()),
+    "diffusers UNet2DCondition": Stranger(
+        "diffusers", 22.8, 22, _conditioned_unet, _noisy(encoder_hidden_states=torch.ones(2, 8, WIDTH))
+    ),
+    "diffusers DiT": Stranger("diffusers", 83.6, 83, _dit, _latents),
+    **{
+        f"torch_geometric {kind}": Stranger("torch_geometric", 0, 100, lambda kind=kind: _Graph(kind), _graph)
+        for kind in ("GCNConv", "SAGEConv", "GINConv", "TransformerConv")
+    },
+    "litgpt pythia": Stranger("litgpt", 88.5, 88, _litgpt(), _tokens),
+    "litgpt LLaMA": Stranger("litgpt", 90.4, 90, _litgpt(mlp_class_name="LLaMAMLP", **_LLAMA), _tokens),
+    "litgpt MoE": Stranger(
+        "litgpt",
+        93.6,
+        93,
+        _litgpt(mlp_class_name="LLaMAMoE", n_expert=4, n_expert_per_token=2, moe_intermediate_size=128, **_LLAMA),
+        _tokens,
+    ),
+    "peft LoRA": Stranger("peft", 86.5, 73, _adapted, lambda: {"input_ids": _tokens()[0], "labels": _tokens()[0]}),
+    "chemprop MPNN": Stranger("chemprop", 100, 99, _molecules, _molecule_graph),
+}
