@@ -15,9 +15,7 @@ def test_rows_are_those_of_the_experts_that_a_token_gets(name: str, rows: int) -
         model = CausalLM(name, settings(name))
     found, _ = describe(model, FP4Precision("nvfp4", skip=["lm_head"]))
     stacks = [layer for layer in found.layers if layer.rows > 1]
-    sizes = {tuple(p.shape[1:]) for p in model.parameters() if p.dim() == 3}
-    assert {tuple(sorted((each.out_features, each.in_features))) for each in stacks} == {
-        tuple(sorted(s)) for s in sizes
-    }
+    sizes = {tuple(sorted(p.shape[1:])) for p in model.parameters() if p.dim() == 3}
+    assert {tuple(sorted((each.out_features, each.in_features))) for each in stacks} == sizes
     assert {layer.rows for layer in stacks} == {rows}
     assert all(arithmetic == "fp4" for layer in stacks for arithmetic in layer.arithmetic.values())
