@@ -125,7 +125,7 @@ class CausalLM(LightningModule):
 
     Args:
         network: ``"llama-small"`` (3.3 million parameters), ``"bitnet-small"`` (the same with BitNet b1.58's norms and
-            activation, for ternary weights), ``"olmoe-small"`` (10.6 million, with 8 experts, two per token),
+            activation, for ternary weights), ``"olmoe-small"`` (10.6 million, 8 experts, two of them for a token),
             ``"llama-60m"``, ``"llama-130m"``, ``"llama-350m"``, ``"llama-1b"``, ``"llama-7b"``, or anything else that
             :func:`network_config` takes.
         config: values of the network's configuration to change, e.g. ``{"num_hidden_layers": 2}``.

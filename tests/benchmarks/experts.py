@@ -1,11 +1,12 @@
 """What a quantized stack of experts costs against a loop of linear layers in bf16.
 
     python -m tests.benchmarks.experts [--casts nvfp4 fp8-current] [--experts 16] [--in 512] [--out 1024]
-                                       [--tokens 64 256] [--rounds 20] [--json FILE]
+                                       [--tokens 64 256] [--rounds 20] [--cpu-time] [--json FILE]
 
 Forward and backward pass under bf16 autocast, interleaved, medians and ratios. Each expert gets a number of tokens
 between the two that are given. One side is an ``nn.Linear`` per expert, called one by one; another the same linear
 layers converted; the third the converted ``GroupedLinear``, whose results are checked to equal those of the second.
+``--cpu-time`` counts the time of this process on its cores, which others on the machine hardly change.
 """
 
 import argparse
@@ -37,15 +38,21 @@ class Loop(nn.Module):
         return torch.cat([layer(part) for layer, part in zip(self.layers, parts, strict=True)])
 
 
-def step(model: Callable[..., Tensor], x: Tensor, g: Tensor, ends: list[int]) -> tuple[float, float, Tensor]:
+def step(
+    model: Callable[..., Tensor],
+    x: Tensor,
+    g: Tensor,
+    ends: list[int],
+    now: Callable[[], float] = time.perf_counter,
+) -> tuple[float, float, Tensor]:
     model.zero_grad()  # type: ignore[attr-defined]
     x = x.clone().requires_grad_()
-    start = time.perf_counter()
+    start = now()
     with torch.autocast("cpu", torch.bfloat16):
         y = model(x, ends)
-    middle = time.perf_counter()
+    middle = now()
     y.backward(g)
-    return middle - start, time.perf_counter() - middle, x.grad
+    return middle - start, now() - middle, x.grad
 
 
 def sides(casts: str, experts: int, inner: int, out: int) -> dict[str, nn.Module]:
@@ -66,9 +73,10 @@ def main() -> None:
     parser.add_argument("--out", type=int, default=1024)
     parser.add_argument("--tokens", type=int, nargs=2, default=[64, 256], metavar=("LEAST", "MOST"))
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
-    memory = keep_large_blocks()
+    memory, now = keep_large_blocks(), time.process_time if args.cpu_time else time.perf_counter
     torch.manual_seed(0)
     sizes = torch.linspace(*args.tokens, args.experts).long()
     ends = sizes[torch.randperm(args.experts)].cumsum(0).tolist()
@@ -83,7 +91,7 @@ def main() -> None:
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
         for _ in range(args.rounds):
             for name, model in models.items():
-                times[name].append(step(model, x, g, ends)[:2])
+                times[name].append(step(model, x, g, ends, now)[:2])
         medians = {
             name: [1e3 * statistics.median(part) for part in zip(*of, strict=True)] for name, of in times.items()
         }

@@ -69,13 +69,18 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(name: str, **changes: Any) -> Any:
-    """A causal language model of a type, with random weights."""
+def settings(name: str) -> dict[str, Any]:
+    """What the configuration of a model type has of these."""
     default = AutoConfig.for_model(name)
     known = {*default.to_dict(), *default.attribute_map}
-    values = {key: value for key, value in {**_SIZES, **MODELS[name], **changes}.items() if key in known}
+    return {key: value for key, value in {**_SIZES, **MODELS[name]}.items() if key in known}
+
+
+def tiny(name: str, **changes: Any) -> Any:
+    """A causal language model of a type, with random weights."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **values)).float()
+    config = AutoConfig.for_model(name, **{**settings(name), **changes})
+    model = AutoModelForCausalLM.from_config(config).float()
     for parameter in model.parameters():
         if parameter.dim() == 3:  # some stacks are left empty
             nn.init.normal_(parameter, std=0.1)
