@@ -37,8 +37,8 @@ def convert(
 ) -> _Model:
     """Quantizes the linear layers of a model in place, and returns the model.
 
-    Every ``nn.Linear`` (no subclass) and ``transformers`` ``Conv1D`` changes its class; parameters, their names in
-    ``state_dict`` and references stay the same. Converting again replaces the casts.
+    Every ``nn.Linear`` (no subclass), ``transformers`` ``Conv1D`` and convolution changes its class; parameters, their
+    names in ``state_dict`` and references stay the same. Converting again replaces the casts.
 
     Args:
         model: any module.
