@@ -59,9 +59,7 @@ def work() -> dict[str, Any]:
     found["fsdp2"] = gradients(spread, images[rank : rank + 1])
     found["converted"] = sum(isinstance(m, QuantizedConvolution) for m in spread.modules())
     try:
-        WeightGathers(
-            convert(sharded(), "nvfp4-nvidia"), torch.float64, {"first": convert(block()[0], "int8").first.casts}
-        )
+        WeightGathers(sharded(), torch.float64, {"first": LinearCasts.preset("int8")})
     except ValueError as error:
         found["gathers"] = str(error)
     return found
