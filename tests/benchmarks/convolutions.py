@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.convolutions [--casts nvfp4 int4] [--channels 64 128] [--rounds 9] [--json FILE]
 
-Forward and backward pass of one 3x3 convolution on 32 images of 32x32 pixels in channels-last order under bf16 autocast,
-in interleaved rounds; medians, and the median of the ratios of a round. Results are compared before they are timed.
+Forward and backward pass of one 3x3 convolution on 32 images of 32x32 pixels in channels-last order under bf16
+autocast, in interleaved rounds; medians, and the median of the ratios of a round. Results are compared before they are
+timed.
 """
 
 import argparse

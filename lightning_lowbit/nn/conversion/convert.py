@@ -41,12 +41,13 @@ def convert(
     save: str = "inputs",
     attention: CastsLike | None = None,
 ) -> _Model:
-    """Quantizes the linear layers of a model in place, and returns the model.
+    """Quantizes the matrix products of a model's layers in place, and returns the model.
 
     Each layer changes its class: ``nn.Linear``, subclasses that inherit its forward, other linear layers that are known
-    by name, and those of :func:`register_linear`. Parameters, their names in ``state_dict`` and references stay the
-    same. Converting again replaces the casts. Routers, adapters and narrow layers stay in high precision unless a
-    pattern of ``only`` or ``overrides`` names them, see :mod:`lightning_lowbit.nn.conversion.defaults`.
+    by name, those of :func:`register_linear`, convolutions, stacks of experts and ``nn.MultiheadAttention``. Parameters,
+    their names in ``state_dict`` and references stay the same. Converting again replaces the casts. Routers, adapters
+    and narrow layers stay in high precision unless a pattern of ``only`` or ``overrides`` names them, see
+    :mod:`lightning_lowbit.nn.conversion.defaults`.
 
     Args:
         model: any module.

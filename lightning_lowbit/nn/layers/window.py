@@ -146,7 +146,7 @@ def _pieces(sums: Tensor, patches: Tensor) -> list[tuple[Tensor, Tensor]]:
     if not sums.is_cpu or torch.compiler.is_compiling() or sums.numel() <= _IN_CACHE:
         return [(sums, patches)]
     images = max(_IN_CACHE * len(sums) // sums.numel(), 1)
-    return list(zip(sums.split(images), patches.split(images), strict=True))
+    return list(zip(sums.split(images), patches.split(images), strict=True))  # type: ignore[no-untyped-call]
 
 
 def is_pixelwise(cast: Cast | None, channels: int) -> bool:

@@ -13,6 +13,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale, convert
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, GemmCounter, LayerKeys, QuantizedLayer
 from lightning_lowbit.nn.conversion.bake import bake
 from lightning_lowbit.nn.layers.classes import convertible, restore_classes
+from lightning_lowbit.nn.layers.convolution import DEPTHWISE
 from lightning_lowbit.nn.watch import Watch
 from lightning_lowbit.precision.coverage_line import graph_coverage
 from tests.nn.convolutions.unfolded import passed
@@ -100,6 +101,9 @@ def test_depthwise_and_other_convolutions_are_left_out() -> None:
     assert list(convertible(model)) == ["3"]
     assert type(convert(model, "nvfp4")[3]).__name__ == "QuantSame"
     assert type(restore_classes(model)[3]) is Same
+    odd = convert(nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1)), "nvfp4", only=["1"])
+    coverage = graph_coverage(odd(torch.randn(1, 8, 4, 4)).sum(), odd)
+    assert [*coverage.others] == [f"Conv2d ({DEPTHWISE})"]
 
 
 def test_copies_pickles_and_state_dicts() -> None:

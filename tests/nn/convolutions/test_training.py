@@ -1,0 +1,101 @@
+"""Convolutions under a Trainer: callbacks, checkpoints and what they restore."""
+
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lowbit import (
+    FP4Precision,
+    GradientNoiseMonitor,
+    IntegerPrecision,
+    LowBitPrecision,
+    OsciReset,
+    PrecisionSummary,
+    QuantizationMonitor,
+    restore,
+)
+from lightning_lowbit.nn import QuantizedLayer
+from lightning_lowbit.nn.conversion.bake import bake
+from tests.lightning_imports import Callback, LightningModule, Trainer
+
+
+class Images(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16)
+        self.body, self.groups = nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(32, 32, 3, groups=2)
+        self.depthwise, self.head = nn.Conv2d(32, 32, 1, groups=32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(self.norm(self.stem(x)).relu()).relu()
+        return self.head(self.depthwise(self.groups(x)).mean((2, 3)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]).float(), batch[1])
+
+    def train_dataloader(self) -> Any:
+        draw = torch.Generator().manual_seed(0)
+        images = torch.randn(24, 3, 8, 8, generator=draw)
+        return DataLoader(TensorDataset(images, images.mean((1, 2, 3)).gt(0).long()), 4)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Metrics(Callback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.seen |= set(trainer.callback_metrics)
+
+
+def fit(plugin: LowBitPrecision, folder: Path, *callbacks: Any, steps: int = 4) -> Trainer:
+    torch.manual_seed(0)
+    trainer = Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        plugins=[plugin],
+        callbacks=[*callbacks],
+        default_root_dir=folder,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Images())
+    return trainer
+
+
+def test_callbacks_see_convolutions(tmp_path: Path) -> None:
+    metrics, out, monitor = Metrics(), io.StringIO(), QuantizationMonitor()
+    noise, resets = GradientNoiseMonitor(every_n_steps=2), OsciReset(window=2, every=2, threshold=1.01)
+    with redirect_stdout(out):
+        trainer = fit(FP4Precision("nvfp4"), tmp_path, monitor, resets, noise, metrics)
+        fit(FP4Precision("nvfp4"), tmp_path, PrecisionSummary(), steps=1)
+    assert "reset/fprop_w/body" in metrics.seen
+    data = monitor.report_data(trainer)
+    assert {"body", "groups"} <= data["quantized_operands"]["layers"].keys()
+    assert "body" in data["quantized_weights"]["layers"]
+    assert [seen["step"] for seen in noise.report_data(trainer)["gradient_noise"]["ratios"]] == [2, 4]
+    table, _, uncovered = out.getvalue().partition("not covered")
+    assert "16×3×3 → 32" in table
+    assert "depthwise" in uncovered and "body" not in uncovered
+
+
+def test_a_checkpoint_is_restored_and_baked(tmp_path: Path) -> None:
+    trainer = fit(IntegerPrecision(4, activation_bits=None, group="row"), tmp_path)
+    trainer.save_checkpoint(path := tmp_path / "last.ckpt")
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    model = restore(Images(), path).eval()
+    assert sum(isinstance(module, QuantizedLayer) for module in model.modules()) == 4
+    y = model(images)
+    baked = bake(model).eval()
+    assert all(len(row.unique()) <= 15 for row in baked.groups.weight.detach())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.allclose(baked(images).float(), y.float(), atol=0.05)
