@@ -1,9 +1,12 @@
 """Every public class and function has an example, and all of them run."""
 
 import doctest
+import json
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,10 +48,26 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=64, num_hidden_layers=2))
 
 
+def compressed_llama():
+    """Writes the folder ``llama-fp8``, as compressed-tensors does."""
+    state, folder = {}, Path("llama-fp8")
+    for name, tensor in llama().state_dict().items():
+        if name.endswith("_proj.weight"):
+            scale = (tensor.abs().max() / 448).reshape(1)
+            state[f"{name}_scale"], tensor = scale, (tensor / scale).to(torch.float8_e4m3fn)
+        state[name] = tensor
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}}}
+    own = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": own}))
+
+
 # What an example needs beside the names of the package, by the name that has the example.
 PREPARED = {
     "bake": lambda: checkpoint_of(IntegerPrecision(4, activation_bits=None), MyModule(), torch.randn(16, 32)),
     "restore": lambda: checkpoint_of(FP4Precision(), MyModule(), torch.randn(16, 32)),
+    "load_compressed": compressed_llama,
     "fold": lambda: checkpoint_of(FP8Precision(smooth_swiglu="channel"), MyModule(llama()), torch.arange(16)[:, None]),
 }
 

@@ -57,8 +57,7 @@ def load_compressed(
             parameter that only one side has, or casts with another ``fprop_w``.
 
     Examples:
-        >>> network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("llama-nvfp4"))
-        >>> network = load_compressed(network, "llama-nvfp4")
+        >>> model = load_compressed(model, "llama-fp8")
     """
     folder = Path(folder)
     schemes, tensors = _schemes(folder), dict(_tensors(folder))

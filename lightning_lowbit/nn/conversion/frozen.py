@@ -47,9 +47,7 @@ def pack_frozen(
             unchanged.
 
     Examples:
-        >>> network.requires_grad_(False)
-        >>> network = pack_frozen(network, "nvfp4-nvidia", skip=["lm_head"])
-        >>> model = get_peft_model(network, LoraConfig(target_modules=["q_proj", "v_proj"]))
+        >>> model = pack_frozen(model.requires_grad_(False), "nvfp4-nvidia", skip=["lm_head"])
     """
     planned = plan(model, casts, skip, only, overrides)
     frozen = {name: cast for name, cast in planned.items() if _is_frozen(model.get_submodule(name))}
@@ -83,7 +81,8 @@ def unpack_frozen(model: _Model) -> _Model:
     Needed before adapters are merged into them, or for casts with another ``fprop_w``.
 
     Examples:
-        >>> merged = unpack_frozen(model).merge_and_unload()
+        >>> model = pack_frozen(model.requires_grad_(False), "nvfp4", skip=["lm_head"])
+        >>> model = unpack_frozen(model)
     """
     for layer in quantized_layers(model).values():
         if layer.frozen is not None:

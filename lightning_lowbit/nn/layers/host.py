@@ -7,6 +7,7 @@ the wrapper's name (:func:`lightning_lowbit.nn.keys.clean_name`) a product is ca
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.nn.linear import QuantizedLayer
@@ -37,6 +38,10 @@ class Product(QuantizedLayer):
     def size_text(self) -> str:
         """As of any layer; ``activations`` without a weight."""
         return "activations" if self.weight is None else super().size_text
+
+    def kept_input(self, dtype: torch.dtype) -> tuple[int, float]:
+        """As of any layer; without a weight nothing is told of it."""
+        return (0, torch.finfo(dtype).bits) if self.weight is None else super().kept_input(dtype)
 
     def own_parameters(self) -> list[nn.Parameter]:
         return [getattr(self.host, name) for name in self._names if name is not None]
