@@ -12,36 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit.nn.layers.grouped import (
-    GroupedLayer,
-    GroupedLinear,
-    GroupedProduct,
-    QuantGroupedLinear,
-)
+from lightning_lowbit.nn.layers.grouped import GroupedLayer, GroupedLinear, GroupedProduct, QuantGroupedLinear
 from lightning_lowbit.nn.layers.host import Host, Product
-
-_DECORATOR = "transformers.integrations.moe"
-# By class name: with the decorator's forward pass but without the decorator; with equal numbers of rows; single stacks.
-_ROUTED, _UNIFORM, _PARALLEL = ("Step3p7Experts",), ("Llama4TextExperts",), ("JetMoeParallelExperts",)
-
-
-def experts_class(cls: Any) -> Any:
-    """What a class of experts is converted to; None for another class."""
-    from lightning_lowbit.nn.layers.classes import derived
-
-    if cls is GroupedLinear:
-        return QuantGroupedLinear
-    if getattr(getattr(cls, "forward", None), "__globals__", {}).get("__name__") == _DECORATOR:
-        return derived(RoutedExperts, cls)
-    if not cls.__module__.startswith("transformers."):
-        return None
-    if cls.__name__ in _ROUTED:
-        return derived(RoutedExperts, cls)
-    if cls.__name__ in _UNIFORM:
-        return derived(UniformExperts, cls)
-    if cls.__name__ in _PARALLEL:
-        return derived(ParallelExperts, cls)
-    return None
 
 
 class RoutedExperts(Host):
@@ -122,3 +94,23 @@ class ParallelExperts(GroupedLayer):
         """``inputs`` [tokens, features], sorted by expert, ``expert_size`` of them for each."""
         sizes = torch.as_tensor(expert_size, device="cpu")
         return super().forward(inputs, sizes.cumsum(0))
+
+
+# Classes of transformers without the decorator.
+_BY_NAME: dict[str, type[Host] | type[GroupedLayer]] = {
+    "Step3p7Experts": RoutedExperts,
+    "Llama4TextExperts": UniformExperts,
+    "JetMoeParallelExperts": ParallelExperts,
+}
+
+
+def experts_class(cls: Any) -> Any:
+    """What a class of experts is converted to; None for another class."""
+    from lightning_lowbit.nn.layers.classes import derived
+
+    if cls is GroupedLinear:
+        return QuantGroupedLinear
+    base = _BY_NAME.get(cls.__name__) if cls.__module__.startswith("transformers.") else None
+    if getattr(getattr(cls, "forward", None), "__globals__", {}).get("__name__") == "transformers.integrations.moe":
+        base = RoutedExperts  # the decorator's function, under the name of the class's own
+    return None if base is None else derived(base, cls)

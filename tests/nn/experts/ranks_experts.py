@@ -1,16 +1,20 @@
-"""One of two processes that train a small OLMoE under FSDP2: ``python -m tests.nn.experts.ranks_experts RANK FOLDER``.
+"""One of two processes that train a small OLMoE: ``python -m tests.nn.experts.ranks_experts RANK FOLDER``.
 
 Both get the same batches with the same random bits, so that means of gradients over ranks are those of one process.
 What came of each kind of run lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbit import convert
 from lightning_lowbit.nn import LayerKeys
@@ -52,6 +56,26 @@ def train(sharded: bool, packed: bool = False, **kwargs: Any) -> dict[str, Any]:
     return {"losses": torch.stack(losses), "weights": weights, "gathered": names}
 
 
+def losses(wrap: Callable[[Any], Any]) -> torch.Tensor:
+    """The losses of a model that is converted first, and wrapped then."""
+    model = convert(tiny("olmoe"), "nvfp4")
+    keys, wrapped, found = LayerKeys(model), wrap(model), []
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for step in range(STEPS):
+        keys.fill_(step)
+        found.append(logits(wrapped).square().mean())
+        found[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(found).detach()
+
+
+def fsdp1(model: Any, use_orig_params: bool) -> Any:
+    policy = ModuleWrapPolicy({type(model.model.layers[0].mlp.experts)})
+    device = torch.device("cpu")
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=device)
+
+
 def whole(parameter: nn.Parameter) -> torch.Tensor:
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
@@ -77,7 +101,13 @@ def work() -> dict[str, Any]:
         "codes": [train(sharded, save="codes") for sharded in (False, True)],
         "packed": [train(sharded, packed=True) for sharded in (False, True)],
     }
-    return {"runs": runs, "refusal": refusal()}
+    wrapped = {
+        "whole": losses(lambda model: model),
+        "DDP": losses(DistributedDataParallel),
+        "FSDP1": losses(partial(fsdp1, use_orig_params=True)),
+        "FSDP1, flat": losses(partial(fsdp1, use_orig_params=False)),
+    }
+    return {"runs": runs, "wrapped": wrapped, "refusal": refusal()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Experts whose weights FSDP2 shards compute as whole ones do."""
+"""Experts whose weights are sharded compute as whole ones do."""
 
 from typing import Any
 
@@ -23,6 +23,12 @@ def test_losses_and_weights_are_those_of_one_process(ranks: list[dict[str, Any]]
             assert whole["losses"].isfinite().all()
             for a, b in zip(whole["weights"], sharded["weights"], strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_ddp_and_fsdp1_have_the_losses_of_one_process(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        for name, found in results["wrapped"].items():
+            assert torch.equal(found, results["wrapped"]["whole"]), name
 
 
 def test_stacks_are_gathered_in_high_precision(ranks: list[dict[str, Any]]) -> None:
