@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_lowbit.kernels.patches import add_patches
 from lightning_lowbit.quant import Cast
-
-_IN_CACHE = 2**17  # float32 sums, and as many summands, in half a MiB each
 
 
 class Window(NamedTuple):
@@ -119,17 +118,16 @@ class Window(NamedTuple):
         Channels are innermost in memory."""
         images, channels, *sizes = shape
         positions = self.positions(sizes)
+        rows = zip(sizes, positions, self.kernel, self.stride, self.dilation, self.before, strict=True)
+        if (made := add_patches(patches, images, channels, [*rows])) is not None:
+            return made.movedim(-1, 1)
         patches = patches.view(images, *positions, prod(self.kernel), channels)
         used = self._used(positions)
         sums = patches.new_zeros(images, *used, channels, dtype=torch.promote_types(patches.dtype, torch.float32))
-        places = [
-            tuple(slice(k * d, k * d + (o - 1) * s + 1, s) for k, d, o, s in rows)
-            for place in product(*map(range, self.kernel))
-            for rows in [zip(place, self.dilation, positions, self.stride, strict=True)]
-        ]
-        for some, of_some in _pieces(sums, patches):
-            for i, place in enumerate(places):
-                some[(slice(None), *place)].add_(of_some.select(-2, i))
+        for i, place in enumerate(product(*map(range, self.kernel))):
+            steps = zip(place, self.dilation, positions, self.stride, strict=True)
+            where: Any = (slice(None), *(slice(k * d, k * d + (o - 1) * s + 1, s) for k, d, o, s in steps))
+            sums[where].add_(patches.select(-2, i))
         ends = [min(b + n, u) for b, n, u in zip(self.before, sizes, used, strict=True)]
         inner: Any = (slice(None), *(slice(b, e) for b, e in zip(self.before, ends, strict=True)))
         kept = [e - b for b, e in zip(self.before, ends, strict=True)]
@@ -139,14 +137,6 @@ class Window(NamedTuple):
             whole[(slice(None), *(slice(0, k) for k in kept))] = pixels
             pixels = whole
         return pixels.movedim(-1, 1)
-
-
-def _pieces(sums: Tensor, patches: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Some images after the other, so that a CPU finds their sums in its cache; elsewhere all of them."""
-    if not sums.is_cpu or torch.compiler.is_compiling() or sums.numel() <= _IN_CACHE:
-        return [(sums, patches)]
-    images = max(_IN_CACHE * len(sums) // sums.numel(), 1)
-    return list(zip(sums.split(images), patches.split(images), strict=True))  # type: ignore[no-untyped-call]
 
 
 def is_pixelwise(cast: Cast | None, channels: int) -> bool:

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import Cast, LinearCasts, Scale, convert
+from lightning_lowbit.compilation import backend
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, GemmCounter, LayerKeys, QuantizedLayer
 from lightning_lowbit.nn.conversion.bake import bake
 from lightning_lowbit.nn.layers.classes import convertible, restore_classes
 from lightning_lowbit.nn.layers.convolution import DEPTHWISE
+from lightning_lowbit.nn.layers.window import Window
 from lightning_lowbit.nn.watch import Watch
 from lightning_lowbit.precision.coverage_line import graph_coverage
 from tests.nn.convolutions.unfolded import passed
@@ -210,3 +212,18 @@ def test_sizes_in_tables() -> None:
     model, _ = block()
     texts = [layer.size_text for layer in (model.first, model.second, model.shortcut, model.up)]
     assert texts == ["16×3×3 → 32", "16×3×3 → 16, 2 groups", "16×1×1 → 32", "32 → 16×2×2"]
+
+
+def test_sums_of_patches_are_those_of_plain_code() -> None:
+    for window, channels in (
+        (Window((3, 2), (1, 2), (2, 1), (1, 0), (0, 1)), 20),
+        (Window((2, 3), (2, 3), (1, 2), (0, 1), (0, -1)), 3),  # pixels that no patch holds
+        (Window((3,), (2,), (1,), (2,), (0,)), 16),
+        (Window((1, 3, 2), (1, 1, 2), (1, 1, 1), (0, 1, 0), (0, 1, 0)), 17),
+    ):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            x = torch.randn(2, channels, *(9, 8, 7)[: len(window.kernel)]).to(dtype)
+            patches = torch.randn_like(window.gather(x))
+            found = window.scatter(patches, x.shape)
+            with backend("eager"):
+                assert torch.equal(found, window.scatter(patches, x.shape)), (window, dtype)
