@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.attention.function import Attention, QuantizedAttention
 from lightning_lowbit.nn.calls import keys_of_call
@@ -149,6 +150,11 @@ def _check_call(
         )
     if query.is_nested or key.is_nested or value.is_nested:
         raise ValueError("Quantized attention takes no nested tensors: pad them, and give a mask.")
+    if any(isinstance(x, DTensor) for x in (query, key, value)):
+        raise ValueError(
+            "Quantized attention takes no DTensors: have the layers before it return local tensors (use_local_output), "
+            "or leave such modules out with skip=[...]."
+        )
     if mask is not None and is_causal:
         raise ValueError("Give attn_mask or is_causal=True, not both: a mask may be causal itself.")
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_lowbit.nn.layers.host import Host, Product, has_nothing_to_quantize
@@ -43,6 +44,12 @@ class Projection(Product):
         """``x · Wᵀ + b`` for ``x`` ``[..., in_features]``, and the given parts of weight and bias; None for all."""
         if weight is None:
             weight, bias = self.weight, self.bias
+        if isinstance(weight, DTensor):
+            raise ValueError(
+                f"The weight of nn.MultiheadAttention is spread over {weight.device_mesh}. If fully_shard has spread "
+                "it, call the module that was given to fully_shard. It cannot be tensor-parallel: use projections that "
+                "are layers, or leave it out with skip."
+            )
         return self.quantized_forward(input, weight, bias)
 
     def split(self, *sizes: int) -> list[tuple[Tensor, Tensor | None]]:
