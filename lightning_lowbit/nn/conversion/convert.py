@@ -1,5 +1,6 @@
 """Turns the linear layers of any model into quantized ones."""
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -14,10 +15,10 @@ from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.defaults import left_out, unnamed
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.conversion.patterns import select as select
-from lightning_lowbit.nn.conversion.reasons import of_class
+from lightning_lowbit.nn.conversion.reasons import LAZY, of_class
 from lightning_lowbit.nn.conversion.smooth_swiglu import smooth_casts, watch_up_projections
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.layers.classes import convert_layer, convertible
+from lightning_lowbit.nn.layers.classes import convert_layer, convertible, without_weight
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.nn.native.layer import BACKENDS, has_native_gemms
 from lightning_lowbit.nn.plan import GEMMS
@@ -99,6 +100,8 @@ def convert_layers(
         layer.exact, layer.backend, layer.save = exact, backend, save
         layer.readers, layer.keeps_input = readers, False
     watch_up_projections(model)
+    if lazy := [clean_name(name) for name, module in model.named_modules() if without_weight(module)]:
+        warnings.warn(f"{some(lazy)}: {LAZY}. It is left in high precision.", stacklevel=2)
     for module in model.modules():
         # In evaluation torch would run these blocks as one fused operation on the raw weights, unless this flag is 0.
         if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):

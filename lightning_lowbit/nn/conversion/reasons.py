@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.defaults import left_out
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.conversion.moe import is_router_class
 from lightning_lowbit.nn.keys import clean_name
-from lightning_lowbit.nn.layers.classes import converted_class, convertible, obstacle
+from lightning_lowbit.nn.layers.classes import converted_class, convertible, obstacle, without_weight
 from lightning_lowbit.nn.layers.host import Host
 from lightning_lowbit.nn.linear import QuantizedLayer
 
@@ -33,7 +32,7 @@ _LEFT_OUT = Reason("left out by skip or only")
 _FUNCTIONAL = Reason("computed outside of modules", "call an nn.Linear there")
 _OWN = Reason("products of activations, as in attention, or with weights of other modules")
 _EMBEDDING = Reason("an embedding's weight as a matrix", "an nn.Linear with that weight is quantized")
-_LAZY = Reason("no weight yet", "run one batch before the Trainer starts, in configure_model or __init__")
+LAZY = Reason("no weight yet", "run one batch before the Trainer starts")
 _SUBCLASS = Reason("a subclass of nn.Linear with a forward of its own", "register_linear takes it for a linear layer")
 _WEIGHT = Reason("no nn.Linear", "register_linear takes it for one, if it computes x · Wᵀ + b")
 _EXPERTS = Reason("a stack of experts, no nn.Linear", "experts that are nn.Linear layers are quantized")
@@ -81,12 +80,16 @@ class Reasons:
         cls: Any = type(module)
         if converted_class(cls) is None:
             return of_class(module)
+        if without_weight(module):
+            return LAZY
         blocked = obstacle(module)
         return _LEFT_OUT if blocked is None else Reason(blocked)
 
 
 def of_class(module: Any) -> Reason | None:
     """Why a module is not converted; None for modules without a matrix."""
+    if without_weight(module):
+        return LAZY
     cls: Any = type(module)
     if converted_class(cls) is not None and (blocked := obstacle(module)) is not None:
         return Reason(blocked)
@@ -97,8 +100,6 @@ def of_class(module: Any) -> Reason | None:
         return Reason("a subclass of nn.MultiheadAttention, with a forward pass of its own")
     if isinstance(module, nn.RNNBase):
         return Reason("recurrent")
-    if isinstance(module, LazyModuleMixin):
-        return _LAZY
     if is_router_class(type(module)):
         return Reason("a router of experts")
     if isinstance(module, nn.Linear):

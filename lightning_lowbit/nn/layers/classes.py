@@ -91,13 +91,17 @@ def obstacle(module: Any) -> str | None:
         return own
     if is_parametrized(module):
         return "its weight is computed (torch.nn.utils.parametrize)"
-    weight: Any = getattr(module, "weight", None)
-    if is_lazy(weight):
-        return "it has no weight yet: run one batch before the Trainer starts"
+    if without_weight(module):
+        return "it has no weight yet"
     check_registered(module)
     settings = (name for name in QuantizedLayer.__annotations__ if name not in ("weight", "bias"))
     clash = next((name for name in settings if hasattr(module, name)), None)
     return None if clash is None else f"it has an attribute {clash}, which means something else in converted layers"
+
+
+def without_weight(module: nn.Module) -> bool:
+    """Whether a lazy module waits for its first batch."""
+    return any(is_lazy(parameter) for parameter in module.parameters(recurse=False))
 
 
 def convert_layer(model: nn.Module, name: str) -> Any:
