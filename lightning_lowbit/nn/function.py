@@ -180,7 +180,7 @@ def _backward_of_groups(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
             for index in {*range(len(stack))} - {group.index for group in ctx.groups}:  # no rows
                 stack[index].zero_()
     settings: Settings = ctx.settings
-    # Another draw of the random bits has changed the keys in place.
+    # Another draw of the random bits changes the layer's keys in place.
     keys = None if settings.keys is None else keys_of_parts(settings.keys, len(ctx.weight))
     saved = ctx.saved_tensors
     size = len(saved) // max(len(ctx.groups), 1)

@@ -11,20 +11,29 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_lowbit import LinearCasts, bake, convert
 from lightning_lowbit.nn import AmaxHistories, GroupedLinear, LayerKeys, set_blend, set_phase
+from lightning_lowbit.nn.plan import GEMMS
 from lightning_lowbit.nn.saving import SAVES
 from lightning_lowbit.nn.watch import Watch
 from tests.nn.experts.stacks import ENDS, EXPERTS, INNER, OUT, ROWS, converted, identical, inputs, loop, run_loop, stack
 from tests.nn.experts.stacks import run_stack as run
 
-PRESETS = ["nvfp4", "fp8-current", "fp8-row", "nvfp4-nvidia", "mxfp4", "mxfp4-rht", "ternary", "int8", "quartet2"]
+NVFP4 = LinearCasts.preset("nvfp4")
+PRESETS = ("fp8-row", "fp8-blockwise", "nvfp4-nvidia", "mxfp4", "mxfp4-rht", "ternary", "int8", "quartet2")
+CASTS = {
+    "nvfp4": NVFP4,
+    "fp8-current": LinearCasts.preset("fp8-current"),
+    **{name: LinearCasts.preset(name) for name in PRESETS},
+    "means": NVFP4.replace(subtract_mean=GEMMS),
+    "surrogates": NVFP4.replace(surrogate={"fprop_x": "trust", "fprop_w": "dge"}),
+}
 
 
 @pytest.mark.fast("nvfp4", "fp8-current")
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", CASTS)
 def test_each_expert_equals_a_linear_layer_of_its_own(name: str) -> None:
-    packs = LinearCasts.preset(name).plan.packed is not None
+    packs = CASTS[name].plan.packed is not None
     for autocast, save in product((False, True), SAVES if packs else SAVES[:1]):
-        together, apart = converted(name, bias=autocast, save=save)
+        together, apart = converted(CASTS[name], bias=autocast, save=save)
         x, g = inputs()
         identical(run(together, x, g, autocast=autocast), run_loop(apart, x, g, autocast=autocast))
 
