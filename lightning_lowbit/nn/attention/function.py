@@ -1,6 +1,6 @@
 """The autograd function of attention: two products, each with three GEMMs and six operands.
 
-    S = Q · Kᵀ               P = softmax(scale · S + mask)          O = P · V
+    S = Q · Kᵀ               P = softmax(scale · S + mask)          O = P · V        (of P with dropout, if any)
     qk: x = Q, w = K         pv: x = P, w = Vᵀ
 
     dP = dO · V ᵀ            dV = Pᵀ · dO                           dgrad and wgrad of pv, with g = dO
@@ -22,12 +22,14 @@ from lightning_lowbit.nn.attention.operands import decoded, multiply, of_rows, o
 from lightning_lowbit.nn.gemm import no_autocast
 from lightning_lowbit.nn.operands import Settings
 from lightning_lowbit.quant import Cast, Operand
+from lightning_lowbit.quant.rounding import uniform
 from lightning_lowbit.quant.shard import amax_of
 
 
 class Attention(NamedTuple):
     """How one call is computed: settings of its products, the ``id`` of their layers, the scale of scores, whether
-    queries see no later keys, and the number of queries in a tile."""
+    queries see no later keys, the number of queries in a tile, and the share of P that is dropped by the bits of a key
+    (int64, 0-d)."""
 
     qk: Settings
     pv: Settings
@@ -35,6 +37,8 @@ class Attention(NamedTuple):
     scale: float
     causal: bool
     tile: int
+    dropout: float = 0.0
+    key: Tensor | None = None
 
     def tiles(self, queries: int) -> list[tuple[int, int]]:
         return [(start, min(start + self.tile, queries)) for start in range(0, queries, self.tile)]
@@ -43,6 +47,20 @@ class Attention(NamedTuple):
         """The keys that take part in products of queries before ``end``; a rotation mixes them with later ones."""
         rotates = self.qk.casts.hadamard or self.pv.casts.hadamard
         return min(end, keys) if self.causal and not rotates else keys
+
+    def dropped(self, p: Tensor, start: int) -> Tensor:
+        """P, or what is multiplied with it, ``[n, queries, keys]`` from a query on, with dropout."""
+        if self.key is None:
+            return p
+        n, queries, keys = p.shape
+        ends = (0, n), (start, start + queries), (0, keys)
+        heads, rows, columns = (torch.arange(*each, dtype=torch.int32, device=p.device) for each in ends)
+        index = (rows[:, None] * n + heads[:, None, None]) * keys + columns
+        return p.masked_fill(uniform(index, self.key) < self.dropout, 0) * (1 / (1 - self.dropout))
+
+    def amax_of_p(self, x: Tensor) -> Tensor:
+        """The amax of P in the dtype of ``x``, whatever the scores."""
+        return torch.full((), 1 / (1 - self.dropout), dtype=x.dtype, device=x.device).float()
 
     def owner(self, product: str, gemm: str) -> tuple[int, str]:
         """Whose a GEMM is, see :func:`lightning_lowbit.compilation.counted_for`."""
@@ -66,7 +84,8 @@ class QuantizedAttention(torch.autograd.Function):
         for start, end in how.tiles(queries):
             seen = how.keys_seen(end, keys)
             p = _weights(part(qx, 1, start, end), part(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how)
-            qp = _of_tile("fprop_x", p.to(q.dtype), how.pv, start, queries, how.tile, _one(q))
+            p = how.dropped(p, start).to(q.dtype)
+            qp = _of_tile("fprop_x", p, how.pv, start, queries, how.tile, how.amax_of_p(q))
             product = multiply(
                 _first(qp, 2, seen, keys), transposed(_first(qv, 2, seen, keys)), wide, how.owner("pv", "fprop")
             )
@@ -100,6 +119,7 @@ def _gradients(
         p = _weights(part(qx, 1, start, end), part(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how)
         right, owner = _first(w_pv, 2, seen, keys), (*how.owner("pv", "dgrad"), again)
         dp = torch.nn.functional.pad(multiply(part(g_dgrad, 1, start, end), right, wide, owner), (0, keys - seen))
+        dp = how.dropped(dp, start)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
         return p, ds
 
@@ -116,12 +136,12 @@ def _gradients(
         if dmask is not None and mask is not None:
             into = dmask if mask.shape[-2] == 1 else dmask[..., start:end, :]
             into.add_(ds.view(*q.shape[:-2], end - start, keys).sum_to_size(into.shape))
-        p, ds = p.to(q.dtype), ds.to(q.dtype)
+        p, ds = how.dropped(p, start).to(q.dtype), ds.to(q.dtype)
         tile = (start, queries, how.tile)
         if how.pv.casts.wgrad_x == "fprop":
-            qp = decoded(_of_tile("fprop_x", p, again.pv, *tile, _one(q)))
+            qp = decoded(_of_tile("fprop_x", p, again.pv, *tile, how.amax_of_p(q)))
         else:
-            qp = _of_tile("wgrad_x", p, how.pv, *tile, _one(q))
+            qp = _of_tile("wgrad_x", p, how.pv, *tile, how.amax_of_p(q))
         left = transposed(_cut(g_wgrad, start, end, queries))
         dv[..., :seen] += multiply(left, _first(qp, 2, seen, keys), wide, how.owner("pv", "wgrad"))
         left, right = _of_tile("dgrad_g", ds, how.qk, *tile, amax), _first(w_qk, 1, seen, keys)
@@ -145,11 +165,6 @@ def _rows_first(x: Tensor) -> Tensor:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _one(x: Tensor) -> Tensor:
-    """The amax of P, whatever the scores."""
-    return torch.ones((), device=x.device)
 
 
 def _seen(settings: Settings) -> Settings:

@@ -21,6 +21,7 @@ from lightning_lowbit.nn.operands import Settings
 from lightning_lowbit.nn.plan import CONTRACTION, GEMM
 from lightning_lowbit.nn.sharded.parallel import Shards
 from lightning_lowbit.quant import Cast
+from lightning_lowbit.quant.rounding import mix_key
 
 PRODUCTS_OF_ATTENTION = ("qk", "pv")
 
@@ -101,10 +102,11 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` through the casts of ``products``, with its shapes and its masks.
+    """``F.scaled_dot_product_attention`` through the casts of ``products``, with its shapes and its masks. With dropout
+    it draws one number of torch's generator, for the bits of the whole call.
 
     Raises:
-        ValueError: dropout, nested tensors, tensors of different dtypes, or a mask beside ``is_causal``.
+        ValueError: nested tensors, DTensors, tensors of different dtypes, or a mask beside ``is_causal``.
     """
     qk, pv = (products[name] for name in PRODUCTS_OF_ATTENTION)
     if (qk.casts.plan.is_empty and pv.casts.plan.is_empty) or 0 in (query.numel(), key.numel(), value.numel()):
@@ -112,6 +114,7 @@ def attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     _check_call(query, key, value, attn_mask, dropout_p, is_causal)
+    bits = None if dropout_p == 0 else mix_key(torch.randint(2**62, (), device=query.device))
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -134,6 +137,8 @@ def attend(
         1 / math.sqrt(query.shape[-1]) if scale is None else scale,
         is_causal,
         _queries_in_tile(qk.casts, pv.casts, query.shape[-2], size),
+        dropout_p,
+        bits,
     )
     with no_autocast(device):
         o: Tensor = QuantizedAttention.apply(q, k, v, mask, how)  # type: ignore[no-untyped-call]
@@ -143,11 +148,8 @@ def attend(
 def _check_call(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool
 ) -> None:
-    if dropout_p > 0:
-        raise ValueError(
-            f"Quantized attention has no dropout, and this call asks for {dropout_p}. Set the model's dropout of "
-            "attention to 0, or leave such modules out with skip=[...]."
-        )
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p is at least 0 and less than 1; got {dropout_p}.")
     if query.is_nested or key.is_nested or value.is_nested:
         raise ValueError("Quantized attention takes no nested tensors: pad them, and give a mask.")
     if any(isinstance(x, DTensor) for x in (query, key, value)):

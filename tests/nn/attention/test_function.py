@@ -223,7 +223,7 @@ def test_autocast_gives_its_dtype() -> None:
 def test_refusals() -> None:
     q, k, v = drawn((HEADS, 20, 16), (HEADS, 20, 16), (HEADS, 20, 16))
     calls: dict[str, dict[str, Any]] = {
-        "dropout": {"dropout_p": 0.1},
+        "dropout_p": {"dropout_p": 1.5},
         "not both": {"attn_mask": torch.ones(20, 20, dtype=torch.bool), "is_causal": True},
     }
     for message, given in calls.items():
@@ -247,3 +247,41 @@ def test_rotated_operands_are_scaled_by_their_own_amax() -> None:
     k = torch.zeros(1, 1, 16)  # one key, which all queries see
     got = run(lambda *x: attend(products("nvfp4-nvidia"), *x), [q, k, v], g)
     torch.testing.assert_close(got[3], torch.full((1, 1, 16), 16.0), rtol=0.02, atol=0)
+
+
+def test_dropout_drops_its_share_of_p_alike_in_both_passes_and_all_tiles() -> None:
+    inputs = drawn((2, HEADS, 40, 20), (2, HEADS, 40, 20), (2, HEADS, 40, 12), dtype=torch.float64)
+    key = torch.tensor(0x1234567890ABCDEF)
+
+    def call(*x: Tensor, tile: int = 64) -> Tensor:
+        made = products("bf16")
+        settings = made["qk"].settings(), made["pv"].settings()
+        return QuantizedAttention.apply(*x, None, Attention(*settings, (0, 0), 0.2, True, tile, 0.25, key))  # type: ignore[no-any-return, no-untyped-call]
+
+    ones = torch.ones(6, 40, 40, dtype=torch.float64)
+    kept = Attention(*[products("bf16")["qk"].settings()] * 2, (0, 0), 0.2, True, 64, 0.25, key).dropped(ones, 0)
+    assert set(kept.unique().tolist()) == {0.0, 1 / 0.75}
+    assert (kept == 0).double().mean().item() == pytest.approx(0.25, abs=0.02)  # of 9600
+
+    def wanted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.mT * 0.2).masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -torch.inf)
+        return (scores.softmax(-1) * kept.view(2, HEADS, 40, 40)) @ v
+
+    for tile in (64, 16):
+        for a, b in zip(run(lambda *x, t=tile: call(*x, tile=t), inputs), run(wanted, inputs), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
+
+
+def test_dropout_follows_the_generator_and_the_scale_of_p_leaves_it_room() -> None:
+    inputs = drawn((HEADS, 20, 16), (HEADS, 20, 16), (HEADS, 20, 16))
+
+    def at(seed: int, casts: str = "nvfp4") -> Tensor:
+        torch.manual_seed(seed)
+        return attend(products(casts), *inputs, dropout_p=0.5)
+
+    assert torch.equal(at(1), at(1))
+    assert not torch.equal(at(1), at(2))
+    assert not torch.equal(at(1), attend(products("nvfp4"), *inputs))
+    one_key = [inputs[0], inputs[1][:, :1], torch.ones(HEADS, 1, 16)]
+    y = attend(products("fp8-current"), *one_key, dropout_p=0.5)
+    assert y.unique().tolist() == pytest.approx([0.0, 2.0], rel=1e-6)
