@@ -131,7 +131,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "electra": Architecture(90.5, 90, {**_ENCODER, "embedding_size": WIDTH}, "MaskedLM"),
     "t5": Architecture(87.5, 87, _T5, "Seq2SeqLM"),
     "bart": Architecture(85.7, 85, {**_TEXT, **_BART, "max_position_embeddings": 64}, "Seq2SeqLM"),
-    "dinov2": Architecture(88.5, 88, _VISION, "ImageClassification", image),
+    "dinov2": Architecture(88.5, 95, _VISION, "ImageClassification", image),
     "swin": Architecture(
         93.9,
         93,
@@ -160,9 +160,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "rwkv": Architecture(100.0, 100, {**_TEXT, "hidden_size": WIDTH, "num_hidden_layers": 2, "context_length": 64}),
     "mamba2": Architecture(76.7, 76, {**_MAMBA, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 16}),
     "clip": Architecture(
-        86.0, 86, {"projection_dim": WIDTH, "text_config": _CLIP_TEXT, "vision_config": _VISION}, "", image_and_text
+        86.0, 89, {"projection_dim": WIDTH, "text_config": _CLIP_TEXT, "vision_config": _VISION}, "", image_and_text
     ),
-    "vit": Architecture(83.7, 83, _VISION, "ImageClassification", image),
+    "vit": Architecture(83.7, 93, _VISION, "ImageClassification", image),
     "whisper": Architecture(
         79.3,
         79,
@@ -178,7 +178,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     ),
     "convnext": Architecture(
-        80.8, 80, {"hidden_sizes": [32, 64], "depths": [2, 2], "num_stages": 2}, "ImageClassification", image
+        80.8, 88, {"hidden_sizes": [32, 64], "depths": [2, 2], "num_stages": 2}, "ImageClassification", image
     ),
     "jamba": Architecture(
         54.9,
@@ -188,7 +188,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"mamba_d_state": 16, "mamba_dt_rank": 16},
     ),
     "qwen2_moe": Architecture(
-        58.1, 58, {**_DECODER, **_EXPERTS, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}
+        58.1, 92, {**_DECODER, **_EXPERTS, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128}
     ),
     "wav2vec2": Architecture(
         58.2,
@@ -198,11 +198,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         "CTC",
         sound,
     ),
-    "qwen3_moe": Architecture(35.6, 35, {**_GROUPED, **_EXPERTS, "moe_intermediate_size": 64}),
-    "llama4_text": Architecture(28.4, 28, {**_GROUPED, **_EXPERTS, "intermediate_size_mlp": 128}),
-    "gpt_oss": Architecture(23.4, 23, {**_GROUPED, **_EXPERTS}),
-    "mixtral": Architecture(23.2, 23, {**_DECODER, **_EXPERTS}),
-    "olmoe": Architecture(23.2, 23, {**_DECODER, **_EXPERTS}),
-    "granitemoe": Architecture(23.2, 23, {**_DECODER, **_EXPERTS}),
+    "qwen3_moe": Architecture(35.6, 88, {**_GROUPED, **_EXPERTS, "moe_intermediate_size": 64}),
+    "llama4_text": Architecture(28.4, 95, {**_GROUPED, **_EXPERTS, "intermediate_size_mlp": 128}),
+    "gpt_oss": Architecture(23.4, 93, {**_GROUPED, **_EXPERTS}),
+    "mixtral": Architecture(23.2, 92, {**_DECODER, **_EXPERTS}),
+    "olmoe": Architecture(23.2, 92, {**_DECODER, **_EXPERTS}),
+    "granitemoe": Architecture(23.2, 92, {**_DECODER, **_EXPERTS}),
     "falcon": Architecture(8.0, 92, {**_TEXT, **_WIDTHS}),
 }

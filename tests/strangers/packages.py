@@ -185,17 +185,17 @@ def _encoder() -> nn.Module:
 
 _LLAMA = {"norm_class_name": "RMSNorm", "bias": False, "rotary_percentage": 1.0}
 STRANGERS: dict[str, Stranger] = {
-    "torch TransformerEncoder": Stranger("torch", 47.1, 47, _encoder, lambda: [torch.randn(2, 32, WIDTH)]),
+    "torch TransformerEncoder": Stranger("torch", 47.1, 88, _encoder, lambda: [torch.randn(2, 32, WIDTH)]),
     "timm vit": Stranger(
-        "timm", 95.8, 95, _timm("vit_tiny_patch16_224", img_size=PIXELS, patch_size=8, depth=2), _pixels
+        "timm", 95.8, 98, _timm("vit_tiny_patch16_224", img_size=PIXELS, patch_size=8, depth=2), _pixels
     ),
-    "timm resnet18": Stranger("timm", 0, 0, _timm("resnet18"), _pixels),
-    "timm convnext_atto": Stranger("timm", 0, 0, _timm("convnext_atto"), _pixels),
-    "diffusers UNet2D": Stranger("diffusers", 6.4, 6, _unet, _noisy()),
+    "timm resnet18": Stranger("timm", 0, 99, _timm("resnet18"), _pixels),
+    "timm convnext_atto": Stranger("timm", 0, 94, _timm("convnext_atto"), _pixels),
+    "diffusers UNet2D": Stranger("diffusers", 6.4, 96, _unet, _noisy()),
     "diffusers UNet2DCondition": Stranger(
-        "diffusers", 22.8, 22, _conditioned_unet, _noisy(encoder_hidden_states=torch.ones(2, 8, WIDTH))
+        "diffusers", 22.8, 96, _conditioned_unet, _noisy(encoder_hidden_states=torch.ones(2, 8, WIDTH))
     ),
-    "diffusers DiT": Stranger("diffusers", 83.6, 83, _dit, _latents),
+    "diffusers DiT": Stranger("diffusers", 83.6, 84, _dit, _latents),
     **{
         f"torch_geometric {kind}": Stranger("torch_geometric", 0, 100, lambda kind=kind: _Graph(kind), _graph)
         for kind in ("GCNConv", "SAGEConv", "GINConv", "TransformerConv")
