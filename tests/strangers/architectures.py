@@ -134,7 +134,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "dinov2": Architecture(88.5, 95, _VISION, "ImageClassification", image),
     "swin": Architecture(
         93.9,
-        93,
+        94,
         {
             "image_size": PIXELS,
             "patch_size": 2,
@@ -148,7 +148,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "llava": Architecture(
         88.1,
-        88,
+        90,
         {"image_token_index": VOCABULARY - 1, "vision_feature_layer": -1},
         "ImageTextToText",
         question,
@@ -165,7 +165,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "vit": Architecture(83.7, 93, _VISION, "ImageClassification", image),
     "whisper": Architecture(
         79.3,
-        79,
+        89,
         {**_TEXT, **_BART, "num_mel_bins": 16, "max_source_positions": TOKENS, "max_target_positions": 64}
         | {"decoder_start_token_id": 1},
         "SpeechSeq2Seq",
@@ -173,7 +173,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek_v3": Architecture(
         68.1,
-        68,
+        88,
         {**_ENCODER, **_MLA, "num_key_value_heads": 4, "moe_intermediate_size": 64, "n_routed_experts": 8}
         | {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     ),
@@ -182,7 +182,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "jamba": Architecture(
         54.9,
-        54,
+        92,
         {**_DECODER, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "use_mamba_kernels": False}
         | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
         | {"mamba_d_state": 16, "mamba_dt_rank": 16},
@@ -192,7 +192,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "wav2vec2": Architecture(
         58.2,
-        58,
+        75,
         {**_ENCODER, "vocab_size": 32, "conv_dim": [32, 32, 32], "conv_kernel": [10, 3, 3], "conv_stride": [5, 4, 4]}
         | {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "mask_time_length": 2},
         "CTC",
