@@ -84,9 +84,20 @@ def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
     return keys
 
 
+def keys_of_part(keys: Tensor, part: int) -> Tensor:
+    """The keys of one of several products of a call, such as a group of a convolution: those of the call XOR a hash of
+    the product's index."""
+    return keys ^ _hash_of_part(part)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _hash_of_part(part: int) -> int:
+    return _hash(part, "part")
+
+
 @cache
-def _hash(number: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"call {number}".encode(), digest_size=8).digest(), "little", signed=True)
+def _hash(number: int, of: str = "call") -> int:
+    return int.from_bytes(hashlib.blake2b(f"{of} {number}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
 # --- compiled graphs --------------------------------------------------------------------------------------------------

@@ -114,17 +114,6 @@ def _int64(digest: bytes) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def keys_of_part(keys: Tensor | None, index: int) -> Tensor | None:
-    """The keys of a product that is one of several of a layer, such as a group of a convolution: those of the layer's
-    call XOR a hash of its index. None for None."""
-    return None if keys is None else keys ^ _hash_of_part(index)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _hash_of_part(index: int) -> int:
-    return hash_numbers(index)
-
-
 @contextmanager
 @torch.no_grad()
 def unchanged(tensors: list[Tensor]) -> Generator[None, None, None]:

@@ -137,10 +137,11 @@ class QuantizedLayer(nn.Module):
         shards: Shards = _WHOLE,
         window: Window | None = None,
         keys: Tensor | None = None,
+        part: int | None = None,
     ) -> Tensor:
         """:meth:`forward` through the casts, of shards too; with six of None it equals ``nn.Linear`` to the bit. With a
-        window, ``x`` are images, and the result has a row per position. ``keys`` are those of this call, by default the
-        layer's."""
+        window, ``x`` are images, and the result has a row per position. ``keys`` are those of this call, by default a
+        new one, and ``part`` is the index of one of its products."""
         device, shape, prequantized, amaxes = x.device.type, x.shape, self.prequantized_weight, self.amaxes
         recasts = self.readers is not None and self.keeps_parameter and self.casts.smooth is None
         recasts, source = recasts and prequantized is None, x
@@ -191,6 +192,7 @@ class QuantizedLayer(nn.Module):
                 recasts=recasts,
                 packs=gathered is None and self.readers is not None and self._packs(source, x.dtype),
                 window=gathered,
+                part=part,
             )
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
             if rescale is not None:

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from lightning_lowbit.nn.calls import keys_of_call
-from lightning_lowbit.nn.keys import keys_of_part
 from lightning_lowbit.nn.layers.window import Images, Window
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.nn.saving import saved_bits
@@ -134,7 +133,7 @@ class QuantizedConvolution(QuantizedLayer):
             return [self.quantized_forward(x, matrices, bias, window=window, keys=keys)]
         biases = [None] * groups if bias is None else bias.chunk(groups)
         return [
-            self.quantized_forward(part, matrix, own, window=window, keys=keys_of_part(keys, i))
+            self.quantized_forward(part, matrix, own, window=window, keys=keys, part=i)
             for i, (part, matrix, own) in enumerate(zip(x.chunk(groups, 1), matrices.unbind(), biases, strict=True))
         ]
 
