@@ -84,28 +84,31 @@ def _keys_of_call(layer: Any, site: int | None = None) -> Tensor:
     return keys
 
 
+def keys_of_part(keys: Tensor, part: int) -> Tensor:
+    """The keys of one of several products of a call, such as a group of a convolution: those of the call XOR a hash of
+    the product's index."""
+    return keys ^ _hash_of_part(part)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _hash_of_part(part: int) -> int:
+    return _hash(part, "part")
+
+
 @cache
-def _hash(number: int, what: str = "call") -> int:
-    return int.from_bytes(hashlib.blake2b(f"{what} {number}".encode(), digest_size=8).digest(), "little", signed=True)
+def _hash(number: int, of: str = "call") -> int:
+    return int.from_bytes(hashlib.blake2b(f"{of} {number}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def keys_of_parts(keys: Tensor, parts: int) -> Tensor:
-    """The keys ``[parts, 6]`` of a stack's experts, or of a convolution's groups, in a layer with ``keys`` ``[6]``: XOR
-    a hash of the part's number."""
-    if torch.compiler.is_compiling():
-        return keys ^ torch.tensor(_numbers_of_parts(parts), device=keys.device)
+    """:func:`keys_of_part` of all parts, such as the experts of a stack: ``[parts, 6]``."""
     return keys ^ _of_parts(parts, keys.device)
 
 
 @cache
 @torch.inference_mode(False)  # evaluation may come first
 def _of_parts(parts: int, device: torch.device) -> Tensor:
-    return torch.tensor(_numbers_of_parts(parts), device=device)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _numbers_of_parts(parts: int) -> list[list[int]]:
-    return [[_hash(i, "part")] for i in range(parts)]
+    return torch.tensor([[_hash(i, "part")] for i in range(parts)], dtype=torch.int64, device=device)
 
 
 # --- compiled graphs --------------------------------------------------------------------------------------------------

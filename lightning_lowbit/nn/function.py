@@ -39,6 +39,7 @@ class QuantizedGemms(torch.autograd.Function):
         if settings.ends is not None:
             return _forward_of_groups(ctx, x, weight, bias, settings)
         casts, (needs_x, needs_w) = settings.casts, ctx.needs_input_grad[:2]
+        given, settings = settings, settings.of_part()
         w = weight.to(x.dtype) if settings.recasts else weight
         read_by = ("fprop_x", *["wgrad_x"] * needs_w)
         if settings.window is None:
@@ -82,11 +83,11 @@ class QuantizedGemms(torch.autograd.Function):
             w if needs_w and "fprop_w" in casts.surrogate else None,
         )
         # Both are refilled in place for the next micro-batch or step, which may begin before this one's backward pass.
-        if settings.in_force is not None:
-            settings = settings._replace(in_force=settings.in_force.clone())
-        if settings.blend is not None:
-            settings = settings._replace(blend=settings.blend.clone())
-        ctx.settings, ctx.dtype, ctx.shape, ctx.weight_dtype = settings, x.dtype, x.shape, weight.dtype
+        if given.in_force is not None:
+            given = given._replace(in_force=given.in_force.clone())
+        if given.blend is not None:
+            given = given._replace(blend=given.blend.clone())
+        ctx.settings, ctx.dtype, ctx.shape, ctx.weight_dtype = given, x.dtype, x.shape, weight.dtype
         return y
 
     @staticmethod
@@ -95,7 +96,7 @@ class QuantizedGemms(torch.autograd.Function):
         if ctx.settings.ends is not None:
             return _backward_of_groups(ctx, g)
         x, x_factor, amax_x, w, w_factor, amax_w, forward_x, forward_w = ctx.saved_tensors
-        settings: Settings = ctx.settings
+        settings: Settings = ctx.settings.of_part()
         window = settings.window
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None

@@ -142,11 +142,12 @@ class QuantizedLayer(NativeGemms):
         keys: Tensor | None = None,
         frozen: Frozen | None = None,
         ends: tuple[int, ...] | None = None,
+        part: int | None = None,
     ) -> Tensor:
         """:meth:`forward` through the casts, of shards too; with six of None it equals ``nn.Linear`` to the bit. With a
-        window, ``x`` are images, and the result has a row per position. ``keys`` are those of this call, by default the
-        layer's. A ``frozen`` weight is bytes. With ``ends``, where groups of rows end, weights and biases are
-        stacks."""
+        window, ``x`` are images, and the result has a row per position. ``keys`` are those of this call, by default a
+        new one, and ``part`` is the index of one of its products. A ``frozen`` weight is bytes. With ``ends``, where
+        groups of rows end, weights and biases are stacks."""
         device, shape, prequantized, amaxes = x.device.type, x.shape, self.prequantized_weight, self.amaxes
         is_made = prequantized is not None or frozen is not None  # the weight is no matrix to convert
         recasts = self.readers is not None and self.keeps_parameter and self.casts.smooth is None
@@ -201,6 +202,7 @@ class QuantizedLayer(NativeGemms):
                 packs=gathered is None and self.readers is not None and self._packs(source, x.dtype),
                 window=gathered,
                 ends=ends,
+                part=part,
             )
             y: Tensor = QuantizedGemms.apply(x, weight, None if rescale is not None else bias, settings)  # type: ignore[no-untyped-call]
             if rescale is not None:

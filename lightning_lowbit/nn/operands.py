@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels import Packed, amax_of, pack_operand, quantize_operand, unpack_operand
+from lightning_lowbit.nn.calls import keys_of_part
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.gemm import mean_times
 from lightning_lowbit.nn.layers.frozen import Frozen
@@ -49,6 +50,8 @@ class Settings(NamedTuple):
         frozen: what the bytes of a frozen weight are; None for a matrix.
         window: of a convolution: x are images, whose patches the GEMMs take; None where x is a matrix.
         ends: where groups of rows of x end, each with a weight of its own in a stack; None for one weight.
+        part: index of one of several products of a call, which all keep the keys of the call for the backward pass,
+            where another draw may change them in place; None for the only one.
     """
 
     casts: LinearCasts
@@ -68,6 +71,13 @@ class Settings(NamedTuple):
     frozen: Frozen | None = None
     window: Window | None = None
     ends: tuple[int, ...] | None = None
+    part: int | None = None
+
+    def of_part(self) -> "Settings":
+        """With the keys of the product that this is."""
+        if self.part is None or self.keys is None:
+            return self
+        return self._replace(keys=keys_of_part(self.keys, self.part), part=None)
 
     def shard_of(self, operand: str) -> Shard | None:
         """The shard that an operand is, padded as its GEMM takes it; None if it is whole."""

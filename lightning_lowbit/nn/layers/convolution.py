@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from lightning_lowbit.nn.calls import keys_of_call, keys_of_parts
+from lightning_lowbit.nn.calls import keys_of_call
 from lightning_lowbit.nn.layers.window import Images, Window
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.nn.saving import saved_bits
@@ -132,11 +132,8 @@ class QuantizedConvolution(QuantizedLayer):
         if groups == 1:
             return [self.quantized_forward(x, matrices, bias, window=window, keys=keys)]
         biases = [None] * groups if bias is None else bias.chunk(groups)
-        own_keys = None if keys is None else keys_of_parts(keys, groups)
-        if own_keys is not None and self.calls is not None and self.calls.given is not None:
-            self.calls.given.append(own_keys)  # another draw changes them, too
         return [
-            self.quantized_forward(part, matrix, own, window=window, keys=None if own_keys is None else own_keys[i])
+            self.quantized_forward(part, matrix, own, window=window, keys=keys, part=i)
             for i, (part, matrix, own) in enumerate(zip(x.chunk(groups, 1), matrices.unbind(), biases, strict=True))
         ]
 

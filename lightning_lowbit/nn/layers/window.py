@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_lowbit.compilation import opaque
 from lightning_lowbit.kernels.patches import add_patches
 from lightning_lowbit.quant import Cast
 
@@ -112,15 +113,19 @@ class Window(NamedTuple):
         padded[outer].copy_(pixels[inner])
         return padded
 
-    def scatter(self, patches: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def scatter(self, patches: Tensor, shape: Sequence[int]) -> Tensor:
         """Images ``[N, C, *sizes]`` of this shape, with each pixel the sum over its places in patches ``[N · positions,
         kernel · C]``: summed in float32 (or wider) in the order of the kernel, rounded once to the dtype of patches.
         Channels are innermost in memory."""
+        return _scatter(patches, [*shape], [number for field in self for number in field])
+
+    def sums(self, patches: Tensor, shape: Sequence[int]) -> Tensor:
+        """:meth:`scatter` to ``[N, *sizes, C]``, contiguous."""
         images, channels, *sizes = shape
         positions = self.positions(sizes)
         rows = zip(sizes, positions, self.kernel, self.stride, self.dilation, self.before, strict=True)
         if (made := add_patches(patches, images, channels, [*rows])) is not None:
-            return made.movedim(-1, 1)
+            return made
         patches = patches.view(images, *positions, prod(self.kernel), channels)
         used = self._used(positions)
         sums = patches.new_zeros(images, *used, channels, dtype=torch.promote_types(patches.dtype, torch.float32))
@@ -136,7 +141,15 @@ class Window(NamedTuple):
             whole = pixels.new_zeros(images, *sizes, channels)
             whole[(slice(None), *(slice(0, k) for k in kept))] = pixels
             pixels = whole
-        return pixels.movedim(-1, 1)
+        return pixels.contiguous()
+
+
+# Not traced: the compiler may drop the rounding of sums.
+@opaque(lambda patches, shape, window: patches.new_empty((shape[0], *shape[2:], shape[1])).movedim(-1, 1))
+def _scatter(patches: Tensor, shape: list[int], window: list[int]) -> Tensor:
+    n = len(window) // len(Window._fields)
+    fields = (tuple(window[i : i + n]) for i in range(0, len(window), n))
+    return Window(*fields).sums(patches, shape).movedim(-1, 1)
 
 
 def is_pixelwise(cast: Cast | None, channels: int) -> bool:

@@ -53,7 +53,7 @@ def results(model: nn.Module, x: Tensor, keys: LayerKeys | None = None, forward:
     x = x.clone().requires_grad_()
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
-        y = (forward or model)(x)
+        y = (model if forward is None else forward)(x)
     y.float().square().mean().backward()
     return {"y": y.detach(), "x": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters()}}
 
@@ -148,6 +148,17 @@ def test_codes_are_kept_where_patches_do_not_overlap() -> None:
     identical(results(packed, x), results(plain, x))
     images, patches = packed.first.kept_input(torch.bfloat16), packed.shortcut.kept_input(torch.bfloat16)
     assert (images, patches) == ((16, 16.0), (16, 4.5))
+
+
+def test_another_draw_changes_the_gradients_of_all_groups() -> None:
+    (model, keys), x = block(), torch.randn(2, 16, 8, 8)
+    keys.expect_draws(True)
+    keys.fill_(0)
+    loss = model(x).square().sum()
+    first = torch.autograd.grad(loss, model.second.weight, retain_graph=True)[0]
+    keys.draw_again_(0)
+    second = torch.autograd.grad(loss, model.second.weight)[0]
+    assert all(not torch.equal(a, b) for a, b in zip(first.chunk(2), second.chunk(2), strict=True))
 
 
 def test_delayed_scales_are_those_of_patches() -> None:

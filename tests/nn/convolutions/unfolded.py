@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowbit import convert
-from lightning_lowbit.nn.calls import keys_of_parts
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -51,7 +50,7 @@ def linears(layer: Any) -> list[nn.Linear]:
         linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, dtype=matrix.dtype)
         linear.weight.data.copy_(matrix)
         convert(linear, layer.casts, exact=layer.exact)
-        linear.keys = layer.keys if layer.groups == 1 else keys_of_parts(layer.keys, layer.groups)[i]
+        linear.keys = layer.keys if layer.groups == 1 else keys_of_part(layer.keys, i)
         linear.blend = layer.blend
         made.append(linear)
     return made
