@@ -100,7 +100,7 @@ def _host_class(cls: Any) -> type[Host] | None:
     if issubclass(cls, (Host, QuantizedLayer)) or not _calls_attention(cls):
         return None
 
-    @wraps(cls.forward)
+    @wraps(cls.forward)  # its signature, which callers may ask for
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return AttentionHost.forward(self, *args, **kwargs)
 
@@ -108,7 +108,7 @@ def _host_class(cls: Any) -> type[Host] | None:
         _, _, *rest = cls.__reduce_ex__(self, protocol)
         return _rebuilt, (cls,), *rest
 
-    host: type[Host] = derived(AttentionHost, cls, __reduce_ex__=reduce)
+    host: type[Host] = derived(AttentionHost, cls, forward=forward, __reduce_ex__=reduce)
     return host
 
 

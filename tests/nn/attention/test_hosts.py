@@ -1,6 +1,7 @@
 """Which modules attend, and how their calls reach attention's products."""
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -114,6 +115,7 @@ def test_modules_attend_where_their_forward_pass_calls_it() -> None:
 @pytest.mark.parametrize("cls", [InForward, InMethod, InFunction])
 def test_calls_reach_the_products_and_nothing_stays_behind(cls: type[nn.Module]) -> None:
     model, _ = model_of(cls)
+    assert inspect.signature(model[0].forward) == inspect.signature(cls().forward)
     plain = restore_classes(copy.deepcopy(model))
     assert type(plain[0]) is cls
     with GemmCounter(model) as counter:
