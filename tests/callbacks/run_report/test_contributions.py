@@ -53,15 +53,15 @@ def test_alerts_come_first():
     class Convolutional(Known):
         def __init__(self):
             super().__init__()
-            self.convolution = torch.nn.Conv1d(1, 64, 9)
+            self.convolution = torch.nn.Conv1d(64, 64, 9, groups=64)
 
         def training_step(self, batch, batch_idx):
-            return super().training_step(batch + self.convolution(batch[:, None]).mean(), batch_idx)
+            return super().training_step(batch + self.convolution(batch[:, None].expand(-1, 64, -1)).mean(), batch_idx)
 
     trainer(Alarmed("Alpha"), Alarmed("Omega")).fit(Convolutional())
     page, run = check_self_contained(Path("report.html").read_text()).text, load()
     little, *others = run["alerts"]
-    assert "Conv1d (a convolution), such as convolution" in little
+    assert "Conv1d (a depthwise convolution" in little and "such as convolution" in little
     assert run["coverage"] < 0.5
     assert others == [f"Alpha is wrong {EVIL}", f"Omega is wrong {EVIL}"]
     places = [page.index(text) for text in ("Alerts", little, *others, "Optimization")]

@@ -206,6 +206,15 @@ def test_a_weight_that_is_computed_stays_in_high_precision() -> None:
     assert normed.parametrizations.weight.original0.grad is not None
 
 
+def test_a_weight_that_others_give_is_not_baked() -> None:
+    with pytest.warns(FutureWarning):
+        layer = convert(torch.nn.utils.weight_norm(nn.Conv2d(4, 4, 3)), LinearCasts(fprop_w=INT4))
+    layer(torch.randn(1, 4, 3, 3)).sum().backward()
+    assert layer.weight_g.grad is not None
+    with pytest.raises(ValueError, match="computed from others"):
+        bake(layer)
+
+
 def test_flops_are_those_of_the_formula() -> None:
     (model, _), x = block(), torch.randn(2, 16, 8, 8, requires_grad=True)
     with GemmCounter(model) as counter:

@@ -20,6 +20,7 @@ from lightning_lowbit import (
     QuantizationMonitor,
     restore,
 )
+from lightning_lowbit.cli.estimate.shapes import describe
 from lightning_lowbit.nn import QuantizedLayer
 from lightning_lowbit.nn.conversion.bake import bake
 from tests.lightning_imports import Callback, LightningModule, Trainer
@@ -99,3 +100,10 @@ def test_a_checkpoint_is_restored_and_baked(tmp_path: Path) -> None:
     assert all(len(row.unique()) <= 15 for row in baked.groups.weight.detach())
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.allclose(baked(images).float(), y.float(), atol=0.05)
+
+
+def test_an_estimate_counts_weights_and_says_what_it_cannot_know() -> None:
+    with torch.device("meta"):
+        model, notes = describe(Images())
+    assert model.parameters == sum(p.numel() for p in Images().parameters())
+    assert sum("Of 4 convolutions, weights" in note for note in notes) == 1
