@@ -3,18 +3,19 @@
     S = Q · Kᵀ               P = softmax(scale · S + mask)          O = P · V        (of P with dropout, if any)
     qk: x = Q, w = K         pv: x = P, w = Vᵀ
 
-    dP = dO · V ᵀ            dV = Pᵀ · dO                           dgrad and wgrad of pv, with g = dO
+    dP = dO · Vᵀ             dV = Pᵀ · dO                           dgrad and wgrad of pv, with g = dO
     dS = P ∘ (dP - δ)        δ = Σ P ∘ dP over keys
     dQ = scale · dS · K      dK = scale · dSᵀ · Q                   dgrad and wgrad of qk, with g = dS
 
 P is made in tiles of queries, with all keys, and again in the backward pass (as in FlashAttention, arXiv 2205.14135),
 so that there is never a whole matrix of scores. Operands are in the dtype of the computation before they are cast;
-scores, P and gradients of sums are float32 until then.
+scores, P, dP and dS are float32 until then.
 """
 
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -75,20 +76,16 @@ class QuantizedAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: Attention) -> Tensor:
         x, w, wv = _rows_first(q), k.flatten(0, -3), v.flatten(0, -3).mT
         queries, keys, wide = q.shape[-2], k.shape[-2], _wide(q.dtype)
-        qx, qw, qv = (
-            of_rows("fprop_x", x, how.qk),
-            of_weights("fprop_w", w, how.qk),
-            of_weights("fprop_w", wv, how.pv),
-        )
+        qx, qw = of_rows("fprop_x", x, how.qk), of_weights("fprop_w", w, how.qk)
+        qv = of_weights("fprop_w", wv, how.pv)
         o = q.new_empty(len(w), queries, v.shape[-1])
         for start, end in how.tiles(queries):
             seen = how.keys_seen(end, keys)
             p = _weights(part(qx, 1, start, end), part(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how)
             p = how.dropped(p, start).to(q.dtype)
             qp = _of_tile("fprop_x", p, how.pv, start, queries, how.tile, how.amax_of_p(q))
-            product = multiply(
-                _first(qp, 2, seen, keys), transposed(_first(qv, 2, seen, keys)), wide, how.owner("pv", "fprop")
-            )
+            left, right = _first(qp, 2, seen, keys), transposed(_first(qv, 2, seen, keys))
+            product = multiply(left, right, wide, how.owner("pv", "fprop"))
             o[:, start:end] = product.to(q.dtype)
         ctx.save_for_backward(q, k, v, mask)
         ctx.how = how
@@ -118,7 +115,7 @@ def _gradients(
         seen = how.keys_seen(end, keys)
         p = _weights(part(qx, 1, start, end), part(qw, 1, 0, seen), mask, start, keys, q.shape[:-2], how)
         right, owner = _first(w_pv, 2, seen, keys), (*how.owner("pv", "dgrad"), again)
-        dp = torch.nn.functional.pad(multiply(part(g_dgrad, 1, start, end), right, wide, owner), (0, keys - seen))
+        dp = F.pad(multiply(part(g_dgrad, 1, start, end), right, wide, owner), (0, keys - seen))
         dp = how.dropped(dp, start)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
         return p, ds
@@ -175,7 +172,7 @@ def _weights(
     qx: Operand, qw: Operand, mask: Tensor | None, start: int, keys: int, shape: torch.Size, how: Attention
 ) -> Tensor:
     """P of a tile, ``[n, queries, keys]``; 0 for a query that sees no key, and for keys that come later."""
-    wide = _wide(torch.float32 if qx.values.dtype != torch.float64 else qx.values.dtype)
+    wide = torch.float64 if qx.values.dtype == torch.float64 else torch.float32
     scores = multiply(qx, transposed(qw), wide, how.owner("qk", "fprop")) * how.scale
     queries, seen = scores.shape[1:]
     if mask is not None:
@@ -185,15 +182,13 @@ def _weights(
         by_head = by_head.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else by_head + mask
         scores = by_head.view(scores.shape)
     if how.causal:
-        later = torch.arange(seen, device=scores.device) > torch.arange(
-            start, start + queries, device=scores.device
-        ).unsqueeze(1)
-        scores = scores.masked_fill(later, -torch.inf)
+        query, key = (torch.arange(*ends, device=scores.device) for ends in ((start, start + queries), (0, seen)))
+        scores = scores.masked_fill(key > query[:, None], -torch.inf)
     top = scores.amax(-1, keepdim=True)
     exps = (scores - top.masked_fill(top == -torch.inf, 0)).exp()
     total = exps.sum(-1, keepdim=True)
     p = exps / total.masked_fill(total == 0, 1)
-    return torch.nn.functional.pad(p, (0, keys - seen))
+    return F.pad(p, (0, keys - seen))
 
 
 def _of_tile(
