@@ -111,7 +111,8 @@ def plan(
     if not layers:
         raise ValueError(
             f"{type(model).__name__} holds no layer to quantize: torch.nn.Linear (no subclass of it), transformers' "
-            "Conv1D or a convolution. Layers that are created in configure_model must exist when the Trainer sets up the strategy."
+            "Conv1D or a convolution. Layers that are created in configure_model must exist when the Trainer sets up the "
+            "strategy."
         )
     skipped = select(layers, skip, "skip")
     chosen = layers if only is None else select(layers, only, "only")
