@@ -82,6 +82,11 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
         (*pack_operand(x, Cast.from_spec(spec), dim, KEY), spec, dim, list(x.shape), x.dtype, torch.float32)
         for spec, dim in product((BLOCKS, ROWS, TERNARY), (0, 1))
     ],
+    "_scatter": lambda x: [
+        (x, [2, 12, 21], [2, 1, 1, 0, 0]),
+        (x, [2, 12, 4, 5], [2, 1, 1, 1, 1, 1, 1, 0, 0, 0]),
+        (x.double(), [1, 6, 5, 21], [2, 2, 1, 2, 1, 1, 0, 0, 0, 0]),  # pixels that no patch holds
+    ],
     "_amax": lambda x: [(x,), (x.new_empty(0, 24),)],
     "_operand_statistics": lambda x: [
         *product(

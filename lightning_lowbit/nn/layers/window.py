@@ -126,7 +126,7 @@ class Window(NamedTuple):
         rows = zip(sizes, positions, self.kernel, self.stride, self.dilation, self.before, strict=True)
         if (made := add_patches(patches, images, channels, [*rows])) is not None:
             return made
-        patches = patches.view(images, *positions, prod(self.kernel), channels)
+        patches = patches.reshape(images, *positions, prod(self.kernel), channels)
         used = self._used(positions)
         sums = patches.new_zeros(images, *used, channels, dtype=torch.promote_types(patches.dtype, torch.float32))
         for i, place in enumerate(product(*map(range, self.kernel))):

@@ -167,13 +167,13 @@ def test_pattern_that_matches_nothing(argument):
 
 
 def test_no_layer_to_convert():
-    class Convolution(BoringModel):
+    class Recurrent(BoringModel):
         def __init__(self):
             super().__init__()
-            self.layer = nn.Conv1d(1, 1, 1)
+            self.layer = nn.LSTM(1, 1)
 
     with pytest.raises(ValueError, match="holds no layer to quantize"):
-        quiet(plugins=[FP4Precision()]).fit(Convolution())
+        quiet(plugins=[FP4Precision()]).fit(Recurrent())
     with pytest.raises(ValueError, match="No layer is left to quantize"):
         quiet(plugins=[FP4Precision(skip=["layer"])]).fit(BoringModel())
 
