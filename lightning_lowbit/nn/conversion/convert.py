@@ -129,7 +129,8 @@ def plan(
     layers = list(convertible(model))
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} holds no layer to quantize: nn.Linear, or another linear layer. {_instead(model)}"
+            f"{type(model).__name__} holds no layer to quantize: no linear layer, convolution, stack of experts or "
+            f"nn.MultiheadAttention. {_instead(model)}"
             "Layers that are created in configure_model must exist when the Trainer sets up the strategy."
         )
     products = {} if attention is None else attending(model)
