@@ -30,7 +30,9 @@ FROZEN = Reason("weights that are frozen, or computed from others")
 PRODUCTS = Reason("products of activations with each other, as in attention", "attention= quantizes attention's")
 _LEFT_OUT = Reason("left out by skip or only")
 _FUNCTIONAL = Reason("computed outside of modules", "call an nn.Linear there")
-_OWN = Reason("products of activations, as in attention, or with weights of other modules")
+_OWN = Reason(
+    "products of activations, as in attention, or with weights of other modules", "attention= quantizes attention's"
+)
 _EMBEDDING = Reason("an embedding's weight as a matrix", "an nn.Linear with that weight is quantized")
 LAZY = Reason("no weight yet", "run one batch before the Trainer starts")
 _SUBCLASS = Reason("a subclass of nn.Linear with a forward of its own", "register_linear takes it for a linear layer")
