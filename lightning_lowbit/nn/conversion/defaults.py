@@ -77,7 +77,7 @@ def _narrow(shape: tuple[int, int], casts: LinearCasts) -> str | None:
         blocks = [_length(cast.scale.block) for cast in own if not isinstance(cast, str | None)]
         block = min(filter(None, blocks), default=0)
         if 2 * shape[side] < block and shape[1 - side] >= 4 * block:
-            what = ("outputs", "inputs")[side]
+            what = ("output", "input")[side] + "s" * (shape[side] != 1)
             return f"narrow, {shape[side]} {what} for blocks of {block}"
     return None
 
