@@ -25,7 +25,7 @@ from lightning_lowbit._lightning import (
 )
 from lightning_lowbit.checks import choose
 from lightning_lowbit.distributed import clip_gradients_, connect, is_flat, is_sharded
-from lightning_lowbit.nn.attention.products import check_attention
+from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, plan, plan_by_name
@@ -117,7 +117,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         self.backend, self.save, self.smooth_swiglu = backend, save, smooth_swiglu
         self.fresh_histories, self.quantize_before_gather = fresh_histories, quantize_before_gather
         self.casts_of_checkpoint = casts_of_checkpoint
-        self.attention = None if attention is None else LinearCasts.of(attention)
+        self.attention = None if attention is None else casts_of_attention(attention)
         if smooth_swiglu is not None:
             choose("kind of smooth_swiglu", smooth_swiglu, SMOOTHINGS)
         check_backend({"": self.casts, **self.overrides}, backend, exact)

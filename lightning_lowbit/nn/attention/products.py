@@ -69,6 +69,11 @@ class ActivationProduct(Product):
         )
 
 
+def casts_of_attention(given: Any) -> LinearCasts:
+    """Casts of what :meth:`LinearCasts.of` takes; ``"fp8"`` is ``"fp8-current"``, since attention keeps no amaxes."""
+    return LinearCasts.of("fp8-current" if isinstance(given, str) and given == "fp8" else given)
+
+
 def check_attention(name: str, casts: LinearCasts) -> None:
     """Raises a ``ValueError`` for casts that attention's products cannot have."""
     for problem, remedy in _obstacles(casts):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit.checks import choose, number, some
 from lightning_lowbit.nn.attention.hosts import attending, convert_attention, is_attention, other_attention
-from lightning_lowbit.nn.attention.products import check_attention
+from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.defaults import left_out, unnamed
@@ -140,7 +140,7 @@ def plan(
             f"transformers' interface (attn_implementation='sdpa'); {type(model).__name__} has none. Leave it out."
         )
     layers += list(products)
-    of_attention = default if attention is None else LinearCasts.of(attention)
+    of_attention = default if attention is None else casts_of_attention(attention)
     skipped = select(layers, skip, "skip")
     chosen = layers if only is None else select(layers, only, "only")
     overridden = {pattern: select(layers, [pattern], "overrides") for pattern in others}

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_lowbit import FP4Precision, FP8Precision, LowBitPrecision, restore
+from lightning_lowbit import FP4Precision, FP8Precision, LinearCasts, LowBitPrecision, restore
 from lightning_lowbit.callbacks import GradientNoiseMonitor, OutlierMonitor, PrecisionSummary, QuantizationMonitor
 from tests.lightning_imports import CSVLogger, LightningModule, Trainer
 
@@ -123,3 +123,7 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match=message):
             FP8Precision("current", attention=attention)
     assert "attention='mxfp8'" in repr(FP8Precision("current", attention="mxfp8"))
+
+
+def test_fp8_is_scaled_by_its_own_amax() -> None:
+    assert FP8Precision(attention="fp8").attention == LinearCasts.preset("fp8-current")
