@@ -119,7 +119,7 @@ def test_phases_and_changed_casts(tmp_path: Path) -> None:
 
 
 def test_refusals() -> None:
-    for message, attention in {"delayed": "fp8-delayed", "Unknown preset|preset": "fp8"}.items():
+    for message, attention in {"delayed": "fp8-delayed", "Unknown preset|preset": "fp5"}.items():
         with pytest.raises(ValueError, match=message):
             FP8Precision("current", attention=attention)
     assert "attention='mxfp8'" in repr(FP8Precision("current", attention="mxfp8"))

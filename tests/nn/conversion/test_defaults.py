@@ -123,7 +123,7 @@ def test_patterns_that_name_a_layer_quantize_it() -> None:
     assert list(plan(model(), "nvfp4", overrides={"body.1": "fp8-current", "head": "nvfp4"})) == everything
     assert list(plan(model(), "nvfp4", overrides={"body.-1": "nvfp4"})) == ["body.0", "body.1"]
     assert list(plan(model(), "nvfp4", only=["body.*"], skip=["body.1"])) == ["body.0"]
-    with pytest.raises(ValueError, match=r"3 were found.* by default .*: head\.0 \(narrow, 1 outputs .*Name them in"):
+    with pytest.raises(ValueError, match=r"3 were found.* by default .*: head\.0 \(narrow, 1 output .*Name them in"):
         plan(model(), "nvfp4", skip=["body"])
     convert(converted := model(), "nvfp4")
     assert list(plan(converted, "nvfp4")) == ["body.0"], "converting again leaves it out again"
