@@ -126,7 +126,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         90.5, 90, {**_TEXT, "dim": WIDTH, "hidden_dim": 128, "n_layers": 2, "n_heads": 4}, "MaskedLM"
     ),
     "deberta-v2": Architecture(
-        73.0, 73, {**_ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, "MaskedLM"
+        73.0, 72, {**_ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, "MaskedLM"
     ),
     "electra": Architecture(90.5, 90, {**_ENCODER, "embedding_size": WIDTH}, "MaskedLM"),
     "t5": Architecture(87.5, 87, _T5, "Seq2SeqLM"),

@@ -73,7 +73,7 @@ def test_products_of_experts_are_quantized_and_counted(name: str) -> None:
             assert counter.gemms[stack, gemm] > 0
         assert layer.own_parameters()[0].grad.isfinite().all()
     uncovered = counter.coverage().uncovered
-    assert not any("expert" in name.rpartition(".")[2] for name in uncovered)
+    assert not any(name.rpartition(".")[2].startswith("expert") for name in uncovered)  # gates are another thing
 
 
 def test_flops_are_those_of_the_experts_that_tokens_choose() -> None:
