@@ -12,7 +12,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from lightning_lowbit import cli
-from lightning_lowbit.cli.compare.command import _is_running, plan
+from lightning_lowbit.cli.compare.command import _is_running, environment, plan
 from lightning_lowbit.cli.compare.results import markdown, write_comparison
 from lightning_lowbit.cli.compare.study import product
 from tests.launch import FORKS, start, wait_for
@@ -39,6 +39,15 @@ def compare(*arguments):
 
 def make(vary=(), rates=(), seeds=(0,), arguments=(), base=("quickstart",)):
     return plan(product(base, vary, rates, seeds), Path("out"), arguments)
+
+
+def test_runs_at_a_time_share_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = [environment(jobs).get("OMP_NUM_THREADS") for jobs in (1, 2, 3, 16)]
+    assert threads == [None, "4", "2", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert environment(2) == dict(os.environ), "the user's choice holds"
 
 
 def test_plan_is_the_product():

@@ -209,6 +209,13 @@ def _try_lock(file: IO[str]) -> bool:
     return True
 
 
+def environment(jobs: int) -> dict[str, str]:
+    """The environment of a run. Several at a time share the cores, unless the user has set ``OMP_NUM_THREADS``: threads
+    that wait for each other without a core of their own take many times as long."""
+    shared = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // jobs, 1))} if jobs > 1 else {}
+    return {**shared, **os.environ}
+
+
 def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) -> list[tuple[Run, int]]:
     """Runs ``jobs`` processes at a time; returns exit statuses. After a signal, waits until each saved."""
     children: list[subprocess.Popen[bytes]] = []
@@ -234,6 +241,7 @@ def execute(runs: Sequence[Run], jobs: int, after_each: Callable[[], object]) ->
                         stderr=subprocess.STDOUT,
                         stdin=subprocess.DEVNULL,
                         pass_fds=[lock.fileno()],
+                        env=environment(jobs),
                         start_new_session=True,  # Ctrl-C reaches only this process, which forwards it once
                     )
                     children.append(child)
