@@ -35,7 +35,7 @@ class LoRACausalLM(CausalLM):
         base: CastsLike | None = "nvfp4-nvidia",
         skip: Iterable[str] = ("lm_head",),
         rank: int = 16,
-        alpha: float = 32.0,
+        alpha: int = 32,
         targets: list[str] | str = "all-linear",
         pretrained: bool = True,
         **kwargs: Any,
