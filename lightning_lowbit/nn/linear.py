@@ -74,13 +74,17 @@ class QuantizedLayer(NativeGemms):
     weight: Any  # as nn.Linear and Conv1D declare it
     bias: Any
 
-    def set_casts(self, casts: LinearCasts) -> None:
-        """Sets the casts outside any phase. A change drops amaxes, which may be those of other operands."""
+    def check_casts(self, casts: LinearCasts) -> None:
+        """Raises a ``ValueError`` for casts that the layer cannot have."""
         if self.frozen is not None and casts.fprop_w not in (None, self.frozen.cast):
             raise ValueError(
                 f"The weight is kept as codes of {self.frozen.cast}, and the casts quantize it to {casts.fprop_w}. "
                 "Give the layer casts with the same fprop_w, or call lightning_lowbit.unpack_frozen(model) first."
             )
+
+    def set_casts(self, casts: LinearCasts) -> None:
+        """Sets the casts outside any phase. A change drops amaxes, which may be those of other operands."""
+        self.check_casts(casts)
         if casts != self.full_casts:
             self.amaxes = None
         self.full_casts = self.casts = casts
@@ -127,7 +131,7 @@ class QuantizedLayer(NativeGemms):
             return super().forward(input)
         if self.frozen is not None and self.frozen.cast == self.casts.fprop_w:
             return self.quantized_forward(input, self.weight, self.bias, frozen=self.frozen)
-        weight = self.weight_matrix()
+        weight = self.weight_matrix() if self.frozen is None else self.weight_matrix().to(input.dtype)
         if isinstance(weight, DTensor):
             return tensor_parallel(self.quantized_forward, input, weight, self.bias)
         return self.quantized_forward(input, weight, self.bias)

@@ -23,9 +23,8 @@ from lightning_lowbit.checks import some
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels import Packed
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.conversion.convert import CastsLike, convert_layers
+from lightning_lowbit.nn.conversion.convert import CastsLike, convert_more
 from lightning_lowbit.nn.conversion.frozen import keep_bytes
-from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.layers.frozen import Frozen, joined
 from lightning_lowbit.quant import Cast, Scale
 from lightning_lowbit.quant.packed import assembled
@@ -78,8 +77,7 @@ def load_compressed(
             )
         taken[name] = _casts(name, cast, casts), Frozen(cast, shape, dtype), joined(packed)
     _load_rest(model, tensors, {f"{name}.weight" for name in layers}, folder)
-    every = {name: layer.full_casts for name, layer in quantized_layers(model).items()}
-    convert_layers(model, every | {name: of_layer for name, (of_layer, _, _) in taken.items()})
+    convert_more(model, {name: of_layer for name, (of_layer, _, _) in taken.items()})
     for name, (_, frozen, data) in taken.items():
         layer = model.get_submodule(name)
         keep_bytes(layer, frozen, data.to(layer.weight.device))  # type: ignore[arg-type]

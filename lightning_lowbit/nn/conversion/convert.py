@@ -89,9 +89,11 @@ def convert_layers(
     save: str = "inputs",
 ) -> _Model:
     """Converts the layers of ``planned`` (casts by name in the model) in place; the others go to high precision."""
-    readers = Readers() if save == "codes" else None
+    readers, before = Readers() if save == "codes" else None, quantized_layers(model)
+    for name, former in before.items():
+        former.check_casts(planned.get(name, LinearCasts()))  # raises before anything has changed
     ForwardContext.detach(model)  # of casts that it had before
-    for name, former in quantized_layers(model).items():
+    for name, former in before.items():
         if name not in planned:  # converted before, and to be left alone now
             former.set_casts(LinearCasts())
     for name, layer_casts in planned.items():
@@ -99,6 +101,23 @@ def convert_layers(
         layer.set_casts(layer_casts)
         layer.exact, layer.backend, layer.save = exact, backend, save
         layer.readers, layer.keeps_input = readers, False
+    _prepare(model)
+    return model
+
+
+def convert_more(model: nn.Module, planned: Mapping[str, LinearCasts]) -> None:
+    """Converts the layers of ``planned`` in place. Others, and the settings of layers that were converted before, stay
+    as they are."""
+    before = quantized_layers(model)
+    for name in before.keys() & planned.keys():
+        before[name].check_casts(planned[name])
+    for name, layer_casts in planned.items():
+        convert_layer(model, name).set_casts(layer_casts)
+    _prepare(model)
+
+
+def _prepare(model: nn.Module) -> None:
+    """Prepares the modules around converted layers."""
     watch_up_projections(model)
     if lazy := [clean_name(name) for name, module in model.named_modules() if without_weight(module)]:
         warnings.warn(f"{some(lazy)}: {LAZY}. It is left in high precision.", stacklevel=2)
@@ -111,7 +130,6 @@ def convert_layers(
                 module.activation_relu_or_gelu = 0
             else:  # for that operation it would give its layers a nested tensor where there is padding
                 module.use_nested_tensor = False
-    return model
 
 
 def plan(

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.conversion.convert import CastsLike, convert_layers, plan
+from lightning_lowbit.nn.conversion.convert import CastsLike, convert_more, plan
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.layers.frozen import Frozen
 from lightning_lowbit.nn.linear import QuantLinear
@@ -58,19 +58,17 @@ def pack_frozen(
         )
     refused: dict[str, list[str]] = {}
     for name, of_layer in frozen.items():
-        if (why := _obstacle(model.get_submodule(name), of_layer)) is not None:
+        if (why := _obstacle(model.get_submodule(name), of_layer, dtype)) is not None:
             refused.setdefault(why, []).append(name)
     if refused:
         told = "; ".join(f"{some(names)}: {why}" for why, names in refused.items())
         raise ValueError(f"pack_frozen cannot keep these weights as codes. {told}. Skip them, or give other casts.")
-    every = {name: layer.full_casts for name, layer in quantized_layers(model).items()}
-    convert_layers(model, every | frozen)
+    convert_more(model, frozen)
     for name in frozen:
         layer: Any = model.get_submodule(name)
         if layer.frozen is None:
-            cast = layer.full_casts.fprop_w
-            of_layer_frozen = Frozen(cast, layer.weight.shape, dtype)
-            keep_bytes(layer, of_layer_frozen, of_layer_frozen.pack(layer.weight, layer.shared_amax(dtype)))
+            kept_as = Frozen(layer.full_casts.fprop_w, layer.weight.shape, dtype)
+            keep_bytes(layer, kept_as, kept_as.pack(layer.weight))
     return model
 
 
@@ -111,13 +109,18 @@ def _is_frozen(layer: nn.Module) -> bool:
     return weight is not None and not weight.requires_grad
 
 
-def _obstacle(layer: Any, casts: LinearCasts) -> str | None:
+def _obstacle(layer: Any, casts: LinearCasts, dtype: torch.dtype) -> str | None:
     """Why a layer must have its weight as a matrix, in words; None if it need not."""
     cast = casts.fprop_w
     if not isinstance(cast, Cast):
         return "fprop_w is not quantized"
-    if isinstance(layer, nn.Linear) is False or type(layer) not in (nn.Linear, QuantLinear):
+    if type(layer) not in (nn.Linear, QuantLinear):
         return f"{type(layer).__name__} does not keep its weight as nn.Linear does"
+    kept_as = getattr(layer, "frozen", None)
+    if kept_as is not None and (kept_as.cast, kept_as.dtype) != (cast, dtype):
+        return f"it is kept as codes of {kept_as.cast} in {kept_as.dtype} (unpack_frozen makes it a matrix)"
+    if getattr(layer, "weight_amax", None) is not None:
+        return "it shares an amax, which is measured before each pass"
     if isinstance(layer.weight, DTensor):
         return "the weight is sharded"
     if cast.draws:

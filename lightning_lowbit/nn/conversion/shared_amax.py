@@ -32,6 +32,11 @@ class SharedAmaxes:
     def __init__(self, model: nn.Module, patterns: Iterable[str]) -> None:
         layers = quantized_layers(model)
         names = check_groups({name: layer.full_casts for name, layer in layers.items()}, patterns)
+        if frozen := [name for group in names for name in group if layers[name].frozen is not None]:
+            raise ValueError(
+                f"shared_amax: {some(frozen)}: the weights are kept as codes, and are not scaled again. Leave out what "
+                "matches them, or call lightning_lowbit.unpack_frozen(model) first."
+            )
         self._groups = [[layers[name] for name in group] for group in names]
 
     @torch.inference_mode(False)  # evaluation may come first, and passes of training save them

@@ -18,9 +18,9 @@ class Frozen(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
 
-    def pack(self, weight: Tensor, amax: Tensor | None = None) -> Tensor:
+    def pack(self, weight: Tensor) -> Tensor:
         """The bytes of a weight, which is rounded to ``dtype`` first."""
-        return joined(pack_operand(weight.to(self.dtype), self.cast, 1, None, amax))
+        return joined(pack_operand(weight.to(self.dtype), self.cast, 1))
 
     def packed(self, data: Tensor) -> Packed:
         return Packed(data[:-4], data[-4:].clone().view(torch.float32)[0])

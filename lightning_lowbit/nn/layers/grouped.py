@@ -117,14 +117,14 @@ class GroupedLayer(QuantizedLayer):
 
     kind = "experts"
 
-    def set_casts(self, casts: LinearCasts) -> None:
-        """As of any layer; a ``ValueError`` for smoothing, whose factors would be those of all experts together."""
+    def check_casts(self, casts: LinearCasts) -> None:
+        """As of any layer; also for smoothing, whose factors would be those of all experts together."""
         if casts.smooth is not None:
             raise ValueError(
                 f"smooth={casts.smooth!r} scales the input of one linear layer, and not those of a stack of experts. "
                 "Leave the stacks out by skip, or give them casts without it by overrides."
             )
-        super().set_casts(casts)
+        super().check_casts(casts)
 
     def forward(self, x: Tensor, offsets: Offsets) -> Tensor:  # type: ignore[override]
         """:meth:`GroupedLinear.forward` through the casts."""

@@ -8,7 +8,8 @@ from torch import nn
 
 from lightning_lowbit import FP4Precision, LinearCasts, convert, pack_frozen, unpack_frozen
 from lightning_lowbit._lightning import LightningModule, Trainer
-from lightning_lowbit.nn import PRESETS, LayerKeys, set_phase
+from lightning_lowbit.nn import PRESETS, LayerKeys, SharedAmaxes, set_phase
+from lightning_lowbit.nn.conversion.layers import quantized_layers
 
 
 def frozen_model():
@@ -109,6 +110,50 @@ def test_refusals():
         with pytest.raises(ValueError, match=message):
             call()
     assert packed[0].frozen is not None and packed[0].full_casts == LinearCasts.preset("nvfp4")
+
+
+def test_settings_of_other_layers_stay():
+    model = nn.Sequential(nn.Linear(32, 32), frozen_model())
+    convert(model[0], "mxfp8", exact=True, save="codes")
+    before = {name: value for name, value in vars(model[0]).items() if not name.startswith("_")}
+    pack_frozen(model, "nvfp4")
+    assert {name: value for name, value in vars(model[0]).items() if not name.startswith("_")} == before
+    assert model[1][0].frozen is not None
+
+
+def test_a_second_call_changes_nothing_and_other_settings_are_refused():
+    packed = pack_frozen(frozen_model(), "nvfp4")
+    data = packed[0].weight
+    assert pack_frozen(packed, "nvfp4")[0].weight is data
+    for arguments in ({"casts": "int4"}, {"casts": "nvfp4", "dtype": torch.float32}):
+        with pytest.raises(ValueError, match=r"it is kept as codes of e2m1.* \(unpack_frozen makes it a matrix\)"):
+            pack_frozen(packed, **arguments)
+
+
+def test_amaxes_are_not_shared_with_codes():
+    packed = pack_frozen(nn.ModuleDict({"q": nn.Linear(32, 32), "k": nn.Linear(32, 32)}).requires_grad_(False), "nvfp4")
+    with pytest.raises(ValueError, match="shared_amax: q, k: the weights are kept as codes"):
+        SharedAmaxes(packed, ["q|k"])
+    sharing = convert(nn.ModuleDict({"q": nn.Linear(32, 32), "k": nn.Linear(32, 32)}).requires_grad_(False), "nvfp4")
+    SharedAmaxes(sharing, ["q|k"]).measure()
+    with pytest.raises(ValueError, match="shares an amax"):
+        pack_frozen(sharing, "nvfp4")
+
+
+def test_refused_casts_change_no_layer():
+    model = nn.Sequential(nn.Linear(32, 32), frozen_model())
+    pack_frozen(convert(model, "nvfp4"), "nvfp4")
+    with pytest.raises(ValueError, match="same fprop_w"):
+        convert(model, "int4")
+    assert {layer.full_casts for layer in quantized_layers(model).values()} == {LinearCasts.preset("nvfp4")}
+
+
+def test_the_dtype_of_the_computation_may_be_another():
+    model = pack_frozen(frozen_model(), "nvfp4")  # in bfloat16
+    for phase in ("fqt", "qaf", "hp-forward", "bf16"):
+        set_phase(model, phase)
+        y, dx = passed(model, autocast=False)
+        assert y.dtype == torch.float32 and y.isfinite().all() and dx.isfinite().all(), phase
 
 
 class Adapted(LightningModule):
