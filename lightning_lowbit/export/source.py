@@ -1,0 +1,190 @@
+"""A trained model to export: a checkpoint, read back into a model that computes as it was trained.
+
+The model's parameters are those of the file, memory-mapped: each is read when it is used.
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from lightning_lowbit.checks import some
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.precision import restore
+from lightning_lowbit.precision.checkpoints.files import load_checkpoint, state_of
+from lightning_lowbit.precision.checkpoints.trained import Trained
+from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES
+
+_RECIPES = "lightning_lowbit.recipes."
+_CAUSAL_LM = f"{_RECIPES}models.CausalLM"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trained model.
+
+    Attributes:
+        model: evaluates as it was trained, under the autocast of the training; a model of ``transformers`` where the
+            trained module holds one.
+        layers: the layers whose weights the forward pass quantizes, by their names in ``model``.
+        dtype: of the computation in training; weights are rounded to it before they are quantized.
+        config: the configuration of ``transformers``; None for other models.
+        facts: what a model card tells of the training: ``step``, ``phase``, ``tokenizer``, and the hyper-parameters.
+    """
+
+    model: nn.Module
+    layers: Mapping[str, QuantizedLayer]
+    dtype: torch.dtype
+    config: Any | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read(checkpoint: str | Path, module: str | None = None) -> Source:
+    """Reads a checkpoint; runs no code that the file names.
+
+    Args:
+        checkpoint: a file that a run with a plugin of this package wrote.
+        module: the class of the trained ``LightningModule``, ``"package.module.Class"``, made from the file's
+            hyper-parameters. None: that of a recipe.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged, tells no casts, or is of a class that was not given; its hyper-parameters do not
+            make the model; or nothing in the forward pass is quantized.
+    """
+    loaded = load_checkpoint(checkpoint)
+    state = state_of(loaded)
+    if state is None or state.get("trained") is None:
+        raise ValueError(
+            f"{checkpoint} does not tell how it was trained: it holds no casts. Export a checkpoint of a run with a "
+            "plugin of lightning_lowbit, not one of weights alone."
+        )
+    hyper_parameters = dict(loaded.get("hyper_parameters") or {})
+    trained = Trained.read(state["trained"])
+    whole = _made(module or _class_of(hyper_parameters, checkpoint), hyper_parameters)
+    _assign(whole, loaded.get("state_dict") or {}, checkpoint)
+    prefix, model = _network(whole)
+    restore(model, loaded, prefix=prefix, weights=False)
+    layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
+    quantized = {name: layer for name, layer in layers.items() if layer.casts.fprop_w is not None}
+    if not quantized:
+        raise ValueError(
+            f"{checkpoint} was saved in phase {state['phase']!r}, with casts {trained}: its forward pass quantizes no "
+            "weight, so that there is nothing to export in few bits. Use save_pretrained."
+        )
+    data = next((loaded[key] for key in loaded if key.endswith("DataModule") and isinstance(loaded[key], Mapping)), {})
+    return Source(
+        model,
+        quantized,
+        COMPUTE_DTYPES[trained.compute_dtype][1],
+        getattr(model, "config", None),
+        {
+            "checkpoint": Path(checkpoint).name,
+            "step": loaded.get("global_step"),
+            "phase": state["phase"],
+            "casts": str(trained),
+            "tokenizer": data.get("tokenizer"),
+            "hyper_parameters": {name: value for name, value in hyper_parameters.items() if not name.startswith("_")},
+        },
+    )
+
+
+def _class_of(hyper_parameters: Mapping[str, Any], checkpoint: Any) -> str:
+    """The class of a recipe. Others are not imported, because whoever wrote the file chose them."""
+    named = str(hyper_parameters.get("_class_path", _CAUSAL_LM if "network" in hyper_parameters else ""))
+    if named.startswith(_RECIPES):
+        return named
+    told = f"says {named!r}" if named else "does not say"
+    raise ValueError(
+        f"{checkpoint} {told} of which class the trained module is. Give it, if you trust it: --module "
+        "package.module.Class."
+    )
+
+
+def _made(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
+    """A module of a class with its hyper-parameters, and parameters on the meta device."""
+    package, _, name = path.rpartition(".")
+    try:
+        cls = getattr(import_module(package), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--module is package.module.Class; {path!r} cannot be imported ({error}).") from error
+    given = {name: value for name, value in hyper_parameters.items() if not name.startswith("_")}
+    if "pretrained" in given:  # its weights are those of the checkpoint
+        given["pretrained"] = False
+    try:
+        with _parameters_on_meta():
+            made = cls(**given)
+    except TypeError as error:
+        raise ValueError(
+            f"{path} cannot be made from the hyper-parameters of the checkpoint ({error}). Save them in its __init__: "
+            "self.save_hyperparameters()."
+        ) from error
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"{path} makes a {type(made).__name__}, not the module that was trained.")
+    return made
+
+
+@contextmanager
+def _parameters_on_meta() -> Generator[None, None, None]:
+    """Modules that are made have parameters on the meta device; buffers have their values."""
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:  # such as one that is tied
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _assign(module: nn.Module, state: Mapping[str, Tensor], checkpoint: Any) -> None:
+    """Gives a module the tensors of a checkpoint as its parameters, without copies."""
+    tied = [{*names} for names in _tied(module)]
+    missing, unexpected = module.load_state_dict(dict(state), strict=False, assign=True)
+    if missing or unexpected:
+        raise ValueError(
+            f"{checkpoint} lacks {some(missing) or 'nothing'} of {type(module).__name__}, and holds "
+            f"{some(unexpected) or 'nothing'} that the module does not have. Export with the class that was trained."
+        )
+    for names in tied:  # assigned apart
+        first, *others = sorted(names)
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, module.get_parameter(first))
+
+
+def _tied(module: nn.Module) -> list[list[str]]:
+    found: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return [names for names in found.values() if len(names) > 1]
+
+
+def _network(module: nn.Module) -> tuple[str, nn.Module]:
+    """The model of ``transformers`` within a module, with its name there; without one, the module."""
+    for name, part in module.named_modules():
+        if hasattr(part, "config") and hasattr(part, "save_pretrained"):
+            if hasattr(part, "peft_config"):
+                raise ValueError(
+                    "The trained module has adapters, which no format here holds. Merge them first: load the module, "
+                    "call lightning_lowbit.unpack_frozen(model) and model.merge_and_unload(), and save_pretrained."
+                )
+            return name, part
+    return "", module
+
+
+def hp_forward(casts: LinearCasts) -> LinearCasts:
+    """Casts of a forward pass without quantized activations: what an engine computes from weights alone."""
+    return casts.replace(fprop_x=None, wgrad_x=None) if casts.wgrad_x == "fprop" else casts.replace(fprop_x=None)
