@@ -26,6 +26,8 @@ To begin: lowbit fit --config quickstart
   compare --study STUDY      the same for the rows of a study
   inspect CHECKPOINT --casts A,B
                              what casts make of its weights: a table and a picture
+  export CHECKPOINT --format FORMAT --output DIR
+                             a checkpoint as inference engines load it, with the outputs of the training
   estimate --config RECIPE [--device h100] [--devices N] [--strategy ddp|fsdp] [--tensor_parallel T]
                              memory and time of a step by formulas, before there are devices
 
@@ -90,7 +92,7 @@ def _dispatch(arguments: list[str]) -> int:
         run([name, *rest])
         return 0
     own: dict[str, Callable[[Sequence[str]], int | None]] = {"ls": _list, "cp": _copy}
-    others = ("compare", "inspect", "estimate")
+    others = ("compare", "inspect", "export", "estimate")
     if name in others:
         own[name] = getattr(import_module(f"lightning_lowbit.cli.{name}"), name)
     if name not in own:

@@ -6,7 +6,7 @@ group must have been trained with one (``shared_amax``), or are quantized again 
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -96,28 +96,53 @@ def scale_amax(source: Source, name: str) -> Tensor | None:
 
 
 @torch.no_grad()
-def weights(source: Source, fused: bool = False, rescale: bool = False) -> Iterator[Weight]:
+def weights(
+    source: Source, fused: bool = False, rescale: bool = False, scale_dtype: torch.dtype | None = None
+) -> Iterator[Weight]:
     """The weights of all layers, one at a time, in the model's order.
 
     Args:
         source: the model.
         fused: whether the format's engines take one scale of the tensor for each group of layers.
-        rescale: whether to quantize the weights of such a group again, by its largest amax, where theirs differ.
+        rescale: whether to quantize weights again where an engine needs other scales.
+        scale_dtype: in which engines keep scales of rows and blocks; None for that of the file.
 
     Raises:
-        ValueError: amaxes of a group differ, and ``rescale`` is False.
+        ValueError: engines need other scales, and ``rescale`` is False; or a weight is not finite.
     """
     amaxes = _amaxes(source, rescale) if fused else {}
     for name, layer in source.layers.items():
         cast, weight = layer.casts.cast_of("fprop_w"), matrix(source, layer)
         assert isinstance(cast, Cast), name
-        own = layer.scaled_by(weight)
-        trained = quantize(weight, cast, amax=own)
-        if name not in amaxes:
-            yield Weight(name, layer, trained)
-            continue
-        shared = quantize(weight, cast, amax=amaxes[name])
-        yield Weight(name, layer, shared, float((shared.dequantize() - trained.dequantize()).abs().max()))
+        if not weight.isfinite().all():
+            raise ValueError(f"The weight of {name} holds NaN or infinities: export a checkpoint from before.")
+        trained = quantize(weight, cast, amax=layer.scaled_by(weight))
+        changed = trained
+        if name in amaxes:
+            changed = quantize(weight, cast, amax=amaxes[name])
+        elif scale_dtype is not None and not torch.equal(
+            trained.scales.to(scale_dtype).float(), trained.scales.float()
+        ):
+            changed = _with_scales_in(scale_dtype, weight, trained, name, rescale)
+        error = 0.0 if changed is trained else float((changed.dequantize() - trained.dequantize()).abs().max())
+        yield Weight(name, layer, changed, error)
+
+
+def _with_scales_in(dtype: torch.dtype, weight: Tensor, trained: Quantized, name: str, rescale: bool) -> Quantized:
+    """Integers of a weight by scales that are rounded to a dtype."""
+    short = str(dtype).removeprefix("torch.")
+    if not rescale or trained.zero_points is not None:
+        raise ValueError(
+            f"Engines keep the scales of {name} in {short}, and it was trained with {trained.cast.scale.format} scales: "
+            f"its weight would differ by their rounding. Train with scales in bf16 ({{scale: {{format: bf16}}}}), give "
+            "--dtype fp32 for engines that compute in it, or --rescale, which rounds the weight again and tells the "
+            "error of each layer."
+        )
+    rounded = replace(trained, scales=trained.scales.to(dtype).float())
+    units = replace(rounded, codes=torch.full_like(trained.codes, 1), zero_points=None).dequantize()
+    largest = trained.cast.format.max
+    elements = torch.where(units > 0, weight.float() / units, 0).round().clamp(-largest, largest)
+    return replace(rounded, codes=trained.cast.format.encode(elements))
 
 
 def _amaxes(source: Source, rescale: bool) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
-"""The formats of ``lowbit export``: which casts each holds, and which engines load it."""
+"""What a format of files is: which casts it holds, how it is written, and how its client reads it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import Weight
+from lightning_lowbit.export.weights import Weight, weights
 from lightning_lowbit.nn.linear import QuantizedLayer
 
 
@@ -29,13 +29,23 @@ class Options:
 
 @dataclass(frozen=True)
 class Written:
-    """What was written of a layer: ``bytes`` on disk, and how far its weight is from that of the training."""
+    """What was written of a layer.
+
+    Attributes:
+        name: of the layer.
+        cast: of its weight.
+        format: of the file.
+        bytes: on disk.
+        error: the largest difference of its weight from that of the training.
+        inputs: whether engines quantize its input, too.
+    """
 
     name: str
     cast: str
     format: str
     bytes: int
     error: float
+    inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,10 @@ class Format:
         load: reads a folder back by the real client, ready to be called as the model is; None if there is no client
             in Python. An ``ImportError`` names a package that is missing.
         needs_network: whether the model must be one of ``transformers``.
+        tolerance: how far logits may be from those of the training's forward pass with the same operands in few bits,
+            as a norm relative to theirs: rounding of what is in bfloat16 there.
+        fused: whether engines take one scale of the tensor for q, k and v, and for gate and up.
+        rounds_scales: whether engines keep scales of rows and blocks in the dtype of the model.
     """
 
     name: str
@@ -58,7 +72,15 @@ class Format:
     write: Callable[[Source, Path, Options], list[Written]]
     load: Callable[[Path], nn.Module] | None = None
     needs_network: bool = True
+    tolerance: float = 0.05
+    fused: bool = False
+    rounds_scales: bool = False
+
+    def weights(self, source: Source, options: Options) -> Iterator[Weight]:
+        """The weights of all layers as the format stores them; see :func:`lightning_lowbit.export.weights.weights`."""
+        scale_dtype = options.dtype if self.rounds_scales else None
+        return weights(source, self.fused, options.rescale, scale_dtype)
 
 
-def row(weight: Weight, format: str, size: int) -> Written:
-    return Written(weight.name, str(weight.cast), format, size, weight.error)
+def row(weight: Weight, format: str, size: int, inputs: bool = False) -> Written:
+    return Written(weight.name, str(weight.cast), format, size, weight.error, inputs)

@@ -1,0 +1,5 @@
+"""``lowbit export``."""
+
+from lightning_lowbit.cli.export.command import export
+
+__all__ = ["export"]

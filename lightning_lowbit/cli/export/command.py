@@ -1,0 +1,67 @@
+"""``lowbit export``: a checkpoint in a format that inference engines load."""
+
+import argparse
+import signal
+from collections.abc import Sequence
+from types import FrameType
+
+from lightning_lowbit.export.card import layers_table
+from lightning_lowbit.export.export import DTYPES, explain_formats, export_checkpoint
+from lightning_lowbit.export.formats.table import FORMATS
+from lightning_lowbit.export.source import read
+
+
+def export(arguments: Sequence[str]) -> None:
+    given = _parser().parse_args(arguments)
+    if given.format is None or given.output is None:
+        told = explain_formats(read(given.checkpoint, given.module))
+        raise ValueError(f"lowbit export takes --format and --output. {told} `lowbit export --help` describes them.")
+    signal.signal(signal.SIGTERM, _interrupt)  # so that nothing is left behind
+    exported = export_checkpoint(
+        given.checkpoint,
+        given.format,
+        given.output,
+        module=given.module,
+        calibrate=given.calibrate,
+        tokenizer=given.tokenizer,
+        dtype=given.dtype,
+        rescale=given.rescale,
+        overwrite=given.overwrite,
+        parity=not given.no_parity,
+    )
+    total, few = exported.parameters
+    print(layers_table(exported))
+    print(f"\n{few:,} of {total:,} parameters in few bits, {exported.bytes:,} bytes on disk.")
+    print(exported.parity if exported.parity is not None else f"Outputs were not compared: {exported.why_not}.")
+    print(f"Exported to {exported.folder}")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, FORMATS))
+    formats = "\n".join(f"  {name:{width}}  {format.about}" for name, format in FORMATS.items())
+    parser = argparse.ArgumentParser(
+        "lowbit export",
+        description="Exports a checkpoint with the codes and scales of its training, loads the result by the format's own "
+        "client, and compares outputs.",
+        epilog=f"formats:\n{formats}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("checkpoint", help="a .ckpt of a run with a plugin of lightning_lowbit; it tells its casts")
+    add("--format", choices=FORMATS, metavar="NAME", help="see below; without it, those that fit are listed")
+    add("--output", metavar="DIR", help="the folder to make")
+    add("--calibrate", metavar="FILE", help="text over which scales of activations are measured and outputs compared")
+    add(
+        "--tokenizer", metavar="NAME", help="'bytes', a folder, or a name on the Hugging Face Hub; else that of the run"
+    )
+    add("--dtype", choices=DTYPES, default="bf16", help="of tensors that are not quantized; bf16 by default")
+    add("--rescale", action="store_true", help="quantizes weights again where an engine needs other scales")
+    add("--module", metavar="CLASS", help="package.module.Class of your own LightningModule; its code runs")
+    add("--overwrite", action="store_true", help="replaces DIR")
+    add("--no-parity", action="store_true", help="does not load and compare the result")
+    return parser

@@ -1,0 +1,65 @@
+"""Text for calibration and for the parity report, and the amaxes of activations over it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit.export.source import Source
+
+LENGTH, SEQUENCES = 128, 16  # tokens of a sequence, and how many
+
+
+def tokens_of(source: Source, text: str | Path | None) -> Tensor:
+    """Token ids, int64 ``[sequences, length]``: of a text file, or drawn at random where there is none.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the checkpoint does not tell its tokenizer; or the text is shorter than a sequence.
+    """
+    config: Any = source.config
+    vocabulary, positions = int(config.vocab_size), int(getattr(config, "max_position_embeddings", LENGTH) or LENGTH)
+    length = min(LENGTH, positions)
+    if text is None:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(vocabulary, (4, length), generator=generator)
+    path, name = Path(text).expanduser(), source.facts.get("tokenizer")
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file of text {path}. Give one in UTF-8.")
+    if name is None:
+        raise ValueError("The checkpoint does not tell its tokenizer: give --tokenizer bytes, or a folder or name.")
+    from lightning_lowbit.export.tokenizer import load_tokenizer
+
+    ids = torch.tensor(load_tokenizer(name)(path.read_text(errors="replace"), add_special_tokens=False)["input_ids"])
+    count = min(len(ids) // length, SEQUENCES)
+    if count == 0:
+        raise ValueError(f"{path} has {len(ids)} tokens, and a sequence {length}: give a longer text.")
+    if int(ids.max()) >= vocabulary:
+        raise ValueError(
+            f"The tokenizer {name!r} gives the token {int(ids.max())}, and the model has {vocabulary}: give the "
+            "tokenizer of the training (--tokenizer)."
+        )
+    return ids[: count * length].view(count, length)
+
+
+@torch.no_grad()
+def input_amaxes(source: Source, tokens: Tensor) -> dict[str, float]:
+    """The largest magnitude of each layer's input, by name, over the training's forward pass of some tokens."""
+    found: dict[str, float] = dict.fromkeys(source.layers, 0.0)
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            found[name] = max(found[name], float(inputs[0].detach().to(source.dtype).abs().amax()))
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(note(name)) for name, layer in source.layers.items()]
+    try:
+        for one in tokens.split(4):
+            source.model(input_ids=one)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found

@@ -1,0 +1,150 @@
+"""Exports a checkpoint: checks, files, parity report and model card, in a folder that appears when all is done."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from lightning_lowbit.atomic_files import being_written, put_in_place, remove
+from lightning_lowbit.checks import choose, some
+from lightning_lowbit.export.calibration import input_amaxes, tokens_of
+from lightning_lowbit.export.card import write_card
+from lightning_lowbit.export.formats.base import Format, Options, Written
+from lightning_lowbit.export.formats.table import FORMATS
+from lightning_lowbit.export.parity import Parity, compare
+from lightning_lowbit.export.record import write_record
+from lightning_lowbit.export.source import Source, read
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export made.
+
+    Attributes:
+        folder: holds the files.
+        rows: what was written of each quantized layer.
+        parity: how it compares with the training; None if nothing was compared.
+        why_not: why nothing was compared; None if it was.
+        bytes: of the folder.
+        parameters: of the model, and those of them in few bits.
+    """
+
+    folder: Path
+    rows: Sequence[Written]
+    parity: Parity | None
+    why_not: str | None
+    bytes: int
+    parameters: tuple[int, int]
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    format: str,
+    output: str | Path,
+    *,
+    module: str | None = None,
+    calibrate: str | Path | None = None,
+    tokenizer: str | None = None,
+    dtype: str = "bf16",
+    rescale: bool = False,
+    overwrite: bool = False,
+    parity: bool = True,
+) -> Exported:
+    """Exports a checkpoint to a format that inference engines load, and compares what they compute with the training.
+
+    Args:
+        checkpoint: a file that a run with a plugin of this package wrote; no code that it names runs.
+        format: a key of ``FORMATS``.
+        output: the folder to make.
+        module: the class of the trained ``LightningModule``, ``"package.module.Class"``; None for those of recipes.
+        calibrate: a text file, over which scales of activations are measured and outputs compared. Without it, those
+            that engines need static are an error, and outputs are compared on random tokens.
+        tokenizer: ``"bytes"``, a folder or a name on the Hub; None for that of the training, if the checkpoint tells it.
+        dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``: of the tensors that are not quantized.
+        rescale: quantizes weights again where an engine needs other scales, and tells the error of each layer.
+        overwrite: replaces ``output`` if it exists.
+        parity: loads the result by the format's own client, and raises if it computes something else.
+
+    Returns:
+        What was written, and the parity report.
+
+    Raises:
+        FileNotFoundError, FileExistsError: there is no checkpoint, or ``output`` exists.
+        ValueError: the checkpoint cannot be read; the format cannot hold a layer, which the message names with the
+            reason; or the exported model computes something else. Nothing is written then.
+
+    Examples:
+        >>> exported = export_checkpoint("last.ckpt", "int4", "llama-int4", dtype="fp32")
+        >>> print(exported.parity)
+    """
+    choose("format", format, FORMATS)
+    choose("dtype", dtype, DTYPES)
+    output = Path(output).expanduser()
+    if output.exists() and not overwrite:
+        raise FileExistsError(f"{output} exists. Give another folder, or overwrite (--overwrite).")
+    chosen, source = FORMATS[format], read(checkpoint, module)
+    if tokenizer is not None:
+        source = replace(source, facts={**source.facts, "tokenizer": tokenizer})
+    if chosen.needs_network and source.config is None:
+        raise ValueError(
+            f"The format {format} holds models of transformers, and the trained module has none: take dequantized."
+        )
+    tokens = tokens_of(source, calibrate) if _is_language_model(source) else None
+    amaxes = input_amaxes(source, tokens) if calibrate is not None and tokens is not None else None
+    options = Options(rescale, amaxes, DTYPES[dtype])
+    with being_written(output) as partial:
+        try:
+            partial.mkdir()
+            rows = chosen.write(source, partial, options)
+            compared, why_not = None, _incomparable(chosen, source, parity)
+            if why_not is None and tokens is not None and chosen.load is not None:
+                try:
+                    client = chosen.load(partial)
+                except ImportError as error:
+                    why_not = f"{error.name or error} is not installed: pip install 'lightning_lowbit[export]'"
+                else:
+                    compared = compare(source, client, rows, chosen.weights(source, options), tokens)
+                    compared.check(chosen.tolerance)
+            total = sum(parameter.numel() for parameter in source.model.parameters())
+            few = sum(layer.weight_matrix().numel() for layer in source.layers.values())
+            size = sum(path.stat().st_size for path in partial.rglob("*"))
+            exported = Exported(output, rows, compared, why_not, size, (total, few))
+            write_record(source, chosen.name, partial)
+            write_card(exported, source, chosen, partial)
+            put_in_place(partial, output)
+        except BaseException:
+            remove(partial)
+            raise
+    return exported
+
+
+def fitting(source: Source) -> list[str]:
+    """The formats that can hold all quantized layers of a model."""
+    return [
+        name
+        for name, format in FORMATS.items()
+        if all(format.obstacle(layer, source.layers[layer]) is None for layer in source.layers)
+        and (source.config is not None or not format.needs_network)
+    ]
+
+
+def explain_formats(source: Source) -> str:
+    """Which formats fit a model, in a sentence."""
+    return f"Formats that hold it: {some(fitting(source), 20) or 'none'}."
+
+
+def _is_language_model(source: Source) -> bool:
+    return source.config is not None and hasattr(source.config, "vocab_size") and "CausalLM" in str(type(source.model))
+
+
+def _incomparable(format: Format, source: Source, parity: bool) -> str | None:
+    if not parity:
+        return "it was not asked for"
+    if format.load is None:
+        return "the format's client is not a package of Python"
+    if not _is_language_model(source):
+        return "the model is no causal language model of transformers"
+    return None

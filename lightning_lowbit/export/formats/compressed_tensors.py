@@ -1,0 +1,323 @@
+"""Folders in the format of compressed-tensors, which vLLM, SGLang, transformers and llama.cpp's converter load.
+
+    --format        files hold, of each layer                              casts of the weight
+    nvfp4-…         weight_packed, weight_scale, weight_global_scale       e2m1/e4m3 in blocks or tiles of 16, +fp32
+    mxfp4           weight_packed, weight_scale                            e2m1/e8m0:1x32
+    mxfp6           weight_packed, weight_scale                            e2m3/e8m0:1x32
+    mxfp8           weight, weight_scale                                   e4m3/e8m0:1x32
+    fp8             weight, weight_scale, input_scale                      e4m3/fp32 per tensor, row or 128x128
+    int2 … int8     weight_packed or weight, weight_scale, weight_shape    intN per tensor, row or group
+
+Layers of other classes than nn.Linear are left out of it: engines find what is quantized by that class. Codes and scales
+are those of the training. What is dynamic (MX formats, FP8 by tokens, int8 by tokens) an engine does for itself; scales
+of activations that are not come from calibration.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
+from dataclasses import dataclass, replace
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit.export.folder import Shards, dense, load_network, write_network
+from lightning_lowbit.export.formats.base import Format, Options, Written, row
+from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.weights import Weight, check, common_obstacle
+from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.quant import Cast, Quantized, Scale
+
+_VERSION = "0.20.0"  # of compressed-tensors, whose files these are
+_E4M3, _UINT8 = "torch.float8_e4m3fn", "torch.uint8"
+
+Scheme = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A layer in a file: its tensors by the end of their names, and how the configuration describes them."""
+
+    tensors: Mapping[str, Tensor]
+    format: str
+    weights: Scheme
+    inputs: Scheme | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A ``--format`` of this family.
+
+    Attributes:
+        fits: what casts of weights must be, in words, or None for one that fits.
+        encode: the layer in the file.
+        fused: of :class:`Format`.
+    """
+
+    fits: Callable[[Cast], str | None]
+    encode: Callable[[Weight, Options], Encoded]
+    fused: bool = False
+
+
+def _needs(text: str, test: Callable[[Cast], bool]) -> Callable[[Cast], str | None]:
+    return lambda cast: None if test(cast) else f"it takes {text}, and the weight has {cast}"
+
+
+def _args(bits: int, kind: str, strategy: str, group: int | None = None, dynamic: Any = False, **others: Any) -> Scheme:
+    return {
+        "num_bits": bits,
+        "type": kind,
+        "symmetric": True,
+        "group_size": group,
+        "strategy": strategy,
+        "block_structure": None,
+        "dynamic": dynamic,
+        "actorder": None,
+        "observer": None if dynamic is True else "memoryless_minmax" if dynamic is False else "static_minmax",
+        "observer_kwargs": {},
+        **others,
+    }
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    """Codes of 4 bits, two in a byte, the first one in the low bits: ``[rows, columns / 2]``."""
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def scales_by_row(quantized: Quantized) -> Tensor:
+    """The scales of blocks as ``[rows, blocks]``: those of tiles are repeated."""
+    scales, rows = quantized.scales, len(quantized.codes)
+    if len(scales) == rows:
+        return scales
+    block = quantized.cast.scale.block
+    height = block[0] if isinstance(block, tuple) else rows
+    return scales.view(torch.uint8).repeat_interleave(height, 0)[:rows].view(scales.dtype)
+
+
+def _nvfp4(weight: Weight, options: Options, activations: bool) -> Encoded:
+    q = weight.quantized
+    assert q.tensor_scale is not None
+    tensors = {
+        "weight_packed": nibbles(q.codes),
+        "weight_scale": scales_by_row(q),
+        "weight_global_scale": q.tensor_scale.reciprocal().reshape(1),  # a divisor
+    }
+    args = partial(_args, 4, "float", "tensor_group", 16, scale_dtype=_E4M3, zp_dtype=_E4M3)
+    if activations:
+        tensors["input_global_scale"] = torch.tensor([2688.0 / input_amax(weight.name, options)])
+    return Encoded(tensors, "nvfp4-pack-quantized", args(), args(dynamic="local") if activations else None)
+
+
+def input_amax(name: str, options: Options) -> float:
+    """The amax of a layer's input over the calibration data."""
+    if options.input_amaxes is None:
+        raise ValueError(
+            "The format keeps a static scale for the activations of each layer, which takes data: give calibration "
+            "text (--calibrate FILE), or take nvfp4-w4a16, whose activations stay in high precision."
+        )
+    return max(options.input_amaxes[name], 1e-12)
+
+
+def _mx(weight: Weight, options: Options) -> Encoded:
+    q = weight.quantized
+    bits, scale = q.cast.format.bits, q.scales.view(torch.uint8)
+    inputs = weight.layer.casts.fprop_x
+    args = partial(_args, bits, "float", "group", 32, scale_dtype=_UINT8, zp_dtype=_UINT8)
+    if bits == 8:
+        tensors, format = {"weight": q.codes.view(torch.float8_e4m3fn), "weight_scale": scale}, "mxfp8-quantized"
+    else:
+        packed = nibbles(q.codes) if bits == 4 else _stream(q.codes, bits)
+        tensors, format = {"weight_packed": packed, "weight_scale": scale}, f"mxfp{bits}-pack-quantized"
+    same = inputs is not None and (inputs.element, inputs.scale.format) == (q.cast.element, "e8m0")
+    return Encoded(tensors, format, args(), args(dynamic=True) if same else None)
+
+
+def _fp8(weight: Weight, options: Options) -> Encoded:
+    q, inputs = weight.quantized, weight.layer.casts.fprop_x
+    block = q.cast.scale.block
+    tensors = {"weight": q.codes.view(torch.float8_e4m3fn), "weight_scale": q.scales.float()}
+    if isinstance(block, tuple):
+        args = _args(8, "float", "block", block_structure=[*block])
+    else:
+        args = _args(8, "float", "channel" if block == "row" else "tensor")
+        tensors["weight_scale"] = tensors["weight_scale"].reshape(-1, 1) if block == "row" else q.scales.reshape(1)
+    return Encoded(
+        tensors | _input_scale(weight, options), "float-quantized", args, _fp8_inputs(inputs, block, options)
+    )
+
+
+def _fp8_inputs(inputs: Cast | None, block: Any, options: Options) -> Scheme | None:
+    if inputs is None or inputs.element != "e4m3":
+        return None
+    if isinstance(block, tuple):
+        return _args(8, "float", "group", 128, dynamic=True)
+    if inputs.scale.block == "tensor" and options.input_amaxes is not None:
+        return _args(8, "float", "tensor")
+    return _args(8, "float", "token", dynamic=True)
+
+
+def _input_scale(weight: Weight, options: Options) -> dict[str, Tensor]:
+    inputs = weight.layer.casts.fprop_x
+    static = options.input_amaxes is not None and inputs is not None and inputs.scale.block == "tensor"
+    return {"input_scale": torch.tensor([input_amax(weight.name, options) / 448.0])} if static else {}
+
+
+def _integers(weight: Weight, options: Options) -> Encoded:
+    q, inputs = weight.quantized, weight.layer.casts.fprop_x
+    bits, block, rows = q.cast.format.bits, q.cast.scale.block, len(q.codes)
+    scale = q.scales if block != "tensor" else q.scales.expand(rows, 1)
+    strategy, group = ("group", int(block)) if isinstance(block, int) else ("channel", None)
+    by_token = inputs is not None and (inputs.element, inputs.scale.block) == ("int8", "row")
+    acts = _args(8, "int", "token", dynamic=True) if by_token else None
+    if bits == 8 and acts is not None and strategy == "channel":
+        tensors = {"weight": q.codes.view(torch.int8), "weight_scale": scale}
+        return Encoded(tensors, "int-quantized", _args(8, "int", strategy), acts)
+    offset = q.codes if q.zero_points is not None else q.elements().to(torch.int16) + 2 ** (bits - 1)
+    shape = torch.tensor(q.codes.shape)
+    tensors = {"weight_packed": _words(offset, bits), "weight_scale": scale, "weight_shape": shape}
+    if q.zero_points is not None:
+        tensors["weight_zero_point"] = _words(q.zero_points.t(), bits).t()
+    args = _args(bits, "int", strategy, group, symmetric=q.zero_points is None)
+    return Encoded(tensors, "pack-quantized", args, acts)
+
+
+def _stream(codes: Tensor, bits: int) -> Tensor:
+    """Codes of each row as a little-endian stream of bits, in whole bytes: uint8 ``[rows, columns * bits / 8]``."""
+    stream = (codes.to(torch.int16)[..., None] >> torch.arange(bits) & 1).flatten(1)
+    padded = torch.nn.functional.pad(stream, (0, -stream.shape[1] % 8)).view(len(codes), -1, 8)
+    return (padded << torch.arange(8)).sum(-1).to(torch.uint8)
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """:func:`_stream` in whole int32."""
+    stream = _stream(codes, bits)
+    return torch.nn.functional.pad(stream, (0, -stream.shape[1] % 4)).contiguous().view(torch.int32)
+
+
+def _is_nvfp4(cast: Cast) -> bool:
+    scale = cast.scale
+    return (cast.element, scale.format, scale.two_level) == ("e2m1", "e4m3", True) and scale.block in (16, (16, 16))
+
+
+def _is_mx(element: str) -> Callable[[Cast], bool]:
+    plain = Scale("e8m0", 32)
+    return lambda cast: (cast.element, cast.scale.format, cast.scale.block) == (element, "e8m0", plain.block)
+
+
+def _is_fp8(cast: Cast) -> bool:
+    return (cast.element, cast.scale.format) == ("e4m3", "fp32") and cast.scale.block in ("row", "tensor", (128, 128))
+
+
+def _is_int(bits: int) -> Callable[[Cast], bool]:
+    return lambda cast: cast.element == f"int{bits}" and not isinstance(cast.scale.block, tuple)
+
+
+_INT = "in rows, groups or one tensor, with scales in bf16, fp16 or fp32"
+KINDS: dict[str, Kind] = {
+    "nvfp4-w4a16": Kind(
+        _needs("NVFP4 (e2m1, E4M3 scales of 16 or 16x16, one scale of the tensor)", _is_nvfp4),
+        partial(_nvfp4, activations=False),
+        fused=True,
+    ),
+    "nvfp4-w4a4": Kind(
+        _needs("NVFP4 (e2m1, E4M3 scales of 16 or 16x16, one scale of the tensor)", _is_nvfp4),
+        partial(_nvfp4, activations=True),
+        fused=True,
+    ),
+    "mxfp4": Kind(_needs("MXFP4 (e2m1/e8m0:1x32)", _is_mx("e2m1")), _mx),
+    "mxfp6": Kind(_needs("MXFP6 in E2M3 (e2m3/e8m0:1x32; engines hold no E3M2)", _is_mx("e2m3")), _mx),
+    "mxfp8": Kind(_needs("MXFP8 (e4m3/e8m0:1x32)", _is_mx("e4m3")), _mx),
+    "fp8": Kind(_needs("E4M3 with float32 scales of the tensor, rows or tiles of 128x128", _is_fp8), _fp8, fused=True),
+    **{f"int{bits}": Kind(_needs(f"int{bits} {_INT}", _is_int(bits)), _integers) for bits in range(2, 9)},
+}
+
+
+def obstacle(kind: Kind, name: str, layer: QuantizedLayer) -> str | None:
+    cast = layer.casts.fprop_w
+    assert cast is not None
+    if (why := common_obstacle(layer) or kind.fits(cast)) is not None:
+        return why
+    if not isinstance(layer, nn.Linear):
+        return f"{type(layer).__name__} is no nn.Linear, by which engines find layers"
+    block, size = cast.scale.block, layer.in_features
+    length = block[1] if isinstance(block, tuple) else block
+    if isinstance(length, int) and size % length and cast.element != "e4m3":
+        return f"its {size} in_features are no multiple of {length}"
+    return None
+
+
+def _write(name: str, kind: Kind, source: Source, folder: Path, options: Options) -> list[Written]:
+    check(source, {layer: obstacle(kind, layer, source.layers[layer]) for layer in source.layers}, name)
+    shards, rows, described = Shards(folder), list[Written](), dict[str, Encoded]()
+    for weight in FORMATS[name].weights(source, options):
+        encoded = kind.encode(weight, options)
+        size = shards.add({f"{weight.name}.{part}": tensor for part, tensor in encoded.tensors.items()})
+        described[weight.name] = replace(encoded, tensors={})
+        rows.append(row(weight, encoded.format, size, encoded.inputs is not None))
+    for each, tensor in dense(source, {f"{layer}.weight" for layer in source.layers}, options.dtype):
+        shards.add({each: tensor})
+    shards.close()
+    write_network(source, folder, options.dtype, quantization_config(source.model, described))
+    return rows
+
+
+def quantization_config(model: nn.Module, described: Mapping[str, Encoded]) -> dict[str, Any]:
+    """What ``config.json`` tells of quantized layers: a group for each scheme, and what is left out."""
+    groups: dict[str, list[str]] = {}
+    for name, each in described.items():
+        groups.setdefault(json.dumps([each.format, each.weights, each.inputs]), []).append(name)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    config_groups = {}
+    for number, (scheme, names) in enumerate(groups.items()):
+        format, of_weights, of_inputs = json.loads(scheme)
+        config_groups[f"group_{number}"] = {
+            "targets": ["Linear"] if len(groups) == 1 else [f"re:{re.escape(name)}$" for name in names],
+            "format": format,
+            "weights": of_weights,
+            "input_activations": of_inputs,
+            "output_activations": None,
+        }
+    formats = {group["format"] for group in config_groups.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "version": _VERSION,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": config_groups,
+        "ignore": [name for name in linear if name not in described],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "sparsity_config": {},
+        "transform_config": {},
+    }
+
+
+@torch.no_grad()
+def _load(folder: Path) -> nn.Module:
+    """The model as transformers computes it, with the activations that the configuration quantizes."""
+    import compressed_tensors  # noqa: F401  of which transformers would tell later, and otherwise
+
+    with redirect_stderr(StringIO()):  # bars of progress
+        model = load_network(folder)
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64))  # unpacks weights
+    return model
+
+
+_ABOUT = "compressed-tensors: vLLM, SGLang, transformers"
+FORMATS = {
+    name: Format(
+        name,
+        _ABOUT,
+        partial(obstacle, kind),
+        partial(_write, name, kind),
+        _load,
+        fused=kind.fused,
+        rounds_scales=name.startswith("int"),
+    )
+    for name, kind in KINDS.items()
+}

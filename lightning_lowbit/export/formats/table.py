@@ -1,0 +1,10 @@
+"""All formats by the name that ``--format`` takes."""
+
+from lightning_lowbit.export.formats import compressed_tensors, dequantized, modelopt
+from lightning_lowbit.export.formats.base import Format
+
+FORMATS: dict[str, Format] = {
+    **compressed_tensors.FORMATS,
+    **modelopt.FORMATS,
+    **dequantized.FORMATS,
+}
