@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_lowbit.callbacks import *
+    from lightning_lowbit.export import export_checkpoint, load, load_compressed
     from lightning_lowbit.nn import (
         LinearCasts,
         bake,
         convert,
         fold,
-        load_compressed,
         pack_frozen,
         register_linear,
         smooth_swiglu,
@@ -69,6 +69,8 @@ __all__ = [
     "bake",
     "convert",
     "fold",
+    "export_checkpoint",
+    "load",
     "load_compressed",
     "pack_frozen",
     "quantize",
@@ -85,7 +87,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is he
         if name in _submodules():
             return import_module(f"{__name__}.{name}")
         if name in __all__:
-            for part in ("quant", "nn", "optim", "precision", "callbacks"):  # from the bottom up
+            for part in ("quant", "nn", "optim", "precision", "callbacks", "export"):  # from the bottom up
                 module = import_module(f"{__name__}.{part}")
                 if hasattr(module, name):
                     globals()[name] = getattr(module, name)

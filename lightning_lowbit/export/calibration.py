@@ -57,7 +57,7 @@ def input_amaxes(source: Source, tokens: Tensor) -> dict[str, float]:
 
     handles = [layer.register_forward_pre_hook(note(name)) for name, layer in source.layers.items()]
     try:
-        for one in tokens.split(4):
+        for one in torch.split(tokens, 4):
             source.model(input_ids=one)
     finally:
         for handle in handles:

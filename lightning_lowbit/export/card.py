@@ -8,7 +8,7 @@ from lightning_lowbit.export.formats.base import Format
 from lightning_lowbit.export.source import Source
 
 if TYPE_CHECKING:
-    from lightning_lowbit.export.export import Exported
+    from lightning_lowbit.export.checkpoint import Exported
 
 _PACKAGES = ("lightning_lowbit", "torch", "transformers", "compressed-tensors")
 _SHOWN = 200  # rows of layers
@@ -27,8 +27,8 @@ def card(exported: "Exported", source: Source, format: Format) -> str:
         "---\nlibrary_name: transformers\ntags: [lightning_lowbit, quantized]\n---",
         f"# {exported.folder.name}",
         f"Trained in few bits with lightning_lowbit, and exported as `{format.name}` ({format.about}).",
-        f"{few:,} of {total:,} parameters ({few / total:.0%}), in {len(exported.rows)} layers, are in few bits; the rest is "
-        "in high precision.",
+        f"{few:,} of {total:,} parameters ({few / total:.0%}) of {len(exported.rows)} layers are in few bits; the rest "
+        "is in high precision.",
         "## Training",
         _table(("", ""), [(name, value) for name, value in facts.items() if value is not None]),
         _table(("hyper-parameter", "value"), list(source.facts.get("hyper_parameters", {}).items())),

@@ -36,7 +36,7 @@ class Shards:
         if len(self._files) == 1:
             self._files[0][0].rename(self.folder / "model.safetensors")
             return
-        where = {}
+        where: dict[str, str] = {}
         for number, (path, names, _) in enumerate(self._files, 1):
             final = path.rename(self.folder / f"model-{number:05}-of-{len(self._files):05}.safetensors")
             where |= dict.fromkeys(names, final.name)

@@ -1,7 +1,7 @@
 """The parity report: whether an exported model, loaded by its real client, computes what was trained.
 
     weights    each layer's weight in the loaded model, against codes · scales
-    logits     of the loaded model, against the training's forward pass with the operands quantized that the client quantizes
+    logits     of the loaded model, against the training's forward pass with those operands quantized that it quantizes
     loss       of the next token, greedy tokens: against the training's forward pass as it was
 
 A client that keeps activations in high precision computes other logits than a training that quantized them: closer to
@@ -103,7 +103,7 @@ def compare(source: Source, loaded: Any, rows: Sequence[Written], written: Itera
 
 
 def _logits(model: Any, tokens: Tensor) -> Tensor:
-    return torch.cat([model(input_ids=part).logits.float() for part in tokens.split(4)])
+    return torch.cat([model(input_ids=part).logits.float() for part in torch.split(tokens, 4)])
 
 
 @contextmanager

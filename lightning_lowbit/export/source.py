@@ -38,7 +38,7 @@ class Source:
         layers: the layers whose weights the forward pass quantizes, by their names in ``model``.
         dtype: of the computation in training; weights are rounded to it before they are quantized.
         config: the configuration of ``transformers``; None for other models.
-        facts: what a model card tells of the training: ``step``, ``phase``, ``tokenizer``, and the hyper-parameters.
+        facts: what a model card tells of the training: ``step``, ``phase``, ``tokenizer``, hyper-parameters.
     """
 
     model: nn.Module
@@ -58,8 +58,8 @@ def read(checkpoint: str | Path, module: str | None = None) -> Source:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is damaged, tells no casts, or is of a class that was not given; its hyper-parameters do not
-            make the model; or nothing in the forward pass is quantized.
+        ValueError: the file is damaged, tells no casts, or is of a class that was not given; its hyper-parameters do
+            not make the model; or nothing in the forward pass is quantized.
     """
     loaded = load_checkpoint(checkpoint)
     state = state_of(loaded)
@@ -81,7 +81,9 @@ def read(checkpoint: str | Path, module: str | None = None) -> Source:
             f"{checkpoint} was saved in phase {state['phase']!r}, with casts {trained}: its forward pass quantizes no "
             "weight, so that there is nothing to export in few bits. Use save_pretrained."
         )
-    data = next((loaded[key] for key in loaded if key.endswith("DataModule") and isinstance(loaded[key], Mapping)), {})
+    data: Mapping[str, Any] = next(
+        (loaded[key] for key in loaded if key.endswith("DataModule") and isinstance(loaded[key], Mapping)), {}
+    )
     return Source(
         model,
         quantized,
@@ -121,7 +123,7 @@ def _made(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
     if "pretrained" in given:  # its weights are those of the checkpoint
         given["pretrained"] = False
     try:
-        with _parameters_on_meta():
+        with parameters_on_meta():
             made = cls(**given)
     except TypeError as error:
         raise ValueError(
@@ -134,10 +136,10 @@ def _made(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
 
 
 @contextmanager
-def _parameters_on_meta() -> Generator[None, None, None]:
+def parameters_on_meta() -> Generator[None, None, None]:
     """Modules that are made have parameters on the meta device; buffers have their values."""
 
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.is_meta:  # such as one that is tied
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)

@@ -133,9 +133,9 @@ def _with_scales_in(dtype: torch.dtype, weight: Tensor, trained: Quantized, name
     short = str(dtype).removeprefix("torch.")
     if not rescale or trained.zero_points is not None:
         raise ValueError(
-            f"Engines keep the scales of {name} in {short}, and it was trained with {trained.cast.scale.format} scales: "
-            f"its weight would differ by their rounding. Train with scales in bf16 ({{scale: {{format: bf16}}}}), give "
-            "--dtype fp32 for engines that compute in it, or --rescale, which rounds the weight again and tells the "
+            f"Engines keep the scales of {name} in {short}, and it was trained with {trained.cast.scale.format} "
+            f"scales: its weight would differ by their rounding. Train with scales in bf16 ({{scale: {{format: "
+            "bf16}}), give --dtype fp32 for engines that compute in it, or --rescale, which rounds the weight again and tells the "
             "error of each layer."
         )
     rounded = replace(trained, scales=trained.scales.to(dtype).float())

@@ -4,7 +4,6 @@ from lightning_lowbit.nn import presets as presets
 from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import PHASES, PRESETS, LinearCasts
 from lightning_lowbit.nn.conversion.bake import bake
-from lightning_lowbit.nn.conversion.compressed import load_compressed
 from lightning_lowbit.nn.conversion.convert import convert, plan, set_blend, set_phase
 from lightning_lowbit.nn.conversion.coverage import Coverage, GemmCounter
 from lightning_lowbit.nn.conversion.frozen import pack_frozen, unpack_frozen
@@ -33,7 +32,6 @@ __all__ = [
     "bake",
     "convert",
     "fold",
-    "load_compressed",
     "pack_frozen",
     "plan",
     "register_linear",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from lightning_lowbit.export.card import layers_table
-from lightning_lowbit.export.export import DTYPES, explain_formats, export_checkpoint
+from lightning_lowbit.export.checkpoint import DTYPES, explain_formats, export_checkpoint
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.source import read
 
@@ -45,8 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     formats = "\n".join(f"  {name:{width}}  {format.about}" for name, format in FORMATS.items())
     parser = argparse.ArgumentParser(
         "lowbit export",
-        description="Exports a checkpoint with the codes and scales of its training, loads the result by the format's own "
-        "client, and compares outputs.",
+        description="Exports a checkpoint with the codes and scales of its training, loads the result by the format's "
+        "own client, and compares outputs.",
         epilog=f"formats:\n{formats}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -8,8 +8,8 @@
     fp8             weight, weight_scale, input_scale                      e4m3/fp32 per tensor, row or 128x128
     int2 … int8     weight_packed or weight, weight_scale, weight_shape    intN per tensor, row or group
 
-Layers of other classes than nn.Linear are left out of it: engines find what is quantized by that class. Codes and scales
-are those of the training. What is dynamic (MX formats, FP8 by tokens, int8 by tokens) an engine does for itself; scales
+Layers of other classes than nn.Linear are refused: engines find what is quantized by that class. Codes and scales are
+those of the training. What is dynamic (MX formats, FP8 by tokens, int8 by tokens) an engine does for itself; scales
 of activations that are not come from calibration.
 """
 

@@ -1,7 +1,7 @@
 """Plain weights that hold quantized values: for any module and any architecture, in ``transformers`` or not.
 
-Activations stay in high precision. Values are rounded to the dtype of the files, which for NVFP4 in bfloat16 is one more
-rounding; float32 holds them exactly.
+Activations stay in high precision. Values are rounded to the dtype of the files, which for NVFP4 in bfloat16 is one
+more rounding; float32 holds them exactly.
 """
 
 from pathlib import Path

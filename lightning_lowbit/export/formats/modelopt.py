@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit.export.formats.compressed_tensors import KINDS, input_amax, nibbles, obstacle, scales_by_row
 from lightning_lowbit.export.folder import Shards, dense, write_json, write_network
 from lightning_lowbit.export.formats.base import Format, Options, Written, row
+from lightning_lowbit.export.formats.compressed_tensors import KINDS, input_amax, nibbles, obstacle, scales_by_row
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check
 from lightning_lowbit.nn.linear import QuantizedLayer

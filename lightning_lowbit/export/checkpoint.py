@@ -62,7 +62,7 @@ def export_checkpoint(
         module: the class of the trained ``LightningModule``, ``"package.module.Class"``; None for those of recipes.
         calibrate: a text file, over which scales of activations are measured and outputs compared. Without it, those
             that engines need static are an error, and outputs are compared on random tokens.
-        tokenizer: ``"bytes"``, a folder or a name on the Hub; None for that of the training, if the checkpoint tells it.
+        tokenizer: ``"bytes"``, a folder or a name on the Hub; None for that of the training, if the checkpoint tells.
         dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``: of the tensors that are not quantized.
         rescale: quantizes weights again where an engine needs other scales, and tells the error of each layer.
         overwrite: replaces ``output`` if it exists.

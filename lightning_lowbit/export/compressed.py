@@ -3,6 +3,7 @@
     format                          files hold                                          cast
     nvfp4-pack-quantized            weight_packed, weight_scale, weight_global_scale    e2m1/e4m3:1x16+fp32
     mxfp4-pack-quantized            weight_packed, weight_scale (uint8)                 e2m1/e8m0:1x32
+    mxfp6-pack-quantized            weight_packed, weight_scale (uint8)                 e2m3/e8m0:1x32
     mxfp8-quantized                 weight (E4M3), weight_scale (uint8)                 e4m3/e8m0:1x32
     float-quantized                 weight (E4M3), weight_scale                         e4m3 per tensor, row or tile
     pack-quantized, int-quantized   weight_packed or weight, weight_scale               int2 … int8 per group or row
@@ -14,7 +15,7 @@ the casts.
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,11 @@ from lightning_lowbit.quant.packed import assembled
 _Model = TypeVar("_Model", bound=nn.Module)
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_PARTS = ("weight_packed", "weight", "weight_scale", "weight_global_scale", "weight_shape", "weight_zero_point")
+_PARTS = (
+    *("weight_packed", "weight", "weight_scale", "weight_global_scale", "weight_shape", "weight_zero_point"),
+    *("weight_scale_2", "input_global_scale", "input_scale"),
+)
+METHODS = ("compressed-tensors", "modelopt", "bitnet")  # whose folders are read
 
 
 @torch.no_grad()
@@ -58,8 +63,16 @@ def load_compressed(
     Examples:
         >>> model = load_compressed(model, "llama-fp8")
     """
-    folder = Path(folder)
-    schemes, tensors = _schemes(folder), dict(_tensors(folder))
+    return fill(model, Path(folder), {}, None if casts is None else LinearCasts.of(casts), dtype)
+
+
+@torch.no_grad()
+def fill(
+    model: _Model, folder: Path, casts: Mapping[str, LinearCasts], default: LinearCasts | None, dtype: torch.dtype
+) -> _Model:
+    """Fills a model as :func:`load_compressed`, with casts by layer, and those of all others."""
+    method, schemes = _schemes(folder)
+    tensors = dict(_tensors(folder))
     layers = sorted({name.rpartition(".")[0] for name in tensors if name.endswith(".weight_scale")})
     modules = dict(model.named_modules())
     if lacking := [name for name in layers if not isinstance(modules.get(name), nn.Linear)]:
@@ -70,33 +83,58 @@ def load_compressed(
     taken: dict[str, tuple[LinearCasts, Frozen, Tensor]] = {}
     for name in layers:
         parts = {part: tensors.pop(f"{name}.{part}") for part in _PARTS if f"{name}.{part}" in tensors}
-        cast, packed, shape = _packed(name, parts, schemes)
-        if shape != modules[name].weight.shape:
+        codes = _codes(name, parts, method, schemes)
+        if codes.values.shape != modules[name].weight.shape:
             raise ValueError(
-                f"{name}.weight is {tuple(shape)} in {folder}, and {tuple(modules[name].weight.shape)} in the model."
+                f"{name}.weight is {tuple(codes.values.shape)} in {folder}, and {tuple(modules[name].weight.shape)} in "
+                "the model."
             )
-        taken[name] = _casts(name, cast, casts), Frozen(cast, shape, dtype), joined(packed)
+        of_layer = _casts(name, codes.cast, casts.get(name, default))
+        assert isinstance(of_layer.fprop_w, Cast)
+        frozen = Frozen(of_layer.fprop_w, codes.values.shape, dtype)
+        taken[name] = of_layer, frozen, joined(codes.packed(of_layer.fprop_w))
     _load_rest(model, tensors, {f"{name}.weight" for name in layers}, folder)
     convert_more(model, {name: of_layer for name, (of_layer, _, _) in taken.items()})
     for name, (_, frozen, data) in taken.items():
-        layer = model.get_submodule(name)
-        keep_bytes(layer, frozen, data.to(layer.weight.device))  # type: ignore[arg-type]
+        layer: Any = model.get_submodule(name)
+        keep_bytes(layer, frozen, data.to(layer.weight.device))
     return model
 
 
-def _schemes(folder: Path) -> list[Mapping[str, Any]]:
-    """The weights' arguments of each group of the configuration, with the group's format."""
+class Codes(NamedTuple):
+    """A weight in a file: elements on the grid of their format, float32 ``[rows, columns]``, the scales of its blocks
+    or rows, float32, and the scale of the matrix."""
+
+    cast: Cast
+    values: Tensor
+    scales: Tensor
+    factor: Tensor
+
+    def packed(self, cast: Cast) -> Packed:
+        """The codes as those of a cast that differs only in how scales are made."""
+        block, scales = cast.scale.block, self.scales
+        if isinstance(block, tuple) and len(scales) == len(self.values):  # repeated for each row of a tile
+            scales = scales[:: block[0]]
+        factor = self.scales.reshape(()) if block == "tensor" else self.factor
+        return Packed(assembled(self.values, scales, cast), factor)
+
+
+def _schemes(folder: Path) -> tuple[str, list[Mapping[str, Any]]]:
+    """Who quantized a checkpoint, and the weights' arguments of each group of the configuration, with its format."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is no checkpoint of compressed-tensors: it has no config.json.")
     config = json.loads(path.read_text()).get("quantization_config") or {}
-    if config.get("quant_method") != "compressed-tensors":
+    method = config.get("quant_method")
+    if method not in METHODS:
         raise ValueError(
-            f"{path} has quant_method {config.get('quant_method')!r}, not 'compressed-tensors'. Load a model in high "
-            "precision with from_pretrained, and call lightning_lowbit.pack_frozen(model, casts)."
+            f"{path} has quant_method {method!r}, not one of {', '.join(METHODS)}. Load a model in high precision with "
+            "from_pretrained, and call lightning_lowbit.pack_frozen(model, casts)."
         )
     groups = config.get("config_groups", {}).values()
-    return [{"format": group.get("format") or config["format"], **(group.get("weights") or {})} for group in groups]
+    return method, [
+        {"format": each.get("format") or config["format"], **(each.get("weights") or {})} for each in groups
+    ]
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -111,43 +149,56 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
-def _packed(
-    name: str, parts: Mapping[str, Tensor], schemes: list[Mapping[str, Any]]
-) -> tuple[Cast, Packed, torch.Size]:
-    """The cast, codes and scales, and shape of one layer, by what its tensors are."""
+def _codes(name: str, parts: Mapping[str, Tensor], method: str, schemes: list[Mapping[str, Any]]) -> Codes:
+    """The codes of one layer, by what its tensors are."""
     scale, packed, one = parts["weight_scale"], parts.get("weight_packed"), torch.ones(())
+    nvfp4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
+    if method == "bitnet":  # row r of packed holds rows r, r + N/4, … in pairs of bits; the scale divides
+        values = torch.cat([(parts["weight"] >> shift & 3) for shift in (0, 2, 4, 6)]).float() - 1
+        cast = Cast("ternary", Scale("fp32", "tensor", statistic="absmean"))
+        return Codes(cast, values, 1 / scale.float(), one)
+    if "weight_scale_2" in parts:  # modelopt's, which multiplies
+        return Codes(nvfp4, _elements(parts["weight"], "e2m1"), scale.float(), parts["weight_scale_2"].reshape(()))
     if "weight_zero_point" in parts:
         raise ValueError(f"{name} has zero points, which codes of frozen weights do not. Load it in high precision.")
     if packed is not None and packed.dtype == torch.int32:
         return _integers(name, packed, parts, schemes)
-    if packed is not None:  # E2M1, the first element in the low bits
-        elements = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-        values = ELEMENT_FORMATS["e2m1"].decode(elements)
-        if "weight_global_scale" in parts:
-            cast = Cast("e2m1", Scale("e4m3", 16, two_level=True))
-            return cast, Packed(assembled(values, scale.float(), cast), 1 / _number(parts)), values.shape
-        cast = Cast("e2m1", Scale("e8m0", 32))
-        return cast, Packed(assembled(values, _powers(scale), cast), one), values.shape
+    if packed is not None and "weight_global_scale" in parts:
+        values, factor = _elements(packed, "e2m1"), 1 / parts["weight_global_scale"].float().reshape(())
+        return Codes(nvfp4, values, scale.float(), factor)
+    if packed is not None:
+        element = "e2m1" if packed.shape[1] == scale.shape[1] * 16 else "e2m3"
+        return Codes(Cast(element, Scale("e8m0", 32)), _elements(packed, element), _powers(scale), one)
     weight = parts["weight"]
     if weight.dtype == torch.int8:
         return _rows_or_groups("int8", weight.float(), scale)
     if weight.dtype != torch.float8_e4m3fn:
         raise ValueError(f"{name}.weight has {weight.dtype}, of which no format of compressed-tensors here has codes.")
     if scale.dtype == torch.uint8:
-        cast = Cast("e4m3", Scale("e8m0", 32))
-        return cast, Packed(assembled(weight.float(), _powers(scale), cast), one), weight.shape
+        return Codes(Cast("e4m3", Scale("e8m0", 32)), weight.float(), _powers(scale), one)
     if scale.dim() == 2 and scale.shape[1] > 1:  # tiles; the last ones may be cut
         size = next((tuple(s["block_structure"]) for s in schemes if s.get("block_structure")), (128, 128))
-        cast = Cast("e4m3", Scale("fp32", size))
-        return cast, Packed(assembled(weight.float(), scale.float(), cast), one), weight.shape
+        return Codes(Cast("e4m3", Scale("fp32", size)), weight.float(), scale.float(), one)
     return _rows_or_groups("e4m3", weight.float(), scale)
 
 
-def _integers(
-    name: str, packed: Tensor, parts: Mapping[str, Tensor], schemes: list[Mapping[str, Any]]
-) -> tuple[Cast, Packed, torch.Size]:
-    """Rows of a stream of bits, little-endian: element i, plus half of the range, is at the bits from ``i * bits``."""
-    rows, columns = (int(size) for size in parts["weight_shape"])
+def _elements(packed: Tensor, element: str) -> Tensor:
+    """Elements of codes in a stream of bits."""
+    format = ELEMENT_FORMATS[element]
+    return format.decode(bits_of(packed, format.bits, packed.shape[1] * 8 // format.bits).to(torch.uint8))
+
+
+def bits_of(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """Rows of a little-endian stream of bits: element i is at the bits from ``i * bits``. float32."""
+    rows = len(packed)
+    stream = (
+        packed.contiguous().view(torch.uint8).view(rows, -1, 1) >> torch.arange(8, dtype=torch.uint8) & 1
+    ).flatten(1)
+    return stream[:, : columns * bits].view(rows, columns, bits).float() @ (2.0 ** torch.arange(bits))
+
+
+def _integers(name: str, packed: Tensor, parts: Mapping[str, Tensor], schemes: list[Mapping[str, Any]]) -> Codes:
+    columns = int(parts["weight_shape"][1])
     sizes = {int(s["num_bits"]) for s in schemes if s.get("type") == "int"}
     fitting = [bits for bits in sorted(sizes) if packed.shape[1] == -(-columns * bits // 32)]
     if len(fitting) != 1:
@@ -157,40 +208,38 @@ def _integers(
             f"{named} bits, which do not fit. Load it in high precision."
         )
     bits = fitting[0]
-    stream = (packed.view(torch.uint8).view(rows, -1, 1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
-    each = stream[:, : columns * bits].view(rows, columns, bits).float()
-    values = each @ (2.0 ** torch.arange(bits)) - 2 ** (bits - 1)
-    return _rows_or_groups(f"int{bits}", values, parts["weight_scale"])
+    return _rows_or_groups(f"int{bits}", bits_of(packed, bits, columns) - 2 ** (bits - 1), parts["weight_scale"])
 
 
-def _rows_or_groups(element: str, values: Tensor, scale: Tensor) -> tuple[Cast, Packed, torch.Size]:
+def _rows_or_groups(element: str, values: Tensor, scale: Tensor) -> Codes:
     if scale.numel() == 1:
-        cast = Cast(element, Scale("fp32", "tensor"))
-        return cast, Packed(assembled(values, scale, cast), scale.float().reshape(())), values.shape
+        return Codes(Cast(element, Scale("fp32", "tensor")), values, scale.float(), torch.ones(()))
     groups = scale.numel() // len(values)
     block = "row" if groups == 1 else values.shape[1] // groups
     cast = Cast(element, Scale("fp32" if groups == 1 else _DTYPES[scale.dtype], block))  # type: ignore[arg-type]
-    return cast, Packed(assembled(values, scale.float(), cast), torch.ones(())), values.shape
-
-
-def _number(parts: Mapping[str, Tensor]) -> Tensor:
-    return parts["weight_global_scale"].float().reshape(())
+    return Codes(cast, values, scale.float(), torch.ones(()))
 
 
 def _powers(exponents: Tensor) -> Tensor:
     return exponents.view(torch.float8_e8m0fnu).float()
 
 
-def _casts(name: str, cast: Cast, casts: CastsLike | None) -> LinearCasts:
-    if casts is None:
+def _casts(name: str, cast: Cast, given: LinearCasts | None) -> LinearCasts:
+    if given is None:
         return LinearCasts(fprop_w=cast, dgrad_w="fprop")
-    given = LinearCasts.of(casts)
-    if given.fprop_w != cast:
+    if not isinstance(given.fprop_w, Cast) or _kind(given.fprop_w) != _kind(cast):
         raise ValueError(
             f"The file's weight of {name} is quantized by {cast}, and the casts have {given.fprop_w} for fprop_w. Give "
             f"casts with fprop_w={cast!r}, or None."
         )
     return given
+
+
+def _kind(cast: Cast) -> tuple[Any, ...]:
+    """What codes and scales are, whatever the scales were made from."""
+    scale = cast.scale
+    block = scale.block[1] if isinstance(scale.block, tuple) and scale.two_level else scale.block
+    return cast.element, scale.format, block, scale.two_level
 
 
 def _load_rest(model: nn.Module, tensors: Mapping[str, Tensor], quantized: set[str], folder: Path) -> None:

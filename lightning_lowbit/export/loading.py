@@ -1,0 +1,96 @@
+"""Reads exported folders, and checkpoints of compressed-tensors, back into models that this package quantizes."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_lowbit.export.compressed import METHODS, fill
+from lightning_lowbit.export.folder import load_network
+from lightning_lowbit.export.record import read_record
+from lightning_lowbit.export.source import parameters_on_meta
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.conversion.convert import CastsLike
+from lightning_lowbit.quant import Cast
+
+
+@torch.no_grad()
+def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Reads a model whose weights a folder keeps in few bits; its layers are converted, with the file's codes, frozen.
+
+    It evaluates as it was trained, and can be the base of adapters. :func:`lightning_lowbit.unpack_frozen` makes
+    matrices of its weights, to train them further. Compute under ``torch.autocast`` where it was trained under it.
+
+    Args:
+        folder: that ``lowbit export`` made, in a format of compressed-tensors, modelopt, bitnet or ``dequantized``; or
+            any checkpoint of compressed-tensors.
+        casts: of all quantized layers, with the file's cast as ``fprop_w``. None: those of the training, if the folder
+            tells them; else weights alone are quantized.
+        dtype: of the computation, and of the tensors that are not quantized.
+
+    Returns:
+        A model of ``transformers`` in evaluation mode. From ``dequantized`` folders it is a plain one.
+
+    Raises:
+        ValueError: the folder holds no such model, is damaged, or its codes are not those of ``casts``.
+
+    Examples:
+        >>> model = load("llama-nvfp4")
+        >>> logits = model(input_ids=tokens).logits
+    """
+    folder = Path(folder).expanduser()
+    config = _config(folder)
+    record = read_record(folder)
+    if record is not None and record[0] == "dequantized":
+        return load_network(folder).to(dtype)
+    recorded = {} if record is None or casts is not None else {n: _current(each) for n, each in record[1].items()}
+    default = None if casts is None else LinearCasts.of(casts)
+    with parameters_on_meta():
+        model = _empty(folder, config)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
+    model.tie_weights()
+    return fill(model, folder, recorded, default, dtype).eval()
+
+
+def _current(casts: LinearCasts) -> LinearCasts:
+    """Casts whose weight is scaled by its own amax: that of earlier steps is in the file's scale."""
+    cast = casts.fprop_w
+    if not isinstance(cast, Cast) or cast.scale.source == "current":
+        return casts
+    return casts.replace(fprop_w=cast.replace(scale={"source": "current", "history": 16, "algorithm": "max"}))
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        what = (
+            "GGUF and ONNX files are read by their engines" if any(folder.glob("*.gguf")) else "it has no config.json"
+        )
+        raise ValueError(f"{folder} holds no model that can be read back: {what}. Give a folder of `lowbit export`.")
+    try:
+        config: Mapping[str, Any] = json.loads(path.read_text())
+        method = (config.get("quantization_config") or {}).get("quant_method")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): export or download it again.") from error
+    if method is not None and method not in METHODS:
+        raise ValueError(f"{folder} was quantized by {method!r}; load reads {', '.join(METHODS)}.")
+    return config
+
+
+def _empty(folder: Path, config: Mapping[str, Any]) -> Any:
+    import transformers
+
+    given = transformers.AutoConfig.from_pretrained(folder)
+    if hasattr(given, "quantization_config"):
+        del given.quantization_config
+    names = config.get("architectures") or ["none"]
+    cls = getattr(transformers, names[0], None)
+    if cls is None:
+        raise ValueError(f"{folder}/config.json names the architecture {names[0]!r}, which transformers does not have.")
+    return cls(given)
