@@ -99,7 +99,7 @@ def scale_amax(source: Source, name: str) -> Tensor | None:
 def weights(
     source: Source, fused: bool = False, rescale: bool = False, scale_dtype: torch.dtype | None = None
 ) -> Iterator[Weight]:
-    """The weights of all layers, one at a time, in the model's order.
+    """The weights of all layers that have one matrix, one at a time, in the model's order.
 
     Args:
         source: the model.
@@ -114,6 +114,8 @@ def weights(
     for name, layer in source.layers.items():
         cast, weight = layer.casts.cast_of("fprop_w"), matrix(source, layer)
         assert isinstance(cast, Cast), name
+        if weight.dim() != 2:
+            continue
         if not weight.isfinite().all():
             raise ValueError(f"The weight of {name} holds NaN or infinities: export a checkpoint from before.")
         trained = quantize(weight, cast, amax=layer.scaled_by(weight))
