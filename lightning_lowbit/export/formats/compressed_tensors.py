@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lightning_lowbit.export.folder import Shards, dense, load_network, write_network
 from lightning_lowbit.export.formats.base import Format, Options, Written, row
 from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import Weight, check, common_obstacle
+from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.quant import Cast, Quantized, Scale
@@ -106,7 +106,7 @@ def _nvfp4(weight: Weight, options: Options, activations: bool) -> Encoded:
     tensors = {
         "weight_packed": nibbles(q.codes),
         "weight_scale": scales_by_row(q),
-        "weight_global_scale": q.tensor_scale.reciprocal().reshape(1),  # a divisor
+        "weight_global_scale": divisor(q.tensor_scale).reshape(1),
     }
     args = partial(_args, 4, "float", "tensor_group", 16, scale_dtype=_E4M3, zp_dtype=_E4M3)
     if activations:
