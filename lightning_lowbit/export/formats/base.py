@@ -29,6 +29,10 @@ class Options:
     dtype: torch.dtype = torch.bfloat16
 
 
+class NoClient(Exception):
+    """Why the client of a format cannot read a folder here."""
+
+
 class Inputs(NamedTuple):
     """How an engine quantizes a layer's input: by a cast, with the amax of its static scale, if it has one."""
 
@@ -67,7 +71,7 @@ class Format:
         obstacle: why it cannot hold a layer (its name, the layer), in words; None if it can.
         write: writes the model's files to a folder that exists; returns a row for each quantized layer.
         load: reads a folder back by the real client, ready to be called as the model is; None if there is no client
-            in Python. An ``ImportError`` names a package that is missing.
+            in Python. An ``ImportError`` names a package that is missing; or a :class:`NoClient`.
         needs_network: whether the model must be one of ``transformers``.
         tolerance: how far logits may be from those of the training with the same operands in few bits, as a norm
             relative to theirs, where the client does not show what its layers compute.

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import Shards, dense, load_network, write_network
-from lightning_lowbit.export.formats.base import Format, Inputs, Options, Written, row
+from lightning_lowbit.export.formats.base import Format, Inputs, NoClient, Options, Written, row
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor
 from lightning_lowbit.nn.linear import QuantizedLayer
@@ -314,6 +314,9 @@ def _load(dtype: torch.dtype | None, folder: Path) -> nn.Module:
     """The model as transformers computes it, with the activations that the configuration quantizes."""
     import compressed_tensors  # noqa: F401  of which transformers would tell later, and otherwise
 
+    groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    if not all(group["weights"]["symmetric"] for group in groups):
+        raise NoClient("transformers with compressed-tensors 0.20 does not load zero points, as vLLM does")
     with redirect_stderr(StringIO()):  # bars of progress
         model = load_network(folder, dtype)
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64))  # unpacks weights
