@@ -1,5 +1,6 @@
 """GGUF files, written in one pass: the names, types and sizes of all tensors stand before their data."""
 
+import math
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
@@ -45,7 +46,7 @@ def write(source: Source, folder: Path, options: Options, ternary: BlockType = T
     plain = _plain(source, network, options.dtype)
     with closing(_writer(folder / FILE, network)) as writer:
         _describe(writer, source, network, kinds)
-        for name, (tensor, kept) in plain.items():
+        for name, (tensor, kept, _) in plain.items():
             _declare(writer, name, _PLAIN[kept], *tensor.shape[:-1], tensor.shape[-1] * kept.itemsize)
         for name, layer in source.layers.items():
             kind, (out, inner), part = kinds[name], layer.weight_matrix().shape, network.name(name)
@@ -55,8 +56,8 @@ def write(source: Source, folder: Path, options: Options, ternary: BlockType = T
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, (tensor, kept) in plain.items():
-            _put(writer, _rounded(name, tensor, kept))
+        for name, (tensor, kept, order) in plain.items():
+            _put(writer, _rounded(name, tensor, kept), order)
         return [
             _put_layer(writer, weight, network, source.config, kinds[weight.name], options.rescale)
             for weight in weights(source)
@@ -89,8 +90,10 @@ def _obstacle(network: Network, name: str, layer: QuantizedLayer, ternary: Block
     return None
 
 
-def _plain(source: Source, network: Network, dtype: torch.dtype) -> dict[str, tuple[Tensor, torch.dtype]]:
-    """What is not quantized: tensors of the model as the file has them, but for their dtype, which is beside them."""
+def _plain(
+    source: Source, network: Network, dtype: torch.dtype
+) -> dict[str, tuple[Tensor, torch.dtype, Tensor | None]]:
+    """What is not quantized: tensors of the model, with their dtypes and the order of their rows in the file."""
     from transformers.pytorch_utils import Conv1D
 
     found, unknown = {}, []
@@ -104,17 +107,15 @@ def _plain(source: Source, network: Network, dtype: torch.dtype) -> dict[str, tu
             continue
         if tensor.dim() > 1 and isinstance(source.model.get_submodule(name.rpartition(".")[0]), Conv1D):
             tensor = tensor.mT
-        if (order := network.rows(part, source.config)) is not None:
-            tensor = tensor[order]
         keeps = tensor.dim() == 1 or part == "position_embd"
-        found[f"{part}.{kind}"] = (tensor, torch.float32 if keeps else dtype)
+        found[f"{part}.{kind}"] = (tensor, torch.float32 if keeps else dtype, network.rows(part, source.config))
     if unknown:
         raise ValueError(f"llama.cpp's {network.architecture!r} has no {some(unknown)}, which the trained model has.")
     return found
 
 
 def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded = tensor.to(dtype).contiguous()
+    rounded = tensor.to(dtype)
     if not bool(rounded.isfinite().all()):
         raise ValueError(
             f"{name} has values that {dtype} does not hold, or that are not finite. Export with --dtype bf16."
@@ -128,14 +129,12 @@ def _put_layer(writer: Any, weight: Weight, network: Network, config: Any, kind:
     if blocks.error > 0 and not (rescale and blocks.error < float("inf")):
         raise ValueError(
             f"{weight.name} ({weight.cast}) has scales that float16, which {kind.name} has, does not hold. Train with "
-            "scales that it holds (scale: {format: fp16}), or give rescale (--rescale), which rounds them and tells "
-            "the error of each layer."
+            "scales that it holds (fprop_w: {scale: {format: fp16}}), or give rescale (--rescale), which rounds them "
+            "and tells the error of each layer."
         )
-    part = network.name(weight.name)
-    order = network.rows(str(part), config)
-    _put(writer, blocks.data if order is None else blocks.data[order])
+    _put(writer, blocks.data, network.rows(str(network.name(weight.name)), config))
     if blocks.scale is not None:
-        _put(writer, blocks.scale.reshape(1).contiguous())
+        _put(writer, blocks.scale.reshape(1))
     size = blocks.data.numel() + (0 if blocks.scale is None else 4)
     return row(replace(weight, error=max(weight.error, blocks.error)), kind.name, size)
 
@@ -175,11 +174,9 @@ def _declare(writer: Any, name: str, number: int, *shape: int) -> None:
     import numpy as np
     from gguf import GGMLQuantizationType
 
-    size = 1
-    for length in shape:
-        size *= length
-    writer.add_tensor_info(name, shape, np.dtype(np.uint8), size, GGMLQuantizationType(number))
+    writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), GGMLQuantizationType(number))
 
 
-def _put(writer: Any, tensor: Tensor) -> None:
-    writer.write_tensor_data(tensor.view(torch.uint8).numpy())
+def _put(writer: Any, tensor: Tensor, order: Tensor | None = None) -> None:
+    rows = tensor.contiguous() if order is None else tensor[order]
+    writer.write_tensor_data(rows.view(torch.uint8).numpy())

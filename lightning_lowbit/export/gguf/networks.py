@@ -62,6 +62,7 @@ class Network:
         scaled: parts of a block, as files call them, whose product llama.cpp multiplies by ``NAME.scale``.
         biases: whether its linear layers may have biases.
         fixed: values of the configuration that llama.cpp takes for granted.
+        remedy: what to train instead of a network that has others.
     """
 
     architecture: str
@@ -71,6 +72,7 @@ class Network:
     scaled: str = r"attn_(q|k|v|output)|ffn_(gate|up|down)"
     biases: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    remedy: str = ""
 
     def name(self, name: str) -> str | None:
         """What files call a module of the model, None if they have no such part."""
@@ -107,7 +109,12 @@ NETWORKS: dict[str, Network] = {
         scaled="attn_(qkv|output)",
         fixed={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     ),
-    "bitnet": Network("bitnet", _BITNET, fixed={"tie_word_embeddings": True}),
+    "bitnet": Network(  # computes SiLU whatever the file says: llama.cpp's issues 25885 and 26751
+        "bitnet",
+        _BITNET,
+        fixed={"tie_word_embeddings": True},
+        remedy="e.g. with network: llama, or config: {hidden_act: silu, tie_word_embeddings: true}, ",
+    ),
 }
 
 
@@ -145,11 +152,7 @@ def network_of(config: Any) -> Network:
     if other:
         raise ValueError(
             f"llama.cpp's {network.architecture!r} cannot compute what the model does, which has {some(other, 9)}. "
-            + (
-                "Its output layer is the embedding: train with model.init_args.config.tie_word_embeddings=true."
-                if kind == "bitnet" and not config.tie_word_embeddings
-                else "Train without, or take another format."
-            )
+            f"Train without, {network.remedy}or take another format."
         )
     return network
 
