@@ -62,7 +62,7 @@ def integers(bits: int) -> LinearCasts:
 # Network, configuration, casts, what is left in high precision, types of blocks.
 CASES: dict[str, tuple[str, dict[str, Any], Any, list[str], set[str]]] = {
     "llama-nvfp4": ("llama", SIZE, "nvfp4", HEAD, {"NVFP4"}),
-    "llama-tied-nvfp4": ("llama", SIZE | {"tie_word_embeddings": True}, "nvfp4-4over6", [], {"NVFP4"}),
+    "llama-head-nvfp4": ("llama", SIZE, "nvfp4-4over6", [], {"NVFP4"}),
     "llama-biases-mxfp4": ("llama", SIZE | {"attention_bias": True, "mlp_bias": True}, "mxfp4", HEAD, {"MXFP4"}),
     "llama-ternary": ("llama", WIDE, "ternary", HEAD, {"TQ2_0", "Q4_0"}),
     "mistral-int8": ("mistral", SIZE | {"sliding_window": None}, integers(8), HEAD, {"Q8_0"}),
@@ -302,9 +302,12 @@ def test_a_tokenizer_that_a_file_cannot_tell_is_left_out(tmp_path: Path) -> None
     assert client(tmp_path)(input_ids=tokens).logits.shape == (1, 32, 512)
 
 
-def test_a_file_that_llama_cpp_cannot_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_llama_cpp_cannot_compute_is_an_error_without_noise(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     GGUF.write(untrained("mxfp4"), tmp_path, Options())
-    client(tmp_path)
+    with pytest.raises(ValueError, match="128 positions, and got 129 tokens"):
+        client(tmp_path)(input_ids=torch.zeros(1, 129))
     path = tmp_path / "model.gguf"
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(ValueError, match=r"cannot read .*model.gguf: \w+"):

@@ -34,3 +34,4 @@ GGUF_TQ1 = Format(
     partial(write, ternary=TQ1_0),
     load,
 )
+FORMATS = {format.name: format for format in (GGUF, GGUF_TQ1)}

@@ -185,7 +185,7 @@ def pack(quantized: Quantized, kind: BlockType) -> Blocks:
         scales = decoded
     codes = _FROM_CODES[cast.element][kind.name](quantized.codes)
     spread = _spread(scales, (out, inner // kind.scale_block), cast, kind)
-    if spread.is_floating_point():
+    if spread.is_floating_point() and not torch.equal(spread.half().float(), spread):
         largest = _split(quantized.elements().abs(), -1, kind.scale_block).amax(-1)
         error = float(((spread.half().float() - spread).abs() * largest).max())
         error *= 1.0 if tensor_scale is None else float(tensor_scale)

@@ -58,7 +58,11 @@ class LlamaCpp(nn.Module):
         return self.lib.llama_model_get_vocab(self.file)
 
     def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
-        """``logits``, float32 (batch, length, vocab_size), of int64 tokens (batch, length)."""
+        """``logits``, float32 (batch, length, vocab_size), of int64 tokens (batch, length). A ``ValueError`` for more
+        tokens than the model has positions."""
+        positions = self.lib.llama_model_n_ctx_train(self.file)
+        if input_ids.shape[1] > positions:
+            raise ValueError(f"The model has {positions} positions, and got {input_ids.shape[1]} tokens.")
         return SimpleNamespace(logits=torch.stack([self._logits(row) for row in input_ids.tolist()]))
 
     def _logits(self, tokens: list[int]) -> Tensor:
