@@ -287,6 +287,16 @@ def test_llama_cpp_tokenizes_as_the_training_did(tmp_path: Path) -> None:
         assert found == made(text)["input_ids"] and len(found) < len(text.encode()), name
 
 
+def test_llama_cpp_gives_texts_of_bytes_back(tmp_path: Path) -> None:
+    GGUF.write(untrained("mxfp4"), tmp_path, Options())
+    llama, text = client(tmp_path), "f (a , b) .  don 't\n\té e\u0301 漢 Ā"
+    tokens, room = [*text.encode()], 1000
+    assert llama.tokenize(text) == tokens
+    characters = llama.ffi.new("char[]", room)
+    size = llama.lib.llama_detokenize(llama.vocab, tokens, len(tokens), characters, room, False, True)
+    assert llama.ffi.buffer(characters, size)[:].decode() == text
+
+
 def test_a_tokenizer_that_a_file_cannot_tell_is_left_out(tmp_path: Path) -> None:
     other = byte_level(r"\s+|\w+|.", False)
     other.save_pretrained(tmp_path / "other")

@@ -65,7 +65,8 @@ def vocabulary(tokenizer: str | None, size: int) -> Vocabulary | str:
     if tokenizer == "bytes":
         if size < 256:
             return f"the model has {size} ids, fewer than bytes"
-        return Vocabulary("gpt-2", *_filled(dict(enumerate(byte_characters())), {}, size), [_NO_MERGE], 0)
+        # No piece is merged, so that the cut does not matter, but with this one texts keep the spaces before signs.
+        return Vocabulary("qwen2", *_filled(dict(enumerate(byte_characters())), {}, size), [_NO_MERGE], 0)
     from transformers import AutoTokenizer
 
     try:
