@@ -32,7 +32,7 @@ class LlamaCpp(nn.Module):
                 f"no llama.cpp ({error}): pip install llama-cpp-py-sync", name="llama_cpp_py_sync"
             ) from error
         except RuntimeError as error:  # a system older than the one on which it was built
-            raise ImportError(f"llama.cpp does not load: {error}", name="llama_cpp_py_sync") from error
+            raise ImportError(f"llama.cpp does not load ({error})") from error
         messages: list[str] = []
         self._silence(messages)
         self.lib.llama_backend_init()
