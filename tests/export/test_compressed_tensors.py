@@ -81,7 +81,9 @@ def test_the_client_computes_what_was_trained(trained, text, tmp_path, network, 
     parity = exported.parity
     assert len(parity.weights) == len(parity.layers) == len(exported.rows)
     assert max(parity.weights.values()) == 0
-    if not any(row.inputs or row.error for row in exported.rows):  # else roundings of activations tip over, layer after layer
+    if not any(
+        row.inputs or row.error for row in exported.rows
+    ):  # else roundings of activations tip over, layer after layer
         assert parity.logits < 0.03
     source, client = read(checkpoint), FORMATS[format].load(tmp_path / "out")
     if not any(row.error or (row.inputs and row.inputs.amax) for row in exported.rows):
