@@ -1,7 +1,8 @@
 """The tokenizer of bytes, as a tokenizer of Hugging Face: the ids of a text are its bytes in UTF-8.
 
-Byte-level BPE without merges. It writes each byte as a printable character, and its vocabulary has them in the order of the
-bytes. Only byte 0, which separates documents, keeps its own name, so that the letter that stands for it remains a letter.
+Byte-level BPE without merges. It writes each byte as a printable letter, and its vocabulary has these in the order of
+the bytes. Only byte 0, which separates documents, is its own letter there: as a special token, ``"Ā"`` (how byte-level
+BPE writes byte 0) would also stand for the letter Ā of a text.
 """
 
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ def bytes_tokenizer() -> "PreTrainedTokenizerFast":
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {SEPARATOR: 0} | {letter: byte for byte, letter in enumerate(_letters()) if byte}
-    # The one letter without an entry is that of byte 0.
+    # The one letter without an entry is byte 0's, so that `unk_token` gives its id.
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=SEPARATOR))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
