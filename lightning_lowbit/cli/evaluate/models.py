@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_lowbit.checks import some
 from lightning_lowbit.export.source import read
 from lightning_lowbit.export.tokenizer import bytes_tokenizer
 
@@ -63,22 +64,22 @@ def load(path: Path, tokenizer: str | None, module: str | None, device: torch.de
 
 def _load_checkpoint(path: Path, tokenizer: str | None, module: str | None, device: torch.device) -> Loaded:
     source = read(path, module, in_few_bits=False)
-    can_generate = getattr(source.model, "can_generate", None)
-    if can_generate is None or not can_generate():
+    model: Any = source.model
+    if not (hasattr(model, "can_generate") and model.can_generate()) or model.config.is_encoder_decoder:
         raise ValueError(
-            f"{path} holds a {type(source.model).__name__}, which gives no logits of a next token. The tasks of the "
+            f"{path} holds a {type(model).__name__}, which gives no logits of a next token. The tasks of the "
             "harness take a causal language model of transformers, or a module that holds one."
         )
     trained = source.facts["tokenizer"]
     if tokenizer is None and trained is None:
         raise ValueError(f"{path} does not tell its tokenizer. Give --tokenizer bytes, or a name or folder of another.")
-    loaded = _tokenizer(tokenizer or trained)
+    loaded = _tokenizer(tokenizer or trained, model)
     # The recipes' data has no special tokens around a text; a separator stands between texts.
     ends = (loaded.eos_token_id, loaded.sep_token_id, loaded.bos_token_id)
     separator = next((end for end in ends if end is not None), None)
     as_trained = {"add_bos_token": False, "prefix_token_id": separator} if trained is not None else {}
     about = "as trained until step {step}: {casts}, phase {phase}".format_map(source.facts)
-    return Loaded(source.model.to(device), loaded, about, source.facts, as_trained)
+    return Loaded(model.to(device), loaded, about, source.facts, as_trained)
 
 
 def _load_folder(folder: Path, tokenizer: str | None, device: torch.device) -> Loaded:
@@ -94,12 +95,17 @@ def _load_folder(folder: Path, tokenizer: str | None, device: torch.device) -> L
         )
     method = (config.get("quantization_config") or {}).get("quant_method")
     _check_method(folder, method)
-    loaded = _tokenizer(tokenizer or str(folder))
     try:  # some formats load on their device alone
         place = device if device.type != "cpu" else None
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map=place)
+        given: dict[str, Any] = {"dtype": "auto", "device_map": place, "output_loading_info": True}
+        model, report = AutoModelForCausalLM.from_pretrained(folder, **given)
     except ImportError as error:
         raise ValueError(f"{folder} takes a package to load: {str(error).strip().splitlines()[0]}") from error
+    if lacking := report["missing_keys"]:
+        raise ValueError(
+            f"{folder} lacks {some(sorted(lacking))}, which transformers would draw at random. Write the folder again."
+        )
+    loaded = _tokenizer(tokenizer or str(folder), model)
     dtype = str(model.dtype).removeprefix("torch.")
     about = f"in {dtype}, {f'quantized by {method}' if method else 'not quantized'}"
     return Loaded(model, loaded, about, {"dtype": dtype, "quantization": method})
@@ -118,15 +124,25 @@ def _check_method(folder: Path, method: str | None) -> None:
         raise ValueError(f"{folder} takes a package to load: pip install compressed-tensors.")
 
 
-def _tokenizer(name: str) -> Any:
+def _tokenizer(name: str, model: Any) -> Any:
+    """A tokenizer all of whose ids the model takes; but for special tokens, which no text gives."""
     if name == "bytes":
-        return bytes_tokenizer()
-    from transformers import AutoTokenizer
+        loaded = bytes_tokenizer()
+    else:
+        from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(os.path.expanduser(name))
-    except Exception as error:  # a missing network, file, package or entry: each has its own class
+        try:
+            loaded = AutoTokenizer.from_pretrained(os.path.expanduser(name))
+        except Exception as error:  # a missing network, file, package or entry: each has its own class
+            raise ValueError(
+                f"The tokenizer {name!r} cannot be loaded ({str(error).strip().splitlines()[0]}). Give --tokenizer "
+                "bytes, or the name of one on the Hugging Face Hub, or a folder with one."
+            ) from error
+    special = {*loaded.all_special_ids, *(i for i, token in loaded.added_tokens_decoder.items() if token.special)}
+    largest, taken = max({*loaded.get_vocab().values()} - special), len(model.get_input_embeddings().weight)
+    if largest >= taken:
         raise ValueError(
-            f"The tokenizer {name!r} cannot be loaded ({str(error).strip().splitlines()[0]}). Give --tokenizer bytes, "
-            "or the name of one on the Hugging Face Hub, or a folder with one."
-        ) from error
+            f"The tokenizer {name!r} has ids up to {largest}, and the model takes {taken}. Give --tokenizer "
+            "that of the training."
+        )
+    return loaded

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from lightning_lowbit import cli
@@ -43,6 +44,12 @@ def test_a_checkpoint_has_the_tokenizer_of_its_data(checkpoint):
 def test_another_tokenizer_is_taken_where_it_is_given(checkpoint, tmp_path):
     loaded = load(checkpoint, save_tokenizer(tmp_path / "tokenizer"))
     assert loaded.as_trained["prefix_token_id"] == loaded.tokenizer.eos_token_id == 1
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(checkpoint, tmp_path):
+    name = save_tokenizer(tmp_path / "tokenizer", "".join(map(chr, range(33, 300))))
+    with pytest.raises(ValueError, match="has ids up to 270, and the model takes 256. Give --tokenizer that of the tr"):
+        load(checkpoint, name)
 
 
 def test_a_folder_is_loaded_as_it_is(folder):
@@ -85,6 +92,14 @@ def test_a_tokenizer_that_is_not_known_is_asked_for(checkpoint, folder, tmp_path
     for file in folder.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(ValueError, match=r"The tokenizer '.*llama' cannot be loaded \(.*\). Give --tokenizer bytes"):
+        load(folder)
+
+
+def test_a_folder_without_some_weights_is_refused(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="llama lacks model.norm.weight, which transformers would draw at random"):
         load(folder)
 
 
