@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,6 +79,15 @@ def test_a_folder_in_bf16_agrees_with_its_checkpoint(checkpoints, tasks, tmp_pat
     assert exported["acc,none"] == trained["acc,none"]
     assert exported["bits_per_byte,none"] == pytest.approx(trained["bits_per_byte,none"], abs=5e-3)
     assert math.log(exported["perplexity,none"]) == pytest.approx(math.log(trained["perplexity,none"]), abs=5e-2)
+
+
+def test_the_task_of_the_guide_runs(checkpoints, tmp_path):
+    (tmp_path / "own").mkdir()
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "evaluation.md").read_text()
+    (tmp_path / "own" / "task.yaml").write_text(re.search("```yaml\n(.*?)```", guide, re.DOTALL)[1])
+    Path("questions.jsonl").write_text(re.search(r"`({.*})` in `questions.jsonl`", guide)[1])
+    scores, _ = evaluate(checkpoints["int4"], tmp_path / "own", names="own_questions")
+    assert scores["acc,none"] in (0, 1)
 
 
 def test_options_reach_the_harness(checkpoints, tasks, capsys):
