@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ def evaluate(arguments: Sequence[str]) -> None:
     try:
         from lm_eval import simple_evaluate
         from lm_eval.utils import handle_non_serializable, make_table
+
+        import_module("lm_eval.models.huggingface")  # takes packages of its own
     except ImportError as error:
         raise ValueError(
             f'lowbit evaluate takes lm-evaluation-harness ({error}): pip install "lightning_lowbit[evaluate]".'

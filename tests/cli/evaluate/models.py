@@ -67,6 +67,7 @@ CHOICE = {
     **COMMON,
     "task": "own_choice",
     "output_type": "multiple_choice",
+    "num_fewshot": 0,  # which --num_fewshot does not change
     "doc_to_text": "{{start}}",
     "doc_to_choice": "{{ends}}",
     "doc_to_target": "{{answer}}",

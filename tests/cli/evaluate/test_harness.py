@@ -92,9 +92,10 @@ def test_the_task_of_the_guide_runs(checkpoints, tmp_path):
 
 def test_options_reach_the_harness(checkpoints, tasks, capsys):
     options = ("--limit", 2, "--num_fewshot", 1, "--max_length", 16, "--batch_size", 2, "--device", "cpu")
-    _, written = evaluate(checkpoints["int4"], tasks, *options, names="own_ending, own_te*")
+    _, written = evaluate(checkpoints["int4"], tasks, *options, names="own_ending, own_choice,own_te*")
     assert written["n-samples"]["own_text"] == {"original": 3, "effective": 2}
-    assert written["n-shot"]["own_ending"] == 1
+    assert written["n-shot"] == {"own_choice": 0, "own_ending": 1, "own_text": 1}
+    assert "Without --num_fewshot 1: own_choice, which fix their number" in capsys.readouterr().out
     assert written["max_length"] == 16
     assert (written["config"]["batch_size"], written["config"]["device"]) == (2, "cpu")
 
