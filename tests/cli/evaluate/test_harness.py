@@ -17,7 +17,6 @@ from tests.cli.evaluate.models import QUESTIONS, TEXTS, language_model, write_ta
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the harness and what it imports
 CASTS = ("bf16", "nvfp4", "int4")
-pytest.importorskip("lm_eval")
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +26,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def tasks(tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "tasks").mkdir()
     write_tasks(tmp_path / "tasks")
