@@ -1,7 +1,6 @@
 """What ``lowbit evaluate`` can evaluate: a checkpoint, or a folder of Hugging Face."""
 
 import json
-import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import torch
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.source import read
-from lightning_lowbit.export.tokenizer import bytes_tokenizer
+from lightning_lowbit.export.tokenizer import load_tokenizer
 
 _KINDS = "a checkpoint of a run (.ckpt), or a folder with a config.json, as `lowbit export` and save_pretrained write"
 
@@ -126,18 +125,7 @@ def _check_method(folder: Path, method: str | None) -> None:
 
 def _tokenizer(name: str, model: Any) -> Any:
     """A tokenizer all of whose ids the model takes; but for special tokens, which no text gives."""
-    if name == "bytes":
-        loaded = bytes_tokenizer()
-    else:
-        from transformers import AutoTokenizer
-
-        try:
-            loaded = AutoTokenizer.from_pretrained(os.path.expanduser(name))
-        except Exception as error:  # a missing network, file, package or entry: each has its own class
-            raise ValueError(
-                f"The tokenizer {name!r} cannot be loaded ({str(error).strip().splitlines()[0]}). Give --tokenizer "
-                "bytes, or the name of one on the Hugging Face Hub, or a folder with one."
-            ) from error
+    loaded = load_tokenizer(name)
     special = {*loaded.all_special_ids, *(i for i, token in loaded.added_tokens_decoder.items() if token.special)}
     largest, taken = max({*loaded.get_vocab().values()} - special), len(model.get_input_embeddings().weight)
     if largest >= taken:
