@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_lowbit._lightning import LightningDataModule
+from lightning_lowbit._lightning import LightningDataModule, rank_zero_warn
 from lightning_lowbit.precision.run_settings import global_seed
 
 from .loader import PackedSequences, ResumableLoader, ShuffledShard
@@ -279,12 +279,19 @@ class TextDataModule(LightningDataModule):
         return self._stream_loader
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in a stream: Lightning drops the loader's own in a checkpoint at the end of an epoch."""
-        return self._stream_loader.state_dict() if self._stream_loader is not None else {}
+        """The tokenizer's name, and the position in a stream: Lightning drops the loader's at the end of an epoch."""
+        position = self._stream_loader.state_dict() if self._stream_loader is not None else {}
+        return {"tokenizer": self.tokenizer, **position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keeps the position for ``train_dataloader``, which Lightning calls next."""
-        self._restored = state
+        """Keeps the position for ``train_dataloader``, which Lightning calls next; warns of another tokenizer."""
+        self._restored = {name: value for name, value in state.items() if name != "tokenizer"}
+        trained = state.get("tokenizer", self.tokenizer)  # older checkpoints do not tell
+        if trained != self.tokenizer:
+            rank_zero_warn(
+                f"The checkpoint was trained with the tokenizer {trained!r}, and the data has {self.tokenizer!r}, whose"
+                f" ids may stand for other text; set data.init_args.tokenizer to {trained!r}."
+            )
 
     def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
         """Tells a stream that a batch is used: Lightning prefetches one batch."""

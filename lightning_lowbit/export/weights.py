@@ -134,9 +134,9 @@ def _with_scales_in(dtype: torch.dtype, weight: Tensor, trained: Quantized, name
     if not rescale or trained.zero_points is not None:
         raise ValueError(
             f"Engines keep the scales of {name} in {short}, and it was trained with {trained.cast.scale.format} "
-            f"scales: its weight would differ by their rounding. Train with scales in bf16 ({{scale: {{format: "
-            "bf16}}), give --dtype fp32 for engines that compute in it, or --rescale, which rounds the weight again and tells the "
-            "error of each layer."
+            "scales: its weight would differ by their rounding. Train with scales in bf16 ({scale: {format: bf16}}), "
+            "give --dtype fp32 for engines that compute in it, or --rescale, which rounds the weight again and tells "
+            "the error of each layer."
         )
     rounded = replace(trained, scales=trained.scales.to(dtype).float())
     units = replace(rounded, codes=torch.full_like(trained.codes, 1), zero_points=None).dequantize()

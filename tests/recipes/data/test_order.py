@@ -69,6 +69,20 @@ def test_checkpoint_of_another_order_is_refused(folder: Path, tmp_path: Path) ->
         fit(folder, tmp_path / "step3.ckpt", max_epochs=1)
 
 
+def test_checkpoint_of_another_tokenizer_is_told_once(folder: Path, tmp_path: Path) -> None:
+    fit(folder, callbacks=[SaveAlways(tmp_path)], max_epochs=1)
+    saved = torch.load(tmp_path / "epoch0.ckpt", weights_only=True)
+    assert saved["TextDataModule"] == {"tokenizer": "bytes"}
+    saved["TextDataModule"]["tokenizer"] = "gpt2"
+    torch.save(saved, tmp_path / "other.ckpt")
+    with pytest.warns(UserWarning, match="trained with the tokenizer 'gpt2', and the data has 'bytes'") as told:
+        fit(folder, tmp_path / "other.ckpt", max_epochs=2)
+    assert sum("tokenizer" in str(warning.message) for warning in told) == 1
+    del saved["TextDataModule"]  # as older versions wrote it
+    torch.save(saved, tmp_path / "old.ckpt")
+    assert fit(folder, tmp_path / "old.ckpt", max_epochs=2).seen == fit(folder, max_epochs=2).seen[13:]
+
+
 def test_overfitting_repeats_the_first_batches(folder: Path) -> None:
     seen = fit(folder, max_epochs=3, overfit_batches=2).seen
     assert seen == seen[:2] * 3 and seen[0] != seen[1]

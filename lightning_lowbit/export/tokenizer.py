@@ -1,0 +1,37 @@
+"""The tokenizer of bytes, as a tokenizer of Hugging Face: the ids of a text are its bytes in UTF-8.
+
+Byte-level BPE without merges. It writes each byte as a printable character, and its vocabulary has them in the order of the
+bytes. Only byte 0, which separates documents, keeps its own name, so that the letter that stands for it remains a letter.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SEPARATOR = "\0"
+
+
+def bytes_tokenizer() -> "PreTrainedTokenizerFast":
+    """A tokenizer with the 256 bytes as ids, no special tokens around a text, and byte 0 as its ``eos_token``.
+
+    Examples:
+        >>> bytes_tokenizer()("é!")["input_ids"]
+        [195, 169, 33]
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {SEPARATOR: 0} | {letter: byte for byte, letter in enumerate(_letters()) if byte}
+    # The one letter without an entry is that of byte 0.
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=SEPARATOR))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=SEPARATOR, clean_up_tokenization_spaces=False)
+
+
+def _letters() -> list[str]:
+    """How byte-level BPE writes each byte: the printable ones of Latin-1 as they are, others as letters from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

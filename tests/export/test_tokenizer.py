@@ -1,0 +1,47 @@
+"""The tokenizer of bytes: its ids are those of the recipes' ``tokenizer: bytes``."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoTokenizer
+
+from lightning_lowbit.export.tokenizer import bytes_tokenizer
+from lightning_lowbit.recipes.tokenizers import ByteTokenizer, PretrainedTokenizer
+
+TOKENIZER = bytes_tokenizer()
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\0ĀĠ \n"))  # Ā would be byte 0's letter
+
+
+@given(TEXTS)
+def test_ids_are_the_bytes_of_a_text(text):
+    assert TOKENIZER(text)["input_ids"] == [*text.encode()]
+    assert TOKENIZER(text, split_special_tokens=True)["input_ids"] == [*text.encode()]
+
+
+@given(TEXTS)
+def test_decoding_gives_the_text_back(text):
+    assert TOKENIZER.decode([*text.encode()]) == text
+
+
+def test_the_separator_is_the_end_of_a_text():
+    assert (TOKENIZER.eos_token_id, len(TOKENIZER), TOKENIZER.vocab_size) == (ByteTokenizer.separator, 256, 256)
+    assert TOKENIZER.decode([97, 0], skip_special_tokens=True) == "a"
+
+
+@pytest.mark.parametrize("model_type", [None, "llama", "gpt2", "bitnet"])
+def test_a_folder_keeps_it_beside_the_configuration_of_any_model(model_type, tmp_path):
+    TOKENIZER.save_pretrained(tmp_path)
+    if model_type is not None:
+        AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    text = " Ā\0é\r\n  日本 <|endoftext|> "
+    assert again(text)["input_ids"] == [*text.encode()]
+    assert again.decode(again(text)["input_ids"]) == text
+    assert (again.eos_token_id, len(again)) == (0, 256)
+
+
+def test_recipes_read_a_folder_of_it_as_they_read_bytes(tmp_path):
+    TOKENIZER.save_pretrained(tmp_path)
+    documents, folder = [b"ab c\n", "é".encode()], PretrainedTokenizer(str(tmp_path))
+    assert folder.encode(documents).tolist() == ByteTokenizer().encode(documents).tolist()
+    assert (folder.separator, folder.vocab_size) == (ByteTokenizer.separator, ByteTokenizer.vocab_size)
