@@ -1,8 +1,8 @@
 """``model.onnx``, for any module: onnxruntime and other engines that read ONNX run it.
 
 A weight is kept in few bits, and ``DequantizeLinear`` decodes it in the graph, to the values of the training. Inputs in
-A weight is kept in few bits, and ``DequantizeLinear`` decodes it in the graph, to the values of the training; inputs in few
-bits are rounded by operators of the graph (:mod:`lightning_lowbit.export.formats.onnx_layers`). The rest is float32.
+few bits are rounded by operators, too (:mod:`lightning_lowbit.export.formats.onnx_layers`). All else is float32.
+"""
 
 import copy
 import logging
