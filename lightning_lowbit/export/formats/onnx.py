@@ -51,11 +51,11 @@ def obstacle(name: str, layer: QuantizedLayer) -> str | None:
 
 
 def _write(source: Source, folder: Path, options: Options) -> list[Written]:
-    _need("onnx", "onnx_ir", "onnxscript")
     layers = {clean_name(name): layer for name, layer in quantized_layers(source.model).items()}
     forward = {name: layer for name, layer in layers.items() if _quantizes(layer.casts)}
     check(source, {name: obstacle(name, layer) for name, layer in forward.items()}, "onnx")
     example = _example(source, options)
+    _need("onnx", "onnx_ir", "onnxscript")
     model = _Outputs(_twin(source.model), source.config is not None)
     twins = {clean_name(name): layer for name, layer in quantized_layers(model.model).items()}
     rows = []
