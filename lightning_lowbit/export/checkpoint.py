@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -137,7 +138,8 @@ def explain_formats(source: Source) -> str:
 
 
 def _is_language_model(source: Source) -> bool:
-    return source.config is not None and hasattr(source.config, "vocab_size") and "CausalLM" in str(type(source.model))
+    model: Any = source.model
+    return source.config is not None and bool(model.can_generate())
 
 
 def _incomparable(format: Format, source: Source, parity: bool) -> str | None:

@@ -89,7 +89,7 @@ def fill(
                 f"{name}.weight is {tuple(codes.values.shape)} in {folder}, and {tuple(modules[name].weight.shape)} in "
                 "the model."
             )
-        of_layer = _casts(name, codes.cast, casts.get(name, default))
+        of_layer = _casts(name, codes.cast, casts.get(name, default), codes.values.shape[1])
         assert isinstance(of_layer.fprop_w, Cast)
         frozen = Frozen(of_layer.fprop_w, codes.values.shape, dtype)
         taken[name] = of_layer, frozen, joined(codes.packed(of_layer.fprop_w))
@@ -224,10 +224,10 @@ def _powers(exponents: Tensor) -> Tensor:
     return exponents.view(torch.float8_e8m0fnu).float()
 
 
-def _casts(name: str, cast: Cast, given: LinearCasts | None) -> LinearCasts:
+def _casts(name: str, cast: Cast, given: LinearCasts | None, columns: int) -> LinearCasts:
     if given is None:
         return LinearCasts(fprop_w=cast, dgrad_w="fprop")
-    if not isinstance(given.fprop_w, Cast) or _kind(given.fprop_w) != _kind(cast):
+    if not isinstance(given.fprop_w, Cast) or _kind(given.fprop_w, columns) != _kind(cast, columns):
         raise ValueError(
             f"The file's weight of {name} is quantized by {cast}, and the casts have {given.fprop_w} for fprop_w. Give "
             f"casts with fprop_w={cast!r}, or None."
@@ -235,11 +235,13 @@ def _casts(name: str, cast: Cast, given: LinearCasts | None) -> LinearCasts:
     return given
 
 
-def _kind(cast: Cast) -> tuple[Any, ...]:
-    """What codes and scales are, whatever the scales were made from."""
-    scale = cast.scale
-    block = scale.block[1] if isinstance(scale.block, tuple) and scale.two_level else scale.block
-    return cast.element, scale.format, block, scale.two_level
+def _kind(cast: Cast, columns: int) -> tuple[Any, ...]:
+    """What codes and scales are, whatever the scales were made from: a block of all columns is a row."""
+    scale, block = cast.scale, cast.scale.block
+    if isinstance(block, tuple) and scale.two_level:  # each row of a tile has its scale in the file
+        block = block[1]
+    format = "float" if scale.format in _DTYPES.values() else scale.format
+    return cast.element, format, "row" if block == columns else block, scale.two_level
 
 
 def _load_rest(model: nn.Module, tensors: Mapping[str, Tensor], quantized: set[str], folder: Path) -> None:

@@ -106,15 +106,15 @@ def write_tokenizer(name: str | None, folder: Path) -> None:
     load_tokenizer(name).save_pretrained(folder)
 
 
-def load_network(folder: Path) -> nn.Module:
-    """The model of a folder, as ``transformers`` reads it, in evaluation mode."""
+def load_network(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model of a folder, as ``transformers`` reads it, in evaluation mode; None for the dtype of the folder."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
     finally:
         if had_bars:
             logging.enable_progress_bar()

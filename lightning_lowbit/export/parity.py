@@ -125,6 +125,8 @@ def _weights(loaded: Any, written: Iterable[Weight]) -> dict[str, float]:
     found = {}
     for weight in written if shown else ():
         there = getattr(shown.get(weight.name), "weight", None)
+        if isinstance(there, Tensor) and not isinstance(weight.layer, nn.Linear):
+            there = there.t()  # of Conv1D
         if isinstance(there, Tensor) and there.shape == weight.quantized.codes.shape and there.is_floating_point():
             expected = weight.quantized.dequantize(there.dtype)
             found[weight.name] = float((there.float() - expected.float()).abs().max())

@@ -16,7 +16,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.conversion.smooth_swiglu import fold
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.precision import restore
@@ -74,6 +76,12 @@ def read(checkpoint: str | Path, module: str | None = None) -> Source:
     _assign(whole, loaded.get("state_dict") or {}, checkpoint)
     prefix, model = _network(whole)
     restore(model, loaded, prefix=prefix, weights=False)
+    if any(layer.casts.smooth == "channel" for layer in quantized_layers(model).values()):
+        fold(model)  # the same function, without smoothing
+    context = ForwardContext.of(model)
+    assert context is not None
+    with context.enter(model):
+        pass  # layers that share an amax have measured it
     layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
     quantized = {name: layer for name, layer in layers.items() if layer.casts.fprop_w is not None}
     if not quantized:

@@ -1,10 +1,12 @@
 """The tokenizer of bytes, as a tokenizer of Hugging Face: the ids of a text are its bytes in UTF-8.
 
-Byte-level BPE without merges. It writes each byte as a printable character, and its vocabulary has them in the order of the
-bytes. Only byte 0, which separates documents, keeps its own name, so that the letter that stands for it remains a letter.
+Byte-level BPE without merges. It writes each byte as a printable character, and its vocabulary has them in the order of
+the bytes. Only byte 0, which separates documents, keeps its own name, so that the letter that stands for it remains a
+letter.
 """
 
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,6 +30,25 @@ def bytes_tokenizer() -> "PreTrainedTokenizerFast":
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=SEPARATOR, clean_up_tokenization_spaces=False)
+
+
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer of ``transformers``: ``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes.
+
+    Raises:
+        ValueError: there is no such tokenizer.
+    """
+    if name == "bytes":
+        return bytes_tokenizer()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(os.path.expanduser(name))
+    except Exception as error:  # a missing network, file, package or entry: each has its own class
+        raise ValueError(
+            f"The tokenizer {name!r} cannot be loaded ({str(error).strip().splitlines()[0]}): give --tokenizer bytes, "
+            "a folder written by its save_pretrained, or a name on the Hugging Face Hub."
+        ) from error
 
 
 def _letters() -> list[str]:

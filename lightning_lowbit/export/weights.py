@@ -5,6 +5,7 @@ group must have been trained with one (``shared_amax``), or are quantized again 
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -99,7 +100,7 @@ def scale_amax(source: Source, name: str) -> Tensor | None:
 def weights(
     source: Source, fused: bool = False, rescale: bool = False, scale_dtype: torch.dtype | None = None
 ) -> Iterator[Weight]:
-    """The weights of all layers, one at a time, in the model's order.
+    """The weights of all layers that have one matrix, one at a time, in the model's order.
 
     Args:
         source: the model.
@@ -114,6 +115,8 @@ def weights(
     for name, layer in source.layers.items():
         cast, weight = layer.casts.cast_of("fprop_w"), matrix(source, layer)
         assert isinstance(cast, Cast), name
+        if weight.dim() != 2:
+            continue
         if not weight.isfinite().all():
             raise ValueError(f"The weight of {name} holds NaN or infinities: export a checkpoint from before.")
         trained = quantize(weight, cast, amax=layer.scaled_by(weight))
@@ -163,10 +166,29 @@ def _amaxes(source: Source, rescale: bool) -> dict[str, Tensor]:
     return changed
 
 
+def divisor(scale: Tensor) -> Tensor:
+    """The number whose reciprocal in float32 is a scale, 0-d float32: engines divide by it.
+
+    A scale that is itself a reciprocal has one, within two neighbors of its reciprocal. For others there may be none,
+    and the result is the number that comes closest.
+    """
+    numbers = [scale.reciprocal()]
+    for end in (0.0, torch.inf):
+        number = numbers[0]
+        for _ in range(2):
+            number = number.nextafter(torch.full_like(number, end))
+            numbers.append(number)
+    near = torch.stack(numbers)
+    return near[(near.reciprocal() - scale).abs().argmin()]
+
+
 def check(source: Source, obstacles: Mapping[str, str | None], format: str) -> None:
     """Raises a ``ValueError`` that names the layers that a format cannot hold, with the reasons."""
     refused: dict[str, list[str]] = {}
+    uses = Counter(id(parameter) for _, parameter in source.model.named_parameters(remove_duplicate=False))
     for name, why in obstacles.items():
+        if why is None and uses[id(source.layers[name].weight)] > 1:
+            why = "its weight is also that of another module (tie_word_embeddings): skip it in training"
         if why is not None:
             refused.setdefault(why, []).append(name)
     if refused:

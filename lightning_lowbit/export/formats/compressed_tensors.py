@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from lightning_lowbit.export.folder import Shards, dense, load_network, write_network
 from lightning_lowbit.export.formats.base import Format, Options, Written, row
 from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import Weight, check, common_obstacle
+from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.quant import Cast, Quantized, Scale
 
 _VERSION = "0.20.0"  # of compressed-tensors, whose files these are
@@ -105,22 +106,33 @@ def _nvfp4(weight: Weight, options: Options, activations: bool) -> Encoded:
     tensors = {
         "weight_packed": nibbles(q.codes),
         "weight_scale": scales_by_row(q),
-        "weight_global_scale": q.tensor_scale.reciprocal().reshape(1),  # a divisor
+        "weight_global_scale": divisor(q.tensor_scale).reshape(1),
     }
     args = partial(_args, 4, "float", "tensor_group", 16, scale_dtype=_E4M3, zp_dtype=_E4M3)
     if activations:
-        tensors["input_global_scale"] = torch.tensor([2688.0 / input_amax(weight.name, options)])
+        tensors["input_global_scale"] = torch.tensor([2688.0 / input_amax(weight, options)])
     return Encoded(tensors, "nvfp4-pack-quantized", args(), args(dynamic="local") if activations else None)
 
 
-def input_amax(name: str, options: Options) -> float:
-    """The amax of a layer's input over the calibration data."""
-    if options.input_amaxes is None:
+def input_amax(weight: Weight, options: Options) -> float:
+    """The amax of a layer's input: over the calibration data, or else of delayed scaling."""
+    amax = _static_amax(weight, options)
+    if amax is None:
         raise ValueError(
             "The format keeps a static scale for the activations of each layer, which takes data: give calibration "
-            "text (--calibrate FILE), or take nvfp4-w4a16, whose activations stay in high precision."
+            "text (--calibrate FILE), or take a format whose engines leave activations in high precision, or scale "
+            "them by themselves."
         )
-    return max(options.input_amaxes[name], 1e-12)
+    return max(amax, 1e-12)
+
+
+def _static_amax(weight: Weight, options: Options) -> float | None:
+    if options.input_amaxes is not None:
+        return options.input_amaxes[weight.name]
+    inputs, amaxes = weight.layer.casts.fprop_x, weight.layer.amaxes
+    if inputs is None or inputs.scale.source == "current" or amaxes is None:
+        return None
+    return float(amaxes.in_force[OPERANDS.index("fprop_x")]) or None
 
 
 def _mx(weight: Weight, options: Options) -> Encoded:
@@ -138,33 +150,25 @@ def _mx(weight: Weight, options: Options) -> Encoded:
 
 
 def _fp8(weight: Weight, options: Options) -> Encoded:
-    q, inputs = weight.quantized, weight.layer.casts.fprop_x
-    block = q.cast.scale.block
-    tensors = {"weight": q.codes.view(torch.float8_e4m3fn), "weight_scale": q.scales.float()}
-    if isinstance(block, tuple):
-        args = _args(8, "float", "block", block_structure=[*block])
-    else:
-        args = _args(8, "float", "channel" if block == "row" else "tensor")
-        tensors["weight_scale"] = tensors["weight_scale"].reshape(-1, 1) if block == "row" else q.scales.reshape(1)
-    return Encoded(
-        tensors | _input_scale(weight, options), "float-quantized", args, _fp8_inputs(inputs, block, options)
-    )
+    q, block = weight.quantized, weight.cast.scale.block
+    scales, strategy = q.scales.float(), {"row": "channel", "tensor": "tensor"}.get(str(block), "block")
+    scales = scales if strategy == "block" else scales.reshape(-1, *([1] if block == "row" else []))
+    args = _args(8, "float", strategy, block_structure=[*block] if isinstance(block, tuple) else None)
+    acts, static = _fp8_inputs(weight, options)
+    tensors = {"weight": q.codes.view(torch.float8_e4m3fn), "weight_scale": scales, **static}
+    return Encoded(tensors, "float-quantized", args, acts)
 
 
-def _fp8_inputs(inputs: Cast | None, block: Any, options: Options) -> Scheme | None:
-    if inputs is None or inputs.element != "e4m3":
-        return None
-    if isinstance(block, tuple):
-        return _args(8, "float", "group", 128, dynamic=True)
-    if inputs.scale.block == "tensor" and options.input_amaxes is not None:
-        return _args(8, "float", "tensor")
-    return _args(8, "float", "token", dynamic=True)
-
-
-def _input_scale(weight: Weight, options: Options) -> dict[str, Tensor]:
+def _fp8_inputs(weight: Weight, options: Options) -> tuple[Scheme | None, dict[str, Tensor]]:
+    """How engines quantize the input, with a scale if it is static."""
     inputs = weight.layer.casts.fprop_x
-    static = options.input_amaxes is not None and inputs is not None and inputs.scale.block == "tensor"
-    return {"input_scale": torch.tensor([input_amax(weight.name, options) / 448.0])} if static else {}
+    if inputs is None or inputs.element != "e4m3":
+        return None, {}
+    if inputs.scale.per_block:
+        return _args(8, "float", "group", 128, dynamic=True), {}
+    if inputs.scale.block == "tensor" and _static_amax(weight, options) is not None:
+        return _args(8, "float", "tensor"), {"input_scale": torch.tensor([input_amax(weight, options) / 448.0])}
+    return _args(8, "float", "token", dynamic=True), {}
 
 
 def _integers(weight: Weight, options: Options) -> Encoded:
@@ -298,12 +302,12 @@ def quantization_config(model: nn.Module, described: Mapping[str, Encoded]) -> d
 
 
 @torch.no_grad()
-def _load(folder: Path) -> nn.Module:
+def _load(dtype: torch.dtype | None, folder: Path) -> nn.Module:
     """The model as transformers computes it, with the activations that the configuration quantizes."""
     import compressed_tensors  # noqa: F401  of which transformers would tell later, and otherwise
 
     with redirect_stderr(StringIO()):  # bars of progress
-        model = load_network(folder)
+        model = load_network(folder, dtype)
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64))  # unpacks weights
     return model
 
@@ -315,7 +319,7 @@ FORMATS = {
         _ABOUT,
         partial(obstacle, kind),
         partial(_write, name, kind),
-        _load,
+        partial(_load, torch.float32 if name == "fp8" else None),  # in which scales are as vLLM keeps them
         fused=kind.fused,
         rounds_scales=name.startswith("int"),
     )

@@ -28,7 +28,7 @@ _PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # whose format this is
 
 def _tensors(weight: Weight, options: Options) -> dict[str, Tensor]:
     q = weight.quantized
-    inputs = None if options.input_amaxes is None else torch.tensor(input_amax(weight.name, options))
+    inputs = None if options.input_amaxes is None else torch.tensor(input_amax(weight, options))
     if q.cast.element == "e2m1":
         assert q.tensor_scale is not None
         given = {} if inputs is None else {"input_scale": inputs / 2688}
@@ -41,7 +41,7 @@ def _tensors(weight: Weight, options: Options) -> dict[str, Tensor]:
     return {
         "weight": q.codes.view(torch.float8_e4m3fn),
         "weight_scale": q.scales.reshape(()).float().clone(),
-        "input_scale": torch.tensor(input_amax(weight.name, options)) / 448,
+        "input_scale": torch.tensor(input_amax(weight, options)) / 448,
     }
 
 

@@ -223,6 +223,6 @@ def _check_linear(name: str, mlp: Any, s: Tensor) -> None:
             layer.casts = own
         for module, training in modes:  # some may be frozen
             module.training = training
-    if not torch.allclose(seen[1], seen[0] * s.to(x.dtype), rtol=1e-2):
+    if not torch.allclose(seen[1].float(), seen[0].float() * s, rtol=1e-2):
         why = "what enters it is not linear in the up projection's output (a norm between them?)"
         raise ValueError(f"{name}: {why}, so that its smoothing cannot be folded into the weights.")

@@ -1,0 +1,208 @@
+"""What an export promises without any client: codes, refusals, what is left of a failure."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.testing import assert_close
+
+from lightning_lowbit import convert, export_checkpoint, load, unpack_frozen
+from lightning_lowbit.export.checkpoint import fitting
+from lightning_lowbit.export.formats.compressed_tensors import _words, nibbles
+from lightning_lowbit.export.formats.table import FORMATS
+from lightning_lowbit.export.source import read
+from lightning_lowbit.export.weights import weights
+from tests.golden_vectors import load as golden
+
+TOKENS = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
+
+
+def export(checkpoint, format, folder, **options):
+    return export_checkpoint(checkpoint, format, folder, **{"parity": False, **options})
+
+
+@torch.no_grad()
+def logits(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(input_ids=TOKENS).logits.float()
+
+
+def test_packed_bytes_are_those_of_compressed_tensors():
+    vectors = golden("compressed_tensors_nvfp4")
+    for case in map(str, vectors["cases"]):
+        codes, packed = (torch.from_numpy(vectors[f"{case}/{name}"]) for name in ("codes", "weight_packed"))
+        assert torch.equal(nibbles(codes), packed), case
+
+
+def test_integers_of_any_width_lie_in_one_stream_of_bits():
+    for bits in range(1, 9):
+        codes = torch.randint(0, 2**bits, (3, 37), generator=torch.Generator().manual_seed(bits), dtype=torch.uint8)
+        for row, words in zip(codes.tolist(), _words(codes, bits).tolist(), strict=True):
+            stream = sum((word % 2**32) << (32 * i) for i, word in enumerate(words))
+            assert [stream >> (bits * i) & (2**bits - 1) for i in range(37)] == row, bits
+
+
+def test_an_exported_folder_is_read_back_with_the_codes_and_the_outputs_of_the_training(trained, tmp_path):
+    for casts, format in (("nvfp4", "nvfp4-w4a16"), ("nvfp4-nvidia", "modelopt-nvfp4"), ("int4", "int4")):
+        checkpoint = trained("llama", casts, steps=4, shared=format != "int4")
+        export(checkpoint, format, tmp_path / casts, dtype="fp32")
+        source, model = read(checkpoint), load(tmp_path / casts, dtype=torch.float32)
+        assert torch.equal(logits(model), logits(source.model)), casts
+        layer = model.model.layers[0].mlp.up_proj
+        assert layer.casts == source.layers["model.layers.0.mlp.up_proj"].full_casts
+        matrices = {weight.name: weight.quantized.dequantize() for weight in weights(source)}
+        unpack_frozen(model)
+        for name, matrix in matrices.items():
+            # One product of a file's scales is rounded before the elements are multiplied, or after.
+            assert_close(model.get_submodule(name).weight, matrix, rtol=2.0**-22, atol=0, msg=name)
+
+
+def test_fused_layers_with_scales_of_their_own_are_refused_or_quantized_again(trained, tmp_path):
+    checkpoint = trained("llama", "nvfp4", steps=4)
+    with pytest.raises(ValueError, match=r"one scale for the layers of a group.*shared_amax.*--rescale"):
+        export(checkpoint, "nvfp4-w4a16", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    exported = export(checkpoint, "nvfp4-w4a16", tmp_path / "out", rescale=True)
+    errors = {row.name.rpartition(".")[2]: row.error for row in exported.rows if ".layers.0." in row.name}
+    assert errors["o_proj"] == errors["down_proj"] == 0 < max(errors["q_proj"], errors["k_proj"], errors["v_proj"])
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    scales = {float(tensors[f"model.layers.0.self_attn.{p}_proj.weight_global_scale"]) for p in "qkv"}
+    assert len(scales) == 1
+
+
+def test_scales_that_an_engine_rounds_are_refused_kept_or_rounded_with_the_weight(trained, tmp_path):
+    checkpoint = trained("llama", "int4", steps=4)
+    with pytest.raises(ValueError, match="keep the scales of .* in bfloat16, and it was trained with fp32 scales"):
+        export(checkpoint, "int4", tmp_path / "out")
+    assert max(row.error for row in export(checkpoint, "int4", tmp_path / "kept", dtype="fp32").rows) == 0
+    rounded = export(checkpoint, "int4", tmp_path / "rounded", rescale=True)
+    assert 0 < max(row.error for row in rounded.rows) < 0.05
+
+
+def test_casts_that_a_format_does_not_hold_are_refused_with_the_reason():
+    for casts, format, why in (
+        ("int4", "nvfp4-w4a16", "it takes NVFP4 .* and the weight has int4"),
+        ("nvfp4-row", "nvfp4-w4a4", "it takes NVFP4"),
+        ("nvfp4", "modelopt-fp8", "it takes E4M3 with"),
+        ("fp8-row", "modelopt-fp8", "one scale of the tensor"),
+        ("mxfp6", "mxfp6", "E2M3.* and the weight has e3m2"),
+        ("ufp4", "dequantized", "its forward pass rotates weights and activations"),
+        ("e1m2", "mxfp4", "it takes MXFP4 .* and the weight has e1m2"),
+        ({"preset": "nvfp4", "fprop_w": {"rounding": "stochastic"}}, "dequantized", "rounded stochastically"),
+        ("nvfp4", "nvfp4-w4a16", "its 24 in_features are no multiple of 16"),
+    ):
+        layer = convert(nn.Sequential(nn.Linear(24, 8)), casts, only=["0"])[0]
+        assert re.search(why, FORMATS[format].obstacle("0", layer)), (casts, format)
+
+
+def test_layers_that_a_format_does_not_hold_are_named(trained, tmp_path):
+    with pytest.raises(ValueError, match=r"8 of 8 layers. transformer.h.0.attn.c_attn.*QuantConv1D is no nn.Linear"):
+        export(trained("gpt2", "mxfp8", steps=2), "mxfp8", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"takes data: give calibration text \(--calibrate FILE\)"):
+        export(trained("llama", "nvfp4", steps=4, shared=True), "nvfp4-w4a4", tmp_path / "out")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_formats_that_fit_are_listed(trained):
+    expected = {"nvfp4": {"nvfp4-w4a16", "nvfp4-w4a4", "modelopt-nvfp4"}, "mxfp8": {"mxfp8"}, "int4": {"int4"}}
+    for casts, formats in expected.items():
+        found = set(fitting(read(trained("llama", casts, steps=2 if casts == "mxfp8" else 4))))
+        assert formats <= found - {"gguf", "onnx", "bitnet"} <= formats | {"dequantized"}, casts
+
+
+def test_an_existing_folder_is_replaced_only_when_asked(trained, tmp_path):
+    checkpoint, folder = trained("llama", "mxfp8", steps=2), tmp_path / "out"
+    folder.mkdir()
+    (folder / "mine.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        export(checkpoint, "mxfp8", folder)
+    assert (folder / "mine.txt").exists()
+    export(checkpoint, "mxfp8", folder, overwrite=True)
+    assert not (folder / "mine.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_bytes_on_disk_are_those_of_the_bits(trained, tmp_path):
+    exported = export(trained("llama", "mxfp8", steps=2), "mxfp8", tmp_path / "out")
+    few, total = exported.parameters[1], exported.parameters[0]
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    assert size == few * 33 // 32 + (total - few) * 2  # 8 bits and a scale for 32; the rest in bfloat16
+    assert sum(row.bytes for row in exported.rows) == few * 33 // 32
+
+
+def test_a_card_and_the_files_of_transformers_come_with_it(trained, tmp_path):
+    export(trained("llama", "mxfp8", steps=2), "mxfp8", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    for told in ("mxfp8", "| step | 2 |", "model.layers.0.self_attn.q_proj", "e4m3/e8m0:1x32", "| tokenizer | bytes |"):
+        assert told in card, told
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_a_checkpoint_that_names_code_runs_none(trained, tmp_path):
+    loaded = torch.load(trained("llama", "mxfp8", steps=2), weights_only=True)
+    loaded["hyper_parameters"]["_class_path"] = "os.system"
+    torch.save(loaded, tmp_path / "chosen.ckpt")
+    with pytest.raises(ValueError, match="says 'os.system' of which class.*--module"):
+        export(tmp_path / "chosen.ckpt", "mxfp8", tmp_path / "out")
+
+    class Runs:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save({**loaded, "extra": Runs()}, tmp_path / "pickled.ckpt")
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        export(tmp_path / "pickled.ckpt", "mxfp8", tmp_path / "out")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_damaged_checkpoints_give_one_line(trained, tmp_path):
+    whole = trained("llama", "mxfp8", steps=2).read_bytes()
+    (tmp_path / "cut.ckpt").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.ckpt").write_bytes(b"")
+    (tmp_path / "text.ckpt").write_text("no checkpoint")
+    torch.save({"state_dict": {}}, tmp_path / "weights.ckpt")
+    for name in ("cut", "empty", "text", "weights"):
+        with pytest.raises(ValueError) as raised:
+            export(tmp_path / f"{name}.ckpt", "mxfp8", tmp_path / "out")
+        assert "\n" not in str(raised.value), name
+    assert not (tmp_path / "out").exists()
+
+
+def test_nan_in_a_weight_is_refused(trained, tmp_path):
+    loaded = torch.load(trained("llama", "mxfp8", steps=2), weights_only=True)
+    loaded["state_dict"]["model.model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+    torch.save(loaded, tmp_path / "nan.ckpt")
+    with pytest.raises(ValueError, match="weight of model.layers.1.mlp.up_proj holds NaN"):
+        export(tmp_path / "nan.ckpt", "mxfp8", tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_an_interrupted_export_leaves_nothing(trained, tmp_path):
+    checkpoint = trained("llama", "mxfp8", steps=2)
+    waits = (
+        "import sys, time; from lightning_lowbit.export import folder\n"
+        "close = folder.Shards.close\n"
+        "def slow(self):\n    close(self); print('written', flush=True); time.sleep(60)\n"
+        "folder.Shards.close = slow\n"
+        "from lightning_lowbit.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", waits, "export", str(checkpoint), "--format", "mxfp8"]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = subprocess.Popen([*command, "--output", str(tmp_path / "out")], stdout=subprocess.PIPE, text=True)
+        with process:
+            assert any("written" in line for line in process.stdout)
+            process.send_signal(number)
+        assert process.returncode == 130
+        assert not [*Path(tmp_path).iterdir()]
