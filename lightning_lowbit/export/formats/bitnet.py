@@ -8,7 +8,6 @@ class ``bitlinear``) divides by ``weight_scale``, float32 ``[1]``:
 """
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from functools import wraps
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from lightning_lowbit.export.folder import Shards, dense, load_network, write_network
 from lightning_lowbit.export.formats.base import Format, Options, Written
 from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import Weight, check, common_obstacle, weights
+from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor, weights
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast, Scale
@@ -52,23 +51,7 @@ def tensors(weight: Weight) -> dict[str, Tensor]:
     packed, *quarters = weight.quantized.codes.chunk(_ELEMENTS)
     for i, codes in enumerate(quarters, 1):
         packed = packed | codes << 2 * i
-    return {"weight": packed, "weight_scale": divisor(_scale(weight))}
-
-
-def divisor(scale: Tensor) -> Tensor:
-    """The number whose reciprocal in float32 is a scale, both float32 ``[1]``.
-
-    A scale in float32 is itself a reciprocal, of a number that lies within two neighbors of the scale's reciprocal. For
-    other scales there may be none, and the result is the number that comes closest.
-    """
-    numbers = [scale.reciprocal()]
-    for end in (0.0, torch.inf):
-        number = numbers[0]
-        for _ in range(2):
-            number = number.nextafter(torch.full_like(number, end))
-            numbers.append(number)
-    near = torch.cat(numbers)
-    return near[(near.reciprocal() - scale).abs().argmin()].reshape(1)
+    return {"weight": packed, "weight_scale": divisor(_scale(weight)).reshape(1)}
 
 
 def error(weight: Weight, dtype: torch.dtype) -> float:
@@ -79,10 +62,10 @@ def error(weight: Weight, dtype: torch.dtype) -> float:
 
 
 def _scale(weight: Weight) -> Tensor:
-    """What elements are multiplied by, float32 ``[1]``."""
+    """What elements are multiplied by, float32, 0-d."""
     quantized, storage = weight.quantized, weight.cast.scale.storage
     scale = quantized.scales.float() if storage.dtype is not None else storage.decode(quantized.scales)
-    return (scale if quantized.tensor_scale is None else scale * quantized.tensor_scale).reshape(1)
+    return (scale if quantized.tensor_scale is None else scale * quantized.tensor_scale).reshape(())
 
 
 def quantization_config(source: Source) -> dict[str, Any]:
@@ -105,13 +88,7 @@ def _pattern(name: str, layers: Mapping[str, QuantizedLayer]) -> str:
 
 
 def _write(source: Source, folder: Path, options: Options) -> list[Written]:
-    uses = Counter(map(id, (parameter for _, parameter in source.model.named_parameters(remove_duplicate=False))))
-    tied = "its weight is also that of another layer (tie_word_embeddings): leave it out with skip"
-    obstacles = {
-        name: obstacle(name, layer) or (tied if uses[id(layer.weight)] > 1 else None)
-        for name, layer in source.layers.items()
-    }
-    check(source, obstacles, "bitnet")
+    check(source, {name: obstacle(name, layer) for name, layer in source.layers.items()}, "bitnet")
     shards, rows = Shards(folder), list[Written]()
     for weight in weights(source):
         size = shards.add({f"{weight.name}.{part}": tensor for part, tensor in tensors(weight).items()})

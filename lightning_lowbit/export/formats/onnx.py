@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,7 +54,7 @@ def obstacle(name: str, layer: QuantizedLayer) -> str | None:
 def _write(source: Source, folder: Path, options: Options) -> list[Written]:
     layers = {clean_name(name): layer for name, layer in quantized_layers(source.model).items()}
     forward = {name: layer for name, layer in layers.items() if _quantizes(layer.casts)}
-    check(source, {name: obstacle(name, layer) for name, layer in forward.items()}, "onnx")
+    check(replace(source, layers=forward), {name: obstacle(name, layer) for name, layer in forward.items()}, "onnx")
     example = _example(source, options)
     _need("onnx", "onnx_ir", "onnxscript")
     model = _Outputs(_twin(source.model), source.config is not None)
