@@ -1,6 +1,6 @@
 """What a format of files is: which casts it holds, how it is written, and how its client reads it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,11 +22,13 @@ class Options:
         rescale: quantizes weights again where an engine needs other scales.
         input_amaxes: by layer, the amax of its input over calibration data; None without calibration.
         dtype: of the tensors that are not quantized.
+        shape: of an input of the model, for formats that trace it; None for tokens.
     """
 
     rescale: bool = False
     input_amaxes: Mapping[str, float] | None = None
     dtype: torch.dtype = torch.bfloat16
+    shape: Sequence[int] | None = None
 
 
 class NoClient(Exception):

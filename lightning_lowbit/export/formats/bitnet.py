@@ -1,0 +1,120 @@
+"""Folders of ``transformers``' quantization method ``bitnet``: ternary weights, and inputs in int8 by tokens.
+
+A layer ``[N, K]`` becomes ``weight``, uint8 ``[N/4, K]``: byte ``[r, k]`` holds, from the low bits up, the elements
+``[r, k]``, ``[r + N/4, k]``, ``[r + 2N/4, k]`` and ``[r + 3N/4, k]``, each plus 1 in two bits. The loaded layer (linear
+class ``bitlinear``) divides by ``weight_scale``, float32 ``[1]``:
+
+    y = round(x · a) Wᵀ / (weight_scale · a)        a = 127 / max(amax of the token, 1e-5)
+"""
+
+import re
+from collections.abc import Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit.export.folder import Shards, dense, load_network, write_network
+from lightning_lowbit.export.formats.base import Format, Options, Written
+from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor, weights
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.quant import Cast, Scale
+
+_ELEMENTS = 4  # of a byte
+
+# What the loaded layer quantizes its input by.
+_INPUTS = Cast("int8", Scale("fp32", "row", epsilon=1e-5))
+
+
+def obstacle(name: str, layer: QuantizedLayer) -> str | None:
+    """Why the method cannot hold a layer, in words; None if it can."""
+    if (why := common_obstacle(layer)) is not None:
+        return why
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not QuantizedLayer.forward:
+        return f"{type(layer).__name__} is no nn.Linear, which bitnet replaces"
+    weight, x = layer.casts.cast_of("fprop_w"), layer.casts.cast_of("fprop_x")
+    if weight is None or weight.element != "ternary" or weight.scale.block != "tensor":
+        return f"bitnet takes ternary weights with one scale of the tensor, and this one has {weight}"
+    if x not in (None, _INPUTS):
+        return f"bitnet quantizes inputs by {_INPUTS}, and the training by {x}"
+    if layer.out_features % _ELEMENTS:
+        return f"its {layer.out_features} out_features are no multiple of {_ELEMENTS}"
+    return None
+
+
+def tensors(weight: Weight) -> dict[str, Tensor]:
+    """The tensors of a layer, by the last part of their names."""
+    packed, *quarters = weight.quantized.codes.chunk(_ELEMENTS)
+    for i, codes in enumerate(quarters, 1):
+        packed = packed | codes << 2 * i
+    return {"weight": packed, "weight_scale": divisor(_scale(weight)).reshape(1)}
+
+
+def error(weight: Weight, dtype: torch.dtype) -> float:
+    """The largest difference of a weight from the training's, in a model that is loaded in ``dtype``: its
+    ``weight_scale`` is rounded."""
+    scale = _scale(weight)
+    return weight.error + float((divisor(scale).to(dtype).float().reciprocal() - scale).abs())
+
+
+def _scale(weight: Weight) -> Tensor:
+    """What elements are multiplied by, float32, 0-d."""
+    quantized, storage = weight.quantized, weight.cast.scale.storage
+    scale = quantized.scales.float() if storage.dtype is not None else storage.decode(quantized.scales)
+    return (scale if quantized.tensor_scale is None else scale * quantized.tensor_scale).reshape(())
+
+
+def quantization_config(source: Source) -> dict[str, Any]:
+    """What ``config.json`` tells of quantized layers: the method, and the layers that are not to be replaced."""
+    linear = (clean_name(name) for name, module in source.model.named_modules() if isinstance(module, nn.Linear))
+    return {
+        "quant_method": "bitnet",
+        "linear_class": "bitlinear",
+        "quantization_mode": "offline",
+        "use_rms_norm": False,
+        "rms_norm_eps": 1e-6,
+        "modules_to_not_convert": [_pattern(name, source.layers) for name in linear if name not in source.layers],
+    }
+
+
+def _pattern(name: str, layers: Mapping[str, QuantizedLayer]) -> str:
+    """A name, which stands for others that begin or end with it, too; as a regular expression where they are there."""
+    alike = any(each.endswith(name) or re.match(rf"{name}(\.|$)", each) for each in layers)
+    return f"^{re.escape(name)}$" if alike else name
+
+
+def _write(source: Source, folder: Path, options: Options) -> list[Written]:
+    check(source, {name: obstacle(name, layer) for name, layer in source.layers.items()}, "bitnet")
+    shards, rows = Shards(folder), list[Written]()
+    for weight in weights(source):
+        size = shards.add({f"{weight.name}.{part}": tensor for part, tensor in tensors(weight).items()})
+        rows.append(Written(weight.name, str(weight.cast), "bitnet", size, error(weight, options.dtype), inputs=True))
+    for name, tensor in dense(source, {f"{layer}.weight" for layer in source.layers}, options.dtype):
+        shards.add({name: tensor})
+    shards.close()
+    write_network(source, folder, options.dtype, quantization_config(source))
+    return rows
+
+
+def _load(folder: Path) -> nn.Module:
+    model: Any = load_network(folder)
+    forward = model.forward
+
+    @wraps(forward)
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        with torch.compiler.set_stance("force_eager"):  # its layers would be compiled, which takes a compiler
+            return forward(*args, **kwargs)
+
+    model.forward = eager
+    return model
+
+
+FORMATS = {
+    "bitnet": Format(
+        "bitnet", "transformers' own for ternary weights: transformers, llama.cpp's converter", obstacle, _write, _load
+    )
+}

@@ -1,0 +1,249 @@
+"""``model.onnx``, for any module: onnxruntime and other engines that read ONNX run it.
+
+A weight is kept in few bits, and ``DequantizeLinear`` decodes it in the graph, to the values of the training. Inputs in
+few bits are rounded by operators, too (:mod:`lightning_lowbit.export.formats.onnx_layers`). All else is float32.
+"""
+
+import copy
+import logging
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit.checks import some
+from lightning_lowbit.export.folder import write_network
+from lightning_lowbit.export.formats.base import Format, Options, Written, row
+from lightning_lowbit.export.formats.onnx_layers import INT4, TYPES, UINT4, Decoded, Inputs, attach, input_obstacle
+from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.weights import Weight, check, common_obstacle
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.conversion.context import ForwardContext
+from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.quant import Cast
+
+_OPSET = 21  # the first with integers of four bits, and with scales of blocks
+_FILE = "model.onnx"
+_LOGITS = "logits"  # the output of a model of transformers
+_FOUR_BITS = (INT4, UINT4)
+_TOKENS = (2, 8)  # of the example; both sizes are free in the file
+
+# Session entry of onnxruntime: by default it multiplies weights of few bits by inputs that it rounds to int8.
+_IN_FLOAT32 = ("session.qdq_matmulnbits_accuracy_level", "1")
+
+
+def obstacle(name: str, layer: QuantizedLayer) -> str | None:
+    """Why operators of ONNX do not express a layer, in words; None if they do."""
+    if layer.weight is None:
+        return "it is a product of attention, which has no weight"
+    if (why := common_obstacle(layer)) is not None:
+        return why
+    cast = layer.casts.cast_of("fprop_x")
+    return None if cast is None else input_obstacle(cast)
+
+
+def _write(source: Source, folder: Path, options: Options) -> list[Written]:
+    layers = {clean_name(name): layer for name, layer in quantized_layers(source.model).items()}
+    forward = {name: layer for name, layer in layers.items() if _quantizes(layer.casts)}
+    check(replace(source, layers=forward), {name: obstacle(name, layer) for name, layer in forward.items()}, "onnx")
+    example = _example(source, options)
+    _need("onnx", "onnx_ir", "onnxscript")
+    model = _Outputs(_twin(source.model), source.config is not None)
+    twins = {clean_name(name): layer for name, layer in quantized_layers(model.model).items()}
+    rows = []
+    for weight in FORMATS["onnx"].weights(source, options):
+        inputs = _inputs(weight.name, weight.layer, options)
+        attach(twins[weight.name], weight, inputs)
+        rows.append(_row(weight, inputs is not None))
+    for name, layer in layers.items():
+        if name not in forward:
+            twins[name].casts = LinearCasts()  # its backward pass alone was quantized
+        elif name not in source.layers:
+            attach(twins[name], None, _inputs(name, layer, options))
+    program = _traced(model, example)
+    _set_types(program.model, model)
+    _forget_source(program.model)
+    program.save(str(folder / _FILE))
+    if source.config is not None:
+        write_network(source, folder, torch.float32, None)
+    return rows
+
+
+def _need(*packages: str) -> None:
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise ValueError(f"The format onnx takes {some(missing)}: pip install 'lightning_lowbit[export]'.")
+
+
+def _row(weight: Weight, inputs: bool) -> Written:
+    decoded = Decoded(weight.quantized, transposed=False)
+    codes = decoded.codes.numel() // (2 if decoded.number in _FOUR_BITS else 1)
+    size = codes + 4 * decoded.scales.numel() + (0 if decoded.zeros is None else decoded.zeros.numel())
+    return row(weight, f"onnx {TYPES[decoded.number]}", size, inputs)
+
+
+def _quantizes(casts: LinearCasts) -> bool:
+    return casts.fprop_x is not None or casts.fprop_w is not None
+
+
+def _inputs(name: str, layer: QuantizedLayer, options: Options) -> Inputs | None:
+    """How a layer's input is rounded: by an amax of calibration, or of delayed scaling, or its own in each pass."""
+    cast = layer.casts.cast_of("fprop_x")
+    if not isinstance(cast, Cast):
+        return None
+    amax = None
+    if cast.scale.needs_amax and options.input_amaxes is not None and name in options.input_amaxes:
+        amax = torch.tensor(options.input_amaxes[name])
+    elif cast.scale.source == "delayed" and layer.amaxes is not None and layer.amaxes.in_force[0] > 0:
+        amax = layer.amaxes.in_force[0].clone()
+    return Inputs(cast, amax)
+
+
+# --- tracing ----------------------------------------------------------------------------------------------------------
+
+
+class _Outputs(nn.Module):
+    """A model with one input and one output: the first one of a model of ``transformers``, such as logits."""
+
+    def __init__(self, model: Any, is_network: bool) -> None:
+        super().__init__()
+        self.model, self.name = model, model.main_input_name if is_network else None
+        if is_network and hasattr(model.config, "use_cache"):
+            model.config.use_cache = False
+
+    def forward(self, input: Tensor) -> Any:
+        return self.model(input) if self.name is None else self.model(**{self.name: input}, return_dict=True)[0]
+
+
+def _twin(model: nn.Module) -> Any:
+    """A copy of a model that computes in float32, without the context of its training; float32 tensors are shared."""
+    context, memo = ForwardContext.of(model), dict[int, Any]()
+    for tensor in (*model.parameters(), *model.buffers()):
+        wide = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
+        memo[id(tensor)] = nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
+    if context is not None:
+        memo[id(context)] = context
+    twin = copy.deepcopy(model, memo)
+    ForwardContext.detach(twin)
+    return twin.eval()
+
+
+def _example(source: Source, options: Options) -> Tensor:
+    """An input to trace the model with; its first dimension is free in the file, and of tokens the second, too."""
+    model: Any = source.model
+    if source.config is not None and model.main_input_name == "input_ids":
+        return torch.zeros(_TOKENS, dtype=torch.int64)
+    if options.shape is not None:
+        return torch.zeros(tuple(options.shape))
+    given = getattr(model, "example_input_array", None)
+    if isinstance(given, Tensor):
+        return given
+    raise ValueError(
+        f"The format onnx traces {type(model).__name__} with an input, and needs its shape: give --shape 2,3,32,32 "
+        "(any number of images of 3x32x32), or set example_input_array in the module to a tensor."
+    )
+
+
+def _traced(model: _Outputs, example: Tensor) -> Any:
+    if example.shape[0] == 1:  # a size of 1 would be taken for fixed
+        example = example.expand(2, *example.shape[1:])
+    is_text = example.dtype == torch.int64
+    free: dict[int, Any] = {0: "batch", 1: "length"} if is_text and example.dim() == 2 else {0: "batch"}
+    with _quiet(), torch.no_grad():
+        return torch.onnx.export(
+            model,
+            (example,),
+            dynamo=True,
+            opset_version=_OPSET,
+            dynamic_shapes=(free,),
+            input_names=[model.name or "input"],
+            output_names=["output" if model.name is None else _LOGITS],
+            verbose=False,
+        )
+
+
+@contextmanager
+def _quiet() -> Generator[None, None, None]:
+    """Without what the exporter tells of packages that it could use, and deprecates in itself."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _set_types(graph: Any, model: nn.Module) -> None:
+    """Gives codes of four bits, which torch keeps in bytes, their type in the file."""
+    import ml_dtypes
+    import onnx_ir
+
+    for name, module in model.named_modules():
+        if not isinstance(module, Decoded) or module.number not in _FOUR_BITS:
+            continue
+        numbers = {INT4: ml_dtypes.int4, UINT4: ml_dtypes.uint4}[module.number]
+        for part in ("codes", "zeros"):
+            value = graph.graph.initializers.get(f"{name}.{part}")
+            if value is not None:
+                four_bits = getattr(module, part).numpy().astype(numbers)
+                value.const_value = onnx_ir.tensor(four_bits, onnx_ir.DataType(module.number), name=value.name)
+                value.dtype = onnx_ir.DataType(module.number)
+
+
+def _forget_source(graph: Any) -> None:
+    """Removes what the exporter notes of each node: lines of code, with the paths of this machine."""
+    for node in graph.graph.all_nodes():
+        for each in (node, *node.outputs):
+            each.metadata_props.clear()
+    for value in (*graph.graph.inputs, *graph.graph.initializers.values()):
+        value.metadata_props.clear()
+    graph.graph.metadata_props.clear()
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class Session(nn.Module):
+    """A file in onnxruntime, on the CPU: called with a tensor, or ``input_ids``, as the model that was exported."""
+
+    def __init__(self, path: Path) -> None:
+        import onnxruntime
+
+        super().__init__()
+        options = onnxruntime.SessionOptions()
+        options.add_session_config_entry(*_IN_FLOAT32)
+        self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def forward(self, input: Tensor | None = None, *, input_ids: Tensor | None = None) -> Any:
+        given = input_ids if input is None else input
+        assert given is not None
+        [output] = self.session.run(None, {self.session.get_inputs()[0].name: given.numpy()})
+        is_network = self.session.get_outputs()[0].name == _LOGITS
+        return SimpleNamespace(logits=torch.from_numpy(output)) if is_network else torch.from_numpy(output)
+
+
+def _load(folder: Path) -> nn.Module:
+    return Session(folder / _FILE).eval()
+
+
+FORMATS = {
+    "onnx": Format(
+        "onnx",
+        "model.onnx of any module: onnxruntime and other engines",
+        obstacle,
+        _write,
+        _load,
+        needs_network=False,
+    )
+}

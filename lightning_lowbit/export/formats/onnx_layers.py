@@ -1,0 +1,270 @@
+"""Layers in ONNX's operators: weights that ``DequantizeLinear`` decodes, and inputs that are rounded to few bits.
+
+    weight                          DequantizeLinear(codes, scales)
+    input, e = max / amax           Abs, ReduceMax, Div of a token, a group of its features, or the tensor
+           round(x · e) / e         Mul, Round or Cast, Mul
+    input whose amax is known       Clip, QuantizeLinear, DequantizeLinear
+
+They compute in float32, and only while ``torch.onnx`` traces them.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.onnx.ops import symbolic
+
+from lightning_lowbit.export.weights import Weight
+from lightning_lowbit.formats import E4M3, E5M2
+from lightning_lowbit.nn.layers.convolution import QuantizedConvolution, QuantizedTransposed
+from lightning_lowbit.nn.layers.window import Window, is_pixelwise
+from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.quant import Cast, Quantized
+from lightning_lowbit.quant.scales import fp32_numerator, scales_of
+
+# Types of ONNX, by their numbers.
+UINT8, INT8, FLOAT8E4M3FN, FLOAT8E5M2, UINT4, INT4 = 2, 3, 17, 19, 21, 22
+TYPES = {UINT8: "uint8", INT8: "int8", FLOAT8E4M3FN: "e4m3", FLOAT8E5M2: "e5m2", UINT4: "uint4", INT4: "int4"}
+
+_FLOAT8 = {E4M3: FLOAT8E4M3FN, E5M2: FLOAT8E5M2}
+_DTYPES = {FLOAT8E4M3FN: torch.float8_e4m3fn, FLOAT8E5M2: torch.float8_e5m2}
+_WHOLE = ("twos-complement", "offset")  # encodings of formats whose values are whole numbers
+_LARGEST = torch.finfo(torch.float32).max
+
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+_TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def stored_as(cast: Cast) -> tuple[int, float]:
+    """The type that holds the elements of a weight exactly, divided by a number."""
+    if cast.scale.statistic == "minmax":
+        return (UINT4 if cast.format.bits <= 4 else UINT8), 1.0
+    unit = 2.0 ** (cast.format.min_exponent - cast.format.mantissa_bits)  # elements are whole multiples of it
+    largest = cast.format.max / unit
+    if largest <= 127:
+        return (INT4 if largest <= 7 else INT8), unit
+    return (FLOAT8E5M2 if cast.format is E5M2 else FLOAT8E4M3FN), 1.0  # E4M3 holds E3M2, too
+
+
+class Decoded(nn.Module):
+    """A weight as ``DequantizeLinear`` decodes it, to the values of ``quantized.dequantize()``.
+
+    Attributes:
+        number: the type of the codes in the file.
+        codes, scales, zeros: its inputs; codes of four bits are int8 or uint8 here.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+    def __init__(self, quantized: Quantized, transposed: bool, codes: Tensor | None = None) -> None:
+        """``transposed`` decodes to ``[in, out]``. ``codes``, of another shape, are those of rows in dimension 0."""
+        super().__init__()
+        self.number, unit = stored_as(quantized.cast)
+        scales, zeros = _by_row(quantized, _decoded_scales(quantized) * unit), None
+        if quantized.zero_points is not None:
+            zeros = _by_row(quantized, quantized.zero_points)
+        codes = quantized.codes if codes is None else codes
+        if zeros is None:
+            codes = (quantized.cast.format.decode(codes) / unit).to(_DTYPES.get(self.number, torch.int8))
+        self.attributes: dict[str, Any] = {}
+        if scales.shape[1] > 1:
+            block = quantized.cast.scale.block
+            size = block[1] if isinstance(block, tuple) else int(block)
+            self.attributes = {"axis": 0 if transposed else 1, "block_size": size}
+        elif len(scales) > 1:
+            self.attributes = {"axis": 1 if transposed else 0}
+
+        def laid_out(values: Tensor) -> Tensor:
+            if scales.shape[1] == 1:
+                return values.flatten() if len(scales) > 1 else values.reshape(())
+            return values.t().contiguous() if transposed else values
+
+        self.register_buffer("codes", codes.t().contiguous() if transposed else codes.contiguous())
+        self.register_buffer("scales", laid_out(scales))
+        self.register_buffer("zeros", None if zeros is None else laid_out(zeros))
+
+    def forward(self) -> Tensor:
+        inputs = (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
+        return symbolic(
+            "DequantizeLinear", inputs, self.attributes, dtype=torch.float32, shape=self.codes.shape, version=21
+        )
+
+
+def _decoded_scales(quantized: Quantized) -> Tensor:
+    """What elements are multiplied by, float32."""
+    storage = quantized.cast.scale.storage
+    scales = quantized.scales.float() if storage.dtype is not None else storage.decode(quantized.scales)
+    return scales if quantized.tensor_scale is None else scales * quantized.tensor_scale
+
+
+def _by_row(quantized: Quantized, values: Tensor) -> Tensor:
+    """Values of blocks as ``[rows, blocks]``, those of tiles repeated; ``[1, 1]`` of the tensor."""
+    block, rows = quantized.cast.scale.block, len(quantized.codes)
+    return values.repeat_interleave(block[0], 0)[:rows] if isinstance(block, tuple) else values
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def input_obstacle(cast: Cast) -> str | None:
+    """Why operators of ONNX do not express the cast of an input, in words; None if they do."""
+    scale = cast.scale
+    if cast.draws:
+        return f"its input is rounded stochastically ({cast})"
+    if cast.format not in _FLOAT8 and cast.format.encoding not in _WHOLE:
+        return f"its input is quantized to {cast.element}, and onnx writes inputs in FP8 and integers"
+    plain = (scale.format, scale.rounding, scale.statistic) == ("fp32", "nearest", "absmax")
+    if not plain or isinstance(scale.block, tuple):
+        return f"its input has scales {scale}, and onnx writes those of max|x| in float32, of tokens, groups or tensors"
+    return None
+
+
+class Inputs(nn.Module):
+    """Rounds an input ``[..., features]`` to few bits, as a cast does: by its own amaxes, or a known one (0-d)."""
+
+    numerator: Tensor
+    step: Tensor | None
+
+    def __init__(self, cast: Cast, amax: Tensor | None) -> None:
+        super().__init__()
+        self.cast = cast
+        self.register_buffer("numerator", torch.tensor(fp32_numerator(cast)))
+        known = None if amax is None else scales_of(amax.float(), torch.ones(()), cast)
+        self.register_buffer("step", None if known is None else known.reciprocal())
+        self.limit = 0.0 if known is None else float(cast.format.max / known)
+
+    def forward(self, x: Tensor) -> Tensor:
+        block, size = self.cast.scale.block, x.shape[-1]
+        if self.step is not None:
+            return self._by_known_scale(x, self.step)
+        if not isinstance(block, int):
+            return self._rounded(
+                x, x.abs().amax([*range(x.dim())]) if block == "tensor" else x.abs().amax(-1, keepdim=True)
+            )
+        groups = F.pad(x, (0, -size % block))
+        groups = groups.reshape(*x.shape[:-1], -1, block)
+        return self._rounded(groups, groups.abs().amax(-1, keepdim=True)).flatten(-2)[..., :size]
+
+    def _rounded(self, x: Tensor, amax: Tensor) -> Tensor:
+        """By scales of these amaxes. Without elements but zeros they are the largest number, and zeros stay zeros."""
+        scale, format = self.cast.scale, self.cast.format
+        if scale.epsilon:
+            amax = amax.clamp(min=scale.epsilon)
+        e = (self.numerator / (amax * scale.factor)).clamp(max=_LARGEST)
+        values = x * e if scale.factor >= 1 else (x * e).clamp(-format.max, format.max)
+        values = values.round() if format.dtype is None else values.to(format.dtype).to(torch.float32)
+        return values * e.reciprocal()
+
+    def _by_known_scale(self, x: Tensor, step: Tensor) -> Tensor:
+        number, dtype = _FLOAT8.get(self.cast.format, INT8), self.cast.format.dtype or torch.int8
+        x = x.clamp(-self.limit, self.limit)
+        codes = symbolic("QuantizeLinear", (x, step), {"output_dtype": number}, dtype=dtype, shape=x.shape, version=21)
+        return symbolic("DequantizeLinear", (codes, step), dtype=torch.float32, shape=x.shape, version=21)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+class Product(nn.Module):
+    """``x · Wᵀ + b`` of a converted layer, in place of its ``quantized_forward``."""
+
+    def __init__(self, weight: Weight | None, inputs: Inputs | None) -> None:
+        super().__init__()
+        self.weight = None if weight is None else Decoded(weight.quantized, transposed=True)
+        self.inputs = inputs
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, **settings: Any) -> Tensor:
+        x = x if self.inputs is None else self.inputs(x)
+        y = x @ (weight.t() if self.weight is None else self.weight())
+        return y if bias is None else y + bias
+
+
+class Convolution(nn.Module):
+    """A converted convolution, in place of its ``forward``: as ``Conv``, or as a product of patches whose input has
+    scales that pixels of different patches do not share."""
+
+    def __init__(self, layer: Any, weight: Weight | None, inputs: Inputs | None) -> None:
+        super().__init__()
+        self._of = (layer,)  # in a tuple, so that it is no child
+        self.inputs = inputs
+        self.product = Product(weight, inputs)
+        self.weight = None if weight is None else _kernel(layer, weight.quantized)
+
+    def forward(self, input: Tensor, output_size: Any = None) -> Tensor:
+        layer: Any = self._of[0]
+        x, padding, n = layer._batch(input), layer.padding, len(layer.kernel_size)
+        kernel = layer.weight if self.weight is None else self._kernel()
+        if isinstance(layer, QuantizedTransposed):
+            sizes = (layer.stride, layer.padding, layer.kernel_size, n, layer.dilation)
+            added = layer._output_padding(input, output_size, *sizes)
+            x = self._pixels(x)
+            y = _TRANSPOSED[n - 1](x, kernel, layer.bias, layer.stride, layer.padding, added, 1, layer.dilation)
+            return y if input.dim() == y.dim() else y.squeeze(0)
+        if layer.padding_mode != "zeros":
+            x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode), "valid"
+        window = layer._window(padding)
+        if self.inputs is None or self._is_of_pixels(self.inputs, window, x):
+            y = _CONVOLUTIONS[n - 1](self._pixels(x), kernel, layer.bias, layer.stride, padding, layer.dilation)
+        else:
+            y = self.product(patches(x, window), layer.weight_matrix(), layer.bias).movedim(-1, 1)
+        return y if input.dim() == y.dim() else y.squeeze(0)
+
+    def _kernel(self) -> Tensor:
+        """The decoded weight in the layer's own order."""
+        layer: Any = self._of[0]
+        assert self.weight is not None
+        weight, sizes = self.weight(), layer.kernel_size
+        if weight.dim() > 2:
+            return weight
+        if isinstance(layer, QuantizedTransposed):
+            return weight.unflatten(0, (*sizes, -1)).movedim((-1, -2), (0, 1))
+        return weight.unflatten(1, (*sizes, -1)).movedim(-1, 1)
+
+    def _pixels(self, x: Tensor) -> Tensor:
+        if self.inputs is None or self.inputs.cast.scale.block == "tensor":
+            return x if self.inputs is None else self.inputs(x)
+        return self.inputs(x.movedim(1, -1)).movedim(-1, 1)
+
+    def _is_of_pixels(self, inputs: Inputs, window: Window, x: Tensor) -> bool:
+        """Whether pixels that are rounded before the patches are gathered have the same values."""
+        cast, pixels = inputs.cast, all(k == 1 for k in window.kernel)
+        if inputs.step is None and cast.scale.block == "tensor" and not window.covers([*map(int, x.shape[2:])]):
+            return False
+        return is_pixelwise(cast, x.shape[1]) or (pixels and cast.scale.block == "row")
+
+
+def _kernel(layer: QuantizedConvolution, quantized: Quantized) -> Decoded:
+    """The weight of a convolution: in the layer's own order where its scales are of rows or of the tensor."""
+    if isinstance(layer, QuantizedTransposed) or quantized.scales.shape[1] > 1:
+        return Decoded(quantized, transposed=False)
+    codes = torch.empty(layer.weight.shape, dtype=torch.uint8)
+    view = layer._matrices(codes)[1]
+    view.copy_(quantized.codes.reshape(view.shape))
+    return Decoded(quantized, transposed=False, codes=codes)
+
+
+def patches(x: Tensor, window: Window) -> Tensor:
+    """``[N, *positions, kernel · C]`` of images ``[N, C, *sizes]``, in the order of :class:`Window`."""
+    positions = window.positions(x.shape[2:])
+    x = F.pad(x, [size for pair in reversed([*zip(window.before, window.after, strict=True)]) for size in pair])
+    for dim, (k, s, d, o) in enumerate(zip(window.kernel, window.stride, window.dilation, positions, strict=True), 2):
+        parts = [x.narrow(dim, i * d, (o - 1) * s + 1) for i in range(k)]
+        if s > 1:
+            parts = [part[(slice(None),) * dim + (slice(None, None, s),)] for part in parts]
+        x = torch.stack(parts, -1)
+    n = len(positions)
+    return x.permute(0, *range(2, 2 + n), *range(2 + n, 2 + 2 * n), 1).flatten(n + 1)
+
+
+def attach(layer: QuantizedLayer, weight: Weight | None, inputs: Inputs | None) -> None:
+    """Lets a converted layer compute by these operators; ``weight`` is None for one in high precision."""
+    is_image = isinstance(layer, QuantizedConvolution)
+    module = Convolution(layer, weight, inputs) if is_image else Product(weight, inputs)
+    layer.add_module("in_onnx", module)
+    vars(layer)["forward" if is_image else "quantized_forward"] = module

@@ -1,0 +1,107 @@
+"""The format ``bitnet``: the codec against golden vectors of transformers, and models in transformers itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_lowbit import Cast, LinearCasts, Scale, quantize
+from lightning_lowbit.export.formats import Options, bitnet
+from lightning_lowbit.export.weights import Weight, weights
+from lightning_lowbit.nn.linear import QuantizedLayer
+from tests import golden_vectors as golden
+from tests.export.sources import VOCABULARY, language_model, source_of
+
+TERNARY = LinearCasts.preset("ternary")
+FORMAT = bitnet.FORMATS["bitnet"]
+PACKED = [name for name in golden.cases("bitnet") if f"{name}/packed" in golden.load("bitnet")]
+
+
+def layer_of(casts: LinearCasts, made: nn.Module | None = None) -> QuantizedLayer:
+    return source_of(nn.Sequential(made or nn.Linear(16, 8)), casts).layers["0"]
+
+
+def test_bytes_and_scales_are_those_of_transformers() -> None:
+    for name in PACKED:
+        case = golden.case("bitnet", name)
+        if len(case["w"]) % 4:
+            continue
+        quantized = quantize(case["w"], TERNARY.cast_of("fprop_w"))
+        tensors = bitnet.tensors(Weight(name, layer_of(TERNARY), quantized))
+        assert torch.equal(tensors["weight"], torch.from_numpy(case["packed"])), name
+        peer = torch.from_numpy(case["weight_scale_bitlinear"])  # whose mean is summed in float32
+        torch.testing.assert_close(tensors["weight_scale"], peer, rtol=2.0**-22, atol=0)
+
+
+def test_the_reciprocal_of_weight_scale_is_the_scale_to_the_bit() -> None:
+    for exponent in range(-40, 40):
+        quantized = quantize(torch.randn(8, 16) * 2.0**exponent, TERNARY.cast_of("fprop_w"))
+        weight_scale = bitnet.tensors(Weight("0", layer_of(TERNARY), quantized))["weight_scale"]
+        assert torch.equal(weight_scale.reciprocal(), quantized.scales.reshape(1))
+
+
+def test_layers_that_it_cannot_hold_are_refused_by_name() -> None:
+    weight, x = TERNARY.fprop_w, TERNARY.fprop_x
+    assert isinstance(weight, Cast) and isinstance(x, Cast)
+    by_row = TERNARY.replace(fprop_w=weight.replace(scale={"block": "row"}))
+    refused = [
+        (layer_of(LinearCasts.preset("int4")), "ternary weights with one scale of the tensor"),
+        (layer_of(by_row), "ternary weights with one scale of the tensor"),
+        (layer_of(TERNARY.replace(fprop_x=x.replace(element="int4"))), "quantizes inputs by int8"),
+        (layer_of(TERNARY, nn.Linear(16, 6)), "its 6 out_features are no multiple of 4"),
+        (layer_of(TERNARY, nn.Conv2d(4, 8, 1)), "is no nn.Linear"),
+    ]
+    for layer, message in refused:
+        assert message in str(bitnet.obstacle("0", layer))
+    without_inputs = TERNARY.replace(fprop_x=None, wgrad_x=None)
+    absmax = TERNARY.replace(fprop_w=Cast("ternary", Scale("fp32", "tensor")))
+    assert [bitnet.obstacle("0", layer_of(casts)) for casts in (TERNARY, without_inputs, absmax)] == [None] * 3
+
+
+def test_layers_that_stay_are_named_so_that_no_other_is() -> None:
+    model = nn.ModuleDict({"fc": nn.Linear(8, 8), "up_fc": nn.Linear(8, 8), "head": nn.Linear(8, 8)})
+    source = source_of(model, TERNARY, skip=("fc", "head"))
+    assert bitnet.quantization_config(source)["modules_to_not_convert"] == ["^fc$", "head"]
+
+
+def test_a_dtype_that_rounds_the_scale_is_told() -> None:
+    for weight in weights(source_of(nn.Sequential(nn.Linear(64, 64)), TERNARY)):
+        assert bitnet.error(weight, torch.float32) == 0
+        scale = weight.quantized.scales.item()
+        assert bitnet.error(weight, torch.bfloat16) == pytest.approx(abs(1 / bfloat16(1 / scale) - scale), rel=1e-4)
+
+
+def bfloat16(number: float) -> float:
+    return torch.tensor(number).bfloat16().item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "bitnet"])
+@torch.compiler.set_stance("force_eager")  # else the helpers of transformers are compiled
+def test_transformers_computes_the_same(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    source = language_model(kind, TERNARY)
+    written = FORMAT.write(source, tmp_path, Options(dtype=torch.float32))
+    assert [row.name for row in written] == [*source.layers] and all(row.error == 0 and row.inputs for row in written)
+    assert FORMAT.load is not None
+    loaded: Any = FORMAT.load(tmp_path)
+
+    from transformers.integrations.bitnet import unpack_weights
+
+    for weight in weights(source):
+        layer = loaded.get_submodule(weight.name)
+        decoded = unpack_weights(layer.weight, dtype=torch.float32) / layer.weight_scale
+        assert torch.equal(decoded, weight.quantized.dequantize()), weight.name
+        x = torch.randn(3, decoded.shape[1])
+        torch.testing.assert_close(layer(x), weight.layer(x), rtol=1e-5, atol=1e-6)
+
+    # Sums of whole numbers are exact, and the rest differs in the last bits of float32, by which an input may come to
+    # the other side of a tie: that moves the output of a layer by 1/127 of the input's amax in one of 64 features.
+    tokens, model = torch.randint(VOCABULARY, (2, 12)), source.model
+    with torch.no_grad():
+        expected = model(tokens).logits
+        torch.testing.assert_close(loaded(tokens).logits, expected, rtol=0, atol=0.01 * expected.std().item())
+        greedy: Any = {"max_new_tokens": 16, "do_sample": False}
+        assert torch.equal(loaded.generate(tokens, **greedy), model.generate(tokens, **greedy))

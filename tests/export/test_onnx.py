@@ -1,0 +1,229 @@
+"""The format ``onnx``: codes, inputs and patches against the package's own casts, and whole models in onnxruntime."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit import Cast, LinearCasts, Scale, quantize
+from lightning_lowbit.export.formats import Options, onnx
+from lightning_lowbit.export.formats.onnx_layers import TYPES, Decoded, Inputs, patches
+from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.weights import weights
+from lightning_lowbit.formats import ELEMENT_FORMATS
+from lightning_lowbit.nn.casts import PRESETS
+from lightning_lowbit.nn.layers.convolution import QuantizedConvolution
+from lightning_lowbit.nn.layers.window import Window
+from lightning_lowbit.nn.watch import LayerAmaxes
+from tests.export.sources import VOCABULARY, language_model, source_of
+
+FORMAT = onnx.FORMATS["onnx"]
+ROWS = Cast("int8", Scale("fp32", "row", epsilon=1e-5))
+
+
+def dequantize_linear(decoded: Decoded) -> Tensor:
+    """``DequantizeLinear`` of ONNX, by its specification."""
+    axis, size = decoded.attributes.get("axis", 0), decoded.attributes.get("block_size")
+
+    def spread(values: Tensor) -> Tensor:
+        if size is not None:
+            return values.repeat_interleave(size, axis).narrow(axis, 0, decoded.codes.shape[axis])
+        return values.reshape([-1 if i == axis else 1 for i in range(decoded.codes.dim())]) if values.dim() else values
+
+    zeros = 0 if decoded.zeros is None else spread(decoded.zeros).float()
+    return (decoded.codes.float() - zeros) * spread(decoded.scales)
+
+
+def test_codes_times_scales_are_the_weight_to_the_bit() -> None:
+    casts = {preset: cast for preset in PRESETS if (cast := LinearCasts.preset(preset).cast_of("fprop_w")) is not None}
+    scales = {block: Scale("fp32", block) for block in ("row", "tensor", 16, (4, 16))}
+    casts |= {f"{e}/{block}": Cast(e, scale) for e in ELEMENT_FORMATS for block, scale in scales.items()}
+    casts |= {f"minmax of int{n}": Cast(f"int{n}", Scale("fp32", 16, statistic="minmax")) for n in (4, 8)}
+    weight = torch.randn(24, 72) * torch.logspace(-3, 3, 24)[:, None]
+    for name, cast in casts.items():
+        quantized = quantize(weight, cast)
+        for transposed in (False, True):
+            found = dequantize_linear(Decoded(quantized, transposed))
+            assert torch.equal(found.t() if transposed else found, quantized.dequantize()), name
+
+
+def test_whole_numbers_of_up_to_four_bits_take_four_bits() -> None:
+    types = {e: TYPES[Decoded(quantize(torch.randn(4, 8), Cast(e, ROWS.scale)), False).number] for e in ELEMENT_FORMATS}
+    few = dict.fromkeys(("int2", "int3", "int4", "ternary", "e1m2"), "int4")
+    whole = dict.fromkeys(("int5", "int6", "int7", "int8", "e2m1", "e3m0", "e2m3"), "int8")
+    assert types == few | whole | {"e4m3": "e4m3", "e3m2": "e4m3", "e5m2": "e5m2"}
+
+
+def test_inputs_are_rounded_as_the_training_rounds_them() -> None:
+    x = torch.randn(3, 5, 40) * torch.logspace(-6, 4, 5)[:, None]
+    x[0, 0] = 0
+    blocks: list[Any] = ["row", "tensor", 16]
+    for element in ("int2", "int4", "int8", "ternary", "e4m3", "e5m2"):
+        for scale in [Scale("fp32", block, factor=f) for block in blocks for f in (1.0, 0.5)] + [ROWS.scale]:
+            cast = Cast(element, scale)
+            expected = quantize(x.flatten(0, 1), cast).dequantize().view_as(x)
+            assert torch.equal(Inputs(cast, None)(x), expected), cast
+
+
+def test_an_input_that_is_not_finite_gives_no_number() -> None:
+    x = torch.tensor([[1.0, torch.inf], [torch.nan, 1.0], [1.0, 2.0]])
+    assert Inputs(ROWS, None)(x).isnan().any(-1).tolist() == [True, True, False]
+
+
+def test_patches_are_those_of_the_layer() -> None:
+    windows = [
+        Window((3,), (1,), (1,), (1,), (1,)),
+        Window((3, 2), (2, 1), (1, 2), (1, 0), (0, 1)),
+        Window((2, 3, 1), (1, 2, 3), (1, 1, 1), (0, 1, 0), (0, 1, 0)),
+    ]
+    for window in windows:
+        x = torch.randn(2, 4, *[7] * len(window.kernel))
+        assert torch.equal(patches(x, window).flatten(0, -2), window.gather(x)), window
+
+
+def test_what_operators_do_not_express_is_refused() -> None:
+    refused = {
+        "nvfp4": r"its input is quantized to e2m1, and onnx writes inputs in FP8 and integers",
+        "mxfp8": r"its input has scales e8m0:1x32",
+    }
+    for preset, message in refused.items():
+        source = source_of(nn.Sequential(nn.Linear(32, 32)), LinearCasts.preset(preset))
+        with pytest.raises(ValueError, match=message):
+            FORMAT.write(source, Path(), Options())
+    source = source_of(nn.Sequential(nn.Linear(32, 32)), LinearCasts.preset("int8"))
+    with pytest.raises(ValueError, match=r"needs its shape: give --shape"):
+        FORMAT.write(source, Path(), Options())
+
+
+# --- in onnxruntime ---------------------------------------------------------------------------------------------------
+
+
+def written(source: Source, folder: Path, **options: Any) -> Any:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    rows = FORMAT.write(source, folder, Options(**options))
+    assert [row.name for row in rows] == [*source.layers] and all(row.error == 0 for row in rows)
+    assert FORMAT.load is not None
+    return FORMAT.load(folder)
+
+
+def assert_same_weights(source: Source, folder: Path, example: Tensor) -> None:
+    """What ``DequantizeLinear`` gives in onnxruntime, against the weights of the training, to the bit."""
+    import onnx as package
+    import onnxruntime
+
+    model = package.load(folder / "model.onnx")
+    nodes = [node for node in model.graph.node if node.op_type == "DequantizeLinear" and "in_onnx" in node.input[0]]
+    model.graph.output.extend(package.ValueInfoProto(name=node.output[0]) for node in nodes)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    values = session.run([node.output[0] for node in nodes], {session.get_inputs()[0].name: example.numpy()})
+    found = {}
+    for node, value in zip(nodes, values, strict=True):
+        name, _, part = node.input[0].removeprefix("model.").partition(".in_onnx.")
+        layer, decoded = source.layers[name], torch.from_numpy(value)
+        is_image = isinstance(layer, QuantizedConvolution) and part == "weight.codes"
+        found[name] = decoded.t() if not is_image else decoded if decoded.dim() == 2 else layer._matrices(decoded)[0]
+    assert found.keys() == source.layers.keys()
+    for weight in weights(source):
+        assert torch.equal(found[weight.name], weight.quantized.dequantize()), weight.name
+
+
+def greedy(model: Any, tokens: Tensor, length: int) -> list[int]:
+    for _ in range(length):
+        tokens = torch.cat([tokens, model(input_ids=tokens).logits[:, -1:].argmax(-1)], 1)
+    return tokens.flatten().tolist()
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """Both compute in float32, and their sums differ in order: by some units of 2^-24. That takes an input, now and
+    then, to the other side of a tie, which moves the outputs of a token or an image by more."""
+    errors = (found - expected).abs().amax(-1) / expected.std()
+    assert errors.median() < 2e-5 and errors.max() < 0.02, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "preset"), [("llama", "int4"), ("gpt2", "int8"), ("qwen3", "fp8-row"), ("bitnet", "ternary")]
+)
+@torch.no_grad()
+def test_language_models_compute_the_same(kind: str, preset: str, tmp_path: Path) -> None:
+    source = language_model(kind, LinearCasts.preset(preset))
+    before = {name: parameter.clone() for name, parameter in source.model.named_parameters()}
+    loaded = written(source, tmp_path)
+    assert_same_weights(source, tmp_path, torch.zeros(1, 4, dtype=torch.int64))
+    for shape in ((2, 12), (1, 5), (3, 1)):
+        tokens = torch.randint(VOCABULARY, shape)
+        assert_close(loaded(input_ids=tokens).logits, source.model(input_ids=tokens).logits)
+    tokens = torch.randint(VOCABULARY, (1, 4))
+    assert greedy(loaded, tokens, 12) == greedy(source.model, tokens, 12)
+    assert b"site-packages" not in (tmp_path / "model.onnx").read_bytes()  # paths of the machine that wrote it
+    after = dict(source.model.named_parameters())
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+class ConvolutionalNetwork(nn.Module):
+    """Kernels of one pixel and of nine, strides, a group norm's rival, and a transposed convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, 1, 1)
+        self.norm = nn.BatchNorm2d(16)
+        self.inner = nn.Conv2d(16, 32, 3, 2, padding=1, padding_mode="circular", bias=False)
+        self.short = nn.Conv2d(16, 32, 1, 2)
+        self.up = nn.ConvTranspose2d(32, 16, 2, 2)
+        self.head = nn.Linear(16, 10)
+        nn.init.uniform_(self.norm.running_var, 0.5, 2.0)
+        nn.init.normal_(self.norm.running_mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.stem(x)))
+        return self.head(torch.relu(self.up(self.inner(x) + self.short(x))).mean((2, 3)))
+
+
+def convolutional(casts: LinearCasts) -> Source:
+    torch.manual_seed(0)
+    return source_of(ConvolutionalNetwork(), casts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", [True, False])
+@pytest.mark.parametrize("preset", ["int8", "int4", "fp8-current"])
+@torch.no_grad()
+def test_convolutions_compute_the_same(preset: str, activations: bool, tmp_path: Path) -> None:
+    casts = LinearCasts.preset(preset)
+    source = convolutional(casts if activations else casts.replace(fprop_x=None, wgrad_x=None))
+    loaded = written(source, tmp_path, shape=(1, 3, 16, 16))
+    images = torch.randn(5, 3, 16, 16)
+    assert_same_weights(source, tmp_path, images)
+    assert_close(loaded(images), source.model(images))
+
+
+def operators(folder: Path) -> Sequence[str]:
+    import onnx as package
+
+    return [node.op_type for node in package.load(folder / "model.onnx").graph.node]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_known_amaxes_become_static_scales(tmp_path: Path) -> None:
+    """Those of calibration, and of delayed scaling. ``QuantizeLinear`` divides where the training multiplies."""
+    x = torch.randn(64, 32)
+    by_tensor = LinearCasts(Cast("int8", Scale("fp32", "tensor")), ROWS)
+    calibrated = source_of(nn.Sequential(nn.Linear(32, 16)), by_tensor)
+    delayed = source_of(nn.Sequential(nn.Linear(32, 16)), LinearCasts.preset("fp8-delayed"))
+    known = torch.full((6,), 2.5)
+    known[1] = 0  # of the weight there is none
+    delayed.layers["0"].amaxes = LayerAmaxes(known, torch.zeros(6), torch.zeros(0), torch.zeros(0), [False])
+    for name, source, options in (
+        ("calibrated", calibrated, {"input_amaxes": {"0": x.abs().max().item()}}),
+        ("delayed", delayed, {}),
+    ):
+        (tmp_path / name).mkdir()
+        loaded = written(source, tmp_path / name, shape=(2, 32), **options)
+        assert operators(tmp_path / name).count("QuantizeLinear") == 1 and "Abs" not in operators(tmp_path / name)
+        difference = loaded(x) - source.model(x)
+        assert difference.norm() < 1e-3 * source.model(x).norm(), name
