@@ -126,12 +126,18 @@ def export_checkpoint(
 
 def fitting(source: Source) -> list[str]:
     """The formats that can hold all quantized layers of a model."""
-    return [
-        name
-        for name, format in FORMATS.items()
-        if all(format.obstacle(layer, source.layers[layer]) is None for layer in source.layers)
-        and (source.config is not None or not format.needs_network)
-    ]
+    return [name for name, format in FORMATS.items() if _fits(format, source)]
+
+
+def _fits(format: Format, source: Source) -> bool:
+    if format.needs_network and source.config is None:
+        return False
+    try:
+        if format.accepts is not None:
+            format.accepts(source)
+    except ValueError:
+        return False
+    return all(format.obstacle(name, layer) is None for name, layer in source.layers.items())
 
 
 def explain_formats(source: Source) -> str:

@@ -75,6 +75,7 @@ class Format:
         load: reads a folder back by the real client, ready to be called as the model is; None if there is no client
             in Python. An ``ImportError`` names a package that is missing; or a :class:`NoClient`.
         needs_network: whether the model must be one of ``transformers``.
+        accepts: raises a ``ValueError`` for models that it cannot hold, whatever their casts.
         tolerance: how far logits may be from those of the training with the same operands in few bits, as a norm
             relative to theirs, where the client does not show what its layers compute.
         fused: whether engines take one scale of the tensor for q, k and v, and for gate and up.
@@ -87,6 +88,7 @@ class Format:
     write: Callable[[Source, Path, Options], list[Written]]
     load: Callable[[Path], nn.Module] | None = None
     needs_network: bool = True
+    accepts: Callable[[Source], object] | None = None
     tolerance: float = 0.05
     fused: bool = False
     rounds_scales: bool = False

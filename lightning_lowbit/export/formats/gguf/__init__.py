@@ -13,11 +13,18 @@ from lightning_lowbit.export.formats import Format
 from lightning_lowbit.export.formats.gguf.blocks import TQ1_0
 from lightning_lowbit.export.formats.gguf.client import LlamaCpp
 from lightning_lowbit.export.formats.gguf.files import FILE, obstacle, write
+from lightning_lowbit.export.formats.gguf.networks import network_of
+from lightning_lowbit.export.source import Source
 
 
 def load(folder: Path) -> nn.Module:
     """The file of a folder in llama.cpp, which has ``logits`` for ``input_ids``, on the CPU."""
     return LlamaCpp(folder / FILE)
+
+
+def accepts(source: Source) -> None:
+    """Raises a ``ValueError`` for networks that llama.cpp does not have."""
+    network_of(source.config)
 
 
 GGUF = Format(
@@ -26,6 +33,7 @@ GGUF = Format(
     obstacle,
     write,
     load,
+    accepts=accepts,
 )
 GGUF_TQ1 = Format(
     "gguf-tq1",
@@ -33,5 +41,6 @@ GGUF_TQ1 = Format(
     partial(obstacle, ternary=TQ1_0),
     partial(write, ternary=TQ1_0),
     load,
+    accepts=accepts,
 )
 FORMATS = {format.name: format for format in (GGUF, GGUF_TQ1)}

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_lowbit.export.formats.base import NoClient
+
 _QUIET: list[Any] = []  # llama.cpp keeps a pointer to the function that takes its messages
 
 
@@ -17,7 +19,7 @@ class LlamaCpp(nn.Module):
         file: the path.
 
     Raises:
-        ImportError: there is no package with llama.cpp, or its library does not load here.
+        NoClient: there is no package with llama.cpp, or its library does not load here.
         ValueError: llama.cpp cannot read the file; its messages tell why.
     """
 
@@ -26,13 +28,11 @@ class LlamaCpp(nn.Module):
         try:
             from llama_cpp_py_sync._cffi_bindings import get_ffi, get_lib
 
-            self.ffi, self.lib = get_ffi(), get_lib()
+            self.ffi, self.lib = get_ffi(), get_lib()  # type: ignore[no-untyped-call]
         except ImportError as error:
-            raise ImportError(
-                f"no llama.cpp ({error}): pip install llama-cpp-py-sync", name="llama_cpp_py_sync"
-            ) from error
+            raise NoClient(f"there is no llama.cpp ({error}): pip install llama-cpp-py-sync") from error
         except RuntimeError as error:  # a system older than the one on which it was built
-            raise ImportError(f"llama.cpp does not load ({error})") from error
+            raise NoClient(f"the llama.cpp of llama-cpp-py-sync does not load here ({error})") from error
         messages: list[str] = []
         self._silence(messages)
         self.lib.llama_backend_init()
