@@ -88,8 +88,7 @@ def _row(weight: Weight, inputs: Inputs | None) -> Written:
     decoded = Decoded(weight.quantized, transposed=False)
     codes = decoded.codes.numel() // (2 if decoded.number in _FOUR_BITS else 1)
     size = codes + 4 * decoded.scales.numel() + (0 if decoded.zeros is None else decoded.zeros.numel())
-    amax = None if inputs is None or inputs.amax is None else float(inputs.amax)
-    by = None if inputs is None else base.Inputs(inputs.cast, amax)
+    by = None if inputs is None else base.Inputs(inputs.cast, inputs.amax)
     return row(weight, f"onnx {TYPES[decoded.number]}", size, by)
 
 

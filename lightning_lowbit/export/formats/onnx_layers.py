@@ -133,7 +133,7 @@ class Inputs(nn.Module):
 
     def __init__(self, cast: Cast, amax: Tensor | None) -> None:
         super().__init__()
-        self.cast = cast
+        self.cast, self.amax = cast, None if amax is None else float(amax)
         self.register_buffer("numerator", torch.tensor(fp32_numerator(cast)))
         known = None if amax is None else scales_of(amax.float(), torch.ones(()), cast)
         self.register_buffer("step", None if known is None else known.reciprocal())
