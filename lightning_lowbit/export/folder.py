@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit.export.source import Source
 
-_SHARD = 2**30  # bytes of tensors that wait to be written
+_SHARD = 2**29  # bytes of tensors that wait to be written, of which safetensors makes a copy
 
 
 class Shards:

@@ -91,6 +91,8 @@ def scale_amax(source: Source, name: str) -> Tensor | None:
     cast = layer.casts.cast_of("fprop_w")
     if cast is None or not cast.scale.needs_amax:
         return None
+    if (shared := layer.shared_amax(source.dtype)) is not None and cast.scale.source == "current":
+        return shared
     weight = matrix(source, layer)
     given = layer.scaled_by(weight)
     return weight.abs().amax().float() if given is None else given.detach().float().reshape(())
