@@ -29,6 +29,7 @@ from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.quant import Cast
 
 _OPSET = 21  # the first with integers of four bits, and with scales of blocks
@@ -43,8 +44,6 @@ _IN_FLOAT32 = ("session.qdq_matmulnbits_accuracy_level", "1")
 
 def obstacle(name: str, layer: QuantizedLayer) -> str | None:
     """Why operators of ONNX do not express a layer, in words; None if they do."""
-    if layer.weight is None:
-        return "it is a product of attention, which has no weight"
     if (why := common_obstacle(layer)) is not None:
         return why
     cast = layer.casts.cast_of("fprop_x")
@@ -100,10 +99,11 @@ def _inputs(name: str, layer: QuantizedLayer, options: Options) -> Inputs | None
     if not isinstance(cast, Cast):
         return None
     amax = None
-    if cast.scale.needs_amax and options.input_amaxes is not None and name in options.input_amaxes:
+    if cast.scale.block == "tensor" and options.input_amaxes is not None and name in options.input_amaxes:
         amax = torch.tensor(options.input_amaxes[name])
-    elif cast.scale.source == "delayed" and layer.amaxes is not None and layer.amaxes.in_force[0] > 0:
-        amax = layer.amaxes.in_force[0].clone()
+    elif cast.scale.source == "delayed" and layer.amaxes is not None:
+        known = layer.amaxes.in_force[OPERANDS.index("fprop_x")]
+        amax = known.clone() if known > 0 else None
     return Inputs(cast, amax)
 
 
