@@ -30,6 +30,8 @@ To begin: lowbit fit --config quickstart
                              a checkpoint as inference engines load it, with the outputs of the training
   estimate --config RECIPE [--device h100] [--devices N] [--strategy ddp|fsdp] [--tensor_parallel T]
                              memory and time of a step by formulas, before there are devices
+  evaluate CHECKPOINT|FOLDER --tasks A,B
+                             scores a trained or exported model by lm-evaluation-harness
 
 RECIPE, OVERLAY and STUDY are names from `lowbit ls` or YAML files. `lowbit COMMAND --help` tells more.
 """
@@ -92,7 +94,7 @@ def _dispatch(arguments: list[str]) -> int:
         run([name, *rest])
         return 0
     own: dict[str, Callable[[Sequence[str]], int | None]] = {"ls": _list, "cp": _copy}
-    others = ("compare", "inspect", "export", "estimate")
+    others = ("compare", "inspect", "export", "evaluate", "estimate")
     if name in others:
         own[name] = getattr(import_module(f"lightning_lowbit.cli.{name}"), name)
     if name not in own:

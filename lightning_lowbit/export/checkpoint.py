@@ -11,7 +11,7 @@ from lightning_lowbit.atomic_files import being_written, put_in_place, remove
 from lightning_lowbit.checks import choose, some
 from lightning_lowbit.export.calibration import input_amaxes, tokens_of
 from lightning_lowbit.export.card import write_card
-from lightning_lowbit.export.formats.base import Format, Options, Written
+from lightning_lowbit.export.formats.base import Format, NoClient, Options, Written
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.parity import Parity, compare
 from lightning_lowbit.export.record import write_record
@@ -106,6 +106,8 @@ def export_checkpoint(
                     client = chosen.load(partial)
                 except ImportError as error:
                     why_not = f"{error.name or error} is not installed: pip install 'lightning_lowbit[export]'"
+                except NoClient as error:
+                    why_not = str(error)
                 else:
                     compared = compare(source, client, rows, chosen.weights(source, options), tokens)
                     compared.check(chosen.tolerance)
@@ -124,12 +126,18 @@ def export_checkpoint(
 
 def fitting(source: Source) -> list[str]:
     """The formats that can hold all quantized layers of a model."""
-    return [
-        name
-        for name, format in FORMATS.items()
-        if all(format.obstacle(layer, source.layers[layer]) is None for layer in source.layers)
-        and (source.config is not None or not format.needs_network)
-    ]
+    return [name for name, format in FORMATS.items() if _fits(format, source)]
+
+
+def _fits(format: Format, source: Source) -> bool:
+    if format.needs_network and source.config is None:
+        return False
+    try:
+        if format.accepts is not None:
+            format.accepts(source)
+    except ValueError:
+        return False
+    return all(format.obstacle(name, layer) is None for name, layer in source.layers.items())
 
 
 def explain_formats(source: Source) -> str:

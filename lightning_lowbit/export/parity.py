@@ -1,11 +1,13 @@
 """The parity report: whether an exported model, loaded by its real client, computes what was trained.
 
     weights    each layer's weight in the loaded model, against codes · scales
-    logits     of the loaded model, against the training's forward pass with those operands quantized that it quantizes
-    loss       of the next token, greedy tokens: against the training's forward pass as it was
+    layers     what each layer makes of its input there, against the same operands multiplied here
+    logits     against the training's forward pass with those operands quantized that the client quantizes
+    loss       of the next token, and greedy tokens: against the training's forward pass as it was
 
 A client that keeps activations in high precision computes other logits than a training that quantized them: closer to
-the unquantized ones. The report tells both differences, and fails on the first.
+the unquantized ones. What a layer computes depends on its own operands alone, so that this decides; logits decide where
+the client shows no layers.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -18,9 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.formats.base import Written
+from lightning_lowbit.export.formats.base import Inputs, Written
 from lightning_lowbit.export.source import Source, hp_forward
 from lightning_lowbit.export.weights import Weight
+from lightning_lowbit.quant import quantize
+
+# How far a layer's output may be, as a norm: bfloat16 rounds it; and engines make scales of inputs in bfloat16, or by
+# 127.5 for int8, where elements near the middle between two values round otherwise.
+LAYERS, WITH_INPUTS = 0.01, 0.03
 
 
 @dataclass(frozen=True)
@@ -28,8 +35,11 @@ class Parity:
     """How an exported model compares with the training.
 
     Attributes:
-        weights: by layer, the largest difference of the loaded weight from what was written; empty where the client
-            does not show its weights.
+        weights: by layer, the largest difference of the loaded weight from codes · scales beyond the rounding to its
+            dtype; empty where the client does not show its weights.
+        layers: by layer, the norm of the difference of its output, relative to that of the output; empty where the
+            client shows none.
+        limits: by layer, what rounding explains of that.
         logits: norm of the difference of logits, relative to theirs, from the same operands in few bits.
         trained, exported: losses (nats per token) of the training's forward pass, and of the exported model.
         greedy: share of positions whose most likely next token is that of the training's forward pass.
@@ -38,6 +48,8 @@ class Parity:
     """
 
     weights: Mapping[str, float]
+    layers: Mapping[str, float]
+    limits: Mapping[str, float]
     logits: float
     trained: float
     exported: float
@@ -46,22 +58,32 @@ class Parity:
     tokens: int
 
     def check(self, tolerance: float) -> None:
-        """Raises a ``ValueError`` if weights differ, or logits by more than ``tolerance``."""
+        """Raises a ``ValueError`` if weights or layers differ, or logits by more than ``tolerance``."""
         if wrong := [name for name, difference in self.weights.items() if not difference == 0]:
             raise ValueError(
                 f"The exported weights of {some(wrong)} are not those of the training: they differ by up to "
                 f"{max(self.weights[name] for name in wrong):.3g}. Nothing was exported; please report this."
             )
-        if not self.logits <= tolerance:
+        if wrong := [name for name, difference in self.layers.items() if not difference <= self.limits[name]]:
+            raise ValueError(
+                f"The exported layers {some(wrong)} compute something else than those of the training: by up to "
+                f"{max(self.layers[name] for name in wrong):.3g} of the norm, where rounding explains "
+                f"{self.limits[wrong[0]]:g}. Nothing was exported; parity=False (--no-parity) exports."
+            )
+        if not self.layers and not self.logits <= tolerance:
             raise ValueError(
                 f"The exported model computes other logits: they differ by {self.logits:.3g} of their norm, and the "
                 f"format's rounding explains {tolerance:g}. Nothing was exported; parity=False (--no-parity) exports."
             )
 
     def __str__(self) -> str:
-        worst = f"{max(self.weights.values()):g}" if self.weights else "not shown by the client"
+        weights, layers = (
+            f"{max(found.values()):.2g}" if found else "not shown by the client"
+            for found in (self.weights, self.layers)
+        )
         return (
-            f"weights, largest difference: {worst}\n"
+            f"weights, largest difference: {weights}\n"
+            f"layers, relative difference: {layers}\n"
             f"logits, relative difference: {self.logits:.2g} with the same operands in few bits\n"
             f"loss: {self.exported:.4f}, in training {self.trained:.4f} ({self.tokens} tokens)\n"
             f"greedy tokens equal: {self.same:.1%} with the same operands, {self.greedy:.1%} of the training's"
@@ -80,8 +102,9 @@ def compare(source: Source, loaded: Any, rows: Sequence[Written], written: Itera
         tokens: int64 ``[sequences, length]``.
     """
     outputs = _logits(loaded, tokens)
+    weights, layers = _layers(loaded, {row.name: row.inputs for row in rows}, written, tokens[:1])
     trained = _logits(source.model, tokens)
-    with _high_precision_inputs(source, [row.name for row in rows if not row.inputs]):
+    with _high_precision_inputs(source, [row.name for row in rows if row.inputs is None]):
         same = _logits(source.model, tokens)
     targets = tokens[:, 1:].flatten()
 
@@ -92,7 +115,9 @@ def compare(source: Source, loaded: Any, rows: Sequence[Written], written: Itera
         return float((outputs.argmax(-1) == logits.argmax(-1)).float().mean())
 
     return Parity(
-        _weights(loaded, written),
+        weights,
+        layers,
+        {row.name: LAYERS if row.inputs is None else WITH_INPUTS for row in rows},
         float((outputs - same).norm() / (same - same.mean(-1, keepdim=True)).norm()),
         loss(trained),
         loss(outputs),
@@ -119,15 +144,50 @@ def _high_precision_inputs(source: Source, names: Sequence[str]) -> Generator[No
             source.layers[name].casts = casts
 
 
-def _weights(loaded: Any, written: Iterable[Weight]) -> dict[str, float]:
-    """How far the weights of the loaded model, after a forward pass, are from those that were written."""
+def _layers(
+    loaded: Any, inputs: Mapping[str, Inputs | None], written: Iterable[Weight], tokens: Tensor
+) -> tuple[dict[str, float], dict[str, float]]:
+    """How far the layers of a loaded model are from what was written: their weights, and what they make of an input."""
     shown = dict(loaded.named_modules()) if isinstance(loaded, nn.Module) else {}
-    found = {}
-    for weight in written if shown else ():
+    passed: dict[str, tuple[Tensor, Tensor]] = {}
+    names = {id(module): name for name, module in shown.items() if name in inputs}
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        passed[names[id(module)]] = args[0].detach(), output.detach()
+
+    handles = [shown[name].register_forward_hook(note) for name in names.values()]
+    if handles:
+        loaded(input_ids=tokens)
+    for handle in handles:
+        handle.remove()
+    weights, layers = dict[str, float](), dict[str, float]()
+    for weight in written if handles else ():
         there = getattr(shown.get(weight.name), "weight", None)
         if isinstance(there, Tensor) and not isinstance(weight.layer, nn.Linear):
             there = there.t()  # of Conv1D
         if isinstance(there, Tensor) and there.shape == weight.quantized.codes.shape and there.is_floating_point():
-            expected = weight.quantized.dequantize(there.dtype)
-            found[weight.name] = float((there.float() - expected.float()).abs().max())
-    return found
+            weights[weight.name] = _beyond_rounding(there, weight.quantized.dequantize())
+        if weight.name in passed:
+            layers[weight.name] = _difference(weight, inputs[weight.name], *passed[weight.name])
+    return weights, layers
+
+
+def _beyond_rounding(there: Tensor, exact: Tensor) -> float:
+    """The largest difference of a weight that its rounding to a dtype, and one of its scale in float32, do not explain.
+
+    Some products of codes and scales lie in the middle between two numbers of bfloat16, or beside it.
+    """
+    explained = exact.abs() * (torch.finfo(there.dtype).eps / 2 + 2.0**-22)
+    return float(((there.float() - exact).abs() - explained).clamp(min=0).max())
+
+
+def _difference(weight: Weight, inputs: Inputs | None, x: Tensor, y: Tensor) -> float:
+    """How far the output of a layer is from the product of its operands, which are quantized as the engine does."""
+    rows = x.flatten(0, -2).float()
+    if inputs is not None:
+        amax = None if inputs.amax is None else torch.tensor(inputs.amax)
+        rows = quantize(rows, inputs.cast, amax=amax).dequantize()
+    product = rows @ weight.quantized.dequantize().t()
+    if isinstance(weight.layer.bias, Tensor):
+        product += weight.layer.bias.float()
+    return float((y.flatten(0, -2).float() - product).norm() / product.norm().clamp(min=1e-12))

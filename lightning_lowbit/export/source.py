@@ -50,13 +50,14 @@ class Source:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read(checkpoint: str | Path, module: str | None = None) -> Source:
+def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = True) -> Source:
     """Reads a checkpoint; runs no code that the file names.
 
     Args:
         checkpoint: a file that a run with a plugin of this package wrote.
         module: the class of the trained ``LightningModule``, ``"package.module.Class"``, made from the file's
             hyper-parameters. None: that of a recipe.
+        in_few_bits: whether to refuse a model whose forward pass quantizes no weight.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -84,7 +85,7 @@ def read(checkpoint: str | Path, module: str | None = None) -> Source:
         pass  # layers that share an amax have measured it
     layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
     quantized = {name: layer for name, layer in layers.items() if layer.casts.fprop_w is not None}
-    if not quantized:
+    if in_few_bits and not quantized:
         raise ValueError(
             f"{checkpoint} was saved in phase {state['phase']!r}, with casts {trained}: its forward pass quantizes no "
             "weight, so that there is nothing to export in few bits. Use save_pretrained."

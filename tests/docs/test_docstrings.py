@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_lowbit
 from lightning_lowbit import FP4Precision, FP8Precision, IntegerPrecision
+from lightning_lowbit.recipes.models import CausalLM
 from tests.lightning_imports import LightningModule, MixedPrecision, Trainer
 
 NAMES = sorted(lightning_lowbit.__all__)
@@ -63,10 +64,25 @@ def compressed_llama():
     (folder / "config.json").write_text(json.dumps({"quantization_config": own}))
 
 
+def trained_llama():
+    """Trains a network of the recipes, which its checkpoint names."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "vocab_size": 64, "intermediate_size": 128}
+    precision = IntegerPrecision(4, activation_bits=None, group=64, skip=["lm_head"])
+    checkpoint_of(precision, CausalLM("llama", {**sizes, "num_hidden_layers": 1}), torch.randint(64, (16, 33)))
+
+
+def exported_llama():
+    """Writes the folder ``llama-nvfp4``."""
+    trained_llama()
+    lightning_lowbit.export_checkpoint("last.ckpt", "int4", "llama-nvfp4", dtype="fp32", parity=False)
+
+
 # What an example needs beside the names of the package, by the name that has the example.
 PREPARED = {
     "bake": lambda: checkpoint_of(IntegerPrecision(4, activation_bits=None), MyModule(), torch.randn(16, 32)),
     "restore": lambda: checkpoint_of(FP4Precision(), MyModule(), torch.randn(16, 32)),
+    "export_checkpoint": trained_llama,
+    "load": exported_llama,
     "load_compressed": compressed_llama,
     "fold": lambda: checkpoint_of(FP8Precision(smooth_swiglu="channel"), MyModule(llama()), torch.arange(16)[:, None]),
 }

@@ -1,6 +1,6 @@
 """Checkpoints of language models that were trained in few bits."""
 
-import copy
+import json
 import warnings
 from functools import cache
 
@@ -17,7 +17,8 @@ SIZES = {
     "qwen3": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
     | {"num_key_value_heads": 2, "head_dim": 32},
     "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0},
-    "bitnet": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "bitnet": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"num_key_value_heads": 4, "bos_token_id": 0, "eos_token_id": 0},
 }
 TEXT = "for number in range(10):\n    print(number, 'of ten')\n" * 60
 
@@ -27,15 +28,15 @@ def trained(tmp_path_factory):
     """A function that trains a network with casts for some steps, and returns the checkpoint's path."""
 
     @cache
-    def train(network, casts, steps=30, shared=False, **plugin):
+    def train(network, casts, steps=30, shared=False, overridden=None):
         folder = tmp_path_factory.mktemp("trained")
         (folder / "text.txt").write_text(TEXT)
         config = {"vocab_size": 256, "max_position_embeddings": 128, **SIZES[network]}
         model = CausalLM(network, config, seed=0, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-3))
         data = TextDataModule(str(folder / "text.txt"), sequence_length=32, batch_size=8, val_fraction=0.3)
         patterns = ["(q|k|v)_proj", "gate_proj|up_proj"] if shared else []
-        options = {name: dict(value) if isinstance(value, tuple) else value for name, value in plugin.items()}
-        precision = LowBitPrecision(copy.deepcopy(_casts(casts)), skip=["lm_head"], shared_amax=patterns, **options)
+        others = {"layers.0.mlp": _casts(overridden)} if overridden else {}
+        precision = LowBitPrecision(_casts(casts), skip=["lm_head"], shared_amax=patterns, overrides=others)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = Trainer(
@@ -56,5 +57,12 @@ def trained(tmp_path_factory):
 
 
 def _casts(casts):
-    """A preset's name, or fields of casts as pairs, which a cache takes."""
-    return dict(casts) if isinstance(casts, tuple) else casts
+    """A preset's name, or fields of casts in JSON, which a cache takes."""
+    return json.loads(casts) if casts.startswith("{") else casts
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT)
+    return path

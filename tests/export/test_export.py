@@ -115,7 +115,7 @@ def test_formats_that_fit_are_listed(trained):
     expected = {"nvfp4": {"nvfp4-w4a16", "nvfp4-w4a4", "modelopt-nvfp4"}, "mxfp8": {"mxfp8"}, "int4": {"int4"}}
     for casts, formats in expected.items():
         found = set(fitting(read(trained("llama", casts, steps=2 if casts == "mxfp8" else 4))))
-        assert formats <= found - {"gguf", "onnx", "bitnet"} <= formats | {"dequantized"}, casts
+        assert formats <= found - {"gguf", "gguf-tq1", "onnx"} <= formats | {"dequantized"}, casts
 
 
 def test_an_existing_folder_is_replaced_only_when_asked(trained, tmp_path):

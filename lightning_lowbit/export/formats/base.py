@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, weights
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.quant import Cast
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,17 @@ class Options:
     shape: Sequence[int] | None = None
 
 
+class NoClient(Exception):
+    """Why the client of a format cannot read a folder here."""
+
+
+class Inputs(NamedTuple):
+    """How an engine quantizes a layer's input: by a cast, with the amax of its static scale, if it has one."""
+
+    cast: Cast
+    amax: float | None = None
+
+
 @dataclass(frozen=True)
 class Written:
     """What was written of a layer.
@@ -39,7 +52,7 @@ class Written:
         format: of the file.
         bytes: on disk.
         error: the largest difference of its weight from that of the training.
-        inputs: whether engines quantize its input, too.
+        inputs: by what engines quantize its input, and the amax if it is static; None for high precision.
     """
 
     name: str
@@ -47,7 +60,7 @@ class Written:
     format: str
     bytes: int
     error: float
-    inputs: bool = False
+    inputs: Inputs | None = None
 
 
 @dataclass(frozen=True)
@@ -60,10 +73,11 @@ class Format:
         obstacle: why it cannot hold a layer (its name, the layer), in words; None if it can.
         write: writes the model's files to a folder that exists; returns a row for each quantized layer.
         load: reads a folder back by the real client, ready to be called as the model is; None if there is no client
-            in Python. An ``ImportError`` names a package that is missing.
+            in Python. An ``ImportError`` names a package that is missing; or a :class:`NoClient`.
         needs_network: whether the model must be one of ``transformers``.
-        tolerance: how far logits may be from those of the training's forward pass with the same operands in few bits,
-            as a norm relative to theirs: rounding of what is in bfloat16 there.
+        accepts: raises a ``ValueError`` for models that it cannot hold, whatever their casts.
+        tolerance: how far logits may be from those of the training with the same operands in few bits, as a norm
+            relative to theirs, where the client does not show what its layers compute.
         fused: whether engines take one scale of the tensor for q, k and v, and for gate and up.
         rounds_scales: whether engines keep scales of rows and blocks in the dtype of the model.
     """
@@ -74,6 +88,7 @@ class Format:
     write: Callable[[Source, Path, Options], list[Written]]
     load: Callable[[Path], nn.Module] | None = None
     needs_network: bool = True
+    accepts: Callable[[Source], object] | None = None
     tolerance: float = 0.05
     fused: bool = False
     rounds_scales: bool = False
@@ -84,5 +99,5 @@ class Format:
         return weights(source, self.fused, options.rescale, scale_dtype)
 
 
-def row(weight: Weight, format: str, size: int, inputs: bool = False) -> Written:
+def row(weight: Weight, format: str, size: int, inputs: Inputs | None = None) -> Written:
     return Written(weight.name, str(weight.cast), format, size, weight.error, inputs)

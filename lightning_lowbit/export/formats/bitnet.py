@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import Shards, dense, load_network, write_network
-from lightning_lowbit.export.formats.base import Format, Options, Written
+from lightning_lowbit.export.formats.base import Format, Inputs, Options, Written
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor, weights
 from lightning_lowbit.nn.keys import clean_name
@@ -92,7 +92,9 @@ def _write(source: Source, folder: Path, options: Options) -> list[Written]:
     shards, rows = Shards(folder), list[Written]()
     for weight in weights(source):
         size = shards.add({f"{weight.name}.{part}": tensor for part, tensor in tensors(weight).items()})
-        rows.append(Written(weight.name, str(weight.cast), "bitnet", size, error(weight, options.dtype), inputs=True))
+        rows.append(
+            Written(weight.name, str(weight.cast), "bitnet", size, error(weight, options.dtype), inputs=Inputs(_INPUTS))
+        )
     for name, tensor in dense(source, {f"{layer}.weight" for layer in source.layers}, options.dtype):
         shards.add({name: tensor})
     shards.close()

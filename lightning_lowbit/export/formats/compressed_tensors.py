@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import Shards, dense, load_network, write_network
-from lightning_lowbit.export.formats.base import Format, Options, Written, row
+from lightning_lowbit.export.formats.base import Format, Inputs, NoClient, Options, Written, row
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor
 from lightning_lowbit.nn.linear import QuantizedLayer
@@ -36,6 +36,9 @@ from lightning_lowbit.quant import Cast, Quantized, Scale
 
 _VERSION = "0.20.0"  # of compressed-tensors, whose files these are
 _E4M3, _UINT8 = "torch.float8_e4m3fn", "torch.uint8"
+
+# How engines round the exponents of activations, by the bits of elements.
+_EXPONENTS = {4: "even", 6: "even", 8: "rceil"}
 
 Scheme = dict[str, Any]
 
@@ -48,6 +51,7 @@ class Encoded:
     format: str
     weights: Scheme
     inputs: Scheme | None = None
+    by: Inputs | None = None  # what the engine makes of ``inputs``
 
 
 @dataclass(frozen=True)
@@ -109,9 +113,12 @@ def _nvfp4(weight: Weight, options: Options, activations: bool) -> Encoded:
         "weight_global_scale": divisor(q.tensor_scale).reshape(1),
     }
     args = partial(_args, 4, "float", "tensor_group", 16, scale_dtype=_E4M3, zp_dtype=_E4M3)
-    if activations:
-        tensors["input_global_scale"] = torch.tensor([2688.0 / input_amax(weight, options)])
-    return Encoded(tensors, "nvfp4-pack-quantized", args(), args(dynamic="local") if activations else None)
+    if not activations:
+        return Encoded(tensors, "nvfp4-pack-quantized", args())
+    amax = input_amax(weight, options)
+    tensors["input_global_scale"] = torch.tensor([2688.0 / amax])
+    by = Inputs(Cast("e2m1", Scale("e4m3", 16, two_level=True)), amax)
+    return Encoded(tensors, "nvfp4-pack-quantized", args(), args(dynamic="local"), by)
 
 
 def input_amax(weight: Weight, options: Options) -> float:
@@ -138,15 +145,16 @@ def _static_amax(weight: Weight, options: Options) -> float | None:
 def _mx(weight: Weight, options: Options) -> Encoded:
     q = weight.quantized
     bits, scale = q.cast.format.bits, q.scales.view(torch.uint8)
-    inputs = weight.layer.casts.fprop_x
     args = partial(_args, bits, "float", "group", 32, scale_dtype=_UINT8, zp_dtype=_UINT8)
     if bits == 8:
         tensors, format = {"weight": q.codes.view(torch.float8_e4m3fn), "weight_scale": scale}, "mxfp8-quantized"
     else:
         packed = nibbles(q.codes) if bits == 4 else _stream(q.codes, bits)
         tensors, format = {"weight_packed": packed, "weight_scale": scale}, f"mxfp{bits}-pack-quantized"
-    same = inputs is not None and (inputs.element, inputs.scale.format) == (q.cast.element, "e8m0")
-    return Encoded(tensors, format, args(), args(dynamic=True) if same else None)
+    of_engine = Cast(q.cast.element, Scale("e8m0", 32, _EXPONENTS[bits]))
+    if weight.layer.casts.fprop_x != of_engine:
+        return Encoded(tensors, format, args())
+    return Encoded(tensors, format, args(), args(dynamic=True), Inputs(of_engine))
 
 
 def _fp8(weight: Weight, options: Options) -> Encoded:
@@ -154,21 +162,20 @@ def _fp8(weight: Weight, options: Options) -> Encoded:
     scales, strategy = q.scales.float(), {"row": "channel", "tensor": "tensor"}.get(str(block), "block")
     scales = scales if strategy == "block" else scales.reshape(-1, *([1] if block == "row" else []))
     args = _args(8, "float", strategy, block_structure=[*block] if isinstance(block, tuple) else None)
-    acts, static = _fp8_inputs(weight, options)
-    tensors = {"weight": q.codes.view(torch.float8_e4m3fn), "weight_scale": scales, **static}
-    return Encoded(tensors, "float-quantized", args, acts)
-
-
-def _fp8_inputs(weight: Weight, options: Options) -> tuple[Scheme | None, dict[str, Tensor]]:
-    """How engines quantize the input, with a scale if it is static."""
-    inputs = weight.layer.casts.fprop_x
+    tensors = {"weight": q.codes.view(torch.float8_e4m3fn), "weight_scale": scales}
+    encoded, inputs = Encoded(tensors, "float-quantized", args), weight.layer.casts.fprop_x
     if inputs is None or inputs.element != "e4m3":
-        return None, {}
-    if inputs.scale.per_block:
-        return _args(8, "float", "group", 128, dynamic=True), {}
-    if inputs.scale.block == "tensor" and _static_amax(weight, options) is not None:
-        return _args(8, "float", "tensor"), {"input_scale": torch.tensor([input_amax(weight, options) / 448.0])}
-    return _args(8, "float", "token", dynamic=True), {}
+        return encoded
+    if inputs.scale.block == 128 and strategy == "block":
+        by = Inputs(Cast("e4m3", Scale("fp32", 128)))
+        return replace(encoded, inputs=_args(8, "float", "group", 128, dynamic=True), by=by)
+    amax = _static_amax(weight, options) if inputs.scale.block == "tensor" else None
+    if amax is None:
+        by = Inputs(Cast("e4m3", Scale("fp32", "row")))
+        return replace(encoded, inputs=_args(8, "float", "token", dynamic=True), by=by)
+    static = {**tensors, "input_scale": torch.tensor([amax / 448.0])}
+    by = Inputs(Cast("e4m3", Scale("fp32", "tensor")), amax)
+    return replace(encoded, tensors=static, inputs=_args(8, "float", "tensor"), by=by)
 
 
 def _integers(weight: Weight, options: Options) -> Encoded:
@@ -178,16 +185,17 @@ def _integers(weight: Weight, options: Options) -> Encoded:
     strategy, group = ("group", int(block)) if isinstance(block, int) else ("channel", None)
     by_token = inputs is not None and (inputs.element, inputs.scale.block) == ("int8", "row")
     acts = _args(8, "int", "token", dynamic=True) if by_token else None
-    if bits == 8 and acts is not None and strategy == "channel":
+    by = Inputs(Cast("int8", Scale("fp32", "row"))) if by_token else None
+    if bits == 8 and by_token and strategy == "channel":
         tensors = {"weight": q.codes.view(torch.int8), "weight_scale": scale}
-        return Encoded(tensors, "int-quantized", _args(8, "int", strategy), acts)
+        return Encoded(tensors, "int-quantized", _args(8, "int", strategy), acts, by)
     offset = q.codes if q.zero_points is not None else q.elements().to(torch.int16) + 2 ** (bits - 1)
     shape = torch.tensor(q.codes.shape)
     tensors = {"weight_packed": _words(offset, bits), "weight_scale": scale, "weight_shape": shape}
     if q.zero_points is not None:
         tensors["weight_zero_point"] = _words(q.zero_points.t(), bits).t()
     args = _args(bits, "int", strategy, group, symmetric=q.zero_points is None)
-    return Encoded(tensors, "pack-quantized", args, acts)
+    return Encoded(tensors, "pack-quantized", args, acts, by)
 
 
 def _stream(codes: Tensor, bits: int) -> Tensor:
@@ -262,7 +270,7 @@ def _write(name: str, kind: Kind, source: Source, folder: Path, options: Options
         encoded = kind.encode(weight, options)
         size = shards.add({f"{weight.name}.{part}": tensor for part, tensor in encoded.tensors.items()})
         described[weight.name] = replace(encoded, tensors={})
-        rows.append(row(weight, encoded.format, size, encoded.inputs is not None))
+        rows.append(row(weight, encoded.format, size, encoded.by))
     for each, tensor in dense(source, {f"{layer}.weight" for layer in source.layers}, options.dtype):
         shards.add({each: tensor})
     shards.close()
@@ -306,6 +314,9 @@ def _load(dtype: torch.dtype | None, folder: Path) -> nn.Module:
     """The model as transformers computes it, with the activations that the configuration quantizes."""
     import compressed_tensors  # noqa: F401  of which transformers would tell later, and otherwise
 
+    groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    if not all(group["weights"]["symmetric"] for group in groups):
+        raise NoClient("transformers with compressed-tensors 0.20 does not load zero points, as vLLM does")
     with redirect_stderr(StringIO()):  # bars of progress
         model = load_network(folder, dtype)
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64))  # unpacks weights

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import Shards, dense, write_json, write_network
-from lightning_lowbit.export.formats.base import Format, Options, Written, row
+from lightning_lowbit.export.formats.base import Format, Inputs, Options, Written, row
 from lightning_lowbit.export.formats.compressed_tensors import KINDS, input_amax, nibbles, obstacle, scales_by_row
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.quant import Cast, Scale
 
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # whose format this is
 
@@ -61,7 +62,8 @@ def _write(name: str, kind: str, source: Source, folder: Path, options: Options)
     shards, rows = Shards(folder), list[Written]()
     for weight in FORMATS[name].weights(source, options):
         size = shards.add({f"{weight.name}.{part}": tensor for part, tensor in _tensors(weight, options).items()})
-        rows.append(row(weight, algorithm, size, calibrated))
+        by = _inputs(weight, options) if calibrated or algorithm == "FP8" else None
+        rows.append(row(weight, algorithm, size, by))
     for each, tensor in dense(source, {f"{layer}.weight" for layer in source.layers}, options.dtype):
         shards.add({each: tensor})
     shards.close()
@@ -72,6 +74,12 @@ def _write(name: str, kind: str, source: Source, folder: Path, options: Options)
     quantization = {key: of_file[key] for key in ("quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules")}
     write_json(folder / "hf_quant_config.json", {"producer": _PRODUCER, "quantization": quantization})
     return rows
+
+
+def _inputs(weight: Weight, options: Options) -> Inputs:
+    nvfp4 = Cast("e2m1", Scale("e4m3", 16, two_level=True))
+    cast = nvfp4 if weight.cast.element == "e2m1" else Cast("e4m3", Scale("fp32", "tensor"))
+    return Inputs(cast, input_amax(weight, options))
 
 
 def _described(algorithm: str, ignored: list[str]) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.folder import write_network
+from lightning_lowbit.export.formats import base
 from lightning_lowbit.export.formats.base import Format, Options, Written, row
 from lightning_lowbit.export.formats.onnx_layers import INT4, TYPES, UINT4, Decoded, Inputs, attach, input_obstacle
 from lightning_lowbit.export.source import Source
@@ -62,7 +63,7 @@ def _write(source: Source, folder: Path, options: Options) -> list[Written]:
     for weight in FORMATS["onnx"].weights(source, options):
         inputs = _inputs(weight.name, weight.layer, options)
         attach(twins[weight.name], weight, inputs)
-        rows.append(_row(weight, inputs is not None))
+        rows.append(_row(weight, inputs))
     for name, layer in layers.items():
         if name not in forward:
             twins[name].casts = LinearCasts()  # its backward pass alone was quantized
@@ -82,11 +83,13 @@ def _need(*packages: str) -> None:
         raise ValueError(f"The format onnx takes {some(missing)}: pip install 'lightning_lowbit[export]'.")
 
 
-def _row(weight: Weight, inputs: bool) -> Written:
+def _row(weight: Weight, inputs: Inputs | None) -> Written:
     decoded = Decoded(weight.quantized, transposed=False)
     codes = decoded.codes.numel() // (2 if decoded.number in _FOUR_BITS else 1)
     size = codes + 4 * decoded.scales.numel() + (0 if decoded.zeros is None else decoded.zeros.numel())
-    return row(weight, f"onnx {TYPES[decoded.number]}", size, inputs)
+    amax = None if inputs is None or inputs.amax is None else float(inputs.amax)
+    by = None if inputs is None else base.Inputs(inputs.cast, amax)
+    return row(weight, f"onnx {TYPES[decoded.number]}", size, by)
 
 
 def _quantizes(casts: LinearCasts) -> bool:

@@ -1,0 +1,175 @@
+"""``lowbit evaluate``: tasks of lm-evaluation-harness for a checkpoint as it was trained, or for an exported folder."""
+
+import argparse
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_lowbit.checks import integer, nearest, positive, some
+from lightning_lowbit.cli.evaluate.models import Loaded, load
+
+
+def evaluate(arguments: Sequence[str]) -> None:
+    given = _parser().parse_args(arguments)
+    path = Path(given.model).expanduser()
+    limit, batch_size, device = _limit(given.limit), _batch_size(given.batch_size), _device(given.device)
+    if given.num_fewshot is not None:
+        integer("--num_fewshot", given.num_fewshot, 0, "a number of examples")
+    if given.max_length is not None:
+        integer("--max_length", given.max_length, 1, "a number of tokens")
+    output = _output(given.output or f"{path.resolve().stem}_evaluation.json")
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.utils import handle_non_serializable, make_table
+
+        import_module("lm_eval.models.huggingface")  # takes packages of its own
+    except ImportError as error:
+        raise ValueError(
+            f'lowbit evaluate takes lm-evaluation-harness ({error}): pip install "lightning_lowbit[evaluate]".'
+        ) from error
+    loaded = load(path, given.tokenizer, given.module, device)
+    tasks, manager = find_tasks(given.tasks, given.include_path)
+    print(f"{path}: {loaded.about}")
+    results: dict[str, Any] = simple_evaluate(
+        harness_model(loaded, batch_size, given.max_length),
+        tasks=tasks,
+        num_fewshot=given.num_fewshot,
+        limit=limit,
+        batch_size=batch_size,
+        device=str(device),
+        log_samples=False,
+        task_manager=manager,
+    )
+    print("\n".join(make_table(results, which) for which in ("results", "groups") if which in results))
+    _tell_fixed(results["n-shot"], given.num_fewshot)
+    results = {"model": {"path": str(path), **loaded.facts}, **results}
+    output.write_text(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
+    print(f"Results: {output}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lowbit evaluate",
+        description="Evaluates a model on tasks of lm-evaluation-harness: a checkpoint with the casts of its training, "
+        "or a folder that `lowbit export` or save_pretrained wrote, as transformers computes it.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="CHECKPOINT|FOLDER", help="a checkpoint of a run, or a folder with a config.json")
+    add("--tasks", required=True, action="append", metavar="A,B", help="names, or patterns such as 'mmlu_*' (repeat)")
+    folder = "a folder of your own tasks in YAML, or one such file (repeat)"
+    add("--include_path", action="append", default=[], metavar="FOLDER", help=folder)
+    add("--num_fewshot", type=int, metavar="N", help="examples in front of each question; the task's number by default")
+    add("--limit", type=float, metavar="N", help="documents of each task, or a share of them below 1; all by default")
+    add("--batch_size", default="1", metavar="N", help="requests at once, or auto; 1 by default")
+    add("--max_length", type=int, metavar="N", help="tokens of a request; what the model can take by default")
+    add("--device", metavar="NAME", help="cpu, cuda, cuda:1, ...; an accelerator by default, where there is one")
+    tokenizer = (
+        "bytes, or a name or folder for AutoTokenizer; that of the checkpoint's data, or of the folder, by default"
+    )
+    add("--tokenizer", metavar="NAME", help=tokenizer)
+    add("--module", metavar="CLASS", help="package.module.Class that was trained, for checkpoints not of a recipe")
+    add("--output", metavar="FILE.json", help="the results; <model>_evaluation.json in the current folder by default")
+    return parser
+
+
+def _limit(given: float | None) -> float | None:
+    """Documents (a whole number), or a share of them below 1."""
+    if given is not None and positive("--limit", given, "a number of documents") > 1 and not given.is_integer():
+        raise ValueError(f"--limit is a whole number of documents, or a share below 1; got {given}.")
+    return given
+
+
+def _batch_size(given: str) -> int | str:
+    if given == "auto":
+        return given
+    return integer("--batch_size", int(given) if given.isdecimal() else given, 1, "auto or a number of requests")
+
+
+def _device(given: str | None) -> torch.device:
+    if given is None:
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    try:
+        device = torch.device(given)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(f"--device {given} cannot be used here ({reason}). Give cpu, or leave it out.") from error
+    return device
+
+
+def _output(given: str) -> Path:
+    """The file of the results, in a folder that exists."""
+    output = Path(given).expanduser()
+    if output.suffix != ".json":
+        raise ValueError(f"--output is the name of a file such as results.json; got {given!r}.")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return output
+
+
+def find_tasks(given: Sequence[str], include: Sequence[str]) -> tuple[list[str], Any]:
+    """The names of tasks, groups and tags that are meant, and the harness's ``TaskManager`` that knows them.
+
+    Raises:
+        ValueError: there is no such task, or no such folder.
+    """
+    from lm_eval.tasks import TaskManager
+
+    wanted = [name.strip() for names in given for name in names.split(",") if name.strip()]
+    if not wanted:
+        raise ValueError(f"--tasks takes names of tasks, such as hellaswag,arc_easy; got {','.join(given)!r}.")
+    folders = [path if path.is_dir() else path.parent for path in map(_existing, include)]
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    # The harness's own 15,000 take seconds to read; groups may refer to them.
+    if not all(_matches(name, manager.all_subtasks) for name in wanted):
+        manager = TaskManager(include_path=folders)
+    found = {name: _matches(name, manager.all_tasks) for name in wanted}
+    if unknown := [name for name, matches in found.items() if not matches]:
+        own = f" {some(include)} has none of this name." if include else " --include_path names a folder of your own."
+        hint = nearest(unknown[0], manager.all_tasks, 3)
+        raise ValueError(f"The harness has no task {unknown[0]!r}.{hint}{own} `lm_eval ls tasks` lists all.")
+    return list(dict.fromkeys(name for matches in found.values() for name in matches)), manager
+
+
+def _existing(given: str) -> Path:
+    path = Path(given).expanduser()
+    if not path.exists():
+        raise ValueError(f"--include_path is a folder of tasks, or a task's file; {given} does not exist.")
+    return path
+
+
+def _matches(name: str, names: Sequence[str]) -> list[str]:
+    return [each for each in names if fnmatchcase(each, name)] if "*" in name else [name] * (name in names)
+
+
+def harness_model(loaded: Loaded, batch_size: int | str = 1, max_length: int | None = None) -> Any:
+    """The harness's language model (``HFLM``) of a loaded one, with the logarithms of probabilities in float32."""
+    from lm_eval.models.huggingface import HFLM
+
+    logger = logging.getLogger(HFLM.__module__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns that the model is loaded already
+    try:
+        return HFLM(
+            loaded.model,
+            backend="causal",
+            tokenizer=loaded.tokenizer,
+            batch_size=batch_size,
+            max_length=max_length,
+            softmax_dtype="float32",
+            **loaded.as_trained,
+        )
+    finally:
+        logger.setLevel(level)
+
+
+def _tell_fixed(shots: Mapping[str, int], given: int | None) -> None:
+    fixed = [name for name, number in shots.items() if given is not None and number != given]
+    if fixed:
+        print(f"Without --num_fewshot {given}: {some(fixed)}, which fix their number of examples.")

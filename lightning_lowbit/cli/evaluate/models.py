@@ -1,0 +1,136 @@
+"""What ``lowbit evaluate`` can evaluate: a checkpoint, or a folder of Hugging Face."""
+
+import json
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_lowbit.checks import some
+from lightning_lowbit.export.source import read
+from lightning_lowbit.export.tokenizer import load_tokenizer
+
+_KINDS = "a checkpoint of a run (.ckpt), or a folder with a config.json, as `lowbit export` and save_pretrained write"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A causal language model on its device.
+
+    Attributes:
+        model: of ``transformers``.
+        tokenizer: of ``transformers``.
+        about: how it computes, in a line.
+        facts: what the results tell of the model.
+        as_trained: arguments of the harness's model that tokenize as the training did.
+    """
+
+    model: Any
+    tokenizer: Any
+    about: str
+    facts: Mapping[str, Any]
+    as_trained: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load(path: Path, tokenizer: str | None, module: str | None, device: torch.device) -> Loaded:
+    """Loads what is to be evaluated.
+
+    Args:
+        path: a checkpoint or a folder.
+        tokenizer: ``"bytes"``, or what ``AutoTokenizer`` takes; None for the one that belongs to the model.
+        module: the class of the trained module, as in :func:`lightning_lowbit.export.source.read`.
+        device: where it computes.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        ValueError: it is neither, it is no language model, or its tokenizer or a package is missing.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"There is no {path}. Give {_KINDS}.")
+    if path.is_dir() and (path / "config.json").exists():
+        return _load_folder(path, tokenizer, device)
+    if (path / ".metadata").exists():
+        command = f"python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
+        raise ValueError(f"{path} is a sharded checkpoint. Give the file that `{command}` makes of it.")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is neither a checkpoint nor a folder of Hugging Face. Give {_KINDS}.")
+    return _load_checkpoint(path, tokenizer, module, device)
+
+
+def _load_checkpoint(path: Path, tokenizer: str | None, module: str | None, device: torch.device) -> Loaded:
+    source = read(path, module, in_few_bits=False)
+    model: Any = source.model
+    if not (hasattr(model, "can_generate") and model.can_generate()) or model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{path} holds a {type(model).__name__}, which gives no logits of a next token. The tasks of the "
+            "harness take a causal language model of transformers, or a module that holds one."
+        )
+    trained = source.facts["tokenizer"]
+    if tokenizer is None and trained is None:
+        raise ValueError(f"{path} does not tell its tokenizer. Give --tokenizer bytes, or a name or folder of another.")
+    loaded = _tokenizer(tokenizer or trained, model)
+    # The recipes' data has no special tokens around a text; a separator stands between texts.
+    ends = (loaded.eos_token_id, loaded.sep_token_id, loaded.bos_token_id)
+    separator = next((end for end in ends if end is not None), None)
+    as_trained = {"add_bos_token": False, "prefix_token_id": separator} if trained is not None else {}
+    about = "as trained until step {step}: {casts}, phase {phase}".format_map(source.facts)
+    return Loaded(model.to(device), loaded, about, source.facts, as_trained)
+
+
+def _load_folder(folder: Path, tokenizer: str | None, device: torch.device) -> Loaded:
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    config = json.loads((folder / "config.json").read_text())
+    classes = config.get("architectures") or []
+    if classes and not {*classes} & {*CAUSAL.values()}:
+        raise ValueError(
+            f"{folder} holds a {classes[0]}, which gives no logits of a next token. The tasks of the harness take a "
+            "causal language model of transformers."
+        )
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    _check_method(folder, method)
+    try:  # some formats load on their device alone
+        place = device if device.type != "cpu" else None
+        given: dict[str, Any] = {"dtype": "auto", "device_map": place, "output_loading_info": True}
+        model, report = AutoModelForCausalLM.from_pretrained(folder, **given)
+    except ImportError as error:
+        raise ValueError(f"{folder} takes a package to load: {str(error).strip().splitlines()[0]}") from error
+    if lacking := report["missing_keys"]:
+        raise ValueError(
+            f"{folder} lacks {some(sorted(lacking))}, which transformers would draw at random. Write the folder again."
+        )
+    loaded = _tokenizer(tokenizer or str(folder), model)
+    dtype = str(model.dtype).removeprefix("torch.")
+    about = f"in {dtype}, {f'quantized by {method}' if method else 'not quantized'}"
+    return Loaded(model, loaded, about, {"dtype": dtype, "quantization": method})
+
+
+def _check_method(folder: Path, method: str | None) -> None:
+    """Refuses what ``transformers`` would load without its quantization, with a warning."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as METHODS
+
+    if method is not None and method not in METHODS:
+        raise ValueError(
+            f"{folder} is quantized by {method!r}, which transformers does not load. Evaluate it in the engine that it "
+            f"was written for: lm_eval --model vllm --model_args pretrained={folder}."
+        )
+    if method == "compressed-tensors" and find_spec("compressed_tensors") is None:
+        raise ValueError(f"{folder} takes a package to load: pip install compressed-tensors.")
+
+
+def _tokenizer(name: str, model: Any) -> Any:
+    """A tokenizer all of whose ids the model takes; but for special tokens, which no text gives."""
+    loaded = load_tokenizer(name)
+    special = {*loaded.all_special_ids, *(i for i, token in loaded.added_tokens_decoder.items() if token.special)}
+    largest, taken = max({*loaded.get_vocab().values()} - special), len(model.get_input_embeddings().weight)
+    if largest >= taken:
+        raise ValueError(
+            f"The tokenizer {name!r} has ids up to {largest}, and the model takes {taken}. Give --tokenizer "
+            "that of the training."
+        )
+    return loaded

@@ -1,0 +1,94 @@
+"""llama.cpp as a module: a file computes logits on the CPU, as it does for those who run the file."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbit.export.formats.base import NoClient
+
+_QUIET: list[Any] = []  # llama.cpp keeps a pointer to the function that takes its messages
+
+
+class LlamaCpp(nn.Module):
+    """A GGUF file in llama.cpp.
+
+    Args:
+        file: the path.
+
+    Raises:
+        NoClient: there is no package with llama.cpp, or its library does not load here.
+        ValueError: llama.cpp cannot read the file; its messages tell why.
+    """
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        try:
+            from llama_cpp_py_sync._cffi_bindings import get_ffi, get_lib
+
+            self.ffi, self.lib = get_ffi(), get_lib()  # type: ignore[no-untyped-call]
+        except ImportError as error:
+            raise NoClient(f"there is no llama.cpp ({error}): pip install llama-cpp-py-sync") from error
+        except RuntimeError as error:  # a system older than the one on which it was built
+            raise NoClient(f"the llama.cpp of llama-cpp-py-sync does not load here ({error})") from error
+        messages: list[str] = []
+        self._silence(messages)
+        self.lib.llama_backend_init()
+        settings = self.lib.llama_model_default_params()
+        settings.n_gpu_layers = 0
+        loaded = self.lib.llama_model_load_from_file(str(file).encode(), settings)
+        if loaded == self.ffi.NULL:
+            raise ValueError(f"llama.cpp cannot read {file}: {''.join(messages[-3:]).strip()}")
+        self.file = self.ffi.gc(loaded, self.lib.llama_model_free)
+
+    def _silence(self, messages: list[str]) -> None:
+        """Collects warnings and errors, which llama.cpp would print with all else."""
+
+        def take(level: int, text: Any, _: Any) -> None:
+            if level >= 3:  # GGML_LOG_LEVEL_WARN
+                messages.append(self.ffi.string(text).decode(errors="replace"))
+
+        _QUIET[:] = [self.ffi.callback("void(enum ggml_log_level, const char *, void *)", take)]
+        self.lib.llama_log_set(_QUIET[0], self.ffi.NULL)
+
+    @property
+    def vocab(self) -> Any:
+        return self.lib.llama_model_get_vocab(self.file)
+
+    def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
+        """``logits``, float32 (batch, length, vocab_size), of int64 tokens (batch, length). A ``ValueError`` for more
+        tokens than the model has positions."""
+        positions = self.lib.llama_model_n_ctx_train(self.file)
+        if input_ids.shape[1] > positions:
+            raise ValueError(f"The model has {positions} positions, and got {input_ids.shape[1]} tokens.")
+        return SimpleNamespace(logits=torch.stack([self._logits(row) for row in input_ids.tolist()]))
+
+    def _logits(self, tokens: list[int]) -> Tensor:
+        settings = self.lib.llama_context_default_params()
+        settings.n_ctx = settings.n_batch = settings.n_ubatch = settings.n_outputs_max = len(tokens)
+        settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
+        context = self.lib.llama_init_from_model(self.file, settings)
+        if context == self.ffi.NULL:
+            raise RuntimeError(f"llama.cpp made no context for {len(tokens)} tokens.")
+        context = self.ffi.gc(context, self.lib.llama_free)
+        batch = self.ffi.gc(self.lib.llama_batch_init(len(tokens), 0, 1), self.lib.llama_batch_free)
+        batch.n_tokens = len(tokens)
+        for index, token in enumerate(tokens):
+            batch.token[index], batch.pos[index], batch.logits[index] = token, index, 1
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
+        if code := self.lib.llama_decode(context, batch):
+            raise RuntimeError(f"llama.cpp could not evaluate {len(tokens)} tokens (llama_decode gave {code}).")
+        size = len(tokens) * self.lib.llama_vocab_n_tokens(self.vocab)
+        values = torch.frombuffer(
+            bytearray(self.ffi.buffer(self.lib.llama_get_logits(context), 4 * size)), dtype=torch.float32
+        )
+        return values.view(len(tokens), -1)
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens."""
+        encoded = text.encode()
+        room = self.ffi.new("llama_token[]", len(encoded) + 1)
+        count = self.lib.llama_tokenize(self.vocab, encoded, len(encoded), room, len(encoded) + 1, False, False)
+        return [*room[0:count]]

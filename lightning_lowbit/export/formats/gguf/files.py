@@ -1,0 +1,182 @@
+"""GGUF files, written in one pass: the names, types and sizes of all tensors stand before their data."""
+
+import math
+from collections import Counter
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lowbit._lightning import rank_zero_warn
+from lightning_lowbit.checks import some
+from lightning_lowbit.export.formats import Options, Written, row
+from lightning_lowbit.export.formats.gguf.blocks import TQ2_0, BlockType, block_type, has_scale, pack
+from lightning_lowbit.export.formats.gguf.networks import Network, add_values, network_of
+from lightning_lowbit.export.formats.gguf.vocabulary import Vocabulary, vocabulary
+from lightning_lowbit.export.source import Source
+from lightning_lowbit.export.weights import Weight, check, common_obstacle, weights
+from lightning_lowbit.nn.keys import clean_name
+from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.quant import Cast
+
+FILE = "model.gguf"
+_F32 = 0
+_PLAIN = {torch.float32: _F32, torch.float16: 1, torch.bfloat16: 30}  # ``ggml_type`` of what is not quantized
+
+
+def obstacle(name: str, layer: QuantizedLayer, ternary: BlockType = TQ2_0) -> str | None:
+    """Why no block type holds the weight of a layer, in words; None if one does."""
+    kind = common_obstacle(layer) or _type(layer, ternary)
+    return kind if isinstance(kind, str) else None
+
+
+def write(source: Source, folder: Path, options: Options, ternary: BlockType = TQ2_0) -> list[Written]:
+    """Writes ``model.gguf``, with ternary weights in blocks of type ``ternary`` where these fit.
+
+    Raises:
+        ValueError: llama.cpp has no such network, or no block type for a layer; float16 does not hold a scale, and
+            ``options.rescale`` is False; or the package ``gguf`` is missing.
+    """
+    network = network_of(source.config)
+    check(source, {name: _obstacle(network, name, layer, ternary) for name, layer in source.layers.items()}, "gguf")
+    kinds = {name: _type(layer, ternary) for name, layer in source.layers.items()}
+    plain = _plain(source, network, options.dtype)
+    with closing(_writer(folder / FILE, network)) as writer:
+        _describe(writer, source, network, kinds)
+        for name, (tensor, kept, _) in plain.items():
+            _declare(writer, name, _PLAIN[kept], *tensor.shape[:-1], tensor.shape[-1] * kept.itemsize)
+        for name, layer in source.layers.items():
+            kind, (out, inner), part = kinds[name], layer.weight_matrix().shape, network.name(name)
+            _declare(writer, f"{part}.weight", kind.number, out, inner // kind.elements * kind.bytes)
+            if has_scale(_cast(layer)):
+                _declare(writer, f"{part}.scale", _F32, 4)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, (tensor, kept, order) in plain.items():
+            _put(writer, _rounded(name, tensor, kept), order)
+        return [
+            _put_layer(writer, weight, network, source.config, kinds[weight.name], options.rescale)
+            for weight in weights(source)
+        ]
+
+
+def _type(layer: QuantizedLayer, ternary: BlockType) -> Any:
+    return block_type(_cast(layer), layer.weight_matrix().shape[1], ternary)
+
+
+def _cast(layer: QuantizedLayer) -> Cast:
+    cast = layer.casts.cast_of("fprop_w")
+    assert isinstance(cast, Cast)
+    return cast
+
+
+def _obstacle(network: Network, name: str, layer: QuantizedLayer, ternary: BlockType) -> str | None:
+    """As :func:`obstacle`, for a layer of a network."""
+    if (found := obstacle(name, layer, ternary)) is not None:
+        return found
+    part = network.name(name)
+    if part is None:
+        return f"llama.cpp's {network.architecture!r} has no such layer"
+    kind = _type(layer, ternary)
+    if has_scale(_cast(layer)) and not network.takes_scale(part, kind.name, layer.bias is not None):
+        return (
+            f"it has a scale of the tensor, by which llama.cpp's {network.architecture!r} does not multiply "
+            f"{kind.name} there: leave it in high precision (skip), or train without such a scale (mxfp4)"
+        )
+    return None
+
+
+def _plain(
+    source: Source, network: Network, dtype: torch.dtype
+) -> dict[str, tuple[Tensor, torch.dtype, Tensor | None]]:
+    """What is not quantized: tensors of the model, with their dtypes and the order of their rows in the file."""
+    from transformers.pytorch_utils import Conv1D
+
+    found, unknown = {}, []
+    for name, parameter in source.model.named_parameters():
+        module, _, kind = clean_name(name).rpartition(".")
+        if module in source.layers and kind == "weight":
+            continue
+        part, tensor = network.name(module), parameter.detach()
+        if part is None or (kind == "bias" and not network.biases):
+            unknown.append(name)
+            continue
+        if tensor.dim() > 1 and isinstance(source.model.get_submodule(name.rpartition(".")[0]), Conv1D):
+            tensor = tensor.mT
+        keeps = tensor.dim() == 1 or part == "position_embd"
+        found[f"{part}.{kind}"] = (tensor, torch.float32 if keeps else dtype, network.rows(part, source.config))
+    if unknown:
+        raise ValueError(f"llama.cpp's {network.architecture!r} has no {some(unknown)}, which the trained model has.")
+    return found
+
+
+def _rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded = tensor.to(dtype)
+    if not bool(rounded.isfinite().all()):
+        raise ValueError(
+            f"{name} has values that {dtype} does not hold, or that are not finite. Export with --dtype bf16."
+        )
+    return rounded
+
+
+def _put_layer(writer: Any, weight: Weight, network: Network, config: Any, kind: BlockType, rescale: bool) -> Written:
+    """Writes a layer's blocks, and the scale of its tensor."""
+    blocks = pack(weight.quantized, kind)
+    if blocks.error > 0 and not (rescale and blocks.error < float("inf")):
+        raise ValueError(
+            f"{weight.name} ({weight.cast}) has scales that float16, which {kind.name} has, does not hold. Train with "
+            "scales that it holds (fprop_w: {scale: {format: fp16}}), or give rescale (--rescale), which rounds them "
+            "and tells the error of each layer."
+        )
+    _put(writer, blocks.data, network.rows(str(network.name(weight.name)), config))
+    if blocks.scale is not None:
+        _put(writer, blocks.scale.reshape(1))
+    size = blocks.data.numel() + (0 if blocks.scale is None else 4)
+    return row(replace(weight, error=max(weight.error, blocks.error)), kind.name, size)
+
+
+def _writer(path: Path, network: Network) -> Any:
+    try:
+        from gguf import GGUFWriter
+    except ImportError as error:
+        raise ValueError(f"GGUF files take a package that is not here ({error}): pip install gguf.") from error
+    return GGUFWriter(path, network.architecture)
+
+
+def _describe(writer: Any, source: Source, network: Network, kinds: dict[str, BlockType]) -> None:
+    config: Any = source.config
+    add_values(writer, network, config)
+    writer.add_name(Path(source.facts.get("checkpoint", FILE)).stem)
+    writer.add_file_type(Counter(kind.file_type for kind in kinds.values()).most_common(1)[0][0])
+    writer.add_quantization_version(2)
+    found = vocabulary(source.facts.get("tokenizer"), config.vocab_size)
+    if not isinstance(found, Vocabulary):
+        rank_zero_warn(f"The GGUF file has no tokenizer, and llama.cpp takes token ids alone: {found}.")
+        writer.add_tokenizer_model("none")
+        return
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(found.pre)
+    writer.add_token_list(found.tokens)
+    writer.add_token_types(found.types)
+    writer.add_token_merges(found.merges)
+    writer.add_add_bos_token(False)  # no document of the training begins with one
+    if found.end is not None:
+        writer.add_bos_token_id(found.end)
+        writer.add_eos_token_id(found.end)
+
+
+def _declare(writer: Any, name: str, number: int, *shape: int) -> None:
+    """Announces a tensor of a type, by the shape of its bytes."""
+    import numpy as np
+    from gguf import GGMLQuantizationType
+
+    writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), GGMLQuantizationType(number))
+
+
+def _put(writer: Any, tensor: Tensor, order: Tensor | None = None) -> None:
+    rows = tensor.contiguous() if order is None else tensor[order]
+    writer.write_tensor_data(rows.view(torch.uint8).numpy())

@@ -1,0 +1,113 @@
+"""The tokenizer of a file: pieces of bytes that llama.cpp merges as the tokenizer of the training does.
+
+llama.cpp knows by name, ``tokenizer.ggml.pre``, the regular expressions that cut a text before bytes are merged. A
+tokenizer with another one cannot be told to it: the file then has no vocabulary, and llama.cpp takes token ids alone.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# What cuts a text, in LLaMA 3 and in Qwen2, which differ in how many digits stay together.
+_QUOTES, _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# llama.cpp's names of these, and whether a word that is a token is not merged from its parts.
+_CUTS = {
+    f"{_QUOTES}|{_WORDS}|\\p{{N}}{{1,3}}|{_SIGNS}": ("llama-bpe", True),
+    f"{_QUOTES}|{_WORDS}|\\p{{N}}|{_SIGNS}": ("qwen2", False),
+}
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_NO_MERGE = "!! !!"  # a list must not be empty, and pieces begin as one character: this one never applies
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Byte-level pieces.
+
+    Attributes:
+        pre: how text is cut, by llama.cpp's name.
+        tokens: of each id; a byte is a character of :func:`byte_characters`.
+        types: of each id, llama.cpp's numbers.
+        merges: pairs of pieces, the most frequent first.
+        end: the id that ends a document; None without one.
+    """
+
+    pre: str
+    tokens: Sequence[str]
+    types: Sequence[int]
+    merges: Sequence[str]
+    end: int | None
+
+
+def byte_characters() -> list[str]:
+    """The visible character that stands for each byte in byte-level vocabularies (GPT-2's ``encoder.py``).
+
+    Examples:
+        >>> byte_characters()[97], byte_characters()[32]
+        ('a', 'Ġ')
+    """
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
+
+
+def vocabulary(tokenizer: str | None, size: int) -> Vocabulary | str:
+    """The vocabulary of a tokenizer, or why a file cannot tell it, in words.
+
+    Args:
+        tokenizer: ``"bytes"``, or what ``AutoTokenizer.from_pretrained`` takes.
+        size: ids of the model; those without a token are filled.
+    """
+    if tokenizer is None:
+        return "the checkpoint does not name one"
+    if tokenizer == "bytes":
+        if size < 256:
+            return f"the model has {size} ids, fewer than bytes"
+        # No piece is merged, so that the cut does not matter, but with this one texts keep the spaces before signs.
+        return Vocabulary("qwen2", *_filled(dict(enumerate(byte_characters())), {}, size), [_NO_MERGE], 0)
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(os.path.expanduser(tokenizer))
+        made = json.loads(loaded.backend_tokenizer.to_str())
+    except Exception as error:  # a missing network, file or package: each has its own class
+        return f"{tokenizer!r} cannot be loaded ({str(error).strip().splitlines()[0]})"
+    model = made["model"]
+    pre = _cut(made)
+    if pre is None:
+        return (
+            f"{tokenizer!r} is not byte-level BPE with a cut of text that llama.cpp has (GPT-2's, LLaMA 3's, Qwen2's)"
+        )
+    if 1 + max(loaded.get_vocab().values()) > size:
+        return f"{tokenizer!r} has {1 + max(loaded.get_vocab().values())} ids, and the model {size}"
+    added = {int(id): _CONTROL if token.special else _USER_DEFINED for id, token in loaded.added_tokens_decoder.items()}
+    tokens = _filled({id: token for token, id in loaded.get_vocab().items()}, added, size)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    ends = (loaded.eos_token_id, loaded.sep_token_id, loaded.bos_token_id)
+    return Vocabulary(pre, *tokens, merges or [_NO_MERGE], next((end for end in ends if end is not None), None))
+
+
+def _filled(tokens: dict[int, str], types: dict[int, int], size: int) -> tuple[list[str], list[int]]:
+    every = [tokens.get(id, f"[PAD{id}]") for id in range(size)]
+    return every, [types.get(id, _NORMAL if id in tokens else _UNUSED) for id in range(size)]
+
+
+def _cut(made: dict[str, Any]) -> str | None:
+    """llama.cpp's name of how a tokenizer (its ``tokenizer.json``) cuts text; None if it has none."""
+    model, steps = made["model"], made["pre_tokenizer"] or {}
+    normalizer = (made["normalizer"] or {}).get("type")
+    plain = model["type"] == "BPE" and not model.get("byte_fallback") and not model.get("continuing_subword_prefix")
+    if not plain or normalizer not in (None, "NFC"):
+        return None
+    *first, last = steps.get("pretokenizers", [steps])
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        return None
+    merges_whole = bool(model.get("ignore_merges"))
+    if not first and last.get("use_regex", True) and normalizer is None:
+        return None if merges_whole else "gpt-2"
+    if len(first) != 1 or first[0].get("type") != "Split" or first[0].get("behavior") != "Isolated":
+        return None
+    name, ignores = _CUTS.get(first[0]["pattern"].get("Regex", ""), (None, False))
+    return name if ignores == merges_whole and not last.get("use_regex", True) else None

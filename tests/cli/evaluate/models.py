@@ -1,0 +1,102 @@
+"""Models that are evaluated, and tasks."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lightning_lowbit import LowBitPrecision
+from lightning_lowbit.recipes.data import TextDataModule
+from lightning_lowbit.recipes.models import CausalLM
+from tests.lightning_imports import LightningModule, Trainer
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n"
+
+
+class Plain(LightningModule):
+    """Two layers, which are no language model."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch.float()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def train(module, data, casts, file):
+    """A checkpoint of a module that was trained for a few steps."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    plugin = LowBitPrecision(casts, skip=["lm_head|1"])
+    trainer = Trainer(accelerator="cpu", max_steps=4, limit_val_batches=0, plugins=[plugin], **quiet)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(file, weights_only=False)
+    return file
+
+
+def language_model(casts, folder, tokenizer="bytes"):
+    """A checkpoint of a small language model on text."""
+    (folder / "text.txt").write_text(TEXT * 80)
+    data = TextDataModule(str(folder / "text.txt"), tokenizer=tokenizer, sequence_length=32, batch_size=4)
+    config = {**SIZES, "max_position_embeddings": 64}
+    return train(CausalLM(config=config, optimizer=big_steps), data, casts, folder / "last.ckpt")
+
+
+def big_steps(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+QUESTIONS = [
+    {"start": "def f(", "ends": ["x):", "~~~~"], "answer": 0},
+    {"start": "    return", "ends": ["zzz", " x + 1"], "answer": 1},
+    {"start": "class", "ends": [" A:\n    pass", " \n\n\n"], "answer": 0},
+]
+TEXTS = [TEXT[:40], "x", "é = 1\n"]
+COMMON = {
+    "dataset_path": "json",
+    "test_split": "test",
+    "target_delimiter": "",
+}
+CHOICE = {
+    **COMMON,
+    "task": "own_choice",
+    "output_type": "multiple_choice",
+    "num_fewshot": 0,  # which --num_fewshot does not change
+    "doc_to_text": "{{start}}",
+    "doc_to_choice": "{{ends}}",
+    "doc_to_target": "{{answer}}",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+}
+ENDING = {
+    **COMMON,
+    "task": "own_ending",
+    "output_type": "loglikelihood",
+    "doc_to_text": "{{start}}",
+    "doc_to_target": "{{ends[answer]}}",
+    "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}],
+}
+ROLLING = {
+    **COMMON,
+    "task": "own_text",
+    "output_type": "loglikelihood_rolling",
+    "doc_to_text": "",
+    "doc_to_target": "{{text}}",
+    "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
+}
+
+
+def write_tasks(folder):
+    """Task files, whose data lies beside them; JSON is YAML."""
+    rows = {"questions": QUESTIONS, "texts": [{"text": text} for text in TEXTS]}
+    for name, each in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in each))
+    for task in (CHOICE, ENDING, ROLLING):
+        data = folder / ("texts.jsonl" if task is ROLLING else "questions.jsonl")
+        own = {**task, "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        Path(folder, f"{task['task']}.yaml").write_text(json.dumps(own))

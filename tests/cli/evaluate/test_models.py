@@ -1,0 +1,140 @@
+"""What ``lowbit evaluate`` loads, and what it refuses; without the harness."""
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from lightning_lowbit import cli
+from lightning_lowbit.cli.evaluate import models
+from lightning_lowbit.export.tokenizer import bytes_tokenizer
+from tests.cli.evaluate.models import SIZES, Plain, language_model, train
+from tests.recipes.test_tokenizers import save_tokenizer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return language_model("int4", tmp_path_factory.mktemp("int4"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=256)).bfloat16().save_pretrained(tmp_path / "llama")
+    bytes_tokenizer().save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def load(path, tokenizer=None, module=None):
+    return models.load(path, tokenizer, module, CPU)
+
+
+def test_a_checkpoint_has_the_tokenizer_of_its_data(checkpoint):
+    loaded = load(checkpoint)
+    assert loaded.tokenizer("é")["input_ids"] == [0xC3, 0xA9]
+    assert loaded.about == "as trained until step 4: int4 in 7 layers, phase fqt"
+    assert loaded.as_trained == {"add_bos_token": False, "prefix_token_id": 0}
+    assert not loaded.model.training
+
+
+def test_another_tokenizer_is_taken_where_it_is_given(checkpoint, tmp_path):
+    loaded = load(checkpoint, save_tokenizer(tmp_path / "tokenizer"))
+    assert loaded.as_trained["prefix_token_id"] == loaded.tokenizer.eos_token_id == 1
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(checkpoint, tmp_path):
+    name = save_tokenizer(tmp_path / "tokenizer", "".join(map(chr, range(33, 300))))
+    with pytest.raises(ValueError, match="has ids up to 270, and the model takes 256. Give --tokenizer that of the tr"):
+        load(checkpoint, name)
+
+
+def test_a_folder_is_loaded_as_it_is(folder):
+    loaded = load(folder)
+    assert loaded.about == "in bfloat16, not quantized"
+    assert (loaded.model.dtype, loaded.tokenizer.eos_token_id, loaded.as_trained) == (torch.bfloat16, 0, {})
+
+
+def test_nothing_to_evaluate_is_told_with_what_is_possible(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"There is no .*last.ckpt. Give a checkpoint of a run \(.ckpt\), or a"):
+        load(tmp_path / "last.ckpt")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(ValueError, match="is neither a checkpoint nor a folder of Hugging Face. Give a checkpoint"):
+            load(path)
+    (tmp_path / ".metadata").touch()
+    with pytest.raises(ValueError, match="is a sharded checkpoint. Give the file that `python -m lightning"):
+        load(tmp_path)
+
+
+def test_models_without_logits_are_refused(tmp_path):
+    data = torch.utils.data.DataLoader(torch.randn(16, 32), batch_size=4)
+    file = train(Plain(), data, "int4", tmp_path / "plain.ckpt")
+    with pytest.raises(ValueError, match="--module package.module.Class"):
+        load(file)
+    with pytest.raises(ValueError, match="holds a Plain, which gives no logits of a next token"):
+        load(file, module="tests.cli.evaluate.models.Plain")
+    LlamaForSequenceClassification(LlamaConfig(**SIZES, vocab_size=256)).save_pretrained(tmp_path / "classes")
+    with pytest.raises(ValueError, match="holds a LlamaForSequenceClassification, which gives no logits"):
+        load(tmp_path / "classes")
+
+
+def test_a_tokenizer_that_is_not_known_is_asked_for(checkpoint, folder, tmp_path):
+    saved = torch.load(checkpoint, weights_only=True)
+    del saved["TextDataModule"]
+    torch.save(saved, tmp_path / "old.ckpt")
+    with pytest.raises(ValueError, match=r"old.ckpt does not tell its tokenizer. Give --tokenizer bytes"):
+        load(tmp_path / "old.ckpt")
+    assert load(tmp_path / "old.ckpt", "bytes").as_trained == {}
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"The tokenizer '.*llama' cannot be loaded \(.*\): give --tokenizer bytes"):
+        load(folder)
+
+
+def test_a_folder_without_some_weights_is_refused(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="llama lacks model.norm.weight, which transformers would draw at random"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("compressed-tensors", "takes a package to load: pip install compressed-tensors"),
+        ("modelopt", "is quantized by 'modelopt', which transformers does not load. Evaluate it in the engine"),
+    ],
+)
+def test_folders_that_would_load_without_their_quantization_are_refused(folder, method, message, monkeypatch):
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_without_the_harness_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert cli.main(["evaluate", "last.ckpt", "--tasks", "hellaswag"]) == 2
+    assert 'pip install "lightning_lowbit[evaluate]"' in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--limit", "0"], "--limit is a number of documents, above 0; got 0.0."),
+        (["--limit", "2.5"], "--limit is a whole number of documents, or a share below 1; got 2.5."),
+        (["--batch_size", "many"], "--batch_size is auto or a number of requests, 1 or more; got 'many'."),
+        (["--num_fewshot", "-1"], "--num_fewshot is a number of examples, 0 or more; got -1."),
+        (["--device", "gpu"], "--device gpu cannot be used here ("),
+        (["--output", "results.txt"], "--output is the name of a file such as results.json; got 'results.txt'."),
+    ],
+)
+def test_options_are_checked_first(options, message, capsys):
+    assert cli.main(["evaluate", "last.ckpt", "--tasks", "hellaswag", *options]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,128 @@
+"""Exports of trained models, loaded by transformers with compressed-tensors: what it computes is what was trained."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightning_lowbit import export_checkpoint, load, unpack_frozen
+from lightning_lowbit.export.formats.table import FORMATS
+from lightning_lowbit.export.source import hp_forward, read
+from lightning_lowbit.export.weights import weights
+
+pytestmark = pytest.mark.slow
+
+
+def w(element, rounded=False, x=None, **scale):
+    """Casts of a forward pass in JSON."""
+    inputs = (
+        {"fprop_x": {"element": "int8", "scale": {"format": "fp32", "block": "row"}}, "wgrad_x": "fprop"} if x else {}
+    )
+    cast = {"element": element, "scale": scale, "round_to_bfloat16": rounded}
+    return json.dumps({"fprop_w": cast, "dgrad_w": "fprop", **inputs})
+
+
+def groups(element, **scale):
+    return w(element, True, format="bf16", block=32, **scale)
+
+
+# network, casts, format, options
+CASES = [
+    ("llama", "nvfp4", "nvfp4-w4a16", {"shared": True}),
+    ("llama", "nvfp4", "nvfp4-w4a4", {"shared": True}),
+    ("llama", "nvfp4", "nvfp4-w4a16", {"rescale": True}),
+    ("llama", "nvfp4-nvidia", "nvfp4-w4a4", {"shared": True}),
+    ("llama", "nvfp4-4over6", "nvfp4-w4a16", {"shared": True}),
+    ("qwen3", "nvfp4", "nvfp4-w4a4", {"shared": True}),
+    ("bitnet", "nvfp4", "nvfp4-w4a16", {"shared": True}),
+    ("llama", "mxfp4", "mxfp4", {}),
+    ("llama", '{"preset": "mxfp4", "every": {"scale": {"rounding": "even"}}}', "mxfp4", {}),
+    ("qwen3", "mxfp4", "mxfp4", {}),
+    ("llama", "mxfp8", "mxfp8", {}),
+    ("llama", w("e2m3", format="e8m0", block=32), "mxfp6", {}),
+    ("llama", "fp8-row", "fp8", {}),
+    ("qwen3", "fp8-row", "fp8", {}),
+    ("llama", "fp8-current", "fp8", {"shared": True}),
+    ("llama", "fp8-delayed", "fp8", {"shared": True}),
+    ("llama", "fp8-blockwise", "fp8", {}),
+    *(("llama", groups(f"int{bits}"), f"int{bits}", {}) for bits in range(2, 9)),
+    ("llama", w("int4", x=True, format="fp32", block="row"), "int4", {"dtype": "fp32"}),
+    ("llama", w("int8", x=True, format="fp32", block="row"), "int8", {"dtype": "fp32"}),
+    ("qwen3", groups("int4"), "int4", {}),
+    ("llama", "int4", "int4", {"dtype": "fp32"}),
+    ("llama", "int3", "int3", {"rescale": True}),
+    ("llama", groups("int4"), "int4", {"overridden": w("int4", True, format="bf16", block=64)}),
+    *((network, "nvfp4", "dequantized", {}) for network in ("llama", "gpt2", "qwen3", "bitnet")),
+    ("gpt2", "int4", "dequantized", {}),
+    ("llama", "ternary", "dequantized", {}),
+]
+IDS = [
+    f"{network}-{casts if casts[0] != '{' else number}-{format}"
+    for number, (network, casts, format, _) in enumerate(CASES)
+]
+
+
+@torch.no_grad()
+def continuation(model, tokens, length=12):
+    for _ in range(length):
+        tokens = torch.cat([tokens, model(input_ids=tokens).logits[:, -1:].argmax(-1)], 1)
+    return tokens[0].tolist()
+
+
+@pytest.mark.parametrize(("network", "casts", "format", "options"), CASES, ids=IDS)
+def test_the_client_computes_what_was_trained(trained, text, tmp_path, network, casts, format, options):
+    pytest.importorskip("compressed_tensors")
+    options = dict(options)
+    of_training = {name: options.pop(name) for name in ("shared", "overridden") if name in options}
+    checkpoint = trained(network, casts, **of_training)
+    calibrated = {"calibrate": text} if "w4a4" in format or casts == "fp8-current" else {}
+    exported = export_checkpoint(checkpoint, format, tmp_path / "out", **options, **calibrated)
+    parity = exported.parity
+    assert len(parity.weights) == len(parity.layers) == len(exported.rows)
+    assert max(parity.weights.values()) == 0
+    if not any(
+        row.inputs or row.error for row in exported.rows
+    ):  # else roundings of activations tip over, layer after layer
+        assert parity.logits < 0.03
+    source, client = read(checkpoint), FORMATS[format].load(tmp_path / "out")
+    if not any(row.error or (row.inputs and row.inputs.amax) for row in exported.rows):
+        for layer in (source.layers[row.name] for row in exported.rows if row.inputs is None):
+            layer.casts = hp_forward(layer.casts)
+        prompt = torch.tensor([list(b"for number in")])
+        assert continuation(client, prompt) == continuation(source.model, prompt)
+
+
+def test_zero_points_are_those_that_compressed_tensors_unpacks(trained, tmp_path):
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    from compressed_tensors.quantization import QuantizationScheme
+
+    checkpoint = trained("llama", w("int4", format="fp32", block=32, statistic="minmax"))
+    exported = export_checkpoint(checkpoint, "int4", tmp_path / "out", dtype="fp32")
+    assert "does not load zero points" in exported.why_not
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    unpack = compressors.BaseCompressor.get_value_from_registry("pack-quantized").decompress
+    for weight in weights(read(checkpoint)):
+        own = {name.removeprefix(f"{weight.name}."): tensors[name] for name in tensors if name.startswith(weight.name)}
+        assert torch.equal(unpack(own, scheme)["weight"].float(), weight.quantized.dequantize()), weight.name
+
+
+def test_what_is_read_back_equals_what_transformers_reads(trained, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    export_checkpoint(trained("llama", "nvfp4", shared=True), "nvfp4-w4a16", tmp_path / "out")
+    ours, client = unpack_frozen(load(tmp_path / "out")), FORMATS["nvfp4-w4a16"].load(tmp_path / "out")
+    read = dict(client.named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, read[name]), name
+
+
+def test_modelopt_holds_the_codes_that_the_converter_of_compressed_tensors_reads(trained, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    checkpoint = trained("llama", "nvfp4", shared=True)
+    export_checkpoint(checkpoint, "modelopt-nvfp4", tmp_path / "modelopt")
+    export_checkpoint(checkpoint, "nvfp4-w4a16", tmp_path / "compressed", parity=False)
+    theirs, ours = load(tmp_path / "modelopt"), load(tmp_path / "compressed")
+    for (name, one), (_, other) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
+        assert torch.equal(one, other), name

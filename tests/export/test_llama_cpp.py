@@ -1,0 +1,325 @@
+"""Trained models as GGUF: the file, as the package gguf reads it, holds the weights of the training, and llama.cpp
+computes its logits.
+
+llama.cpp's kernels for CPUs round the inputs of matrices to 8 bits, in blocks of 32 (Q8_0; for ternary weights 256,
+Q8_K), and keep keys and values in float16. So logits are compared with those of a forward pass that quantizes weights
+alone; they differ by 0.2 to 0.4 % of their norm (llama.cpp b11739, AVX2).
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import lightning_lowbit
+from lightning_lowbit import LowBitPrecision, convert
+from lightning_lowbit.export.formats import Options, Written
+from lightning_lowbit.export.formats.gguf import GGUF, GGUF_TQ1
+from lightning_lowbit.export.formats.gguf.networks import NETWORKS, network_of
+from lightning_lowbit.export.formats.gguf.vocabulary import _CUTS
+from lightning_lowbit.export.source import Source, hp_forward, read
+from lightning_lowbit.export.weights import weights
+from lightning_lowbit.nn.casts import LinearCasts
+from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.recipes.data import TextDataModule
+from lightning_lowbit.recipes.models import CausalLM, network_config
+
+pytestmark = pytest.mark.slow
+gguf = pytest.importorskip("gguf")
+CODE = Path(lightning_lowbit.__file__).parent
+SIZE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+WIDE = {**SIZE, "hidden_size": 256, "intermediate_size": 704}
+BITNET = {**WIDE, "hidden_act": "silu", "tie_word_embeddings": True}
+GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 256}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
+HEAD = ["lm_head"]
+
+
+def integers(bits: int) -> LinearCasts:
+    """Groups of 128 with scales that float16 holds."""
+    casts = LinearCasts.preset(f"int{bits}")
+    assert casts.fprop_w is not None
+    return casts.replace(fprop_x=None, wgrad_x=None, fprop_w=casts.fprop_w.replace(scale={"format": "fp16"}))
+
+
+# Network, configuration, casts, what is left in high precision, types of blocks.
+CASES: dict[str, tuple[str, dict[str, Any], Any, list[str], set[str]]] = {
+    "llama-nvfp4": ("llama", SIZE, "nvfp4", HEAD, {"NVFP4"}),
+    "llama-head-nvfp4": ("llama", SIZE, "nvfp4-4over6", [], {"NVFP4"}),
+    "llama-biases-mxfp4": ("llama", SIZE | {"attention_bias": True, "mlp_bias": True}, "mxfp4", HEAD, {"MXFP4"}),
+    "llama-ternary": ("llama", WIDE, "ternary", HEAD, {"TQ2_0", "Q4_0"}),
+    "mistral-int8": ("mistral", SIZE | {"sliding_window": None}, integers(8), HEAD, {"Q8_0"}),
+    "qwen3-nvfp4": ("qwen3", SIZE | {"head_dim": 64}, "nvfp4-nvidia", HEAD, {"NVFP4"}),
+    "qwen3-int4": ("qwen3", SIZE | {"head_dim": 32, "tie_word_embeddings": True}, integers(4), HEAD, {"Q4_0"}),
+    "gpt2-mxfp4": ("gpt2", GPT2, "mxfp4", HEAD, {"MXFP4"}),
+    "bitnet-ternary": (
+        "bitnet",
+        WIDE | {"hidden_act": "silu", "tie_word_embeddings": True},
+        "ternary",
+        HEAD,
+        {"TQ2_0", "Q4_0"},
+    ),
+}
+
+
+@dataclass
+class Export:
+    source: Source
+    folder: Path
+    rows: list[Written]
+
+
+def train(network: str, config: dict[str, Any], casts: Any, skip: list[str], folder: Path) -> Source:
+    model = CausalLM(network, {**config, "use_cache": False}, optimizer=partial(torch.optim.AdamW, lr=3e-3))
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=30,
+        plugins=[LowBitPrecision(casts, skip=skip)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    data = TextDataModule(str(CODE / "quant"), sequence_length=64, batch_size=8)
+    trainer.fit(model, datamodule=data)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    source = read(folder / "last.ckpt")
+    return replace(source, facts={**source.facts, "tokenizer": "bytes"})
+
+
+@pytest.fixture(scope="module", params=CASES)
+def export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Export:
+    *case, kinds = CASES[request.param]
+    folder = tmp_path_factory.mktemp("export")
+    source = train(*case, folder)
+    rows = GGUF.write(source, folder, Options())
+    assert {row.format for row in rows} == kinds and {row.name for row in rows} == {*source.layers}
+    assert all(row.error == 0 for row in rows)
+    return Export(source, folder, rows)
+
+
+def client(folder: Path) -> Any:
+    assert GGUF.load is not None
+    try:
+        return GGUF.load(folder)
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+def read_file(folder: Path) -> dict[str, Tensor]:
+    tensors = gguf.GGUFReader(folder / "model.gguf").tensors
+    return {tensor.name: torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type)) for tensor in tensors}
+
+
+def test_the_file_holds_the_weights(export: Export) -> None:
+    source, found = export.source, read_file(export.folder)
+    network = network_of(source.config)
+    sizes = {tensor.name: tensor.n_bytes for tensor in gguf.GGUFReader(export.folder / "model.gguf").tensors}
+    for weight, row in zip(weights(source), export.rows, strict=True):
+        part, q = network.name(weight.name), weight.quantized
+        assert row.bytes == sizes[f"{part}.weight"] + sizes.get(f"{part}.scale", 0)
+        assert part is not None
+        decoded, scale = found.pop(f"{part}.weight"), found.pop(f"{part}.scale", None)
+        if (order := network.rows(part, source.config)) is not None:
+            decoded = decoded[order.argsort()]
+        if q.tensor_scale is not None:  # value = element * scale exactly, times the tensor's: rounded once
+            assert scale is not None and torch.equal(scale.reshape(()), q.tensor_scale)
+            assert torch.equal(decoded, replace(q, tensor_scale=None).dequantize()), weight.name
+        else:
+            assert torch.equal(decoded * (1.0 if scale is None else scale), q.dequantize()), weight.name
+    embedding = source.model.get_input_embeddings().weight.detach()  # type: ignore[operator]
+    assert torch.equal(found["token_embd.weight"], embedding.bfloat16().float())
+    assert all(found[name].dtype == torch.float32 for name in found if "norm" in name)
+
+
+def logits(source: Source, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        result: Tensor = source.model(input_ids=tokens).logits.float()
+    return result
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The norm of the difference of logits, relative to their own."""
+    return float((found - expected).norm() / (expected - expected.mean(-1, keepdim=True)).norm())
+
+
+def with_high_precision_inputs(source: Source) -> Source:
+    for layer in source.layers.values():
+        layer.casts = hp_forward(layer.casts)
+    return source
+
+
+def test_llama_cpp_computes_the_logits_of_the_training(export: Export) -> None:
+    llama, source = client(export.folder), export.source
+    text = (CODE / "checks.py").read_bytes()[1000:1256]
+    tokens = torch.tensor([*text]).view(2, 128)
+    found, trained = llama(input_ids=tokens).logits, logits(source, tokens)
+    expected = logits(with_high_precision_inputs(source), tokens)
+    assert difference(found, expected) < 0.01
+    assert float((found.argmax(-1) == expected.argmax(-1)).float().mean()) >= 0.98
+    assert float((found.argmax(-1) == trained.argmax(-1)).float().mean()) >= 0.95
+
+
+def untrained(casts: Any, network: str = "llama", skip: list[str] | None = None, **changes: Any) -> Source:
+    """A model with random weights, as :func:`read` gives it."""
+    config: Any = network_config(network, {**(GPT2 if network == "gpt2" else SIZE), **changes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    convert(model, casts, skip=HEAD if skip is None else skip)
+    return Source(model, quantized_layers(model), torch.float32, config, {"tokenizer": "bytes"})
+
+
+def test_llama_cpp_knows_positions_as_the_model_does(tmp_path: Path) -> None:
+    tokens = torch.randint(256, (1, 100), generator=torch.Generator().manual_seed(0))
+    silu = {"hidden_act": "silu", "tie_word_embeddings": True}
+    for network, changes in [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("mistral", {"sliding_window": None, "head_dim": 64}),
+        ("qwen3", {"head_dim": 64}),
+        ("gpt2", {}),
+        ("bitnet", silu),
+    ]:
+        source = untrained("mxfp4", network, **changes)
+        with torch.no_grad():
+            for name, parameter in source.model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_(std=0.3)
+                elif parameter.dim() > 1:  # large, so that attention prefers some tokens
+                    parameter.mul_(6)
+        GGUF.write(source, tmp_path, Options(dtype=torch.float32))
+        expected = logits(with_high_precision_inputs(source), tokens)
+        assert difference(client(tmp_path)(input_ids=tokens).logits, expected) < 0.05, network
+
+
+def test_ternary_weights_in_base_3(tmp_path: Path) -> None:
+    source = untrained("ternary", **WIDE)
+    for format, name in ((GGUF, "TQ2_0"), (GGUF_TQ1, "TQ1_0")):
+        (tmp_path / name).mkdir()
+        rows = format.write(source, tmp_path / name, Options())
+        assert {row.format for row in rows} == {name, "Q4_0"}
+    tq2, tq1 = read_file(tmp_path / "TQ2_0"), read_file(tmp_path / "TQ1_0")
+    assert all(torch.equal(tensor, tq1[name]) for name, tensor in tq2.items())
+    tokens = torch.arange(64)[None]
+    found = [client(tmp_path / name)(input_ids=tokens).logits for name in ("TQ2_0", "TQ1_0")]
+    assert torch.allclose(*found, atol=1e-4)
+
+
+def test_scales_that_float16_does_not_hold_are_refused_or_rounded(tmp_path: Path) -> None:
+    source = untrained("int4")
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj .* float16, which Q4_0 has.*--rescale"):
+        GGUF.write(source, tmp_path, Options())
+    rows = GGUF.write(source, tmp_path, Options(rescale=True))
+    found = read_file(tmp_path)
+    for weight, row in zip(weights(source), rows, strict=True):
+        if weight.name.endswith("v_proj"):
+            decoded = found[f"{NETWORKS['llama'].name(weight.name)}.weight"]
+            difference = float((decoded - weight.quantized.dequantize()).abs().max())
+            assert 0 < difference == pytest.approx(row.error, rel=1e-2)
+
+
+def test_layers_whose_scale_llama_cpp_does_not_apply_are_refused(tmp_path: Path) -> None:
+    for source, names in [
+        (untrained("nvfp4", "gpt2"), "transformer.h.0.mlp.c_fc"),
+        (untrained("nvfp4", mlp_bias=True), "model.layers.0.mlp.gate_proj"),
+        (untrained("ternary", skip=[]), "lm_head"),
+    ]:
+        with pytest.raises(ValueError, match=f"{names}.*scale of the tensor, by which llama.cpp"):
+            GGUF.write(source, tmp_path, Options())
+    assert not [*tmp_path.iterdir()]
+
+
+def test_tensors_that_are_not_quantized_have_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
+    source = untrained("nvfp4", "gpt2", skip=[*HEAD, "c_fc", r"mlp\.c_proj"])
+    embedding = source.model.get_input_embeddings().weight.detach()  # type: ignore[operator]
+    up = source.model.get_submodule("transformer.h.0.mlp.c_fc").weight.detach()
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        GGUF.write(source, tmp_path, Options(dtype=dtype))
+        found = read_file(tmp_path)
+        assert torch.equal(found["token_embd.weight"], embedding.to(dtype).float())  # type: ignore[union-attr]
+        assert torch.equal(found["blk.0.ffn_up.weight"], up.mT.to(dtype).float())  # type: ignore[union-attr]
+
+
+def byte_level(cut: str | None, whole: bool, normalizer: Any = None) -> PreTrainedTokenizerFast:
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=whole))
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut is None)
+    split = [] if cut is None else [tokenizers.pre_tokenizers.Split(tokenizers.Regex(cut), "isolated")]
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*split, level]) if split else level
+    if normalizer is not None:
+        made.normalizer = normalizer
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
+    )
+    made.train_from_iterator([path.read_text() for path in (CODE / "quant").glob("*.py")], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+
+
+def test_llama_cpp_tokenizes_as_the_training_did(tmp_path: Path) -> None:
+    llama3, qwen2 = _CUTS
+    text = "def quantize(x: Tensor) -> Quantized:\n    return 12345 + 678  # don't — naïve 漢字\n\n\tif x:"
+    for name, made in {
+        "gpt-2": byte_level(None, False),
+        "llama-bpe": byte_level(llama3, True),
+        "qwen2": byte_level(qwen2, False, tokenizers.normalizers.NFC()),
+    }.items():
+        made.save_pretrained(tmp_path / name)
+        source = untrained("mxfp4", vocab_size=512)
+        GGUF.write(replace(source, facts={"tokenizer": str(tmp_path / name)}), tmp_path, Options())
+        found = client(tmp_path).tokenize(text)
+        assert found == made(text)["input_ids"] and len(found) < len(text.encode()), name
+
+
+def test_llama_cpp_gives_texts_of_bytes_back(tmp_path: Path) -> None:
+    GGUF.write(untrained("mxfp4"), tmp_path, Options())
+    llama, text = client(tmp_path), "f (a , b) .  don 't\n\té e\u0301 漢 Ā"
+    tokens, room = [*text.encode()], 1000
+    assert llama.tokenize(text) == tokens
+    characters = llama.ffi.new("char[]", room)
+    size = llama.lib.llama_detokenize(llama.vocab, tokens, len(tokens), characters, room, False, True)
+    assert llama.ffi.buffer(characters, size)[:].decode() == text
+
+
+def test_a_tokenizer_that_a_file_cannot_tell_is_left_out(tmp_path: Path) -> None:
+    other = byte_level(r"\s+|\w+|.", False)
+    other.save_pretrained(tmp_path / "other")
+    for tokenizer, size, why in [
+        (None, 256, "does not name one"),
+        (str(tmp_path / "other"), 512, "not byte-level BPE with a cut of text"),
+        (str(tmp_path / "missing"), 512, "cannot be loaded"),
+    ]:
+        source = untrained("mxfp4", vocab_size=size)
+        with pytest.warns(UserWarning, match=why):
+            GGUF.write(replace(source, facts={"tokenizer": tokenizer}), tmp_path, Options())
+    tokens = torch.arange(32)[None]
+    assert client(tmp_path)(input_ids=tokens).logits.shape == (1, 32, 512)
+
+
+def test_what_llama_cpp_cannot_compute_is_an_error_without_noise(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    GGUF.write(untrained("mxfp4"), tmp_path, Options())
+    with pytest.raises(ValueError, match="128 positions, and got 129 tokens"):
+        client(tmp_path)(input_ids=torch.zeros(1, 129))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ValueError, match=r"cannot read .*model.gguf: \w+"):
+        client(tmp_path)
+    assert capfd.readouterr().err == ""
