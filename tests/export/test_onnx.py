@@ -168,6 +168,18 @@ def test_language_models_compute_the_same(kind: str, preset: str, tmp_path: Path
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
+class Pair(nn.Sequential):
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input), input
+
+
+@pytest.mark.slow
+def test_a_module_that_cannot_be_traced_is_refused_with_the_reason(tmp_path: Path) -> None:
+    source = source_of(Pair(nn.Linear(32, 32)), LinearCasts.preset("int8"))
+    with pytest.raises(ValueError, match=r"cannot trace Pair: it returns tuple"):
+        written(source, tmp_path, shape=(2, 32))
+
+
 class EveryInput(nn.Module):
     """An input by all casts of presets that operators of ONNX express."""
 

@@ -122,8 +122,11 @@ class _Outputs(nn.Module):
         if is_network and hasattr(model.config, "use_cache"):
             model.config.use_cache = False
 
-    def forward(self, input: Tensor) -> Any:
-        return self.model(input) if self.name is None else self.model(**{self.name: input}, return_dict=True)[0]
+    def forward(self, input: Tensor) -> Tensor:
+        output = self.model(input) if self.name is None else self.model(**{self.name: input}, return_dict=True)[0]
+        if not isinstance(output, Tensor):
+            raise ValueError(f"it returns {type(output).__name__}, and the format takes modules that return a tensor.")
+        return output
 
 
 def _twin(model: nn.Module) -> Any:
@@ -160,17 +163,24 @@ def _traced(model: _Outputs, example: Tensor) -> Any:
         example = example.expand(2, *example.shape[1:])
     is_text = example.dtype == torch.int64
     free: dict[int, Any] = {0: "batch", 1: "length"} if is_text and example.dim() == 2 else {0: "batch"}
-    with _quiet(), torch.no_grad():
-        return torch.onnx.export(
-            model,
-            (example,),
-            dynamo=True,
-            opset_version=_OPSET,
-            dynamic_shapes=(free,),
-            input_names=[model.name or "input"],
-            output_names=["output" if model.name is None else _LOGITS],
-            verbose=False,
-        )
+    try:
+        with _quiet(), torch.no_grad():
+            return torch.onnx.export(
+                model,
+                (example,),
+                dynamo=True,
+                opset_version=_OPSET,
+                dynamic_shapes=(free,),
+                input_names=[model.name or "input"],
+                output_names=["output" if model.name is None else _LOGITS],
+                verbose=False,
+            )
+    except torch.onnx.OnnxExporterError as error:
+        why = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ValueError(
+            f"torch.onnx cannot trace {type(model.model).__name__}: {why} Branches on values of tensors cannot be "
+            "traced; torch.export.draft_export shows where they are."
+        ) from error
 
 
 @contextmanager

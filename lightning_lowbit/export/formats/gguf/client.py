@@ -1,5 +1,6 @@
 """llama.cpp as a module: a file computes logits on the CPU, as it does for those who run the file."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,9 @@ class LlamaCpp(nn.Module):
         except ImportError as error:
             raise NoClient(f"there is no llama.cpp ({error}): pip install llama-cpp-py-sync") from error
         except RuntimeError as error:  # a system older than the one on which it was built
-            raise NoClient(f"the llama.cpp of llama-cpp-py-sync does not load here ({error})") from error
+            found = re.search(r"version `(\S+)' not found", str(error))
+            why = f"it needs {found[1]}" if found else str(error).splitlines()[0]
+            raise NoClient(f"the llama.cpp of llama-cpp-py-sync does not load here: {why}") from error
         messages: list[str] = []
         self._silence(messages)
         self.lib.llama_backend_init()
