@@ -239,6 +239,21 @@ def test_convolutions_compute_the_same(preset: str, activations: bool, tmp_path:
     assert_close(loaded(images), source.model(images))
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_incomplete_blocks_tiles_and_zero_points_compute_the_same(tmp_path: Path) -> None:
+    scales = [Scale("fp32", block) for block in (16, 128, (16, 16), "tensor")]
+    casts = [Cast("int4", scale) for scale in scales] + [Cast("int8", scales[1]), Cast("e4m3", scales[1])]
+    casts += [Cast(f"int{n}", Scale("fp32", 32, statistic="minmax")) for n in (4, 8)]
+    for number, cast in enumerate(casts):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        source = source_of(nn.Sequential(nn.Linear(200, 24)), LinearCasts(fprop_w=cast))
+        loaded, x = written(source, folder, shape=(2, 200)), torch.randn(9, 200)
+        assert_same_weights(source, folder, x)
+        assert_close(loaded(x), source.model(x))
+
+
 def operators(folder: Path) -> Sequence[str]:
     import onnx as package
 
