@@ -50,6 +50,7 @@ def export_checkpoint(
     calibrate: str | Path | None = None,
     tokenizer: str | None = None,
     dtype: str = "bf16",
+    shape: Sequence[int] | None = None,
     rescale: bool = False,
     overwrite: bool = False,
     parity: bool = True,
@@ -65,6 +66,7 @@ def export_checkpoint(
             that engines need static are an error, and outputs are compared on random tokens.
         tokenizer: ``"bytes"``, a folder or a name on the Hub; None for that of the training, if the checkpoint tells.
         dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``: of the tensors that are not quantized.
+        shape: of an input of a model that takes no tokens, with which ``onnx`` traces it.
         rescale: quantizes weights again where an engine needs other scales, and tells the error of each layer.
         overwrite: replaces ``output`` if it exists.
         parity: loads the result by the format's own client, and raises if it computes something else.
@@ -95,7 +97,7 @@ def export_checkpoint(
         )
     tokens = tokens_of(source, calibrate) if _is_language_model(source) else None
     amaxes = input_amaxes(source, tokens) if calibrate is not None and tokens is not None else None
-    options = Options(rescale, amaxes, DTYPES[dtype])
+    options = Options(rescale, amaxes, DTYPES[dtype], shape)
     with being_written(output) as partial:
         try:
             partial.mkdir()

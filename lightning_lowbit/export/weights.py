@@ -46,6 +46,8 @@ class Weight:
 def common_obstacle(layer: QuantizedLayer) -> str | None:
     """Why the codes of a layer's weight cannot stand for its forward pass, in words; None if they can."""
     casts = layer.casts
+    if layer.weight is None:
+        return "it is a product of attention, which has no weight"
     if layer.frozen is not None:
         return "its weight is kept as codes: call lightning_lowbit.unpack_frozen first"
     if isinstance(layer, Projection):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_lowbit import Cast, LinearCasts, Scale, quantize
 from lightning_lowbit.export.formats import Options, onnx
-from lightning_lowbit.export.formats.onnx_layers import TYPES, Decoded, Inputs, patches
+from lightning_lowbit.export.formats.onnx_layers import TYPES, Decoded, Inputs, input_obstacle, patches
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import weights
 from lightning_lowbit.formats import ELEMENT_FORMATS
@@ -59,13 +59,16 @@ def test_whole_numbers_of_up_to_four_bits_take_four_bits() -> None:
 
 def test_inputs_are_rounded_as_the_training_rounds_them() -> None:
     x = torch.randn(3, 5, 40) * torch.logspace(-6, 4, 5)[:, None]
-    x[0, 0] = 0
+    x[0, 0], x[1, 1, :20] = 0, 0
     blocks: list[Any] = ["row", "tensor", 16]
-    for element in ("int2", "int4", "int8", "ternary", "e4m3", "e5m2"):
-        for scale in [Scale("fp32", block, factor=f) for block in blocks for f in (1.0, 0.5)] + [ROWS.scale]:
-            cast = Cast(element, scale)
-            expected = quantize(x.flatten(0, 1), cast).dequantize().view_as(x)
-            assert torch.equal(Inputs(cast, None)(x), expected), cast
+    scales = [Scale("fp32", block, factor=factor) for block in blocks for factor in (1.0, 0.5)] + [ROWS.scale]
+    casts = [Cast(e, scale) for e in ("int2", "int4", "int8", "ternary", "e2m1", "e4m3", "e5m2") for scale in scales]
+    presets = [LinearCasts.preset(preset).cast_of("fprop_x") for preset in PRESETS]
+    expressed = [cast for cast in presets if cast is not None and input_obstacle(cast) is None]
+    assert {cast.scale.format for cast in expressed} == {"fp32", "e4m3", "e8m0"}
+    for cast in (*casts, *expressed):
+        expected = quantize(x.flatten(0, 1), cast).dequantize().view_as(x)
+        assert torch.equal(Inputs(cast, None)(x), expected), cast
 
 
 def test_an_input_that_is_not_finite_gives_no_number() -> None:
@@ -86,13 +89,13 @@ def test_patches_are_those_of_the_layer() -> None:
 
 def test_what_operators_do_not_express_is_refused() -> None:
     refused = {
-        "nvfp4": r"its input is quantized to e2m1, and onnx writes inputs in FP8 and integers",
-        "mxfp8": r"its input has scales e8m0:1x32",
+        LinearCasts.preset("nvfp4-4over6"): r"0: its input has scales e4m3:1x16.*4/6.*do not express",
+        LinearCasts(Cast("e3m0", Scale("fp32", 16)), ROWS): r"0: its input is quantized to e3m0",
+        LinearCasts(Cast("int8", ROWS.scale, "stochastic"), ROWS): r"0: its input is rounded stochastically",
     }
-    for preset, message in refused.items():
-        source = source_of(nn.Sequential(nn.Linear(32, 32)), LinearCasts.preset(preset))
+    for casts, message in refused.items():
         with pytest.raises(ValueError, match=message):
-            FORMAT.write(source, Path(), Options())
+            FORMAT.write(source_of(nn.Sequential(nn.Linear(32, 32)), casts), Path(), Options())
     source = source_of(nn.Sequential(nn.Linear(32, 32)), LinearCasts.preset("int8"))
     with pytest.raises(ValueError, match=r"needs its shape: give --shape"):
         FORMAT.write(source, Path(), Options())
@@ -146,7 +149,8 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "preset"), [("llama", "int4"), ("gpt2", "int8"), ("qwen3", "fp8-row"), ("bitnet", "ternary")]
+    ("kind", "preset"),
+    [("llama", "int4"), ("gpt2", "int8"), ("qwen3", "fp8-row"), ("bitnet", "ternary"), ("llama", "nvfp4")],
 )
 @torch.no_grad()
 def test_language_models_compute_the_same(kind: str, preset: str, tmp_path: Path) -> None:
@@ -164,8 +168,42 @@ def test_language_models_compute_the_same(kind: str, preset: str, tmp_path: Path
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
+class Pair(nn.Sequential):
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input), input
+
+
+@pytest.mark.slow
+def test_a_module_that_cannot_be_traced_is_refused_with_the_reason(tmp_path: Path) -> None:
+    source = source_of(Pair(nn.Linear(32, 32)), LinearCasts.preset("int8"))
+    with pytest.raises(ValueError, match=r"cannot trace Pair: it returns tuple"):
+        written(source, tmp_path, shape=(2, 32))
+
+
+class EveryInput(nn.Module):
+    """An input by all casts of presets that operators of ONNX express."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        casts = {LinearCasts.preset(preset).cast_of("fprop_x") for preset in PRESETS} - {None}
+        self.inputs = nn.ModuleList(Inputs(cast, None) for cast in casts if cast and input_obstacle(cast) is None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([each(x) for each in self.inputs])
+
+
+@pytest.mark.slow
+def test_no_optimization_changes_a_bit_of_the_inputs(tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    model = EveryInput().eval()
+    x = torch.randn(6, 200) * torch.logspace(-6, 6, 6)[:, None]
+    onnx._traced(onnx._Outputs(model, is_network=False), x).save(str(tmp_path / "model.onnx"))
+    assert torch.equal(onnx.Session(tmp_path / "model.onnx")(x), model(x))
+
+
 class ConvolutionalNetwork(nn.Module):
-    """Kernels of one pixel and of nine, strides, a group norm's rival, and a transposed convolution."""
+    """Kernels of one pixel and of nine, with strides and circular padding, a batch norm, a transposed convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,6 +237,21 @@ def test_convolutions_compute_the_same(preset: str, activations: bool, tmp_path:
     images = torch.randn(5, 3, 16, 16)
     assert_same_weights(source, tmp_path, images)
     assert_close(loaded(images), source.model(images))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_incomplete_blocks_tiles_and_zero_points_compute_the_same(tmp_path: Path) -> None:
+    scales = [Scale("fp32", block) for block in (16, 128, (16, 16), "tensor")]
+    casts = [Cast("int4", scale) for scale in scales] + [Cast("int8", scales[1]), Cast("e4m3", scales[1])]
+    casts += [Cast(f"int{n}", Scale("fp32", 32, statistic="minmax")) for n in (4, 8)]
+    for number, cast in enumerate(casts):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        source = source_of(nn.Sequential(nn.Linear(200, 24)), LinearCasts(fprop_w=cast))
+        loaded, x = written(source, folder, shape=(2, 200)), torch.randn(9, 200)
+        assert_same_weights(source, folder, x)
+        assert_close(loaded(x), source.model(x))
 
 
 def operators(folder: Path) -> Sequence[str]:

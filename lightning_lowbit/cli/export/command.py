@@ -5,6 +5,7 @@ import signal
 from collections.abc import Sequence
 from types import FrameType
 
+from lightning_lowbit.checks import integer
 from lightning_lowbit.export.card import layers_table
 from lightning_lowbit.export.checkpoint import DTYPES, explain_formats, export_checkpoint
 from lightning_lowbit.export.formats.table import FORMATS
@@ -25,6 +26,7 @@ def export(arguments: Sequence[str]) -> None:
         calibrate=given.calibrate,
         tokenizer=given.tokenizer,
         dtype=given.dtype,
+        shape=given.shape,
         rescale=given.rescale,
         overwrite=given.overwrite,
         parity=not given.no_parity,
@@ -34,6 +36,13 @@ def export(arguments: Sequence[str]) -> None:
     print(f"\n{few:,} of {total:,} parameters in few bits, {exported.bytes:,} bytes on disk.")
     print(exported.parity if exported.parity is not None else f"Outputs were not compared: {exported.why_not}.")
     print(f"Exported to {exported.folder}")
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [integer("--shape", int(size), 1) for size in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it is sizes such as 2,3,32,32; got {text!r}") from None
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -60,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer", metavar="NAME", help="'bytes', a folder, or a name on the Hugging Face Hub; else that of the run"
     )
     add("--dtype", choices=DTYPES, default="bf16", help="of tensors that are not quantized; bf16 by default")
+    add("--shape", type=_sizes, metavar="2,3,32,32", help="of an input of a model that takes no tokens, for onnx")
     add("--rescale", action="store_true", help="quantizes weights again where an engine needs other scales")
     add("--module", metavar="CLASS", help="package.module.Class of your own LightningModule; its code runs")
     add("--overwrite", action="store_true", help="replaces DIR")

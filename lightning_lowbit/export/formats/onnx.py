@@ -30,6 +30,7 @@ from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.layers import quantized_layers
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
+from lightning_lowbit.nn.plan import OPERANDS
 from lightning_lowbit.quant import Cast
 
 _OPSET = 21  # the first with integers of four bits, and with scales of blocks
@@ -44,8 +45,6 @@ _IN_FLOAT32 = ("session.qdq_matmulnbits_accuracy_level", "1")
 
 def obstacle(name: str, layer: QuantizedLayer) -> str | None:
     """Why operators of ONNX do not express a layer, in words; None if they do."""
-    if layer.weight is None:
-        return "it is a product of attention, which has no weight"
     if (why := common_obstacle(layer)) is not None:
         return why
     cast = layer.casts.cast_of("fprop_x")
@@ -88,7 +87,8 @@ def _row(weight: Weight, inputs: Inputs | None) -> Written:
     decoded = Decoded(weight.quantized, transposed=False)
     codes = decoded.codes.numel() // (2 if decoded.number in _FOUR_BITS else 1)
     size = codes + 4 * decoded.scales.numel() + (0 if decoded.zeros is None else decoded.zeros.numel())
-    by = None if inputs is None else base.Inputs(inputs.cast, inputs.amax)
+    amax = None if inputs is None or inputs.amax is None else float(inputs.amax)
+    by = None if inputs is None else base.Inputs(inputs.cast, amax)
     return row(weight, f"onnx {TYPES[decoded.number]}", size, by)
 
 
@@ -102,10 +102,11 @@ def _inputs(name: str, layer: QuantizedLayer, options: Options) -> Inputs | None
     if not isinstance(cast, Cast):
         return None
     amax = None
-    if cast.scale.needs_amax and options.input_amaxes is not None and name in options.input_amaxes:
+    if cast.scale.block == "tensor" and options.input_amaxes is not None and name in options.input_amaxes:
         amax = torch.tensor(options.input_amaxes[name])
-    elif cast.scale.source == "delayed" and layer.amaxes is not None and layer.amaxes.in_force[0] > 0:
-        amax = layer.amaxes.in_force[0].clone()
+    elif cast.scale.source == "delayed" and layer.amaxes is not None:
+        known = layer.amaxes.in_force[OPERANDS.index("fprop_x")]
+        amax = known.clone() if known > 0 else None
     return Inputs(cast, amax)
 
 
@@ -121,8 +122,11 @@ class _Outputs(nn.Module):
         if is_network and hasattr(model.config, "use_cache"):
             model.config.use_cache = False
 
-    def forward(self, input: Tensor) -> Any:
-        return self.model(input) if self.name is None else self.model(**{self.name: input}, return_dict=True)[0]
+    def forward(self, input: Tensor) -> Tensor:
+        output = self.model(input) if self.name is None else self.model(**{self.name: input}, return_dict=True)[0]
+        if not isinstance(output, Tensor):
+            raise ValueError(f"it returns {type(output).__name__}, and the format takes modules that return a tensor.")
+        return output
 
 
 def _twin(model: nn.Module) -> Any:
@@ -159,17 +163,24 @@ def _traced(model: _Outputs, example: Tensor) -> Any:
         example = example.expand(2, *example.shape[1:])
     is_text = example.dtype == torch.int64
     free: dict[int, Any] = {0: "batch", 1: "length"} if is_text and example.dim() == 2 else {0: "batch"}
-    with _quiet(), torch.no_grad():
-        return torch.onnx.export(
-            model,
-            (example,),
-            dynamo=True,
-            opset_version=_OPSET,
-            dynamic_shapes=(free,),
-            input_names=[model.name or "input"],
-            output_names=["output" if model.name is None else _LOGITS],
-            verbose=False,
-        )
+    try:
+        with _quiet(), torch.no_grad():
+            return torch.onnx.export(
+                model,
+                (example,),
+                dynamo=True,
+                opset_version=_OPSET,
+                dynamic_shapes=(free,),
+                input_names=[model.name or "input"],
+                output_names=["output" if model.name is None else _LOGITS],
+                verbose=False,
+            )
+    except torch.onnx.OnnxExporterError as error:
+        why = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ValueError(
+            f"torch.onnx cannot trace {type(model.model).__name__}: {why} Branches on values of tensors cannot be "
+            "traced; torch.export.draft_export shows where they are."
+        ) from error
 
 
 @contextmanager

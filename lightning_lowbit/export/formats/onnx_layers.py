@@ -3,7 +3,7 @@
     weight                          DequantizeLinear(codes, scales)
     input, e = max / amax           Abs, ReduceMax, Div of a token, a group of its features, or the tensor
            round(x · e) / e         Mul, Round or Cast, Mul
-    input whose amax is known       Clip, QuantizeLinear, DequantizeLinear
+    input whose scale is known      Clip, QuantizeLinear, DequantizeLinear
 
 They compute in float32, and only while ``torch.onnx`` traces them.
 """
@@ -21,7 +21,7 @@ from lightning_lowbit.nn.layers.convolution import QuantizedConvolution, Quantiz
 from lightning_lowbit.nn.layers.window import Window, is_pixelwise
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast, Quantized
-from lightning_lowbit.quant.scales import fp32_numerator, scales_of
+from lightning_lowbit.quant.scales import e8m0_rule, fp32_numerator, scales_of
 
 # Types of ONNX, by their numbers.
 UINT8, INT8, FLOAT8E4M3FN, FLOAT8E5M2, UINT4, INT4 = 2, 3, 17, 19, 21, 22
@@ -30,7 +30,7 @@ TYPES = {UINT8: "uint8", INT8: "int8", FLOAT8E4M3FN: "e4m3", FLOAT8E5M2: "e5m2",
 _FLOAT8 = {E4M3: FLOAT8E4M3FN, E5M2: FLOAT8E5M2}
 _DTYPES = {FLOAT8E4M3FN: torch.float8_e4m3fn, FLOAT8E5M2: torch.float8_e5m2}
 _WHOLE = ("twos-complement", "offset")  # encodings of formats whose values are whole numbers
-_LARGEST = torch.finfo(torch.float32).max
+_LARGEST, _TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 _TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -117,55 +117,103 @@ def input_obstacle(cast: Cast) -> str | None:
     scale = cast.scale
     if cast.draws:
         return f"its input is rounded stochastically ({cast})"
-    if cast.format not in _FLOAT8 and cast.format.encoding not in _WHOLE:
-        return f"its input is quantized to {cast.element}, and onnx writes inputs in FP8 and integers"
-    plain = (scale.format, scale.rounding, scale.statistic) == ("fp32", "nearest", "absmax")
-    if not plain or isinstance(scale.block, tuple):
-        return f"its input has scales {scale}, and onnx writes those of max|x| in float32, of tokens, groups or tensors"
+    if cast.format.mantissa_bits == 0:
+        return f"its input is quantized to {cast.element}, whose rounding operators of ONNX do not express"
+    plain = scale.rounding == "nearest" and (scale.format == "fp32" or scale.storage in _FLOAT8)
+    other = scale.statistic != "absmax" or scale.four_over_six or scale.correction or scale.prescale != 1
+    if not (plain or scale.format == "e8m0") or other or isinstance(scale.block, tuple):
+        return f"its input has scales {scale}, which operators of ONNX do not express"
     return None
 
 
 class Inputs(nn.Module):
-    """Rounds an input ``[..., features]`` to few bits, as a cast does: by its own amaxes, or a known one (0-d)."""
+    """Rounds an input ``[..., features]`` to few bits, as a cast does, in the order of operations of
+    :mod:`lightning_lowbit.quant.scaling`.
+
+    Args:
+        cast: of the input.
+        amax: of the tensor, 0-d, if it is known; else scales are made of the input's own.
+    """
 
     numerator: Tensor
+    amax: Tensor | None
     step: Tensor | None
 
     def __init__(self, cast: Cast, amax: Tensor | None) -> None:
         super().__init__()
-        self.cast, self.amax = cast, None if amax is None else float(amax)
-        self.register_buffer("numerator", torch.tensor(fp32_numerator(cast)))
-        known = None if amax is None else scales_of(amax.float(), torch.ones(()), cast)
-        self.register_buffer("step", None if known is None else known.reciprocal())
-        self.limit = 0.0 if known is None else float(cast.format.max / known)
+        self.cast = cast
+        of_tensor = cast.scale.largest * cast.format.max / cast.scale.factor
+        self.register_buffer("numerator", torch.tensor(of_tensor if cast.scale.two_level else fp32_numerator(cast)))
+        self.inverse = float(torch.ones(()) / cast.format.max)  # in float32
+        self.register_buffer("amax", None if amax is None else amax.float())
+        is_static = amax is not None and cast.scale.block == "tensor" and _is_a_type(cast)
+        e = scales_of(self.amax, torch.ones(()), cast) if is_static and self.amax is not None else None
+        self.register_buffer("step", None if e is None else e.reciprocal())
+        self.limit = 0.0 if e is None else float(cast.format.max / e)
 
     def forward(self, x: Tensor) -> Tensor:
         block, size = self.cast.scale.block, x.shape[-1]
         if self.step is not None:
-            return self._by_known_scale(x, self.step)
+            return self._by_known_step(x, self.step)
         if not isinstance(block, int):
-            return self._rounded(
-                x, x.abs().amax([*range(x.dim())]) if block == "tensor" else x.abs().amax(-1, keepdim=True)
-            )
+            amax = self._amax_of_tensor(x) if block == "tensor" else x.abs().amax(-1, keepdim=True)
+            e, step = self._scales(amax, x)
+            return self._rounded(x * e) * step
         groups = F.pad(x, (0, -size % block))
         groups = groups.reshape(*x.shape[:-1], -1, block)
-        return self._rounded(groups, groups.abs().amax(-1, keepdim=True)).flatten(-2)[..., :size]
+        e, step = self._scales(groups.abs().amax(-1, keepdim=True), x)
+        return (self._rounded(groups * e) * step).flatten(-2)[..., :size]
 
-    def _rounded(self, x: Tensor, amax: Tensor) -> Tensor:
-        """By scales of these amaxes. Without elements but zeros they are the largest number, and zeros stay zeros."""
+    def _amax_of_tensor(self, x: Tensor) -> Tensor:
+        return x.abs().amax([*range(x.dim())], keepdim=True) if self.amax is None else self.amax
+
+    def _scales(self, amax: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What elements are multiplied by, and decoded by. The former is finite, so that zeros stay zeros."""
         scale, format = self.cast.scale, self.cast.format
-        if scale.epsilon:
-            amax = amax.clamp(min=scale.epsilon)
-        e = (self.numerator / (amax * scale.factor)).clamp(max=_LARGEST)
-        values = x * e if scale.factor >= 1 else (x * e).clamp(-format.max, format.max)
-        values = values.round() if format.dtype is None else values.to(format.dtype).to(torch.float32)
-        return values * e.reciprocal()
+        if scale.format == "fp32":
+            amax = amax.clamp(min=scale.epsilon) if scale.epsilon else amax
+            e = (self.numerator / (amax * scale.factor)).clamp(max=_LARGEST)
+            return e, e.reciprocal()
+        encode = torch.ones(())
+        if scale.two_level:
+            of_row = x.abs().amax(-1, keepdim=True).unsqueeze(-1) if scale.two_level == "row" else None
+            whole = self._amax_of_tensor(x) if of_row is None else of_row
+            encode = (self.numerator / whole).clamp(_TINY, _LARGEST)
+        if scale.format == "e8m0":
+            exponent, threshold = e8m0_rule(format, scale.rounding)
+            large = amax * encode * (2.0**23 + 1)
+            # The largest power of two that is not above the amax. A factor of 1 - 2^-24 would be optimized away.
+            power = large - (large - large * 2.0**-24)
+            stored = power * torch.where(amax * encode >= power * threshold, 2.0 ** (1 - exponent), 2.0**-exponent)
+        else:
+            wanted = amax * scale.factor * (encode * self.inverse)
+            stored = wanted.clamp(max=scale.storage.max).to(scale.storage.dtype).to(torch.float32)
+        step = stored * encode.reciprocal()
+        return step.reciprocal().clamp(max=_LARGEST), step
 
-    def _by_known_scale(self, x: Tensor, step: Tensor) -> Tensor:
+    def _rounded(self, values: Tensor) -> Tensor:
+        format, scale = self.cast.format, self.cast.scale
+        if scale.format != "fp32" or scale.factor < 1:
+            values = values.clamp(-format.max, format.max)
+        if format in _FLOAT8:
+            return values.to(format.dtype).to(torch.float32)
+        if format.encoding in _WHOLE:
+            return values.round()
+        step: Any = torch.full((), 2.0 ** (format.min_exponent - format.mantissa_bits))
+        for exponent in range(format.min_exponent + 1, format.max_exponent + 1):
+            step = torch.where(values.abs() >= 2.0**exponent, 2.0 ** (exponent - format.mantissa_bits), step)
+        return (values / step).round() * step
+
+    def _by_known_step(self, x: Tensor, step: Tensor) -> Tensor:
         number, dtype = _FLOAT8.get(self.cast.format, INT8), self.cast.format.dtype or torch.int8
         x = x.clamp(-self.limit, self.limit)
         codes = symbolic("QuantizeLinear", (x, step), {"output_dtype": number}, dtype=dtype, shape=x.shape, version=21)
         return symbolic("DequantizeLinear", (codes, step), dtype=torch.float32, shape=x.shape, version=21)
+
+
+def _is_a_type(cast: Cast) -> bool:
+    """Whether ``QuantizeLinear`` rounds to the elements of a cast: FP8 and whole numbers."""
+    return cast.scale.format == "fp32" and (cast.format in _FLOAT8 or cast.format.encoding in _WHOLE)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -234,7 +282,7 @@ class Convolution(nn.Module):
     def _is_of_pixels(self, inputs: Inputs, window: Window, x: Tensor) -> bool:
         """Whether pixels that are rounded before the patches are gathered have the same values."""
         cast, pixels = inputs.cast, all(k == 1 for k in window.kernel)
-        if inputs.step is None and cast.scale.block == "tensor" and not window.covers([*map(int, x.shape[2:])]):
+        if inputs.amax is None and cast.scale.needs_amax and not window.covers([*map(int, x.shape[2:])]):
             return False
         return is_pixelwise(cast, x.shape[1]) or (pixels and cast.scale.block == "row")
 
