@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,9 @@ def trained_llama():
     """Trains a network of the recipes, which its checkpoint names."""
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "vocab_size": 64, "intermediate_size": 128}
     precision = IntegerPrecision(4, activation_bits=None, group=64, skip=["lm_head"])
-    checkpoint_of(precision, CausalLM("llama", {**sizes, "num_hidden_layers": 1}), torch.randint(64, (16, 33)))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You defined a `validation_step`", UserWarning)
+        checkpoint_of(precision, CausalLM("llama", {**sizes, "num_hidden_layers": 1}), torch.randint(64, (16, 33)))
 
 
 def exported_llama():
@@ -98,7 +101,7 @@ def test_an_example_runs(name, tmp_path, monkeypatch):
         "Trainer": trainer,
         "llama": llama(),
         "model": MyModule(llama()) if name == "fold" else llama(),
-        "tokens": torch.randn(4, 32),
+        "tokens": torch.randint(64, (4, 32)) if name == "load" else torch.randn(4, 32),
         "torch": torch,
     }
     examples = doctest.DocTestParser().get_examples(getattr(lightning_lowbit, name).__doc__ or "")
