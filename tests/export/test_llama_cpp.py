@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import lightning_lowbit
 from lightning_lowbit import LowBitPrecision, convert
 from lightning_lowbit.export.formats import Options, Written
+from lightning_lowbit.export.formats.base import NoClient
 from lightning_lowbit.export.formats.gguf import GGUF, GGUF_TQ1
 from lightning_lowbit.export.formats.gguf.networks import NETWORKS, network_of
 from lightning_lowbit.export.formats.gguf.vocabulary import _CUTS
@@ -120,7 +121,7 @@ def client(folder: Path) -> Any:
     assert GGUF.load is not None
     try:
         return GGUF.load(folder)
-    except ImportError as error:
+    except NoClient as error:
         pytest.skip(str(error))
 
 
