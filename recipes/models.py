@@ -115,7 +115,55 @@ def network_config(network: str, config: Mapping[str, Any] | None = None) -> Pre
     return made
 
 
-class CausalLM(LightningModule):
+class RecipeModule(LightningModule):
+    """What the modules of recipes have in common: optimizer and schedule, the gradient norm, and casts in checkpoints.
+
+    Attributes:
+        make_optimizer: creates the optimizer from named parameters.
+        make_scheduler: creates the learning-rate schedule, stepped once per optimizer step; None for a constant rate.
+    """
+
+    make_optimizer: OptimizerCallable
+    make_scheduler: LRSchedulerCallable | None
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores the casts of the training if no plugin does: without a Trainer, or in evaluation."""
+        trainer = self._trainer
+        evaluates = trainer is None or trainer.state.fn != TrainerFn.FITTING
+        if evaluates and not (trainer and isinstance(trainer.precision_plugin, LowBitPrecision)):
+            restore_casts(self, checkpoint)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the casts to a checkpoint of weights alone, where the plugin does not."""
+        plugin = self.trainer.precision_plugin
+        if CHECKPOINT_KEY not in checkpoint and isinstance(plugin, LowBitPrecision):
+            plugin.on_save_checkpoint(checkpoint)
+
+    def on_train_start(self) -> None:
+        """Prepares the gradient norm under FSDP1, for any precision plugin."""
+        assert self.trainer.model is not None
+        connect(self.trainer.model)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Logs the gradient norm as a tensor on the device, without synchronization."""
+        self.log("grad_norm", gradient_norm([*self.parameters()]), prog_bar=True)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+        optimizer = self.make_optimizer(trained)
+        if self.make_scheduler is None:
+            return optimizer
+        scheduler = self.make_scheduler(optimizer)
+        if isinstance(scheduler, WarmupSchedule) and scheduler.total_steps == math.inf:
+            if self.trainer.estimated_stepping_batches == math.inf:
+                raise ValueError(
+                    f"{type(scheduler).__name__} needs the length of the run: set max_steps, max_epochs or total_steps."
+                )
+            scheduler.set_total_steps(self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class CausalLM(RecipeModule):
     """Next-token prediction on batches of int64 tokens (batch, length + 1), by any network of ``transformers``.
 
     Logs ``loss``, ``grad_norm`` (global L2 norm before clipping), ``val_loss`` (mean over tokens) and
@@ -190,24 +238,6 @@ class CausalLM(LightningModule):
                 "another strategy. Train with ModelParallelStrategy, or leave it out."
             )
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores the casts of the training if no plugin does: without a Trainer, or in evaluation."""
-        trainer = self._trainer
-        evaluates = trainer is None or trainer.state.fn != TrainerFn.FITTING
-        if evaluates and not (trainer and isinstance(trainer.precision_plugin, LowBitPrecision)):
-            restore_casts(self, checkpoint)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the casts to a checkpoint of weights alone, where the plugin does not."""
-        plugin = self.trainer.precision_plugin
-        if CHECKPOINT_KEY not in checkpoint and isinstance(plugin, LowBitPrecision):
-            plugin.on_save_checkpoint(checkpoint)
-
-    def on_train_start(self) -> None:
-        """Prepares the gradient norm under FSDP1, for any precision plugin."""
-        assert self.trainer.model is not None
-        connect(self.trainer.model)
-
     def prepare_data(self) -> None:
         """Checks the data against the network, before any logger writes a file."""
         data, config = getattr(self.trainer, "datamodule", None), self.model.config
@@ -241,24 +271,6 @@ class CausalLM(LightningModule):
         self.val_perplexity.update(loss, tokens)
         self.log("val_loss", self.val_loss, prog_bar=True)
         self.log("val_perplexity", self.val_perplexity, prog_bar=True)
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Logs the gradient norm as a tensor on the device, without synchronization."""
-        self.log("grad_norm", gradient_norm([*self.parameters()]), prog_bar=True)
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        trained = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
-        optimizer = self.make_optimizer(trained)
-        if self.make_scheduler is None:
-            return optimizer
-        scheduler = self.make_scheduler(optimizer)
-        if isinstance(scheduler, WarmupSchedule) and scheduler.total_steps == math.inf:
-            if self.trainer.estimated_stepping_batches == math.inf:
-                raise ValueError(
-                    f"{type(scheduler).__name__} needs the length of the run: set max_steps, max_epochs or total_steps."
-                )
-            scheduler.set_total_steps(self.trainer.estimated_stepping_batches)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 def _load(network: str, config: PreTrainedConfig) -> Any:

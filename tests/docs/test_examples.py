@@ -3,7 +3,6 @@
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -54,14 +53,3 @@ def test_the_plugin_trains_with_the_casts_of_both_presets(examples):
     assert model.body.casts.fprop_w == forward.fprop_w
     assert model.body.casts.wgrad_g == backward.wgrad_g
     assert not torch.equal(model.body.weight, before)
-
-
-def test_the_resnet_trains_in_all_precisions(examples, monkeypatch):
-    """On random images, since scikit-learn is no dependency."""
-    images = torch.randn(1300, 8, 8, generator=torch.Generator().manual_seed(0))
-    digits = SimpleNamespace(images=images.numpy(), target=(images.mean((1, 2)) > 0).long().numpy())
-    monkeypatch.setitem(sys.modules, "sklearn", ModuleType("sklearn"))
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", SimpleNamespace(load_digits=lambda: digits))
-    script = import_module("resnet_digits")
-    for name in script.PLUGINS:
-        assert 0 <= script.accuracy(name, 0, 1) <= 100

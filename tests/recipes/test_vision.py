@@ -1,0 +1,82 @@
+"""Recipes on images, with random digits in the place of scikit-learn's, which is no dependency."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+from lightning_lowbit import cli
+from lightning_lowbit.recipes.vision import ImageClassifier, ImageDataModule
+from lightning_lowbit.report import charts as report_charts
+
+SMALL = """
+trainer: {max_steps: 2, log_every_n_steps: 1, val_check_interval: 1}
+model: {init_args: {scheduler: {init_args: {warmup_steps: 1}}}}
+data: {init_args: {batch_size: 20}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _digits(monkeypatch, tmp_path):
+    images = torch.rand(90, 8, 8, generator=torch.Generator().manual_seed(0)) * 16
+    digits = SimpleNamespace(images=images.numpy(), target=torch.arange(90).numpy() % 10)
+    monkeypatch.setitem(sys.modules, "sklearn", ModuleType("sklearn"))
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", SimpleNamespace(load_digits=lambda: digits))
+    monkeypatch.setattr(report_charts, "_plot", lambda *_: "")
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(SMALL)
+
+
+@pytest.mark.fast("digits")
+@pytest.mark.parametrize(
+    "overlays", [[], ["bf16"], ["digits_int4"], ["digits_vit"]], ids=lambda names: "".join(names) or "digits"
+)
+def test_two_steps(overlays):
+    configs = ["digits", *overlays, "small.yaml"]
+    assert cli.main(["fit", *(f"--config={config}" for config in configs)]) == 0
+    [result] = [json.loads(path.read_text()) for path in Path("runs").rglob("run.json")]
+    assert result["steps"] == 2
+    assert {"val_loss", "val_accuracy", "grad_norm", "loss"} <= set(result["metrics"])
+
+
+def test_weights_of_a_checkpoint_are_where_training_begins(tmp_path):
+    torch.save({"state_dict": ImageClassifier(seed=1).state_dict()}, "pretrained.ckpt")
+    model = ImageClassifier(seed=2, initial="pretrained.ckpt")
+    for ours, theirs in zip(model.parameters(), ImageClassifier(seed=1).parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_mistakes_are_errors_of_one_line(monkeypatch):
+    for made, told in (
+        (lambda: ImageClassifier("resnet"), "Did you mean 'resnet-small'"),
+        (lambda: ImageClassifier(classes=1), "classes is a whole number, 2 or more"),
+        (lambda: ImageDataModule(channels=2), "channels is 1 for gray images, or 3"),
+        (lambda: ImageDataModule(val_fraction=1), "val_fraction must lie between 0 and 1"),
+        (lambda: ImageDataModule("nowhere").prepare_data(), "There is no folder nowhere"),
+    ):
+        with pytest.raises(ValueError, match=told) as raised:
+            made()
+        assert "\n" not in str(raised.value)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ValueError, match="pip install scikit-learn"):
+        ImageDataModule().prepare_data()
+
+
+@pytest.mark.slow
+def test_a_folder_of_images_is_read_with_a_class_for_each_folder():
+    for name, color in (("cat", 10), ("dog", 200)):
+        Path("images", name).mkdir(parents=True)
+        for number in range(6):
+            Image.new("RGB", (12, 12), (color, color, color)).save(f"images/{name}/{number}.png")
+    data = ImageDataModule("images", size=8, channels=3, batch_size=4, val_fraction=0.5)
+    data.prepare_data()
+    for images, classes in (*data.train_dataloader(), *data.val_dataloader()):
+        assert images.shape[1:] == (3, 8, 8)
+        assert torch.equal(images.mean((1, 2, 3)) > 0, classes == 1)
+    Path("empty").mkdir()
+    with pytest.raises(ValueError, match="empty has no folders of images"):
+        ImageDataModule("empty").prepare_data()
