@@ -241,7 +241,8 @@ def _kind(cast: Cast, columns: int) -> tuple[Any, ...]:
     if isinstance(block, tuple) and scale.two_level:  # each row of a tile has its scale in the file
         block = block[1]
     format = "float" if scale.format in _DTYPES.values() else scale.format
-    return cast.element, format, "row" if block == columns else block, scale.two_level
+    element = "int2" if cast.element == "ternary" else cast.element
+    return element, format, "row" if block == columns else block, scale.two_level
 
 
 def _load_rest(model: nn.Module, tensors: Mapping[str, Tensor], quantized: set[str], folder: Path) -> None:

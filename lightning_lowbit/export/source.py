@@ -197,5 +197,6 @@ def _network(module: nn.Module) -> tuple[str, nn.Module]:
 
 
 def hp_forward(casts: LinearCasts) -> LinearCasts:
-    """Casts of a forward pass without quantized activations: what an engine computes from weights alone."""
-    return casts.replace(fprop_x=None, wgrad_x=None) if casts.wgrad_x == "fprop" else casts.replace(fprop_x=None)
+    """Casts of a forward pass with the same weight, and activations in high precision: what engines compute that do not
+    quantize them."""
+    return LinearCasts(fprop_w=casts.fprop_w)

@@ -51,6 +51,8 @@ CASES = [
     ("llama", w("int8", x=True, format="fp32", block="row"), "int8", {"dtype": "fp32"}),
     ("qwen3", groups("int4"), "int4", {}),
     ("llama", "int4", "int4", {"dtype": "fp32"}),
+    ("llama", "ternary", "int2", {"dtype": "fp32"}),
+    ("llama", "quartet2", "nvfp4-w4a16", {"shared": True}),
     ("llama", "int3", "int3", {"rescale": True}),
     ("llama", groups("int4"), "int4", {"overridden": w("int4", True, format="bf16", block=64)}),
     *((network, "nvfp4", "dequantized", {}) for network in ("llama", "gpt2", "qwen3", "bitnet")),

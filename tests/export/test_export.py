@@ -14,12 +14,14 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.testing import assert_close
 
-from lightning_lowbit import convert, export_checkpoint, load, unpack_frozen
+from lightning_lowbit import LinearCasts, convert, export_checkpoint, load, unpack_frozen
 from lightning_lowbit.export.checkpoint import fitting
 from lightning_lowbit.export.formats.compressed_tensors import _words, nibbles
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.source import read
 from lightning_lowbit.export.weights import weights
+from lightning_lowbit.nn.casts import PRESETS
+from tests.export.sources import language_model
 from tests.golden_vectors import load as golden
 
 TOKENS = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -111,11 +113,28 @@ def test_layers_that_a_format_does_not_hold_are_named(trained, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_formats_that_fit_are_listed(trained):
-    expected = {"nvfp4": {"nvfp4-w4a16", "nvfp4-w4a4", "modelopt-nvfp4"}, "mxfp8": {"mxfp8"}, "int4": {"int4"}}
-    for casts, formats in expected.items():
-        found = set(fitting(read(trained("llama", casts, steps=2 if casts == "mxfp8" else 4))))
-        assert formats <= found - {"gguf", "gguf-tq1", "onnx"} <= formats | {"dequantized"}, casts
+ANY = "onnx dequantized"
+NVFP4 = "nvfp4-w4a16 nvfp4-w4a4 modelopt-nvfp4 gguf"
+FITTING = {
+    **dict.fromkeys(("nvfp4", "nvfp4-nvidia", "nvfp4-mxfp8"), f"{NVFP4} {ANY}"),
+    **dict.fromkeys(("nvfp4-4over6", "quartet2"), f"{NVFP4} dequantized"),
+    **dict.fromkeys(("mxfp4", "mxfp4-rht"), f"mxfp4 gguf {ANY}"),
+    **dict.fromkeys(("mxfp8", "mxfp8-nvfp4"), f"mxfp8 {ANY}"),
+    **dict.fromkeys(("fp8-delayed", "fp8-current"), f"fp8 modelopt-fp8 {ANY}"),
+    **dict.fromkeys(("fp8-row", "fp8-blockwise"), f"fp8 {ANY}"),
+    **{f"int{bits}": f"int{bits} {'gguf ' if bits in (4, 8) else ''}{ANY}" for bits in range(2, 9)},
+    **dict.fromkeys(("mxfp6", "e1m2", "nvfp4-row"), ANY),
+    "ternary": f"int2 bitnet gguf {ANY}",
+    "ufp4": "",
+}
+
+
+def test_the_formats_that_hold_each_preset():
+    assert {*FITTING, "bf16"} == {*PRESETS}
+    for preset, formats in FITTING.items():
+        sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+        source = language_model("llama", LinearCasts.preset(preset), **sizes)
+        assert [name for name in fitting(source) if name != "gguf-tq1"] == formats.split(), preset
 
 
 def test_an_existing_folder_is_replaced_only_when_asked(trained, tmp_path):

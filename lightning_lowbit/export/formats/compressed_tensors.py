@@ -6,7 +6,7 @@
     mxfp6           weight_packed, weight_scale                            e2m3/e8m0:1x32
     mxfp8           weight, weight_scale                                   e4m3/e8m0:1x32
     fp8             weight, weight_scale, input_scale                      e4m3/fp32 per tensor, row or 128x128
-    int2 … int8     weight_packed or weight, weight_scale, weight_shape    intN per tensor, row or group
+    int2 … int8     weight_packed or weight, weight_scale, weight_shape    intN (ternary: int2) per tensor, row or group
 
 Layers of other classes than nn.Linear are refused: engines find what is quantized by that class. Codes and scales are
 those of the training. What is dynamic (MX formats, FP8 by tokens, int8 by tokens) an engine does for itself; scales
@@ -226,7 +226,8 @@ def _is_fp8(cast: Cast) -> bool:
 
 
 def _is_int(bits: int) -> Callable[[Cast], bool]:
-    return lambda cast: cast.element == f"int{bits}" and not isinstance(cast.scale.block, tuple)
+    elements = ("int2", "ternary") if bits == 2 else (f"int{bits}",)
+    return lambda cast: cast.element in elements and not isinstance(cast.scale.block, tuple)
 
 
 _INT = "in rows, groups or one tensor, with scales in bf16, fp16 or fp32"
