@@ -66,7 +66,7 @@ def main() -> None:
         done.set()
         watcher.join()
         print(
-            f"| {given.network} | {given.format} | {count / 1e9:.3f} billion parameters | {2 * count / GIB:.2f} GiB in bf16 |"
+            f"{given.network}, {given.format}: {count / 1e9:.3f} billion parameters, {2 * count / GIB:.2f} GiB in bf16"
         )
         print(f"peak {peak[0]:.2f} GiB (before {before:.2f}), {seconds:.0f} s, {exported.bytes / GIB:.2f} GiB on disk")
 

@@ -70,7 +70,8 @@ def test_the_mean_of_scales_is_what_was_wanted() -> None:
     assert ((scales.view(64, 512).mean(1) - wanted).abs() <= 4.5 * error + 1e-7).all()
 
 
-@pytest.mark.parametrize("cast", [RANDOM, EDEN], ids=str)
+@pytest.mark.fast("random")
+@pytest.mark.parametrize("cast", [RANDOM, EDEN], ids=["random", "eden"])
 def test_shards_together_equal_the_whole_matrix(cast: Cast) -> None:
     x, key = sample(256, 256), torch.tensor(2**50 + 7)
     for dim, sharded in itertools.product((0, 1), (0, 1)):

@@ -63,6 +63,7 @@ def refusal(build: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, known
 
 
+@pytest.mark.slow
 def test_every_combination_is_honored_or_refused() -> None:
     """All elements, scale formats with their roundings, blocks, levels, 4/6, prescales and tops."""
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
@@ -104,6 +105,7 @@ def possible(format: str, block: Any, two_level: bool, margin: int, source: str,
     return levels and (margin == 0 or format == "fp32") and (whole if source == "delayed" else memory == (16, "max"))
 
 
+@pytest.mark.slow
 def test_every_margin_and_memory_is_honored_or_refused() -> None:
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
     honored = 0

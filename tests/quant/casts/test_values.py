@@ -48,6 +48,7 @@ def every_cast() -> list[Cast]:
     return nearest + [replace(cast, rounding="stochastic") for cast in nearest]
 
 
+@pytest.mark.slow
 def test_names_tell_casts_apart() -> None:
     names: dict[str, Cast] = {}
     for cast in every_cast():

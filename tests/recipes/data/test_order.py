@@ -32,7 +32,7 @@ def test_reading_batches_leaves_the_global_generator_alone(folder: Path) -> None
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.fast("max_epochs-2-0", "max_steps-1-2")
+@pytest.mark.fast("max_epochs-2-0")
 @pytest.mark.parametrize(
     "limit, accumulate, num_workers",
     [*product(["max_epochs", "max_steps"], [1, 2], [0]), ("max_epochs", 2, 2), ("max_steps", 1, 2)],
