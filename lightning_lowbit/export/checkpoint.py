@@ -111,7 +111,7 @@ def export_checkpoint(
                 except NoClient as error:
                     why_not = str(error)
                 else:
-                    compared = compare(source, client, rows, chosen.weights(source, options), tokens)
+                    compared = compare(source, client, rows, chosen.weights(source, options), tokens, options.dtype)
                     compared.check(chosen.tolerance)
             total = sum(parameter.numel() for parameter in source.model.parameters())
             few = sum(layer.weight_matrix().numel() for layer in source.layers.values())

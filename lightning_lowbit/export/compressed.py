@@ -176,9 +176,9 @@ def _codes(name: str, parts: Mapping[str, Tensor], method: str, schemes: list[Ma
         raise ValueError(f"{name}.weight has {weight.dtype}, of which no format of compressed-tensors here has codes.")
     if scale.dtype == torch.uint8:
         return Codes(Cast("e4m3", Scale("e8m0", 32)), weight.float(), _powers(scale), one)
-    if scale.dim() == 2 and scale.shape[1] > 1:  # tiles; the last ones may be cut
-        size = next((tuple(s["block_structure"]) for s in schemes if s.get("block_structure")), (128, 128))
-        return Codes(Cast("e4m3", Scale("fp32", size)), weight.float(), scale.float(), one)
+    for size in (tuple(s["block_structure"]) for s in schemes if s.get("block_structure")):
+        if scale.shape == tuple(-(-n // k) for n, k in zip(weight.shape, size, strict=True)):  # the last may be cut
+            return Codes(Cast("e4m3", Scale("fp32", size)), weight.float(), scale.float(), one)
     return _rows_or_groups("e4m3", weight.float(), scale)
 
 

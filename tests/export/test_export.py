@@ -6,18 +6,22 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing import assert_close
 
 from lightning_lowbit import convert, export_checkpoint, load, unpack_frozen
+from lightning_lowbit.export import checkpoint as checkpoints
 from lightning_lowbit.export.checkpoint import fitting
 from lightning_lowbit.export.formats.compressed_tensors import _words, nibbles
 from lightning_lowbit.export.formats.table import FORMATS
+from lightning_lowbit.export.parity import _beyond_rounding
 from lightning_lowbit.export.source import read
 from lightning_lowbit.export.weights import weights
 from tests.golden_vectors import load as golden
@@ -63,6 +67,14 @@ def test_an_exported_folder_is_read_back_with_the_codes_and_the_outputs_of_the_t
         for name, matrix in matrices.items():
             # One product of a file's scales is rounded before the elements are multiplied, or after.
             assert_close(model.get_submodule(name).weight, matrix, rtol=2.0**-22, atol=0, msg=name)
+
+
+def test_a_model_with_static_scales_or_cut_tiles_is_read_back_with_the_outputs_of_the_training(trained, tmp_path):
+    for casts in ("fp8-delayed", "fp8-blockwise"):
+        checkpoint = trained("llama", casts, steps=2, shared=casts == "fp8-delayed")
+        export(checkpoint, "fp8", tmp_path / casts, dtype="fp32")
+        model = load(tmp_path / casts, dtype=torch.float32)
+        assert torch.equal(logits(model), logits(read(checkpoint).model)), casts
 
 
 def test_fused_layers_with_scales_of_their_own_are_refused_or_quantized_again(trained, tmp_path):
@@ -148,6 +160,38 @@ def test_a_card_and_the_files_of_transformers_come_with_it(trained, tmp_path):
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["quantization_config"]["ignore"] == ["lm_head"]
     assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_what_differs_outside_of_the_quantized_layers_is_not_exported(trained, tmp_path, monkeypatch):
+    def changed(folder, name, factor):
+        path, config = folder / "model.safetensors", folder / "config.json"
+        tensors = load_file(path)
+        if name in tensors:
+            save_file({**tensors, name: tensors[name] * factor}, path, metadata={"format": "pt"})
+        else:
+            config.write_text(json.dumps({**json.loads(config.read_text()), name: factor}))
+        return FORMATS["dequantized"].load(folder)
+
+    for name, factor, told in (
+        ("model.embed_tokens.weight", 1.01, "parameters model.embed_tokens.weight are not those"),
+        ("model.norm.weight", 1.5, "parameters model.norm.weight are not those"),
+        ("model.layers.1.mlp.up_proj.weight", 1.01, "weights of model.layers.1.mlp.up_proj are not those"),
+        ("rms_norm_eps", 1.0, "computes other logits"),
+    ):
+        load = partial(changed, name=name, factor=factor)
+        monkeypatch.setattr(checkpoints, "FORMATS", {"dequantized": replace(FORMATS["dequantized"], load=load)})
+        with pytest.raises(ValueError, match=told):
+            export_checkpoint(trained("llama", "mxfp8", steps=2), "dequantized", tmp_path / "out")
+
+
+def test_a_weight_is_the_nearest_number_of_its_dtype_to_codes_times_scales():
+    exact = torch.tensor([1.955, 1.95703125])  # the second one lies in the middle of two
+    for there, differs in (
+        ([1.953125, 1.953125], False),
+        ([1.953125, 1.9609375], False),
+        ([1.9609375, 1.953125], True),
+    ):
+        assert (_beyond_rounding(torch.tensor(there, dtype=torch.bfloat16), exact) > 0) == differs, there
 
 
 def test_a_checkpoint_that_names_code_runs_none(trained, tmp_path):
