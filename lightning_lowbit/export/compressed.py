@@ -92,7 +92,7 @@ def fill(
         of_layer = _casts(name, codes.cast, casts.get(name, default), codes.values.shape[1])
         assert isinstance(of_layer.fprop_w, Cast)
         frozen = Frozen(of_layer.fprop_w, codes.values.shape, dtype)
-        taken[name] = of_layer, frozen, joined(codes.packed(of_layer.fprop_w))
+        taken[name] = of_layer, frozen, joined(codes.packed(name, of_layer.fprop_w))
     _load_rest(model, tensors, {f"{name}.weight" for name in layers}, folder)
     convert_more(model, {name: of_layer for name, (of_layer, _, _) in taken.items()})
     for name, (_, frozen, data) in taken.items():
@@ -110,11 +110,16 @@ class Codes(NamedTuple):
     scales: Tensor
     factor: Tensor
 
-    def packed(self, cast: Cast) -> Packed:
-        """The codes as those of a cast that differs only in how scales are made."""
+    def packed(self, name: str, cast: Cast) -> Packed:
+        """The codes of a layer as those of a cast that differs only in how scales are made."""
         block, scales = cast.scale.block, self.scales
         if isinstance(block, tuple) and len(scales) == len(self.values):  # repeated for each row of a tile
-            scales = scales[:: block[0]]
+            scales = self.scales[:: block[0]]
+            if not torch.equal(scales.repeat_interleave(block[0], 0)[: len(self.values)], self.scales):
+                raise ValueError(
+                    f"The file's scales of {name} differ within tiles of {block[0]} rows, which the casts have. Give "
+                    f"casts with fprop_w={self.cast!r}, or None."
+                )
         factor = self.scales.reshape(()) if block == "tensor" else self.factor
         return Packed(assembled(self.values, scales, cast), factor)
 

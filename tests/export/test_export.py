@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint import save
 from torch.testing import assert_close
 
 from lightning_lowbit import convert, export_checkpoint, load, unpack_frozen
@@ -22,7 +23,7 @@ from lightning_lowbit.export.checkpoint import fitting
 from lightning_lowbit.export.formats.compressed_tensors import _words, nibbles
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.parity import _beyond_rounding
-from lightning_lowbit.export.source import read
+from lightning_lowbit.export.source import _network, read
 from lightning_lowbit.export.weights import weights
 from tests.golden_vectors import load as golden
 
@@ -230,6 +231,61 @@ def test_nan_in_a_weight_is_refused(trained, tmp_path):
     torch.save(loaded, tmp_path / "nan.ckpt")
     with pytest.raises(ValueError, match="weight of model.layers.1.mlp.up_proj holds NaN"):
         export(tmp_path / "nan.ckpt", "mxfp8", tmp_path / "out")
+
+
+def saved(checkpoint, path, state):
+    """A checkpoint with another state."""
+    torch.save({**torch.load(checkpoint, weights_only=True), "state_dict": state}, path)
+    return path
+
+
+def test_compiled_models_are_exported_by_the_names_of_their_layers(trained, tmp_path):
+    checkpoint = trained("llama", "mxfp8", steps=2)
+    state = torch.load(checkpoint, weights_only=True)["state_dict"]
+    compiled = {name.replace("model.", "model._orig_mod.", 1): tensor for name, tensor in state.items()}
+    expected = export(checkpoint, "mxfp8", tmp_path / "expected")
+    for module in (None, "tests.export.modules.Compiled"):  # compiled before the run, or in the module
+        path = saved(checkpoint, tmp_path / "compiled.ckpt", compiled)
+        assert export(path, "mxfp8", tmp_path / "out", module=module, overwrite=True).rows == expected.rows
+        written, tensors = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected"))
+        assert written.keys() == tensors.keys() and all(torch.equal(written[name], tensors[name]) for name in tensors)
+
+
+def test_the_model_with_the_quantized_layers_is_exported_and_what_is_outside_is_told(trained, tmp_path):
+    checkpoint, module = trained("llama", "mxfp8", steps=2), "tests.export.modules.Distilled"
+    state = torch.load(checkpoint, weights_only=True)["state_dict"]
+    teacher = {name.replace("model.", "teacher.", 1): tensor * 0 for name, tensor in state.items()}
+    others = {"head.weight": torch.zeros(4, 4), "head.bias": torch.zeros(4)}
+    path = saved(checkpoint, tmp_path / "distilled.ckpt", {**teacher, **state, **others})
+    with pytest.warns(UserWarning, match="has teacher.* outside of model, .*: they are not exported"):
+        source = read(path, module)
+    assert source.model.get_parameter("model.norm.weight").abs().max() > 0
+    with pytest.raises(ValueError, match="layers model.model.* were quantized, and are outside of teacher"):
+        _network(nn.ModuleDict({"teacher": source.model}), ["model.model.layers.0.mlp.up_proj"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_shards_is_exported_as_a_file(trained, tmp_path):
+    checkpoint = trained("llama", "mxfp8", steps=2)
+    loaded = torch.load(checkpoint, weights_only=True)
+    save({"state_dict": loaded.pop("state_dict")}, checkpoint_id=tmp_path / "shards", no_dist=True)
+    torch.save(loaded, tmp_path / "shards" / "meta.pt")
+    assert torch.equal(logits(read(tmp_path / "shards").model), logits(read(checkpoint).model))
+
+
+def test_text_for_what_is_no_language_model_is_refused(trained, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "_is_language_model", lambda source: False)
+    with pytest.raises(ValueError, match="Calibration takes a causal language model"):
+        export(trained("llama", "mxfp8", steps=2), "dequantized", tmp_path / "out", calibrate=text)
+
+
+def test_the_checkpoint_is_not_replaced_by_its_export(trained, tmp_path):
+    (tmp_path / "run").mkdir()
+    path = trained("llama", "mxfp8", steps=2)
+    path = saved(path, tmp_path / "run" / "last.ckpt", torch.load(path, weights_only=True)["state_dict"])
+    with pytest.raises(ValueError, match="run would be replaced, and holds .*last.ckpt"):
+        export(path, "mxfp8", tmp_path / "run", overwrite=True)
+    assert path.exists()
 
 
 @pytest.mark.slow
