@@ -86,6 +86,8 @@ def export_checkpoint(
     choose("format", format, FORMATS)
     choose("dtype", dtype, DTYPES)
     output = Path(output).expanduser()
+    if not output.name:
+        raise ValueError(f"output (--output) is a folder to make, such as llama-int4; got {str(output)!r}.")
     if output.exists() and not overwrite:
         raise FileExistsError(f"{output} exists. Give another folder, or overwrite (--overwrite).")
     for path in (checkpoint, calibrate):

@@ -22,8 +22,9 @@ from lightning_lowbit.quant import Cast
 def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Reads a model whose weights a folder keeps in few bits; its layers are converted, with the file's codes, frozen.
 
-    It evaluates as it was trained, and can be the base of adapters. :func:`lightning_lowbit.unpack_frozen` makes
-    matrices of its weights, to train them further. Compute under ``torch.autocast`` where it was trained under it.
+    It evaluates as it was trained, and can be the base of adapters. To train its weights further, read it in float32,
+    make matrices of them by :func:`lightning_lowbit.unpack_frozen`, and call ``requires_grad_(True)``. Compute under
+    ``torch.autocast`` where it was trained under it.
 
     Args:
         folder: that ``lowbit export`` made, in a format of compressed-tensors, modelopt, bitnet or ``dequantized``; or

@@ -286,6 +286,8 @@ def test_the_checkpoint_is_not_replaced_by_its_export(trained, tmp_path):
     with pytest.raises(ValueError, match="run would be replaced, and holds .*last.ckpt"):
         export(path, "mxfp8", tmp_path / "run", overwrite=True)
     assert path.exists()
+    with pytest.raises(ValueError, match=r"output \(--output\) is a folder to make.*got '\.'"):
+        export(path, "mxfp8", ".", overwrite=True)
 
 
 @pytest.mark.slow
