@@ -58,7 +58,7 @@ def export_checkpoint(
     """Exports a checkpoint to a format that inference engines load, and compares what they compute with the training.
 
     Args:
-        checkpoint: a file that a run with a plugin of this package wrote; no code that it names runs.
+        checkpoint: a file, or a folder of shards, of a run with a plugin of this package; no code that it names runs.
         format: a key of ``FORMATS``.
         output: the folder to make.
         module: the class of the trained ``LightningModule``, ``"package.module.Class"``; None for those of recipes.
@@ -86,14 +86,24 @@ def export_checkpoint(
     choose("format", format, FORMATS)
     choose("dtype", dtype, DTYPES)
     output = Path(output).expanduser()
+    if not output.name:
+        raise ValueError(f"output (--output) is a folder to make, such as llama-int4; got {str(output)!r}.")
     if output.exists() and not overwrite:
         raise FileExistsError(f"{output} exists. Give another folder, or overwrite (--overwrite).")
+    for path in (checkpoint, calibrate):
+        if path is not None and Path(path).expanduser().resolve().is_relative_to(output.resolve()):
+            raise ValueError(f"{output} would be replaced, and holds {path}, which is read. Give another folder.")
     chosen, source = FORMATS[format], read(checkpoint, module)
     if tokenizer is not None:
         source = replace(source, facts={**source.facts, "tokenizer": tokenizer})
     if chosen.needs_network and source.config is None:
         raise ValueError(
             f"The format {format} holds models of transformers, and the trained module has none: take dequantized."
+        )
+    if calibrate is not None and not _is_language_model(source):
+        raise ValueError(
+            "Calibration takes a causal language model of transformers, which the trained module is not: leave out "
+            "calibrate (--calibrate), or take a format whose scales of activations are dynamic."
         )
     tokens = tokens_of(source, calibrate) if _is_language_model(source) else None
     amaxes = input_amaxes(source, tokens) if calibrate is not None and tokens is not None else None
@@ -111,7 +121,7 @@ def export_checkpoint(
                 except NoClient as error:
                     why_not = str(error)
                 else:
-                    compared = compare(source, client, rows, chosen.weights(source, options), tokens)
+                    compared = compare(source, client, rows, chosen.weights(source, options), tokens, options.dtype)
                     compared.check(chosen.tolerance)
             total = sum(parameter.numel() for parameter in source.model.parameters())
             few = sum(layer.weight_matrix().numel() for layer in source.layers.values())
@@ -149,7 +159,8 @@ def explain_formats(source: Source) -> str:
 
 def _is_language_model(source: Source) -> bool:
     model: Any = source.model
-    return source.config is not None and bool(model.can_generate())
+    config = source.config
+    return config is not None and bool(model.can_generate()) and not getattr(config, "is_encoder_decoder", False)
 
 
 def _incomparable(format: Format, source: Source, parity: bool) -> str | None:

@@ -92,7 +92,7 @@ def fill(
         of_layer = _casts(name, codes.cast, casts.get(name, default), codes.values.shape[1])
         assert isinstance(of_layer.fprop_w, Cast)
         frozen = Frozen(of_layer.fprop_w, codes.values.shape, dtype)
-        taken[name] = of_layer, frozen, joined(codes.packed(of_layer.fprop_w))
+        taken[name] = of_layer, frozen, joined(codes.packed(name, of_layer.fprop_w))
     _load_rest(model, tensors, {f"{name}.weight" for name in layers}, folder)
     convert_more(model, {name: of_layer for name, (of_layer, _, _) in taken.items()})
     for name, (_, frozen, data) in taken.items():
@@ -110,11 +110,16 @@ class Codes(NamedTuple):
     scales: Tensor
     factor: Tensor
 
-    def packed(self, cast: Cast) -> Packed:
-        """The codes as those of a cast that differs only in how scales are made."""
+    def packed(self, name: str, cast: Cast) -> Packed:
+        """The codes of a layer as those of a cast that differs only in how scales are made."""
         block, scales = cast.scale.block, self.scales
         if isinstance(block, tuple) and len(scales) == len(self.values):  # repeated for each row of a tile
-            scales = scales[:: block[0]]
+            scales = self.scales[:: block[0]]
+            if not torch.equal(scales.repeat_interleave(block[0], 0)[: len(self.values)], self.scales):
+                raise ValueError(
+                    f"The file's scales of {name} differ within tiles of {block[0]} rows, which the casts have. Give "
+                    f"casts with fprop_w={self.cast!r}, or None."
+                )
         factor = self.scales.reshape(()) if block == "tensor" else self.factor
         return Packed(assembled(self.values, scales, cast), factor)
 
@@ -176,9 +181,9 @@ def _codes(name: str, parts: Mapping[str, Tensor], method: str, schemes: list[Ma
         raise ValueError(f"{name}.weight has {weight.dtype}, of which no format of compressed-tensors here has codes.")
     if scale.dtype == torch.uint8:
         return Codes(Cast("e4m3", Scale("e8m0", 32)), weight.float(), _powers(scale), one)
-    if scale.dim() == 2 and scale.shape[1] > 1:  # tiles; the last ones may be cut
-        size = next((tuple(s["block_structure"]) for s in schemes if s.get("block_structure")), (128, 128))
-        return Codes(Cast("e4m3", Scale("fp32", size)), weight.float(), scale.float(), one)
+    for size in (tuple(s["block_structure"]) for s in schemes if s.get("block_structure")):
+        if scale.shape == tuple(-(-n // k) for n, k in zip(weight.shape, size, strict=True)):  # the last may be cut
+            return Codes(Cast("e4m3", Scale("fp32", size)), weight.float(), scale.float(), one)
     return _rows_or_groups("e4m3", weight.float(), scale)
 
 

@@ -108,17 +108,33 @@ def write_tokenizer(name: str | None, folder: Path) -> None:
 
 def load_network(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
     """The model of a folder, as ``transformers`` reads it, in evaluation mode; None for the dtype of the folder."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
+
+    cls = architecture(json.loads((folder / "config.json").read_text()), folder)
 
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
+        model: nn.Module = cls.from_pretrained(folder, dtype=dtype or "auto")
     finally:
         if had_bars:
             logging.enable_progress_bar()
     return model.eval()
+
+
+def architecture(config: Mapping[str, Any], folder: Path) -> Any:
+    """The class of ``transformers`` that a configuration names.
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    import transformers
+
+    name = next(iter(config.get("architectures") or ["none"]))
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        raise ValueError(f"{folder}/config.json names the architecture {name!r}, which transformers does not have.")
+    return cls
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

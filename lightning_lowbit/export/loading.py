@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from lightning_lowbit.export.compressed import METHODS, fill
-from lightning_lowbit.export.folder import load_network
+from lightning_lowbit.export.folder import architecture, load_network
 from lightning_lowbit.export.record import read_record
 from lightning_lowbit.export.source import parameters_on_meta
+from lightning_lowbit.nn.amax import AmaxHistories
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import CastsLike
 from lightning_lowbit.quant import Cast
@@ -21,8 +22,9 @@ from lightning_lowbit.quant import Cast
 def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Reads a model whose weights a folder keeps in few bits; its layers are converted, with the file's codes, frozen.
 
-    It evaluates as it was trained, and can be the base of adapters. :func:`lightning_lowbit.unpack_frozen` makes
-    matrices of its weights, to train them further. Compute under ``torch.autocast`` where it was trained under it.
+    It evaluates as it was trained, and can be the base of adapters. To train its weights further, read it in float32,
+    make matrices of them by :func:`lightning_lowbit.unpack_frozen`, and call ``requires_grad_(True)``. Compute under
+    ``torch.autocast`` where it was trained under it.
 
     Args:
         folder: that ``lowbit export`` made, in a format of compressed-tensors, modelopt, bitnet or ``dequantized``; or
@@ -44,9 +46,11 @@ def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype 
     folder = Path(folder).expanduser()
     config = _config(folder)
     record = read_record(folder)
-    if record is not None and record[0] == "dequantized":
-        return load_network(folder).to(dtype)
-    recorded = {} if record is None or casts is not None else {n: _current(each) for n, each in record[1].items()}
+    if record is not None and record.format == "dequantized":
+        return load_network(folder, dtype)
+    if casts is not None:
+        record = None
+    recorded = {} if record is None else {name: _current(each) for name, each in record.casts.items()}
     default = None if casts is None else LinearCasts.of(casts)
     with parameters_on_meta():
         model = _empty(folder, config)
@@ -55,7 +59,20 @@ def load(folder: str | Path, casts: CastsLike | None = None, dtype: torch.dtype 
             if parameter.is_meta:
                 module.register_parameter(name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
     model.tie_weights()
-    return fill(model, folder, recorded, default, dtype).eval()
+    fill(model, folder, recorded, default, dtype)
+    _scale_inputs(model, {} if record is None else record.input_amaxes)
+    return model.eval()
+
+
+def _scale_inputs(model: nn.Module, amaxes: Mapping[str, float]) -> None:
+    """Gives layers with delayed scaling the amaxes of their inputs; without one, an input is scaled by its own."""
+    histories = AmaxHistories(model)
+    histories.recording = False
+    state = histories.state_dict()
+    for name, amax in amaxes.items():
+        if (history := state["amax_history"].get(f"{name}/fprop_x")) is not None:
+            history[-1] = amax
+    histories.load_state_dict(state)
 
 
 def _current(casts: LinearCasts) -> LinearCasts:
@@ -67,12 +84,13 @@ def _current(casts: LinearCasts) -> LinearCasts:
 
 
 def _config(folder: Path) -> Mapping[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        what = (
-            "GGUF and ONNX files are read by their engines" if any(folder.glob("*.gguf")) else "it has no config.json"
+    path, of_engine = folder / "config.json", [*folder.glob("*.gguf"), *folder.glob("*.onnx")]
+    if of_engine or not path.is_file():
+        what = f"{of_engine[0].name} is read by its engine" if of_engine else "it has no config.json"
+        raise ValueError(
+            f"{folder} holds no model that can be read back: {what}. Give a folder of `lowbit export` with a model of "
+            "transformers, in another format than gguf and onnx."
         )
-        raise ValueError(f"{folder} holds no model that can be read back: {what}. Give a folder of `lowbit export`.")
     try:
         config: Mapping[str, Any] = json.loads(path.read_text())
         method = (config.get("quantization_config") or {}).get("quant_method")
@@ -89,8 +107,4 @@ def _empty(folder: Path, config: Mapping[str, Any]) -> Any:
     given = transformers.AutoConfig.from_pretrained(folder)
     if hasattr(given, "quantization_config"):
         del given.quantization_config
-    names = config.get("architectures") or ["none"]
-    cls = getattr(transformers, names[0], None)
-    if cls is None:
-        raise ValueError(f"{folder}/config.json names the architecture {names[0]!r}, which transformers does not have.")
-    return cls(given)
+    return architecture(config, folder)(given)

@@ -3,7 +3,7 @@
 The model's parameters are those of the file, memory-mapped: each is read when it is used.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
@@ -22,7 +24,7 @@ from lightning_lowbit.nn.conversion.smooth_swiglu import fold
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.precision import restore
-from lightning_lowbit.precision.checkpoints.files import load_checkpoint, state_of
+from lightning_lowbit.precision.checkpoints.files import load_checkpoint, load_shards, state_of
 from lightning_lowbit.precision.checkpoints.trained import Trained
 from lightning_lowbit.precision.run_settings import COMPUTE_DTYPES
 
@@ -54,7 +56,7 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
     """Reads a checkpoint; runs no code that the file names.
 
     Args:
-        checkpoint: a file that a run with a plugin of this package wrote.
+        checkpoint: a file, or a folder of shards, that a run with a plugin of this package wrote.
         module: the class of the trained ``LightningModule``, ``"package.module.Class"``, made from the file's
             hyper-parameters. None: that of a recipe.
         in_few_bits: whether to refuse a model whose forward pass quantizes no weight.
@@ -73,9 +75,9 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
         )
     hyper_parameters = dict(loaded.get("hyper_parameters") or {})
     trained = Trained.read(state["trained"])
-    whole = _made(module or _class_of(hyper_parameters, checkpoint), hyper_parameters)
-    _assign(whole, loaded.get("state_dict") or {}, checkpoint)
-    prefix, model = _network(whole)
+    whole = _uncompiled(_made(module or _class_of(hyper_parameters, checkpoint), hyper_parameters))
+    _assign(whole, _state(whole, loaded, checkpoint), checkpoint)
+    prefix, model = _network(whole, [name for name, casts in trained.planned.items() if casts != LinearCasts()])
     restore(model, loaded, prefix=prefix, weights=False)
     if any(layer.casts.smooth == "channel" for layer in quantized_layers(model).values()):
         fold(model)  # the same function, without smoothing
@@ -144,6 +146,23 @@ def _made(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
     return made
 
 
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """A module without those that ``torch.compile`` has put around others."""
+    for parent in [*module.modules()]:
+        for name, part in parent.named_children():
+            while isinstance(part, OptimizedModule):
+                part = part._orig_mod
+            setattr(parent, name, part)
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+def _state(module: nn.Module, loaded: Mapping[str, Any], checkpoint: str | Path) -> Mapping[str, Tensor]:
+    """The tensors of a checkpoint, a file or a folder of shards, by clean names."""
+    if Path(checkpoint).expanduser().is_dir():
+        return load_shards(module.state_dict(), Path(checkpoint).expanduser())
+    return {clean_name(name): tensor for name, tensor in (loaded.get("state_dict") or {}).items()}
+
+
 @contextmanager
 def parameters_on_meta() -> Generator[None, None, None]:
     """Modules that are made have parameters on the meta device; buffers have their values."""
@@ -183,17 +202,36 @@ def _tied(module: nn.Module) -> list[list[str]]:
     return [names for names in found.values() if len(names) > 1]
 
 
-def _network(module: nn.Module) -> tuple[str, nn.Module]:
-    """The model of ``transformers`` within a module, with its name there; without one, the module."""
-    for name, part in module.named_modules():
-        if hasattr(part, "config") and hasattr(part, "save_pretrained"):
-            if hasattr(part, "peft_config"):
-                raise ValueError(
-                    "The trained module has adapters, which no format here holds. Merge them first: load the module, "
-                    "call lightning_lowbit.unpack_frozen(model) and model.merge_and_unload(), and save_pretrained."
-                )
-            return name, part
-    return "", module
+def _network(module: nn.Module, layers: Sequence[str]) -> tuple[str, nn.Module]:
+    """The model of ``transformers`` that holds a module's quantized layers, with its name there; without one, the
+    module."""
+    found = {name: part for name, part in module.named_modules() if _is_of_transformers(part)}
+    if not found:
+        return "", module
+    holding = [name for name in found if not name or any(layer.startswith(f"{name}.") for layer in layers)]
+    name = holding[0] if holding else next(iter(found))  # those within it come later
+    inside = f"{name}." if name else ""
+    if outside := [layer for layer in layers if not layer.startswith(inside)]:
+        raise ValueError(
+            f"The layers {some(outside)} were quantized, and are outside of {name}, the model of transformers that "
+            "would be exported. Train with skip for them, or give a --module that holds one model alone."
+        )
+    if others := [each for each, _ in module.named_parameters() if not each.startswith(inside)]:
+        rank_zero_warn(
+            f"The trained module has {some(others)} outside of {name}, the model of transformers: they are not "
+            "exported."
+        )
+    part = found[name]
+    if hasattr(part, "peft_config"):
+        raise ValueError(
+            "The trained module has adapters, which no format here holds. Merge them first: load the module, "
+            "call lightning_lowbit.unpack_frozen(model) and model.merge_and_unload(), and save_pretrained."
+        )
+    return name, part
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    return hasattr(module, "config") and hasattr(module, "save_pretrained")
 
 
 def hp_forward(casts: LinearCasts) -> LinearCasts:

@@ -24,7 +24,7 @@ def bytes_tokenizer() -> "PreTrainedTokenizerFast":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {SEPARATOR: 0} | {letter: byte for byte, letter in enumerate(_letters()) if byte}
+    vocabulary = {SEPARATOR: 0} | {letter: byte for byte, letter in enumerate(byte_characters()) if byte}
     # The one letter without an entry is that of byte 0.
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=SEPARATOR))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -51,8 +51,13 @@ def load_tokenizer(name: str) -> Any:
         ) from error
 
 
-def _letters() -> list[str]:
-    """How byte-level BPE writes each byte: the printable ones of Latin-1 as they are, others as letters from 256 on."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+def byte_characters() -> list[str]:
+    """The visible character that stands for each byte in byte-level vocabularies (GPT-2's ``encoder.py``).
+
+    Examples:
+        >>> byte_characters()[97], byte_characters()[32]
+        ('a', 'Ġ')
+    """
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]

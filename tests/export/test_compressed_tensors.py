@@ -31,6 +31,8 @@ def groups(element, **scale):
 CASES = [
     ("llama", "nvfp4", "nvfp4-w4a16", {"shared": True}),
     ("llama", "nvfp4", "nvfp4-w4a4", {"shared": True}),
+    ("llama", "nvfp4", "nvfp4-w4a16", {"shared": True, "dtype": "fp32"}),
+    ("llama", "mxfp4", "mxfp4", {"dtype": "fp16"}),
     ("llama", "nvfp4", "nvfp4-w4a16", {"rescale": True}),
     ("llama", "nvfp4-nvidia", "nvfp4-w4a4", {"shared": True}),
     ("llama", "nvfp4-4over6", "nvfp4-w4a16", {"shared": True}),

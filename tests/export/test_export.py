@@ -6,19 +6,24 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint import save
 from torch.testing import assert_close
 
 from lightning_lowbit import LinearCasts, convert, export_checkpoint, load, unpack_frozen
+from lightning_lowbit.export import checkpoint as checkpoints
 from lightning_lowbit.export.checkpoint import fitting
 from lightning_lowbit.export.formats.compressed_tensors import _words, nibbles
 from lightning_lowbit.export.formats.table import FORMATS
-from lightning_lowbit.export.source import read
+from lightning_lowbit.export.parity import _beyond_rounding
+from lightning_lowbit.export.source import _network, read
 from lightning_lowbit.export.weights import weights
 from lightning_lowbit.nn.casts import PRESETS
 from tests.export.sources import language_model
@@ -65,6 +70,14 @@ def test_an_exported_folder_is_read_back_with_the_codes_and_the_outputs_of_the_t
         for name, matrix in matrices.items():
             # One product of a file's scales is rounded before the elements are multiplied, or after.
             assert_close(model.get_submodule(name).weight, matrix, rtol=2.0**-22, atol=0, msg=name)
+
+
+def test_a_model_with_static_scales_or_cut_tiles_is_read_back_with_the_outputs_of_the_training(trained, tmp_path):
+    for casts in ("fp8-delayed", "fp8-blockwise"):
+        checkpoint = trained("llama", casts, steps=2, shared=casts == "fp8-delayed")
+        export(checkpoint, "fp8", tmp_path / casts, dtype="fp32")
+        model = load(tmp_path / casts, dtype=torch.float32)
+        assert torch.equal(logits(model), logits(read(checkpoint).model)), casts
 
 
 def test_fused_layers_with_scales_of_their_own_are_refused_or_quantized_again(trained, tmp_path):
@@ -169,6 +182,38 @@ def test_a_card_and_the_files_of_transformers_come_with_it(trained, tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
+def test_what_differs_outside_of_the_quantized_layers_is_not_exported(trained, tmp_path, monkeypatch):
+    def changed(folder, name, factor):
+        path, config = folder / "model.safetensors", folder / "config.json"
+        tensors = load_file(path)
+        if name in tensors:
+            save_file({**tensors, name: tensors[name] * factor}, path, metadata={"format": "pt"})
+        else:
+            config.write_text(json.dumps({**json.loads(config.read_text()), name: factor}))
+        return FORMATS["dequantized"].load(folder)
+
+    for name, factor, told in (
+        ("model.embed_tokens.weight", 1.01, "parameters model.embed_tokens.weight are not those"),
+        ("model.norm.weight", 1.5, "parameters model.norm.weight are not those"),
+        ("model.layers.1.mlp.up_proj.weight", 1.01, "weights of model.layers.1.mlp.up_proj are not those"),
+        ("rms_norm_eps", 1.0, "computes other logits"),
+    ):
+        load = partial(changed, name=name, factor=factor)
+        monkeypatch.setattr(checkpoints, "FORMATS", {"dequantized": replace(FORMATS["dequantized"], load=load)})
+        with pytest.raises(ValueError, match=told):
+            export_checkpoint(trained("llama", "mxfp8", steps=2), "dequantized", tmp_path / "out")
+
+
+def test_a_weight_is_the_nearest_number_of_its_dtype_to_codes_times_scales():
+    exact = torch.tensor([1.955, 1.95703125])  # the second one lies in the middle of two
+    for there, differs in (
+        ([1.953125, 1.953125], False),
+        ([1.953125, 1.9609375], False),
+        ([1.9609375, 1.953125], True),
+    ):
+        assert (_beyond_rounding(torch.tensor(there, dtype=torch.bfloat16), exact) > 0) == differs, there
+
+
 def test_a_checkpoint_that_names_code_runs_none(trained, tmp_path):
     loaded = torch.load(trained("llama", "mxfp8", steps=2), weights_only=True)
     loaded["hyper_parameters"]["_class_path"] = "os.system"
@@ -205,6 +250,63 @@ def test_nan_in_a_weight_is_refused(trained, tmp_path):
     torch.save(loaded, tmp_path / "nan.ckpt")
     with pytest.raises(ValueError, match="weight of model.layers.1.mlp.up_proj holds NaN"):
         export(tmp_path / "nan.ckpt", "mxfp8", tmp_path / "out")
+
+
+def saved(checkpoint, path, state):
+    """A checkpoint with another state."""
+    torch.save({**torch.load(checkpoint, weights_only=True), "state_dict": state}, path)
+    return path
+
+
+def test_compiled_models_are_exported_by_the_names_of_their_layers(trained, tmp_path):
+    checkpoint = trained("llama", "mxfp8", steps=2)
+    state = torch.load(checkpoint, weights_only=True)["state_dict"]
+    compiled = {name.replace("model.", "model._orig_mod.", 1): tensor for name, tensor in state.items()}
+    expected = export(checkpoint, "mxfp8", tmp_path / "expected")
+    for module in (None, "tests.export.modules.Compiled"):  # compiled before the run, or in the module
+        path = saved(checkpoint, tmp_path / "compiled.ckpt", compiled)
+        assert export(path, "mxfp8", tmp_path / "out", module=module, overwrite=True).rows == expected.rows
+        written, tensors = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected"))
+        assert written.keys() == tensors.keys() and all(torch.equal(written[name], tensors[name]) for name in tensors)
+
+
+def test_the_model_with_the_quantized_layers_is_exported_and_what_is_outside_is_told(trained, tmp_path):
+    checkpoint, module = trained("llama", "mxfp8", steps=2), "tests.export.modules.Distilled"
+    state = torch.load(checkpoint, weights_only=True)["state_dict"]
+    teacher = {name.replace("model.", "teacher.", 1): tensor * 0 for name, tensor in state.items()}
+    others = {"head.weight": torch.zeros(4, 4), "head.bias": torch.zeros(4)}
+    path = saved(checkpoint, tmp_path / "distilled.ckpt", {**teacher, **state, **others})
+    with pytest.warns(UserWarning, match="has teacher.* outside of model, .*: they are not exported"):
+        source = read(path, module)
+    assert source.model.get_parameter("model.norm.weight").abs().max() > 0
+    with pytest.raises(ValueError, match="layers model.model.* were quantized, and are outside of teacher"):
+        _network(nn.ModuleDict({"teacher": source.model}), ["model.model.layers.0.mlp.up_proj"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_shards_is_exported_as_a_file(trained, tmp_path):
+    checkpoint = trained("llama", "mxfp8", steps=2)
+    loaded = torch.load(checkpoint, weights_only=True)
+    save({"state_dict": loaded.pop("state_dict")}, checkpoint_id=tmp_path / "shards", no_dist=True)
+    torch.save(loaded, tmp_path / "shards" / "meta.pt")
+    assert torch.equal(logits(read(tmp_path / "shards").model), logits(read(checkpoint).model))
+
+
+def test_text_for_what_is_no_language_model_is_refused(trained, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "_is_language_model", lambda source: False)
+    with pytest.raises(ValueError, match="Calibration takes a causal language model"):
+        export(trained("llama", "mxfp8", steps=2), "dequantized", tmp_path / "out", calibrate=text)
+
+
+def test_the_checkpoint_is_not_replaced_by_its_export(trained, tmp_path):
+    (tmp_path / "run").mkdir()
+    path = trained("llama", "mxfp8", steps=2)
+    path = saved(path, tmp_path / "run" / "last.ckpt", torch.load(path, weights_only=True)["state_dict"])
+    with pytest.raises(ValueError, match="run would be replaced, and holds .*last.ckpt"):
+        export(path, "mxfp8", tmp_path / "run", overwrite=True)
+    assert path.exists()
+    with pytest.raises(ValueError, match=r"output \(--output\) is a folder to make.*got '\.'"):
+        export(path, "mxfp8", ".", overwrite=True)
 
 
 @pytest.mark.slow

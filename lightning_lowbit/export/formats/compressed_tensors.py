@@ -324,6 +324,13 @@ def _load(dtype: torch.dtype | None, folder: Path) -> nn.Module:
     return model
 
 
+def _dtype(format: str) -> torch.dtype | None:
+    """In which transformers computes with a folder; None for the dtype of the folder."""
+    if format == "fp8":
+        return torch.float32  # in which scales are as vLLM keeps them
+    return None if format.startswith("int") else torch.bfloat16  # to which compressed-tensors unpacks weights
+
+
 _ABOUT = "compressed-tensors: vLLM, SGLang, transformers"
 FORMATS = {
     name: Format(
@@ -331,7 +338,7 @@ FORMATS = {
         _ABOUT,
         partial(obstacle, kind),
         partial(_write, name, kind),
-        partial(_load, torch.float32 if name == "fp8" else None),  # in which scales are as vLLM keeps them
+        partial(_load, _dtype(name)),
         fused=kind.fused,
         rounds_scales=name.startswith("int"),
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 from lightning_lowbit.checks import choose
 from lightning_lowbit.nn.casts import PHASES
@@ -56,7 +56,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
         if not isinstance(given, Mapping):
             raise ValueError("The checkpoint holds no weights (no state_dict): give weights=False to load the rest.")
     else:
-        given = _load_shards(own, Path(checkpoint).expanduser())
+        given = load_shards(own, Path(checkpoint).expanduser())
     if missing := [name for name in own if name not in given]:
         lacks = f"lacks {len(missing)} of the model's {len(own)} tensors, e.g. {missing[0]}"
         raise ValueError(
@@ -69,7 +69,8 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
         raise ValueError(str(error)) from error
 
 
-def _load_shards(own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def load_shards(own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The tensors of a folder of shards that have a name, shape and dtype in ``own``, on the CPU."""
     reader = FileSystemReader(folder)
     there = reader.read_metadata().state_dict_metadata
     # Prefixes of Lightning's strategies for FSDP1 and FSDP2.
@@ -78,7 +79,7 @@ def _load_shards(own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     found = {f"{prefix}{name}": torch.empty_like(own[name], device="cpu") for name in names}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        load_shards(found, storage_reader=reader, no_dist=True)
+        load_distributed(found, storage_reader=reader, no_dist=True)
     return {name: found[f"{prefix}{name}"] for name in names}
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_lowbit.export.tokenizer import byte_characters
+
 # What cuts a text, in LLaMA 3 and in Qwen2, which differ in how many digits stay together.
 _QUOTES, _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,18 +41,6 @@ class Vocabulary:
     types: Sequence[int]
     merges: Sequence[str]
     end: int | None
-
-
-def byte_characters() -> list[str]:
-    """The visible character that stands for each byte in byte-level vocabularies (GPT-2's ``encoder.py``).
-
-    Examples:
-        >>> byte_characters()[97], byte_characters()[32]
-        ('a', 'Ġ')
-    """
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
 
 
 def vocabulary(tokenizer: str | None, size: int) -> Vocabulary | str:

@@ -1,0 +1,26 @@
+"""Modules that users write around a model of transformers."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_lowbit.recipes.models import CausalLM
+
+
+class Compiled(CausalLM):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.model = torch.compile(self.model)
+
+
+class Distilled(CausalLM):
+    """With a teacher, which comes first, and a layer behind the model."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        student = self.model
+        del self.model
+        self.teacher, self.model = copy.deepcopy(student), student
+        self.head = nn.Linear(4, 4)
