@@ -3,13 +3,13 @@
 import copy
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.export.source import Source
 
 _SHARD = 2**29  # bytes of tensors that wait to be written, of which safetensors makes a copy
@@ -92,8 +92,10 @@ def write_network(source: Source, folder: Path, dtype: torch.dtype, quantization
         write_json(path, {**json.loads(path.read_text()), "quantization_config": quantization})
     generation: Any = getattr(source.model, "generation_config", None)
     if generation is not None:
-        with suppress(ValueError):  # of settings that contradict each other, which transformers refuses to save
+        try:
             generation.save_pretrained(folder)
+        except ValueError as error:  # settings that contradict each other
+            rank_zero_warn(f"The exported folder has no generation_config.json: {str(error).splitlines()[0]}")
     write_tokenizer(source.facts.get("tokenizer"), folder)
 
 

@@ -26,8 +26,8 @@ from lightning_lowbit.export.weights import Weight
 from lightning_lowbit.quant import quantize
 
 # How far a layer's output may be, as a norm: bfloat16 rounds it; and engines make scales of inputs in bfloat16, or by
-# 127.5 for int8, where elements near the middle between two values round otherwise.
-LAYERS, WITH_INPUTS = 0.01, 0.03
+# 127.5 for int8, where elements near the middle between two values round otherwise. In four bits they are far apart.
+LAYERS, WITH_INPUTS, IN_FOUR_BITS = 0.01, 0.03, 0.1
 
 # How far logits may be where all layers compute the same from inputs in high precision: 22 small models had at most
 # 0.02 (2026-11-23), and a wrong constant of the network, such as an epsilon, makes far more.
@@ -84,7 +84,8 @@ class Parity:
                 f"{max(self.layers[name] for name in wrong):.3g} of the norm, where rounding explains "
                 f"{self.limits[wrong[0]]:g}. Nothing was exported; parity=False (--no-parity) exports."
             )
-        limit = NETWORK if self.layers and self.unchanged else torch.inf if self.layers else tolerance
+        few = IN_FOUR_BITS in self.limits.values()
+        limit = NETWORK if self.layers and self.unchanged else torch.inf if self.layers else tolerance * (1 + 2 * few)
         if not self.logits <= limit:
             raise ValueError(
                 f"The exported model computes other logits: they differ by {self.logits:.3g} of their norm, and the "
@@ -140,7 +141,7 @@ def compare(
     return Parity(
         weights,
         layers,
-        {row.name: LAYERS if row.inputs is None else WITH_INPUTS for row in rows},
+        {row.name: _limit(row.inputs) for row in rows},
         _other_parameters(source, loaded, dtype) if layers else [],
         not is_rescaled and all(row.inputs is None for row in rows),
         float((outputs - same).norm() / (same - same.mean(-1, keepdim=True)).norm()),
@@ -150,6 +151,12 @@ def compare(
         agreement(same),
         tokens.numel(),
     )
+
+
+def _limit(inputs: Inputs | None) -> float:
+    if inputs is None:
+        return LAYERS
+    return IN_FOUR_BITS if inputs.cast.format.bits <= 4 else WITH_INPUTS
 
 
 def _logits(model: Any, tokens: Tensor) -> Tensor:

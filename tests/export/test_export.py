@@ -20,7 +20,7 @@ from torch.testing import assert_close
 from lightning_lowbit import LinearCasts, convert, export_checkpoint, load, unpack_frozen
 from lightning_lowbit.export import checkpoint as checkpoints
 from lightning_lowbit.export.checkpoint import fitting
-from lightning_lowbit.export.formats.compressed_tensors import _words, nibbles
+from lightning_lowbit.export.formats.packing import nibbles, words
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.parity import _beyond_rounding
 from lightning_lowbit.export.source import _network, read
@@ -52,8 +52,8 @@ def test_packed_bytes_are_those_of_compressed_tensors():
 def test_integers_of_any_width_lie_in_one_stream_of_bits():
     for bits in range(1, 9):
         codes = torch.randint(0, 2**bits, (3, 37), generator=torch.Generator().manual_seed(bits), dtype=torch.uint8)
-        for row, words in zip(codes.tolist(), _words(codes, bits).tolist(), strict=True):
-            stream = sum((word % 2**32) << (32 * i) for i, word in enumerate(words))
+        for row, packed in zip(codes.tolist(), words(codes, bits).tolist(), strict=True):
+            stream = sum((word % 2**32) << (32 * i) for i, word in enumerate(packed))
             assert [stream >> (bits * i) & (2**bits - 1) for i in range(37)] == row, bits
 
 
@@ -107,6 +107,8 @@ def test_casts_that_a_format_does_not_hold_are_refused_with_the_reason():
         ("int4", "nvfp4-w4a16", "it takes NVFP4 .* and the weight has int4"),
         ("nvfp4-row", "nvfp4-w4a4", "it takes NVFP4"),
         ("nvfp4", "modelopt-fp8", "it takes E4M3 with"),
+        ({"preset": "nvfp4", "fprop_x": None}, "nvfp4-w4a4", "the training had None: take nvfp4-w4a16"),
+        ({"preset": "fp8-current", "fprop_x": None}, "modelopt-fp8", "the training had None; take fp8"),
         ("fp8-row", "modelopt-fp8", "one scale of the tensor"),
         ("mxfp6", "mxfp6", "E2M3.* and the weight has e3m2"),
         ("ufp4", "dequantized", "its forward pass rotates weights and activations"),

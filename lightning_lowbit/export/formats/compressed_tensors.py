@@ -28,11 +28,12 @@ from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import Shards, dense, load_network, write_network
 from lightning_lowbit.export.formats.base import Format, Inputs, NoClient, Options, Written, row
+from lightning_lowbit.export.formats.packing import nibbles, scales_by_row, stream, words
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.nn.plan import OPERANDS
-from lightning_lowbit.quant import Cast, Quantized, Scale
+from lightning_lowbit.quant import Cast, Scale
 
 _VERSION = "0.20.0"  # of compressed-tensors, whose files these are
 _E4M3, _UINT8 = "torch.float8_e4m3fn", "torch.uint8"
@@ -62,11 +63,13 @@ class Kind:
         fits: what casts of weights must be, in words, or None for one that fits.
         encode: the layer in the file.
         fused: of :class:`Format`.
+        activations: whether engines quantize inputs to NVFP4, too.
     """
 
     fits: Callable[[Cast], str | None]
     encode: Callable[[Weight, Options], Encoded]
     fused: bool = False
+    activations: bool = False
 
 
 def _needs(text: str, test: Callable[[Cast], bool]) -> Callable[[Cast], str | None]:
@@ -87,21 +90,6 @@ def _args(bits: int, kind: str, strategy: str, group: int | None = None, dynamic
         "observer_kwargs": {},
         **others,
     }
-
-
-def nibbles(codes: Tensor) -> Tensor:
-    """Codes of 4 bits, two in a byte, the first one in the low bits: ``[rows, columns / 2]``."""
-    return codes[:, 0::2] | codes[:, 1::2] << 4
-
-
-def scales_by_row(quantized: Quantized) -> Tensor:
-    """The scales of blocks as ``[rows, blocks]``: those of tiles are repeated."""
-    scales, rows = quantized.scales, len(quantized.codes)
-    if len(scales) == rows:
-        return scales
-    block = quantized.cast.scale.block
-    height = block[0] if isinstance(block, tuple) else rows
-    return scales.view(torch.uint8).repeat_interleave(height, 0)[:rows].view(scales.dtype)
 
 
 def _nvfp4(weight: Weight, options: Options, activations: bool) -> Encoded:
@@ -149,7 +137,7 @@ def _mx(weight: Weight, options: Options) -> Encoded:
     if bits == 8:
         tensors, format = {"weight": q.codes.view(torch.float8_e4m3fn), "weight_scale": scale}, "mxfp8-quantized"
     else:
-        packed = nibbles(q.codes) if bits == 4 else _stream(q.codes, bits)
+        packed = nibbles(q.codes) if bits == 4 else stream(q.codes, bits)
         tensors, format = {"weight_packed": packed, "weight_scale": scale}, f"mxfp{bits}-pack-quantized"
     of_engine = Cast(q.cast.element, Scale("e8m0", 32, _EXPONENTS[bits]))
     if weight.layer.casts.fprop_x != of_engine:
@@ -191,24 +179,11 @@ def _integers(weight: Weight, options: Options) -> Encoded:
         return Encoded(tensors, "int-quantized", _args(8, "int", strategy), acts, by)
     offset = q.codes if q.zero_points is not None else q.elements().to(torch.int16) + 2 ** (bits - 1)
     shape = torch.tensor(q.codes.shape)
-    tensors = {"weight_packed": _words(offset, bits), "weight_scale": scale, "weight_shape": shape}
+    tensors = {"weight_packed": words(offset, bits), "weight_scale": scale, "weight_shape": shape}
     if q.zero_points is not None:
-        tensors["weight_zero_point"] = _words(q.zero_points.t(), bits).t()
+        tensors["weight_zero_point"] = words(q.zero_points.t(), bits).t()
     args = _args(bits, "int", strategy, group, symmetric=q.zero_points is None)
     return Encoded(tensors, "pack-quantized", args, acts, by)
-
-
-def _stream(codes: Tensor, bits: int) -> Tensor:
-    """Codes of each row as a little-endian stream of bits, in whole bytes: uint8 ``[rows, columns * bits / 8]``."""
-    stream = (codes.to(torch.int16)[..., None] >> torch.arange(bits) & 1).flatten(1)
-    padded = torch.nn.functional.pad(stream, (0, -stream.shape[1] % 8)).view(len(codes), -1, 8)
-    return (padded << torch.arange(8)).sum(-1).to(torch.uint8)
-
-
-def _words(codes: Tensor, bits: int) -> Tensor:
-    """:func:`_stream` in whole int32."""
-    stream = _stream(codes, bits)
-    return torch.nn.functional.pad(stream, (0, -stream.shape[1] % 4)).contiguous().view(torch.int32)
 
 
 def _is_nvfp4(cast: Cast) -> bool:
@@ -241,6 +216,7 @@ KINDS: dict[str, Kind] = {
         _needs("NVFP4 (e2m1, E4M3 scales of 16 or 16x16, one scale of the tensor)", _is_nvfp4),
         partial(_nvfp4, activations=True),
         fused=True,
+        activations=True,
     ),
     "mxfp4": Kind(_needs("MXFP4 (e2m1/e8m0:1x32)", _is_mx("e2m1")), _mx),
     "mxfp6": Kind(_needs("MXFP6 in E2M3 (e2m3/e8m0:1x32; engines hold no E3M2)", _is_mx("e2m3")), _mx),
@@ -250,6 +226,12 @@ KINDS: dict[str, Kind] = {
 }
 
 
+def takes_nvfp4(layer: QuantizedLayer) -> bool:
+    """Whether the training quantized a layer's input to NVFP4."""
+    cast = layer.casts.fprop_x
+    return cast is not None and _is_nvfp4(cast)
+
+
 def obstacle(kind: Kind, name: str, layer: QuantizedLayer) -> str | None:
     cast = layer.casts.fprop_w
     assert cast is not None
@@ -257,6 +239,10 @@ def obstacle(kind: Kind, name: str, layer: QuantizedLayer) -> str | None:
         return why
     if not isinstance(layer, nn.Linear):
         return f"{type(layer).__name__} is no nn.Linear, by which engines find layers"
+    if kind.activations and not takes_nvfp4(layer):
+        return (
+            f"engines would quantize its input to NVFP4, and the training had {layer.casts.fprop_x}: take nvfp4-w4a16"
+        )
     block, size = cast.scale.block, layer.in_features
     length = block[1] if isinstance(block, tuple) else block
     if isinstance(length, int) and size % length and cast.element != "e4m3":

@@ -5,10 +5,11 @@ The codes are those of ``compressed_tensors``; scales of the tensor multiply whe
     weight, weight_scale, weight_scale_2, input_scale       NVFP4: amax / 2688 (of the weight, of the input)
     weight, weight_scale, input_scale                       FP8 per tensor: amax / 448
 
-Without calibration NVFP4 is for weights alone (``W4A16_NVFP4``).
+Without calibration, or inputs in NVFP4 in training, NVFP4 is for weights alone (``W4A16_NVFP4``).
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 from lightning_lowbit.export.folder import Shards, dense, write_json, write_network
 from lightning_lowbit.export.formats.base import Format, Inputs, Options, Written, row
-from lightning_lowbit.export.formats.compressed_tensors import KINDS, input_amax, nibbles, obstacle, scales_by_row
+from lightning_lowbit.export.formats.compressed_tensors import KINDS, input_amax, obstacle, takes_nvfp4
+from lightning_lowbit.export.formats.packing import nibbles, scales_by_row
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check
 from lightning_lowbit.nn.linear import QuantizedLayer
@@ -52,12 +54,17 @@ def _obstacle(kind: str, name: str, layer: QuantizedLayer) -> str | None:
     cast = layer.casts.fprop_w
     if cast is not None and kind == "fp8" and cast.scale.block != "tensor":
         return f"it takes FP8 with one scale of the tensor, and the weight has {cast}; take fp8"
+    x = layer.casts.fprop_x
+    if kind == "fp8" and (x is None or (x.element, x.scale.block) != ("e4m3", "tensor")):
+        return f"engines would quantize its input to E4M3 with one scale, and the training had {x}; take fp8"
     return None
 
 
 def _write(name: str, kind: str, source: Source, folder: Path, options: Options) -> list[Written]:
     check(source, {layer: _obstacle(kind, layer, source.layers[layer]) for layer in source.layers}, name)
-    calibrated = options.input_amaxes is not None
+    calibrated = options.input_amaxes is not None and all(map(takes_nvfp4, source.layers.values()))
+    if not calibrated and kind != "fp8":
+        options = replace(options, input_amaxes=None)
     algorithm = ("NVFP4" if calibrated else "W4A16_NVFP4") if kind != "fp8" else "FP8"
     shards, rows = Shards(folder), list[Written]()
     for weight in FORMATS[name].weights(source, options):
