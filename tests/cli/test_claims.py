@@ -184,5 +184,16 @@ def test_expected_shares_are_those_of_the_perplexities_that_a_source_gives():
     assert checked
 
 
+def test_the_study_of_the_guide_is_one():
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "comparing.md"
+    (block,) = re.findall(r"```yaml\n(.*?)```", guide.read_text(), re.DOTALL)
+    Path("guide.yaml").write_text(block)
+    study = read_study("guide.yaml")
+    assert [(effect.name, effect.expected) for effect in study.effects] == [
+        ("adamw against bf16", "+0.02"),
+        ("nearest against adamw", "higher"),
+    ]
+
+
 def test_the_differences_of_a_row_without_runs():
     assert differences(RESULTS, "fp4", "none") == [] and as_markdown(claims_table(effects(), {})).count("no power") == 3
