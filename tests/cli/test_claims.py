@@ -143,7 +143,7 @@ def test_a_pilot_says_seeds_time_and_tokens():
     table, *notes = power_blocks(given, dict.fromkeys(known, [0, 1, 2]), known, "bf16", needed=True)
     fp4, fp3 = (row[5:] for row in table.rows)
     times = (resolved_by(3, spread.value) / 0.02) ** 2
-    assert fp4 == ["18 (6 to 1,000+)", "36 min 0 s", f"× {times:.2g}", f"{int(200 * times) + 1:,}"]
+    assert fp4 == ["18 (6 to 1,000+)", "36 min 0 s", f"× {times:.1f}", f"{int(200 * times) + 1:,}"]
     assert fp3[1:3] == ["4 min 0 s", "enough"], "a row without runs takes as long as the others"
     text = " ".join(note.text for note in notes)
     assert "1 degree of freedom" in text and "roughly" in text and "1/√tokens" in text

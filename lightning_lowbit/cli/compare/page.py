@@ -39,7 +39,7 @@ def write_page(
     intervals = _intervals(results, baseline)
     sections.append(Section(f"Gap to {baseline}, same seed", intervals or [Text("No two rows share a seed yet.")]))
     sections += [Section("Power", power)] if power else []
-    sections.append(Section("Runs", [_runs(results, baseline, reports, path.parent)]))
+    sections.append(Section("Runs", [_runs(results, reports, path.parent)]))
     sections.append(Section("Command", [Text(command, preformatted=True)]))
     replace_file(path, render(path.stem, sections, facts=_facts(results, effects)))
 
@@ -94,14 +94,13 @@ def _bar(number: int, gaps: Sequence[float]) -> tuple[list[float], list[float]]:
     return [float(number)] * len(ys), ys
 
 
-def _runs(results: Results, baseline: str, reports: Reports, folder: Path) -> Table:
+def _runs(results: Results, reports: Reports, folder: Path) -> Table:
     rows = []
     for row, runs in results.items():
         for seed, run in sorted(runs.items()):
             page = reports.get(row, {}).get(seed)
             address = quote(Path(os.path.relpath(page, folder)).as_posix()) if page else ""
             name = f"{row}, seed {seed}"
-            loss, *_ = [*collect([run], final_loss), ""]
-            steps = run.get("steps", "")
-            rows.append([Link(name, address) if page else name, row == baseline and "baseline" or "", steps, loss])
-    return Table(["run", "", "steps", "loss"], rows)
+            loss = next(iter(collect([run], final_loss)), "")
+            rows.append([Link(name, address) if page else name, run.get("steps", ""), loss])
+    return Table(["run", "steps", "loss"], rows)

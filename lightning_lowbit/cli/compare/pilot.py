@@ -70,7 +70,7 @@ def _needed(effect: Effect, size: float | None, smallest: float | None, results:
         return ["", "", "", ""]
     pairs = pairs_for(size, spread.value)
     low, high = (_count(pairs_for(size, bound)) for bound in spread.bounds())
-    seeds = f"{_count(pairs)} ({low} to {high})"
+    seeds = f"{_count(pairs)} ({low} to {high})" if pairs else _count(pairs)
     seconds = _seconds(effect, results)
     time = duration(pairs * seconds) if pairs and seconds else ""
     if smallest is None:
@@ -80,7 +80,7 @@ def _needed(effect: Effect, size: float | None, smallest: float | None, results:
     steps = steps or [run["steps"] for runs in results.values() for run in runs.values()]
     if times <= 1:
         return [seeds, time, "enough", ""]
-    return [seeds, time, f"× {times:.2g}", number(math.ceil(times * max(steps)))]
+    return [seeds, time, f"× {times:.1f}", number(math.ceil(times * max(steps)))]
 
 
 def _count(pairs: int | None) -> str:
