@@ -16,6 +16,17 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Link:
+    """A cell of a table that leads to an address; its text alone where there are no links."""
+
+    text: str
+    address: str  # escaped as in URLs, and relative to the page
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
 class Table:
     """Rows of cells; columns of numbers are aligned to the right. Without a header, the first column is one."""
 

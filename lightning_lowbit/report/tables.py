@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import zip_longest
 
-from lightning_lowbit.report.blocks import Table, Text
+from lightning_lowbit.report.blocks import Link, Table, Text
 from lightning_lowbit.report.formatting import cell
 
 _NUMBER = re.compile(r"([-+]?\d[\d.,]*(e[-+]?\d+)?( ?[^\s\d]{1,8})?|not finite|)")  # with a unit, or nothing
@@ -18,7 +18,8 @@ def _rows(table: Table) -> list[list[str]]:
 
 
 def as_markdown(table: Table) -> str:
-    lines = [[*map(str, table.header)], ["---", *["---:"] * (len(table.header) - 1)], *_rows(table)]
+    rows = [[text.replace("|", r"\|") for text in row] for row in _rows(table)]
+    lines = [[*map(str, table.header)], ["---", *["---:"] * (len(table.header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -27,16 +28,21 @@ def as_html(table: Table) -> str:
     columns = zip_longest(*rows, fillvalue="") if table.header else ()
     numeric = {i for i, column in enumerate(columns) if all(_NUMBER.fullmatch(text) for text in column)}
 
-    def line(cells: Sequence[str], first: str, tag: str) -> str:
+    def line(cells: Sequence[object], first: str, tag: str) -> str:
         tags = [first, *[tag] * (len(cells) - 1)]
         classes = [' class="number"' if i in numeric else "" for i in range(len(cells))]
-        parts = zip(tags, classes, cells, strict=False)
-        return f"<tr>{''.join(f'<{tag}{kind}>{escape(text)}</{tag}>' for tag, kind, text in parts)}</tr>"
+        parts = zip(tags, classes, map(_as_html, cells), strict=False)
+        return f"<tr>{''.join(f'<{tag}{kind}>{html}</{tag}>' for tag, kind, html in parts)}</tr>"
 
     head = f"<thead>{line([*map(str, table.header)], 'th', 'th')}</thead>" if table.header else ""
-    body = "".join(line(row, "td" if table.header else "th", "td") for row in rows)
+    body = "".join(line(row, "td" if table.header else "th", "td") for row in table.rows)
     kind = "" if table.header else ' class="pairs"'
     return framed(f"<table{kind}>{head}<tbody>{body}</tbody></table>", escape(table.caption))
+
+
+def _as_html(value: object) -> str:
+    text = escape(cell(value))
+    return f'<a href="{escape(value.address)}">{text}</a>' if isinstance(value, Link) else text
 
 
 def framed(table: str, caption: str, kind: str = "table") -> str:

@@ -163,7 +163,8 @@ def test_runs_once_and_tabulates(capsys):
     capsys.readouterr()
     table = Path("runs/compare/table.md").read_text()
     header, _, bf16, nvfp4 = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    assert header == ["run", "seeds", "loss", "perplexity", "gap to bf16", "spikes", "tokens/s", "peak memory", "bits"]
+    gap = ["gap to bf16", "95 % interval"]
+    assert header == ["run", "seeds", "loss", "perplexity", *gap, "spikes", "tokens/s", "peak memory", "bits"]
     assert bf16[:2] == ["bf16", "2"] and bf16[4] == "baseline" and bf16[-1] == "16.00 ± 0.00"
     assert nvfp4[:2] == ["nvfp4", "2"] and nvfp4[4][0] in "+-" and 4.5 < float(nvfp4[-1].split()[0]) < 16
     assert {path.name for path in Path("runs/compare").glob("*.png")} == {"loss.png", "gap.png"}
@@ -262,10 +263,10 @@ def result(val_loss, losses=()):
 def test_table_pairs_gaps_by_seed():
     results = {"a": {0: result(1.0), 1: result(2.0)}, "b": {0: result(1.1), 1: result(2.3), 2: result(9.0)}, "c": {}}
     *_, b, c = markdown(results, "a").splitlines()
-    assert "| +0.2000 ± 0.1414 |" in b, "seed 2 has no baseline"
+    assert "| +0.2000 | -1.0706 to +1.4706 (df 1) |" in b, "seed 2 has no baseline"
     assert "| b | 3 | 4.1333 ± 4.2572 | 2.000 ± 0.000 |" in b
     assert "| 200 ± 0 | 1.00 GiB | 4.50 ± 0.00 |" in b
-    assert c == "| c | 0 |  |  |  |  |  |  |  |"
+    assert c == "| c | 0 |  |  |  |  |  |  |  |  |"
 
 
 def test_a_study_without_validation_has_a_table_and_pictures():

@@ -82,6 +82,8 @@ def test_dry_run_says_what_would_run(capsys):
         (["--study=mine.yaml", "--config=quickstart"], "leave out --config,"),
         (["--study=mine.yaml", "--vary=bf16", "--lr=1"], "leave out --vary and --lr,"),
         (["--study=mine.yaml", "--seeds=,"], "The study has no run"),
+        (["--study=mine.yaml", "--pilot"], "study 'mine' has none: write effects"),
+        (["--config=quickstart", "--pilot"], "--pilot needs the expected effects of a study: give one with --study"),
         (["--study=mine.yaml", "--baseline=bf17"], "there is no row 'bf17'. Did you mean 'bf16'?"),
         (["--config=quickstart", "--vary=bf16,missing.yaml"], "Row 'missing': No module named 'no_such_package'"),
         (["--config=quickstart", "--vary=bf16,missing.yaml"], "install its package (no-such-package), or"),
@@ -112,6 +114,17 @@ def test_mistakes_on_the_command_line(arguments, line, capsys):
         ({"more_seeds": {"bf16": [0]}}, "The study has the seed '0' twice"),
         ({"more_seeds": {"bf17": [1]}}, "Did you mean 'bf16'?"),
         ({"baseline": "bf17"}, "there is no row 'bf17'. Did you mean 'bf16'?"),
+        ({"effects": ["bf16"]}, "wrong.yaml: effects are written by row, such as {fp4: {expected: +0.02}}"),
+        ({"effects": {"bf17": {"expected": 1}}}, "row in effects of wrong.yaml 'bf17'. Did you mean 'bf16'?"),
+        ({"effects": {"bf16": 0.02}}, "row 'bf16' is a mapping with expected, such as {expected: +0.02}; got 0.02"),
+        ({"effects": {"bf16": {"expected": 1, "agianst": "a"}}}, "Did you mean 'against'?"),
+        ({"effects": {"bf16": {"expected": 1}}}, "compares it with itself: name another row as against"),
+        ({"effects": {"two": {"expected": 1, "against": "bf17"}}}, "Did you mean 'bf16'?"),
+        ({"effects": {"two": {"expected": 0}}}, "such as +0.02 nats or -3.4% (of the other row's loss), or lower or"),
+        ({"effects": {"two": {"expected": "better"}}}, "or lower or higher; got 'better'"),
+        ({"effects": {"two": {"expected": True}}}, "or lower or higher; got True"),
+        ({"effects": {"two": {"expected": 1, "source": 3}}}, "a source that is no text: put it in quotes; got 3"),
+        ({"effects": {"two": [{"expected": 1}, {"expected": 2}]}}, "effects has 'two against bf16' twice"),
         ({"rows": {"bf16": "bf16", "odd": {"trainer": {"max_stepz": 3}}}}, "Row 'odd': "),
         (
             {"rows": {"odd": {"trainer": {"plugins": {"init_args": {"casts": {"preset": "nvfp5"}}}}}}},
@@ -120,7 +133,7 @@ def test_mistakes_on_the_command_line(arguments, line, capsys):
     ],
 )
 def test_mistakes_in_the_file(changes, line, capsys):
-    study = {"config": ["quickstart", "tiny.yaml"], "rows": {"bf16": "bf16"}}
+    study = {"config": ["quickstart", "tiny.yaml"], "rows": {"bf16": "bf16", "two": "nvfp4"}}
     Path("wrong.yaml").write_text(yaml.safe_dump({**study, **changes}))
     assert compare("--study=wrong.yaml") == 2
     assert line in capsys.readouterr().err
@@ -154,6 +167,27 @@ def test_studies_share_their_runs_and_one_that_diverges_is_shown(capsys):
     assert compare("--study=third.yaml") == 2
     assert "bf16/seed_0 holds a run of another configuration" in capsys.readouterr().err
     assert not Path("runs/studies/nearest").exists(), "it wrote before it refused"
+
+
+@pytest.mark.slow
+def test_a_pilot_runs_two_seeds_of_two_rows_and_says_what_the_study_needs(capsys):
+    effects = {"both": {"against": "nearest", "expected": -0.02}, "nearest": {"expected": "higher"}}
+    study = yaml.safe_load(MINE) | {"seeds": [0, 1, 2], "more_seeds": {}, "effects": effects}
+    Path("mine.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
+    assert compare("--study=mine.yaml", "--pilot", "--dry_run") == 0
+    assert capsys.readouterr().out.count("seed ") == 4
+    assert compare("--study=mine.yaml", "--pilot") == 0
+    told = capsys.readouterr().out
+    assert "| nearest | 2 |" in told and "| both | 2 |" in told and "| bf16 | 0 |" in told
+    assert "| both against nearest | -0.02 | 3 |" in told and "seeds needed" in told and "1 degree of freedom" in told
+    assert len(list(Path("runs").rglob("run.json"))) == 4 and not Path("runs/studies/bf16").exists()
+    page = Path("runs/studies/mine.html").read_text()
+    assert 'href="both/seed_0/version_0/report.html"' in page and "lowbit compare --study=mine.yaml --pilot" in page
+    assert compare("--study=mine.yaml", "--dry_run") == 0
+    told = capsys.readouterr().out
+    assert "9 runs in runs/studies, 4 of them finished." in told and "power" in told and "seeds needed" not in told
+    assert compare("--study=mine.yaml", "--pilot", "--trainer.max_steps=3") == 2
+    assert "holds a run of another configuration" in capsys.readouterr().err
 
 
 def test_a_run_that_has_just_begun_elsewhere_keeps_its_recipe():

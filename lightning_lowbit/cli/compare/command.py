@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +26,14 @@ from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
 from lightning_lowbit.checks import integer, nearest
 from lightning_lowbit.cli.checkpoints import find_checkpoints
+from lightning_lowbit.cli.compare.page import write_page
+from lightning_lowbit.cli.compare.pilot import as_text, pilot_seeds, power_blocks
 from lightning_lowbit.cli.compare.results import write_comparison
 from lightning_lowbit.cli.compare.study import Row, Study, distinct, product, read_study
 from lightning_lowbit.cli.configs import as_list, merge
 from lightning_lowbit.cli.mistakes import explain
 from lightning_lowbit.cli.run import check
+from lightning_lowbit.report.blocks import Table, Text
 
 _REPORT = "lightning_lowbit.RunReport"
 _OWN = ("--seed_everything", "--trainer.default_root_dir", "--ckpt_path")
@@ -48,15 +51,69 @@ class Run:
     arguments: tuple[str, ...] = ()
 
     def result(self) -> dict[str, Any] | None:
-        return next((result for result in self._finished() if result["begin"] < result["steps"]), None)
+        return next((result for _, result in self._finished() if result["begin"] < result["steps"]), None)
+
+    def report(self) -> Path | None:
+        """The page of the result."""
+        found = (path for path, result in self._finished() if result["begin"] < result["steps"])
+        page = next((path.with_name("report.html") for path in found), None)
+        return page if page and page.exists() else None
 
     def was_at_its_end(self) -> bool:
         """Whether its last checkpoint is at the last step, so that a resumed run would do nothing."""
-        return any(result["begin"] >= result["steps"] for result in self._finished())
+        return any(result["begin"] >= result["steps"] for _, result in self._finished())
 
-    def _finished(self) -> list[dict[str, Any]]:
-        results = [json.loads(path.read_text()) for path in self.folder.rglob("run.json")]
-        return [result for result in results if result["status"] == "finished"]
+    def _finished(self) -> list[tuple[Path, dict[str, Any]]]:
+        results = [(path, json.loads(path.read_text())) for path in self.folder.rglob("run.json")]
+        return [(path, result) for path, result in results if result["status"] == "finished"]
+
+    @property
+    def content(self) -> str:
+        """Of ``recipe.yaml``."""
+        return f"# lowbit fit --config recipe.yaml {shlex.join(self.arguments)}\n{self.recipe}"
+
+    def is_as_planned(self) -> bool:
+        """Whether its folder is one of this configuration."""
+        path = self.folder / "recipe.yaml"
+        return path.exists() and path.read_text() == self.content
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The runs of a study, and what is written and said of those that have finished."""
+
+    study: Study
+    runs: Sequence[Run]
+    baseline: str
+    output: Path
+    is_pilot: bool
+    command: str
+
+    def finished(self) -> dict[Run, dict[str, Any]]:
+        return {run: result for run in self.runs if run.is_as_planned() and (result := run.result()) is not None}
+
+    def write(self) -> str:
+        """Writes table, pictures and page; returns the table."""
+        study, found = self.study, self.finished()
+        results = self._by_row(found)
+        reports = self._by_row({run: page for run in found if (page := run.report())})
+        page = self.output / f"{study.name or 'study'}.html"
+        power = self._power(results)
+        write_page(page, results, self.baseline, study.effects, power, reports, self.command)
+        return write_comparison(results, self.baseline, self.output, study.name, study.effects)
+
+    def power(self) -> str:
+        """The power for each expected effect, as text; empty where it is unknown."""
+        blocks = self._power(self._by_row(self.finished()))
+        return "\n".join(["", *map(as_text, blocks), ""]) if blocks else ""
+
+    def _power(self, results: dict[str, dict[int, dict[str, Any]]]) -> list[Table | Text]:
+        seeds = {row.name: row.seeds for row in self.study.rows}
+        return power_blocks(self.study.effects, seeds, results, self.baseline, needed=self.is_pilot)
+
+    def _by_row(self, found: Mapping[Run, _T]) -> dict[str, dict[int, _T]]:
+        rows = dict.fromkeys(run.row for run in self.runs)
+        return {row: {run.seed: each for run, each in found.items() if run.row == row} for row in rows}
 
 
 def compare(arguments: Sequence[str]) -> int:
@@ -69,10 +126,14 @@ def compare(arguments: Sequence[str]) -> int:
     baseline = given.baseline or study.baseline or rows[0]
     if baseline not in rows:
         raise ValueError(f"--baseline: there is no row {baseline!r}.{nearest(baseline, rows)} Rows: {', '.join(rows)}.")
+    comparison = Comparison(study, runs, baseline, output, given.pilot, shlex.join(["lowbit", "compare", *arguments]))
+    if given.pilot:
+        seeds = pilot_seeds(study.effects, {row.name: row.seeds for row in study.rows}, study.name)
+        runs = [run for run in runs if run.seed in seeds.get(run.row, ())]
     todo = [run for run in runs if run.result() is None]
     print(f"{len(runs)} runs in {output}, {len(runs) - len(todo)} of them finished.")
     if given.dry_run:
-        print("\n".join(f"  {run.row}, seed {run.seed}" for run in todo))
+        print("\n".join([*(f"  {run.row}, seed {run.seed}" for run in todo), comparison.power()]).rstrip())
         return 0
     for run in {run.row: run for run in runs}.values():
         with tempfile.TemporaryDirectory() as folder:
@@ -82,16 +143,13 @@ def compare(arguments: Sequence[str]) -> int:
             except ValueError as error:
                 raise ValueError(f"Row {run.row!r}: {explain(error)}") from error
     prepare(runs)
-
-    def results() -> dict[str, dict[int, dict[str, Any]]]:
-        finished = {run: result for run in runs if (result := run.result()) is not None}
-        return {row: {run.seed: result for run, result in finished.items() if run.row == row} for row in rows}
-
-    def write() -> str:
-        return write_comparison(results(), baseline, output, study.name)
-
-    failed = [run for run, status in execute(todo, given.jobs, write) if status != 0]
-    print(write())
+    if not given.pilot:
+        print(comparison.power(), end="")
+    failed = [run for run, status in execute(todo, given.jobs, comparison.write) if status != 0]
+    print(comparison.write())
+    if given.pilot:
+        told = comparison.power()
+        print(told or "\nThe pilot says nothing: it needs two seeds of both rows whose losses are finite.")
     for run in failed:
         print(f"failed: {run.row}, seed {run.seed}; see {run.folder / 'log.txt'}", file=sys.stderr)
     return 1 if failed else 0
@@ -130,6 +188,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--baseline", help="the row that gaps are relative to; by default that of the study, or the first")
     add("--output", help="folder of the runs; runs/compare by default, runs/studies with --study")
     add("--jobs", type=int, default=1, help="runs at a time")
+    pilot = "runs only the first two seeds of two rows of an expected effect; says how many seeds all effects need"
+    add("--pilot", action="store_true", help=pilot)
     add("--dry_run", action="store_true", help="only says what would run")
     return parser
 
@@ -177,18 +237,17 @@ def prepare(runs: Sequence[Run]) -> None:
     """Writes ``recipe.yaml`` of each run that has none; nothing if a folder holds a run of another configuration."""
     changed = {}
     for run in runs:
-        content = f"# lowbit fit --config recipe.yaml {shlex.join(run.arguments)}\n{run.recipe}"
-        path = run.folder / "recipe.yaml"
-        present = path.read_text() if path.exists() else None
-        if present == content:
+        if run.is_as_planned():
             continue
+        path = run.folder / "recipe.yaml"
+        present = path.exists()
         begun = any(run.folder.rglob("run.json")) or find_checkpoints(run.folder) or _is_running(run)
-        if present is not None and begun:
+        if present and begun:
             raise ValueError(
                 f"{run.folder} holds a run of another configuration (see recipe.yaml there). Give another --output, or "
                 "remove that folder."
             )
-        changed[path] = content
+        changed[path] = run.content
     for path, content in changed.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content)

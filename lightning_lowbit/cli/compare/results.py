@@ -1,29 +1,39 @@
 """The table and the pictures of a study, from the ``run.json`` of its runs."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from math import inf, isfinite, nan
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
+from lightning_lowbit.cli.compare.claims import Effect, claims_table, gap_cells
+from lightning_lowbit.cli.compare.losses import (
+    LOSS,
+    RATIO,
+    Results,
+    collect,
+    differences,
+    final_loss,
+    group_by_step,
+    history,
+    metric,
+)
+from lightning_lowbit.cli.compare.power import Interval
 from lightning_lowbit.metrics import count_spikes
 from lightning_lowbit.report.blocks import Table
 from lightning_lowbit.report.tables import as_markdown
 
-Results = Mapping[str, Mapping[int, Mapping[str, Any]]]  # contents of run.json by row and seed
 
-LOSS, RATIO = "val_loss", "gradient_noise/ratio"
-
-
-def write_comparison(results: Results, baseline: str, output: Path, name: str | None = None) -> str:
+def write_comparison(
+    results: Results, baseline: str, output: Path, name: str | None = None, effects: Sequence[Effect] = ()
+) -> str:
     """Writes a table and pictures into a folder; returns the table.
 
     ========== =======================================================================================
-    table.md   a row for each row of the study
+    table.md   a row for each row of the study, and a verdict on each expected effect
     loss.png   validation loss over steps
-    gap.png    final validation loss minus that of the baseline
+    gap.png    final validation loss minus that of the baseline, with 95 % intervals
     rates.png  loss over learning rate, of rows such as ``adamw@1e-3`` with three rates or more
     noise.png  measured ratio of gradient to quantization noise, above the gap to the baseline;
                as figure 5 of FP4 All the Way (arXiv 2505.19115)
@@ -32,6 +42,8 @@ def write_comparison(results: Results, baseline: str, output: Path, name: str | 
     The files of a study with a name are ``<name>.md``, ``<name>_loss.png`` and so on.
     """
     table = markdown(results, baseline)
+    if effects:
+        table += "\n\n" + as_markdown(claims_table(effects, results))
     (output / f"{name or 'table'}.md").write_text(table + "\n")
     prefix = f"{name}_" if name else ""
     if any(results.values()):
@@ -40,56 +52,37 @@ def write_comparison(results: Results, baseline: str, output: Path, name: str | 
     curves = _curves(results)
     if any(len(curve) >= 3 for curve in curves.values()):
         _picture_rates(curves, output / f"{prefix}rates.png")
-    if any(_history(run, RATIO) for runs in results.values() for run in runs.values()):
+    if any(history(run, RATIO) for runs in results.values() for run in runs.values()):
         _picture_noise(results, baseline, output / f"{prefix}noise.png")
     return table
 
 
 def markdown(results: Results, baseline: str) -> str:
-    """The table as markdown; ``±`` is the standard deviation over seeds, and gaps are paired by seed."""
-    header = ["run", "seeds", "loss", "perplexity", f"gap to {baseline}", "spikes", "tokens/s", "peak memory", "bits"]
+    """The table as markdown; ``±`` is the standard deviation over seeds.
+
+    Gaps are paired by seed, with a 95 % interval of their mean (Student's t; ``df`` are its degrees of freedom).
+    """
+    gap = [f"gap to {baseline}", "95 % interval"]
+    header = ["run", "seeds", "loss", "perplexity", *gap, "spikes", "tokens/s", "peak memory", "bits"]
     lines = []
     for row, runs in results.items():
         of_runs = list(runs.values())
-        memory = _values(of_runs, lambda run: run["peak_memory_bytes"] / 2**30)
+        memory = collect(of_runs, lambda run: run["peak_memory_bytes"] / 2**30)
         cells = [
-            _spread(_values(of_runs, _loss)),
-            _spread(_values(of_runs, lambda run: _metric(run, "val_perplexity")), 3),
-            "baseline" if row == baseline else _spread(_gaps(runs, results[baseline]), 4, signed=True),
-            _spread(_values(of_runs, lambda run: count_spikes(_logged(run, "loss"))), 1),
+            _spread(collect(of_runs, final_loss)),
+            _spread(collect(of_runs, lambda run: metric(run, "val_perplexity")), 3),
+            *(["baseline", ""] if row == baseline else gap_cells(differences(results, row, baseline))),
+            _spread(collect(of_runs, lambda run: count_spikes(_logged(run, "loss"))), 1),
             _spread([median(rates) for run in of_runs if (rates := _logged(run, "tokens/s"))], 0),
             f"{max(memory):.2f} GiB" if memory else "",
-            _spread(_values(of_runs, lambda run: run.get("summary", {}).get("average_bits")), 2),
+            _spread(collect(of_runs, lambda run: run.get("summary", {}).get("average_bits")), 2),
         ]
         lines.append([row, str(len(runs)), *cells])
     return as_markdown(Table(header, lines))
 
 
-def _values(runs: Any, get: Callable[[Mapping[str, Any]], float | None]) -> list[float]:
-    return [value for run in runs if (value := get(run)) is not None]
-
-
-def _metric(run: Mapping[str, Any], name: str) -> float | None:
-    """The last value; None if it was not logged, and NaN where run.json has null."""
-    value = run["metrics"].get(name)
-    return nan if value is None and name in run["metrics"] else value
-
-
-def _loss(run: Mapping[str, Any]) -> float | None:
-    return _metric(run, LOSS)
-
-
-def _history(run: Mapping[str, Any], name: str) -> list[tuple[float, float]]:
-    return [(step, nan if value is None else value) for step, value in run["history"].get(name, [])]
-
-
 def _logged(run: Mapping[str, Any], name: str) -> list[float]:
-    return [value for _, value in _history(run, name)]
-
-
-def _gaps(runs: Mapping[int, Mapping[str, Any]], baseline: Mapping[int, Mapping[str, Any]]) -> list[float]:
-    pairs = [(_loss(run), _loss(baseline[seed])) for seed, run in runs.items() if seed in baseline]
-    return [loss - other for loss, other in pairs if loss is not None and other is not None]
+    return [value for _, value in history(run, name)]
 
 
 def _curves(results: Results) -> dict[str, dict[float, list[float]]]:
@@ -97,17 +90,16 @@ def _curves(results: Results) -> dict[str, dict[float, list[float]]]:
     curves: dict[str, dict[float, list[float]]] = {}
     for row, runs in results.items():
         match = re.fullmatch(r"(.+)(?:@|,lr=)((?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)", row, re.IGNORECASE)
-        losses = _values(runs.values(), _loss)
+        losses = collect(runs.values(), final_loss)
         if match and losses and 0 < float(match[2]) < inf:
             curves.setdefault(match[1], {}).setdefault(float(match[2]), []).extend(losses)
     return {name: dict(sorted(curve.items())) for name, curve in curves.items()}
 
 
-def _spread(values: Sequence[float], digits: int = 4, signed: bool = False) -> str:
+def _spread(values: Sequence[float], digits: int = 4) -> str:
     if not values:
         return ""
-    sign = "+" if signed else ""
-    center = f"{mean(values):{sign},.{digits}f}"
+    center = f"{mean(values):,.{digits}f}"
     if len(values) == 1 or not all(map(isfinite, values)):
         return center
     return f"{center} ± {stdev(values):,.{digits}f}"
@@ -145,7 +137,7 @@ def _picture_losses(results: Results, path: Path) -> None:
     figure, axes = _figure(4.5)
     ranges = []
     for number, (row, runs) in enumerate(results.items()):
-        by_step = _by_step(_history(run, LOSS) for run in runs.values())
+        by_step = group_by_step(history(run, LOSS) for run in runs.values())
         if not by_step:
             continue
         # Where one seed is not finite, the mean is not either, and the line ends.
@@ -165,10 +157,11 @@ def _picture_losses(results: Results, path: Path) -> None:
 
 
 def _picture_gaps(results: Results, baseline: str, path: Path) -> None:
-    gaps = {row: _gaps(runs, results[baseline]) for row, runs in results.items() if row != baseline}
+    gaps = {row: differences(results, row, baseline) for row in results if row != baseline}
     gaps = {row: values for row, values in gaps.items() if values}
     figure, axes = _figure(1.2 + 0.4 * len(gaps))
-    names = []
+    names: list[str] = []
+    ends: list[float] = []  # of the intervals
     for position, (row, values) in enumerate(gaps.items()):
         finite = list(filter(isfinite, values))
         diverged = len(finite) < len(values)
@@ -176,10 +169,13 @@ def _picture_gaps(results: Results, baseline: str, path: Path) -> None:
             color = _style(list(results).index(row))["color"]  # as in loss.png
             axes.barh(position, mean(values), height=0.6, alpha=0.4, color=color)
         axes.plot(finite, [position] * len(finite), "o", color="black", markersize=4)
+        if interval := Interval.of(values):
+            axes.plot([interval.low, interval.high], [position] * 2, "|-", color="black", linewidth=1)
+            ends += [abs(interval.low), abs(interval.high)]
         names.append(f"{row}   {'diverged' if diverged else f'{mean(values):+.3g}'}")
-    label = f"final validation loss minus that of {baseline}, same seed (dots: seeds)"
+    label = f"final validation loss minus that of {baseline}, same seed (dots: seeds; lines: 95 % intervals)"
     sizes = [abs(value) for values in gaps.values() for value in values if isfinite(value)]
-    if sizes and max(sizes) > (limit := _WIDEST_GAP * median(sizes)) > 0:
+    if sizes and max(sizes + ends) > (limit := _WIDEST_GAP * median(sizes)) > 0:
         low, high = axes.get_xlim()
         axes.set_xlim(max(low, -limit), min(high, limit))
         label += f"\nwhat is beyond {limit:.3g} is cut off"
@@ -226,12 +222,12 @@ def _picture_noise(results: Results, baseline: str, path: Path) -> None:
     thresholds = set()
     for number, (row, runs) in enumerate(results.items()):
         style = _style(number)
-        ratios = {seed: _history(run, RATIO) for seed, run in runs.items()}
+        ratios = {seed: history(run, RATIO) for seed, run in runs.items()}
         baselines = results[baseline]
         gaps = {seed: _gap_history(run, baselines[seed]) for seed, run in runs.items() if seed in baselines}
         for axes, curves in ((above, ratios), (below, gaps if row != baseline else {})):
             finite = ([(step, value) for step, value in curve if isfinite(value)] for curve in curves.values())
-            if by_step := _by_step(finite):
+            if by_step := group_by_step(finite):
                 means, low, high = ([f(values) for values in by_step.values()] for f in (mean, min, max))
                 axes.plot(list(by_step), means, label=row if axes is below else None, **style)
                 axes.fill_between(list(by_step), low, high, color=style["color"], alpha=0.15, linewidth=0)
@@ -254,12 +250,5 @@ def _picture_noise(results: Results, baseline: str, path: Path) -> None:
 
 
 def _gap_history(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[tuple[float, float]]:
-    other = dict(_history(baseline, LOSS))
-    return [(step, value - other[step]) for step, value in _history(run, LOSS) if step in other]
-
-
-def _by_step(curves: Iterable[Sequence[tuple[float, float]]]) -> dict[float, list[float]]:
-    by_step: dict[float, list[float]] = {}
-    for step, value in chain.from_iterable(curves):
-        by_step.setdefault(step, []).append(value)
-    return dict(sorted(by_step.items()))
+    other = dict(history(baseline, LOSS))
+    return [(step, value - other[step]) for step, value in history(run, LOSS) if step in other]

@@ -11,6 +11,9 @@ They are the product of ``--vary`` and ``--lr``, or are listed in a file, a stud
       bf16: bf16
       adamw: [nvfp4, adamw]
       warm: [nvfp4, {model: {init_args: {scheduler: {init_args: {warmup_steps: 100}}}}}]
+    effects:                          what a source claims of the loss of a row, against the baseline or another row
+      adamw: {expected: +0.02}        in nats; or -3.4%, of the loss of the other row; or lower, or higher
+      warm: {against: adamw, expected: lower, source: "figure 1"}
 """
 
 import copy
@@ -23,6 +26,7 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from lightning_lowbit.checks import choose
+from lightning_lowbit.cli.compare.claims import Effect, read_effects
 from lightning_lowbit.cli.configs import as_list, combined_name, find_config, merge, merge_all, read_config
 from lightning_lowbit.cli.mistakes import explain
 
@@ -45,6 +49,7 @@ class Study:
     rows: Sequence[Row]
     baseline: str | None = None
     name: str | None = None
+    effects: Sequence[Effect] = ()
 
 
 def product(base: Sequence[str], vary: Sequence[list[str]], rates: Sequence[str], seeds: Sequence[int]) -> list[Row]:
@@ -70,7 +75,10 @@ def read_study(name: str, seeds: Sequence[int] | None = None) -> Study:
         config = merge_all([*as_list(given.config), *as_list(changes)])
         own = [*given.seeds, *given.more_seeds.get(row, [])] if seeds is None else seeds
         rows.append(Row(row, config, own))
-    return Study(rows, given.baseline, path.stem)
+    names = [row.name for row in rows]
+    baseline = given.baseline if given.baseline in names else next(iter(names), "")
+    effects = read_effects(given.effects, names, baseline, str(path))
+    return Study(rows, given.baseline, path.stem, effects)
 
 
 def _parse(path: Path) -> Namespace:
@@ -83,11 +91,13 @@ def _parse(path: Path) -> Namespace:
     parser.add_argument("--baseline", type=str | None)
     parser.add_argument("--seeds", type=list[int], default=[0])
     parser.add_argument("--more_seeds", type=dict[str, list[int]], default={})
+    parser.add_argument("--effects", type=Any, default={})
     try:
         given = parser.parse_object(copy.deepcopy(content))
     except ArgumentError as error:
         raise ValueError(f"{path}: {explain(error)}") from None
     given.rows = content["rows"]  # the parser makes objects of mappings with a class_path
+    given.effects = content.get("effects", {})
     return given
 
 

@@ -1,0 +1,149 @@
+"""The effects that a study looks for, and the verdict on each, from the 95 % interval of paired differences."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from lightning_lowbit.checks import choose, is_number
+from lightning_lowbit.cli.compare.losses import Results, collect, differences, final_loss
+from lightning_lowbit.cli.compare.power import Interval
+from lightning_lowbit.cli.configs import as_list
+from lightning_lowbit.report.blocks import Table
+
+SHOWN, CONTRADICTED, NOT_SHOWN, NO_POWER = "shown", "contradicted", "not shown", "no power"
+
+_DIRECTIONS = {"lower": -1, "higher": 1}
+_FIELDS = ("against", "expected", "source")
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A claim: the final validation loss of ``row`` is that of ``against`` plus ``size`` in the direction of ``sign``.
+
+    The size is in nats, or, if ``is_share``, a share of the loss of ``against``, which is the same per token and per
+    byte. None is a claim about the sign alone.
+    """
+
+    row: str
+    against: str
+    sign: int
+    size: float | None
+    is_share: bool = False
+    source: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.row} against {self.against}"
+
+    @property
+    def expected(self) -> str:
+        if self.size is None:
+            return "lower" if self.sign < 0 else "higher"
+        size = self.sign * self.size
+        return f"{100 * size:+.3g}%" if self.is_share else f"{size:+.4g}"
+
+    def nats(self, results: Results) -> float | None:
+        """The size in nats, without its sign; None if unknown. Without runs of ``against``, all rows give the share."""
+        if self.size is None or not self.is_share:
+            return self.size
+        losses = collect(results.get(self.against, {}).values(), final_loss)
+        losses = losses or [loss for runs in results.values() for loss in collect(runs.values(), final_loss)]
+        finite = list(filter(math.isfinite, losses))
+        return self.size * mean(finite) if finite else None
+
+
+def read_effects(given: Any, rows: Sequence[str], baseline: str, where: str) -> list[Effect]:
+    """The effects of a study: by row, ``{against: row, expected: size, source: text}`` or a list of such mappings."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where}: effects are written by row, such as {{fp4: {{expected: +0.02}}}}; got {given!r}.")
+    effects = [_effect(row, one, rows, baseline, where) for row, each in given.items() for one in as_list(each)]
+    names = [effect.name for effect in effects]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{where}: effects has {twice[0]!r} twice. Leave one out.")
+    return effects
+
+
+def _effect(row: str, given: Any, rows: Sequence[str], baseline: str, where: str) -> Effect:
+    choose(f"row in effects of {where}", row, rows)
+    what = f"{where}: the effect of row {row!r}"
+    if not isinstance(given, Mapping) or "expected" not in given:
+        raise ValueError(f"{what} is a mapping with expected, such as {{expected: +0.02}}; got {given!r}.")
+    for name in given:
+        choose(f"field of {what[len(where) + 2 :]} in {where}", name, _FIELDS)
+    against = choose(f"row in effects of {where}", given.get("against", baseline), rows)
+    if against == row:
+        raise ValueError(f"{what} compares it with itself: name another row as against.")
+    source = given.get("source", "")
+    if not isinstance(source, str):
+        raise ValueError(f"{what} has a source that is no text: put it in quotes; got {source!r}.")
+    return Effect(row, against, *_size(given["expected"], what), source)
+
+
+def _size(expected: Any, what: str) -> tuple[int, float | None, bool]:
+    if isinstance(expected, str) and expected in _DIRECTIONS:
+        return _DIRECTIONS[expected], None, False
+    text = str(expected) if is_number(expected) or isinstance(expected, str) else ""
+    found = re.fullmatch(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(%?)", text.strip(), re.IGNORECASE)
+    size = float(found[1]) if found else 0.0
+    if not found or not 0 < abs(size) < math.inf:
+        raise ValueError(
+            f"{what}: expected is a difference of losses such as +0.02 nats or -3.4% (of the other row's loss), or "
+            f"lower or higher; got {expected!r}."
+        )
+    return (1 if size > 0 else -1), abs(size) / (100 if found[2] else 1), bool(found[2])
+
+
+def verdict(interval: Interval | None, sign: int, size: float | None = None) -> str:
+    """What an interval says about an effect of a sign and a size, or of a sign alone.
+
+    ============ ===========================================================================
+    shown        the interval excludes 0, in the direction of the sign
+    contradicted it excludes 0 in the other direction
+    not shown    it contains 0 and excludes the size: the effect, if there is one, is smaller
+    no power     it contains both, or there is no interval
+    ============ ===========================================================================
+
+    Examples:
+        >>> verdict(Interval.of([0.021, 0.019, 0.02]), sign=1, size=0.02)
+        'shown'
+        >>> verdict(Interval.of([0.03, -0.03, 0.0]), sign=1, size=0.02)
+        'no power'
+    """
+    if interval is None:
+        return NO_POWER
+    low, high = (interval.low, interval.high) if sign > 0 else (-interval.high, -interval.low)
+    if low > 0:
+        return SHOWN
+    if high < 0:
+        return CONTRADICTED
+    includes_it = high > 0 if size is None else high >= size
+    return NO_POWER if includes_it else NOT_SHOWN
+
+
+def claims_table(effects: Sequence[Effect], results: Results) -> Table:
+    rows = []
+    for effect in effects:
+        found = differences(results, effect.row, effect.against)
+        said = verdict_on(effect, results)
+        rows.append([effect.name, _expected(effect, results), *gap_cells(found), said, effect.source])
+    return Table(["claim", "expected", "difference", "95 % interval", "verdict", "source"], rows)
+
+
+def verdict_on(effect: Effect, results: Results) -> str:
+    interval = Interval.of(differences(results, effect.row, effect.against))
+    return verdict(interval, effect.sign, effect.nats(results))
+
+
+def _expected(effect: Effect, results: Results) -> str:
+    size = effect.nats(results)
+    return f"{effect.expected} ({effect.sign * size:+.4f})" if effect.is_share and size else effect.expected
+
+
+def gap_cells(found: Sequence[float]) -> list[str]:
+    """The mean of differences, and its interval with the degrees of freedom; blank where there is none."""
+    interval = Interval.of(found)
+    told = f"{interval.low:+,.4f} to {interval.high:+,.4f} (df {interval.df})" if interval else ""
+    return [f"{mean(found):+,.4f}" if found else "", told]

@@ -1,0 +1,127 @@
+"""How many seeds each expected effect needs, from the spread of the differences that are known.
+
+The power is that of a paired t-test at 5 % (noncentral t): how likely the verdict is ``shown`` if the effect is as
+large as the source claims. One spread serves all effects: that of each row against the row it is compared with, pooled.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import mean
+
+from lightning_lowbit.cli.compare.claims import Effect
+from lightning_lowbit.cli.compare.losses import Results, differences
+from lightning_lowbit.cli.compare.power import MOST_PAIRS, Spread, pairs_for, power, resolved_by
+from lightning_lowbit.report.blocks import Table, Text
+from lightning_lowbit.report.formatting import duration, number
+from lightning_lowbit.report.tables import as_markdown
+
+PILOT_SEEDS = 2
+_FEW = 10  # degrees of freedom below which the spread is rough
+
+Seeds = Mapping[str, Sequence[int]]  # planned, by row
+
+
+def pilot_seeds(effects: Sequence[Effect], seeds: Seeds, name: str | None) -> dict[str, list[int]]:
+    """The seeds of a pilot by row: the first two that the two rows of an effect share, a claim with a size first."""
+    if name is None:
+        raise ValueError("--pilot needs the expected effects of a study: give one with --study.")
+    if not effects:
+        raise ValueError(
+            f"--pilot needs expected effects, and study {name!r} has none: write effects such as "
+            "{ROW: {expected: +0.02}} into a copy (`lowbit cp`)."
+        )
+    for effect in sorted(effects, key=lambda effect: effect.size is None):
+        if len(shared := _shared(effect, seeds)) >= PILOT_SEEDS:
+            return dict.fromkeys((effect.against, effect.row), shared[:PILOT_SEEDS])
+    raise ValueError("--pilot needs two seeds that both rows of an expected effect have: give them with --seeds 0,1.")
+
+
+def _shared(effect: Effect, seeds: Seeds) -> list[int]:
+    return [seed for seed in seeds[effect.against] if seed in seeds[effect.row]]
+
+
+def spread_of(effects: Sequence[Effect], results: Results, baseline: str) -> Spread | None:
+    """The pooled spread; a row counts once, against the row of its first effect, or against the baseline."""
+    against = dict.fromkeys(results, baseline) | {effect.row: effect.against for effect in reversed(effects)}
+    return Spread.pooled([differences(results, row, other) for row, other in against.items() if row != other])
+
+
+def power_table(effects: Sequence[Effect], seeds: Seeds, results: Results, spread: Spread, needed: bool) -> Table:
+    """Power by effect; with ``needed``, also the seeds, the time and the tokens that give 80 % power."""
+    header = ["claim", "expected", "seeds", "power", "resolved with 80 % power"]
+    header += ["seeds needed", "time", "or tokens", "steps"] if needed else []
+    rows = []
+    for effect in effects:
+        pairs, size = len(_shared(effect, seeds)), effect.nats(results)
+        smallest = resolved_by(pairs, spread.value)
+        row = [
+            effect.name,
+            effect.expected,
+            str(pairs),
+            "" if size is None else f"{100 * power(size, spread.value, pairs):.0f} %",
+            "" if smallest is None else f"{smallest:.4f}",
+        ]
+        rows.append(row + (_needed(effect, size, smallest, results, spread) if needed else []))
+    return Table(header, rows)
+
+
+def _needed(effect: Effect, size: float | None, smallest: float | None, results: Results, spread: Spread) -> list[str]:
+    if size is None:
+        return ["", "", "", ""]
+    pairs = pairs_for(size, spread.value)
+    low, high = (_count(pairs_for(size, bound)) for bound in spread.bounds())
+    seeds = f"{_count(pairs)} ({low} to {high})" if pairs else _count(pairs)
+    seconds = _seconds(effect, results)
+    time = duration(pairs * seconds) if pairs and seconds else ""
+    if smallest is None:
+        return [seeds, time, "", ""]
+    times = (smallest / size) ** 2
+    steps = [run["steps"] for row in (effect.row, effect.against) for run in results.get(row, {}).values()]
+    steps = steps or [run["steps"] for runs in results.values() for run in runs.values()]
+    if times <= 1:
+        return [seeds, time, "enough", ""]
+    return [seeds, time, f"× {times:.1f}", number(math.ceil(times * max(steps)))]
+
+
+def _count(pairs: int | None) -> str:
+    return f"{MOST_PAIRS:,}+" if pairs is None else str(pairs)
+
+
+def _seconds(effect: Effect, results: Results) -> float:
+    """Of a pair of runs, one after the other; a row without runs takes as long as the others."""
+    measured = {row: [run["seconds"] for run in runs.values()] for row, runs in results.items() if runs}
+    usual = [seconds for each in measured.values() for seconds in each]
+    return sum(mean(measured.get(row) or usual) for row in (effect.row, effect.against))
+
+
+def notes(spread: Spread, needed: bool) -> list[str]:
+    """What the table assumes, as sentences."""
+    low, high = spread.bounds()
+    freedom = f"{spread.df} degree{'s' if spread.df > 1 else ''} of freedom"
+    known = f"Spread of the paired differences: {spread.value:.4f} ({freedom}; 95 %: {low:.4f} to {high:.4f})."
+    if spread.df < _FEW:
+        known += " So few pairs say it roughly: twice the spread needs four times the seeds."
+    lines = [known, "Power: of a paired t-test at 5 %, two-sided (noncentral t)."]
+    if needed:
+        lines += [
+            "Seeds needed: for 80 % power, and in parentheses at the ends of the interval of the spread.",
+            "Time: of both rows with the seeds needed, one run at a time, as long as the finished ones took.",
+            "Tokens, or steps of the same batch, with the seeds of the study: assumes that the spread shrinks as "
+            "1/√tokens, and that the effect stays.",
+        ]
+    return lines
+
+
+def power_blocks(
+    effects: Sequence[Effect], seeds: Seeds, results: Results, baseline: str, needed: bool
+) -> list[Table | Text]:
+    """The table and its notes; nothing without effects, or before a row has two seeds."""
+    spread = spread_of(effects, results, baseline) if effects else None
+    if spread is None:
+        return []
+    table = power_table(effects, seeds, results, spread, needed)
+    return [table, *map(Text, notes(spread, needed))]
+
+
+def as_text(block: Table | Text) -> str:
+    return as_markdown(block) + "\n" if isinstance(block, Table) else block.text
