@@ -22,9 +22,9 @@ def card(exported: "Exported", source: Source, format: Format) -> str:
     """The card as markdown."""
     total, few = exported.parameters
     facts = {name: source.facts.get(name) for name in ("checkpoint", "step", "phase", "casts", "tokenizer")}
-    parity = str(exported.parity) if exported.parity is not None else f"not compared: {exported.why_not}"
+    library = "pytorch" if source.config is None else "transformers"
     blocks = [
-        "---\nlibrary_name: transformers\ntags: [lightning_lowbit, quantized]\n---",
+        f"---\nlibrary_name: {library}\ntags: [lightning_lowbit, quantized]\n---",
         f"# {exported.folder.name}",
         f"Trained in few bits with lightning_lowbit, and exported as `{format.name}` ({format.about}).",
         f"{few:,} of {total:,} parameters ({few / total:.0%}) of {len(exported.rows)} layers are in few bits; the rest "
@@ -33,7 +33,7 @@ def card(exported: "Exported", source: Source, format: Format) -> str:
         _table(("", ""), [(name, value) for name, value in facts.items() if value is not None]),
         _table(("hyper-parameter", "value"), list(source.facts.get("hyper_parameters", {}).items())),
         "## Parity with the training",
-        f"```text\n{parity}\n```",
+        f"```text\n{exported.compared()}\n```",
         "## Layers",
         layers_table(exported),
         "## Versions",

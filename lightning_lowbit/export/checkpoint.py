@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_lowbit.atomic_files import being_written, put_in_place, remove
 from lightning_lowbit.checks import choose, some
 from lightning_lowbit.export.calibration import input_amaxes, tokens_of
 from lightning_lowbit.export.card import write_card
-from lightning_lowbit.export.formats.base import Format, NoClient, Options, Written
+from lightning_lowbit.export.formats.base import Format, NoClient, Options, Written, example_shape
 from lightning_lowbit.export.formats.table import FORMATS
-from lightning_lowbit.export.parity import Parity, compare
+from lightning_lowbit.export.parity import Parity, compare, outputs_difference
 from lightning_lowbit.export.record import write_record
 from lightning_lowbit.export.source import Source, read
 
@@ -27,8 +28,9 @@ class Exported:
     Attributes:
         folder: holds the files.
         rows: what was written of each quantized layer.
-        parity: how it compares with the training; None if nothing was compared.
+        parity: how it compares with the training; None if nothing was compared, or the model takes no tokens.
         why_not: why nothing was compared; None if it was.
+        outputs: of a model that takes no tokens, how far its output is from that of the training, as a norm.
         bytes: of the folder.
         parameters: of the model, and those of them in few bits.
     """
@@ -39,6 +41,13 @@ class Exported:
     why_not: str | None
     bytes: int
     parameters: tuple[int, int]
+    outputs: float | None = None
+
+    def compared(self) -> str:
+        """What the comparison found, in lines."""
+        if self.outputs is not None:
+            return f"outputs, relative difference: {self.outputs:.2g}"
+        return str(self.parity) if self.parity is not None else f"Outputs were not compared: {self.why_not}."
 
 
 def export_checkpoint(
@@ -112,21 +121,11 @@ def export_checkpoint(
         try:
             partial.mkdir()
             rows = chosen.write(source, partial, options)
-            compared, why_not = None, _incomparable(chosen, source, parity)
-            if why_not is None and tokens is not None and chosen.load is not None:
-                try:
-                    client = chosen.load(partial)
-                except ImportError as error:
-                    why_not = f"{error.name or error} is not installed: pip install 'lightning_lowbit[export]'"
-                except NoClient as error:
-                    why_not = str(error)
-                else:
-                    compared = compare(source, client, rows, chosen.weights(source, options), tokens, options.dtype)
-                    compared.check(chosen.tolerance)
+            report = _compared(chosen, source, partial, rows, options, tokens) if parity else _NOT_ASKED
             total = sum(parameter.numel() for parameter in source.model.parameters())
             few = sum(layer.weight_matrix().numel() for layer in source.layers.values())
             size = sum(path.stat().st_size for path in partial.rglob("*"))
-            exported = Exported(output, rows, compared, why_not, size, (total, few))
+            exported = Exported(output, rows, *report[:2], size, (total, few), report[2])
             write_record(source, chosen.name, partial)
             write_card(exported, source, chosen, partial)
             put_in_place(partial, output)
@@ -163,11 +162,34 @@ def _is_language_model(source: Source) -> bool:
     return config is not None and bool(model.can_generate()) and not getattr(config, "is_encoder_decoder", False)
 
 
-def _incomparable(format: Format, source: Source, parity: bool) -> str | None:
-    if not parity:
-        return "it was not asked for"
+def _compared(
+    format: Format, source: Source, folder: Path, rows: Sequence[Written], options: Options, tokens: Tensor | None
+) -> tuple[Parity | None, str | None, float | None]:
+    """The parity report of what is in a folder, or why there is none, or how far the output is of a model without
+    tokens. Raises if it computes something else."""
     if format.load is None:
-        return "the format's client is not a package of Python"
-    if not _is_language_model(source):
-        return "the model is no causal language model of transformers"
-    return None
+        return None, "the format's client is not a package of Python", None
+    shape = example_shape(source, options)
+    if tokens is None and (shape is None or not format.traces):
+        return None, "the model is no causal language model of transformers", None
+    try:
+        client = format.load(folder)
+    except ImportError as error:
+        return None, f"{error.name or error} is not installed: pip install 'lightning_lowbit[export]'", None
+    except NoClient as error:
+        return None, str(error), None
+    if tokens is not None:
+        report = compare(source, client, rows, format.weights(source, options), tokens, options.dtype)
+        report.check(format.tolerance)
+        return report, None, None
+    assert shape is not None
+    difference = outputs_difference(source, client, shape)
+    if not difference <= format.tolerance:
+        raise ValueError(
+            f"The exported model computes something else: its output differs by {difference:.3g} of its norm, and "
+            f"rounding explains {format.tolerance:g}. Nothing was exported; parity=False (--no-parity) exports."
+        )
+    return None, None, difference
+
+
+_NOT_ASKED = None, "it was not asked for", None

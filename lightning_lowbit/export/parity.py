@@ -163,6 +163,15 @@ def _logits(model: Any, tokens: Tensor) -> Tensor:
     return torch.cat([model(input_ids=part).logits.float() for part in torch.split(tokens, 4)])
 
 
+@torch.no_grad()
+def outputs_difference(source: Source, loaded: Any, shape: Sequence[int]) -> float:
+    """The norm of the difference of outputs for a random input of a shape, relative to theirs: of models that take no
+    tokens, and give one tensor."""
+    x = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(0))
+    ours, theirs = source.model(x).float(), loaded(x).float()
+    return float((theirs - ours).norm() / ours.norm())
+
+
 @contextmanager
 def _high_precision_inputs(source: Source, names: Sequence[str]) -> Generator[None, None, None]:
     """Within it, the inputs of some layers are not quantized."""

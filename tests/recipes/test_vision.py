@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_lowbit import cli
+from lightning_lowbit import cli, export_checkpoint
 from lightning_lowbit.recipes.vision import ImageClassifier, ImageDataModule
 from lightning_lowbit.report import charts as report_charts
 
@@ -80,3 +80,13 @@ def test_a_folder_of_images_is_read_with_a_class_for_each_folder():
     Path("empty").mkdir()
     with pytest.raises(ValueError, match="empty has no folders of images"):
         ImageDataModule("empty").prepare_data()
+
+
+@pytest.mark.slow
+def test_a_trained_classifier_is_exported_to_onnx_with_its_outputs():
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    assert cli.main(["fit", "--config=digits", "--config=digits_int4", "--config=small.yaml"]) == 0
+    [path] = Path("runs").rglob("last.ckpt")
+    exported = export_checkpoint(path, "onnx", "out")
+    assert exported.parity is None and exported.outputs < 0.05

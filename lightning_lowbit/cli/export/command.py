@@ -34,7 +34,7 @@ def export(arguments: Sequence[str]) -> None:
     total, few = exported.parameters
     print(layers_table(exported))
     print(f"\n{few:,} of {total:,} parameters in few bits, {exported.bytes:,} bytes on disk.")
-    print(exported.parity if exported.parity is not None else f"Outputs were not compared: {exported.why_not}.")
+    print(exported.compared())
     print(f"Exported to {exported.folder}")
 
 

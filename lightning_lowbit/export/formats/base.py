@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, weights
@@ -75,6 +75,7 @@ class Format:
         load: reads a folder back by the real client, ready to be called as the model is; None if there is no client
             in Python. An ``ImportError`` names a package that is missing; or a :class:`NoClient`.
         needs_network: whether the model must be one of ``transformers``.
+        traces: whether files are a trace of the model, with an input of a shape, so that any module can be compared.
         accepts: raises a ``ValueError`` for models that it cannot hold, whatever their casts.
         tolerance: how far logits may be from those of the training with the same operands in few bits, as a norm
             relative to theirs, where the client does not show what its layers compute.
@@ -89,6 +90,7 @@ class Format:
     load: Callable[[Path], nn.Module] | None = None
     needs_network: bool = True
     accepts: Callable[[Source], object] | None = None
+    traces: bool = False
     tolerance: float = 0.05
     fused: bool = False
     rounds_scales: bool = False
@@ -101,3 +103,9 @@ class Format:
 
 def row(weight: Weight, format: str, size: int, inputs: Inputs | None = None) -> Written:
     return Written(weight.name, str(weight.cast), format, size, weight.error, inputs)
+
+
+def example_shape(source: Source, options: Options) -> Sequence[int] | None:
+    """The shape of an input of a model that takes no tokens: as asked for, or of ``example_input_array``."""
+    example = getattr(source.model, "example_input_array", None)
+    return options.shape if options.shape is not None else example.shape if isinstance(example, Tensor) else None

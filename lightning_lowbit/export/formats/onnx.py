@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_lowbit.checks import some
 from lightning_lowbit.export.folder import write_network
 from lightning_lowbit.export.formats import base
-from lightning_lowbit.export.formats.base import Format, Options, Written, row
+from lightning_lowbit.export.formats.base import Format, Options, Written, example_shape, row
 from lightning_lowbit.export.formats.onnx_layers import INT4, TYPES, UINT4, Decoded, Inputs, attach, input_obstacle
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check, common_obstacle
@@ -147,11 +147,8 @@ def _example(source: Source, options: Options) -> Tensor:
     model: Any = source.model
     if source.config is not None and model.main_input_name == "input_ids":
         return torch.zeros(_TOKENS, dtype=torch.int64)
-    if options.shape is not None:
-        return torch.zeros(tuple(options.shape))
-    given = getattr(model, "example_input_array", None)
-    if isinstance(given, Tensor):
-        return given
+    if (shape := example_shape(source, options)) is not None:
+        return torch.zeros(tuple(shape))
     raise ValueError(
         f"The format onnx traces {type(model).__name__} with an input, and needs its shape: give --shape 2,3,32,32 "
         "(any number of images of 3x32x32), or set example_input_array in the module to a tensor."
@@ -258,5 +255,6 @@ FORMATS = {
         _write,
         _load,
         needs_network=False,
+        traces=True,
     )
 }
