@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from lightning_lowbit.export.record import write_record
 from lightning_lowbit.export.source import Source, read
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+_NOT_ASKED = "it was not asked for"
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,13 @@ def export_checkpoint(
         try:
             partial.mkdir()
             rows = chosen.write(source, partial, options)
-            report = _compared(chosen, source, partial, rows, options, tokens) if parity else _NOT_ASKED
+            found = (
+                _compared(chosen, source, partial, rows, options, tokens) if parity else _Compared(why_not=_NOT_ASKED)
+            )
             total = sum(parameter.numel() for parameter in source.model.parameters())
             few = sum(layer.weight_matrix().numel() for layer in source.layers.values())
             size = sum(path.stat().st_size for path in partial.rglob("*"))
-            exported = Exported(output, rows, *report[:2], size, (total, few), report[2])
+            exported = Exported(output, rows, found.parity, found.why_not, size, (total, few), found.outputs)
             write_record(source, chosen.name, partial)
             write_card(exported, source, chosen, partial)
             put_in_place(partial, output)
@@ -162,26 +167,33 @@ def _is_language_model(source: Source) -> bool:
     return config is not None and bool(model.can_generate()) and not getattr(config, "is_encoder_decoder", False)
 
 
+class _Compared(NamedTuple):
+    """The parity report, or why there is none, or how far the output is of a model without tokens."""
+
+    parity: Parity | None = None
+    why_not: str | None = None
+    outputs: float | None = None
+
+
 def _compared(
     format: Format, source: Source, folder: Path, rows: Sequence[Written], options: Options, tokens: Tensor | None
-) -> tuple[Parity | None, str | None, float | None]:
-    """The parity report of what is in a folder, or why there is none, or how far the output is of a model without
-    tokens. Raises if it computes something else."""
+) -> _Compared:
+    """Compares what is in a folder with the training, and raises if it computes something else."""
     if format.load is None:
-        return None, "the format's client is not a package of Python", None
+        return _Compared(why_not="the format's client is not a package of Python")
     shape = example_shape(source, options)
     if tokens is None and (shape is None or not format.traces):
-        return None, "the model is no causal language model of transformers", None
+        return _Compared(why_not="the model is no causal language model of transformers")
     try:
         client = format.load(folder)
     except ImportError as error:
-        return None, f"{error.name or error} is not installed: pip install 'lightning_lowbit[export]'", None
+        return _Compared(why_not=f"{error.name or error} is not installed: pip install 'lightning_lowbit[export]'")
     except NoClient as error:
-        return None, str(error), None
+        return _Compared(why_not=str(error))
     if tokens is not None:
         report = compare(source, client, rows, format.weights(source, options), tokens, options.dtype)
         report.check(format.tolerance)
-        return report, None, None
+        return _Compared(report)
     assert shape is not None
     difference = outputs_difference(source, client, shape)
     if not difference <= format.tolerance:
@@ -189,7 +201,4 @@ def _compared(
             f"The exported model computes something else: its output differs by {difference:.3g} of its norm, and "
             f"rounding explains {format.tolerance:g}. Nothing was exported; parity=False (--no-parity) exports."
         )
-    return None, None, difference
-
-
-_NOT_ASKED = None, "it was not asked for", None
+    return _Compared(outputs=difference)

@@ -130,6 +130,8 @@ def _made(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
         cls = getattr(import_module(package), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"--module is package.module.Class; {path!r} cannot be imported ({error}).") from error
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise ValueError(f"--module is the class of a LightningModule; {path!r} is {cls!r}.")
     given = {name: value for name, value in hyper_parameters.items() if not name.startswith("_")}
     if "pretrained" in given:  # its weights are those of the checkpoint
         given["pretrained"] = False
@@ -141,8 +143,6 @@ def _made(path: str, hyper_parameters: Mapping[str, Any]) -> nn.Module:
             f"{path} cannot be made from the hyper-parameters of the checkpoint ({error}). Save them in its __init__: "
             "self.save_hyperparameters()."
         ) from error
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"{path} makes a {type(made).__name__}, not the module that was trained.")
     return made
 
 

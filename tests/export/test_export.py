@@ -223,6 +223,11 @@ def test_a_checkpoint_that_names_code_runs_none(trained, tmp_path):
     with pytest.raises(ValueError, match="says 'os.system' of which class.*--module"):
         export(tmp_path / "chosen.ckpt", "mxfp8", tmp_path / "out")
 
+    loaded["hyper_parameters"]["_class_path"] = "lightning_lowbit.recipes.loader.DataLoader"
+    torch.save(loaded, tmp_path / "chosen.ckpt")
+    with pytest.raises(ValueError, match="the class of a LightningModule; .* is <class"):
+        export(tmp_path / "chosen.ckpt", "mxfp8", tmp_path / "out")
+
     class Runs:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
