@@ -1,6 +1,7 @@
 """llama.cpp as a module: a file computes logits on the CPU, as it does for those who run the file."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +28,8 @@ class LlamaCpp(nn.Module):
     def __init__(self, file: Path) -> None:
         super().__init__()
         try:
-            from llama_cpp_py_sync._cffi_bindings import get_ffi, get_lib
-
-            self.ffi, self.lib = get_ffi(), get_lib()  # type: ignore[no-untyped-call]
+            bindings: Any = import_module("llama_cpp_py_sync._cffi_bindings")
+            self.ffi, self.lib = bindings.get_ffi(), bindings.get_lib()
         except ImportError as error:
             raise NoClient(f"there is no llama.cpp ({error}): pip install llama-cpp-py-sync") from error
         except RuntimeError as error:  # a system older than the one on which it was built
