@@ -105,6 +105,7 @@ def cache(tmp_path, monkeypatch):
     at("none")
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_is_told_once_and_costs_no_bit(cache):
     x = torch.randn(3, 5)
     cache("whole")

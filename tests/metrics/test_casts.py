@@ -130,6 +130,7 @@ def test_a_zero_point_by_hand(x, levels_used, saturation):
     assert found.floats()["saturation"] == saturation
 
 
+@pytest.mark.fast("2", "4")
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_all_levels_on_either_side_of_a_zero_point(bits):
     """Rows with every whole number from -z to 2^bits - 1 - z, once, for every z there is."""

@@ -83,6 +83,7 @@ def test_parts_add_up() -> None:
     assert sums.dtype == torch.float64
 
 
+@pytest.mark.fast("eager")
 @pytest.mark.parametrize("name", ["eager", "compiled"])
 def test_what_is_not_finite(name: str) -> None:
     for value, bad in ((math.nan, math.isnan), (math.inf, math.isinf)):

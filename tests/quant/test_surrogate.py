@@ -102,6 +102,7 @@ def test_dge_over_a_step(element: str) -> None:
 # --- both -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast("dge")
 @pytest.mark.parametrize("kind", SURROGATES)
 def test_factors_are_those_of_the_scaled_elements(kind: str) -> None:
     """For every way of making scales, blocks along either dimension, sizes that do not fill them, bfloat16."""

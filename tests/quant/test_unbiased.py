@@ -62,6 +62,7 @@ def test_scales_need_a_key() -> None:
         quantize(sample(4, 32), RANDOM)
 
 
+@pytest.mark.slow
 def test_the_mean_of_scales_is_what_was_wanted() -> None:
     amax = torch.linspace(0.5, 1, 64)
     x = torch.stack([amax, torch.zeros(64)], 1).repeat_interleave(512, 0)
@@ -161,6 +162,7 @@ def rotated(x: Tensor, cast: Cast, key: int) -> Tensor:
     return rotate(quantize(rotate(x, transform, 1), cast, 1, bits).dequantize(), transform.t(), 1)
 
 
+@pytest.mark.slow
 def test_ms_eden_has_half_the_error_of_stochastic_rounding() -> None:
     """The factor is that of normal data, which any data is after a rotation: 0.0098 / 0.0189."""
     x = torch.randn(128, 512) * torch.randn(128, 32).exp().repeat_interleave(16, 1)

@@ -87,6 +87,7 @@ def test_each_row_has_noise_of_its_own() -> None:
     assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 4 / math.sqrt(STEPS)
 
 
+@pytest.mark.slow
 def test_figure_4() -> None:
     losses = descend_all(1.0)
     full, tenth = ({noise: losses[Curve("noise", noise, step)] for noise in NOISES} for step in (1, 0.1))

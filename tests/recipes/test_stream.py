@@ -198,7 +198,7 @@ def fit(
     return model
 
 
-@pytest.mark.fast("0-None-2", "0-5-1")
+@pytest.mark.fast("0-None-2")
 @pytest.mark.parametrize("num_workers, limit, accumulate", [*product([0], [None, 5], [1, 2]), (2, None, 2), (2, 5, 1)])
 def test_resumed_run_sees_the_batches_of_the_uninterrupted_one(
     tmp_path: Path, num_workers: int, limit: int | None, accumulate: int

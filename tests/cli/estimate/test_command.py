@@ -88,6 +88,7 @@ def test_the_configuration_says_what_is_gathered(capsys):
     assert gather(casts, bf16, "--gather=stored") == "stored"
 
 
+@pytest.mark.slow
 def test_what_a_device_lacks_is_counted_as_what_is_computed_in(capsys):
     for dtype, high in (("bf16", "bf16"), ("fp32", "fp32")):
         assert estimate(*QUICK, f"--trainer.plugins.init_args.compute_dtype={dtype}") == 0

@@ -50,7 +50,7 @@ def test_a_compiled_model(compiler: CompileCounterWithBackend, inner: Region) ->
     assert compiler.frame_count == 1
 
 
-@pytest.mark.fast("plain-plain", "non_reentrant-plain")
+@pytest.mark.fast("plain-plain")
 @pytest.mark.parametrize("within", [plain, non_reentrant])
 @pytest.mark.parametrize("around", [plain, non_reentrant, reentrant])
 def test_a_compiled_part_that_is_called_several_times(

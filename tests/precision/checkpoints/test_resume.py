@@ -156,7 +156,7 @@ def test_a_damaged_state_breaks_the_equality(uninterrupted, tmp_path, damage):
     assert not torch.equal(resumed.weights, whole.weights)
 
 
-@pytest.mark.fast("fp8")
+@pytest.mark.slow
 def test_without_exact_resume_dropout_differs(uninterrupted, tmp_path):
     plugin, _, whole = uninterrupted
     other = train(plugin, tmp_path, callbacks=())

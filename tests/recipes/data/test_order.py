@@ -12,6 +12,7 @@ from lightning_lowbit.recipes.data import TextDataModule
 from tests.recipes.data.runs import SIZES, SaveAlways, SaveSeen, fit
 
 
+@pytest.mark.slow
 def test_order_depends_on_seed_and_epoch_only(folder: Path) -> None:
     torch.manual_seed(1)
     one = fit(folder, max_epochs=2).seen

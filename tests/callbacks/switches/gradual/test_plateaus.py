@@ -128,10 +128,9 @@ class Ranks(Validated):
 
 
 @pytest.mark.filterwarnings("ignore:It is recommended to use .self.log")
+@pytest.mark.slow
 def test_all_ranks_begin_where_one_sees_a_plateau() -> None:
-    if torch.cuda.is_initialized():
-        pytest.skip("a process that has used CUDA cannot fork")
-    kwargs = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False, "max_steps": 6}
+    kwargs = {"devices": 2, "strategy": "ddp_spawn", "use_distributed_sampler": False, "max_steps": 6}
     switch = PrecisionSwitch("fqt", plateau={"patience": 2}, steps=2)
     fit(switch, model=Ranks(), val_check_interval=1, limit_val_batches=1, **kwargs)
     (blends, weights), (others, other_weights) = (torch.load(f"{rank}.pt") for rank in range(2))
