@@ -27,11 +27,12 @@ def card(exported: "Exported", source: Source, format: Format) -> str:
         f"---\nlibrary_name: {library}\ntags: [lightning_lowbit, quantized]\n---",
         f"# {exported.folder.name}",
         f"Trained in few bits with lightning_lowbit, and exported as `{format.name}` ({format.about}).",
-        f"{few:,} of {total:,} parameters ({few / total:.0%}) of {len(exported.rows)} layers are in few bits; the rest "
-        "is in high precision.",
+        f"{few:,} of {total:,} parameters ({few / total:.0%}) are in few bits, those of {len(exported.rows)} layers; "
+        "the rest is in high precision.",
         "## Training",
         _table(("", ""), [(name, value) for name, value in facts.items() if value is not None]),
         _table(("hyper-parameter", "value"), list(source.facts.get("hyper_parameters", {}).items())),
+        _table(("of the run", ""), list(source.facts.get("run", {}).items())),
         "## Parity with the training",
         f"```text\n{exported.compared()}\n```",
         "## Layers",

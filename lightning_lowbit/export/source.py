@@ -3,6 +3,7 @@
 The model's parameters are those of the file, memory-mapped: each is read when it is used.
 """
 
+import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -42,7 +44,8 @@ class Source:
         layers: the layers whose weights the forward pass quantizes, by their names in ``model``.
         dtype: of the computation in training; weights are rounded to it before they are quantized.
         config: the configuration of ``transformers``; None for other models.
-        facts: what a model card tells of the training: ``step``, ``phase``, ``tokenizer``, hyper-parameters.
+        facts: what a model card tells of the training: ``step``, ``phase``, ``tokenizer``, hyper-parameters, and
+            what the folder of the ``run`` tells.
     """
 
     model: nn.Module
@@ -107,8 +110,28 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
             "casts": str(trained),
             "tokenizer": data.get("tokenizer"),
             "hyper_parameters": {name: value for name, value in hyper_parameters.items() if not name.startswith("_")},
+            "run": _of_run(Path(checkpoint).expanduser()),
         },
     )
+
+
+def _of_run(checkpoint: Path) -> dict[str, Any]:
+    """What the folder of a recipe's run, with its checkpoints, tells of it: data, optimizer, metrics, coverage."""
+    found: dict[str, Any] = {}
+    folder = checkpoint.resolve().parent.parent
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        model = config["model"].get("init_args") or {}
+        found |= {"data": config.get("data"), "optimizer": model.get("optimizer"), "scheduler": model.get("scheduler")}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
+        pass  # a run without a recipe, or a file of something else
+    try:
+        run = json.loads((folder / "run.json").read_text())
+        metrics = {name: value for name, value in run["metrics"].items() if name in run["validation_metrics"]}
+        found |= {"coverage": run["coverage"], "name": run["name"], **metrics}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        pass
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _class_of(hyper_parameters: Mapping[str, Any], checkpoint: Any) -> str:
