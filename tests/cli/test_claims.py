@@ -173,6 +173,7 @@ def test_the_page_shows_curves_intervals_verdicts_and_links():
     assert all(f"{number} row{number} <b>" in page for number in range(1, 9)), "each interval has its legend"
 
 
+@pytest.mark.slow
 def test_expected_shares_are_those_of_the_perplexities_that_a_source_gives():
     checked = 0
     for effect in (effect for name in STUDIES for effect in read_study(name).effects):
