@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_lowbit.export.formats.base import Format
 from lightning_lowbit.export.source import Source
+from lightning_lowbit.report.blocks import Table
+from lightning_lowbit.report.tables import as_markdown
 
 if TYPE_CHECKING:
     from lightning_lowbit.export.checkpoint import Exported
@@ -53,10 +55,7 @@ def layers_table(exported: "Exported") -> str:
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    if not rows:
-        return ""
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+    return as_markdown(Table(head, [[str(cell) for cell in line] for line in rows])) if rows else ""
 
 
 def _version(package: str) -> str:

@@ -20,7 +20,6 @@ from lightning_lowbit.export.source import Source, read
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-
 _NOT_ASKED = "it was not asked for"
 
 
@@ -117,6 +116,9 @@ def export_checkpoint(
             "Calibration takes a causal language model of transformers, which the trained module is not: leave out "
             "calibrate (--calibrate), or take a format whose scales of activations are dynamic."
         )
+    if shape is not None and (not chosen.traces or _is_language_model(source)):
+        why = "the model takes tokens" if chosen.traces else f"the format {format} does not trace the model"
+        raise ValueError(f"shape (--shape) is of an input to trace, and {why}: leave it out.")
     tokens = tokens_of(source, calibrate) if _is_language_model(source) else None
     amaxes = input_amaxes(source, tokens) if calibrate is not None and tokens is not None else None
     options = Options(rescale, amaxes, DTYPES[dtype], shape)

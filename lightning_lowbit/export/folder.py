@@ -30,6 +30,11 @@ class Shards:
             self._write()
         return _size(tensors)
 
+    def add_dense(self, source: Source, without: set[str], dtype: torch.dtype) -> None:
+        """Takes the tensors of a model that are not quantized, all but those of some names; see :func:`dense`."""
+        for name, tensor in dense(source, without, dtype):
+            self.add({name: tensor})
+
     def close(self) -> None:
         """Writes what waits, and the index; names of several files tell their number."""
         self._write()

@@ -43,8 +43,9 @@ class Weight:
         return self.quantized.cast
 
 
-def common_obstacle(layer: QuantizedLayer) -> str | None:
-    """Why the codes of a layer's weight cannot stand for its forward pass, in words; None if they can."""
+def common_obstacle(layer: QuantizedLayer, stacks: bool = False) -> str | None:
+    """Why the codes of a layer's weight cannot stand for its forward pass, in words; None if they can. ``stacks`` of
+    matrices are refused unless the format holds them."""
     casts = layer.casts
     if layer.weight is None:
         return "it is a product of attention, which has no weight"
@@ -52,7 +53,7 @@ def common_obstacle(layer: QuantizedLayer) -> str | None:
         return "its weight is kept as codes: call lightning_lowbit.unpack_frozen first"
     if isinstance(layer, Projection):
         return "it is a projection of nn.MultiheadAttention, which engines do not have in few bits"
-    if layer.weight_matrix().dim() != 2:
+    if layer.weight_matrix().dim() != 2 and not stacks:
         return "its weight is a stack of matrices, such as of experts, or a convolution's"
     if "fprop" in casts.hadamard:
         return "its forward pass rotates weights and activations (hadamard), which engines do not"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint import save
 from torch.testing import assert_close
 
-from lightning_lowbit import LinearCasts, convert, export_checkpoint, load, unpack_frozen
+from lightning_lowbit import LinearCasts, export_checkpoint, load, unpack_frozen
 from lightning_lowbit.export import checkpoint as checkpoints
 from lightning_lowbit.export.checkpoint import fitting
 from lightning_lowbit.export.formats.packing import nibbles, words
@@ -102,22 +101,10 @@ def test_scales_that_an_engine_rounds_are_refused_kept_or_rounded_with_the_weigh
     assert 0 < max(row.error for row in rounded.rows) < 0.05
 
 
-def test_casts_that_a_format_does_not_hold_are_refused_with_the_reason():
-    for casts, format, why in (
-        ("int4", "nvfp4-w4a16", "it takes NVFP4 .* and the weight has int4"),
-        ("nvfp4-row", "nvfp4-w4a4", "it takes NVFP4"),
-        ("nvfp4", "modelopt-fp8", "it takes E4M3 with"),
-        ({"preset": "nvfp4", "fprop_x": None}, "nvfp4-w4a4", "the training had None: take nvfp4-w4a16"),
-        ({"preset": "fp8-current", "fprop_x": None}, "modelopt-fp8", "the training had None; take fp8"),
-        ("fp8-row", "modelopt-fp8", "one scale of the tensor"),
-        ("mxfp6", "mxfp6", "E2M3.* and the weight has e3m2"),
-        ("ufp4", "dequantized", "its forward pass rotates weights and activations"),
-        ("e1m2", "mxfp4", "it takes MXFP4 .* and the weight has e1m2"),
-        ({"preset": "nvfp4", "fprop_w": {"rounding": "stochastic"}}, "dequantized", "rounded stochastically"),
-        ("nvfp4", "nvfp4-w4a16", "its 24 in_features are no multiple of 16"),
-    ):
-        layer = convert(nn.Sequential(nn.Linear(24, 8)), casts, only=["0"])[0]
-        assert re.search(why, FORMATS[format].obstacle("0", layer)), (casts, format)
+def test_a_shape_that_no_trace_takes_is_refused(trained, tmp_path):
+    for format, why in (("mxfp8", "the format mxfp8 does not trace the model"), ("onnx", "the model takes tokens")):
+        with pytest.raises(ValueError, match=f"{why}: leave it out"):
+            export(trained("llama", "mxfp8", steps=2), format, tmp_path / "out", shape=[2, 3])
 
 
 def test_layers_that_a_format_does_not_hold_are_named(trained, tmp_path):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit.export.folder import Shards, dense, load_network, write_network
+from lightning_lowbit.export.folder import Shards, load_network, write_network
 from lightning_lowbit.export.formats.base import Format, Inputs, Options, Written
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import Weight, check, common_obstacle, divisor, weights
@@ -95,8 +95,7 @@ def _write(source: Source, folder: Path, options: Options) -> list[Written]:
         rows.append(
             Written(weight.name, str(weight.cast), "bitnet", size, error(weight, options.dtype), inputs=Inputs(_INPUTS))
         )
-    for name, tensor in dense(source, {f"{layer}.weight" for layer in source.layers}, options.dtype):
-        shards.add({name: tensor})
+    shards.add_dense(source, {f"{layer}.weight" for layer in source.layers}, options.dtype)
     shards.close()
     write_network(source, folder, options.dtype, quantization_config(source))
     return rows

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit.export.folder import Shards, dense, load_network, write_network
+from lightning_lowbit.export.folder import Shards, load_network, write_network
 from lightning_lowbit.export.formats.base import Format, Inputs, NoClient, Options, Written, row
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row, stream, words
 from lightning_lowbit.export.source import Source
@@ -258,8 +258,7 @@ def _write(name: str, kind: Kind, source: Source, folder: Path, options: Options
         size = shards.add({f"{weight.name}.{part}": tensor for part, tensor in encoded.tensors.items()})
         described[weight.name] = replace(encoded, tensors={})
         rows.append(row(weight, encoded.format, size, encoded.by))
-    for each, tensor in dense(source, {f"{layer}.weight" for layer in source.layers}, options.dtype):
-        shards.add({each: tensor})
+    shards.add_dense(source, {f"{layer}.weight" for layer in source.layers}, options.dtype)
     shards.close()
     write_network(source, folder, options.dtype, quantization_config(source.model, described))
     return rows

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbit.export.folder import Shards, dense, load_network, write_network, write_tokenizer
+from lightning_lowbit.export.folder import Shards, load_network, write_network, write_tokenizer
 from lightning_lowbit.export.formats.base import Format, Options, Written
 from lightning_lowbit.export.source import Source
 from lightning_lowbit.export.weights import check, common_obstacle, matrix
@@ -22,9 +22,7 @@ from lightning_lowbit.quant import Cast, quantize
 def _obstacle(name: str, layer: QuantizedLayer) -> str | None:
     if isinstance(layer, Projection):
         return "parts of its weight share scales, as bake(model) says"
-    if layer.weight_matrix().dim() != 2 and layer.frozen is None:
-        return None
-    return common_obstacle(layer)
+    return common_obstacle(layer, stacks=True)
 
 
 @torch.no_grad()
@@ -44,8 +42,7 @@ def _write(source: Source, folder: Path, options: Options) -> list[Written]:
             rounding = float((stored.float() - values.float()).abs().max())
             cast = source.layers[name].casts.fprop_w
             rows.append(Written(name, str(cast), "dequantized", size // len(layers), rounding))
-    for name, tensor in dense(source, written, options.dtype):
-        shards.add({name: tensor})
+    shards.add_dense(source, written, options.dtype)
     shards.close()
     if source.config is None:
         write_tokenizer(source.facts.get("tokenizer"), folder)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbit.export.folder import Shards, dense, write_json, write_network
+from lightning_lowbit.export.folder import Shards, write_json, write_network
 from lightning_lowbit.export.formats.base import Format, Inputs, Options, Written, row
 from lightning_lowbit.export.formats.compressed_tensors import KINDS, input_amax, obstacle, takes_nvfp4
 from lightning_lowbit.export.formats.packing import nibbles, scales_by_row
@@ -71,8 +71,7 @@ def _write(name: str, kind: str, source: Source, folder: Path, options: Options)
         size = shards.add({f"{weight.name}.{part}": tensor for part, tensor in _tensors(weight, options).items()})
         by = _inputs(weight, options) if calibrated or algorithm == "FP8" else None
         rows.append(row(weight, algorithm, size, by))
-    for each, tensor in dense(source, {f"{layer}.weight" for layer in source.layers}, options.dtype):
-        shards.add({each: tensor})
+    shards.add_dense(source, {f"{layer}.weight" for layer in source.layers}, options.dtype)
     shards.close()
     linear = [each for each, module in source.model.named_modules() if isinstance(module, nn.Linear)]
     described = _described(algorithm, [each for each in linear if each not in source.layers])

@@ -30,6 +30,6 @@ def stream(codes: Tensor, bits: int) -> Tensor:
 
 
 def words(codes: Tensor, bits: int) -> Tensor:
-    """:func:`_stream` in whole int32."""
+    """:func:`stream` in whole int32: ``[rows, words]``."""
     bytes_of_rows = stream(codes, bits)
     return F.pad(bytes_of_rows, (0, -bytes_of_rows.shape[1] % 4)).contiguous().view(torch.int32)
