@@ -60,7 +60,7 @@ def export_checkpoint(
     module: str | None = None,
     calibrate: str | Path | None = None,
     tokenizer: str | None = None,
-    dtype: str = "bf16",
+    dtype: str | None = None,
     shape: Sequence[int] | None = None,
     rescale: bool = False,
     overwrite: bool = False,
@@ -76,7 +76,8 @@ def export_checkpoint(
         calibrate: a text file, over which scales of activations are measured and outputs compared. Without it, those
             that engines need static are an error, and outputs are compared on random tokens.
         tokenizer: ``"bytes"``, a folder or a name on the Hub; None for that of the training, if the checkpoint tells.
-        dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``: of the tensors that are not quantized.
+        dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``: of the tensors that are not quantized; None for bf16, or what the
+            format takes.
         shape: of an input of a model that takes no tokens, with which ``onnx`` traces it.
         rescale: quantizes weights again where an engine needs other scales, and tells the error of each layer.
         overwrite: replaces ``output`` if it exists.
@@ -95,7 +96,12 @@ def export_checkpoint(
         >>> print(exported.parity)
     """
     choose("format", format, FORMATS)
-    choose("dtype", dtype, DTYPES)
+    chosen = FORMATS[format]
+    held = {name: each for name, each in DTYPES.items() if each in chosen.dtypes}
+    if dtype is not None and choose("dtype", dtype, DTYPES) not in held:
+        raise ValueError(
+            f"The format {format} holds tensors in {some(held)}, not in {dtype}: leave out dtype (--dtype)."
+        )
     output = Path(output).expanduser()
     if not output.name:
         raise ValueError(f"output (--output) is a folder to make, such as llama-int4; got {str(output)!r}.")
@@ -104,7 +110,7 @@ def export_checkpoint(
     for path in (checkpoint, calibrate):
         if path is not None and Path(path).expanduser().resolve().is_relative_to(output.resolve()):
             raise ValueError(f"{output} would be replaced, and holds {path}, which is read. Give another folder.")
-    chosen, source = FORMATS[format], read(checkpoint, module)
+    source = read(checkpoint, module)
     if tokenizer is not None:
         source = replace(source, facts={**source.facts, "tokenizer": tokenizer})
     if chosen.needs_network and source.config is None:
@@ -121,7 +127,7 @@ def export_checkpoint(
         raise ValueError(f"shape (--shape) is of an input to trace, and {why}: leave it out.")
     tokens = tokens_of(source, calibrate) if _is_language_model(source) else None
     amaxes = input_amaxes(source, tokens) if calibrate is not None and tokens is not None else None
-    options = Options(rescale, amaxes, DTYPES[dtype], shape)
+    options = Options(rescale, amaxes, chosen.dtypes[0] if dtype is None else DTYPES[dtype], shape)
     with being_written(output) as partial:
         try:
             partial.mkdir()
@@ -193,7 +199,7 @@ def _compared(
     except NoClient as error:
         return _Compared(why_not=str(error))
     if tokens is not None:
-        report = compare(source, client, rows, format.weights(source, options), tokens, options.dtype)
+        report = compare(source, client, rows, format.weights(source, options), tokens, options.dtype, format.shown)
         report.check(format.tolerance)
         return _Compared(report)
     assert shape is not None

@@ -10,7 +10,7 @@ the unquantized ones. What a layer computes depends on its own operands alone, s
 the client shows no layers, and where inputs stay in high precision tell whether the rest of the network is the same.
 """
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_lowbit.checks import some
-from lightning_lowbit.export.formats.base import Inputs, Written
+from lightning_lowbit.export.formats.base import Inputs, Written, shown_weight
 from lightning_lowbit.export.source import Source, hp_forward
 from lightning_lowbit.export.weights import Weight
 from lightning_lowbit.quant import quantize
@@ -114,6 +114,7 @@ def compare(
     written: Iterable[Weight],
     tokens: Tensor,
     dtype: torch.dtype = torch.bfloat16,
+    shown: Callable[[Any, Weight], Tensor | None] = shown_weight,
 ) -> Parity:
     """Compares an exported model with the training on some tokens.
 
@@ -124,9 +125,10 @@ def compare(
         written: the weights as the format stores them.
         tokens: int64 ``[sequences, length]``.
         dtype: of the files' parameters in high precision.
+        shown: the weight of a loaded layer, as numbers, if it shows it.
     """
     outputs = _logits(loaded, tokens)
-    weights, layers, is_rescaled = _layers(loaded, {row.name: row.inputs for row in rows}, written, tokens[:1])
+    weights, layers, is_rescaled = _layers(loaded, {row.name: row.inputs for row in rows}, written, tokens[:1], shown)
     trained = _logits(source.model, tokens)
     with _high_precision_inputs(source, [row.name for row in rows if row.inputs is None]):
         same = _logits(source.model, tokens)
@@ -186,18 +188,22 @@ def _high_precision_inputs(source: Source, names: Sequence[str]) -> Generator[No
 
 
 def _layers(
-    loaded: Any, inputs: Mapping[str, Inputs | None], written: Iterable[Weight], tokens: Tensor
+    loaded: Any,
+    inputs: Mapping[str, Inputs | None],
+    written: Iterable[Weight],
+    tokens: Tensor,
+    shows: Callable[[Any, Weight], Tensor | None],
 ) -> tuple[dict[str, float], dict[str, float], bool]:
     """How far the layers of a loaded model are from what was written: their weights, and what they make of an input;
     and whether weights were quantized again."""
-    shown = dict(loaded.named_modules()) if isinstance(loaded, nn.Module) else {}
+    modules = dict(loaded.named_modules()) if isinstance(loaded, nn.Module) else {}
     passed: dict[str, tuple[Tensor, Tensor]] = {}
-    names = {id(module): name for name, module in shown.items() if name in inputs}
+    names = {id(module): name for name, module in modules.items() if name in inputs}
 
     def note(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         passed[names[id(module)]] = args[0].detach(), output.detach()
 
-    handles = [shown[name].register_forward_hook(note) for name in names.values()]
+    handles = [modules[name].register_forward_hook(note) for name in names.values()]
     if handles:
         loaded(input_ids=tokens)
     for handle in handles:
@@ -205,10 +211,8 @@ def _layers(
     weights, layers, is_rescaled = dict[str, float](), dict[str, float](), False
     for weight in written if handles else ():
         is_rescaled = is_rescaled or weight.error > 0
-        there = getattr(shown.get(weight.name), "weight", None)
-        if isinstance(there, Tensor) and not isinstance(weight.layer, nn.Linear):
-            there = there.t()  # of Conv1D
-        if isinstance(there, Tensor) and there.shape == weight.quantized.codes.shape and there.is_floating_point():
+        there = shows(modules.get(weight.name), weight)
+        if there is not None:
             weights[weight.name] = _beyond_rounding(there, weight.quantized.dequantize())
         if weight.name in passed:
             layers[weight.name] = _difference(weight, inputs[weight.name], *passed[weight.name])

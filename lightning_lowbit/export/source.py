@@ -20,8 +20,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from lightning_lowbit._lightning import rank_zero_warn
 from lightning_lowbit.checks import some
 from lightning_lowbit.nn.casts import LinearCasts
-from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.conversion.shared_amax import groups
 from lightning_lowbit.nn.conversion.smooth_swiglu import fold
 from lightning_lowbit.nn.keys import clean_name
 from lightning_lowbit.nn.linear import QuantizedLayer
@@ -46,6 +46,7 @@ class Source:
         config: the configuration of ``transformers``; None for other models.
         facts: what a model card tells of the training: ``step``, ``phase``, ``tokenizer``, hyper-parameters, and
             what the folder of the ``run`` tells.
+        shared: the names of layers whose weights are scaled by one amax, a list for each group.
     """
 
     model: nn.Module
@@ -53,6 +54,7 @@ class Source:
     dtype: torch.dtype
     config: Any | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    shared: Sequence[Sequence[str]] = ()
 
 
 def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = True) -> Source:
@@ -84,10 +86,6 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
     restore(model, loaded, prefix=prefix, weights=False)
     if any(layer.casts.smooth == "channel" for layer in quantized_layers(model).values()):
         fold(model)  # the same function, without smoothing
-    context = ForwardContext.of(model)
-    assert context is not None
-    with context.enter(model):
-        pass  # layers that share an amax have measured it
     layers = {clean_name(name): layer for name, layer in quantized_layers(model).items()}
     quantized = {name: layer for name, layer in layers.items() if layer.casts.fprop_w is not None}
     if in_few_bits and not quantized:
@@ -112,7 +110,17 @@ def read(checkpoint: str | Path, module: str | None = None, in_few_bits: bool = 
             "hyper_parameters": {name: value for name, value in hyper_parameters.items() if not name.startswith("_")},
             "run": _of_run(Path(checkpoint).expanduser()),
         },
+        _shared(trained, prefix, quantized),
     )
+
+
+def _shared(trained: Trained, prefix: str, layers: Mapping[str, QuantizedLayer]) -> list[list[str]]:
+    """The groups of quantized layers that share an amax, by their names in the model."""
+    if not trained.shared_amax:
+        return []
+    inside = f"{prefix}." if prefix else ""
+    found = [[name.removeprefix(inside) for name in group] for group in groups(trained.layers, trained.shared_amax)]
+    return [names for names in found if all(name in layers for name in names)]
 
 
 def _of_run(checkpoint: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ group must have been trained with one (``shared_amax``), or are quantized again 
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ from lightning_lowbit.export.source import Source
 from lightning_lowbit.nn.layers.multihead import Projection
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast, Quantized, quantize
+from lightning_lowbit.quant.shard import amax_of
 
 # What engines fuse, by the last part of a name: one pattern for each group of a module.
 FUSED = (r"q_proj|k_proj|v_proj", r"gate_proj|up_proj", r"w1|w3", r"query|key|value")
@@ -82,23 +83,41 @@ def groups(source: Source) -> list[list[str]]:
 
 
 @torch.no_grad()
-def matrix(source: Source, layer: QuantizedLayer) -> Tensor:
-    """The weight ``[out_features, in_features]`` in the dtype in which the training computed."""
-    return layer.weight_matrix().detach().to(source.dtype)
+def matrices(
+    source: Source, together: Sequence[Sequence[str]] = ()
+) -> Iterator[tuple[str, Tensor, Mapping[str, Tensor]]]:
+    """Name and weight of each layer, in the model's order, and what was read for it. Each is read from the file once.
+
+    A weight is ``[out_features, in_features]``, or a stack of such, in the dtype in which the training computed. Layers
+    that share an amax are read when the first of them comes, and have the amax from then on.
+
+    Args:
+        source: the model.
+        together: names of other layers to read at the same time.
+    """
+    companions = _companions([*source.shared, *together])
+    waiting: dict[str, Tensor] = {}
+    for name in source.layers:
+        read: dict[str, Tensor] = {}
+        if name not in waiting:
+            for each in companions.get(name, [name]):
+                read[each] = source.layers[each].weight_matrix().detach().to(source.dtype)
+            for group in source.shared:
+                if group[0] in read:
+                    amax = torch.stack([amax_of(read[each]) for each in group]).amax()
+                    for each in group:
+                        source.layers[each].weight_amax = amax
+            waiting |= read
+        yield name, waiting.pop(name), read
 
 
-@torch.no_grad()
-def scale_amax(source: Source, name: str) -> Tensor | None:
-    """The amax by which the forward pass scales a weight, 0-d; None if its scale does not depend on one."""
-    layer = source.layers[name]
-    cast = layer.casts.cast_of("fprop_w")
-    if cast is None or not cast.scale.needs_amax:
-        return None
-    if (shared := layer.shared_amax(source.dtype)) is not None and cast.scale.source == "current":
-        return shared
-    weight = matrix(source, layer)
-    given = layer.scaled_by(weight)
-    return weight.abs().amax().float() if given is None else given.detach().float().reshape(())
+def _companions(groups: Sequence[Sequence[str]]) -> dict[str, list[str]]:
+    """By name, all names that are in a group with it, or with one of those."""
+    found: dict[str, list[str]] = {}
+    for group in groups:
+        joined = [*dict.fromkeys(each for name in group for each in found.get(name, [name]))]
+        found |= dict.fromkeys(joined, joined)
+    return found
 
 
 @torch.no_grad()
@@ -116,14 +135,17 @@ def weights(
     Raises:
         ValueError: engines need other scales, and ``rescale`` is False; or a weight is not finite.
     """
-    amaxes = _amaxes(source, rescale) if fused else {}
-    for name, layer in source.layers.items():
-        cast, weight = layer.casts.cast_of("fprop_w"), matrix(source, layer)
+    fusing = groups(source) if fused else []
+    amaxes: dict[str, Tensor] = {}
+    for name, weight, read in matrices(source, fusing):
+        layer = source.layers[name]
+        cast = layer.casts.cast_of("fprop_w")
         assert isinstance(cast, Cast), name
         if weight.dim() != 2:
             continue
         if not weight.isfinite().all():
             raise ValueError(f"The weight of {name} holds NaN or infinities: export a checkpoint from before.")
+        amaxes |= _largest(source, read, [group for group in fusing if group[0] in read], rescale)
         trained = quantize(weight, cast, amax=layer.scaled_by(weight))
         changed = trained
         if name in amaxes:
@@ -134,6 +156,34 @@ def weights(
             changed = _with_scales_in(scale_dtype, weight, trained, name, rescale)
         error = 0.0 if changed is trained else float((changed.dequantize() - trained.dequantize()).abs().max())
         yield Weight(name, layer, changed, error)
+
+
+def _largest(
+    source: Source, read: Mapping[str, Tensor], fusing: Sequence[Sequence[str]], rescale: bool
+) -> dict[str, Tensor]:
+    """The largest amax of each group whose layers have several, by layer."""
+    changed: dict[str, Tensor] = {}
+    for names in fusing:
+        own = {name: amax for name in names if (amax := _scale_amax(source.layers[name], read[name])) is not None}
+        if len({float(amax) for amax in own.values()}) > 1:
+            changed |= dict.fromkeys(own, torch.stack([*own.values()]).amax())
+    if changed and not rescale:
+        raise ValueError(
+            f"Engines multiply {some(changed)} by one scale for the layers of a group, and these were trained with "
+            "their own: the outputs would be wrong by the ratio of their scales. Train with shared_amax="
+            "['(q|k|v)_proj', 'gate_proj|up_proj'], or give rescale (--rescale), which quantizes the weights of such "
+            "groups again by the largest amax and tells the error of each layer."
+        )
+    return changed
+
+
+def _scale_amax(layer: QuantizedLayer, weight: Tensor) -> Tensor | None:
+    """The amax by which the forward pass scales a weight, 0-d; None if its scale does not depend on one."""
+    cast = layer.casts.cast_of("fprop_w")
+    if cast is None or not cast.scale.needs_amax:
+        return None
+    given = layer.scaled_by(weight)
+    return amax_of(weight) if given is None else given.detach().float().reshape(())
 
 
 def _with_scales_in(dtype: torch.dtype, weight: Tensor, trained: Quantized, name: str, rescale: bool) -> Quantized:
@@ -151,24 +201,6 @@ def _with_scales_in(dtype: torch.dtype, weight: Tensor, trained: Quantized, name
     largest = trained.cast.format.max
     elements = torch.where(units > 0, weight.float() / units, 0).round().clamp(-largest, largest)
     return replace(rounded, codes=trained.cast.format.encode(elements))
-
-
-def _amaxes(source: Source, rescale: bool) -> dict[str, Tensor]:
-    """The amaxes of layers whose groups have several, by name."""
-    changed: dict[str, Tensor] = {}
-    for names in groups(source):
-        own = {name: amax for name in names if (amax := scale_amax(source, name)) is not None}
-        if len({float(amax) for amax in own.values()}) > 1:
-            largest = torch.stack([*own.values()]).amax()
-            changed |= dict.fromkeys(own, largest)
-    if changed and not rescale:
-        raise ValueError(
-            f"Engines multiply {some(changed)} by one scale for the layers of a group, and these were trained with "
-            "their own: the outputs would be wrong by the ratio of their scales. Train with shared_amax="
-            "['(q|k|v)_proj', 'gate_proj|up_proj'], or give rescale (--rescale), which quantizes their weights again "
-            "by the largest amax and tells the error of each layer."
-        )
-    return changed
 
 
 def divisor(scale: Tensor) -> Tensor:

@@ -51,11 +51,13 @@ class Quantized:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``element * (scale * tensor_scale)``: computed in float32, rounded once to ``dtype``."""
+        return self._spread(self.elements(), self.multipliers(), torch.mul).to(dtype)
+
+    def multipliers(self) -> Tensor:
+        """What elements are multiplied by, ``scale * tensor_scale``: float32, the shape of ``scales``."""
         storage = self.cast.scale.storage
         scales = self.scales.float() if storage.dtype is not None else storage.decode(self.scales)
-        if self.tensor_scale is not None:
-            scales = scales * self.tensor_scale
-        return self._spread(self.elements(), scales, torch.mul).to(dtype)
+        return scales if self.tensor_scale is None else scales * self.tensor_scale
 
     def _spread(self, elements: Tensor, scales: Tensor, operation: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Applies an operation to each element and the value of its block."""

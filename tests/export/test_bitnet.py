@@ -1,6 +1,7 @@
 """The format ``bitnet``: the codec against golden vectors of transformers, and models in transformers itself."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,12 +53,22 @@ def test_layers_that_it_cannot_hold_are_refused_by_name() -> None:
         (layer_of(TERNARY.replace(fprop_x=x.replace(element="int4"))), "quantizes inputs by int8"),
         (layer_of(TERNARY, nn.Linear(16, 6)), "its 6 out_features are no multiple of 4"),
         (layer_of(TERNARY, nn.Conv2d(4, 8, 1)), "is no nn.Linear"),
+        (layer_of(TERNARY.replace(fprop_x=None, wgrad_x=None)), "the training not at all: take int2, or gguf"),
     ]
     for layer, message in refused:
         assert message in str(bitnet.obstacle("0", layer))
-    without_inputs = TERNARY.replace(fprop_x=None, wgrad_x=None)
     absmax = TERNARY.replace(fprop_w=Cast("ternary", Scale("fp32", "tensor")))
-    assert [bitnet.obstacle("0", layer_of(casts)) for casts in (TERNARY, without_inputs, absmax)] == [None] * 3
+    assert [bitnet.obstacle("0", layer_of(casts)) for casts in (TERNARY, absmax)] == [None] * 2
+
+
+def test_a_loaded_layer_shows_each_of_its_elements() -> None:
+    pytest.importorskip("transformers")
+    (weight,) = weights(source_of(nn.Sequential(nn.Linear(16, 8)), TERNARY))
+    loaded = SimpleNamespace(weight=bitnet.tensors(weight)["weight"])
+    exact = weight.quantized.dequantize()
+    assert torch.equal(FORMAT.shown(loaded, weight), exact)
+    loaded.weight[1, 3] ^= 0b0100
+    assert (FORMAT.shown(loaded, weight) != exact).sum() == 1
 
 
 def test_layers_that_stay_are_named_so_that_no_other_is() -> None:

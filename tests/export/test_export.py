@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,9 @@ from lightning_lowbit.export.formats.packing import nibbles, words
 from lightning_lowbit.export.formats.table import FORMATS
 from lightning_lowbit.export.parity import _beyond_rounding
 from lightning_lowbit.export.source import _network, read
-from lightning_lowbit.export.weights import weights
+from lightning_lowbit.export.weights import groups, matrices, weights
 from lightning_lowbit.nn.casts import PRESETS
+from lightning_lowbit.nn.linear import QuantizedLayer
 from tests.export.sources import language_model
 from tests.golden_vectors import load as golden
 
@@ -79,6 +81,18 @@ def test_a_model_with_static_scales_or_cut_tiles_is_read_back_with_the_outputs_o
         assert torch.equal(logits(model), logits(read(checkpoint).model)), casts
 
 
+def test_each_weight_is_read_once_and_knows_the_amax_that_it_shares(trained, monkeypatch):
+    source = read(trained("llama", "nvfp4", steps=2, shared=True))
+    reads, weight_matrix = Counter(), QuantizedLayer.weight_matrix
+    monkeypatch.setattr(QuantizedLayer, "weight_matrix", lambda self: reads.update([id(self)]) or weight_matrix(self))
+    assert [name for name, *_ in matrices(source, groups(source))] == [*source.layers]
+    assert set(reads.values()) == {1} and len(reads) == len(source.layers)
+    shared = {name: layer.shared_amax(source.dtype) for name, layer in source.layers.items()}
+    logits(source.model)
+    assert shared == {name: layer.shared_amax(source.dtype) for name, layer in source.layers.items()}
+    assert sum(amax is not None for amax in shared.values()) == 10
+
+
 def test_fused_layers_with_scales_of_their_own_are_refused_or_quantized_again(trained, tmp_path):
     checkpoint = trained("llama", "nvfp4", steps=4)
     with pytest.raises(ValueError, match=r"one scale for the layers of a group.*shared_amax.*--rescale"):
@@ -99,6 +113,11 @@ def test_scales_that_an_engine_rounds_are_refused_kept_or_rounded_with_the_weigh
     assert max(row.error for row in export(checkpoint, "int4", tmp_path / "kept", dtype="fp32").rows) == 0
     rounded = export(checkpoint, "int4", tmp_path / "rounded", rescale=True)
     assert 0 < max(row.error for row in rounded.rows) < 0.05
+
+
+def test_a_dtype_that_a_format_does_not_hold_is_refused(trained, tmp_path):
+    with pytest.raises(ValueError, match="format onnx holds tensors in fp32, not in bf16: leave out dtype"):
+        export(trained("llama", "mxfp8", steps=2), "onnx", tmp_path / "out", dtype="bf16")
 
 
 def test_a_shape_that_no_trace_takes_is_refused(trained, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,16 +133,22 @@ def test_wandb_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
+    folders = []
     for steps in range(2):
         logger = WandbLogger(save_dir="root", offline=True)
         train(logger)
         run = logger.experiment
         assert run.config["lightning_lowbit/casts"] == "nvfp4"
         assert run.summary["lightning_lowbit/coverage"] == 1.0
+        folders.append(Path(run.dir).parent)
         wandb.finish()
         assert (Path("root") / ("version_1" if steps else "") / "report.html").exists()
-    for folder in Path("root/wandb").glob("offline-run-*"):
+    assert len({*folders}) == 2
+    for folder in folders:
         (log,) = folder.glob("*.wandb")
+        until = time.monotonic() + 60  # a process of its own writes the file
+        while b"report.html" not in log.read_bytes() and time.monotonic() < until:
+            time.sleep(0.2)
         content = log.read_bytes()
         assert b"report-" in content
         assert b"report.html" in content

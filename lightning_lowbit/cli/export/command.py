@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--tokenizer", metavar="NAME", help="'bytes', a folder, or a name on the Hugging Face Hub; else that of the run"
     )
-    add("--dtype", choices=DTYPES, default="bf16", help="of tensors that are not quantized; bf16 by default")
+    add("--dtype", choices=DTYPES, help="of tensors that are not quantized; bf16, or what the format takes, by default")
     add("--shape", type=_sizes, metavar="2,3,32,32", help="of an input of a model that takes no tokens, for onnx")
     add("--rescale", action="store_true", help="quantizes weights again where an engine needs other scales")
     add("--module", metavar="CLASS", help="package.module.Class of your own LightningModule; its code runs")

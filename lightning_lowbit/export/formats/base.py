@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,15 @@ class Written:
     inputs: Inputs | None = None
 
 
+def shown_weight(loaded: Any, weight: Weight) -> Tensor | None:
+    """The weight of a loaded layer ``[out_features, in_features]``; None if it is not kept as numbers."""
+    there = getattr(loaded, "weight", None)
+    if not isinstance(there, Tensor) or not there.is_floating_point():
+        return None
+    there = there if isinstance(weight.layer, nn.Linear) else there.t()  # of Conv1D
+    return there if there.shape == weight.quantized.codes.shape else None
+
+
 @dataclass(frozen=True)
 class Format:
     """A format of files.
@@ -81,6 +90,8 @@ class Format:
             relative to theirs, where the client does not show what its layers compute.
         fused: whether engines take one scale of the tensor for q, k and v, and for gate and up.
         rounds_scales: whether engines keep scales of rows and blocks in the dtype of the model.
+        dtypes: of what is not quantized: those that it holds, the default first.
+        shown: the weight of a loaded layer, as numbers; None if the layer does not show it.
     """
 
     name: str
@@ -94,6 +105,8 @@ class Format:
     tolerance: float = 0.05
     fused: bool = False
     rounds_scales: bool = False
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32)
+    shown: Callable[[Any, Weight], Tensor | None] = shown_weight
 
     def weights(self, source: Source, options: Options) -> Iterator[Weight]:
         """The weights of all layers as the format stores them; see :func:`lightning_lowbit.export.weights.weights`."""

@@ -39,8 +39,9 @@ def obstacle(name: str, layer: QuantizedLayer) -> str | None:
     weight, x = layer.casts.cast_of("fprop_w"), layer.casts.cast_of("fprop_x")
     if weight is None or weight.element != "ternary" or weight.scale.block != "tensor":
         return f"bitnet takes ternary weights with one scale of the tensor, and this one has {weight}"
-    if x not in (None, _INPUTS):
-        return f"bitnet quantizes inputs by {_INPUTS}, and the training by {x}"
+    if x != _INPUTS:
+        trained = f"by {x}" if x is not None else "not at all: take int2, or gguf"
+        return f"bitnet quantizes inputs by {_INPUTS}, and the training {trained}"
     if layer.out_features % _ELEMENTS:
         return f"its {layer.out_features} out_features are no multiple of {_ELEMENTS}"
     return None
@@ -63,9 +64,15 @@ def error(weight: Weight, dtype: torch.dtype) -> float:
 
 def _scale(weight: Weight) -> Tensor:
     """What elements are multiplied by, float32, 0-d."""
-    quantized, storage = weight.quantized, weight.cast.scale.storage
-    scale = quantized.scales.float() if storage.dtype is not None else storage.decode(quantized.scales)
-    return (scale if quantized.tensor_scale is None else scale * quantized.tensor_scale).reshape(())
+    return weight.quantized.multipliers().reshape(())
+
+
+def _shown(loaded: Any, weight: Weight) -> Tensor | None:
+    """The elements of a loaded layer times the scale of the training; what the layer divides by shows in its output."""
+    from transformers.integrations.bitnet import unpack_weights
+
+    packed = getattr(loaded, "weight", None)
+    return unpack_weights(packed, torch.float32) * _scale(weight) if isinstance(packed, Tensor) else None
 
 
 def quantization_config(source: Source) -> dict[str, Any]:
@@ -116,6 +123,11 @@ def _load(folder: Path) -> nn.Module:
 
 FORMATS = {
     "bitnet": Format(
-        "bitnet", "transformers' own for ternary weights: transformers, llama.cpp's converter", obstacle, _write, _load
+        "bitnet",
+        "transformers' own for ternary weights: transformers, llama.cpp's converter",
+        obstacle,
+        _write,
+        _load,
+        shown=_shown,
     )
 }

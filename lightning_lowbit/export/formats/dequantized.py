@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_lowbit.export.folder import Shards, load_network, write_network, write_tokenizer
 from lightning_lowbit.export.formats.base import Format, Options, Written
 from lightning_lowbit.export.source import Source
-from lightning_lowbit.export.weights import check, common_obstacle, matrix
+from lightning_lowbit.export.weights import check, common_obstacle, matrices
 from lightning_lowbit.nn.layers.multihead import Projection
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.quant import Cast, quantize
@@ -29,19 +29,16 @@ def _obstacle(name: str, layer: QuantizedLayer) -> str | None:
 def _write(source: Source, folder: Path, options: Options) -> list[Written]:
     check(source, {name: _obstacle(name, layer) for name, layer in source.layers.items()}, "dequantized")
     names = {id(parameter): name for name, parameter in source.model.named_parameters()}
-    by_parameter: dict[int, list[str]] = {}
-    for name, layer in source.layers.items():
-        by_parameter.setdefault(id(layer.weight), []).append(name)
     shards, rows, written = Shards(folder), list[Written](), set[str]()
-    for key, layers in by_parameter.items():
-        values = quantized_parameter(source, layers)
+    for name, matrix, _ in matrices(source):
+        layer = source.layers[name]
+        parameter = names[id(layer.weight)]
+        values = _quantized_parameter(layer, matrix)
         stored = values.to(options.dtype)
-        written.add(names[key])
-        size = shards.add({names[key]: stored})
-        for name in layers:
-            rounding = float((stored.float() - values.float()).abs().max())
-            cast = source.layers[name].casts.fprop_w
-            rows.append(Written(name, str(cast), "dequantized", size // len(layers), rounding))
+        rounding = float((stored.float() - values).abs().max())
+        size = shards.add({parameter: stored})
+        rows.append(Written(name, str(layer.casts.fprop_w), "dequantized", size, rounding))
+        written.add(parameter)
     shards.add_dense(source, written, options.dtype)
     shards.close()
     if source.config is None:
@@ -51,27 +48,21 @@ def _write(source: Source, folder: Path, options: Options) -> list[Written]:
     return rows
 
 
-def quantized_parameter(source: Source, layers: list[str]) -> Tensor:
-    """The parameter that some layers have as weight, float32, with its quantized values."""
-    first: Any = source.layers[layers[0]]
-    kept = first.weight.data
-    first.weight.data = kept.clone().float()
-    try:
-        for name in layers:
-            layer = source.layers[name]
-            matrices = matrix(source, layer)
-            stack = matrices if matrices.dim() > 2 else matrices[None]
-            values = torch.stack([_values(layer, one) for one in stack])
-            layer.set_weight_matrix(values.reshape(matrices.shape))
-        return first.weight.data
-    finally:
-        first.weight.data = kept
-
-
-def _values(layer: QuantizedLayer, weight: Tensor) -> Tensor:
+def _quantized_parameter(layer: QuantizedLayer, matrix: Tensor) -> Tensor:
+    """The parameter of a layer, float32, with the quantized values of its matrix or stack of matrices."""
     cast = layer.casts.cast_of("fprop_w")
     assert isinstance(cast, Cast)
-    return quantize(weight, cast, amax=layer.scaled_by(weight)).dequantize()
+    stack = matrix if matrix.dim() > 2 else matrix[None]
+    values = torch.stack([quantize(one, cast, amax=layer.scaled_by(one)).dequantize() for one in stack])
+    parameter: Any = layer.weight
+    trained = parameter.data
+    parameter.data = torch.empty_like(trained, dtype=torch.float32)
+    try:
+        layer.set_weight_matrix(values.reshape(matrix.shape))
+        filled: Tensor = parameter.data
+    finally:
+        parameter.data = trained
+    return filled
 
 
 FORMATS = {

@@ -256,5 +256,6 @@ FORMATS = {
         _load,
         needs_network=False,
         traces=True,
+        dtypes=(torch.float32,),
     )
 }

@@ -66,7 +66,7 @@ class Decoded(nn.Module):
         """``transposed`` decodes to ``[in, out]``. ``codes``, of another shape, are those of rows in dimension 0."""
         super().__init__()
         self.number, unit = stored_as(quantized.cast)
-        scales, zeros = _by_row(quantized, _decoded_scales(quantized) * unit), None
+        scales, zeros = _by_row(quantized, quantized.multipliers() * unit), None
         if quantized.zero_points is not None:
             zeros = _by_row(quantized, quantized.zero_points)
         codes = quantized.codes if codes is None else codes
@@ -94,13 +94,6 @@ class Decoded(nn.Module):
         return symbolic(
             "DequantizeLinear", inputs, self.attributes, dtype=torch.float32, shape=self.codes.shape, version=21
         )
-
-
-def _decoded_scales(quantized: Quantized) -> Tensor:
-    """What elements are multiplied by, float32."""
-    storage = quantized.cast.scale.storage
-    scales = quantized.scales.float() if storage.dtype is not None else storage.decode(quantized.scales)
-    return scales if quantized.tensor_scale is None else scales * quantized.tensor_scale
 
 
 def _by_row(quantized: Quantized, values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ Layouts: ``ggml-common.h`` and ``ggml-quants.c`` of llama.cpp; type numbers: ``g
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -173,7 +173,8 @@ def pack(quantized: Quantized, kind: BlockType) -> Blocks:
         ValueError: a scale is NaN or infinite, as of a weight that is.
     """
     out, inner = quantized.codes.shape
-    cast, tensor_scale, decoded = quantized.cast, quantized.tensor_scale, _float_scales(quantized)
+    cast, tensor_scale = quantized.cast, quantized.tensor_scale
+    decoded = replace(quantized, tensor_scale=None).multipliers()
     if not bool(decoded.isfinite().all()):
         raise ValueError("it has a NaN or infinite weight")
     error = 0.0
@@ -191,11 +192,6 @@ def pack(quantized: Quantized, kind: BlockType) -> Blocks:
         error *= 1.0 if tensor_scale is None else float(tensor_scale)
     blocks = (out, inner // kind.elements, -1)
     return Blocks(kind, kind.pack(codes.reshape(blocks), spread.reshape(blocks)).flatten(1), tensor_scale, error)
-
-
-def _float_scales(quantized: Quantized) -> Tensor:
-    storage = quantized.cast.scale.storage
-    return quantized.scales.float() if storage.dtype is not None else storage.decode(quantized.scales)
 
 
 def _spread(scales: Tensor, shape: tuple[int, int], cast: Cast, kind: BlockType) -> Tensor:
