@@ -64,7 +64,7 @@ class Record:
 def read_record(path: Path) -> Record:
     """Reads what :meth:`Record.write` wrote; a ``ValueError`` says what is wrong with the file."""
     try:
-        given = json.loads(path.read_text())
+        given = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:  # also bytes that are no text
         given = None
     if not isinstance(given, dict) or not {"version", "baseline", "runs"} <= given.keys():
