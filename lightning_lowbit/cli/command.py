@@ -24,6 +24,7 @@ To begin: lowbit fit --config quickstart
   compare --config RECIPE --vary A,B [--vary C,D ...] [--seeds 0,1,2] [--lr 1e-3,3e-4]
                              runs all combinations and tabulates them
   compare --study STUDY      the same for the rows of a study
+  compare --from STUDY.json  draws its table, pictures and page again, without the runs
   inspect CHECKPOINT --casts A,B
                              what casts make of its weights: a table and a picture
   export CHECKPOINT --format FORMAT --output DIR

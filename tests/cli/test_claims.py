@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from lightning_lowbit.cli.compare.claims import claims_table, read_effects, verdict
-from lightning_lowbit.cli.compare.losses import differences
+from lightning_lowbit.cli.compare.losses import differences, reduced
 from lightning_lowbit.cli.compare.page import write_page
 from lightning_lowbit.cli.compare.pilot import pilot_seeds, power_blocks, spread_of
 from lightning_lowbit.cli.compare.power import Interval, Spread, pairs_for, power, resolved_by, t_quantile
@@ -79,14 +79,15 @@ def test_the_four_verdicts():
 # --- studies ----------------------------------------------------------------------------------------------------------
 
 
-def result(loss, seconds=60.0):
-    return {
+def result(loss, seconds=60.0, report=None):
+    run = {
         "metrics": {"val_loss": loss},
         "history": {"val_loss": [[100, 3.0], [200, loss]]},
         "peak_memory_bytes": 2**30,
         "seconds": seconds,
         "steps": 200,
     }
+    return reduced(run, report)
 
 
 def rows(**losses):
@@ -162,13 +163,17 @@ def test_a_pilot_takes_two_seeds_of_an_effect_with_a_size():
 
 
 def test_the_page_shows_curves_intervals_verdicts_and_links():
-    many = rows(**{f"row{number}": [2.0, 2.1 + number / 100] for number in range(9)}) | {"a+b@1e-3": {0: result(2.0)}}
-    report = Path("runs/a+b@1e-3/seed_0/report.html")
+    report = Path("a+b@1e-3/seed_0/report.html")
+    report.parent.mkdir(parents=True)
+    report.touch()
+    linked = {0: result(2.0, report=str(report)), 1: result(2.1, report="gone/report.html")}
+    many = rows(**{f"row{number}": [2.0, 2.1 + number / 100] for number in range(9)}) | {"a+b@1e-3": linked}
     given = read_effects({"row1": {"expected": "higher", "source": "<b>"}}, list(many), "row0", "mine.yaml")
-    write_page(Path("mine.html"), many, "row0", given, [], {"a+b@1e-3": {0: report}}, "lowbit compare '<x>'")
+    write_page(Path("mine.html"), many, "row0", given, [], "lowbit compare '<x>'")
     page = Path("mine.html").read_text()
     assert "&lt;b&gt;" in page and "&lt;x&gt;" in page and "no power" in page
-    assert 'href="runs/a%2Bb%401e-3/seed_0/report.html">a+b@1e-3, seed 0</a>' in page
+    assert 'href="a%2Bb%401e-3/seed_0/report.html">a+b@1e-3, seed 0</a>' in page
+    assert "a+b@1e-3, seed 1" in page and "gone" not in page, "a link that leads nowhere"
     assert page.count("<svg") == 4, "two charts of curves and two of intervals"
     assert all(f"{number} row{number} <b>" in page for number in range(1, 9)), "each interval has its legend"
 

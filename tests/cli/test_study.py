@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from lightning_lowbit import cli
 from lightning_lowbit.cli.compare.command import plan, prepare
+from lightning_lowbit.cli.compare.losses import reduced
 from lightning_lowbit.cli.compare.results import write_comparison
 from lightning_lowbit.cli.compare.study import read_study
 from tests.launch import FORKS
@@ -217,11 +218,14 @@ def figures(monkeypatch):
 
 
 def result(*losses):
-    return {
+    run = {
+        "steps": 40 * len(losses),
+        "seconds": 1.0,
         "metrics": {"val_loss": losses[-1]},
         "history": {"val_loss": [[40 * (i + 1), loss] for i, loss in enumerate(losses)]},
         "peak_memory_bytes": 2**30,
     }
+    return reduced(run)
 
 
 def labels(figure):

@@ -45,6 +45,14 @@ class Effect:
         size = self.sign * self.size
         return f"{100 * size:+.3g}%" if self.is_share else f"{size:+.4g}"
 
+    @property
+    def written(self) -> str:
+        """``expected`` as a study has it, with all digits."""
+        if self.size is None:
+            return self.expected
+        size = self.sign * self.size
+        return f"{100 * size:+.12g}%" if self.is_share else f"{size:+.12g}"
+
     def nats(self, results: Results) -> float | None:
         """The size in nats, without its sign; None if unknown. Without runs of ``against``, all rows give the share."""
         if self.size is None or not self.is_share:

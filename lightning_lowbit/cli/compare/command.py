@@ -1,7 +1,7 @@
 """``lowbit compare``: runs the rows of a study with their seeds, and makes one table of them.
 
 Each run is a process with its own folder, ``<output>/<row>/seed_<n>``, with its configuration in ``recipe.yaml``.
-Finished runs are not repeated; interrupted ones resume. Table and pictures are updated after each run.
+Finished runs are not repeated; interrupted ones resume. Table, pictures and record are updated after each run.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +26,13 @@ from lightning_lowbit.atomic_files import replace_file
 from lightning_lowbit.callbacks.recovery.graceful_interrupt import TERMINATED
 from lightning_lowbit.checks import integer, nearest
 from lightning_lowbit.cli.checkpoints import find_checkpoints
-from lightning_lowbit.cli.compare.page import write_page
-from lightning_lowbit.cli.compare.pilot import as_text, pilot_seeds, power_blocks
-from lightning_lowbit.cli.compare.results import write_comparison
+from lightning_lowbit.cli.compare.losses import reduced
+from lightning_lowbit.cli.compare.pilot import as_text, pilot_seeds
+from lightning_lowbit.cli.compare.record import Record, read_record
 from lightning_lowbit.cli.compare.study import Row, Study, distinct, product, read_study
 from lightning_lowbit.cli.configs import as_list, merge
 from lightning_lowbit.cli.mistakes import explain
 from lightning_lowbit.cli.run import check
-from lightning_lowbit.report.blocks import Table, Text
 
 _REPORT = "lightning_lowbit.RunReport"
 _OWN = ("--seed_everything", "--trainer.default_root_dir", "--ckpt_path")
@@ -56,8 +55,7 @@ class Run:
     def report(self) -> Path | None:
         """The page of the result."""
         found = (path for path, result in self._finished() if result["begin"] < result["steps"])
-        page = next((path.with_name("report.html") for path in found), None)
-        return page if page and page.exists() else None
+        return next((path.with_name("report.html") for path in found), None)
 
     def was_at_its_end(self) -> bool:
         """Whether its last checkpoint is at the last step, so that a resumed run would do nothing."""
@@ -89,36 +87,35 @@ class Comparison:
     is_pilot: bool
     command: str
 
-    def finished(self) -> dict[Run, dict[str, Any]]:
-        return {run: result for run in self.runs if run.is_as_planned() and (result := run.result()) is not None}
+    def record(self) -> Record:
+        """Of the runs that have finished as planned."""
+        study, rows = self.study, dict.fromkeys(run.row for run in self.runs)
+        found = [(run, result, run.report()) for run in self.runs if run.is_as_planned() and (result := run.result())]
+        results = {
+            row: {
+                run.seed: reduced(result, Path(os.path.relpath(page, self.output)).as_posix() if page else None)
+                for run, result, page in found
+                if run.row == row
+            }
+            for row in rows
+        }
+        seeds = {row.name: row.seeds for row in study.rows}
+        return Record(study.name, self.baseline, self.command, self.is_pilot, seeds, study.effects, results)
 
     def write(self) -> str:
-        """Writes table, pictures and page; returns the table."""
-        study, found = self.study, self.finished()
-        results = self._by_row(found)
-        reports = self._by_row({run: page for run in found if (page := run.report())})
-        page = self.output / f"{study.name or 'study'}.html"
-        power = self._power(results)
-        write_page(page, results, self.baseline, study.effects, power, reports, self.command)
-        return write_comparison(results, self.baseline, self.output, study.name, study.effects)
+        return self.record().write(self.output)
 
     def power(self) -> str:
         """The power for each expected effect, as text; empty where it is unknown."""
-        blocks = self._power(self._by_row(self.finished()))
+        blocks = self.record().power()
         return "\n".join(["", *map(as_text, blocks), ""]) if blocks else ""
-
-    def _power(self, results: dict[str, dict[int, dict[str, Any]]]) -> list[Table | Text]:
-        seeds = {row.name: row.seeds for row in self.study.rows}
-        return power_blocks(self.study.effects, seeds, results, self.baseline, needed=self.is_pilot)
-
-    def _by_row(self, found: Mapping[Run, _T]) -> dict[str, dict[int, _T]]:
-        rows = dict.fromkeys(run.row for run in self.runs)
-        return {row: {run.seed: each for run, each in found.items() if run.row == row} for row in rows}
 
 
 def compare(arguments: Sequence[str]) -> int:
     given, rest = _parser().parse_known_args(arguments)
     integer("--jobs", given.jobs, 1, "the number of runs at a time")
+    if given.record is not None:
+        return _draw_again(given, rest)
     study = _study(given, rest)
     output = Path(given.output or ("runs/studies" if study.name else "runs/compare")).expanduser()
     runs = plan(study.rows, output, rest)
@@ -155,6 +152,22 @@ def compare(arguments: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
+def _draw_again(given: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Everything from the record of a study, without its runs."""
+    usual = vars(_parser().parse_args([]))
+    others = [
+        f"--{name}" for name, value in vars(given).items() if name not in ("record", "output") and value != usual[name]
+    ]
+    if others := [*others, *rest]:
+        raise ValueError(f"--from draws what has run, and takes --output alone: leave out {' and '.join(others)}.")
+    path = Path(given.record).expanduser()
+    output = Path(given.output).expanduser() if given.output else path.parent
+    record = read_record(path)
+    output.mkdir(parents=True, exist_ok=True)
+    print(record.write(output))
+    return 0
+
+
 def _study(given: argparse.Namespace, rest: Sequence[str]) -> Study:
     if given.study is None:
         if not given.config:
@@ -187,6 +200,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--seeds", type=_items(int), metavar="0,1,2", help="seeds; by default those of the study, or 0")
     add("--baseline", help="the row that gaps are relative to; by default that of the study, or the first")
     add("--output", help="folder of the runs; runs/compare by default, runs/studies with --study")
+    again = "draws table, pictures and page again from the record of a study, into --output or the folder of the file"
+    add("--from", dest="record", metavar="STUDY.json", help=again)
     add("--jobs", type=int, default=1, help="runs at a time")
     pilot = "runs only the first two seeds of two rows of an expected effect; says how many seeds all effects need"
     add("--pilot", action="store_true", help=pilot)

@@ -1,31 +1,105 @@
-"""What is read from the ``run.json`` of the runs: losses, histories, and differences of rows at the same seed."""
+"""What is kept of a run, and what is read from it: losses, histories, and differences of rows at the same seed."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-from math import nan
+from math import isfinite, nan
+from statistics import median
 from typing import Any
 
-Results = Mapping[str, Mapping[int, Mapping[str, Any]]]  # contents of run.json by row and seed
+from lightning_lowbit.metrics import count_spikes
 
-LOSS, RATIO = "val_loss", "gradient_noise/ratio"
+LOSS, PERPLEXITY, RATIO = "val_loss", "val_perplexity", "gradient_noise/ratio"
+
+_MACHINE = ("device", "processes", "CPU", "threads", "python", "torch", "lightning", "lightning_lowbit")
+_MOST_POINTS = 200  # of a history; a picture is about 1000 pixels wide
+_FLOAT32, _POINT = 9, 6  # significant digits: of last values, which float32 has exactly, and of what is drawn
+
+History = Sequence[tuple[float, float | None]]  # (step, value), None where the value is not finite
 
 
-def collect(runs: Any, get: Callable[[Mapping[str, Any]], float | None]) -> list[float]:
+@dataclass(frozen=True)
+class Finished:
+    """What tables, pictures and pages need of a run's ``run.json``."""
+
+    steps: int
+    seconds: float
+    metrics: Mapping[str, float | None]  # the last values in validation; None where one is not finite
+    history: Mapping[str, History]  # of LOSS and RATIO
+    spikes: int  # of the training loss
+    tokens_per_second: float | None = None  # the median
+    peak_memory_bytes: int | None = None
+    average_bits: float | None = None
+    noise_threshold: float | None = None
+    phases: Sequence[tuple[int, int, str]] = ()  # (begin, end, name)
+    machine: Mapping[str, str | int] = field(default_factory=dict)  # with versions and the date
+    report: str | None = None  # the page of the run, relative to the output folder
+
+
+Results = Mapping[str, Mapping[int, Finished]]  # by row and seed
+
+
+def reduced(run: Mapping[str, Any], report: str | None = None) -> Finished:
+    """Keeps of a ``run.json`` what is shown; rounds losses to what float32 holds, and curves to six digits.
+
+    Examples:
+        >>> losses = {"val_loss": [[9, 2.3456789]], "loss": [[8, 2.4], [9, 2.3]]}
+        >>> kept = reduced({"steps": 9, "seconds": 0.5, "metrics": {"val_loss": 2.3456789}, "history": losses})
+        >>> kept.metrics, kept.history, kept.spikes
+        ({'val_loss': 2.3456789}, {'val_loss': [(9, 2.34568)]}, 0)
+    """
+    summary, values = run.get("summary", {}), run["history"]
+    names = dict.fromkeys((LOSS, PERPLEXITY, *run.get("validation_metrics", ())))
+    environment = run.get("environment", {})
+    date = {"date": environment["started"][:10]} if "started" in environment else {}
+    return Finished(
+        steps=run["steps"],
+        seconds=_rounded(run["seconds"], _POINT) or 0.0,
+        metrics={name: _rounded(run["metrics"][name], _FLOAT32) for name in names if name in run["metrics"]},
+        history={name: _thinned(values[name]) for name in (LOSS, RATIO) if values.get(name)},
+        spikes=count_spikes([nan if value is None else value for _, value in values.get("loss", ())]),
+        tokens_per_second=_rounded(_median(values.get("tokens/s", ())), _POINT),
+        peak_memory_bytes=run.get("peak_memory_bytes"),
+        average_bits=_rounded(summary.get("average_bits"), _FLOAT32),
+        noise_threshold=summary.get("gradient_noise", {}).get("threshold"),
+        phases=[(begin, end, name) for begin, end, name in run.get("phases", ())],
+        machine={name: environment[name] for name in _MACHINE if name in environment} | date,
+        report=report,
+    )
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return float(f"{value:.{digits}g}") if value is not None and isfinite(value) else None
+
+
+def _median(points: History) -> float | None:
+    return median([nan if value is None else value for _, value in points]) if points else None
+
+
+def _thinned(points: History) -> History:
+    """At most so many points. Every 2^k-th is kept, from the last one back: runs that end together share steps."""
+    every = 1
+    while len(points) > every * _MOST_POINTS:
+        every *= 2
+    return [(step, _rounded(value, _POINT)) for step, value in points[::-every][::-1]]
+
+
+def collect(runs: Iterable[Finished], get: Callable[[Finished], float | None]) -> list[float]:
     return [value for run in runs if (value := get(run)) is not None]
 
 
-def metric(run: Mapping[str, Any], name: str) -> float | None:
-    """The last value; None if it was not logged, and NaN where run.json has null."""
-    value = run["metrics"].get(name)
-    return nan if value is None and name in run["metrics"] else value
+def metric(run: Finished, name: str) -> float | None:
+    """The last value; None if it was not logged, and NaN where it is not finite."""
+    value = run.metrics.get(name)
+    return nan if value is None and name in run.metrics else value
 
 
-def final_loss(run: Mapping[str, Any]) -> float | None:
+def final_loss(run: Finished) -> float | None:
     return metric(run, LOSS)
 
 
-def history(run: Mapping[str, Any], name: str) -> list[tuple[float, float]]:
-    return [(step, nan if value is None else value) for step, value in run["history"].get(name, [])]
+def history(run: Finished, name: str) -> list[tuple[float, float]]:
+    return [(step, nan if value is None else value) for step, value in run.history.get(name, [])]
 
 
 def differences(results: Results, row: str, other: str) -> list[float]:

@@ -1,7 +1,6 @@
 """The page of a study: verdicts, curves of the rows over each other, intervals, and links to the pages of the runs."""
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import isfinite, nan
 from pathlib import Path
 from statistics import mean
@@ -13,8 +12,6 @@ from lightning_lowbit.cli.compare.losses import LOSS, Results, collect, differen
 from lightning_lowbit.cli.compare.power import Interval
 from lightning_lowbit.report.blocks import Block, Chart, Link, Section, Table, Text
 from lightning_lowbit.report.html import render
-
-Reports = Mapping[str, Mapping[int, Path]]  # pages of runs by row and seed
 
 _ROWS = 7  # of a chart, beside the baseline; a chart has eight colors
 
@@ -30,16 +27,16 @@ def write_page(
     baseline: str,
     effects: Sequence[Effect],
     power: Sequence[Block],
-    reports: Reports,
     command: str,
 ) -> None:
-    """Writes the page of a study; ``power`` is a section that may be empty."""
+    """Writes the page of a study; ``power`` is a section that may be empty. Runs have links to pages that are there."""
     sections = [Section("Claims", [claims_table(effects, results), _VERDICTS])] if effects else []
     sections.append(Section("Validation loss, mean over seeds", _curves(results, baseline) or [Text("No loss yet.")]))
     intervals = _intervals(results, baseline)
     sections.append(Section(f"Gap to {baseline}, same seed", intervals or [Text("No two rows share a seed yet.")]))
     sections += [Section("Power", power)] if power else []
-    sections.append(Section("Runs", [_runs(results, reports, path.parent)]))
+    sections.append(Section("Runs", [_runs(results, path.parent)]))
+    sections += [Section("Machine", [machine])] if (machine := _machine(results)).rows else []
     sections.append(Section("Command", [Text(command, preformatted=True)]))
     replace_file(path, render(path.stem, sections, facts=_facts(results, effects)))
 
@@ -94,13 +91,21 @@ def _bar(number: int, gaps: Sequence[float]) -> tuple[list[float], list[float]]:
     return [float(number)] * len(ys), ys
 
 
-def _runs(results: Results, reports: Reports, folder: Path) -> Table:
+def _runs(results: Results, folder: Path) -> Table:
     rows = []
     for row, runs in results.items():
         for seed, run in sorted(runs.items()):
-            page = reports.get(row, {}).get(seed)
-            address = quote(Path(os.path.relpath(page, folder)).as_posix()) if page else ""
             name = f"{row}, seed {seed}"
             loss = next(iter(collect([run], final_loss)), "")
-            rows.append([Link(name, address) if page else name, run.get("steps", ""), loss])
+            is_there = run.report is not None and (folder / run.report).exists()
+            rows.append([Link(name, quote(run.report or "")) if is_there else name, run.steps, loss])
     return Table(["run", "steps", "loss"], rows)
+
+
+def _machine(results: Results) -> Table:
+    """Where and when the runs ran, and with which versions; several values where they differ."""
+    found: dict[str, dict[str, None]] = {}
+    for run in (run for runs in results.values() for run in runs.values()):
+        for name, value in run.machine.items():
+            found.setdefault(name, {})[str(value)] = None
+    return Table((), [[name, ", ".join(sorted(values))] for name, values in found.items()])

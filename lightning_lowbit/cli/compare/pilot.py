@@ -76,8 +76,8 @@ def _needed(effect: Effect, size: float | None, smallest: float | None, results:
     if smallest is None:
         return [seeds, time, "", ""]
     times = (smallest / size) ** 2
-    steps = [run["steps"] for row in (effect.row, effect.against) for run in results.get(row, {}).values()]
-    steps = steps or [run["steps"] for runs in results.values() for run in runs.values()]
+    steps = [run.steps for row in (effect.row, effect.against) for run in results.get(row, {}).values()]
+    steps = steps or [run.steps for runs in results.values() for run in runs.values()]
     if times <= 1:
         return [seeds, time, "enough", ""]
     return [seeds, time, f"× {times:.1f}", number(math.ceil(times * max(steps)))]
@@ -89,7 +89,7 @@ def _count(pairs: int | None) -> str:
 
 def _seconds(effect: Effect, results: Results) -> float:
     """Of a pair of runs, one after the other; a row without runs takes as long as the others."""
-    measured = {row: [run["seconds"] for run in runs.values()] for row, runs in results.items() if runs}
+    measured = {row: [run.seconds for run in runs.values()] for row, runs in results.items() if runs}
     usual = [seconds for each in measured.values() for seconds in each]
     return sum(mean(measured.get(row) or usual) for row in (effect.row, effect.against))
 

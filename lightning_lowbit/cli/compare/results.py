@@ -1,4 +1,4 @@
-"""The table and the pictures of a study, from the ``run.json`` of its runs."""
+"""The table and the pictures of a study."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,9 @@ from typing import Any
 from lightning_lowbit.cli.compare.claims import Effect, claims_table, gap_cells
 from lightning_lowbit.cli.compare.losses import (
     LOSS,
+    PERPLEXITY,
     RATIO,
+    Finished,
     Results,
     collect,
     differences,
@@ -20,7 +22,6 @@ from lightning_lowbit.cli.compare.losses import (
     metric,
 )
 from lightning_lowbit.cli.compare.power import Interval
-from lightning_lowbit.metrics import count_spikes
 from lightning_lowbit.report.blocks import Table
 from lightning_lowbit.report.tables import as_markdown
 
@@ -58,31 +59,34 @@ def write_comparison(
 
 
 def markdown(results: Results, baseline: str) -> str:
-    """The table as markdown; ``±`` is the standard deviation over seeds.
+    """The table as markdown; ``±`` is the standard deviation over seeds. Further validation metrics have columns.
 
     Gaps are paired by seed, with a 95 % interval of their mean (Student's t; ``df`` are its degrees of freedom).
     """
+    names = dict.fromkeys(name for runs in results.values() for run in runs.values() for name in run.metrics)
+    others = [name for name in names if name not in (LOSS, PERPLEXITY)]
     gap = [f"gap to {baseline}", "95 % interval"]
-    header = ["run", "seeds", "loss", "perplexity", *gap, "spikes", "tokens/s", "peak memory", "bits"]
+    header = ["run", "seeds", "loss", "perplexity", *others, *gap, "spikes", "tokens/s", "peak memory", "bits"]
     lines = []
     for row, runs in results.items():
         of_runs = list(runs.values())
-        memory = collect(of_runs, lambda run: run["peak_memory_bytes"] / 2**30)
+        memory = collect(of_runs, lambda run: run.peak_memory_bytes)
         cells = [
             _spread(collect(of_runs, final_loss)),
-            _spread(collect(of_runs, lambda run: metric(run, "val_perplexity")), 3),
+            _spread(_last(of_runs, PERPLEXITY), 3),
+            *(_spread(_last(of_runs, name)) for name in others),
             *(["baseline", ""] if row == baseline else gap_cells(differences(results, row, baseline))),
-            _spread(collect(of_runs, lambda run: count_spikes(_logged(run, "loss"))), 1),
-            _spread([median(rates) for run in of_runs if (rates := _logged(run, "tokens/s"))], 0),
-            f"{max(memory):.2f} GiB" if memory else "",
-            _spread(collect(of_runs, lambda run: run.get("summary", {}).get("average_bits")), 2),
+            _spread(collect(of_runs, lambda run: run.spikes), 1),
+            _spread(collect(of_runs, lambda run: run.tokens_per_second), 0),
+            f"{max(memory) / 2**30:.2f} GiB" if memory else "",
+            _spread(collect(of_runs, lambda run: run.average_bits), 2),
         ]
         lines.append([row, str(len(runs)), *cells])
     return as_markdown(Table(header, lines))
 
 
-def _logged(run: Mapping[str, Any], name: str) -> list[float]:
-    return [value for _, value in history(run, name)]
+def _last(runs: Sequence[Finished], name: str) -> list[float]:
+    return collect(runs, lambda run: metric(run, name))
 
 
 def _curves(results: Results) -> dict[str, dict[float, list[float]]]:
@@ -232,8 +236,8 @@ def _picture_noise(results: Results, baseline: str, path: Path) -> None:
                 axes.plot(list(by_step), means, label=row if axes is below else None, **style)
                 axes.fill_between(list(by_step), low, high, color=style["color"], alpha=0.15, linewidth=0)
         for run in runs.values():
-            thresholds.add(run.get("summary", {}).get("gradient_noise", {}).get("threshold"))
-            for begin, *_ in run.get("phases", [])[1:]:
+            thresholds.add(run.noise_threshold)
+            for begin, *_ in run.phases[1:]:
                 for axes in (above, below):
                     axes.axvline(begin, color=style["color"], linestyle=":", linewidth=1)
     for threshold in thresholds - {None}:
@@ -249,6 +253,6 @@ def _picture_noise(results: Results, baseline: str, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _gap_history(run: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[tuple[float, float]]:
+def _gap_history(run: Finished, baseline: Finished) -> list[tuple[float, float]]:
     other = dict(history(baseline, LOSS))
     return [(step, value - other[step]) for step, value in history(run, LOSS) if step in other]
