@@ -15,7 +15,7 @@ from lightning_lowbit.precision.run_settings import global_seed
 
 from ..models import RecipeModule
 
-# Names of `PatchTSTConfig` that may be changed. Widths are multiples of 128, so that no format pads a block.
+# Names of `PatchTSTConfig` that may be changed. Widths are multiples of 128, the longest block of a format.
 NETWORK: dict[str, Any] = {
     "d_model": 128,
     "ffn_dim": 256,
