@@ -12,13 +12,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
-class PackedSequences(Dataset[Tensor]):
+class OrderedSamples(Dataset[Tensor]):
+    """Samples that know what they are made of, which a resumed run compares."""
+
+    order: dict[str, Any]
+
+
+class PackedSequences(OrderedSamples):
     """Sequences of ``length + 1`` tokens, int64, whose targets do not overlap; the incomplete last one is dropped."""
 
     def __init__(self, tokens: Tensor, length: int) -> None:
         self.tokens = tokens  # 1-D, of any integer type
         self.length = length
         self.digest = hashlib.sha256(tokens.numpy().data).hexdigest()
+        self.order = {"sequence_length": length, "text": self.digest}
 
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.length)
@@ -62,7 +69,7 @@ class ResumableLoader(DataLoader[Tensor]):
     length is that of the whole epoch, because Lightning continues its own count of batches after a restart.
     """
 
-    def __init__(self, dataset: PackedSequences, sampler: ShuffledShard, batch_size: int, num_workers: int = 0) -> None:
+    def __init__(self, dataset: OrderedSamples, sampler: ShuffledShard, batch_size: int, num_workers: int = 0) -> None:
         # Its own generator: else each epoch would draw a seed from the global one, which dropout uses.
         settings: dict[str, Any] = {"drop_last": True, "num_workers": num_workers, "generator": torch.Generator()}
         super().__init__(dataset, batch_size=batch_size, sampler=sampler, **settings)
@@ -71,8 +78,7 @@ class ResumableLoader(DataLoader[Tensor]):
             "seed": sampler.seed,
             "ranks": sampler.num_replicas,
             "batch_size": batch_size,
-            "sequence_length": dataset.length,
-            "text": dataset.digest,
+            **dataset.order,
         }
         self._epoch = self._trainer_epoch = self._batches = 0
         self._restored = False

@@ -38,7 +38,7 @@ LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_ut
 OPTIONAL = {"transformers", "datasets", "torchmetrics", "tensorboard", "rich", "matplotlib", "triton"}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 OBJECTS_OF_LIGHTNING = re.compile(r"(\w+_)?(trainer|loop|connector|strategy)")
-RECIPES = sorted((ROOT.parent / "recipes").glob("*.py"))
+RECIPES = sorted((ROOT.parent / "recipes").rglob("*.py"))
 FOREIGN_TO_LIGHTNING = [path for path in FILES + RECIPES if path != ROOT / "_lightning.py"]
 
 

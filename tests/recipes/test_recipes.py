@@ -103,8 +103,8 @@ FITTING = {
 
 def combinations():
     """(name, configurations) of each recipe alone and each overlay on a recipe that it suits."""
-    # The first two are no language models, the others need weights: they have their own tests.
-    apart = ("quadratic", "digits", "continual_qat", "lora")
+    # The first three are no language models, the others need weights: they have their own tests.
+    apart = ("quadratic", "digits", "series", "continual_qat", "lora")
     yield from ((name, [name]) for name in RECIPES if name not in apart)
     bases = {"multi_node": ["c4", "llama_7b"], **{name: ["c4"] for name in OVERLAYS if name.startswith("llama")}}
     yield from ((name, [*bases.get(name, ["quickstart"]), name]) for name in OVERLAYS if not name.startswith(apart))
@@ -301,12 +301,23 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(name, options):
 
 
 def test_every_overlay_and_recipe_is_told_apart():
-    assert set(RECIPES) == {"quickstart", "c4", "quadratic", "digits", "bitnet", "continual_qat", "dpo", "lora"}
+    assert set(RECIPES) == {
+        "quickstart",
+        "c4",
+        "quadratic",
+        "digits",
+        "series",
+        "bitnet",
+        "continual_qat",
+        "dpo",
+        "lora",
+    }
     assert {"bf16", "nvfp4", "qaf", "adamw", "gradclip", "llama_130m", "llama_1b", "study"} <= set(OVERLAYS)
     assert set(COMBINATIONS) - set(ONE_DEVICE) == {"multi_node"}
     assert {*OPTIMIZERS, *RULES} - set(RECIPES) <= set(OVERLAYS)
     others = {"fp8_scalings", "qat", "progressive", "loss_scaling", "gradient_noise", "rollback"}
     others |= {"overtrained", "qaf_length", "hyperparameters", "quartet2_30m", "vision", "experts", "fine_tuning"}
+    others |= {"anomalies"}
     assert set(STUDIES) == {*FP4_STUDIES, *OPTIMIZER_STUDIES, *others}
 
 

@@ -1,0 +1,1 @@
+"""Time series: windows of a table, anomalies, and PatchTST."""
