@@ -317,7 +317,7 @@ def test_every_overlay_and_recipe_is_told_apart():
     assert {*OPTIMIZERS, *RULES} - set(RECIPES) <= set(OVERLAYS)
     others = {"fp8_scalings", "qat", "progressive", "loss_scaling", "gradient_noise", "rollback"}
     others |= {"overtrained", "qaf_length", "hyperparameters", "quartet2_30m", "vision", "experts", "fine_tuning"}
-    others |= {"anomalies"}
+    others |= {"anomalies", "overtrained_casts"}
     assert set(STUDIES) == {*FP4_STUDIES, *OPTIMIZER_STUDIES, *others}
 
 
