@@ -7,7 +7,8 @@ precision plugin, and by the callables ``optimizer`` and ``scheduler``.
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,6 +127,16 @@ class RecipeModule(LightningModule):
     make_optimizer: OptimizerCallable
     make_scheduler: LRSchedulerCallable | None
 
+    @contextmanager
+    def initialized(self, seed: int | None) -> Generator[None, None, None]:
+        """Modules that are made within have the initial weights of a seed (None for the global one, or 0), on the CPU;
+        or shapes alone, if the default device is meta. Random states stay as they were."""
+        device = "meta" if torch.get_default_device().type == "meta" else "cpu"
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            # Not `torch.manual_seed`, which would seed the generators of all accelerators, too.
+            torch.default_generator.manual_seed(global_seed() if seed is None else seed)
+            yield
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores the casts of the training if no plugin does: without a Trainer, or in evaluation."""
         trainer = self._trainer
@@ -212,11 +223,7 @@ class CausalLM(RecipeModule):
         if pretrained:
             self.model = _load(network, made)
         else:
-            # On the CPU, because `torch.manual_seed` would also seed the generators of all accelerators; or on the meta
-            # device, for shapes alone.
-            device = "meta" if torch.get_default_device().type == "meta" else "cpu"
-            with torch.random.fork_rng(devices=[]), torch.device(device):
-                torch.default_generator.manual_seed(global_seed() if seed is None else seed)
+            with self.initialized(seed):
                 self.model = AutoModelForCausalLM.from_config(made)
         vars(self.model)["save_pretrained"] = SavePretrained(self.model)
         if gradient_checkpointing:

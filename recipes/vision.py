@@ -100,8 +100,7 @@ class ImageClassifier(RecipeModule):
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         choose("network", network, NETWORKS)
         sizes = (integer("channels", channels, 1), integer("classes", classes, 2))
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.default_generator.manual_seed(global_seed() if seed is None else seed)
+        with self.initialized(seed):
             self.model = ResNet(*sizes) if network == "resnet-small" else ViT(*sizes, integer("size", size, 2))
         self.example_input_array = torch.zeros(2, channels, size, size)
         self.val_loss, self.val_accuracy = (

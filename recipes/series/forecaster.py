@@ -11,7 +11,6 @@ from torchmetrics import MeanMetric
 
 from lightning_lowbit._lightning import LRSchedulerCallable, OptimizerCallable
 from lightning_lowbit.checks import choose, integer
-from lightning_lowbit.precision.run_settings import global_seed
 
 from ..models import RecipeModule
 
@@ -73,9 +72,7 @@ class Forecaster(RecipeModule):
         self.save_hyperparameters(ignore=["optimizer", "scheduler"])
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.context, self.horizon = integer("context", context, 1), integer("horizon", horizon, 1)
-        device = "meta" if torch.get_default_device().type == "meta" else "cpu"  # meta: for shapes alone
-        with torch.random.fork_rng(devices=[]), torch.device(device):
-            torch.default_generator.manual_seed(global_seed() if seed is None else seed)
+        with self.initialized(seed):
             self.model = _patch_tst(context, horizon, config or {})
         self.example_input_array = torch.zeros(2, context, 3)
         self.val_loss, self.val_naive, self.test_loss, self.test_naive = (
