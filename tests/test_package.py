@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 def test_every_package_is_listed():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "lightning_lowbit").rglob("__init__.py")}
-    found = {".".join(folder.parts) for folder in folders} | {"lightning_lowbit.recipes"}
+    folders |= {"lightning_lowbit" / path.parent.relative_to(ROOT) for path in (ROOT / "recipes").rglob("__init__.py")}
+    found = {".".join(folder.parts) for folder in folders}
     assert set(listed) == found, "pyproject.toml's packages and the folders differ: a wheel would lack one"
 
 

@@ -103,8 +103,8 @@ FITTING = {
 
 def combinations():
     """(name, configurations) of each recipe alone and each overlay on a recipe that it suits."""
-    # The first two are no language models, the others need weights: they have their own tests.
-    apart = ("quadratic", "digits", "continual_qat", "lora")
+    # These are no language models, or need weights: they have their own tests.
+    apart = ("quadratic", "digits", "continual_qat", "lora", "control", "ant", "half_cheetah", "hopper")
     yield from ((name, [name]) for name in RECIPES if name not in apart)
     bases = {"multi_node": ["c4", "llama_7b"], **{name: ["c4"] for name in OVERLAYS if name.startswith("llama")}}
     yield from ((name, [*bases.get(name, ["quickstart"]), name]) for name in OVERLAYS if not name.startswith(apart))
@@ -301,11 +301,21 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(name, options):
 
 
 def test_every_overlay_and_recipe_is_told_apart():
-    assert set(RECIPES) == {"quickstart", "c4", "quadratic", "digits", "bitnet", "continual_qat", "dpo", "lora"}
+    assert set(RECIPES) == {
+        "quickstart",
+        "c4",
+        "quadratic",
+        "digits",
+        "bitnet",
+        "continual_qat",
+        "dpo",
+        "lora",
+        "control",
+    }
     assert {"bf16", "nvfp4", "qaf", "adamw", "gradclip", "llama_130m", "llama_1b", "study"} <= set(OVERLAYS)
     assert set(COMBINATIONS) - set(ONE_DEVICE) == {"multi_node"}
     assert {*OPTIMIZERS, *RULES} - set(RECIPES) <= set(OVERLAYS)
-    others = {"fp8_scalings", "qat", "progressive", "loss_scaling", "gradient_noise", "rollback"}
+    others = {"control_optimizers", "fp8_scalings", "qat", "progressive", "loss_scaling", "gradient_noise", "rollback"}
     assert set(STUDIES) == {*FP4_STUDIES, *OPTIMIZER_STUDIES, *others}
 
 
