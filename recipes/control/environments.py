@@ -91,7 +91,8 @@ def _make(environment: str) -> Any:
         told = str(error).splitlines()[0].rstrip(".")
         raise ValueError(f"environment {environment!r} needs another package: {told}.") from error
     except gymnasium.error.UnregisteredEnv as error:
-        hint = nearest(environment, [*gymnasium.registry], most=3) or " gymnasium.registry lists all."
+        newest_first = [*reversed(gymnasium.registry)]
+        hint = nearest(environment, newest_first, most=2) or " gymnasium.registry lists all."
         raise ValueError(f"environment is a name that gymnasium knows; got {environment!r}.{hint}") from error
     except (gymnasium.error.Error, ImportError) as error:
         told = str(error).splitlines()[0].rstrip(".")
