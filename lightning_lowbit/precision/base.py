@@ -289,6 +289,7 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
             result = self._scaling.step(optimizer, **kwargs)
             if self._is_automatic:
                 self._update_scale()
+        torch.clear_autocast_cache()  # in manual optimization the context goes on, with copies of the weights before
         self.step += 1
         self.micro_batch = 0
         self._advance_histories()

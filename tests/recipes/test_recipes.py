@@ -103,8 +103,8 @@ FITTING = {
 
 def combinations():
     """(name, configurations) of each recipe alone and each overlay on a recipe that it suits."""
-    # The first three are no language models, the others need weights: they have their own tests.
-    apart = ("quadratic", "digits", "series", "continual_qat", "lora")
+    # These are no language models, or need weights: they have their own tests.
+    apart = ("quadratic", "digits", "series", "continual_qat", "lora", "control", "ant", "half_cheetah", "hopper")
     yield from ((name, [name]) for name in RECIPES if name not in apart)
     bases = {"multi_node": ["c4", "llama_7b"], **{name: ["c4"] for name in OVERLAYS if name.startswith("llama")}}
     yield from ((name, [*bases.get(name, ["quickstart"]), name]) for name in OVERLAYS if not name.startswith(apart))
@@ -311,13 +311,14 @@ def test_every_overlay_and_recipe_is_told_apart():
         "continual_qat",
         "dpo",
         "lora",
+        "control",
     }
     assert {"bf16", "nvfp4", "qaf", "adamw", "gradclip", "llama_130m", "llama_1b", "study"} <= set(OVERLAYS)
     assert set(COMBINATIONS) - set(ONE_DEVICE) == {"multi_node"}
     assert {*OPTIMIZERS, *RULES} - set(RECIPES) <= set(OVERLAYS)
     others = {"fp8_scalings", "qat", "progressive", "loss_scaling", "gradient_noise", "rollback"}
-    others |= {"overtrained", "qaf_length", "hyperparameters", "quartet2_30m", "vision", "experts", "fine_tuning"}
-    others |= {"anomalies", "overtrained_casts"}
+    others |= {"overtrained", "overtrained_casts", "qaf_length", "hyperparameters", "quartet2_30m"}
+    others |= {"vision", "experts", "fine_tuning", "anomalies", "control_optimizers"}
     assert set(STUDIES) == {*FP4_STUDIES, *OPTIMIZER_STUDIES, *others}
 
 

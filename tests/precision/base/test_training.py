@@ -51,6 +51,30 @@ def test_what_else_computes_leaves_the_calls_of_a_layer_alone(recompute, setting
     assert torch.equal(*outcomes)
 
 
+class Twice(BoringModel):
+    """Manual optimization with two steps on each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization, self.outputs = False, []
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for _ in range(2):
+            self.outputs.append(self.layer(batch))
+            optimizer.zero_grad()
+            self.manual_backward(self.outputs[-1].sum())
+            optimizer.step()
+
+
+def test_a_forward_pass_in_manual_optimization_has_the_weights_of_the_last_step():
+    """Autocast keeps copies of them until its context ends."""
+    model = Twice()
+    quiet(plugins=[LowBitPrecision("bf16")]).fit(model)
+    before, after, *_ = model.outputs
+    assert not torch.equal(before, after)
+
+
 @pytest.mark.parametrize(("compute_dtype", "autocast"), [("bf16", True), ("fp32", False)])
 def test_compute_dtype(compute_dtype, autocast):
     model = Recorder()

@@ -1,0 +1,1 @@
+"""Reinforcement learning of continuous control: PPO on environments of gymnasium."""
