@@ -178,11 +178,9 @@ def test_weights_stay_finite_and_go_on_moving_after_gradients_of_any_size(
 ) -> None:
     """fp32 squares up to 1.8e19. One element or all of a matrix, of either sign; then steps as usual."""
     for dtype, extent, code in (
-        (torch.float32, 1, "C++"),
         (torch.float32, 2 * 130, "C++"),
         (torch.bfloat16, 1, "C++"),
-        (torch.float32, 2 * 130, "torch"),
-        (torch.bfloat16, 1, "torch"),
+        (torch.float32, 1, "torch"),
     ):
         if not entry.takes(dtype):
             continue

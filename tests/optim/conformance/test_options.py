@@ -22,6 +22,7 @@ from tests.optim.parameters import (
     train,
     use,
 )
+from tests.tables import each
 
 entries_and_rates = pytest.mark.parametrize(
     ("entry", "lr_is_tensor"),
@@ -153,7 +154,7 @@ def test_every_option_has_bad_values() -> None:
     assert BAD.keys() == OPTIONS.keys(), "an option without bad values to try, or values without an option"
 
 
-@pytest.mark.parametrize(("kind", "name", "value"), list(_bad_options()))
+@each(("kind", "name", "value"), list(_bad_options()))
 def test_bad_options_are_refused(kind: type[GuardedOptimizer], name: str, value: Any) -> None:
     def make(parameters: list[Parameter], **options: Any) -> GuardedOptimizer:
         return kind(torch.optim.SGD(parameters) if kind is Adaptive else parameters, **options)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from lightning_lowbit.nn import PRESETS as CASTS
 from lightning_lowbit.nn import AmaxHistories, LayerKeys
 from lightning_lowbit.precision.grad_scalers import overflow
 from tests.precision.grad_scalers.scalers import INF, NAN, PROFILE, make
+from tests.tables import each
 
 
 class Tiny(nn.Module):
@@ -70,7 +71,7 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
         assert not differ, f"{what}: {differ} of {gradient.numel()} elements of the gradient of {name} differ"
 
 
-@pytest.mark.parametrize("name", CASTS)
+@each("name", CASTS)
 def test_a_power_of_two_does_not_change_gradients(name: str) -> None:
     """Scales follow the tensor, so that a power of two comes out again, through stochastic rounding too."""
     layers = Quantized(name)
