@@ -179,6 +179,7 @@ def test_padding_is_no_work_of_the_models(shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.usefixtures("has_native_gemms")
+@pytest.mark.fast("row, w reused")
 @pytest.mark.parametrize("casts", ["delayed", "row, w reused"])
 def test_a_compiled_native_layer(native_calls: list[dict[str, Any]], casts: str) -> None:
     torch._dynamo.reset()

@@ -132,6 +132,7 @@ def test_non_finite_elements_reach_their_rows(scaled_mm: StandIn) -> None:
 
 
 @pytest.mark.usefixtures("scaled_mm")
+@pytest.mark.fast("nvfp4-nvidia")
 @pytest.mark.parametrize("name", ["nvfp4-nvidia", "fp8-blockwise"])
 def test_a_compiled_native_layer(name: str) -> None:
     torch._dynamo.reset()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -113,7 +113,7 @@ def scaled_and_not(x: Tensor, cast: Cast, exponent: int) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("name", gradient_casts())
-@PROFILE
+@settings(PROFILE, max_examples=10)
 @given(seed=st.integers(0, 2**32), exponent=st.integers(-40, 40), spread=st.floats(0, 4))
 def test_a_power_of_two_does_not_change_a_cast(name: str, seed: int, exponent: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(seed)
