@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from tests.pairwise import mark_slow
+from tests.tables import SEED
 
 TESTS = Path(__file__).parent
 
 # Each Trainer asks all installed packages for callbacks, which takes a third of the time of a short run.
 importlib.metadata.entry_points = cache(importlib.metadata.entry_points)
-
-# Without an accelerator, torch.manual_seed only takes longer: it keeps the stack, for an accelerator that may yet come.
-SEED = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
 # The package uses the Lightning that is imported already: see tests/lightning_imports.py.
 if "LOWBIT_TEST_LIGHTNING" in os.environ:

@@ -27,6 +27,7 @@ _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
     [
         os.environ.get("LOWBIT_TEST_LIGHTNING", "lightning.pytorch"),  # first, as in tests.lightning_imports
+        "datasets",
         "lightning_lowbit.callbacks",
         "lightning_lowbit.recipes.models",
         "torch.distributed.fsdp",

@@ -10,9 +10,10 @@ from lightning_lowbit.checks import choose, flag, fraction, from_fields, integer
 from lightning_lowbit.cli.configs import recipes
 from lightning_lowbit.nn import PRESETS
 from lightning_lowbit.quant import Scale
+from tests.tables import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "meant"),
     [
         ("fp4", "nvfp4"),  # and not ufp4, which is spelled as much alike
@@ -40,7 +41,7 @@ def test_several_are_named_once_each() -> None:
     assert nearest("fp", ["fp8", "nvfp4", "fp16"], most=2) == " Did you mean 'fp8' or 'fp16'?"
 
 
-@pytest.mark.parametrize(
+@each(
     ("check", "needed", "valid", "wrong"),
     [
         (lambda n, v: integer(n, v, 2), "a whole number, 2 or more", [2, 10**40], [1, 2.0, True, "2", None]),

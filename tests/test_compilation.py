@@ -1,9 +1,8 @@
 """The choice between eager and generated code."""
 
 import errno
+import logging
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -42,35 +41,37 @@ def test_without_a_compiler_casts_run_as_eager_code_and_say_so(monkeypatch):
     assert torch.equal(found, expected)
 
 
-def test_the_first_compilation_is_announced_once_on_stderr(capfd):
+@pytest.fixture
+def nothing_generated():
+    """As in a new process, and so again afterwards."""
+    made = compilation._can_compile, compilation._generate
+    for function in made:
+        function.cache_clear()
+    yield
+    for function in made:
+        function.cache_clear()
+
+
+def test_the_first_compilation_is_announced_once_on_stderr(capfd, monkeypatch, nothing_generated):
     """As a user's program has it: without logging set up, by which pytest would catch it."""
-    program = """if True:
-        import logging, torch
-        from lightning_lowbit import Cast, compilation, quantize
-        with compilation.backend("eager"):
-            quantize(torch.randn(32, 64), Cast())
-        print("before", flush=True)
-        torch.compile = lambda function, **_: function  # it takes half a minute
-        with compilation.backend("compiled"):
-            for shape in ((32, 64), (32, 64), (8, 16)):
-                quantize(torch.randn(shape), Cast())
-    """
-    subprocess.run([sys.executable, "-c", program], check=True)
-    said = capfd.readouterr()
-    assert said.out == "before\n"
-    assert said.err == "lightning_lowbit compiles its casts for 'cpu': the first steps take some seconds longer.\n"
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it takes half a minute
+    with compilation.backend("eager"):
+        quantize(torch.randn(32, 64), Cast())
+    assert capfd.readouterr() == ("", "")
+    with compilation.backend("compiled"):
+        for shape in ((32, 64), (32, 64), (8, 16)):
+            quantize(torch.randn(shape), Cast())
+    assert capfd.readouterr() == (
+        "",
+        "lightning_lowbit compiles its casts for 'cpu': the first steps take some seconds longer.\n",
+    )
 
 
-def test_where_logging_is_set_up_it_decides_on_the_announcement(caplog, capfd, monkeypatch):
+def test_where_logging_is_set_up_it_decides_on_the_announcement(caplog, capfd, monkeypatch, nothing_generated):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    compilation._can_compile.cache_clear()
-    compilation._generate.cache_clear()
-    try:
-        with compilation.backend("compiled"), caplog.at_level("INFO", logger="lightning_lowbit"):
-            quantize(torch.randn(32, 64), Cast())
-    finally:
-        compilation._can_compile.cache_clear()
-        compilation._generate.cache_clear()
+    with compilation.backend("compiled"), caplog.at_level("INFO", logger="lightning_lowbit"):
+        quantize(torch.randn(32, 64), Cast())
     assert [record.name for record in caplog.records] == ["lightning_lowbit"]
     assert capfd.readouterr().err == ""
 

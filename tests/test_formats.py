@@ -9,6 +9,7 @@ from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, Format, int
 from lightning_lowbit.quant.rounding import round_nearest, round_up
 from tests.golden_vectors import load
 from tests.references import quantize as reference
+from tests.tables import each
 
 ORACLE = load("formats")
 HAS_ORACLE = {str(name) for name in ORACLE["formats"]}
@@ -51,7 +52,7 @@ def probes(name: str) -> np.ndarray:
     return np.concatenate([x, -x])
 
 
-@pytest.mark.parametrize("name", ALL_FORMATS)
+@each("name", ALL_FORMATS)
 def test_table(name: str) -> None:
     format, expected = ALL_FORMATS[name], expected_table(name)
     found = table(format).numpy()
@@ -63,7 +64,7 @@ def test_table(name: str) -> None:
         np.testing.assert_array_equal(found[: len(stored)], stored, err_msg=f"{name} against its golden table")
 
 
-@pytest.mark.parametrize("name", ALL_FORMATS)
+@each("name", ALL_FORMATS)
 def test_max(name: str) -> None:
     largest = np.nanmax(expected_table(name))
     assert ALL_FORMATS[name].max == largest
@@ -71,7 +72,7 @@ def test_max(name: str) -> None:
         assert largest == ORACLE[f"{name}/max"]
 
 
-@pytest.mark.parametrize("name", ALL_FORMATS)
+@each("name", ALL_FORMATS)
 def test_codes_round_trip(name: str) -> None:
     format = ALL_FORMATS[name]
     codes = torch.arange(2**format.bits, dtype=torch.uint8)
@@ -86,7 +87,7 @@ def test_codes_round_trip(name: str) -> None:
     assert torch.equal(format.decode(format.encode(shaped)), shaped), f"{name}: shape or strides matter"
 
 
-@pytest.mark.parametrize("name", ALL_FORMATS)
+@each("name", ALL_FORMATS)
 def test_code_of_nan_stays_in_the_table(name: str) -> None:
     format = ALL_FORMATS[name]
     code = format.encode(torch.tensor([torch.nan, -torch.nan]))
@@ -95,15 +96,15 @@ def test_code_of_nan_stays_in_the_table(name: str) -> None:
         assert format.decode(code).isnan().all(), f"{name} has a NaN, yet encodes NaN as {format.decode(code).tolist()}"
 
 
-@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+@each("name", ELEMENT_FORMATS)
 def test_nearest(name: str) -> None:
     x = probes(name)
     found = round_nearest(torch.from_numpy(x), ELEMENT_FORMATS[name]).numpy()
     np.testing.assert_array_equal(found, reference.nearest(x, name).astype(np.float32), err_msg=name)
 
 
-@pytest.mark.parametrize("name", sorted(HAS_ORACLE & set(ELEMENT_FORMATS)))
-@pytest.mark.parametrize("probe", ["own", "common"])
+@each("name", sorted(HAS_ORACLE & set(ELEMENT_FORMATS)))
+@each("probe", ["own", "common"])
 def test_nearest_equals_other_libraries(name: str, probe: str) -> None:
     keys = (f"{name}/x", f"{name}/y") if probe == "own" else ("common/x", f"common/{name}")
     x, y = (ORACLE[key] for key in keys)
@@ -112,7 +113,7 @@ def test_nearest_equals_other_libraries(name: str, probe: str) -> None:
     np.testing.assert_array_equal(reference.nearest(x, name).astype(np.float32), y, err_msg=f"reference, {name}")
 
 
-@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+@each("name", ELEMENT_FORMATS)
 def test_nearest_values_have_codes(name: str) -> None:
     format = ELEMENT_FORMATS[name]
     rounded = round_nearest(torch.from_numpy(probes(name)), format)
@@ -123,7 +124,7 @@ def test_nearest_values_have_codes(name: str) -> None:
 # --- ml_dtypes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ML_DTYPES)
+@each("name", ML_DTYPES)
 def test_every_code_decodes_as_in_ml_dtypes(name: str) -> None:
     format = ALL_FORMATS[name]
     codes = np.arange(2**format.bits, dtype=np.uint8)
@@ -136,7 +137,7 @@ def test_every_code_decodes_as_in_ml_dtypes(name: str) -> None:
     np.testing.assert_array_equal(encoded[numbers], np.where(zero, 0, codes)[numbers], err_msg=f"{name}: value -> code")
 
 
-@pytest.mark.parametrize("name", ML_DTYPES)
+@each("name", ML_DTYPES)
 def test_rounding_equals_ml_dtypes(name: str) -> None:
     """Random numbers over all binades and beyond, every midpoint, and their neighbors; clamped, for ours saturate."""
     format = ALL_FORMATS[name]
@@ -163,14 +164,14 @@ def test_e3m0_ties_go_to_the_even_code() -> None:
     assert round_nearest(ties, ELEMENT_FORMATS["e3m0"]).tolist() == [0.0, 0.5, 0.5, 2.0, 2.0, 8.0, 8.0]
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
+@each("bits", range(2, 9))
 def test_integers_are_symmetric(bits: int) -> None:
     largest = 2 ** (bits - 1) - 1
     found = round_nearest(torch.tensor([-1e9, -largest - 1.0, 1e9]), ELEMENT_FORMATS[f"int{bits}"])
     assert found.tolist() == [-largest, -largest, largest]
 
 
-@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+@each("name", ELEMENT_FORMATS)
 def test_what_hardware_multiplies(name: str) -> None:
     """FP8 as it is; integers, ternary among them, in int8; nothing else."""
     format = ELEMENT_FORMATS[name]
@@ -181,7 +182,7 @@ def test_what_hardware_multiplies(name: str) -> None:
         assert torch.equal(values.to(format.gemm_dtype).float(), values), f"{name}: {format.gemm_dtype} lacks a value"
 
 
-@pytest.mark.parametrize("bits", range(2, 10))
+@each("bits", range(2, 10))
 def test_whole_numbers_of_any_width(bits: int) -> None:
     """Nine bits hold what lies on either side of a zero point of eight."""
     format, largest = integer(bits), 2 ** (bits - 1) - 1
@@ -212,8 +213,8 @@ def test_seven_bit_scales_reach(name: str, largest: float) -> None:
     assert SCALE_FORMATS[name].max == largest
 
 
-@pytest.mark.parametrize("name", BLOCK_SCALES)
-@pytest.mark.parametrize("rounding", ["nearest", "up"])
+@each("name", BLOCK_SCALES)
+@each("rounding", ["nearest", "up"])
 def test_scale_rounding(name: str, rounding: str) -> None:
     x = probes(name)
     x = x[~(x < 0)]

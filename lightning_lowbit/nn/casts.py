@@ -12,6 +12,7 @@ the gradient of quantization-aware training. ``requantize`` quantizes it anew, a
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 from lightning_lowbit.checks import choose, from_fields
@@ -39,6 +40,7 @@ SMOOTHINGS = ("channel", "token")
 
 # Named casts, see presets.py.
 PRESETS: "dict[str, Callable[[], LinearCasts]]" = {}
+_made: "Callable[[Callable[[], LinearCasts]], LinearCasts]" = cache(lambda make: make())  # to compare with
 
 OperandCast = Cast | Literal["fprop"] | None
 
@@ -330,9 +332,9 @@ class LinearCasts:
                 parts.append(f"hadamard={self.hadamard[gemm]}")
             return f"{gemm}({', '.join([*parts, *(['-mean'] if gemm in self.subtract_mean else [])])})"
 
-        for preset in PRESETS:
-            if self == PRESETS[preset]():
-                return preset
+        for name, make in PRESETS.items():
+            if self == _made(make):
+                return name
         return " ".join([*map(show, GEMMS), *([f"smooth={self.smooth}"] if self.smooth else [])])
 
 

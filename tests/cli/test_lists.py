@@ -1,16 +1,15 @@
 """One item in the place of a list, and nothing else in the place of anything."""
 
-import pytest
-
 from lightning_lowbit.cli.configs import merge_all
 from lightning_lowbit.cli.lists import options_with_lists, with_lists
+from tests.tables import each
 
 PLUGIN, SKIP = "--trainer.plugins", "--trainer.plugins.init_args.skip"
 FP8 = "lightning_lowbit.FP8Precision"
 NORMS = "--trainer.callbacks+=lightning_lowbit.GradientNormMonitor"
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "made"),
     [
         ([SKIP, "lm_head"], [SKIP, "[lm_head]"]),
@@ -28,7 +27,7 @@ def test_an_item_on_the_command_line(given: list[str], made: list[str]) -> None:
     assert options_with_lists(["fit", *given], merge_all(["quickstart"])) == ["fit", *made]
 
 
-@pytest.mark.parametrize(
+@each(
     "given",
     [
         [SKIP, "[lm_head]"],
@@ -45,7 +44,6 @@ def test_an_item_on_the_command_line(given: list[str], made: list[str]) -> None:
         ["--data.init_args.path", "text"],
         ["--trainer.plugins=no_such_module.Plugin", f"{PLUGIN}.skip=a"],
     ],
-    ids=" ".join,
 )
 def test_everything_else_is_left_alone(given: list[str]) -> None:
     assert options_with_lists(["fit", *given], merge_all(["quickstart"])) == ["fit", *given]

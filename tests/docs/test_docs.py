@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import each
+
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = {
     str(page.relative_to(DOCS)): re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
@@ -23,6 +25,12 @@ def test_there_are_examples():
     assert all(EXAMPLES[page] for page in ALONE)
 
 
+@each("page", sorted(ALONE))
+def test_examples_of_a_page_are_python(page):
+    for number, example in enumerate(EXAMPLES[page], 1):
+        compile(example, f"docs/{page}, example {number}", "exec")
+
+
 @pytest.mark.parametrize("page", SHARED)  # they may do what Lightning warns of
 @pytest.mark.filterwarnings("ignore", "error:lightning_lowbit:DeprecationWarning")
 @pytest.mark.skipif("LOWBIT_TEST_LIGHTNING" in os.environ, reason="the pages import lightning")
@@ -33,6 +41,7 @@ def test_examples_of_a_page_run_one_after_the_other(page, monkeypatch):
         exec(compile(example, f"docs/{page}, example {number}", "exec"), vars(module))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted(ALONE))
 def test_examples_of_a_page_run_in_a_new_process(page, tmp_path):
     script = tmp_path / "page.py"
@@ -42,6 +51,6 @@ def test_examples_of_a_page_run_in_a_new_process(page, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("page", EXAMPLES)
+@each("page", EXAMPLES)
 def test_it_is_in_the_navigation(page):
     assert f"- {page}\n" in (DOCS.parent / "mkdocs.yml").read_text(), f"add {page} to nav in mkdocs.yml"

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import each
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = [str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/**/*.md"))]
@@ -31,7 +33,7 @@ def test_it_is_short(page, most):
     assert (ROOT / page).stat().st_size <= most, f"{page} has more than {most} bytes: move something to docs/"
 
 
-@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "recipes/README.md", *PAGES])
+@each("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "recipes/README.md", *PAGES])
 def test_relative_links_exist(page):
     path = ROOT / page
     for link in re.findall(r"\]\((?!http|#)([^)]+)\)", path.read_text()):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.adam import CHUNK, DENSE, KINDS, NOTHING, Shard, Shards, rules
 from lightning_lowbit.kernels.cpu.library import library
+from tests.tables import each
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot be built here")
 
@@ -50,8 +51,8 @@ def test_float32_is_rounded_to_16_bits_as_by_torch(dtype: torch.dtype) -> None:
     assert_same_numbers(converted(values, dtype), values.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("bad", [None, math.nan, math.inf, -math.inf])
 def test_amax_of_each_shard(bad: float | None, dtype: torch.dtype) -> None:
     sizes = [0, 1, 15, 17, CHUNK, 2 * CHUNK + 5]
     gradients: list[Tensor | None] = [torch.randn(size).to(dtype) for size in sizes]
@@ -66,8 +67,8 @@ def test_amax_of_each_shard(bad: float | None, dtype: torch.dtype) -> None:
     assert found[:-1].tolist() == pytest.approx(wanted, rel=0, nan_ok=True), f"maxima are {found}, not {wanted}"
 
 
-@pytest.mark.parametrize("limit", [math.inf, 3.0, 0.0])
-@pytest.mark.parametrize("unit", [1.0, 1e-3])
+@each("limit", [math.inf, 3.0, 0.0])
+@each("unit", [1.0, 1e-3])
 def test_squares_after_ada_clip(limit: float, unit: float) -> None:
     """Where nothing is clipped, sums of the first pass are taken; a unit has all elements read again."""
     gradients = [torch.randn(size) for size in (5, CHUNK, 3 * CHUNK + 77)]

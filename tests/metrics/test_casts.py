@@ -8,6 +8,7 @@ import torch
 from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.metrics import bias, cast_statistics, code_histogram, levels, mse, sqnr
 from tests.metrics.cast_samples import CASTS, ZERO_POINTS, sample
+from tests.tables import each
 
 
 def range_of(quantized, row, column):
@@ -108,7 +109,7 @@ def test_a_scale_rounded_down_saturates(rounding, saturation):
     assert cast_statistics(x, Cast("e2m1", Scale("e4m3", 16, rounding))).floats()["saturation"] == saturation
 
 
-@pytest.mark.parametrize(
+@each(
     ("x", "levels_used", "saturation"),
     [
         ([-1.0, 0.6, 2.0, 1.1], [-1, 1, 2, 1], 0.0),  # a scale of 1 and a zero point of 1: levels from -1 to 2
@@ -143,10 +144,8 @@ def test_all_levels_on_either_side_of_a_zero_point(bits):
     assert len(histogram) == len(levels(cast.grid))
 
 
-@pytest.mark.parametrize("element", ["int4", "int8", "e2m1", "e4m3"])
-@pytest.mark.parametrize(
-    "scale", [Scale("fp32", 16), Scale("fp32", "tensor"), Scale("e4m3", 128, two_level=True)], ids=str
-)
+@each("element", ["int4", "int8", "e2m1", "e4m3"])
+@each("scale", [Scale("fp32", 16), Scale("fp32", "tensor"), Scale("e4m3", 128, two_level=True)])
 def test_rounding_of_float32_scales_is_no_saturation(element, scale):
     """The largest element of a block is what its scale was made for, whatever the last bit says."""
     for seed in range(20):
@@ -165,7 +164,7 @@ def test_a_scale_that_underflows_is_underflow_only():
     assert error.codes.sum() == 32
 
 
-@pytest.mark.parametrize("cast", CASTS, ids=str)
+@each("cast", CASTS)
 def test_zeros_and_what_is_exact(cast):
     nothing = {"mse": 0.0, "relative_mse": 0.0, "bias": 0.0, "underflow": 0.0, "saturation": 0.0, "not_finite": 0.0}
     assert cast_statistics(torch.zeros(4, 32), cast).floats() == {"sqnr": math.inf, **nothing}
@@ -193,8 +192,8 @@ def test_functions_at_their_limits():
             function(one, one[None])
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("cast", [CASTS[0], CASTS[3], CASTS[5], ZERO_POINTS[0]], ids=str)
+@each("value", [math.nan, math.inf, -math.inf])
+@each("cast", [CASTS[0], CASTS[3], CASTS[5], ZERO_POINTS[0]])
 def test_elements_that_are_not_finite(cast, value):
     """They take their block with them, which then counts nowhere."""
     x, block = sample(4, 96), cast.scale.block

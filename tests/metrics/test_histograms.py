@@ -12,9 +12,10 @@ from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.metrics import cast_statistics, code_histogram, levels
 from tests.metrics.cast_samples import CASTS, ZERO_POINTS, sample
+from tests.tables import each
 
 
-@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+@each("name", ELEMENT_FORMATS)
 def test_histogram_equals_counting(name):
     format = ELEMENT_FORMATS[name]
     values = levels(format)
@@ -51,7 +52,7 @@ def test_histogram_of_nothing():
     assert code_histogram(quantized, normalize=True).tolist() == [0.0] * 15
 
 
-@pytest.mark.parametrize("cast", [*CASTS, *ZERO_POINTS[:3]], ids=str)
+@each("cast", [*CASTS, *ZERO_POINTS[:3]])
 def test_errors_of_parts_add_up(cast):
     x = sample(24, 64)
     amax = x.abs().amax() if cast.scale.needs_amax else None
@@ -70,7 +71,7 @@ def test_errors_of_different_casts_do_not_add_up():
         cast_statistics(x, CASTS[0]) + cast_statistics(x, CASTS[3])
 
 
-@pytest.mark.parametrize("cast", [*CASTS, *ZERO_POINTS], ids=str)
+@each("cast", [*CASTS, *ZERO_POINTS])
 def test_nothing_waits_for_the_device(cast):
     """Tensors without data: whoever asked one for its value would fail."""
     error = cast_statistics(torch.empty(8, 64, device="meta"), cast)

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.metrics.outliers import activation_sums, kurtosis, outlier_share
 from tests.metrics.activations import activation_outliers
+from tests.tables import each
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -23,8 +24,8 @@ def defined(x: Tensor, k: float) -> tuple[Tensor, Tensor, Tensor]:
     return x.abs().amax(0), central.pow(4).mean() / central.square().mean() ** 2, beyond
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("leading", [(300,), (3, 70), (1,)], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("leading", [(300,), (3, 70), (1,)])
 def test_equals_its_definition(leading: tuple[int, ...], dtype: torch.dtype) -> None:
     check(leading, dtype, "eager")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_lowbit.metrics import count_spikes
+from tests.tables import each
 
 
 def noise(steps=300, seed=0, size=0.05):
@@ -21,8 +22,8 @@ def with_values(losses, values):
     return [values.get(step, loss) for step, loss in enumerate(losses)]
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("steps", [[100], [40, 150, 151, 290], [20], [299]])
+@each("seed", range(5))
+@each("steps", [[100], [40, 150, 151, 290], [20], [299]])
 def test_planted_spikes(seed, steps):
     """Neighbors are one spike; the first value with a full window before it may be one, and so may the last."""
     losses = noise(seed=seed)
@@ -111,9 +112,7 @@ def test_the_threshold_is_in_robust_standard_deviations():
     assert count_spikes([*losses, edge - 1e-9], window=5, threshold=2) == 0
 
 
-@pytest.mark.parametrize(
-    ("window", "threshold"), [(1, 6.0), (0, 6.0), (-5, 6.0), (20, 0.0), (20, -1.0), (20, math.nan)]
-)
+@each(("window", "threshold"), [(1, 6.0), (0, 6.0), (-5, 6.0), (20, 0.0), (20, -1.0), (20, math.nan)])
 def test_wrong_settings(window, threshold):
     with pytest.raises(ValueError, match=f"got ({window}|{threshold})"):
         count_spikes([1.0], window, threshold)

@@ -4,7 +4,6 @@ import math
 from random import Random
 from statistics import fmean, pstdev
 
-import pytest
 import torch
 
 from lightning_lowbit.metrics.spikes import (
@@ -16,6 +15,7 @@ from lightning_lowbit.metrics.spikes import (
     mean_limit,
     median_limit,
 )
+from tests.tables import each
 
 
 def losses(seed: int, count: int = 300) -> list[float]:
@@ -26,7 +26,7 @@ def losses(seed: int, count: int = 300) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_mean_and_deviation(seed: int) -> None:
     detector, good = SpikeDetector(Window(50, mean_limit(6.0)), warmup=70), []
     found = 0

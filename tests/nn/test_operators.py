@@ -59,7 +59,10 @@ def alone() -> Iterator[None]:
 
 def operands(x: Tensor) -> list[Any]:
     return [
-        *product((x,), (BLOCKS, ROWS), (0, 1), (KEY,), (None,), (torch.float32, x.dtype), (None, shard())),
+        *((x, cast, 0, KEY, None, torch.float32, None) for cast in (BLOCKS, ROWS)),
+        *((x, cast, 1, KEY, None, x.dtype, shard()) for cast in (BLOCKS, ROWS)),
+        (x, BLOCKS, 0, KEY, None, x.dtype, shard()),
+        (x, ROWS, 1, KEY, None, torch.float32, None),
         *product((x,), (E4M3_ROWS,), (0, 1), (None,), (None,), (E4M3,), (None,)),
         *product((x,), (E5M2_TENSOR,), (0,), (KEY,), (None, TWO), (E5M2,), (None,)),
         (x, GROUPS, 0, None, None, x.dtype, None),
@@ -89,17 +92,8 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
     ],
     "_amax": lambda x: [(x,), (x.new_empty(0, 24),)],
     "_operand_statistics": lambda x: [
-        *product(
-            (x,),
-            (x.contiguous(),),
-            (None, TWO),
-            (BLOCKS, ROWS),
-            (0, 1),
-            (None,),
-            (x.numel(), 400),
-            (None,),
-            (False, True),
-        ),
+        *product((x,), (x.contiguous(),), (None, TWO), (BLOCKS,), (0,), (None,), (x.numel(), 400), (None,), (False,)),
+        *product((x,), (x.contiguous(),), (None, TWO), (ROWS,), (1,), (None,), (400,), (None,), (False, True)),
         (x, x.contiguous(), torch.ones(40, 1), ROWS, 1, None, 400, None, False),
         (x, x.contiguous(), None, GROUPS, 0, None, 400, shard(), True),
     ],

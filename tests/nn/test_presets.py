@@ -16,6 +16,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale, convert, quantize
 from lightning_lowbit.formats import SCALE_FORMATS
 from lightning_lowbit.nn import OPERANDS, PHASES, PRESETS, AmaxHistories, LayerKeys, set_phase
 from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
+from tests.tables import each
 
 # The six operands in order, as casts print, and the rest.
 NVFP4, TILES = "e2m1/e4m3:1x16+fp32", "e2m1/e4m3:16x16+fp32"
@@ -56,7 +57,7 @@ EXPECTED: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each("name", PRESETS)
 def test_a_preset_is_what_its_source_says(name: str) -> None:
     casts = LinearCasts.preset(name)
     operands, hadamard = EXPECTED[name]
@@ -72,7 +73,7 @@ def test_no_preset_is_missing() -> None:
     assert set(PRESETS) == set(EXPECTED)
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "bf16"])
+@each("name", [name for name in PRESETS if name != "bf16"])
 def test_a_preset_names_its_source(name: str) -> None:
     documented = getattr(PRESETS[name], "func", PRESETS[name])  # of several presets
     assert "arXiv" in (inspect.getdoc(documented) or ""), f"the docstring of {name} names no paper"
@@ -88,7 +89,7 @@ def written_out(casts: LinearCasts) -> dict[str, Any]:
     return json.loads(json.dumps(found))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each("name", PRESETS)
 def test_a_preset_from_yaml(name: str) -> None:
     casts = LinearCasts.preset(name)
 

@@ -16,6 +16,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn.presets import quantization_aware
 from tests import golden_vectors as golden
 from tests.nn.layers import gradients, identical, layer_like, net, run, spied
+from tests.tables import each
 
 TOKENS, IN, OUT = 24, 160, 40  # the second group of 128 is not a whole one
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]
@@ -160,7 +161,7 @@ def test_groups_are_autograd_to_the_bit(name: str, mode: str, kind: str, shape: 
     identical(found, expected, f"{name}, {mode}:")
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@each("name", GROUPS)
 def test_groups_are_dense_in_the_dtype_of_the_computation(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """So that no GEMM is one of float32, and nothing wider is kept for the backward pass."""
     with spied(monkeypatch) as seen:

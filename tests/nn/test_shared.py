@@ -9,6 +9,7 @@ from torch import nn
 from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn import OPERANDS, AmaxHistories, operands
 from tests.nn.layers import every, identical, layer_like, run
+from tests.tables import each
 
 TILES = Cast("e2m1", Scale("e4m3", (16, 16), two_level=True))
 E4M3 = Cast("e4m3", Scale("fp32", "tensor"))
@@ -52,7 +53,7 @@ def test_sharing_changes_no_bit(monkeypatch: pytest.MonkeyPatch, name: str, exac
     assert len(state) == (6 if name == "fp8-delayed" else 0)
 
 
-@pytest.mark.parametrize("name", [*SHARING, *OWN])
+@each("name", [*SHARING, *OWN])
 def test_each_operand_is_made_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     casts = {**SHARING, **OWN}[name]
     made, original = [], operands.quantize_operand

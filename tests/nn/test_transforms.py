@@ -14,6 +14,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale, convert
 from lightning_lowbit.nn import OPERANDS, LayerKeys
 from lightning_lowbit.quant import Hadamard, surrogate_factor
 from tests.nn.layers import GEMMS, RESULTS, every, layer_like, run, spied, value
+from tests.tables import each
 
 LOSSLESS = Cast("int8", Scale("fp32", 1))  # each element is the largest of its block
 NEAREST = Cast("e2m1", Scale("e4m3", 16, two_level=True))
@@ -92,9 +93,9 @@ def test_splitting_the_mean_off_helps_where_there_is_one(gemm: str) -> None:
 SURROGATE_CASTS = [SATURATING, Cast("e2m1", Scale("e4m3", 16, two_level=True)), Cast("int4", Scale("fp32", "row"))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cast", SURROGATE_CASTS, ids=str)
-@pytest.mark.parametrize("kind", ["trust", "dge"])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("cast", SURROGATE_CASTS)
+@each("kind", ["trust", "dge"])
 def test_a_surrogate_multiplies_the_straight_through_gradient(kind: str, cast: Cast, dtype: torch.dtype) -> None:
     original, x, g = tensors()
     original, x, g = original.to(dtype), x.to(dtype), g.to(dtype)

@@ -15,6 +15,7 @@ from lightning_lowbit.quant import Cast
 from lightning_lowbit.quant.statistics import SUMS
 from tests.nn.layers import gradients, identical, layer_like, net, run, spied, value
 from tests.nn.operand_sums import assert_numbers, captured, numbers_of, places
+from tests.tables import each
 
 CPU = torch.device("cpu")
 LAYERS = ("first", "second", "head")
@@ -36,7 +37,7 @@ def batch(seed: int = 0) -> Tensor:
 # --- operands ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("casts", ["nvfp4", "nvfp4-nvidia", "mxfp4-rht", "fp8-delayed", "ternary", "int4"])
+@each("casts", ["nvfp4", "nvfp4-nvidia", "mxfp4-rht", "fp8-delayed", "ternary", "int4"])
 def test_rows_tell_what_casts_did(casts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the operands as they were quantized: rotated, or the other way round; also to those that were taken over."""
     model, _ = net(casts)
@@ -51,13 +52,13 @@ def test_rows_tell_what_casts_did(casts: str, monkeypatch: pytest.MonkeyPatch) -
     assert {(layer, operand) for layer, row in found.items() for operand in row} == set(expected)
     own = {operand for operand in OPERANDS if isinstance(getattr(model.first.casts, operand), Cast)}
     assert {operand for _, operand in expected} == own
-    for (layer, operand), each in expected.items():
-        assert len(each) == 1
-        assert_numbers(found[layer][operand], numbers_of(each), f"{layer}, {operand}")
+    for (layer, operand), operands in expected.items():
+        assert len(operands) == 1
+        assert_numbers(found[layer][operand], numbers_of(operands), f"{layer}, {operand}")
 
 
-@pytest.mark.parametrize("what", ["operand_sums", "gradient_sums"])
-@pytest.mark.parametrize("casts", ["nvfp4", "fp8-delayed", "ternary"])
+@each("what", ["operand_sums", "gradient_sums"])
+@each("casts", ["nvfp4", "fp8-delayed", "ternary"])
 def test_watching_changes_nothing(casts: str, what: Any) -> None:
     found = []
     for watched in (False, True):
@@ -106,9 +107,9 @@ def test_different_passes_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         for seed, size in ((0, 1.0), (1, 30.0)):
             gradients(model, size * batch(seed))
     found = numbers(watch)
-    for (layer, operand), each in places(LAYERS, made).items():
-        assert len(each) == 2
-        assert_numbers(found[layer][operand], numbers_of(each), f"{layer}, {operand}")
+    for (layer, operand), operands in places(LAYERS, made).items():
+        assert len(operands) == 2
+        assert_numbers(found[layer][operand], numbers_of(operands), f"{layer}, {operand}")
 
 
 def test_recomputed_passes_count_twice_with_the_same_ratios() -> None:
@@ -154,9 +155,7 @@ def test_an_operand_that_another_gemm_made_counts_once() -> None:
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "casts", ["nvfp4", "nvfp4-nvidia", "fp8-current", "ternary", {"preset": "ternary", "wgrad_x": None}], ids=str
-)
+@each("casts", ["nvfp4", "nvfp4-nvidia", "fp8-current", "ternary", {"preset": "ternary", "wgrad_x": None}])
 def test_gradients_in_both_precisions(casts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand, from the operands that met: those of the forward pass where the backward pass takes them over."""
     layer = layer_like(nn.Linear(32, 16, bias=False), casts, exact=True)

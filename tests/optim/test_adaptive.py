@@ -22,6 +22,7 @@ from tests.optim.parameters import (
     use,
 )
 from tests.references.adaptive import Guard, guard_all
+from tests.tables import each
 
 SHAPES = [(), (7,), (5, 6), (3, 2, 2, 2)]
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -99,7 +100,7 @@ def test_reference(make: Make, options: dict[str, Any], code: str, monkeypatch: 
     assert (cut > 0) == (options.get("element_clip", "ada_clip") == "ada_clip"), f"{cut} elements were cut"
 
 
-@pytest.mark.parametrize("options", RULES.values(), ids=RULES)
+@each("options", RULES.values())
 def test_reference_in_fp32(options: dict[str, Any]) -> None:
     parameters, twins = make_parameters(shapes=SHAPES), make_parameters(shapes=SHAPES)
     make = OPTIMIZERS["AdamW"]
@@ -254,7 +255,7 @@ def test_copies_are_of_a_portion_of_the_parameters_at_a_time(monkeypatch: pytest
         assert found == [[0, 1, 2, 3, 4]], f"{type(optimizer)} stepped for {found}: it may count its steps"
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each("name", OPTIMIZERS)
 def test_portions_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     for most in (8, 2**22):
@@ -276,7 +277,7 @@ def test_base_makes_the_optimizer_from_parameters_and_groups() -> None:
     assert found == [(0.5, "ada_gn", 0.25), (0.1, None, 0.25)], f"lr, norm_clip and gamma1 of the groups are {found}"
 
 
-@pytest.mark.parametrize(
+@each(
     ("wrong", "got"),
     [
         (lambda p: [p], "list"),
@@ -310,7 +311,7 @@ def test_bad_options_of_a_group_are_refused() -> None:
     assert len(optimizer.param_groups) == 1, "a refused group was added nevertheless"
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "Lion"])  # which cannot be copied by itself
+@each("name", [name for name in OPTIMIZERS if name != "Lion"])  # which cannot be copied by itself
 def test_a_copy_and_a_loaded_state_go_on_alike(name: str) -> None:
     make = OPTIMIZERS[name]
     parameters = make_parameters(shapes=SHAPES)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_lowbit.optim import clipping
+from tests.tables import each
 
 # Deterministic: it derives no seeds. The fixture that every test has gives it a folder, which these do not use.
 PROFILE = settings(
@@ -32,7 +33,7 @@ def from_list(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor
 # --- pieces ---
 
 
-@pytest.mark.parametrize(
+@each(
     ("shape", "rows"),
     [((), [1]), ((1,), [1]), ((8,), [8]), ((9,), [8, 1]), ((5, 3), [2, 2, 1]), ((3, 20), [1, 1, 1]), ((4, 2, 1), [4])],
 )
@@ -73,8 +74,8 @@ def test_elsewhere_pieces_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what is measured ---
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
+@each("dtype", DTYPES)
+@each(
     ("values", "expected"),
     [([], 0), ([0.0], 0), ([-0.0], 0), ([1, -3, 2], 3), ([-1, 0.5], 1), ([2], 2), ([math.inf, 1], math.inf),
      ([-math.inf, 1], math.inf)],
@@ -97,7 +98,7 @@ def test_amax_is_the_infinity_norm(values: Tensor) -> None:
     assert clipping.amax(values) == values.abs().max()
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (4,), (3, 5), (2, 3, 4)])
+@each("shape", [(), (0,), (4,), (3, 5), (2, 3, 4)])
 def test_sum_of_squares(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape, dtype=torch.float64)
     found = clipping.sum_of_squares(values)
@@ -110,8 +111,8 @@ def test_sum_of_squares(shape: tuple[int, ...]) -> None:
 # --- moving averages ---
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("decay", [0.0, 1e-3, 0.5, 0.9, 0.99999])
+@each("dtype", [torch.float32, torch.float64])
+@each("decay", [0.0, 1e-3, 0.5, 0.9, 0.99999])
 def test_weights_give_the_bias_corrected_average(decay: float, dtype: torch.dtype) -> None:
     values = torch.randn(40, dtype=torch.float64).exp().tolist()
     average, uncorrected = torch.full((), math.nan, dtype=dtype), 0.0

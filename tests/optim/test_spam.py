@@ -19,6 +19,7 @@ from tests.optim.parameters import (
     use,
 )
 from tests.references.spam import Reference
+from tests.tables import each
 
 SHAPES = [(), (7,), (0, 3), (5, 6), (3, 2, 2, 2)]
 
@@ -120,8 +121,8 @@ def one_step(optimizer: SPAM, parameter: Parameter, seed: int) -> Tensor:
     return moved_elements(parameter, before)
 
 
-@pytest.mark.parametrize("every", [2, 3, 4, 8])
-@pytest.mark.parametrize("shape", [(6, 16), (5, 7), (2, 3, 9), (4, 1)])
+@each("every", [2, 3, 4, 8])
+@each("shape", [(6, 16), (5, 7), (2, 3, 9), (4, 1)])
 def test_one_of_n_neighbors_moves(shape: tuple[int, ...], every: int) -> None:
     parameter = Parameter(torch.ones(shape))
     optimizer = SPAM([parameter], lr=0.1, density=1 / every, reset_interval=3, warmup_steps=0)

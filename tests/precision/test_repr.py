@@ -8,6 +8,7 @@ import pytest
 import lightning_lowbit
 from lightning_lowbit import FP4Precision, FP8Precision, LinearCasts, LowBitPrecision
 from tests.lightning_imports import Trainer
+from tests.tables import each
 
 CALLS = [
     "FP4Precision('mxfp4')",
@@ -19,7 +20,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("call", CALLS)
+@each("call", CALLS)
 def test_a_plugin_is_shown_as_the_call_that_makes_it(call: str) -> None:
     plugin = eval(call, {name: getattr(lightning_lowbit, name) for name in lightning_lowbit.__all__})
     assert repr(plugin) == call

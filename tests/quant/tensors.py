@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit import Cast, Scale, quantize
-from lightning_lowbit.formats import SCALE_FORMATS
+from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS
 from lightning_lowbit.quant import Quantized
 from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
 from tests.references import quantize as reference
@@ -50,6 +50,11 @@ def scales(block: Any = 16, element: str = "e2m1") -> Iterator[Scale]:
 def casts(element: str, block: Any = 16) -> tuple[Cast, ...]:
     """The casts of an element format with each of :func:`scales`."""
     return tuple(Cast(element, scale) for scale in scales(block, element))
+
+
+def some_casts(element: str, block: Any = 16) -> tuple[Cast, ...]:
+    """Every third of :func:`casts`: others for the next element, so that each setting is there with several."""
+    return casts(element, block)[list(ELEMENT_FORMATS).index(element) % 3 :: 3]
 
 
 def sample(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

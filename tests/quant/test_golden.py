@@ -15,6 +15,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale, compilation, quantize
 from lightning_lowbit.quant import Hadamard, Quantized, quantize_operand, rotate
 from tests import golden_vectors as golden
 from tests.quant.tensors import NVFP4, NVFP4_TILES, float_scales, same, sample
+from tests.tables import each
 
 CPU = torch.device("cpu")
 
@@ -49,7 +50,7 @@ def check_nvfp4(found: Quantized, case: dict[str, Any], name: str, prefix: str =
     np.testing.assert_allclose(found.dequantize().numpy(), values, rtol=3e-7, atol=0, err_msg=f"{name}: values")
 
 
-@pytest.mark.parametrize("name", FINITE_CASES)
+@each("name", FINITE_CASES)
 def test_nvfp4(name: str) -> None:
     case = golden.case("nvfp4_1x16", name)
     rows, columns = quantize(case["x"], NVFP4), quantize(case["x"].t(), NVFP4, dim=0)
@@ -59,7 +60,7 @@ def test_nvfp4(name: str) -> None:
     same(columns.dequantize().t(), rows.dequantize(), f"{name}: blocks along columns, values")
 
 
-@pytest.mark.parametrize("name", golden.cases("nvfp4_16x16"))
+@each("name", golden.cases("nvfp4_16x16"))
 def test_nvfp4_tiles(name: str) -> None:
     case = golden.case("nvfp4_16x16", name)
     check_nvfp4(quantize(case["x"], NVFP4_TILES), case, name, scale="block_scale")
@@ -106,7 +107,7 @@ def check_mx(file: str, name: str, mode: str) -> None:
     same(~found.dequantize().isnan(), torch.from_numpy(in_finite), f"{message}: which elements are NaN")
 
 
-@pytest.mark.parametrize(("file", "name"), [(file, name) for file in MX_FILES for name in golden.cases(file)])
+@each(("file", "name"), [(file, name) for file in MX_FILES for name in golden.cases(file)])
 def test_mx(file: str, name: str) -> None:
     for mode in mx_modes(file, name):
         check_mx(file, name, mode)
@@ -136,7 +137,7 @@ def test_hadamard_matrix() -> None:
     same(Hadamard(16).matrix(None, CPU), expected, "diag(signs) H / 4")
 
 
-@pytest.mark.parametrize("name", golden.cases("nvfp4_rht"))
+@each("name", golden.cases("nvfp4_rht"))
 def test_hadamard(name: str) -> None:
     case, y = rotated(name)
     assert y.dtype == torch.bfloat16
@@ -187,7 +188,7 @@ def check_four_over_six(name: str, mode: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", golden.cases("nvfp4_4over6"))
+@each("name", golden.cases("nvfp4_4over6"))
 def test_four_over_six(name: str) -> None:
     modes = {field.split("/")[0] for field in golden.case("nvfp4_4over6", name) if field.endswith("/codes")}
     assert modes >= {"mae448", "mse256"}
@@ -217,7 +218,7 @@ def test_every_case_of_bitnet_is_used() -> None:
     assert (len(WEIGHTS), len(ACTIVATIONS), len(LAYERS)) == (9, 3, 2)
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@each("name", WEIGHTS)
 def test_ternary_weights(name: str) -> None:
     """Codes are those of float64 in every case, and the scale is that of the float64 mean, rounded once."""
     case, found = BITNET_CASES[name], quantize(BITNET_CASES[name]["w"], BITNET.fprop_w)

@@ -11,6 +11,7 @@ from lightning_lowbit.quant import Hadamard, rotate
 from lightning_lowbit.quant.rounding import mix_key, uniform
 from lightning_lowbit.quant.transforms import SIZES
 from tests.quant.tensors import same
+from tests.tables import each
 
 CPU = torch.device("cpu")
 KEYS = mix_key(torch.arange(2000))
@@ -31,8 +32,8 @@ def hadamard(size: int) -> np.ndarray:
     return np.array([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)])
 
 
-@pytest.mark.parametrize("key", [None, 5])
-@pytest.mark.parametrize("size", SIZES)
+@each("key", [None, 5])
+@each("size", SIZES)
 def test_matrix(size: int, key: int | None) -> None:
     transform = matrix(size, key)
     assert transform.dtype == torch.float32
@@ -52,8 +53,8 @@ def test_larger_groups_repeat_the_fixed_signs() -> None:
         assert signs_of(matrix(size)).tolist() == expected * (size // 16), f"fixed signs of {size}"
 
 
-@pytest.mark.parametrize("key", [None, 5])
-@pytest.mark.parametrize("size", SIZES)
+@each("key", [None, 5])
+@each("size", SIZES)
 def test_cancels_between_operands(size: int, key: int | None) -> None:
     """(A T)(T' B) = A B, whatever part of a group the contraction axis fills."""
     transform = matrix(size, key)
@@ -64,8 +65,8 @@ def test_cancels_between_operands(size: int, key: int | None) -> None:
         assert error < 2e-6, f"{size}, contraction over {contraction}: off by {error:.1e}"
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("size", SIZES)
+@each("dim", [0, 1])
+@each("size", SIZES)
 def test_rotate(size: int, dim: int) -> None:
     """Each group times T; zeros fill the last group and take part."""
     transform, length = matrix(size), 2 * size - 3
@@ -98,8 +99,8 @@ def test_bfloat16_is_rounded_once(size: int, dim: int) -> None:
     assert (found.double() != exact).any(), "the test needs sums that are rounded"
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 16), (16, 0), (0, 0)])
+@each("dim", [0, 1])
+@each("shape", [(0, 8), (8, 0), (0, 16), (16, 0), (0, 0)])
 def test_empty(shape: tuple[int, int], dim: int) -> None:
     found = rotate(torch.empty(shape), matrix(16), dim)
     expected = list(shape)

@@ -5,10 +5,11 @@ import torch
 
 from lightning_lowbit.quant import split_mean
 from tests.quant.tensors import same
+from tests.tables import each
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 5), (64, 48), (4097, 3)])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("shape", [(1, 5), (64, 48), (4097, 3)])
 def test_split_mean(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Rest and mean add up to x, and the rest has no mean, up to one rounding each."""
     x = (torch.randn(shape) + torch.linspace(-3, 3, shape[1])).to(dtype)

@@ -13,6 +13,7 @@ from lightning_lowbit.quant import quantize_operand
 from lightning_lowbit.quant.operand import operand_dtype
 from lightning_lowbit.quant.packed import pack, unpack_
 from lightning_lowbit.quant.shard import Shard, amax_of
+from tests.tables import each
 
 KEY = torch.tensor(12345)
 
@@ -87,8 +88,8 @@ def test_odd_sizes(name: str, rows: int, columns: int) -> None:
         check(x, CASTS[name], 2)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -0.0])
-@pytest.mark.parametrize("name", ["e2m1", "e4m3", "tiles", "groups", "scales in e8m0", "scales in e1m6"])
+@each("value", [torch.nan, torch.inf, 0.0, -0.0])
+@each("name", ["e2m1", "e4m3", "tiles", "groups", "scales in e8m0", "scales in e1m6"])
 def test_blocks_that_are_special(name: str, value: float) -> None:
     x = torch.randn(16, 256, generator=torch.Generator().manual_seed(2))
     x[:8, 128:] = value
@@ -97,7 +98,7 @@ def test_blocks_that_are_special(name: str, value: float) -> None:
         check(x, cast, 2)
 
 
-@pytest.mark.parametrize("name", ["e2m1", "ternary", "int8", "tiles", "groups", "rows", "tensor", "mean"])
+@each("name", ["e2m1", "ternary", "int8", "tiles", "groups", "rows", "tensor", "mean"])
 def test_no_more_than_the_bits_of_a_cast(name: str) -> None:
     x, cast = torch.randn(32, 1024), CASTS[name]
     with backend("eager"):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -19,13 +18,14 @@ from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.quant import quantize_operand
 from tests.quant.tensors import EXMY, casts, float_scales, same, spread_scales
 from tests.references import quantize as reference
+from tests.tables import each
 
 # The fixture that every test has gives it a folder and a seed, which these do not use.
 PROFILE = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=40,
+    max_examples=25,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
@@ -98,7 +98,7 @@ def test_values_of_these_casts_return_within_an_ulp_or_two(x: Tensor, cast: Cast
     torch.testing.assert_close(twice.dequantize(), once.dequantize(), rtol=2.0**-21, atol=0)
 
 
-@pytest.mark.parametrize(
+@each(
     ("cast", "x"),
     [
         # 123.05 / 127 rounds to the scale 1; the code 123, a little less, asks for 15/16, and then saturates.
@@ -112,7 +112,6 @@ def test_values_of_these_casts_return_within_an_ulp_or_two(x: Tensor, cast: Cast
         # S is no power of two: times S, the largest value of the second block lands just below 4, and then saturates.
         (Cast("e2m1", Scale("e8m0", 2, "floor", two_level=True)), [6.8070583, 2.269, 2.3488514, 0.9415]),
     ],
-    ids=str,
 )
 def test_casting_twice_moves_these(cast: Cast, x: list[float]) -> None:
     """The limits of the property above, one example each."""

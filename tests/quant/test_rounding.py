@@ -10,6 +10,7 @@ from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.quant.rounding import mix_key, round_stochastic, uniform
 from tests.references import quantize as reference
+from tests.tables import each
 
 KEYS = [0, 1, -1, 2**31, -(2**31) - 5, 0x0123456789ABCDEF, -0x7EDCBA9876543210]
 SMALLEST, LARGEST = 2.0 ** -(reference.RANDOM_BITS + 1), 1 - 2.0 ** -(reference.RANDOM_BITS + 1)
@@ -35,7 +36,7 @@ def probes(name: str) -> Tensor:
 # --- between neighbors -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+@each("name", ELEMENT_FORMATS)
 def test_only_neighbors(name: str) -> None:
     """Whatever the random number, the smallest and the largest that occur included."""
     x = probes(name)
@@ -49,7 +50,7 @@ def test_only_neighbors(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+@each("name", ELEMENT_FORMATS)
 def test_both_neighbors(name: str) -> None:
     """In the middle between neighbors half of the random numbers lead up."""
     grid = reference.magnitudes(name)
@@ -60,14 +61,14 @@ def test_both_neighbors(name: str) -> None:
     assert above.tolist() == grid[1:].tolist()
 
 
-@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+@each("name", ELEMENT_FORMATS)
 def test_nan_stays(name: str) -> None:
     x = torch.tensor([torch.nan, 1.0, -torch.nan])
     found = round_stochastic(x, ELEMENT_FORMATS[name], torch.full_like(x, 0.3))
     assert found.isnan().tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("name", ELEMENT_FORMATS)
+@each("name", ELEMENT_FORMATS)
 def test_mean_and_variance(name: str) -> None:
     largest, draws = float(reference.magnitudes(name)[-1]), 2**13
     value = torch.linspace(-largest, largest, 48)
@@ -118,7 +119,7 @@ def test_a_million_draws_are_unbiased(element: str, scale: Scale) -> None:
     assert z.abs().max() < 4.5, f"{element}/{scale}: an element is biased by {z.abs().max():.1f} standard errors"
 
 
-@pytest.mark.parametrize(
+@each(
     ("scale", "unbiased"),
     [
         (Scale("e8m0", 16, "floor", prescale=0.75), True),
@@ -127,7 +128,6 @@ def test_a_million_draws_are_unbiased(element: str, scale: Scale) -> None:
         (Scale("e8m0", 16, "floor"), False),
         (Scale("e4m3", 16), False),
     ],
-    ids=str,
 )
 def test_the_largest_element_of_fp4_blocks(scale: Scale, unbiased: bool) -> None:
     """Unbiased under every scale that leaves room for it; the others saturate, and the test sees that they do."""
@@ -162,7 +162,7 @@ def test_rounding_errors_of_keys_and_positions_are_uncorrelated() -> None:
 # --- random bits ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", KEYS)
+@each("key", KEYS)
 def test_hash_equals_reference(key: int) -> None:
     index = torch.cat([torch.arange(4096), torch.tensor([2**31 - 1, 2**30, 123456789])]).to(torch.int32)
     found = uniform(index, torch.tensor(key)).double().numpy()

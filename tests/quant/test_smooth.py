@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_lowbit.quant import amax_along, smoothing_factor
 from tests.quant.tensors import same
+from tests.tables import each
 
 FLOAT32 = torch.finfo(torch.float32)
 LIMITS = {torch.float32: 64, torch.bfloat16: 64, torch.float16: 14}  # of the exponents of factors
@@ -67,8 +68,8 @@ def test_smoothed_magnitudes_lie_between_a_half_and_one() -> None:
     assert torch.equal(smoothing_factor(powers) * powers, torch.ones(129)), "a power of two does not become 1"
 
 
-@pytest.mark.parametrize("amax", [0.0, -0.0, torch.inf, torch.nan])
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@each("amax", [0.0, -0.0, torch.inf, torch.nan])
+@each("dtype", LIMITS)
 def test_what_has_no_size_is_left_alone(amax: float, dtype: torch.dtype) -> None:
     """And does not change its neighbors."""
     found = smoothing_factor(torch.tensor([4.0, amax, 0.25]), dtype)
@@ -86,7 +87,7 @@ def test_limits(dtype: torch.dtype, limit: int) -> None:
     assert smoothing_factor(within, dtype).tolist() == [2.0 ** (limit - 1), 2.0 ** (1 - limit)]
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 1), (2, 3, 4)], ids=str)
+@each("shape", [(), (0,), (7,), (3, 1), (2, 3, 4)])
 def test_any_shape(shape: tuple[int, ...]) -> None:
     amax = torch.rand(shape) + 0.1
     before = amax.clone()
@@ -99,8 +100,8 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
 # --- the largest magnitude --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", [(5,), (1, 6), (6, 1), (4, 7), (2, 3, 4)], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@each("shape", [(5,), (1, 6), (6, 1), (4, 7), (2, 3, 4)])
 def test_largest_along_a_dimension(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     for layout, dim in itertools.product((x, x.mT.contiguous().mT if x.dim() > 1 else x), range(-x.dim(), x.dim())):
@@ -111,7 +112,7 @@ def test_largest_along_a_dimension(shape: tuple[int, ...], dtype: torch.dtype) -
         assert torch.equal(found.flatten(), torch.tensor(expected)), f"along {dim}"
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (2, 0, 3), (0, 0)], ids=str)
+@each("shape", [(0,), (0, 4), (4, 0), (2, 0, 3), (0, 0)])
 def test_largest_of_nothing(shape: tuple[int, ...]) -> None:
     for dim in range(-len(shape), len(shape)):
         found = amax_along(torch.ones(shape), dim)

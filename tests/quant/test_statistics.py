@@ -17,6 +17,7 @@ from lightning_lowbit.quant import quantize_operand
 from tests.quant.tensors import check_against_reference, check_stochastic, float_scales, same, same_bytes, sample
 from tests.quant.test_properties import PROFILE, matrices
 from tests.references import quantize as reference
+from tests.tables import each
 
 BLOCKS = (16, (4, 16), "row", "tensor")
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]
@@ -69,7 +70,7 @@ def test_minmax_by_hand() -> None:
         assert found.elements()[i].tolist() == [code - zero for code in codes], f"{name}: elements"
 
 
-@pytest.mark.parametrize("element", INTEGERS)
+@each("element", INTEGERS)
 def test_zero_points_have_the_shape_of_scales(element: str) -> None:
     x, levels = sample(2, 6, 40) + 0.3, 2 ** int(element[3:]) - 1
     for block, dim in itertools.product((16, "row", "tensor"), (0, 1, -1)):
@@ -164,7 +165,7 @@ def test_equals_reference(cast: Cast, dtype: torch.dtype) -> None:
         same(values, expected, f"{mode} along {dim}: operand of {dtype}")
 
 
-@pytest.mark.parametrize("cast", CASTS, ids=str)
+@each("cast", CASTS)
 def test_stochastic_equals_reference(cast: Cast) -> None:
     for block, dim in itertools.product(BLOCKS, (0, -1)):
         check_stochastic(ragged(torch.float32), replace(in_block(cast, block), rounding="stochastic"), dim)
@@ -274,7 +275,7 @@ def test_stochastic_rounding_between_ends_is_unbiased() -> None:
     assert z.abs().max() < 4.5, f"{x[z.abs().argmax()]} is biased by {z.abs().max():.1f} standard errors"
 
 
-@pytest.mark.parametrize("element", INTEGERS)
+@each("element", INTEGERS)
 def test_the_largest_numbers_do_not_overflow(element: str) -> None:
     """Where least and largest are further apart than float32 reaches they may saturate, but keep their signs."""
     ends = ((0.0, 3e38), (-3e38, 0.0), (-1.6e38, 1.7e38), (-1e38, 3e38), (-3e38, 3e38), (-FLOAT32_MAX, 3e38))
@@ -290,7 +291,7 @@ def test_the_largest_numbers_do_not_overflow(element: str) -> None:
             assert ((values - x).abs() <= step / 2 * (1 + 1e-5)).all(), message
 
 
-@pytest.mark.parametrize("element", INTEGERS)
+@each("element", INTEGERS)
 def test_the_smallest_numbers_do_not_divide_by_zero(element: str) -> None:
     for size in (2.0**-149, 2.0**-140, 2.0**-126, 1e-37):
         x = torch.tensor([[-size, 3 * size, 0.0, size]])
@@ -303,7 +304,7 @@ def test_the_smallest_numbers_do_not_divide_by_zero(element: str) -> None:
 # --- zeros, and what is not finite ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cast", CASTS, ids=str)
+@each("cast", CASTS)
 def test_zeros(cast: Cast) -> None:
     for block, rounding in itertools.product(BLOCKS, ("nearest", "stochastic")):
         mode = replace(in_block(cast, block), rounding=rounding)

@@ -22,6 +22,7 @@ from lightning_lowbit.quant.statistics import (
     sqnr_db,
 )
 from tests.quant.tensors import NVFP4, NVFP4_TILES, sample, spread_scales
+from tests.tables import each
 
 KEY = torch.tensor(12345)
 TERNARY = Scale("fp32", "tensor", statistic="absmean", epsilon=1e-5)
@@ -79,7 +80,7 @@ def assert_same(found: dict[str, float], expected: dict[str, float], message: st
         assert found[name] == near, f"{message}, {name}: {found[name]}, not {expected[name]}"
 
 
-@pytest.mark.parametrize("cast", [*CASTS, *OTHERS], ids=str)
+@each("cast", [*CASTS, *OTHERS])
 def test_sums_are_those_of_the_metrics(cast: Cast) -> None:
     """Of blocks of very different sizes, of zeros, and of parts of blocks; columns and rows of one element too."""
     for shape, dim in itertools.product(((13, 50), (64, 96), (1, 40), (40, 1)), (0, 1)):
@@ -89,7 +90,7 @@ def test_sums_are_those_of_the_metrics(cast: Cast) -> None:
         assert_same(found, expected, f"{shape} along {dim}", cast.scale.rounding != "stochastic")
 
 
-@pytest.mark.parametrize("cast", [cast for cast in [*CASTS, *OTHERS] if not cast.round_to_bfloat16], ids=str)
+@each("cast", [cast for cast in [*CASTS, *OTHERS] if not cast.round_to_bfloat16])
 def test_sums_of_bfloat16(cast: Cast) -> None:
     x = sample(24, 64, dtype=torch.bfloat16)
     for dim in (0, 1):
@@ -128,7 +129,7 @@ SCALES = [
 ]
 
 
-@pytest.mark.parametrize("cast", SCALES, ids=str)
+@each("cast", SCALES)
 def test_blocks_of_zeros_have_no_scale(cast: Cast) -> None:
     """Whatever is stored for them: 0, the least there is, 1, or that of an epsilon."""
     x = torch.zeros(32, 32)
@@ -140,7 +141,7 @@ def test_blocks_of_zeros_have_no_scale(cast: Cast) -> None:
     assert found["nonzero"] == alone["nonzero"]
 
 
-@pytest.mark.parametrize("cast", [*CASTS, *OTHERS], ids=str)
+@each("cast", [*CASTS, *OTHERS])
 def test_of_zeros_and_of_nothing(cast: Cast) -> None:
     for shape, dim in itertools.product(((4, 32), (0, 32), (4, 0)), (0, 1)):
         found = of_operand(torch.zeros(shape), cast, dim)
@@ -158,8 +159,8 @@ def test_a_scale_that_underflowed() -> None:
     assert 1 / found["inverse_scale"] == pytest.approx(11 / 64)
 
 
-@pytest.mark.parametrize("cast", [NVFP4, Cast("int8", Scale("fp32", "row")), Cast("e2m1", Scale("e8m0", 16))], ids=str)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@each("cast", [NVFP4, Cast("int8", Scale("fp32", "row")), Cast("e2m1", Scale("e8m0", 16))])
+@each("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_shows_in_the_noise(cast: Cast, bad: float) -> None:
     x = sample(8, 64)
     x[3, 5] = bad
@@ -206,8 +207,8 @@ def test_a_sample_is_of_whole_blocks(cast: Cast, dim: int) -> None:
     assert_same(found, dict(zip((*SUMS, *MAXIMA), taken.tolist(), strict=True)), "of these rows alone")
 
 
-@pytest.mark.parametrize("shape", [(40, 300), (300, 40), (7, 1024), (1024, 7)])
-@pytest.mark.parametrize("cast", [NVFP4, NVFP4_TILES, Cast("int8", Scale("fp32", "row"))], ids=str)
+@each("shape", [(40, 300), (300, 40), (7, 1024), (1024, 7)])
+@each("cast", [NVFP4, NVFP4_TILES, Cast("int8", Scale("fp32", "row"))])
 def test_a_sample_tells_of_the_whole(cast: Cast, shape: tuple[int, int]) -> None:
     x = torch.randn(shape)
     for dim in (0, 1):
@@ -276,7 +277,7 @@ def test_compiled(cast: Cast, dim: int) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
+@each(
     ("signal", "noise", "expected"),
     [(100.0, 1.0, 20.0), (1.0, 0.0, math.inf), (0.0, 1.0, -math.inf), (0.0, 0.0, math.inf), (1.0, math.nan, math.nan)],
 )

@@ -12,6 +12,7 @@ from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.quant import SURROGATES, quantize_operand, surrogate_factor, through_rounding
 from tests.quant.tensors import NVFP4, casts, same, sample
 from tests.references import quantize as reference
+from tests.tables import each
 
 
 def factor(kind: str, values: list[float] | Tensor, element: str) -> Tensor:
@@ -25,7 +26,7 @@ def factor(kind: str, values: list[float] | Tensor, element: str) -> Tensor:
 
 
 # The largest level and half the step at it: 6 + 1, 7 + 1/2 ...
-@pytest.mark.parametrize(
+@each(
     ("element", "last"),
     [("e2m1", 7.0), ("int4", 7.5), ("int8", 127.5), ("e3m0", 24.0), ("e4m3", 464.0), ("ternary", 1.5), ("e1m2", 1.875)],
 )

@@ -11,6 +11,7 @@ import pytest
 
 from lightning_lowbit.report.formatting import number
 from lightning_lowbit.report.html import Chart, HeatMap, Section, Table, Text, render
+from tests.tables import each
 
 EVIL = "<script>alert('x')</script>&\"$^$"
 
@@ -262,7 +263,7 @@ def test_columns_of_numbers_are_aligned():
     assert '<td class="number">12.5%</td>' in page
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "text"),
     [(1234567, "1,234,567"), (1.23456, "1.235"), (12345.6, "12,346"), (1e-7, "1e-07"), (math.nan, "not finite")],
 )

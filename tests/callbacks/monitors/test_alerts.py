@@ -4,7 +4,6 @@ import math
 import warnings
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -14,6 +13,7 @@ from lightning_lowbit.callbacks.monitors.alerts import Alerts
 from lightning_lowbit.callbacks.monitors.faults import of_channel, of_mlp, of_operand
 from lightning_lowbit.nn import LinearCasts
 from tests.lightning_imports import LightningModule, Trainer
+from tests.tables import each
 
 
 class Owner:
@@ -119,7 +119,7 @@ def test_a_vit_is_warned_of_once_and_not_advised_what_is_on() -> None:
     assert "stochastic" not in text, "nvfp4 rounds it so"
 
 
-@pytest.mark.parametrize(
+@each(
     ("preset", "operand", "on", "off"),
     [
         ("nvfp4", "wgrad_g", ["stochastic", "maller blocks"], ["Hadamard", "more range"]),

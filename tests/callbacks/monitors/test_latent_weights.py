@@ -17,6 +17,7 @@ from lightning_lowbit.precision.base import compute_dtype
 from lightning_lowbit.quant import quantize
 from tests.lightning_imports import BoringModel, Callback, MisconfigurationException, Trainer
 from tests.nn.layers import remember, spied
+from tests.tables import each
 
 
 class Two(BoringModel):
@@ -80,7 +81,7 @@ def test_delayed_scaling_uses_the_amax_in_force() -> None:
     assert weight.quantize().scales.item() == pytest.approx(3.0 / 448)
 
 
-@pytest.mark.parametrize(
+@each(
     ("casts", "is_seen"),
     [
         ("ternary", True),
@@ -90,7 +91,6 @@ def test_delayed_scaling_uses_the_amax_in_force() -> None:
         ({"preset": "fp8-current", "smooth": "channel"}, False),
         ({"preset": "int4", "fprop_w": {"rounding": "stochastic"}}, False),
     ],
-    ids=str,
 )
 def test_weights_that_are_rounded_to_nearest_as_they_are(casts: Any, is_seen: bool) -> None:
     layer = convert(nn.Linear(32, 8), casts)

@@ -14,6 +14,7 @@ from lightning_lowbit import FP4Precision, FP8Precision, PrecisionSummary, Terna
 from lightning_lowbit.callbacks.monitors import throughput
 from lightning_lowbit.metrics.devices import PEAKS, peaks_of
 from tests.lightning_imports import BoringModel, CSVLogger, RandomDataset, Trainer
+from tests.tables import each
 
 SECONDS = [1000.0, 2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0]  # of each batch; the first compiles and allocates
 BATCH, WIDTH = 4, 32
@@ -218,7 +219,7 @@ def test_no_utilization_without_a_peak(clock, peaks):
     assert "mfu" not in rows[0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "chip"),
     [
         ("NVIDIA GB200", "GB200"),

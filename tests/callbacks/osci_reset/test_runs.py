@@ -15,6 +15,7 @@ from lightning_lowbit.callbacks import osci_reset
 from lightning_lowbit.callbacks.osci_reset import OsciReset
 from tests.callbacks.osci_reset.weights import WEIGHT, Row, Watch, fit, logged, reset_at, trainer
 from tests.lightning_imports import BoringModel, Callback, CSVLogger, MisconfigurationException, RandomDataset, Trainer
+from tests.tables import each
 
 
 class Small(BoringModel):
@@ -133,7 +134,7 @@ def test_another_run_begins_anew() -> None:
     assert reset_at(fit(reset, max_steps=6)) == {4: ["oscillating", "oscillating below 0"]}
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"window": 1}, "window is a number of optimizer steps, 2 or more; got 1"),

@@ -29,6 +29,7 @@ from tests.callbacks.precision_summary.runs import (
     trainer_with,
 )
 from tests.lightning_imports import BoringModel, RichProgressBar, TQDMProgressBar
+from tests.tables import each
 
 
 class Manual(Two):
@@ -180,7 +181,7 @@ def test_an_operation_without_a_formula_is_named(capsys):
     assert "Matrix products whose FLOPs are not known are left out of all numbers: aten._trilinear." in said
 
 
-@pytest.mark.parametrize("filename", ["summary.txt", "folder/summary.json", "../summary.json", "/summary.json", ""])
+@each("filename", ["summary.txt", "folder/summary.json", "../summary.json", "/summary.json", ""])
 def test_a_wrong_filename(filename):
     with pytest.raises(ValueError, match=re.escape(f"got {filename!r}")):
         PrecisionSummary(filename)

@@ -18,9 +18,7 @@ from lightning_lowbit.report.history import History
 from lightning_lowbit.report.html import Section, Table, Text
 from tests.callbacks.run_report.runs import Known, load, steps, trainer
 from tests.lightning_imports import (
-    BoringModel,
     Callback,
-    CSVLogger,
     Trainer,
 )
 from tests.report.test_html import EVIL, check_self_contained
@@ -219,22 +217,3 @@ def test_recording_waits_for_no_device(accelerator):
     assert steps(load(), "level") == [1, 2, 3, 4, 5, 6]
     with pytest.raises(AssertionError), NoSync():
         torch.ones(()).item()
-
-
-def test_two_processes_write_one_report(tmp_path):
-    class Shared(Known):
-        def training_step(self, batch, batch_idx):
-            self.k = self.trainer.global_step + 1
-            self.log("rank", torch.tensor(float(self.trainer.global_rank)), on_step=True, on_epoch=True, sync_dist=True)
-            return BoringModel.training_step(self, batch, batch_idx)
-
-        def validation_step(self, batch, batch_idx):
-            self.log("val_loss", torch.tensor(float(self.trainer.global_rank)), sync_dist=True)
-
-    logger = CSVLogger(tmp_path, name=None)
-    trainer(devices=2, strategy="ddp_fork", logger=logger, max_steps=4, limit_train_batches=2).fit(Shared())
-    assert len(list(tmp_path.rglob("run.json"))) == len(list(tmp_path.rglob("report.html"))) == 1
-    run = load(tmp_path / "version_0")
-    assert run["environment"]["processes"] == 2
-    assert run["history"]["rank"] == [[k, 0.5] for k in range(1, 5)]
-    assert run["history"]["val_loss"] == [[2, 0.5], [4, 0.5]]

@@ -9,6 +9,7 @@ from torch import nn
 from lightning_lowbit import FP4Precision, PrecisionSwitch, QAFSwitch
 from lightning_lowbit.nn import PRESETS
 from tests.lightning_imports import BoringModel, Callback, CSVLogger, MisconfigurationException, Trainer
+from tests.tables import each
 
 
 class Phases(Callback):
@@ -155,7 +156,7 @@ def test_at_most_one_recompilation():
     assert not counters["graph_break"], dict(counters["graph_break"])
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"to": "qat", "at": 0.5}, r"Unknown phase 'qat'. Did you mean 'qaf'\?"),

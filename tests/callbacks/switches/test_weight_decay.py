@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_lowbit import FP4Precision, PrecisionSwitch, StableSPAM, WeightDecaySwitch
 from tests.lightning_imports import Callback, LightningModule, MisconfigurationException
 from tests.precision.regression_model import Regression, flat, trainer
+from tests.tables import each
 
 Optimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -229,7 +230,7 @@ def test_groups_without_weight_decay_are_left_alone() -> None:
     assert [group.get("weight_decay") for group in made.optimizers[0].param_groups] == [0, None, 0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"to": -0.1, "at": 0.5}, "to is a weight decay, 0 or more; got -0.1"),

@@ -24,6 +24,7 @@ from tests.cli import ranks_estimate
 from tests.cli.estimate.models import BATCH, SMALL, loss_of, shapes
 from tests.launch import launch
 from tests.pairwise import selected
+from tests.tables import each
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -48,7 +49,7 @@ def test_flops_of_attention_and_converted_layers(checkpointing):
     assert counter.coverage().flops == estimated["bf16"] + estimated["attention"]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each("name", PRESETS)
 def test_arithmetic_of_presets(name):
     kinds = {gemm: arithmetic(LinearCasts.preset(name), gemm) for gemm in GEMMS}
     whole = {

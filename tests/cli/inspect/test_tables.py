@@ -19,6 +19,7 @@ from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.conversion.convert import plan
 from lightning_lowbit.quant.transforms import rotate
 from tests.cli.inspect.models import WITH_WEIGHTS, inspect, is_png, table
+from tests.tables import each
 
 NVFP4 = LinearCasts.preset("nvfp4").fprop_w
 
@@ -126,7 +127,7 @@ def test_folders_of_transformers(capsys):
     assert is_png("new/folder/a.png")
 
 
-@pytest.mark.parametrize("preset", WITH_WEIGHTS)
+@each("preset", WITH_WEIGHTS)
 def test_slices_make_no_difference(preset, monkeypatch):
     casts = LinearCasts.preset(preset)
     (candidate,) = command.parse_casts(preset)
@@ -140,7 +141,7 @@ def test_slices_make_no_difference(preset, monkeypatch):
     assert command.measure(weight, candidate).floats() == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize(
+@each(
     "scale",
     [
         Scale("fp32", "tensor"),
@@ -149,7 +150,6 @@ def test_slices_make_no_difference(preset, monkeypatch):
         Scale("fp32", "row"),
         Scale("e4m3", (32, 16)),
     ],
-    ids=str,
 )
 def test_slices_make_no_difference_to_other_scales(scale, monkeypatch):
     monkeypatch.setattr(command, "_SLICE", 96 * 20)

@@ -25,6 +25,7 @@ from tests.nn.amax.histories import (
     single,
 )
 from tests.nn.layers import CONTRACTION, GEMMS, every, layer_like, rotation, run, spied, value
+from tests.tables import each
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
@@ -63,7 +64,7 @@ FACTORS: dict[str, tuple[dict[str, Any], list[float]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FACTORS)
+@each("name", FACTORS)
 def test_scales_by_hand(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The first step scales by its own amax, each other one by those before it."""
     settings, factors = FACTORS[name]
@@ -204,8 +205,8 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("element", ["e4m3", "nvfp4"])
-@pytest.mark.parametrize("name", TRANSFORMS)
+@each("element", ["e4m3", "nvfp4"])
+@each("name", TRANSFORMS)
 def test_amaxes_are_those_of_the_transformed_tensor(monkeypatch: pytest.MonkeyPatch, name: str, element: str) -> None:
     cast = E4M3 if element == "e4m3" else NVFP4.fprop_x
     layer, histories = single(every(cast, **TRANSFORMS[name]))  # type: ignore[arg-type]

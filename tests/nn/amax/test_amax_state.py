@@ -88,13 +88,13 @@ def test_smoothed_channels_are_state() -> None:
     loaded.load_state_dict(state)
     same_states(loaded, histories)
     x = filled((TOKENS, 16), 0.01, 3)
-    for each in (histories, loaded):
-        each.recording = False
+    for one in (histories, loaded):
+        one.recording = False
     assert torch.equal(other(x), model(x)), "evaluates with other channels"
     assert not torch.equal(gated()[0](x), model(x)), "the sample does not tell"
-    for each in (histories, loaded):
-        each.advance_()
-        same_states(each, loaded, "evaluation was staged")
+    for one in (histories, loaded):
+        one.advance_()
+        same_states(one, loaded, "evaluation was staged")
     assert torch.equal(histories.state_dict()["channel_amax"]["down_proj"], state["channel_amax"]["down_proj"])
 
 
@@ -213,7 +213,7 @@ def test_copies_are_independent() -> None:
     histories.advance_()
     identical(gradients(twin, x), found, "the original stepped, and changed the copy")
     own.advance_()
-    same_states(own, histories, "each by itself")
+    same_states(own, histories, "one by itself")
 
 
 def test_new_histories_take_the_place_of_old_ones() -> None:

@@ -28,6 +28,7 @@ from tests.nn.amax.histories import (
 )
 from tests.nn.layers import Net, every, gradients, identical, run, spied, value
 from tests.optim.parameters import NoHostSync
+from tests.tables import each
 
 
 def test_a_step_is_the_largest_of_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +187,9 @@ def test_zeros_change_nothing(monkeypatch: pytest.MonkeyPatch, first: bool) -> N
         assert not tensor.any(), f"{name}: {tensor}"
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["", "first"])
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("where", BY_TENSOR)
+@each("first", [False, True])
+@each("bad", [torch.inf, -torch.inf, torch.nan])
+@each("where", BY_TENSOR)
 def test_an_overflow_is_seen_and_not_remembered(
     monkeypatch: pytest.MonkeyPatch, where: str, bad: float, first: bool
 ) -> None:

@@ -21,9 +21,10 @@ from tests.nn.layers import (
     remember,
     run,
 )
+from tests.tables import each
 
 
-@pytest.mark.parametrize("name", ["ternary", "int4", "nvfp4", "surrogates", "nvfp4-nvidia"])
+@each("name", ["ternary", "int4", "nvfp4", "surrogates", "nvfp4-nvidia"])
 def test_activation_checkpointing_changes_nothing(name: str) -> None:
     x = torch.randn(16, 32)
     found = {}
@@ -34,7 +35,7 @@ def test_activation_checkpointing_changes_nothing(name: str) -> None:
     identical(found[True], found[False], "with checkpointing")
 
 
-@pytest.mark.parametrize("name", CASTS)
+@each("name", CASTS)
 def test_a_backward_pass_has_the_share_of_its_forward_pass(name: str) -> None:
     """λ of the next micro-batch may be set before this one's backward pass."""
     original, (x, g) = nn.Linear(IN, OUT), tensors()
@@ -115,7 +116,7 @@ def test_generated_code_computes_the_same(kind: str) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("blend", [-0.1, 1.1, 2, torch.inf, torch.nan, True, "0.5"], ids=str)
+@each("blend", [-0.1, 1.1, 2, torch.inf, torch.nan, True, "0.5"])
 def test_what_is_no_share_is_refused(blend: Any) -> None:
     model = convert(Net(), "int4")
     set_blend(model, 0.5)

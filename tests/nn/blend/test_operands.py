@@ -20,6 +20,7 @@ from tests.nn.layers import (
     spied,
     value,
 )
+from tests.tables import each
 
 
 @pytest.mark.pairwise(1)
@@ -137,9 +138,9 @@ def test_what_the_forward_pass_used_is_what_the_backward_pass_uses(monkeypatch: 
         assert torch.equal(value(seen[operand]), value(seen[f"fprop_{operand[-1]}"]))
 
 
-@pytest.mark.parametrize("blend", [0.0, 0.3, 0.99, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["trust", "dge"])
+@each("blend", [0.0, 0.3, 0.99, 1.0])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("kind", ["trust", "dge"])
 def test_surrogates_are_on_their_way(kind: str, dtype: torch.dtype, blend: float) -> None:
     """The gradient is multiplied by ``1 + λ (f - 1)``: of what is quantized in part, that part alone rounds."""
     original, (x, g) = nn.Linear(IN, OUT, dtype=dtype), tensors(dtype)

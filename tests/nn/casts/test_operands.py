@@ -10,9 +10,10 @@ from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn import OPERANDS, PRESETS
 from tests.nn.casts.examples import AWKWARD, DELAYED, E4M3, E5M2, INT4, MIXED, NEAREST, SIX
 from tests.nn.layers import GEMMS
+from tests.tables import each
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *AWKWARD])
+@each("name", [*PRESETS, *AWKWARD])
 def test_casts_of_operands(name: str) -> None:
     casts = AWKWARD[name] if name in AWKWARD else LinearCasts.preset(name)
     for operand in OPERANDS:
@@ -22,7 +23,7 @@ def test_casts_of_operands(name: str) -> None:
     assert casts.quantizes_x_or_w == any(isinstance(getattr(casts, n), Cast) for n in OPERANDS if n[-1] in "xw")
 
 
-@pytest.mark.parametrize("operand", OPERANDS)
+@each("operand", OPERANDS)
 def test_any_delayed_operand_makes_casts_delayed(operand: str) -> None:
     assert not SIX.is_delayed
     assert SIX.replace(**{operand: DELAYED}).is_delayed
@@ -97,7 +98,7 @@ def test_native_gemms_of_what_is_reused() -> None:
         assert casts.native_gemms == expected, f"x {x}, w {w}, g {g}"
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "native"),
     [
         *(
@@ -130,7 +131,7 @@ def test_native_gemms_of_presets(name: str, native: dict[str, str]) -> None:
 TILES = Cast("e2m1", Scale("e4m3", (16, 16), two_level=True))
 
 
-@pytest.mark.parametrize(
+@each(
     ("cast", "one"),
     [
         (E4M3, True),
@@ -145,7 +146,6 @@ TILES = Cast("e2m1", Scale("e4m3", (16, 16), two_level=True))
         (replace(TILES, rounding="stochastic"), False),
         (None, False),
     ],
-    ids=str,
 )
 def test_operands_that_are_one(cast: Any, one: bool) -> None:
     for first, second in (("fprop_w", "dgrad_w"), ("dgrad_g", "wgrad_g")):

@@ -13,6 +13,7 @@ from lightning_lowbit import Cast, LinearCasts, Scale
 from lightning_lowbit.nn import OPERANDS
 from tests.nn.casts.examples import DELAYED, E4M3, INT4, NEAREST, SIX, STOCHASTIC, assert_phases
 from tests.nn.layers import GEMMS
+from tests.tables import each
 
 EDEN = LinearCasts.preset("quartet2").wgrad_x
 
@@ -152,7 +153,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONTRADICTIONS)
+@each("name", CONTRADICTIONS)
 def test_contradictions(name: str) -> None:
     given, message, remedy = CONTRADICTIONS[name]
     with pytest.raises(ValueError, match=message) as caught:
@@ -239,7 +240,7 @@ def test_all_combinations_are_honored_or_refused_and_have_phases() -> None:
     assert valid > 500
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: LinearCasts("nvfp4"), "LinearCasts.fprop_x is a Cast, .* got 'nvfp4'"),

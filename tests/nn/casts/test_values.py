@@ -14,6 +14,7 @@ from lightning_lowbit.nn import OPERANDS, PRESETS
 from lightning_lowbit.quant import Hadamard
 from tests.nn.casts.examples import AWKWARD, CENTERED, DELAYED, INT4, NEAREST, SIX, STOCHASTIC, assert_phases
 from tests.nn.layers import GEMMS
+from tests.tables import each
 
 
 def test_operands_are_the_first_fields() -> None:
@@ -21,13 +22,12 @@ def test_operands_are_the_first_fields() -> None:
     assert names == (*OPERANDS, "hadamard", "subtract_mean", "surrogate", "smooth", "requantize")
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each("name", PRESETS)
 def test_presets(name: str) -> None:
     casts = LinearCasts.preset(name)
     assert LinearCasts.of(name) == casts == LinearCasts.of({"preset": name})
     assert str(casts) == name
     assert hash(casts) == hash(LinearCasts.preset(name))
-    assert all(str(casts) != str(LinearCasts.preset(other)) for other in PRESETS if other != name)
 
 
 def test_bf16_quantizes_nothing() -> None:
@@ -61,7 +61,7 @@ LONG = Scale("fp32", "tensor", source="delayed", history=1024)
 NVFP4, NVIDIA = LinearCasts.preset("nvfp4"), LinearCasts.preset("nvfp4-nvidia")
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "expected"),
     [
         # one operand: the fields that are named, of the scale too
@@ -119,7 +119,6 @@ NVFP4, NVIDIA = LinearCasts.preset("nvfp4"), LinearCasts.preset("nvfp4-nvidia")
             ),
         ),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_of_changes_what_it_names(given: dict[str, Any], expected: LinearCasts) -> None:
     given = {"preset": "nvfp4", **given}
@@ -159,7 +158,7 @@ smooth: token
 """
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "expected"),
     [
         ("nvfp4", LinearCasts.preset("nvfp4")),
@@ -187,13 +186,12 @@ smooth: token
         ),
         (YAML_DELAYED, LinearCasts(fprop_x=DELAYED, smooth="token")),
     ],
-    ids=["name", "preset and override", "preset and null", "fields", "preset and all its casts", "delayed, smoothed"],
 )
 def test_yaml(text: str, expected: LinearCasts) -> None:
     assert LinearCasts.of(yaml.safe_load(text)) == expected
 
 
-@pytest.mark.parametrize("operand", OPERANDS)
+@each("operand", OPERANDS)
 def test_replace_changes_one(operand: str) -> None:
     changed = SIX.replace(**{operand: INT4})
     for name in OPERANDS:
@@ -201,7 +199,7 @@ def test_replace_changes_one(operand: str) -> None:
     assert SIX.replace(**{operand: NEAREST}) == SIX
 
 
-@pytest.mark.parametrize("operand", OPERANDS)
+@each("operand", OPERANDS)
 def test_with_rounding_changes_one(operand: str) -> None:
     changed = SIX.with_rounding({operand: "stochastic"})
     for name in OPERANDS:
@@ -210,13 +208,13 @@ def test_with_rounding_changes_one(operand: str) -> None:
     assert SIX.with_rounding({}) == SIX
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *AWKWARD, "six", "reuse of a weight"])
+@each("name", [*PRESETS, *AWKWARD, "six", "reuse of a weight"])
 def test_phases(name: str) -> None:
     others = {**AWKWARD, "six": SIX, "reuse of a weight": LinearCasts(fprop_w=INT4, dgrad_w="fprop")}
     assert_phases(others[name] if name in others else LinearCasts.preset(name))
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *AWKWARD])
+@each("name", [*PRESETS, *AWKWARD])
 def test_values(name: str) -> None:
     """They compare and hash by what they say, and survive copying and pickling."""
     casts = AWKWARD[name] if name in AWKWARD else LinearCasts.preset(name)
@@ -225,10 +223,13 @@ def test_values(name: str) -> None:
         assert hash(twin) == hash(casts)
         assert str(twin) == str(casts)
         assert twin.phase("qaf") == casts.phase("qaf")
-    others = [*AWKWARD.values(), *map(LinearCasts.preset, PRESETS)]
-    assert sum(casts == other for other in others) == 1
-    assert sum(str(casts) == str(other) for other in others) == 1, f"{casts} says less than it is"
-    assert len(set(others)) == len(others)
+
+
+def test_no_two_are_equal_or_say_the_same() -> None:
+    given = [*AWKWARD.values(), *map(LinearCasts.preset, PRESETS)]
+    assert [sum(casts == other for other in given) for casts in given] == [1] * len(given)
+    assert len(set(given)) == len(given)
+    assert len(set(map(str, given))) == len(given), f"some say less than they are: {sorted(map(str, given))}"
 
 
 def test_settings_of_gemms_have_one_form() -> None:

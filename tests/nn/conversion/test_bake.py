@@ -9,6 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import LinearCasts, bake, convert
 from lightning_lowbit.nn import AmaxHistories, SharedAmaxes, set_blend
+from tests.tables import each
 
 X = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
 
@@ -23,7 +24,7 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), Conv1D(32, 48), nn.ReLU(), nn.Linear(32, 8, bias=False))
 
 
-@pytest.mark.parametrize("preset", ["int4", "ternary", "nvfp4", "mxfp4", "fp8-row", "fp8-delayed"])
+@each("preset", ["int4", "ternary", "nvfp4", "mxfp4", "fp8-row", "fp8-delayed"])
 def test_baked_layers_compute_the_same(preset: str) -> None:
     model = convert(network(), weight_only(preset), overrides={"4": "bf16"})
     if preset == "fp8-delayed":

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_lowbit import Cast, LinearCasts, convert
 from lightning_lowbit.nn import QuantizedLayer, QuantLinear, plan, set_phase
+from tests.tables import each
 
 NVFP4 = LinearCasts.preset("nvfp4")
 INT4 = LinearCasts(fprop_w=Cast("int4"))
@@ -63,7 +64,7 @@ def test_nothing_is_skipped_by_default() -> None:
     assert all(model.get_submodule(name).casts == NVFP4 for name in ALL)
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "matched"),
     [
         ("lm_head", {"lm_head"}),
@@ -95,10 +96,8 @@ def test_patterns(pattern: str, matched: set[str]) -> None:
     assert set(casts) == ALL
 
 
-@pytest.mark.parametrize(
-    "pattern", ["head", "lm", "m_head", "p", "ayers", "layers.", "0.mlp.u", "embed", "", "UP", "layers.-3"]
-)
-@pytest.mark.parametrize("argument", ["skip", "only", "overrides"])
+@each("pattern", ["head", "lm", "m_head", "p", "ayers", "layers.", "0.mlp.u", "embed", "", "UP", "layers.-3"])
+@each("argument", ["skip", "only", "overrides"])
 def test_a_pattern_that_matches_nothing(pattern: str, argument: str) -> None:
     """Parts of a word do not match, nor do modules that hold no linear layer; nothing has been changed then."""
     model = Model()
@@ -144,7 +143,7 @@ def test_plan_is_what_convert_does() -> None:
     assert {name: model.get_submodule(name).casts for name in converted(model)} == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda model: convert(model, NVFP4, skip="lm_head"), r"skip is a list .* 'lm_head'. Write \['lm_head'\]"),

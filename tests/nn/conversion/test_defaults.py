@@ -9,6 +9,7 @@ from torch import nn
 from lightning_lowbit import IntegerPrecision, LinearCasts, convert
 from lightning_lowbit.nn import QuantizedLayer, plan
 from lightning_lowbit.nn.conversion.defaults import left_out
+from tests.tables import each
 
 ROUTER, ADAPTER = "a router of experts", "an adapter"
 
@@ -82,7 +83,7 @@ def test_adapters_are_recognized_by_what_is_around_them() -> None:
     assert "q_proj.lora_A.default" in plan(model, "nvfp4", only=["lora_A", "saved"]), "named by what holds nothing else"
 
 
-@pytest.mark.parametrize(
+@each(
     "casts, inputs, outputs, why",
     [
         ("nvfp4", 64, 7, "narrow, 7 outputs for blocks of 16"),
@@ -98,7 +99,6 @@ def test_adapters_are_recognized_by_what_is_around_them() -> None:
         (IntegerPrecision(4, 8).casts, 512, 63, None),
         (IntegerPrecision(4, 8).casts, 63, 512, "narrow, 63 inputs for blocks of 128"),
     ],
-    ids=str,
 )
 def test_a_layer_is_narrow_if_a_contraction_is_shorter_than_half_a_block(
     casts: Any, inputs: int, outputs: int, why: str | None

@@ -29,6 +29,7 @@ from tests.nn.conversion.swiglus import (
     step,
     unchanged,
 )
+from tests.tables import each
 
 
 def conv1d(inputs: int, outputs: int, bias: bool) -> nn.Module:
@@ -183,7 +184,7 @@ def smoothed(model: nn.Module, steps: bool = True, kind: Any = "channel") -> nn.
 GOOD = {"layers.0.down_proj": torch.full((24,), 3.0)}
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "amax", "message"),
     [
         (Net, None, "nothing to fold"),
@@ -205,27 +206,6 @@ GOOD = {"layers.0.down_proj": torch.full((24,), 3.0)}
         (lambda: Net(lambda: MLP(between=nn.Tanh())), GOOD, "not linear"),
         (lambda: Net(lambda: MLP(between=nn.Hardtanh(-7, 7))), GOOD, "not linear"),  # that of common numbers
         (lambda: Net(Masked), GOOD, r"layers\.0\.down_proj: its MLP must take x alone"),
-    ],
-    ids=[
-        "unconverted",
-        "no amaxes",
-        "not smoothed",
-        "no SwiGLU",
-        "amaxes of no SwiGLU",
-        "tokens",
-        "no histories",
-        "untrained",
-        "unknown layer",
-        "MLP's name",
-        "up projection's name",
-        "too few channels",
-        "wrong shape",
-        "norm",
-        "norm, converted",
-        "activation of up",
-        "tanh",
-        "clamp",
-        "two arguments",
     ],
 )
 def test_fold_refuses(make: Callable[[], nn.Module], amax: dict[str, Tensor] | None, message: str) -> None:

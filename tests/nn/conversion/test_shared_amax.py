@@ -16,6 +16,7 @@ from lightning_lowbit.distributed import parameter_amaxes
 from lightning_lowbit.nn import AmaxHistories, LayerKeys, SharedAmaxes
 from tests.nn.layers import remember, spied, value
 from tests.precision.regression_model import Regression, trainer
+from tests.tables import each
 
 CASTS = ("nvfp4", "nvfp4-4over6", "nvfp4-nvidia", "fp8-current", "fp8-delayed")
 
@@ -64,7 +65,7 @@ def test_they_are_as_one_layer(casts: str, autocast: bool) -> None:
     assert not torch.equal(others, expected), "so it is without sharing"
 
 
-@pytest.mark.parametrize("casts", CASTS)
+@each("casts", CASTS)
 def test_both_gemms_of_a_weight_use_it(casts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of all weights are those of a layer with a larger one; their values are multiples of its steps."""
     parts = prepare(Attention(), casts)
@@ -135,7 +136,7 @@ def test_a_compiled_layer() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
+@each(
     "casts, patterns, message",
     [
         ("nvfp4", ["(q|k)_porj"], "matches no linear layer"),

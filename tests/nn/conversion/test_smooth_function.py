@@ -29,13 +29,14 @@ from tests.nn.conversion.swiglus import (
     step,
 )
 from tests.nn.layers import CONTRACTION, by_definition
+from tests.tables import each
 
 # --- the unquantized function -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@each("bias", [False, True])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("kind", KINDS)
 def test_unquantized_it_is_the_same_function(
     monkeypatch: pytest.MonkeyPatch, kind: Any, dtype: torch.dtype, bias: bool
 ) -> None:
@@ -196,7 +197,7 @@ def test_s_is_one_over_the_amax_rounded_down_to_a_power_of_two() -> None:
     assert ((amax * s > 0.5) & (amax * s <= 1)).all()
 
 
-@pytest.mark.parametrize(
+@each(
     ("amax", "s"),
     [
         (0.0, 1.0),

@@ -25,6 +25,7 @@ from tests.nn.conversion.swiglus import (
     output_of,
     unchanged,
 )
+from tests.tables import each
 
 
 def down_names(model: nn.Module) -> set[str]:
@@ -118,7 +119,7 @@ def gradients_only() -> LinearCasts:
     return LinearCasts(dgrad_g=DELAYED.dgrad_g, wgrad_g=DELAYED.wgrad_g)
 
 
-@pytest.mark.parametrize(
+@each(
     ("model", "arguments", "message"),
     [
         (lambda: nn.Sequential(nn.Linear(4, 4)), {}, "found no SwiGLU in Sequential"),
@@ -128,7 +129,6 @@ def gradients_only() -> LinearCasts:
         (Net, {"overrides": {"down_proj": gradients_only()}}, "none of the 2"),
         (Net, {"smooth_swiglu": "chanel"}, "Unknown kind of smooth_swiglu 'chanel'. Did you mean 'channel'"),
     ],
-    ids=["no SwiGLU", "GPT-2", "skipped", "bf16", "gradients only", "unknown kind"],
 )
 def test_refusals(model: Callable[[], nn.Module], arguments: dict[str, Any], message: str) -> None:
     """By convert, plan, and smooth_swiglu on a converted model; nothing has been changed then."""
@@ -161,7 +161,7 @@ def test_casts_refuse_delayed_scaling_of_a_weight_that_changes(operand: str) -> 
     assert CURRENT.replace(smooth="channel", fprop_x=DELAYED.fprop_x).smooth == "channel"
 
 
-@pytest.mark.parametrize(
+@each(
     ("casts", "keeping"),
     [
         (DELAYED, {"fqt", "qaf", "hp-forward"}),
@@ -169,9 +169,8 @@ def test_casts_refuse_delayed_scaling_of_a_weight_that_changes(operand: str) -> 
         (QAT.replace(dgrad_w=None, wgrad_x=CURRENT.wgrad_x), {"fqt", "qaf", "hp-forward"}),
         (gradients_only().replace(fprop_w=CURRENT.fprop_w), {"fqt", "qaf"}),
     ],
-    ids=["all", "QAT", "x of wgrad", "w of fprop"],
 )
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_phases_keep_it_as_long_as_x_or_w_is_quantized(casts: LinearCasts, keeping: set[str], kind: Any) -> None:
     model = convert(MLP(), casts, smooth_swiglu=kind)
     AmaxHistories(model)

@@ -10,6 +10,7 @@ from lightning_lowbit.nn.gemm import matmul
 from lightning_lowbit.quant import Operand, quantize_operand
 from tests.nn.gemm.operands import NVFP4, ROWS, SIZES, TENSOR, WIDE, check, operands
 from tests.nn.layers import value
+from tests.tables import each
 
 ONE_LEVEL = Cast("e2m1", Scale("e4m3", 16))
 
@@ -64,8 +65,8 @@ def test_tensors_of_extreme_size(size_a: float, size_b: float, pair: str, dtype:
         check(matmul(a, b, offset, dtype), a, b, offset, dtype, ulps=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("pair", PAIRS)
+@each("dtype", [torch.bfloat16, torch.float32])
+@each("pair", PAIRS)
 def test_huge_maxima_that_never_meet(pair: str, dtype: torch.dtype) -> None:
     """The product of the two tensor scales is infinite, no element of the result is."""
     x, w = (torch.zeros(2, 32, dtype=dtype), torch.zeros(32, 2, dtype=dtype))

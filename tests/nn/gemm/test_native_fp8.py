@@ -9,6 +9,7 @@ from lightning_lowbit import Cast, Scale
 from lightning_lowbit.nn.gemm import matmul, native_obstacle
 from lightning_lowbit.quant import Operand, quantize_operand
 from tests.nn.gemm.operands import NVFP4, ROWS, SIZES, TENSOR, WIDE, check, native, operands
+from tests.tables import each
 
 PAIRS_OF_ELEMENTS = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")]
 PAIRS_OF_BLOCKS = [("tensor", "tensor"), ("row", "row"), ("tensor", "row"), ("row", "tensor")]
@@ -46,8 +47,8 @@ def test_native_against_float64(
         check(found, a, b, offset, dtype, ulps=0.5, scaled_before_rounding=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("blocks", PAIRS_OF_BLOCKS, ids=lambda pair: " x ".join(pair))
+@each("dtype", [torch.bfloat16, torch.float32])
+@each("blocks", PAIRS_OF_BLOCKS)
 def test_native_is_the_emulated_gemm(blocks: tuple[str, str], dtype: torch.dtype) -> None:
     """To the bit where sums are exact: then their order makes no difference."""
     generator = torch.Generator().manual_seed(0)
@@ -62,8 +63,8 @@ def test_native_is_the_emulated_gemm(blocks: tuple[str, str], dtype: torch.dtype
         assert torch.equal(found, expected), f"off by {(found - expected).abs().max()}"
 
 
-@pytest.mark.parametrize("shape", [(0, 16, 16), (0, 20, 7), (16, 16, 0), (5, 0, 7), (16, 0, 16), (0, 0, 0)], ids=str)
-@pytest.mark.parametrize("blocks", PAIRS_OF_BLOCKS, ids=lambda pair: " x ".join(pair))
+@each("shape", [(0, 16, 16), (0, 20, 7), (16, 16, 0), (5, 0, 7), (16, 0, 16), (0, 0, 0)])
+@each("blocks", PAIRS_OF_BLOCKS)
 def test_native_of_nothing(shape: tuple[int, int, int], blocks: tuple[str, str]) -> None:
     a, b = native_pair(("e4m3", "e5m2"), blocks, shape)
     for dtype in (torch.bfloat16, torch.float32):
@@ -75,8 +76,8 @@ def test_native_of_nothing(shape: tuple[int, int, int], blocks: tuple[str, str])
             assert torch.equal(found, expected.to(dtype)), f"{shape}, {dtype}: {found}"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("blocks", PAIRS_OF_BLOCKS, ids=lambda pair: " x ".join(pair))
+@each("dtype", [torch.bfloat16, torch.float32])
+@each("blocks", PAIRS_OF_BLOCKS)
 def test_native_of_any_layout(blocks: tuple[str, str], dtype: torch.dtype) -> None:
     """The left operand of wgrad is transposed; others may be parts of larger matrices."""
     a, b = native_pair(("e5m2", "e4m3"), blocks, (24, 32, 40))
@@ -153,7 +154,7 @@ def test_the_cpu_is_no_place_for_native_gemms() -> None:
         assert f"8.9 or more (Ada, Hopper, Blackwell); the device is '{device}'" in str(found)
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "capability", "hip", "obstacle"),
     [
         ("fp8", (7, 5), None, "8.9 or more (Ada, Hopper, Blackwell); Some GPU has 7.5"),

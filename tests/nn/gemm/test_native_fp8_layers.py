@@ -11,6 +11,7 @@ from lightning_lowbit.nn import AmaxHistories, GemmCounter, set_phase
 from lightning_lowbit.nn.gemm import native_obstacle
 from tests.nn.gemm.operands import NVFP4
 from tests.nn.layers import GEMMS, RESULTS, by_definition, identical, layer_like, remember, run, spied, value
+from tests.tables import each
 
 CURRENT, ROW = LinearCasts.preset("fp8-current"), LinearCasts.preset("fp8-row")
 DELAYED = LinearCasts.preset("fp8-delayed")
@@ -88,7 +89,7 @@ def test_a_native_layer_is_the_emulated_one(
 
 
 @pytest.mark.usefixtures("has_native_gemms")
-@pytest.mark.parametrize("name", LAYERS)
+@each("name", LAYERS)
 def test_a_native_layer_of_no_tokens(name: str) -> None:
     layer = layer_like(nn.Linear(16, 32), LAYERS[name][0])
     found = run(layer, torch.randn(0, 16), torch.randn(0, 32))
@@ -178,6 +179,7 @@ def test_padding_is_no_work_of_the_models(shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.usefixtures("has_native_gemms")
+@pytest.mark.fast("row, w reused")
 @pytest.mark.parametrize("casts", ["delayed", "row, w reused"])
 def test_a_compiled_native_layer(native_calls: list[dict[str, Any]], casts: str) -> None:
     torch._dynamo.reset()

@@ -19,6 +19,7 @@ from lightning_lowbit import LinearCasts, convert, register_linear
 from lightning_lowbit.nn import QuantizedLayer, plan
 from lightning_lowbit.nn.layers import classes, linear
 from tests.nn.layers import every, identical, layer_like, run
+from tests.tables import each
 
 IN, OUT = 48, 24
 NEAREST = every(LinearCasts.preset("nvfp4").fprop_x)  # type: ignore[arg-type]  # each call has the same bits
@@ -91,8 +92,8 @@ def twin_of(layer: Any) -> nn.Linear:
     return twin
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("autocast", [False, True])
+@each("name", LAYERS)
+@each("autocast", [False, True])
 def test_each_equals_a_converted_linear_layer_to_the_bit(name: str, autocast: bool) -> None:
     original, factor = LAYERS[name](), 0.5 if name == "Halved" else 1.0
     x, g = torch.randn(3, 5, IN), torch.randn(3, 5, OUT)
@@ -104,14 +105,14 @@ def test_each_equals_a_converted_linear_layer_to_the_bit(name: str, autocast: bo
     identical(found, expected, name)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@each("name", LAYERS)
 def test_without_casts_each_computes_as_before(name: str) -> None:
     original = LAYERS[name]()
     x, g = torch.randn(7, IN), torch.randn(7, OUT)
     identical(run(layer_like(original, LinearCasts()), x, g, True), run(original, x, g, True), name)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@each("name", LAYERS)
 def test_copies_pickles_and_state_dicts_are_those_of_the_class(name: str) -> None:
     layer = layer_like(original := LAYERS[name](), NEAREST)
     assert isinstance(layer, type(original)) and isinstance(layer, QuantizedLayer)

@@ -23,10 +23,11 @@ from tests.nn.linear.casts import EVERYTHING, IN, ONE_LEVEL, OUT, TOKENS
 from tests.nn.named_casts import (
     STOCHASTIC,
 )
+from tests.tables import each
 
 
-@pytest.mark.parametrize("casts", ["nvfp4", *EVERYTHING])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@each("casts", ["nvfp4", *EVERYTHING])
+@each("dropout", [0.0, 0.3])
 def test_activation_checkpointing_changes_nothing(dropout: float, casts: str) -> None:
     x = torch.randn(16, 32)
     found, expected = (

@@ -35,6 +35,7 @@ from tests.nn.named_casts import (
     TWO_LEVEL,
 )
 from tests.references.fake_quantize import fake_quantize
+from tests.tables import each
 
 
 class Straight(torch.autograd.Function):
@@ -49,7 +50,7 @@ class Straight(torch.autograd.Function):
         return gradient, None
 
 
-@pytest.mark.parametrize(
+@each(
     "cast",
     [
         ONE_LEVEL,
@@ -61,7 +62,6 @@ class Straight(torch.autograd.Function):
         Cast("e4m3", Scale("fp32", "tensor")),
         Cast("ternary", Scale("fp32", "tensor")),
     ],
-    ids=str,
 )
 def test_fprop_is_autograd_through_fake_quantize(cast: Cast) -> None:
     original = nn.Linear(IN, OUT)
@@ -142,7 +142,7 @@ def allowance(casts: LinearCasts, gemm: str, expected: Definition, dtype: torch.
     return allowed
 
 
-@pytest.mark.parametrize("name", CASTS)
+@each("name", CASTS)
 def test_phases_quantize_what_they_say(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """What a phase leaves quantized it leaves as it was, smoothed or not; the rest is the tensor itself."""
     original, x, g = nn.Linear(40, 24), torch.randn(50, 40), torch.randn(50, 24)
@@ -171,7 +171,7 @@ def test_phases_quantize_what_they_say(monkeypatch: pytest.MonkeyPatch, name: st
                 assert torch.equal(seen[operand].values, raw[operand[-1]]), f"{operand} is quantized in {phase}"
 
 
-@pytest.mark.parametrize("name", CASTS)
+@each("name", CASTS)
 def test_nothing_in_nothing_out(name: str) -> None:
     """No tokens: an empty result, and gradients of zero."""
     layer = layer_like(nn.Linear(IN, OUT), CASTS[name])
@@ -186,7 +186,7 @@ def test_nothing_in_nothing_out(name: str) -> None:
     assert not found["bias"].any()
 
 
-@pytest.mark.parametrize("name", OPERANDS)
+@each("name", OPERANDS)
 def test_blocks_lie_along_the_contraction(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A huge element flushes its block, one row or column of 16: the blocks that flush show where blocks lie."""
     generator = torch.Generator().manual_seed(0)
@@ -212,10 +212,8 @@ def alike(cast: Cast, source: str) -> LinearCasts:
     return every(cast.replace(scale={"source": source}))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "cast", [TWO_LEVEL, Cast("e5m2", Scale("fp32", "tensor", margin=2)), Cast("int4", Scale("e8m0", "tensor"))], ids=str
-)
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("cast", [TWO_LEVEL, Cast("e5m2", Scale("fp32", "tensor", margin=2)), Cast("int4", Scale("e8m0", "tensor"))])
 def test_without_a_history_delayed_scaling_is_current(cast: Cast, dtype: torch.dtype) -> None:
     """So is it with one whose amaxes are those of the tensors."""
     original = nn.Linear(IN, OUT, dtype=dtype)

@@ -12,6 +12,7 @@ from tests.nn.layers import (
     run,
 )
 from tests.nn.linear.casts import IN, ONE_LEVEL, OUT, TOKENS
+from tests.tables import each
 
 
 @pytest.mark.pairwise
@@ -29,8 +30,8 @@ def test_without_casts_is_linear(shape: tuple[int, ...], bias: bool, mode: str) 
     identical(run(layer, x, g, mode == "autocast"), expected, f"through the six casts, {mode} {shape}")
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("frozen", ["weight", "bias", "input", "weight and bias", "all"])
+@each("autocast", [False, True])
+@each("frozen", ["weight", "bias", "input", "weight and bias", "all"])
 def test_without_casts_frozen(frozen: str, autocast: bool) -> None:
     original = nn.Linear(IN, OUT)
     for name, p in original.named_parameters():
@@ -73,8 +74,8 @@ def test_without_casts_non_contiguous() -> None:
     identical(run(layer_like(original, "bf16"), x, g), run(original, x, g))
 
 
-@pytest.mark.parametrize("shape", [(IN,), (13, IN), (3, 5, IN)], ids=str)
-@pytest.mark.parametrize("autocast", [False, True])
+@each("shape", [(IN,), (13, IN), (3, 5, IN)])
+@each("autocast", [False, True])
 def test_without_casts_is_conv1d(shape: tuple[int, ...], autocast: bool) -> None:
     original = Conv1D(OUT, IN)
     x, g = torch.randn(shape), torch.randn(*shape[:-1], OUT)

@@ -14,6 +14,7 @@ from lightning_lowbit.nn import GemmCounter
 from lightning_lowbit.nn.gemm import native_obstacle
 from lightning_lowbit.nn.presets import quantization_aware
 from tests.nn.layers import GEMMS, RESULTS, every, gradients, identical, layer_like, net, run, spied, value
+from tests.tables import each
 
 CPU = torch.device("cpu")
 on_int8_units = pytest.mark.skipif(native_obstacle(CPU, "int8") is not None, reason="this CPU has no int8 units")
@@ -67,7 +68,7 @@ def native_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, in
         yield calls
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@each("name", LAYERS)
 def test_what_is_native(name: str) -> None:
     casts, gemms = LAYERS[name]
     assert casts.native_gemms == dict.fromkeys(gemms, "int8")
@@ -130,10 +131,8 @@ def test_ternary_is_the_exact_emulation_to_the_bit(
 
 
 @on_int8_units
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "name", [name for name, (_, gemms) in LAYERS.items() if gemms and name != "more than a product"]
-)
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("name", [name for name, (_, gemms) in LAYERS.items() if gemms and name != "more than a product"])
 def test_native_gemms_round_once(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
     """The product of the operands, as float32 has it after their scales, and rounded to the dtype."""
     casts, gemms = LAYERS[name]

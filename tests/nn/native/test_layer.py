@@ -16,6 +16,7 @@ from lightning_lowbit.nn.operands import PrequantizedWeight
 from lightning_lowbit.nn.watch import Watch
 from tests.nn.layers import GEMMS, RESULTS, by_definition, identical, layer_like, run, spied
 from tests.nn.native.stand_in import StandIn
+from tests.tables import each
 
 CPU = torch.device("cpu")
 NV, MX = Cast("e2m1", Scale("e4m3", 16, two_level=True)), Cast("e4m3", Scale("e8m0", 32))
@@ -53,7 +54,7 @@ LAYERS: dict[str, tuple[Any, list[str]]] = {
 BFLOAT16 = {"mxfp4", "mxfp4-rht"}  # whose results are rounded to bfloat16 before they are scaled
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(1)
 @pytest.mark.parametrize("sizes", [(16, 32, 48), (13, 40, 7), (1, 16, 16), (130, 200, 150), (0, 16, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", LAYERS)
@@ -131,6 +132,7 @@ def test_non_finite_elements_reach_their_rows(scaled_mm: StandIn) -> None:
 
 
 @pytest.mark.usefixtures("scaled_mm")
+@pytest.mark.fast("nvfp4-nvidia")
 @pytest.mark.parametrize("name", ["nvfp4-nvidia", "fp8-blockwise"])
 def test_a_compiled_native_layer(name: str) -> None:
     torch._dynamo.reset()
@@ -226,7 +228,7 @@ def test_delayed_scales_of_two_levels(scaled_mm: StandIn) -> None:
         torch.testing.assert_close(results[0][name], tensor, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
+@each(
     ("left", "right", "kind"),
     [
         (NV, NV.replace(scale={"block": (16, 16)}), "nvfp4"),
@@ -249,7 +251,6 @@ def test_delayed_scales_of_two_levels(scaled_mm: StandIn) -> None:
         (Cast("int8", Scale("fp32", "row")), Cast("ternary", Scale("fp32", "tensor")), "int8"),
         (Cast("int8", Scale("fp32", "row", statistic="minmax")), Cast("int8", Scale("fp32", "row")), None),
     ],
-    ids=str,
 )
 def test_the_table(left: Cast, right: Cast | None, kind: str | None) -> None:
     assert LinearCasts(fprop_x=left, fprop_w=right).native_gemms.get("fprop") == kind

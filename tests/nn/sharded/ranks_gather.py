@@ -294,16 +294,20 @@ def refused(casts: Any, strategy: Any = None, **model: Any) -> str:
     return "nothing"
 
 
+SHARES: dict[str, tuple[str, dict[str, Any]]] = {
+    "nvfp4, float32": ("stochastic", {}),
+    "nvfp4, bfloat16": ("stochastic", {"mp_policy": BF16}),
+    "fp8, float32": ("fp8-current", {}),
+    "ternary, float32": ("ternary", {}),
+}
+
+
 def work() -> dict[str, Any]:
+    asked = sys.argv[3:]
     return {
-        "runs": {name: compare(name) for name in sys.argv[3:]},
-        "shares": {
-            "nvfp4, float32": share("stochastic", {}),
-            "nvfp4, bfloat16": share("stochastic", {"mp_policy": BF16}),
-            "fp8, float32": share("fp8-current", {}),
-            "ternary, float32": share("ternary", {}),
-        },
-        "resumed": {"whole": resumed(True), "distributed": resumed(False)},
+        "runs": {name: compare(name) for name in asked if name in RUNS},
+        "shares": {name: share(*SHARES[name]) for name in asked if name in SHARES},
+        "resumed": {kind: resumed(kind == "whole") for kind in ("whole", "distributed") if kind in asked},
         "again": again(),
         "by replicas": by_replicas((2, 1)) and by_replicas((1, 2)),
         "refused": {

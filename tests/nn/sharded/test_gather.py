@@ -19,15 +19,16 @@ from tests.launch import launch
 from tests.nn.sharded.ranks_gather import CASTS, RANKS, RUNS, STEPS
 from tests.pairwise import selected
 from tests.precision.regression_model import Regression, trainer
+from tests.tables import each
 
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    names = [name for name in selected(request, "name") if name in RUNS]
+    names = [*selected(request, "name"), *selected(request, "kind")]
     return launch("tests.nn.sharded.ranks_gather", RANKS, tmp_path_factory.mktemp("ranks"), *names)
 
 
-@pytest.mark.fast("fp8-delayed", "rows", "phases", "odd blocks")
+@pytest.mark.fast("fp8-delayed", "rows", "phases")
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_and_weights_are_the_same(ranks: list[dict[str, Any]], name: str) -> None:
     for results in ranks:
@@ -47,6 +48,7 @@ def test_one_collective_measures_all_weights(ranks: list[dict[str, Any]], name: 
         assert after - before == (STEPS if cast.scale.needs_amax or cast.scale.block == "tensor" else 0)
 
 
+@pytest.mark.fast("nvfp4, bfloat16-4.5-16", "ternary, float32-2-32")
 @pytest.mark.parametrize(
     "name, bits, of",
     [("nvfp4, float32", 4.5, 32), ("nvfp4, bfloat16", 4.5, 16), ("fp8, float32", 8, 32), ("ternary, float32", 2, 32)],
@@ -56,6 +58,7 @@ def test_codes_and_scales_are_what_travels(ranks: list[dict[str, Any]], name: st
         assert results["shares"][name] == pytest.approx(bits / of, rel=0.001)
 
 
+@pytest.mark.fast("distributed")
 @pytest.mark.parametrize("kind", ["whole", "distributed"])
 def test_runs_go_on_from_checkpoints_either_way(ranks: list[dict[str, Any]], kind: str) -> None:
     assert all(results["resumed"][kind] == [True, True] for results in ranks)
@@ -92,7 +95,7 @@ def test_one_process_without_shards_is_refused() -> None:
 NEAREST = Cast("e2m1", Scale("e4m3", 16, two_level=True))
 
 
-@pytest.mark.parametrize(
+@each(
     "casts, why",
     [
         ("bf16", "fprop_w is not quantized"),
@@ -233,7 +236,7 @@ def test_a_model_is_let_go() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("how", ["in place", "by data", "by the optimizer", "loaded", "assigned"])
+@each("how", ["in place", "by data", "by the optimizer", "loaded", "assigned"])
 def test_changed_weights_are_measured_anew(how: str) -> None:
     """Also within one step, that is without `prepare`, where a version tells."""
     model, twin = make("fp8-current"), make("fp8-current")

@@ -18,6 +18,7 @@ from tests.optim.parameters import (
     make_parameters,
     snapshot,
 )
+from tests.tables import each
 
 LR = 0.01
 
@@ -130,6 +131,7 @@ def entries_and_dtypes(*dtypes: torch.dtype) -> pytest.MarkDecorator:
 
 
 every_entry = entries(lambda entry: True)
+each_entry = each("entry", ENTRIES.values())  # in one test
 
 
 def subclasses(kind: type) -> Iterator[type]:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 from lightning_lowbit.optim import Adaptive
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
 from lightning_lowbit.optim.options import OPTIONS
-from tests.optim.conformance.entries import ENTRIES, LR, Entry, entries, every_entry
+from tests.optim.conformance.entries import ENTRIES, LR, Entry, each_entry, entries
 from tests.optim.parameters import (
     assert_same,
     in_cpp_and_in_torch,
@@ -22,6 +22,7 @@ from tests.optim.parameters import (
     train,
     use,
 )
+from tests.tables import each
 
 entries_and_rates = pytest.mark.parametrize(
     ("entry", "lr_is_tensor"),
@@ -33,7 +34,7 @@ entries_and_rates = pytest.mark.parametrize(
 )
 
 
-@every_entry
+@each_entry
 def test_options_may_be_a_group_s(entry: Entry) -> None:
     parameters, grouped = entry.parameters(), entry.parameters()
     optimizer = entry(parameters)
@@ -47,7 +48,7 @@ def test_options_may_be_a_group_s(entry: Entry) -> None:
     assert_same(snapshot(of_group, grouped), snapshot(optimizer, parameters), "options of a group are not honored")
 
 
-@every_entry
+@each_entry
 def test_groups_train_with_their_own_options(entry: Entry) -> None:
     parameters, twins = entry.parameters(), entry.parameters()
     optimizer = entry([{"params": parameters[:-1]}, {"params": parameters[-1:], "lr": 0.0}])
@@ -63,7 +64,7 @@ def test_groups_train_with_their_own_options(entry: Entry) -> None:
     assert not torch.equal(parameters[-1], entry.parameters()[-1]), "lr is not read from the group at each step"
 
 
-@every_entry
+@each_entry
 def test_a_group_added_in_mid_training_is_one_without_gradients_before(entry: Entry) -> None:
     parameters, twins = entry.parameters(), entry.parameters()
     optimizer, twin = entry(parameters[:3]), entry([{"params": twins[:3]}, {"params": twins[3:], "lr": 0.5}])
@@ -107,6 +108,7 @@ def test_schedulers_are_followed(entry: Entry, schedule: str, lr_is_tensor: bool
     )
 
 
+@pytest.mark.pairwise(1)
 @entries(lambda entry: entry.takes_tensor_lr)
 @in_cpp_and_in_torch
 def test_lr_may_be_a_tensor(entry: Entry, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +155,7 @@ def test_every_option_has_bad_values() -> None:
     assert BAD.keys() == OPTIONS.keys(), "an option without bad values to try, or values without an option"
 
 
-@pytest.mark.parametrize(("kind", "name", "value"), list(_bad_options()))
+@each(("kind", "name", "value"), list(_bad_options()))
 def test_bad_options_are_refused(kind: type[GuardedOptimizer], name: str, value: Any) -> None:
     def make(parameters: list[Parameter], **options: Any) -> GuardedOptimizer:
         return kind(torch.optim.SGD(parameters) if kind is Adaptive else parameters, **options)  # type: ignore[arg-type]
@@ -181,7 +183,7 @@ def test_a_refused_wrapper_leaves_the_optimizer_as_it_was() -> None:
     assert wrapped.state_dict() == before, "a refused wrapper wrote into the groups"
 
 
-@every_entry
+@each_entry
 def test_parameters_are_checked_as_in_torch(entry: Entry) -> None:
     first, second = make_parameters(entry.dtype, [(2, 2), (2, 2)])
     with pytest.raises(TypeError, match="iterable of Tensors"):

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
-from tests.optim.conformance.entries import LR, Entry, assert_nothing_happened, entries, entries_and_dtypes, every_entry
+from tests.optim.conformance.entries import LR, Entry, assert_nothing_happened, each_entry, entries, entries_and_dtypes
 from tests.optim.parameters import (
     assert_same,
     make_parameters,
@@ -30,6 +30,7 @@ def through_a_file(value: Any, weights_only: bool = True) -> Any:
     return torch.load(file, weights_only=weights_only)
 
 
+@pytest.mark.pairwise(1)
 @entries_and_dtypes(torch.float32, torch.bfloat16)
 def test_resume_is_bit_for_bit(entry: Entry, dtype: torch.dtype) -> None:
     """Early, just before a reset, and within a warm-up."""
@@ -85,7 +86,7 @@ def test_copies_go_on_alike(entry: Entry, duplicate: Callable[[Any], Any], train
     assert_same(snapshot(twin, twins), snapshot(optimizer, parameters), "the copy trains differently")
 
 
-@every_entry
+@each_entry
 def test_named_parameters(entry: Entry) -> None:
     parameters, named = entry.parameters(), entry.parameters()
     optimizer, with_names = entry(parameters), entry((f"p{i}", p) for i, p in enumerate(named))
@@ -102,7 +103,7 @@ def test_named_parameters(entry: Entry) -> None:
     assert_same(snapshot(resumed, again), snapshot(with_names, named), "the resumed run with names differs")
 
 
-@every_entry
+@each_entry
 def test_state_of_another_size_is_refused(entry: Entry) -> None:
     parameters = entry.parameters()
     optimizer = entry(parameters)

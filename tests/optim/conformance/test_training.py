@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from lightning_lowbit.optim import LowBitAdamW
 from lightning_lowbit.optim.guarded_optimizer import GuardedOptimizer
-from tests.optim.conformance.entries import ENTRIES, LR, Entry, entries, every_entry, subclasses
+from tests.optim.conformance.entries import ENTRIES, LR, Entry, each_entry, entries, every_entry, subclasses
 from tests.optim.parameters import (
     NoHostSync,
     assert_same,
@@ -32,7 +32,7 @@ def test_every_optimizer_has_an_entry() -> None:
     assert kinds == {entry.kind for entry in ENTRIES.values()}, "classes and entries of the table differ"
 
 
-@every_entry
+@each_entry
 def test_closure_runs_first_with_gradients_enabled(entry: Entry) -> None:
     with_closure, without = entry.parameters(), entry.parameters()
     optimizer, other = entry(with_closure), entry(without)
@@ -58,7 +58,7 @@ def test_closure_runs_first_with_gradients_enabled(entry: Entry) -> None:
     assert_same(snapshot(optimizer, with_closure), snapshot(other, without), "a step with a closure differs")
 
 
-@every_entry
+@each_entry
 def test_hooks_of_torch(entry: Entry) -> None:
     parameters = entry.parameters()
     optimizer = entry(parameters)
@@ -77,7 +77,7 @@ def test_hooks_of_torch(entry: Entry) -> None:
     assert "extra" in saved, "what the state_dict hook returns was ignored"
 
 
-@every_entry
+@each_entry
 def test_load_pre_hooks_count(entry: Entry) -> None:
     parameters, others = entry.parameters(), entry.parameters()
     optimizer, other = entry(parameters), entry(others)
@@ -143,7 +143,7 @@ def _close(left: Sequence[Tensor], right: Sequence[Tensor], what: str) -> None:
         )
 
 
-@every_entry
+@each_entry
 def test_layouts(entry: Entry) -> None:
     """Channels last, and a transposed matrix, train as their contiguous copies do."""
     conv, matrix, expanded = make_parameters(entry.dtype, [(4, 3, 2, 2), (6, 5), (4, 6)])
@@ -183,7 +183,7 @@ def test_no_host_sync_is_noticed(sync: Callable[[], Any]) -> None:
         sync()
 
 
-@every_entry
+@each_entry
 def test_plain_torch_trains_as_cpp_does(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters, twins = entry.parameters(), entry.parameters()
     train(entry(parameters), parameters, range(10))

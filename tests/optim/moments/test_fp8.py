@@ -13,11 +13,12 @@ from lightning_lowbit.optim import LowBitAdamW, clipping
 from lightning_lowbit.optim.moments import NAMES, FP8Moments
 from tests.optim.moments.helpers import draw, elements, heavy_tailed, kept, set_gradients
 from tests.references import moments as reference
+from tests.tables import each
 
 SHAPES = [(3, 130), (5, 1), (2, 127), (2, 129), (3, 256), (0, 5), (2, 3, 130), (2, 2, 2, 129)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@each("shape", SHAPES)
 def test_fp8_is_the_reference(shape: tuple[int, ...]) -> None:
     values = heavy_tailed(shape)
     piece = kept(values, values.square(), draw(shape, step=7, number=2))

@@ -15,6 +15,7 @@ from lightning_lowbit.optim.moments import NAMES, Piece, SparseMoments
 from tests.optim.moments.helpers import assert_same, draw, final_loss, set_gradients, snapshot, train
 from tests.optim.parameters import in_cpp_and_in_torch, use
 from tests.references import moments as reference
+from tests.tables import each
 
 
 def masters_times_scale(optimizer: GuardedAdam, parameter: Parameter) -> Tensor:
@@ -81,7 +82,7 @@ def test_scale_of_the_masters_follows_the_weights() -> None:
     assert 30 < scales[-1] / scales[0] < 130, f"weights grew from .01 to .6, the scale from {scales[0]} to {scales[-1]}"
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-6, 1e-2, 1.0, 1e4, 1e38])
+@each("size", [0.0, 1e-30, 1e-6, 1e-2, 1.0, 1e4, 1e38])
 def test_masters_of_any_size_train(size: float) -> None:
     """One step may be far larger than all weights: those that begin at almost 0, as of a last layer."""
     start = (torch.rand(3, 130, generator=torch.Generator().manual_seed(0)) + 0.5).mul(size).bfloat16()
@@ -172,7 +173,7 @@ def test_only_what_was_drawn_moves_until_the_next_reset(piece: int, monkeypatch:
     assert len({mask.numpy().tobytes() for mask in masks}) == 6, "parameters or resets share a choice"
 
 
-@pytest.mark.parametrize(("columns", "every"), [(64, 4), (64, 2), (100, 10), (62, 4), (65, 3)])
+@each(("columns", "every"), [(64, 4), (64, 2), (100, 10), (62, 4), (65, 3)])
 def test_choice_is_uniform(columns: int, every: int) -> None:
     """Chi-square over positions among neighbors, with those at a ragged end by themselves."""
     rows = torch.arange(columns).expand(500, columns).contiguous()

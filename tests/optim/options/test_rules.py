@@ -17,6 +17,7 @@ from tests.optim.parameters import (
 )
 from tests.references.adaptive import norm_of
 from tests.references.stable_spam import Reference, step_all
+from tests.tables import each
 
 # fp32 loses some ulps a step; float64 shows what is computed in fp32 where it should not be.
 PLACES: dict[str, tuple[torch.dtype, float, str]] = {
@@ -93,6 +94,7 @@ def compare(optimizer: torch.optim.Optimizer, references: Sequence[Reference], s
     return cut
 
 
+@pytest.mark.pairwise(1)
 @everywhere
 @pytest.mark.parametrize("options", [pytest.param(v, id=k) for k, v in (TABLE_4_6 | ALONE | TOGETHER).items()])
 def test_rules(
@@ -152,8 +154,8 @@ def test_grad_clip_bounds_the_norm_over_all_groups_that_have_it_after_the_clip_o
     assert other.detach().tolist() == pytest.approx([-1e-3, 0]), "GradClip reached a group that has none"
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e15, 1e25, 1e36])
-@pytest.mark.parametrize("count", [1, 6])
+@each("scale", [1e-30, 1e15, 1e25, 1e36])
+@each("count", [1, 6])
 def test_grad_clip_bounds_gradients_of_any_size(count: int, scale: float) -> None:
     """Squares overflow fp32 from 1.8e19 on."""
     parameters = [Parameter(torch.ones(8)) for _ in range(count)]
@@ -166,8 +168,8 @@ def test_grad_clip_bounds_gradients_of_any_size(count: int, scale: float) -> Non
     assert after == pytest.approx(min(1, before), rel=1e-5), f"‖g‖ = {before} is {after} after GradClip"
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("given", [{}, {"gamma1": 0.5}, {"gamma2": 0.0}, {"gamma3": 0.25}])
+@each("name", PRESETS)
+@each("given", [{}, {"gamma1": 0.5}, {"gamma2": 0.0}, {"gamma3": 0.25}])
 def test_presets(name: str, given: dict[str, float]) -> None:
     expected = {"4-bit": (0.7, 0.9, 0.999), "bf16": (0.85, 0.99999, 0.999)}[name]
     group = StableSPAM([Parameter(torch.ones(2))], preset=name, **given).param_groups[0]  # type: ignore[arg-type]

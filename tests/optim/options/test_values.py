@@ -19,6 +19,7 @@ from tests.optim.parameters import (
     snapshot,
     train,
 )
+from tests.tables import each
 
 
 def test_unknown_preset_is_refused() -> None:
@@ -68,12 +69,12 @@ def test_every_option_has_good_and_bad_values_here() -> None:
     assert set(GOOD) == set(BAD) == set(OPTIONS), "an option is missing from this file's tables"
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD.items() for value in values])
+@each(("name", "value"), [(name, value) for name, values in GOOD.items() for value in values])
 def test_good_options_pass(name: str, value: Any) -> None:
     check_options("Me", {name: value, "an entry of another": object()})
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+@each(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
 def test_bad_options_are_refused(name: str, value: Any) -> None:
     _, needed, advice = OPTIONS[name]
     with pytest.raises(ValueError) as caught:
@@ -140,7 +141,7 @@ def test_master_weights_are_refused_where_they_are_of_no_use(dtype: torch.dtype)
     assert len(optimizer.param_groups) == 1, "a refused group was added nevertheless"
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "name", "value"),
     [
         (StableSPAM, "norm_clip", "adagn"),

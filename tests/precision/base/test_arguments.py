@@ -20,6 +20,7 @@ from tests.lightning_imports import (
     MisconfigurationException,
 )
 from tests.precision.base.models import quiet
+from tests.tables import each
 
 
 def test_rounding_and_overrides_reach_the_layers():
@@ -114,7 +115,7 @@ def check_casts_of_yaml(monkeypatch, text):
     assert cli.trainer.precision_plugin.casts == LinearCasts.of(yaml.safe_load(text)), text
 
 
-@pytest.mark.parametrize(
+@each(
     "casts",
     [
         "nvfp4",
@@ -138,7 +139,7 @@ def test_every_preset_from_yaml(monkeypatch, name):
     check_casts_of_yaml(monkeypatch, f"{{preset: {name}, {others}, dgrad_w: {{element: int4}}}}")
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "message"),
     [
         (lambda: FP4Precision("nvfp5"), r"Unknown preset 'nvfp5'. Did you mean 'nvfp4'\?"),

@@ -127,18 +127,15 @@ def test_what_is_saved_is_not_what_a_run_starts_with(results: dict[str, dict[str
 
 
 @pytest.mark.fast(
-    "fp8: one, ddp",
     "fp8: ddp, ddp",
     "fp8: fsdp1 file, one",
     "fp8: fsdp1, fsdp1",
     "fp8: fsdp2 file, fsdp1 file",
     "fp8: fsdp2, tensor parallel",
-    "fp8: fsdp2, one rank, fsdp2",
     "fp8: tensor parallel, tensor parallel",
     "fp8: tensor parallel, fsdp2, one rank",
     "fp16: ddp, fsdp2 file",
     "fp16: fsdp2 file, one",
-    "fp16: fsdp2, fsdp2",
 )
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "{}: {}, {}".format(*pair))
 def test_resumed_run_is_the_uninterrupted_one(

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from lightning_lowbit.precision.checkpoints.files import load_checkpoint, load_weights, state_of
+from tests.tables import each
 
 STATE = {"step": 3, "micro_batch": 1, "seed": 0, "phase": "fqt"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "message"),
     [
         ({"step": None}, "step = None, which should be int"),
@@ -27,7 +28,6 @@ STATE = {"step": 3, "micro_batch": 1, "seed": 0, "phase": "fqt"}
         ({"amax_history": {}, "channel_amax": {"layer": torch.ones(2, dtype=int)}}, "channel_amax of layer is one row"),
         ({"trained": 1}, "trained = 1, which should be"),
     ],
-    ids=str,
 )
 def test_a_wrong_entry_is_named(changes: dict[str, Any], message: str) -> None:
     assert state_of({"lightning_lowbit": STATE}) == STATE

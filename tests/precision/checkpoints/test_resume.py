@@ -110,7 +110,7 @@ def assert_same(resumed, whole, step):
     assert torch.equal(resumed.weights, whole.weights), f"final weights after a resume at step {step} differ"
 
 
-@pytest.mark.fast("fp8-3", "fp8-7")
+@pytest.mark.fast("fp8-3")
 @pytest.mark.parametrize("step", [3, SWITCH, 7])
 def test_resume_equals_the_uninterrupted_run(uninterrupted, tmp_path, step):
     plugin, folder, whole = uninterrupted
@@ -126,13 +126,14 @@ def test_resume_equals_the_uninterrupted_run(uninterrupted, tmp_path, step):
     assert found == expected
 
 
+@pytest.mark.fast("fp4")
 def test_the_phase_is_the_checkpoints_also_without_the_callback(uninterrupted, tmp_path):
     plugin, folder, whole = uninterrupted
     resumed = train(plugin, tmp_path, folder / "step=7.ckpt", switches=())
     assert_same(resumed, whole, 7)
 
 
-@pytest.mark.fast("fp8-drop", "fp8-phase")
+@pytest.mark.fast("fp8-drop")
 @pytest.mark.parametrize("damage", ["drop", "arithmetic", "phase"])
 def test_a_damaged_state_breaks_the_equality(uninterrupted, tmp_path, damage):
     plugin, folder, whole = uninterrupted

@@ -19,6 +19,7 @@ from tests.lightning_imports import (
 )
 from tests.precision.fp16.runs import PRECISIONS, SCALERS, checkpoint, fp16, moving, run, static
 from tests.precision.regression_model import Regression, flat, trainer
+from tests.tables import each
 
 
 @pytest.mark.parametrize("cut", [3, 4, 6])
@@ -38,7 +39,7 @@ def test_a_scaler_alone_in_lightnings_own_precision(cut: int) -> None:
     assert checkpoint()["lightning_lowbit"]["scaler"] == expected, "in this package's plugin it moves otherwise"
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@each("name", PRECISIONS)
 def test_every_precision_says_that_it_is_fp16(name: str) -> None:
     plugin = PRECISIONS[name](compute_dtype="fp16")
     assert compute_dtype(plugin) == plugin.compute_dtype == torch.float16
@@ -52,7 +53,7 @@ def test_other_dtypes_have_no_scaler(dtype: str) -> None:
     assert LowBitPrecision("nvfp4", compute_dtype=dtype).scaler is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"scaler": moving()}, r"for compute_dtype='fp16'; got 'bf16'.* leave out scaler=ConservativeGradScaler, or"),

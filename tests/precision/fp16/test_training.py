@@ -24,6 +24,7 @@ from tests.lightning_imports import (
 )
 from tests.precision.fp16.runs import MOVING, PRECISIONS, Overflowing, assert_same, fp16, moving, static, train
 from tests.precision.regression_model import Regression, flat, trainer
+from tests.tables import each
 
 
 @pytest.mark.pairwise(1)
@@ -53,7 +54,7 @@ def test_no_precision_is_left_out() -> None:
     assert {name.split()[0] for name in PRECISIONS} == precisions
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@each("name", PRECISIONS)
 def test_every_precision_trains_with_the_scaler_that_is_its_default(name: str) -> None:
     plugin, model = PRECISIONS[name](compute_dtype="fp16"), Regression()
     before = flat(model)
@@ -103,7 +104,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each("name", OPTIMIZERS)
 def test_clips_true_gradients_whatever_the_optimizer(name: str) -> None:
     make = OPTIMIZERS[name]
     by_norm = train(fp16(moving()), Overflowing(make=make), gradient_clip_val=1e-2)
@@ -147,7 +148,7 @@ def test_an_overflow_costs_a_step_and_nothing_else(name: str, accumulate: int, b
     assert (plugin.skipped_steps.item(), plugin.skipped_steps.dtype, plugin.step) == (2, torch.int64, 6)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each("name", OPTIMIZERS)
 def test_the_very_first_step_is_skipped(name: str) -> None:
     """Then training goes on as if it began there; torch does not complain of a schedule that comes first."""
     make = OPTIMIZERS[name]

@@ -21,6 +21,7 @@ from tests.precision.regression_model import (
     state,
     trainer,
 )
+from tests.tables import each
 
 DELAYED = {"block": "tensor", "source": "delayed"}
 
@@ -35,7 +36,7 @@ def fp8_blockwise(rounding: str) -> LinearCasts:
     return LinearCasts(fprop_x=rows, fprop_w=tiles, dgrad_g=rows, dgrad_w=tiles, wgrad_g=rows, wgrad_x=rows)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "casts"),
     [
         ({}, fp8("e5m2", Scale("fp32", **DELAYED, history=16, algorithm="max"))),
@@ -59,7 +60,6 @@ def fp8_blockwise(rounding: str) -> LinearCasts:
         ({"scaling": "mx", "power_of_two": True}, fp8("e4m3", Scale("e8m0", 32))),
         ({"scaling": "mx", "gradient_format": "e5m2"}, fp8("e5m2", Scale("e8m0", 32))),
     ],
-    ids=str,
 )
 def test_arguments_land_in_the_casts(arguments: dict[str, Any], casts: LinearCasts) -> None:
     plugin = FP8Precision(**arguments)
@@ -68,7 +68,7 @@ def test_arguments_land_in_the_casts(arguments: dict[str, Any], casts: LinearCas
     assert plugin.casts == casts
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"scaling": "delayd"}, r"Unknown scaling 'delayd'. Did you mean 'delayed'\? Choose one of: 'delayed', 'cur"),
@@ -92,7 +92,6 @@ def test_arguments_land_in_the_casts(arguments: dict[str, Any], casts: LinearCas
         ({"backend": "native", "gradient_format": "e4m3", "overrides": {"head": "mxfp6"}}, r"head has no native GEMM"),
         ({"backend": "native", "exact": True}, r"exact emulates GEMMs, and backend='native' does not: choose one"),
     ],
-    ids=str,
 )
 def test_bad_arguments_say_what_to_do(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

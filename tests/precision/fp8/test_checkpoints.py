@@ -19,6 +19,7 @@ from tests.precision.regression_model import (
     state,
     trainer,
 )
+from tests.tables import each
 
 
 def saved(plugin: LowBitPrecision, path: str = "x.ckpt", **kwargs: Any) -> Regression:
@@ -123,7 +124,7 @@ def test_resuming_goes_on_with_the_histories() -> None:
 BASE = {"history": 4, "compute_dtype": "fp32"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("before", "after", "message"),
     [
         ({}, {"history": 3}, r"amax_history of first/fprop_x has 4 steps, and this run's 3\."),
@@ -135,7 +136,6 @@ BASE = {"history": 4, "compute_dtype": "fp32"}
         ({}, {"smooth_swiglu": "channel"}, r"not in this model: mlp\.down_proj/dgrad_w, mlp\.down_proj/fprop_w"),
         ({"smooth_swiglu": "channel"}, {}, r"missing there: mlp\.down_proj/dgrad_w, mlp\.down_proj/fprop_w"),
     ],
-    ids=str,
 )
 @pytest.mark.filterwarnings("ignore:The checkpoint was trained otherwise")
 def test_histories_of_other_settings_are_refused_and_can_be_left(

@@ -19,6 +19,7 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.precision.grad_scalers import overflow, share_overflow
 from tests.precision.grad_scalers.scalers import INF, NAN, make, state_of
+from tests.tables import each
 
 
 @pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler, ConservativeGradScaler, ShardedConservativeGradScaler])
@@ -49,8 +50,8 @@ def test_a_disabled_scaler_found_nothing() -> None:
     assert overflow(make(ConservativeGradScaler, enabled=False)) is None
 
 
-@pytest.mark.parametrize("cls", [GradScaler, ConservativeGradScaler, GradientNormGradScaler, ShardedGradScaler])
-@pytest.mark.parametrize("over_ranks", [False, True])
+@each("cls", [GradScaler, ConservativeGradScaler, GradientNormGradScaler, ShardedGradScaler])
+@each("over_ranks", [False, True])
 def test_a_step_without_any_gradient(cls: Any, over_ranks: bool) -> None:
     scaler, parameter = make(cls), Parameter(torch.ones(2))
     optimizer = SGD([parameter], lr=0.1)
@@ -63,9 +64,9 @@ def test_a_step_without_any_gradient(cls: Any, over_ranks: bool) -> None:
     assert state_of(scaler) == (2.0**16, 1)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("bad", [1.0, INF])
-@pytest.mark.parametrize("cls", [GradScaler, ShardedGradScaler, ConservativeGradScaler, ShardedConservativeGradScaler])
+@each("fused", [True, False])
+@each("bad", [1.0, INF])
+@each("cls", [GradScaler, ShardedGradScaler, ConservativeGradScaler, ShardedConservativeGradScaler])
 def test_sharing_keeps_what_was_found(cls: Any, bad: float, fused: bool) -> None:
     """And every optimizer takes it; what torch's sharded class finds has one dimension, fused ones ask for none."""
     scaler, parameter = make(cls), Parameter(torch.ones(2))
@@ -122,7 +123,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("cls", "arguments", "message"), REFUSED, ids=lambda v: getattr(v, "__name__", str(v)))
+@each(("cls", "arguments", "message"), REFUSED)
 def test_bad_input(cls: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         make(cls, **arguments)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -21,6 +21,7 @@ from lightning_lowbit.nn import PRESETS as CASTS
 from lightning_lowbit.nn import AmaxHistories, LayerKeys
 from lightning_lowbit.precision.grad_scalers import overflow
 from tests.precision.grad_scalers.scalers import INF, NAN, PROFILE, make
+from tests.tables import each
 
 
 class Tiny(nn.Module):
@@ -70,7 +71,7 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
         assert not differ, f"{what}: {differ} of {gradient.numel()} elements of the gradient of {name} differ"
 
 
-@pytest.mark.parametrize("name", CASTS)
+@each("name", CASTS)
 def test_a_power_of_two_does_not_change_gradients(name: str) -> None:
     """Scales follow the tensor, so that a power of two comes out again, through stochastic rounding too."""
     layers = Quantized(name)
@@ -112,7 +113,7 @@ def scaled_and_not(x: Tensor, cast: Cast, exponent: int) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("name", gradient_casts())
-@PROFILE
+@settings(PROFILE, max_examples=10)
 @given(seed=st.integers(0, 2**32), exponent=st.integers(-40, 40), spread=st.floats(0, 4))
 def test_a_power_of_two_does_not_change_a_cast(name: str, seed: int, exponent: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(seed)

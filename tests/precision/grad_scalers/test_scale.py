@@ -22,6 +22,7 @@ from lightning_lowbit import (
 from lightning_lowbit.precision.grad_scalers import PRESETS, overflow
 from tests.precision.grad_scalers.scalers import INF, NAN, PROFILE, drive, make, state_of, steps
 from tests.references.scalers import Reference, float32
+from tests.tables import each
 
 #: By what they are called: this package's class, and torch's that it builds on. Sharded ones need a process group.
 CLASSES: dict[str, tuple[Callable[..., ConservativeGradScaler], Callable[..., GradScaler]]] = {
@@ -170,8 +171,8 @@ def test_nothing_to_update_raises_as_torch_does() -> None:
         scaler.update()
 
 
-@pytest.mark.parametrize("cls", [StaticGradScaler, ShardedStaticGradScaler])
-@pytest.mark.parametrize("scale", [2.0**16, 1024, 0.1, 1000.3])
+@each("cls", [StaticGradScaler, ShardedStaticGradScaler])
+@each("scale", [2.0**16, 1024, 0.1, 1000.3])
 def test_a_static_scale_stays_and_skips_nonetheless(cls: Any, scale: float) -> None:
     """That steps are skipped is what `drive` looks at."""
     overflows = steps("x..xxx" + "." * 10)
@@ -187,8 +188,8 @@ def test_a_static_scale_begins_at_that_of_torch() -> None:
     assert make(StaticGradScaler).get_scale() == 2.0**16
 
 
-@pytest.mark.parametrize("kind", CLASSES)
-@pytest.mark.parametrize(("given_scale", "becomes"), [(100.0, 100), (1e9, 4096), (1e-3, 2), (4096.0, 4096)])
+@each("kind", CLASSES)
+@each(("given_scale", "becomes"), [(100.0, 100), (1e9, 4096), (1e-3, 2), (4096.0, 4096)])
 def test_a_scale_by_hand_has_the_same_bounds(kind: str, given_scale: float, becomes: float) -> None:
     scaler = make(CLASSES[kind][0], init_scale=64, floor=2, cap=4096, growth_interval=5, hysteresis=2, cooldown=0)
     *_, last = drive(scaler, steps("x.."))

@@ -20,6 +20,7 @@ from lightning_lowbit import (
 )
 from lightning_lowbit.precision.grad_scalers import loss_factor, overflow
 from tests.precision.grad_scalers.scalers import INF, NAN, PROFILE, make, state_of
+from tests.tables import each
 
 
 def test_sparse_gradients_and_groups_without_any() -> None:
@@ -79,8 +80,8 @@ def test_the_factor_is_the_rule_within_bounds(norm: float, threshold: float) -> 
     assert found == pytest.approx(rule if norm < threshold else 1, rel=0, abs=2.0**-22)
 
 
-@pytest.mark.parametrize("cls", [GradientNormGradScaler, ShardedGradientNormGradScaler])
-@pytest.mark.parametrize(("size", "factor"), [(0.0, 2), (0.2, 1.8), (0.5, 1.5), (0.75, 1.25), (1.0, 1), (3.0, 1)])
+@each("cls", [GradientNormGradScaler, ShardedGradientNormGradScaler])
+@each(("size", "factor"), [(0.0, 2), (0.2, 1.8), (0.5, 1.5), (0.75, 1.25), (1.0, 1), (3.0, 1)])
 def test_unscaled_gradients_are_the_true_ones_times_the_factor(cls: Any, size: float, factor: float) -> None:
     """The norm is that of all gradients of the optimizer: 3, 4 and 12 make 13."""
     scaler = make(cls, threshold=0.13, init_scale=2.0**12)
@@ -131,9 +132,9 @@ def trained(make_optimizer: Callable[..., Optimizer], scaler: Any = None, rule: 
     return [p.detach() for p in parameters]
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("cls", [SGD, Adam, AdamW])
-@pytest.mark.parametrize("scaler", [GradientNormGradScaler, ShardedGradientNormGradScaler])
+@each("fused", [True, False])
+@each("cls", [SGD, Adam, AdamW])
+@each("scaler", [GradientNormGradScaler, ShardedGradientNormGradScaler])
 def test_optimizers_are_given_the_factor(scaler: Any, cls: Any, fused: bool) -> None:
     """Without an explicit `unscale_`; fused optimizers would unscale by themselves."""
 
@@ -148,9 +149,9 @@ def test_optimizers_are_given_the_factor(scaler: Any, cls: Any, fused: bool) -> 
         assert (a - c).abs().max() > 1e-3, "it makes no difference, so that this shows nothing"
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("bad", [INF, -INF, NAN])
-@pytest.mark.parametrize("cls", [GradientNormGradScaler, ShardedGradientNormGradScaler])
+@each("fused", [True, False])
+@each("bad", [INF, -INF, NAN])
+@each("cls", [GradientNormGradScaler, ShardedGradientNormGradScaler])
 def test_an_infinity_is_found_under_the_rule(cls: Any, bad: float, fused: bool) -> None:
     scaler, parameters = make(cls), [Parameter(torch.ones(3)), Parameter(torch.ones(2))]
     optimizer = AdamW(parameters, lr=0.1, fused=fused)

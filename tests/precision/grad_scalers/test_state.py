@@ -25,6 +25,7 @@ from lightning_lowbit import (
 from lightning_lowbit.precision.grad_scalers import overflow, share_overflow
 from tests.optim.parameters import NoHostSync
 from tests.precision.grad_scalers.scalers import INF, drive, make, steps
+from tests.tables import each
 
 REMEMBERING: dict[str, Any] = {"growth_factor": 2, "growth_interval": 3, "cooldown": 1, "hysteresis": 3}
 
@@ -173,8 +174,8 @@ def host_reads(scaler: GradScaler, make_optimizer: Callable[..., Optimizer], ove
     return reads
 
 
-@pytest.mark.parametrize("overflowed", [False, True])
-@pytest.mark.parametrize(
+@each("overflowed", [False, True])
+@each(
     ("cls", "theirs"),
     [
         (ConservativeGradScaler, GradScaler),

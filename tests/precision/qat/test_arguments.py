@@ -20,6 +20,7 @@ from lightning_lowbit.nn.gemm import native_obstacle
 from tests.lightning_imports import LightningCLI
 from tests.precision.qat.plugins import qat
 from tests.precision.regression_model import Regression, flat, trainer
+from tests.tables import each
 
 on_int8_units = pytest.mark.skipif(
     native_obstacle(torch.device("cpu"), "int8") is not None, reason="this CPU has no int8 units"
@@ -39,7 +40,7 @@ GAMMA = Scale("fp32", "tensor", statistic="absmean", epsilon=1e-5)
 TERNARY = Cast("ternary", GAMMA)
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "arguments", "casts"),
     [
         (TernaryPrecision, {}, qat(TOKENS, TERNARY)),
@@ -63,7 +64,6 @@ TERNARY = Cast("ternary", GAMMA)
             qat(None, integer(3, "row", "minmax")),
         ),
     ],
-    ids=str,
 )
 def test_arguments_land_in_the_casts(kind: type, arguments: dict[str, Any], casts: LinearCasts) -> None:
     assert kind(**arguments).casts == casts
@@ -81,7 +81,7 @@ BITS = r"is a number of bits, 2 or more and at most 8, or None; got"
 GROUP = r"group is a number of elements such as 128, 'row' or 'tensor'; got"
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "arguments", "message"),
     [
         (TernaryPrecision, {"activation_bits": 1}, rf"activation_bits {BITS} 1\."),
@@ -120,7 +120,6 @@ GROUP = r"group is a number of elements such as 128, 'row' or 'tensor'; got"
             "fprop of the casts has no native GEMM",
         ),
     ],
-    ids=str,
 )
 def test_bad_arguments_say_what_to_do(kind: type, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -139,8 +138,8 @@ def test_default_groups_train_models_of_any_width() -> None:
     assert len(IntegerPrecision(4, 8).plan(GPT2LMHeadModel(config))) == 5
 
 
-@pytest.mark.parametrize("columns", [1, 86, 128])
-@pytest.mark.parametrize("symmetric", [True, False])
+@each("columns", [1, 86, 128])
+@each("symmetric", [True, False])
 def test_a_short_row_is_one_group(columns: int, symmetric: bool) -> None:
     """Zeros that pad it are no part of it: codes, scales and zero points are those of the row."""
     x = torch.randn(5, columns, generator=torch.Generator().manual_seed(0)) + 0.5

@@ -16,6 +16,7 @@ from lightning_lowbit.nn import convert, set_blend
 from tests.lightning_imports import Callback
 from tests.precision.ranks_ddp import QAT
 from tests.precision.regression_model import LAYERS, Ramp, Regression, flat, state, trainer
+from tests.tables import each
 
 PLUGINS = {
     "ternary": TernaryPrecision,
@@ -51,7 +52,7 @@ def trained(plugin: LowBitPrecision, *shares: float, ckpt_path: str | None = Non
     return model
 
 
-@pytest.mark.parametrize("name", PLUGINS)
+@each("name", PLUGINS)
 def test_at_0_it_trains_as_without_casts_and_at_1_as_without_a_share(name: str) -> None:
     make = PLUGINS[name]
     assert torch.equal(flat(trained(make(), 0.0)), flat(trained(LowBitPrecision("bf16"))))
@@ -73,7 +74,7 @@ def test_the_share_is_one_tensor_for_all_layers() -> None:
     assert (model.head.blend, plugin.blend.item(), plugin.is_blending) == (None, 1.0, False)
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.5, torch.nan, True, "0.5", None, torch.tensor(0.5)], ids=str)
+@each("share", [-0.1, 1.5, torch.nan, True, "0.5", None, torch.tensor(0.5)])
 def test_what_is_no_share_is_refused(share: Any) -> None:
     plugin = TernaryPrecision()
     model = trained(plugin, 0.25)

@@ -8,11 +8,12 @@ import pytest
 from lightning_lowbit.nn import LinearCasts
 from lightning_lowbit.precision.checkpoints.trained import Trained
 from lightning_lowbit.quant import Cast, Scale
+from tests.tables import each
 
 CAST = Cast("int4", Scale("fp32", 32), round_to_bfloat16=True)
 
 
-@pytest.mark.parametrize(
+@each(
     "make",
     [
         lambda: Cast("int4", Scale("fp32", 32), rounded=True),

@@ -12,6 +12,7 @@ from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS
 from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
 from lightning_lowbit.quant.refusals import REFUSED
+from tests.tables import each
 
 BLOCKS = (8, 16, (16, 16), "row", "tensor")
 
@@ -155,7 +156,7 @@ def test_every_statistic_is_honored_or_refused() -> None:
     assert honored == 2 * 4 * (3 * 2 * (5 + 1) + 3 * 5 + 5) + 3 * 24 * (5 + 1)
 
 
-@pytest.mark.parametrize("message", MESSAGES)
+@each("message", MESSAGES)
 def test_a_refusal_says_what_to_do(message: str) -> None:
     assert re.search("(?i)leave out|take", message), f"no remedy in {message!r}"
 
@@ -219,7 +220,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("build", "message"), REFUSALS)
+@each(("build", "message"), REFUSALS)
 def test_refusals(build: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         build()
@@ -232,7 +233,7 @@ def test_e2m1_with_four_over_six_may_replace_another_element_and_back() -> None:
     assert cast.replace(element="int4", scale={"four_over_six": None}).element == "int4"
 
 
-@pytest.mark.parametrize(
+@each(
     ("build", "message"),
     [
         (lambda: Cast("ternry"), "Unknown element format 'ternry'. Did you mean 'ternary'"),

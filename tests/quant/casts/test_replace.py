@@ -9,6 +9,7 @@ from lightning_lowbit import Cast, Scale
 from lightning_lowbit.formats import SCALE_FORMATS
 from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
 from tests.quant.tensors import NVFP4
+from tests.tables import each
 
 
 def test_replace_changes_what_it_names() -> None:
@@ -53,7 +54,7 @@ def test_replace_changes_what_it_names() -> None:
         assert room.replace(scale={name: value}) == expected, f"scale.{name}"
 
 
-@pytest.mark.parametrize("name", SCALE_FORMATS)
+@each("name", SCALE_FORMATS)
 def test_a_default_rounding_follows_the_format(name: str) -> None:
     """Nobody chose it, so it must not stand in the way of another format; a chosen one is kept, or refused."""
     for cast in (Cast(), Cast(scale=Scale("e8m0")), Cast(scale=Scale("fp32"))):
@@ -66,7 +67,7 @@ def test_a_default_rounding_follows_the_format(name: str) -> None:
             chosen.replace(scale={"format": name})
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "message"),
     [
         ({"elemnt": "e2m1"}, "Unknown field of Cast 'elemnt'. Did you mean 'element'"),

@@ -12,6 +12,7 @@ from lightning_lowbit.quant import cast as cast_module
 from lightning_lowbit.quant.cast import SCALE_ROUNDINGS
 from lightning_lowbit.quant.rounding import round_nearest
 from tests.quant.tensors import NVFP4, casts
+from tests.tables import each
 
 BLOCKS = (8, 16, (16, 16), "row", "tensor")
 
@@ -76,7 +77,7 @@ def test_casts_of_mappings() -> None:
     assert Cast(**yaml.safe_load(text)) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("cast", "name"),
     [
         (Cast(), "e2m1/e4m3:1x16"),
@@ -115,7 +116,7 @@ def test_names(cast: Cast, name: str) -> None:
     assert str(cast) == name
 
 
-@pytest.mark.parametrize(
+@each(
     ("cast", "bits"),
     [
         (NVFP4, 4 + 8 / 16),
@@ -128,13 +129,12 @@ def test_names(cast: Cast, name: str) -> None:
         (Cast("e4m3", Scale("fp32", "row")), 8),
         (Cast("ternary", Scale("fp32", "tensor")), 2),
     ],
-    ids=str,
 )
 def test_bits(cast: Cast, bits: float) -> None:
     assert cast.bits == bits
 
 
-@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+@each("element", ELEMENT_FORMATS)
 def test_elements_lie_on_the_grid(element: str) -> None:
     """That of their format, and between a zero point and the ends of an integer's range whole numbers of its steps."""
     for statistic in ("absmax", "absmean", "minmax") if element.startswith("int") else ("absmax", "absmean"):

@@ -10,6 +10,7 @@ from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import ELEMENT_FORMATS, SCALE_FORMATS, table
 from tests.quant.tensors import EXMY, float_scales, same, sample
 from tests.references import quantize as reference
+from tests.tables import each
 
 BELOW, ABOVE = -torch.inf, torch.inf
 
@@ -43,7 +44,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize(("element", "rounding"), STEPS)
+@each(("element", "rounding"), STEPS)
 def test_e8m0_steps(element: str, rounding: str) -> None:
     scale, first = Scale("e8m0", 32, rounding), STEPS[element, rounding]
     for exponent in (-100, -3, 0, 5, 100):
@@ -52,7 +53,7 @@ def test_e8m0_steps(element: str, rounding: str) -> None:
         assert found == [unit, 2 * unit], f"{element} {rounding}: scales {found} for a step at {first} * 2^{exponent}"
 
 
-@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+@each("element", ELEMENT_FORMATS)
 def test_e8m0_rules_saturate_or_do_not(element: str) -> None:
     """Over two octaves: rceil and ceil never saturate, and rceil is the smallest such scale; floor and even may."""
     largest = ELEMENT_FORMATS[element].max
@@ -94,7 +95,7 @@ def test_prescale_by_hand() -> None:
     torch.testing.assert_close(scaled.dequantize(), expected)
 
 
-@pytest.mark.parametrize("element", ["e2m1", "e1m2", "e2m3", "e3m2", "e4m3", "e5m2", "e3m0", "int4", "int8"])
+@each("element", ["e2m1", "e1m2", "e2m3", "e3m2", "e4m3", "e5m2", "e3m0", "int4", "int8"])
 def test_prescale_keeps_elements_from_saturating(element: str) -> None:
     """Under floor the largest element has the exponent of element.max: 3/4 of it is at most 1.5 * 2^exponent."""
     magnitudes = torch.linspace(1, 4, 3001)[:, None] * torch.ones(1, 4)
@@ -107,7 +108,7 @@ def test_prescale_keeps_elements_from_saturating(element: str) -> None:
         )
 
 
-@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+@each("element", ELEMENT_FORMATS)
 def test_fp32_scales(element: str) -> None:
     largest = ELEMENT_FORMATS[element].max
     for factor in (1.0, 2.0, 0.75, 3.3, 1e-30, 1e30, 1e-44):
@@ -124,7 +125,7 @@ def test_fp32_scales(element: str) -> None:
             assert scale_of(largest * 8, element, Scale("fp32", block, rule)) == 8, f"{element}, {block}, {rule}"
 
 
-@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+@each("element", ELEMENT_FORMATS)
 def test_fp32_powers_of_two_reach_the_largest_number(element: str) -> None:
     """Where elements of 1 stand for numbers above 2^127, 1 / scale is subnormal: its exponent must not wrap around."""
     x = torch.tensor([[3e38, 1e38, -3e38, 0.0]])
@@ -139,7 +140,7 @@ def test_fp32_powers_of_two_reach_the_largest_number(element: str) -> None:
         assert values[3] == 0, f"{element}, block {block}: 0 became {values[3]}"
 
 
-@pytest.mark.parametrize("element", ELEMENT_FORMATS)
+@each("element", ELEMENT_FORMATS)
 def test_a_margin_is_powers_of_two_of_room(element: str) -> None:
     """In the scale, exactly; and so is the largest number that does not saturate under an amax from outside."""
     largest = ELEMENT_FORMATS[element].max

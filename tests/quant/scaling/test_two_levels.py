@@ -10,6 +10,7 @@ from lightning_lowbit import Cast, Scale, quantize
 from lightning_lowbit.formats import SCALE_FORMATS
 from tests.quant.tensors import EXMY, NVFP4, float_scales, same, same_bytes, sample
 from tests.references import quantize as reference
+from tests.tables import each
 
 
 @pytest.mark.parametrize(("format", "largest"), [("e4m3", 256), ("e5m2", 2.0**15), ("e3m4", 16)])
@@ -24,7 +25,7 @@ def test_four_over_six_leaves_room_for_six_fourths(format: str, largest: float) 
     assert error < plain, f"with room {error}, without {plain}"
 
 
-@pytest.mark.parametrize(
+@each(
     ("scale", "top"),
     [
         (Scale(two_level=True), 448),
@@ -38,7 +39,6 @@ def test_four_over_six_leaves_room_for_six_fourths(format: str, largest: float) 
         (Scale("e4m3", 16, two_level=True, four_over_six="mse"), 256),  # whose 6/4, 384, is a scale too
         (Scale("e5m2", 16, two_level=True, four_over_six="mae"), 32768),
     ],
-    ids=str,
 )
 def test_top_is_the_scale_of_the_largest_block(scale: Scale, top: float) -> None:
     x = torch.tensor([[1.5] + [0.0] * 31, [1e-3] * 32])
@@ -62,8 +62,8 @@ def test_amax_from_outside() -> None:
     same(quantize(x, cast, amax=torch.tensor(2.0)).dequantize(), expected, f"{cast}: what exceeds amax saturates")
 
 
-@pytest.mark.parametrize("element", ["e2m1", "int8", "ternary", "e5m2"])
-@pytest.mark.parametrize("top", [2.0**100, 2.0**127])
+@each("element", ["e2m1", "int8", "ternary", "e5m2"])
+@each("top", [2.0**100, 2.0**127])
 def test_a_large_top_is_honored_or_refused(element: str, top: float) -> None:
     """Powers of two move scales and leave codes alone; what is too large for float32 is refused, and by us."""
     x = sample(2, 32)
@@ -86,7 +86,7 @@ def test_a_small_top_gives_small_scales_and_no_nan(top: float) -> None:
         assert found.dequantize().isfinite().all(), f"top {top}, amax {amax}: {found.dequantize().tolist()}"
 
 
-@pytest.mark.parametrize("scale_format", [*EXMY, "e8m0"])
+@each("scale_format", [*EXMY, "e8m0"])
 def test_an_amax_that_is_far_too_small(scale_format: str) -> None:
     """What exceeds the largest scale saturates, however far it does: b * S may be infinite, its scale is not small."""
     scale = Scale(scale_format, 16, two_level=True)

@@ -5,11 +5,15 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def write_text(folder: Path) -> None:
     """Twelve files, so that a quarter of them can be held out."""
     for number in range(12):
-        file = tmp_path / "text" / f"part{number % 3}" / f"{number}.txt"
+        file = folder / f"part{number % 3}" / f"{number}.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{number:02d}" * 12)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_text(tmp_path / "text")
     return tmp_path / "text"

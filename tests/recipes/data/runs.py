@@ -56,13 +56,3 @@ class SaveAlways(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         trainer.save_checkpoint(self.folder / f"epoch{trainer.current_epoch}.ckpt")
-
-
-class SaveSeen(Callback):
-    """Brings a rank's batches out of its process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        torch.save(pl_module.seen, self.folder / f"{trainer.global_rank}.pt")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_lowbit.recipes.data import TextDataModule
-from tests.recipes.data.runs import SIZES, SaveAlways, SaveSeen, fit
+from tests.recipes.data.runs import SIZES, SaveAlways, fit
 
 
 @pytest.mark.slow
@@ -123,22 +123,3 @@ def test_ranks_share_the_text_without_overlap(folder: Path, ranks: int) -> None:
         assert len(list(loader)) == len(loader) == 27 // ranks // 2
     indices = sum(shards, [])
     assert len(set(indices)) == len(indices) == 27 // ranks * ranks
-
-
-@pytest.mark.parametrize("use_distributed_sampler", [True, False])
-def test_two_processes_share_each_epoch(folder: Path, tmp_path: Path, use_distributed_sampler: bool) -> None:
-    fit(
-        folder,
-        devices=2,
-        strategy="ddp_fork",
-        max_epochs=2,
-        limit_val_batches=0,
-        use_distributed_sampler=use_distributed_sampler,
-        callbacks=[SaveSeen(tmp_path)],
-    )
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert len(first) == len(second) == 2 * 6
-    for epoch in (0, 1):
-        one, other = (sum(seen[6 * epoch : 6 * epoch + 6], []) for seen in (first, second))
-        assert len(one) == len(other) == 12
-        assert one != other

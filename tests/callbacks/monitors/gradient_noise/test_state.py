@@ -16,6 +16,7 @@ from tests.lightning_imports import (
     TensorBoardLogger,
     Trainer,
 )
+from tests.tables import each
 
 
 def test_a_resumed_run_is_the_uninterrupted_one() -> None:
@@ -96,7 +97,7 @@ def test_another_run_begins_anew() -> None:
         assert [step for step, _ in monitor.measurements()] == [2, 4, 6]
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"every_n_steps": 0}, "every_n_steps is a number of optimizer steps, 1 or more; got 0"),

@@ -18,6 +18,7 @@ from tests.lightning_imports import (
     TensorBoardLogger,
     Trainer,
 )
+from tests.tables import each
 
 
 def test_a_resumed_run_is_the_uninterrupted_one() -> None:
@@ -76,7 +77,7 @@ def test_another_run_begins_anew_and_the_same_goes_on() -> None:
         run.fit(model)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"every_n_steps": 0}, "every_n_steps is a number of steps, 1 or more, or None; got 0"),

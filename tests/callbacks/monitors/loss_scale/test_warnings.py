@@ -23,6 +23,7 @@ from tests.lightning_imports import (
     MisconfigurationException,
     MixedPrecision,
 )
+from tests.tables import each
 
 BOUNDS: dict[str, Any] = {"falls": 3, "within": 4}
 
@@ -152,7 +153,7 @@ def test_without_a_scaler(plugin: Callable[[], list[Any]], message: str) -> None
         trainer(LossScaleMonitor(), plugins=plugin()).fit(Scripted())
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"falls": 0}, "falls is how often the scale falls before a warning, 1 or more; got 0"),

@@ -22,6 +22,7 @@ from tests.callbacks.monitors.operand_statistics.runs import (
     trainer,
 )
 from tests.lightning_imports import Trainer
+from tests.tables import each
 
 
 def said_by(monitor: QuantizationMonitor, said: pytest.WarningsRecorder) -> list[str]:
@@ -113,7 +114,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     assert _alerts(monitor, run) == before
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"underflow_limit": 0}, "underflow_limit is a share of elements, above 0 and at most 1; got 0"),
@@ -122,7 +123,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
         ({"underflow_limit": True}, "got True"),
         ({"operands": False, "weights": False}, "nothing to watch with operands=False and weights=False: leave out"),
     ],
-    ids=str,
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

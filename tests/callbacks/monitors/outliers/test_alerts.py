@@ -18,6 +18,7 @@ from tests.lightning_imports import (
     MisconfigurationException,
     TensorBoardLogger,
 )
+from tests.tables import each
 
 
 def texts(said: pytest.WarningsRecorder) -> list[str]:
@@ -138,7 +139,7 @@ def test_reported_without_a_step() -> None:
     assert "No step" in str(OutlierMonitor().report_sections(trainer())[0].blocks)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"swiglu": "yes"}, "swiglu is True, False or None, which looks where it can; got 'yes'"),

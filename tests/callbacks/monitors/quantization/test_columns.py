@@ -13,6 +13,7 @@ from lightning_lowbit.callbacks.monitors import quantization
 from lightning_lowbit.callbacks.monitors.quantization import QuantizationMonitor
 from tests.callbacks.monitors.quantization.runs import ALL, LAYERS, SHARES, AtStep, Two, rows, trainer
 from tests.lightning_imports import Callback, MisconfigurationException, Trainer
+from tests.tables import each
 
 
 class Manual(Two):
@@ -239,7 +240,7 @@ def test_flat_weights_are_left_out_or_refused(monkeypatch: pytest.MonkeyPatch) -
         trainer(QuantizationMonitor(weights=True)).fit(Two())
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"no_flips_for": 0}, "no_flips_for is a number of optimizer steps, 1 or more; got 0"),

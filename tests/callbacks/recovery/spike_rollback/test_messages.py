@@ -21,6 +21,7 @@ from tests.lightning_imports import (
     MisconfigurationException,
     TensorBoardLogger,
 )
+from tests.tables import each
 
 
 def test_logged() -> None:
@@ -70,7 +71,7 @@ def test_from_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == (4, "bf16", 0.5, "cpu")
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"threshold": 0}, "threshold is a number of standard deviations, above 0; got 0"),

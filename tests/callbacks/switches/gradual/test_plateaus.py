@@ -14,12 +14,13 @@ from tests.lightning_imports import (
     MisconfigurationException,
 )
 from tests.precision.regression_model import flat, trainer
+from tests.tables import each
 
 # Short runs: many end in the middle of a switch.
 pytestmark = pytest.mark.filterwarnings("ignore:Training ended at")
 
 
-@pytest.mark.parametrize(
+@each(
     ("said", "plateau", "begin"),
     [
         ([3, 2, 1, 1, 1, 1], {"patience": 2}, 5),

@@ -21,6 +21,7 @@ from tests.lightning_imports import (
     MisconfigurationException,
 )
 from tests.precision.regression_model import Regression, flat, state
+from tests.tables import each
 
 # Short runs: many end in the middle of a switch.
 pytestmark = pytest.mark.filterwarnings("ignore:Training ended at")
@@ -164,7 +165,7 @@ def test_no_recompilation_while_lambda_changes() -> None:
     assert not counters["graph_break"], dict(counters["graph_break"])
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"at": 0.5, "over": 0.1, "steps": 5}, r"Give over .* or steps .*, not both; got over=0.1, steps=5"),

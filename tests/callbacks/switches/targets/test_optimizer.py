@@ -18,6 +18,7 @@ from lightning_lowbit.callbacks.learning_rates import LowerRates, Rewarm
 from tests.callbacks.switches.targets.runs import Model, Optimizer, fit
 from tests.lightning_imports import Callback
 from tests.precision.regression_model import Regression, trainer
+from tests.tables import each
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Training ended at"),
@@ -181,7 +182,7 @@ def test_nothing_to_report() -> None:
     assert (switch.report_data(made), switch.report_sections(made)) == ({}, [])
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({"to": {}}, "to maps patterns of layers to casts, at least one"),
@@ -192,7 +193,6 @@ def test_nothing_to_report() -> None:
         ({"rewarm": 2.5}, "rewarm is a number of optimizer steps, 1 or more, or None; got 2.5"),
         ({"moments": "forget"}, "Unknown moments 'forget'"),
     ],
-    ids=["empty", "preset", "field", "gradual", "no rewarm", "part of a step", "moments"],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

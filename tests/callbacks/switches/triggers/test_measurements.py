@@ -13,6 +13,7 @@ from lightning_lowbit.callbacks.switches.metric_triggers import AtBelow
 from lightning_lowbit.callbacks.switches.step_triggers import count_tokens
 from tests.callbacks.switches.triggers.runs import Texts, begin, fit
 from tests.lightning_imports import BoringModel, Callback, LightningCLI, LightningModule, MisconfigurationException
+from tests.tables import each
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Training ended at"),
@@ -151,7 +152,7 @@ def test_of_two_that_are_due_at_once_the_last_in_the_list_holds() -> None:
         assert [switch._record is None for switch in switches] == [True, False], "the first one has acted"
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "message"),
     [
         ({}, "got at=None, step=None, tokens=None, plateau=None, below=None"),
@@ -167,7 +168,6 @@ def test_of_two_that_are_due_at_once_the_last_in_the_list_holds() -> None:
         ({"below": {"threshold": math.nan}}, "threshold is what the metric is below, a finite number; got nan"),
         ({"below": {"monitor": ""}}, "monitor is the name of a metric that a callback measures; got ''"),
     ],
-    ids=lambda value: None if isinstance(value, str) else "-".join(value) or "none",
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -12,6 +12,7 @@ from lightning_lowbit import PrecisionSwitch, QAFSwitch
 from lightning_lowbit.callbacks.switches.step_triggers import AtTokens, count_tokens
 from tests.callbacks.switches.triggers.runs import begin, fit
 from tests.lightning_imports import BoringModel, MisconfigurationException
+from tests.tables import each
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Training ended at"),
@@ -83,7 +84,7 @@ def count_on(ranks: Any, tokens: int, others: Callable[[int], int]) -> int:
     raise AssertionError("it is never due")
 
 
-@pytest.mark.parametrize("tokens", [300, 301, 299_999, 300_000, 1_234_567])
+@each("tokens", [300, 301, 299_999, 300_000, 1_234_567])
 def test_few_collectives_and_the_very_step(tokens: int) -> None:
     ranks = Ranks()
     assert count_on(ranks, tokens, lambda step: 200) == -(-tokens // 300)

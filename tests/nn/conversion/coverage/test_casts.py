@@ -28,6 +28,7 @@ from tests.nn.conversion.coverage.flops import (
     low_bit,
     x_of,
 )
+from tests.tables import each
 
 FLOPS = gemm(TOKENS, WIDTH, WIDTH)
 
@@ -47,7 +48,7 @@ C = {"c": 3 * FLOPS}
 AB = ("a", "b")
 
 
-@pytest.mark.parametrize(
+@each(
     ("phase", "low", "uncovered"),
     [
         (None, 6, C),
@@ -57,7 +58,7 @@ AB = ("a", "b")
         ("bf16", 0, C | dict.fromkeys(AB, 3 * FLOPS)),
     ],
 )
-@pytest.mark.parametrize("hp_bits", [16, 32])
+@each("hp_bits", [16, 32])
 def test_phases(phase: str | None, low: int, uncovered: dict[str, int], hp_bits: int) -> None:
     coverage = three_layers().coverage(phase, hp_bits)
     assert coverage.flops == 9 * FLOPS
@@ -117,7 +118,7 @@ def test_one_gemm_in_high_precision() -> None:
     assert coverage.average_bits == pytest.approx((5 * BITS + (BITS + 16) / 2 + 3 * 16) / 9)
 
 
-@pytest.mark.parametrize(
+@each(
     ("cast", "bits"),
     [
         (NVFP4.fprop_x, 4.5),
@@ -178,7 +179,7 @@ def test_what_is_no_matrix_product_is_not_taken_for_one() -> None:
     assert counter.coverage().average_bits == 16
 
 
-@pytest.mark.parametrize(
+@each(
     ("operation", "flops"),
     [
         (lambda: torch.mv(torch.randn(3, 5), torch.randn(5)), 2 * 3 * 5),
@@ -204,7 +205,7 @@ def test_a_module_that_is_not_part_of_the_model() -> None:
     assert_counted(counter, {"layer": layer(TOKENS, WIDTH, 4, ["dgrad"])}, {"head": 3 * gemm(TOKENS, 8, 4)})
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"hadamard": HADAMARD},
@@ -213,7 +214,6 @@ def test_a_module_that_is_not_part_of_the_model() -> None:
         {"surrogate": {"fprop_x": "dge", "fprop_w": "trust"}, "hadamard": HADAMARD},
         {"subtract_mean": MEANS, "dgrad_w": "fprop"},
     ],
-    ids=str,
 )
 def test_rotations_and_means(changes: dict[str, Any]) -> None:
     """They are part of the casts: GEMMs, coverage and what the model needs are what they would be without."""

@@ -24,6 +24,7 @@ from tests.nn.conversion.coverage.flops import (
     low_bit,
     x_of,
 )
+from tests.tables import each
 
 
 def attention(batch: int, queries: int, keys: int, width: int) -> int:
@@ -83,8 +84,8 @@ def test_encoder_layer_in_training() -> None:
     assert_counted(counter, encoder_gemms(), {"self_attn": PRODUCTS + fused_backward(PRODUCTS)})
 
 
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("skip", [(), ("self_attn",), ("linear1", "linear2")])
+@each("norm_first", [False, True])
+@each("skip", [(), ("self_attn",), ("linear1", "linear2")])
 def test_encoder_layer_in_evaluation(norm_first: bool, skip: tuple[str, ...]) -> None:
     """Where any of its layers is converted they run; attention without such is one fused operation."""
     model = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True, norm_first=norm_first)
@@ -279,8 +280,8 @@ def test_a_unet() -> None:
     assert_counted(counter, layers, {"": 3 * attention(BATCH, 9, 9, 2 * width)})
 
 
-@pytest.mark.parametrize("groups", [1, 2, 8])
-@pytest.mark.parametrize("transposed", [False, True])
+@each("groups", [1, 2, 8])
+@each("transposed", [False, True])
 def test_grouped_convolutions(groups: int, transposed: bool) -> None:
     """As in ConvNeXt and MobileNet: channels meet those of their group only, in the backward pass too. Depthwise ones
     are not converted."""

@@ -25,11 +25,12 @@ from tests.nn.conversion.coverage.flops import (
     tower,
     x_of,
 )
+from tests.tables import each
 
 
-@pytest.mark.parametrize("phase", ["fqt", "bf16"])
-@pytest.mark.parametrize("needs_x", [False, True])
-@pytest.mark.parametrize("needs_w", [False, True])
+@each("phase", ["fqt", "bf16"])
+@each("needs_x", [False, True])
+@each("needs_w", [False, True])
 def test_frozen_weights_and_inputs_without_gradient(needs_x: bool, needs_w: bool, phase: str) -> None:
     """Counted alike whatever the phase in force: the coverage of another one can be asked for."""
     model = low_bit(nn.Linear(WIDTH, 8))
@@ -81,8 +82,8 @@ def test_two_towers() -> None:
     )
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("skip", [[], ["teacher"], ["student"], ["student", "teacher"]])
+@each("frozen", [False, True])
+@each("skip", [[], ["teacher"], ["student"], ["student", "teacher"]])
 def test_a_teacher_without_gradients_after_a_student(frozen: bool, skip: list[str]) -> None:
     """It leaves no autograd node behind, and takes no gradient of the student's."""
 

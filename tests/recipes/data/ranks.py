@@ -1,0 +1,45 @@
+"""One of two processes that read one text: ``python -m tests.recipes.data.ranks RANK FOLDER``.
+
+The folder holds ``text`` and ``c4``; the batches that each process saw lie in ``FOLDER/RANK.pt``.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+
+from tests.launch import take_part
+from tests.recipes.data import runs, streams
+
+RANKS, EPOCHS, STEPS, SAVED = 2, 2, 12, 5
+BOTH: dict[str, Any] = {"devices": RANKS, "strategy": "ddp", "limit_val_batches": 0}
+
+
+class SaveOnce(Callback):
+    """Saves after one step, on all ranks together."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == SAVED:
+            trainer.save_checkpoint("saved.ckpt")
+
+
+def text(**trainer: Any) -> list[Any]:
+    return runs.fit(Path("text"), max_epochs=EPOCHS, **BOTH, **trainer).seen
+
+
+def stream(ckpt_path: Path | None = None, **trainer: Any) -> list[Any]:
+    return streams.fit(ckpt_path, data={"batch_size": 50}, max_steps=STEPS, **BOTH, **trainer).seen
+
+
+def work() -> dict[str, Any]:
+    return {
+        "text": text(),
+        "text, without a sampler": text(use_distributed_sampler=False),
+        "stream": stream(callbacks=[SaveOnce()]),
+        "stream, resumed": stream(Path("saved.ckpt")),
+    }
+
+
+if __name__ == "__main__":
+    take_part(RANKS, work)

@@ -1,0 +1,58 @@
+"""C4 in small, as a folder of the Hub, and runs on it."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_lowbit.recipes.data import TextDataModule
+from tests.recipes.data.runs import Recorder
+
+LENGTH = 8
+C4 = "hf:./c4:en"
+README = """---
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: en/c4-train.*.json.gz
+  - split: validation
+    path: en/c4-validation.*.json.gz
+---
+"""
+
+
+def write_c4(
+    shards: tuple[int, ...],
+    validation: int = 60,
+    text: str = "document {} of many",
+    folder: Path = Path("c4"),
+) -> list[str]:
+    """C4 in small, with so many documents in each shard; gives the documents of ``train``."""
+    (folder / "en").mkdir(parents=True)
+    (folder / "README.md").write_text(README)
+    texts, number = [], 0
+    for split, sizes in (("train", shards), ("validation", (validation,) if validation else ())):
+        for shard, size in enumerate(sizes):
+            with gzip.open(folder / "en" / f"c4-{split}.{shard:05d}-of-{len(sizes):05d}.json.gz", "wt") as file:
+                for _ in range(size):
+                    row = {"text": text.format(number), "timestamp": "2019-04-25T12:57:54Z", "url": "http://a.b/c"}
+                    file.write(json.dumps(row) + "\n")
+                    texts += [row["text"]] if split == "train" else []
+                    number += 1
+    return texts
+
+
+def fit(
+    ckpt_path: Path | None = None, num_workers: int = 0, data: dict[str, Any] | None = None, **trainer: Any
+) -> Recorder:
+    """A quiet run on the CPU."""
+    model = Recorder()
+    sizes = {"sequence_length": LENGTH, "batch_size": 100, "val_batches": 1}
+    module = TextDataModule(C4, **{**sizes, "num_workers": num_workers, **(data or {})})
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings = {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, **quiet, **trainer}
+    Trainer(**settings).fit(model, datamodule=module, ckpt_path=ckpt_path)
+    return model

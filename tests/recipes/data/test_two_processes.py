@@ -1,0 +1,47 @@
+"""Two processes read each sequence once: of a text in memory, and of a stream that goes on from a checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import launch
+from tests.recipes.data.conftest import write_text
+from tests.recipes.data.ranks import EPOCHS, RANKS, SAVED, STEPS
+from tests.recipes.data.streams import fit, write_c4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    write_text(folder / "text")
+    write_c4((400, 30, 400), folder=folder / "c4")
+    return launch("tests.recipes.data.ranks", RANKS, folder)
+
+
+@pytest.mark.parametrize("run", ["text", "text, without a sampler"])
+def test_two_processes_share_each_epoch(results: list[dict[str, Any]], run: str) -> None:
+    first, second = (result[run] for result in results)
+    assert len(first) == len(second) == EPOCHS * 6
+    for epoch in range(EPOCHS):
+        one, other = (sum(seen[6 * epoch : 6 * epoch + 6], []) for seen in (first, second))
+        assert len(one) == len(other) == 12
+        assert one != other
+
+
+def test_two_processes_share_the_stream(
+    results: list[dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    whole = fit(limit_val_batches=0, max_steps=STEPS).seen
+    seen = [result["stream"] for result in results]
+    assert [sorted(a + b) for a, b in zip(*seen, strict=True)] == [sorted(batch) for batch in whole]
+
+
+def test_two_processes_go_on_with_the_stream(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["stream, resumed"] == result["stream"][SAVED:]

@@ -1,0 +1,52 @@
+"""Tables that one test goes through: a case costs what it computes, and no test of its own."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+
+# Without an accelerator, torch.manual_seed only takes longer: it keeps the stack, for an accelerator that may yet come.
+SEED = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+
+
+def each(names: str | Iterable[str], rows: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """``@pytest.mark.parametrize`` in one test, which ends with the first row that fails and names it.
+
+    Each row starts with the same seed and with nothing patched by ``monkeypatch``. All else that fixtures give is of
+    the whole test: a row leaves nothing there.
+    """
+    columns = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    cases = [dict(zip(columns, _values(row, len(columns)), strict=True)) for row in rows]
+    assert cases, f"no rows of {names}"
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def go_through(**given: Any) -> None:
+            for case in cases:
+                SEED(0)
+                with ExitStack() as row:
+                    if "monkeypatch" in given:
+                        given["monkeypatch"] = row.enter_context(pytest.MonkeyPatch.context())
+                    try:
+                        test(**given, **case)
+                    except BaseException as error:  # also what pytest.fail raises
+                        error.add_note(f"in the row {case}")
+                        raise
+
+        signature = inspect.signature(test)
+        rest = [argument for name, argument in signature.parameters.items() if name not in columns]
+        go_through.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+        return go_through
+
+    return decorate
+
+
+def _values(row: Any, columns: int) -> Iterable[Any]:
+    if isinstance(row, type(pytest.param())):
+        assert not row.marks, f"{row.id}: the rows of one test are marked alike"
+        return row.values
+    return row if columns > 1 else [row]
