@@ -54,7 +54,7 @@ LAYERS: dict[str, tuple[Any, list[str]]] = {
 BFLOAT16 = {"mxfp4", "mxfp4-rht"}  # whose results are rounded to bfloat16 before they are scaled
 
 
-@pytest.mark.pairwise(1)
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sizes", [(16, 32, 48), (13, 40, 7), (1, 16, 16), (130, 200, 150), (0, 16, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", LAYERS)
