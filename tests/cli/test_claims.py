@@ -121,9 +121,9 @@ def test_claims_are_tabulated_with_their_verdicts(monkeypatch):
 def test_a_share_is_of_the_other_rows_loss_or_of_all():
     (share,) = effects({"fp4": {"expected": "-10%"}})
     assert (share.sign, share.size, share.expected) == (-1, 0.1, "-10%")
-    assert share.nats(rows(bf16=[2.0, 4.0], fp4=[9.0])) == pytest.approx(0.3)
-    assert share.nats(rows(bf16=[], fp4=[5.0])) == pytest.approx(0.5), "no run of the other row"
-    assert share.nats(rows(bf16=[], fp4=[])) is None
+    assert share.amount(rows(bf16=[2.0, 4.0], fp4=[9.0])) == pytest.approx(0.3)
+    assert share.amount(rows(bf16=[], fp4=[5.0])) == pytest.approx(0.5), "no run of the other row"
+    assert share.amount(rows(bf16=[], fp4=[])) is None
 
 
 def test_power_needs_two_pairs_and_an_effect():
@@ -179,15 +179,18 @@ def test_the_page_shows_curves_intervals_verdicts_and_links():
 
 
 @pytest.mark.slow
-def test_expected_shares_are_those_of_the_perplexities_that_a_source_gives():
-    checked = 0
+def test_expected_shares_are_those_of_the_numbers_that_a_source_gives():
+    """Of perplexities as a change of the loss, whose exponential they are."""
+    checked = []
     for effect in (effect for name in STUDIES for effect in read_study(name).effects):
         assert effect.source, effect
-        if effect.size is not None:
-            one, other = map(float, re.search(r": perplexity ([\d.]+) against ([\d.]+)$", effect.source).groups())
-            assert effect.sign * effect.size == pytest.approx(log(one) / log(other) - 1, abs=5e-4), effect
-            checked += 1
-    assert checked
+        if effect.is_share:
+            found = re.search(r": (?:test )?(perplexity|loss) ([\d.]+) against ([\d.]+)$", effect.source)
+            kind, of, to = found[1], float(found[2]), float(found[3])
+            share = log(of) / log(to) - 1 if kind == "perplexity" else of / to - 1
+            assert effect.sign * effect.size == pytest.approx(share, abs=2e-3 if share > 1 else 6e-4), effect
+            checked.append(kind)
+    assert {*checked} == {"perplexity", "loss"}
 
 
 def test_the_study_of_the_guide_is_one():

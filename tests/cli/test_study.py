@@ -121,7 +121,7 @@ def test_mistakes_on_the_command_line(arguments, line, capsys):
         ({"effects": {"bf16": {"expected": 1, "agianst": "a"}}}, "Did you mean 'against'?"),
         ({"effects": {"bf16": {"expected": 1}}}, "compares it with itself: name another row as against"),
         ({"effects": {"two": {"expected": 1, "against": "bf17"}}}, "Did you mean 'bf16'?"),
-        ({"effects": {"two": {"expected": 0}}}, "such as +0.02 nats or -3.4% (of the other row's loss), or lower or"),
+        ({"effects": {"two": {"expected": 0}}}, "such as +0.02 or -3.4% (of the other row's loss), or lower or"),
         ({"effects": {"two": {"expected": "better"}}}, "or lower or higher; got 'better'"),
         ({"effects": {"two": {"expected": True}}}, "or lower or higher; got True"),
         ({"effects": {"two": {"expected": 1, "source": 3}}}, "a source that is no text: put it in quotes; got 3"),

@@ -51,6 +51,7 @@ SIZES = {
     "bitnet": 3.35,
     "olmoe": 10.63,
     "dpo": 0.935,  # with the reference
+    "small_long": 0.2,
 }
 
 
@@ -318,7 +319,7 @@ def test_every_overlay_and_recipe_is_told_apart():
     assert {*OPTIMIZERS, *RULES} - set(RECIPES) <= set(OVERLAYS)
     others = {"fp8_scalings", "qat", "progressive", "loss_scaling", "gradient_noise", "rollback"}
     others |= {"overtrained", "overtrained_casts", "qaf_length", "hyperparameters", "quartet2_30m"}
-    others |= {"vision", "experts", "fine_tuning", "anomalies", "control_optimizers"}
+    others |= {"vision", "experts", "fine_tuning", "anomalies", "control_optimizers", "fp8_performance"}
     assert set(STUDIES) == {*FP4_STUDIES, *OPTIMIZER_STUDIES, *others}
 
 

@@ -6,6 +6,7 @@ crash, shards of two steps load without an error. And ``ckpt_path="last"`` takes
 
 import os
 import re
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -122,13 +123,19 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         self._until_validated = batch if validation_is_due(trainer) else None
         if self._until_validated is None:
-            super().on_train_batch_end(trainer, pl_module, *batch)
+            self._save_if_due(trainer, pl_module, batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         batch, self._until_validated = self._until_validated, None
         if batch is not None:
-            super().on_train_batch_end(trainer, pl_module, *batch)
+            self._save_if_due(trainer, pl_module, batch)
         super().on_validation_end(trainer, pl_module)
+
+    def _save_if_due(self, trainer: Trainer, pl_module: LightningModule, batch: tuple[Any, ...]) -> None:
+        with warnings.catch_warnings():
+            # In manual optimization Lightning wants weights from before the step, which would not resume.
+            warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization", UserWarning)
+            super().on_train_batch_end(trainer, pl_module, *batch)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         folder = checkpoint_folder(self, trainer)

@@ -23,8 +23,8 @@ _FIELDS = ("against", "expected", "source")
 class Effect:
     """A claim: the final validation loss of ``row`` is that of ``against`` plus ``size`` in the direction of ``sign``.
 
-    The size is in nats, or, if ``is_share``, a share of the loss of ``against``, which is the same per token and per
-    byte. None is a claim about the sign alone.
+    The size is in units of the loss (nats of a language model), or, if ``is_share``, a share of the loss of
+    ``against``, which is the same per token and per byte. None is a claim about the sign alone.
     """
 
     row: str
@@ -53,8 +53,9 @@ class Effect:
         size = self.sign * self.size
         return f"{100 * size:+.12g}%" if self.is_share else f"{size:+.12g}"
 
-    def nats(self, results: Results) -> float | None:
-        """The size in nats, without its sign; None if unknown. Without runs of ``against``, all rows give the share."""
+    def amount(self, results: Results) -> float | None:
+        """The size in units of the loss, without its sign; None if unknown. Without runs of ``against``, the share is
+        of all rows."""
         if self.size is None or not self.is_share:
             return self.size
         losses = collect(results.get(self.against, {}).values(), final_loss)
@@ -98,7 +99,7 @@ def _size(expected: Any, what: str) -> tuple[int, float | None, bool]:
     size = float(found[1]) if found else 0.0
     if not found or not 0 < abs(size) < math.inf:
         raise ValueError(
-            f"{what}: expected is a difference of losses such as +0.02 nats or -3.4% (of the other row's loss), or "
+            f"{what}: expected is a difference of losses such as +0.02 or -3.4% (of the other row's loss), or "
             f"lower or higher; got {expected!r}."
         )
     return (1 if size > 0 else -1), abs(size) / (100 if found[2] else 1), bool(found[2])
@@ -142,11 +143,11 @@ def claims_table(effects: Sequence[Effect], results: Results) -> Table:
 
 def verdict_on(effect: Effect, results: Results) -> str:
     interval = Interval.of(differences(results, effect.row, effect.against))
-    return verdict(interval, effect.sign, effect.nats(results))
+    return verdict(interval, effect.sign, effect.amount(results))
 
 
 def _expected(effect: Effect, results: Results) -> str:
-    size = effect.nats(results)
+    size = effect.amount(results)
     return f"{effect.expected} ({effect.sign * size:+.4f})" if effect.is_share and size else effect.expected
 
 

@@ -66,7 +66,7 @@ def _curves(results: Results, baseline: str) -> list[Chart]:
     for rows in _charts(list(curves), baseline) if curves else []:
         finite = [value for row in rows for value in curves[row][1] if isfinite(value)]
         log = bool(finite) and max(finite) > 20 * min(finite) > 0  # a linear axis would show only the largest values
-        charts.append(Chart("", {row: curves[row] for row in rows}, y_label="nats", log=log))
+        charts.append(Chart("", {row: curves[row] for row in rows}, y_label="loss", log=log))
     return charts
 
 
@@ -80,7 +80,7 @@ def _intervals(results: Results, baseline: str) -> list[Block]:
             ends = ([numbers[rows[0]] - 0.5, numbers[rows[-1]] + 0.5], [0.0, 0.0])
             series = {baseline: ends} | {f"{numbers[row]} {row}": _bar(numbers[row], found[row]) for row in rows}
             note = "vertical: 95 % intervals (Student's t over pairs); the last number of a row is its mean"
-            charts.append(Chart("", series, y_label="nats", x_label="row", note=note))
+            charts.append(Chart("", series, y_label="difference of the loss", x_label="row", note=note))
     table = [[str(numbers[row]), row, str(len(gaps)), *gap_cells(gaps)] for row, gaps in found.items()]
     return [*charts, Table(["", "row", "pairs", "gap", "95 % interval"], table)] if found else []
 

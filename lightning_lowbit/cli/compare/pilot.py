@@ -52,7 +52,7 @@ def power_table(effects: Sequence[Effect], seeds: Seeds, results: Results, sprea
     header += ["seeds needed", "time", "or tokens", "steps"] if needed else []
     rows = []
     for effect in effects:
-        pairs, size = len(_shared(effect, seeds)), effect.nats(results)
+        pairs, size = len(_shared(effect, seeds)), effect.amount(results)
         smallest = resolved_by(pairs, spread.value)
         row = [
             effect.name,

@@ -12,7 +12,7 @@ They are the product of ``--vary`` and ``--lr``, or are listed in a file, a stud
       adamw: [nvfp4, adamw]
       warm: [nvfp4, {model: {init_args: {scheduler: {init_args: {warmup_steps: 100}}}}}]
     effects:                          what a source claims of the loss of a row, against the baseline or another row
-      adamw: {expected: +0.02}        in nats; or -3.4%, of the loss of the other row; or lower, or higher
+      adamw: {expected: +0.02}        in units of the loss; or -3.4%, of the loss of the other row; or lower, or higher
       warm: {against: adamw, expected: lower, source: "figure 1"}
 """
 

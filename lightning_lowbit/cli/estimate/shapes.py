@@ -18,6 +18,7 @@ from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.layers.classes import convertible, host_class, is_linear, quantized_class
 from lightning_lowbit.nn.layers.experts import UniformExperts
 from lightning_lowbit.nn.layers.grouped import GroupedLayer
+from lightning_lowbit.nn.layers.host import Product
 from lightning_lowbit.nn.linear import QuantizedLayer
 from lightning_lowbit.nn.plan import GEMMS
 from lightning_lowbit.nn.saving import saved_bits
@@ -125,7 +126,7 @@ def describe(
     layers = {name: layer for name, layer in module.named_modules() if is_linear(layer)}
     if not layers:
         raise ValueError(f"{type(module).__name__} has no linear layer, and formulas know nothing else to count.")
-    layers |= _stacks(module)
+    layers |= _products(module)
     planned = plugin.plan(module) if plugin else {}
     notes = []
     network, decoder = _find_decoder(module)
@@ -141,6 +142,9 @@ def describe(
             f"Of {convolutions} convolutions, weights, gradients and optimizer state are counted: their activations "
             "and FLOPs depend on the sizes of images, which a model does not tell."
         )
+    if plugin is not None and plugin.attention is not None:
+        high = _high(compute)
+        notes.append(f"Attention's products are emulated on every device, so they count as {high}, without casts.")
     block_of = _blocks(module, decoder)
     linears, matrices, recast = [], {}, set[int]()
     for name, layer in layers.items():
@@ -172,13 +176,14 @@ def describe(
     return Model(weights, linears, decoder, compute, checkpointing), notes
 
 
-def _stacks(module: nn.Module) -> dict[str, Any]:
-    """Stacks of experts, by the names of :func:`lightning_lowbit.nn.plan`: modules, and products of hosts."""
+def _products(module: nn.Module) -> dict[str, Any]:
+    """Linear layers that are products of their hosts, such as ``in_proj`` of ``nn.MultiheadAttention``, and stacks of
+    experts, by the names of :func:`lightning_lowbit.nn.plan`."""
     found: dict[str, Any] = {}
     for name, part in convertible(module).items():
         of_host = host_class(type(part))
         layer = part if of_host is None else of_host.make_products(part)[name.rpartition(".")[2]]
-        if issubclass(quantized_class(type(layer)), GroupedLayer):  # type: ignore[arg-type]
+        if issubclass(quantized_class(type(layer)), GroupedLayer) or (of_host is not None and is_linear(layer)):  # type: ignore[arg-type]
             found[name] = layer
     return found
 
@@ -205,7 +210,7 @@ def _packed(layer: Any, casts: LinearCasts) -> Cast | None:
     from lightning_lowbit.nn.sharded.eligible import obstacle  # depends on internals of FSDP2
 
     of_rows = quantized_class(type(layer)).weight_matrix is QuantizedLayer.weight_matrix  # type: ignore[union-attr]
-    of_rows = of_rows and is_linear(layer)
+    of_rows = of_rows and is_linear(layer) and not isinstance(layer, Product)
     return casts.cast_of("fprop_w") if of_rows and obstacle(casts) is None else None
 
 

@@ -95,7 +95,7 @@ def test_lightning_mixes_the_shards_of_two_steps(crashes, case):
 # --- in one process ---
 
 
-def fit(*callbacks, ckpt_path=None, max_steps=2, **kwargs):
+def fit(*callbacks, model=None, ckpt_path=None, max_steps=2, **kwargs):
     trainer = Trainer(
         accelerator="cpu",
         max_steps=max_steps,
@@ -105,8 +105,24 @@ def fit(*callbacks, ckpt_path=None, max_steps=2, **kwargs):
         enable_model_summary=False,
         **{"limit_val_batches": 0, **kwargs},
     )
-    trainer.fit(BoringModel(), ckpt_path=ckpt_path)
+    trainer.fit(model or BoringModel(), ckpt_path=ckpt_path)
     return trainer
+
+
+class Manual(BoringModel):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+        self.optimizers().step()
+
+
+def test_manual_optimization_saves_the_weights_after_the_step():
+    """Without a warning: Lightning wants those from before it, which would not resume."""
+    model = Manual()
+    fit(CrashSafeCheckpoint("here", every_n_train_steps=2), model=model)
+    saved = torch.load("here/epoch=0-step=2.ckpt", weights_only=True)
+    assert torch.equal(saved["state_dict"]["layer.weight"], model.layer.weight)
 
 
 def test_remote_folders_are_refused():

@@ -13,6 +13,7 @@ from lightning_lowbit.cli.estimate.formulas import (
     Layout,
     backward_peak,
     block_activations,
+    flops,
     memory,
     saved_activations,
     weight_copies,
@@ -21,6 +22,7 @@ from lightning_lowbit.cli.estimate.shapes import describe
 from lightning_lowbit.nn import LayerKeys
 from lightning_lowbit.recipes.models import CausalLM
 from tests.cli.estimate.models import BATCH, SMALL, loss_of, saved, shapes
+from tests.tables import each
 
 OPTIMIZERS = {
     "AdamW": torch.optim.AdamW,
@@ -147,6 +149,21 @@ def test_what_is_no_decoder_counts_the_inputs_of_its_linear_layers():
 
     with pytest.raises(ValueError, match="NoLayer has no linear layer"):
         describe(NoLayer())
+
+
+@each("separate", [False, True])
+def test_projections_of_multihead_attention_count(separate):
+    class Attention(BoringModel):
+        def __init__(self):
+            super().__init__()
+            sizes = {"kdim": 16, "vdim": 16} if separate else {}
+            self.layer = torch.nn.MultiheadAttention(32, 4, bias=False, **sizes)
+
+    with torch.device("meta"):
+        model, notes = describe(Attention(), LowBitPrecision("nvfp4", attention="nvfp4"))
+    weights = 32 * 32 + (32 * 32 + 2 * 32 * 16 if separate else 3 * 32 * 32)
+    assert flops(model, BATCH, Layout()) == {"fp4": 3 * 2 * BATCH.tokens * weights}
+    assert any("emulated" in note for note in notes)
 
 
 def test_an_optimizer_that_reads_numbers_is_refused():
