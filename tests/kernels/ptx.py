@@ -246,7 +246,9 @@ class _Program:
                 self.set(part.strip(), halves[:, number], active)
         elif source.startswith("{"):
             half = f"u{_TYPES[kind].itemsize * 4}"
-            parts = [self.value(part.strip(), half) for part in source.strip("{} ").split(",")]
+            names = [part.strip() for part in source.strip("{} ").split(",")]
+            # Compilers pack a register that was never written where its half is not read; NaN would show if it were.
+            parts = [self.value(n if n in self.registers or n[0] != "%" else "-1", half) for n in names]
             self.set(target, np.stack(parts, 1).view(np.dtype(f"uint{_TYPES[kind].itemsize * 8}")).reshape(-1), active)
         else:
             self.set(target, self.value(source, kind), active)
