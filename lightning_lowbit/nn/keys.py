@@ -116,13 +116,13 @@ def _int64(digest: bytes) -> int:
 
 
 @contextmanager
-@torch.no_grad()
 def unchanged(tensors: list[Tensor]) -> Generator[None, None, None]:
     """Restores tensors that change in place within this context, without autograd noticing."""
-    kept = [tensor.clone() for tensor in tensors]
+    kept = [tensor.detach().clone() for tensor in tensors]
     with _unsafe_preserve_version_counter(tuple(tensors)):
         try:
             yield
         finally:
-            for tensor, before in zip(tensors, kept, strict=True):
-                tensor.copy_(before)
+            with torch.no_grad():
+                for tensor, before in zip(tensors, kept, strict=True):
+                    tensor.copy_(before)

@@ -114,8 +114,8 @@ def cast_sections(pl_module: LightningModule) -> list[Section]:
 
 
 def environment(trainer: Trainer, started: datetime) -> dict[str, Any]:
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "lightning", "lightning_lowbit", "transformers", "datasets"):
+    versions = {"python": platform.python_version(), "torch": torch.__version__}  # which names the build
+    for package in ("lightning", "lightning_lowbit", "transformers", "datasets"):
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     device = trainer.strategy.root_device
