@@ -10,15 +10,12 @@ from lightning_lowbit.kernels.gpu.device import (
     bits_of,
     block_scales,
     float_of,
-    halves,
     magnitude_bits,
-    place_of,
-    round_elements,
     stored,
     stored_scales,
     tensor_scales,
-    widen,
 )
+from lightning_lowbit.kernels.gpu.tiles import block_places, load_elements, round_at, tile_places
 
 _NAN = tl.constexpr(127)  # of a magnitude in 7 bits
 _INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -103,25 +100,16 @@ def pack_blocks(
     BLOCKS: tl.constexpr,
 ):
     """Scales per block of ``SIDES``, powers of two, of which a program has ``BLOCKS``."""
-    across = tl.maximum(tl.cdiv(columns, SIDES[1] * BLOCKS[1]), 1)
-    down = tl.program_id(0) // across
-    right = tl.program_id(0) % across
-    down_block = down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]
-    right_block = right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]
-    row = down_block * SIDES[0] + tl.arange(0, SIDES[0])[None, :, None, None]
-    column = right_block * SIDES[1] + tl.arange(0, SIDES[1])[None, None, None, :]
+    down, right, row, column = block_places(columns, SIDES, SIDES, BLOCKS)
     mask = (row < rows) & (column < columns)
-    at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
-    elements = widen(tl.load(x + at, mask=mask, other=0.0))
+    elements = load_elements(x, row, column, row_stride, column_stride, mask)
 
     encode, decode = tensor_scales(amax, CAST)
     if tl.program_id(0) == 0:
         tl.store(factor, decode)
     scales, by, zeros = block_scales(elements, mask, encode, decode, CAST)
-    low, high = halves(key, CAST)
-    stride, first = place_of(offset, tl.cdiv(columns, SIDES[1]) * SIDES[1])
-    index = row.to(tl.uint32) * stride + column.to(tl.uint32) + first
-    rounded = round_elements(elements, 1.0, by, zeros, index, low, high, CAST)
+    width = tl.cdiv(columns, SIDES[1]) * SIDES[1]
+    rounded = round_at(elements, 1.0, by, zeros, row, column, key, offset, width, CAST)
     shape: tl.constexpr = (BLOCKS[0], SIDES[0], BLOCKS[1], SIDES[1])
     joined = _joined(_code_of(rounded, CAST.elements, CODING, BITS), BITS, shape)
     count: tl.constexpr = 8 // BITS
@@ -132,6 +120,8 @@ def pack_blocks(
     tl.store(codes + here, joined.to(tl.uint8), mask=(byte_row < rows) & (byte < columns // count))
 
     stored_scale = stored_scales(scales, CAST)
+    down_block = down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]
+    right_block = right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]
     place = down_block.to(tl.int64) * tl.cdiv(columns, SIDES[1]) + right_block
     is_block = (down_block * SIDES[0] < rows) & (right_block * SIDES[1] < columns)
     if CAST.scale == "fp32":
@@ -161,10 +151,7 @@ def unpack_blocks(
     INTERPRETED: tl.constexpr,
 ):
     """Values from the bytes of codes ``x`` and those of block scales."""
-    across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
-    row = tl.program_id(0) // across * TILE[0] + tl.arange(0, TILE[0])[:, None]
-    column = tl.program_id(0) % across * TILE[1] + tl.arange(0, TILE[1])[None, :]
-    mask = (row < rows) & (column < columns)
+    row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
     count: tl.constexpr = 8 // BITS
     joined = tl.load(x + (row.to(tl.int64) * (columns // count) + column // count), mask=mask, other=0).to(tl.int32)
     code = (joined >> (column % count * BITS)) & ((1 << BITS) - 1)

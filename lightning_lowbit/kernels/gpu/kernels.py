@@ -1,7 +1,7 @@
 """The kernels. Each makes an operand in one launch, on a grid of one dimension; strides count elements.
 
-Of a matrix, a program takes some blocks, as ``[blocks, rows of a block, blocks, columns of a block]`` with sides that
-are powers of two. What lies outside of the matrix or of a block is masked and counts as 0.
+Of a matrix, a program takes a tile, or some blocks in a tile whose sides are powers of two
+(:mod:`lightning_lowbit.kernels.gpu.tiles`).
 """
 
 import triton
@@ -25,6 +25,7 @@ from lightning_lowbit.kernels.gpu.device import (
     widen,
     zero_points,
 )
+from lightning_lowbit.kernels.gpu.tiles import block_places, load_elements, round_at, tile_places
 
 
 @triton.jit
@@ -48,30 +49,21 @@ def cast_blocks(
     INTERPRETED: tl.constexpr,
 ):
     """Scales per block of ``SIDES``, of which a program has ``BLOCKS``."""
-    across = tl.maximum(tl.cdiv(columns, SIDES[1] * BLOCKS[1]), 1)
-    down = tl.program_id(0) // across
-    right = tl.program_id(0) % across
-    in_row = tl.arange(0, PADDED[0])[None, :, None, None]
-    in_column = tl.arange(0, PADDED[1])[None, None, None, :]
-    row = (down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]) * SIDES[0] + in_row
-    column = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * SIDES[1] + in_column
+    _, _, row, column = block_places(columns, SIDES, PADDED, BLOCKS)
     is_row, is_column = row < rows, column < columns
     if SIDES[0] != PADDED[0]:
-        is_row &= in_row < SIDES[0]
+        is_row &= tl.arange(0, PADDED[0])[None, :, None, None] < SIDES[0]
     if SIDES[1] != PADDED[1]:
-        is_column &= in_column < SIDES[1]
+        is_column &= tl.arange(0, PADDED[1])[None, None, None, :] < SIDES[1]
     mask = is_row & is_column
-    at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
-    elements = widen(tl.load(x + at, mask=mask, other=0.0))
+    elements = load_elements(x, row, column, row_stride, column_stride, mask)
 
     encode, decode = tensor_scales(amax, CAST)
     if tl.program_id(0) == 0:
         tl.store(factor, decode)
     scales, by, zeros = block_scales(elements, mask, encode, decode, CAST)
-    low, high = halves(key, CAST)
-    stride, first = place_of(offset, tl.cdiv(columns, SIDES[1]) * SIDES[1])
-    index = row.to(tl.uint32) * stride + column.to(tl.uint32) + first
-    result = round_elements(elements, scales, by, zeros, index, low, high, CAST)
+    width = tl.cdiv(columns, SIDES[1]) * SIDES[1]
+    result = round_at(elements, scales, by, zeros, row, column, key, offset, width, CAST)
     result = stored(result, THROUGH, DTYPE, INTERPRETED)
     tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
 
@@ -168,12 +160,8 @@ def cast_tensor(
     INTERPRETED: tl.constexpr,
 ):
     """One scale of the whole matrix, from its amax or from the ``SUMS`` partial sums of its magnitudes."""
-    across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
-    row = tl.program_id(0) // across * TILE[0] + tl.arange(0, TILE[0])[:, None]
-    column = tl.program_id(0) % across * TILE[1] + tl.arange(0, TILE[1])[None, :]
-    mask = (row < rows) & (column < columns)
-    at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
-    elements = widen(tl.load(x + at, mask=mask, other=0.0))
+    row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
+    elements = load_elements(x, row, column, row_stride, column_stride, mask)
 
     encode, decode = tensor_scales(amax, CAST)
     if CAST.statistic == "absmean":
@@ -186,10 +174,7 @@ def cast_tensor(
     if tl.program_id(0) == 0:
         tl.store(factor, stored_scales(scales, CAST) * decode)
     by = encode_factor(scales, decode, CAST)
-    low, high = halves(key, CAST)
-    stride, first = place_of(offset, columns)
-    index = row.to(tl.uint32) * stride + column.to(tl.uint32) + first
-    result = round_elements(elements, scales, by, 0.0, index, low, high, CAST)
+    result = round_at(elements, scales, by, 0.0, row, column, key, offset, columns, CAST)
     result = stored(result, DTYPE, DTYPE, INTERPRETED)
     tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
 
@@ -210,10 +195,8 @@ def measure(
     peaks = tl.zeros(TILE, tl.int32)
     total = tl.zeros(TILE, tl.float64)
     for tile in range(tl.program_id(0), tl.cdiv(rows, TILE[0]) * across, tl.num_programs(0)):
-        row = tile // across * TILE[0] + tl.arange(0, TILE[0])[:, None]
-        column = tile % across * TILE[1] + tl.arange(0, TILE[1])[None, :]
-        at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
-        elements = widen(tl.load(x + at, mask=(row < rows) & (column < columns), other=0.0))
+        row, column, mask = tile_places(tile, rows, columns, TILE)
+        elements = load_elements(x, row, column, row_stride, column_stride, mask)
         if sums is None:
             peaks = tl.maximum(peaks, magnitude_bits(elements))
         else:
@@ -250,12 +233,8 @@ def cast_both(
     INTERPRETED: tl.constexpr,
 ):
     """Blocks of 1 x ``SIDES[0]`` and of ``SIDES[1]`` x 1 from one read."""
-    across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
-    row = tl.program_id(0) // across * TILE[0] + tl.arange(0, TILE[0])[:, None]
-    column = tl.program_id(0) % across * TILE[1] + tl.arange(0, TILE[1])[None, :]
-    mask = (row < rows) & (column < columns)
-    at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
-    elements = widen(tl.load(x + at, mask=mask, other=0.0))
+    row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
+    elements = load_elements(x, row, column, row_stride, column_stride, mask)
     target = row.to(tl.int64) * columns + column
 
     along: tl.constexpr = (TILE[0], 1, TILE[1] // SIDES[0], SIDES[0])
@@ -301,12 +280,8 @@ def finish(
     INTERPRETED: tl.constexpr,
 ):
     """``x * first * second + bias``. ``SPREAD`` says along which axes each of the last three has sizes."""
-    across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
-    row = tl.program_id(0) // across * TILE[0] + tl.arange(0, TILE[0])[:, None]
-    column = tl.program_id(0) % across * TILE[1] + tl.arange(0, TILE[1])[None, :]
-    mask = (row < rows) & (column < columns)
-    at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
-    values = widen(tl.load(x + at, mask=mask, other=0))
+    row, column, mask = tile_places(tl.program_id(0), rows, columns, TILE)
+    values = load_elements(x, row, column, row_stride, column_stride, mask)
     if first is not None:
         values = values * _spread(first, row, column, rows, columns, SPREAD[0])
     if second is not None:

@@ -1,0 +1,47 @@
+"""What a program has of a matrix: places and values of a tile ``[rows, columns]``, or of blocks.
+
+Blocks are ``[blocks, rows of a block, blocks, columns of a block]``. What lies outside is masked and counts as 0.
+"""
+
+import triton
+import triton.language as tl
+
+from lightning_lowbit.kernels.gpu.device import halves, place_of, round_elements, widen
+
+
+@triton.jit
+def tile_places(tile, rows, columns, TILE: tl.constexpr):
+    """Rows, columns and the mask of a tile; tiles are numbered along the rows."""
+    across = tl.maximum(tl.cdiv(columns, TILE[1]), 1)
+    row = tile // across * TILE[0] + tl.arange(0, TILE[0])[:, None]
+    column = tile % across * TILE[1] + tl.arange(0, TILE[1])[None, :]
+    return row, column, (row < rows) & (column < columns)
+
+
+@triton.jit
+def block_places(columns, SIDES: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.constexpr):
+    """The program's place among all, and rows and columns of its blocks: ``BLOCKS`` of ``SIDES``, in ``PADDED``."""
+    across = tl.maximum(tl.cdiv(columns, SIDES[1] * BLOCKS[1]), 1)
+    down = tl.program_id(0) // across
+    right = tl.program_id(0) % across
+    row = (down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]) * SIDES[0]
+    column = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * SIDES[1]
+    row += tl.arange(0, PADDED[0])[None, :, None, None]
+    column += tl.arange(0, PADDED[1])[None, None, None, :]
+    return down, right, row, column
+
+
+@triton.jit
+def load_elements(x, row, column, row_stride, column_stride, mask):
+    """Elements as float32; strides count elements."""
+    at = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+    return widen(tl.load(x + at, mask=mask, other=0.0))
+
+
+@triton.jit
+def round_at(elements, scales, by, zeros, row, column, key, offset, width, CAST: tl.constexpr):
+    """:func:`round_elements` of elements at places of a matrix whose rows count ``width`` random numbers."""
+    low, high = halves(key, CAST)
+    stride, first = place_of(offset, width)
+    index = row.to(tl.uint32) * stride + column.to(tl.uint32) + first
+    return round_elements(elements, scales, by, zeros, index, low, high, CAST)
