@@ -138,8 +138,9 @@ def _site() -> int:
 
 # --- regions ----------------------------------------------------------------------------------------------------------
 
-# Only this part depends on names of torch 2.13's functions and variables. Under other names, regions are not found.
+# Only this part depends on names of torch's functions and variables. Under other names, regions are not found.
 
+_CHECKPOINTS = ("checkpoint", "_checkpoint_impl")  # of torch 2.13, and of 2.15
 _NOTES = "_lightning_lowbit_calls"
 
 
@@ -179,7 +180,7 @@ def _surroundings(compiled: bool) -> tuple[list[Any], tuple[Any, Any] | None]:
                 if code.co_name == "backward":
                     return regions, (ctx, backward)
                 regions.append(ctx)
-        elif code.co_name == "checkpoint" and (without_ctx := frame.f_locals.get("gen")) is not None:
+        elif code.co_name in _CHECKPOINTS and (without_ctx := frame.f_locals.get("gen")) is not None:
             regions.append(without_ctx.gi_frame.f_locals["new_frame"])
         elif code.co_name == "_engine_run_backward":  # this backward pass recomputes nothing of the outer frames
             break
