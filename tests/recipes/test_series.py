@@ -251,7 +251,7 @@ def test_the_rows_of_anomalies():
         precision, name = (kind.rpartition(".")[2] for kind in kinds)
         seen[row.name] = (data["init_args"].pop("anomaly_severity"), precision, name)
         assert plugin["init_args"]["skip"] == ["input_embedding", "projection"]
-        assert optimizer["init_args"]["lr"] == 1e-3 and row.seeds == [0, 1, 2]
+        assert optimizer["init_args"]["lr"] == 1e-3 and row.seeds == [0, 1, 2, 3, 4, 5]
         assert row.config == study.rows[0].config, row.name
     precisions = {"bf16": "LowBitPrecision", "nvfp4": "FP4Precision", "int4": "IntegerPrecision"}
     assert seen == {
