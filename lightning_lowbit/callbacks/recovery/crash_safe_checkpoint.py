@@ -117,25 +117,23 @@ class CrashSafeCheckpoint(LowBitCallback, ModelCheckpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        if not pl_module.automatic_optimization:
+            # Lightning wants weights from before the step, which would not resume. Once: a change of the filters makes
+            # Python forget which warnings it has shown.
+            warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization", UserWarning)
         if trainer.is_global_zero:
             mend(Path(str(self.dirpath)), self.FILE_EXTENSION)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         self._until_validated = batch if validation_is_due(trainer) else None
         if self._until_validated is None:
-            self._save_if_due(trainer, pl_module, batch)
+            super().on_train_batch_end(trainer, pl_module, *batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         batch, self._until_validated = self._until_validated, None
         if batch is not None:
-            self._save_if_due(trainer, pl_module, batch)
-        super().on_validation_end(trainer, pl_module)
-
-    def _save_if_due(self, trainer: Trainer, pl_module: LightningModule, batch: tuple[Any, ...]) -> None:
-        with warnings.catch_warnings():
-            # In manual optimization Lightning wants weights from before the step, which would not resume.
-            warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization", UserWarning)
             super().on_train_batch_end(trainer, pl_module, *batch)
+        super().on_validation_end(trainer, pl_module)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         folder = checkpoint_folder(self, trainer)

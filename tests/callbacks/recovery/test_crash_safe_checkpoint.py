@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,11 +119,22 @@ class Manual(BoringModel):
 
 
 def test_manual_optimization_saves_the_weights_after_the_step():
-    """Without a warning: Lightning wants those from before it, which would not resume."""
-    model = Manual()
-    fit(CrashSafeCheckpoint("here", every_n_train_steps=2), model=model)
+    fit(CrashSafeCheckpoint("here", every_n_train_steps=2), model=(model := Manual()))
     saved = torch.load("here/epoch=0-step=2.ckpt", weights_only=True)
     assert torch.equal(saved["state_dict"]["layer.weight"], model.layer.weight)
+
+
+@pytest.mark.parametrize("kind", [BoringModel, Manual])
+def test_a_warning_of_the_model_is_shown_once(kind):
+    class Warns(kind):
+        def training_step(self, batch, batch_idx):
+            warnings.warn("told", stacklevel=1)
+            return super().training_step(batch, batch_idx)
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.filterwarnings("default", "told")
+        fit(CrashSafeCheckpoint("here", every_n_train_steps=1), model=Warns(), max_steps=4)
+    assert [str(warning.message) for warning in shown] == ["told"]
 
 
 def test_remote_folders_are_refused():
