@@ -25,6 +25,7 @@ from lightning_lowbit.quant.operand import (
     has_factor,
     operand_dtype,
     plain_operand,
+    stands_alone,
 )
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.shard import amax_of as plain_amax
@@ -84,7 +85,7 @@ def _by_triton(
     shard: Shard | None,
 ) -> Operand | None:
     dtype, tile = dtype or operand_dtype(x.dtype, cast), tile_of(cast, dim, 2)
-    is_cut = shard is not None and (shard.cuts(tile) or shard.splits(tile[shard.dim]))
+    is_cut = not stands_alone(cast, dim, amax, shard)
     is_regular = are_regular(cast.draws, cast.scale.needs_amax, key, amax, x.device)
     if gpu.covers(cast, x, dtype, is_cut) is not None or x.numel() == 0 or not is_regular:
         return None
@@ -161,6 +162,7 @@ def _amax(x: Tensor) -> Tensor:
         return plain_amax(x)
     if x.is_cpu and current_backend() in ("auto", "cpp") and cpu.measures(x):
         return cpu.amax_of(x)
-    if x.is_cuda and current_backend() in ("auto", "triton") and x.numel() and gpu.obstacle(x.device) is None:
+    by_triton = current_backend() == "triton" or (current_backend() == "auto" and x.is_cuda)
+    if by_triton and x.numel() and x.dim() == 2 and gpu.obstacle(x.device) is None:
         return gpu.amax_of(x)
     return plain_amax(x)

@@ -13,7 +13,7 @@ from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.operands import found_equal
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import Operand, are_regular, factor_shape, has_factor, operand_dtype
+from lightning_lowbit.quant.operand import Operand, are_regular, factor_shape, has_factor, operand_dtype, stands_alone
 from lightning_lowbit.quant.packed import packed_bytes, plain_pack, unpack_, unpacked_factor
 from lightning_lowbit.quant.shard import Shard
 
@@ -83,13 +83,12 @@ def _pack_operand(
 def _pack_by_triton(
     x: Tensor, cast: Cast, dim: int, key: Tensor | None, amax: Tensor | None, shard: Shard | None
 ) -> tuple[Tensor, Tensor] | None:
-    tile = tile_of(cast, dim, 2)
-    if shard is not None and (shard.cuts(tile) or shard.splits(tile[shard.dim])):
+    if not stands_alone(cast, dim, amax, shard):
         return None
     is_regular = are_regular(cast.draws, cast.scale.needs_amax, key, amax, x.device)
     if not is_regular or not gpu.packs(cast, x, dim) or not _agrees(cast.spec, dim, x.dtype, x.device):
         return None
-    offset = None if shard is None or key is None else shard.offset(x.shape, tile, x.device)
+    offset = None if shard is None or key is None else shard.offset(x.shape, tile_of(cast, dim, 2), x.device)
     return gpu.pack(x, cast, dim, key, amax, offset)
 
 

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_lowbit.compilation import compiled, counted_as, opaque, within_cast
+from lightning_lowbit.kernels.layout import pad
 from lightning_lowbit.kernels.products import finish
 from lightning_lowbit.nn.native.devices import native_obstacle as native_obstacle
 from lightning_lowbit.nn.native.gemms import block_product, results
-from lightning_lowbit.nn.native.layout import pad
 from lightning_lowbit.nn.native.operand import BlockOperand
 from lightning_lowbit.quant import Operand
 
@@ -74,7 +74,8 @@ def matmul(
     if plain and a.values.dtype == b.values.dtype == dtype:
         return torch.mm(a.values, b.values) if bias is None else torch.addmm(bias, a.values, b.values)
     if isinstance(a, BlockOperand) and isinstance(b, BlockOperand):
-        return _block_matmul(a.values, a.scales, a.factor, b.values, b.scales, b.factor, bias, dtype, a.kind)
+        left, right = (a.values, a.scales, a.factor), (b.values, b.scales, b.factor)
+        return _block_matmul(*left, *right, bias, dtype, a.kind, a.size[0], b.size[0], a.size[1])
     dtypes = {a.values.dtype, b.values.dtype}
     if not dtypes <= {*_FP8} and dtypes != {torch.int8}:  # one of them may be an operand of a native GEMM
         a, b = (Operand(x.values.to(dtype), x.factor) if x.values.dtype.itemsize == 1 else x for x in (a, b))
@@ -189,8 +190,8 @@ def _native(
 
 
 @opaque(
-    lambda left, left_scales, left_factor, right, right_scales, right_factor, bias, dtype, kind: left.new_empty(
-        (len(left), len(right)), dtype=dtype
+    lambda left, left_scales, left_factor, right, right_scales, right_factor, bias, dtype, kind, rows, columns, inner: (
+        left.new_empty((rows, columns), dtype=dtype)
     )
 )
 def _block_matmul(
@@ -203,9 +204,13 @@ def _block_matmul(
     bias: Tensor | None,
     dtype: torch.dtype,
     kind: str,
+    rows: int,
+    columns: int,
+    inner: int,
 ) -> Tensor:
     """The native GEMM of two block operands. An operator of its own: torch 2.13 does not lower swizzled scales."""
-    a, b = BlockOperand(left, left_scales, left_factor, kind), BlockOperand(right, right_scales, right_factor, kind)
+    a = BlockOperand(left, left_scales, left_factor, kind, (rows, inner))
+    b = BlockOperand(right, right_scales, right_factor, kind, (columns, inner))
     wide = torch.float32 in results(kind)  # where it is not, bias and factors come after a rounding to bfloat16
     product, factors = block_product(a, b, torch.float32 if bias is not None and wide else dtype)
     return product if not factors and bias is None else _finish(product, factors, bias, dtype)

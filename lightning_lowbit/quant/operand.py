@@ -124,6 +124,19 @@ def are_regular(draws: bool, needs_amax: bool, key: Tensor | None, amax: Tensor 
     return amax is None or (needs_amax and amax.dtype == torch.float32 and amax.numel() == 1 and amax.device == device)
 
 
+def stands_alone(cast: Cast, dim: int, amax: Tensor | None, shard: Shard | None) -> bool:
+    """Whether a process holds all that decides the scales of its shard: no reduction, and no split block or group."""
+    if shard is None:
+        return True
+    tile = tile_of(cast, dim, 2)
+    side = tile[shard.dim]
+    if shard.cuts(tile) or (cast.scale.needs_amax and amax is None):
+        return False
+    if side > 1 and cast.scale.two_level == "row":
+        return False
+    return not shard.splits(cast.scale.correction or side if side > 1 else side)
+
+
 def is_rounded(dtype: torch.dtype, cast: Cast) -> bool:
     """Whether operands are rounded to the dtype of the tensor that they are made from."""
     return cast.round_to_bfloat16 and cast.scale.per_block and dtype != torch.float16

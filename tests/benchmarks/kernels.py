@@ -26,6 +26,7 @@ from lightning_lowbit import Cast, LinearCasts
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.kernels.gpu.launches import Launch
+from lightning_lowbit.kernels.layout import laid_out_shapes
 from lightning_lowbit.nn import OPERANDS, PRESETS
 from lightning_lowbit.quant.operand import operand_dtype, plain_operand
 from tests.benchmarks.environment import describe
@@ -94,6 +95,14 @@ def launch_of(cast: Cast, dim: int, dtype: torch.dtype = torch.bfloat16) -> Laun
     return launches.of_cast(x, cast, dim, key, meta(), None, sums, *operand)
 
 
+def layout_of(cast: Cast, block: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> Launch:
+    """The launch that casts it for a native GEMM with a scale for each ``block`` elements."""
+    codes, scales = laid_out_shapes(cast, block, dim, SHAPE[1 - dim], SHAPE[dim])
+    made = meta(*codes, dtype=cast.format.dtype or torch.uint8), meta(*scales, dtype=torch.uint8), meta()
+    x, key = meta(*SHAPE, dtype=dtype), meta(dtype=torch.int64)
+    return launches.of_layout(x, cast, block, dim, key, meta(), None, made)
+
+
 def casts_of(presets: list[str]) -> list[tuple[Cast, int]]:
     """The casts of the operands of presets that have kernels, each once, with the dimensions that differ."""
     found: dict[tuple[Cast, int], None] = {}
@@ -111,6 +120,9 @@ def every_launch(presets: list[str]) -> Iterator[tuple[str, Launch]]:
     for cast, dim in casts_of(presets):
         both = cast.scale.block == "row" or isinstance(cast.scale.block, int)
         yield f"{cast}" + (f" along {('columns', 'rows')[dim]}" if both else ""), launch_of(cast, dim)
+    for name, block in (("nvfp4", 16), ("mxfp8", 32)):
+        for cast, dim in casts_of([name]):
+            yield f"{cast} along {('columns', 'rows')[dim]}, for native GEMMs", layout_of(cast, block, dim)
     x, product = meta(*SHAPE, dtype=torch.bfloat16), meta(*SHAPE)
     yield "amax", launches.of_amax(x, meta())
     yield "mean", launches.of_sums(x, meta(launches.SUMS, dtype=torch.float64))
@@ -123,14 +135,15 @@ def every_launch(presets: list[str]) -> Iterator[tuple[str, Launch]]:
     yield f"{pair[0]} along rows and {pair[1]} along columns", launches.of_both(x, pair, keys, meta(), operands)
 
 
-def bytes_per_element(launch: Launch) -> tuple[int, int]:
+def bytes_per_element(launch: Launch) -> tuple[float, float]:
     """Bytes that the kernel reads and writes per element, and the least."""
     sizes = {
-        name: tensor.itemsize
+        name: tensor.nbytes / ELEMENTS
         for name, tensor in launch.arguments.items()
-        if isinstance(tensor, Tensor) and tensor.shape == SHAPE
+        if isinstance(tensor, Tensor) and tensor.numel() > ELEMENTS // 64
     }
-    return sum(sizes.values()) + (sizes["x"] if launch.kernel == "cast_rows" else 0), sum(sizes.values())
+    least = round(sum(sizes.values()), 2)
+    return least + (sizes["x"] if launch.kernel == "cast_rows" else 0), least
 
 
 def compile_for(launch: Launch, arch: int) -> Any:
@@ -190,7 +203,8 @@ def _tile_elements(launch: Launch) -> int:
     if "TILE" in launch.constants:
         rows, columns = launch.constants["TILE"]
         return rows * columns
-    (k1, k2), (down, across) = launch.constants["PADDED"], launch.constants["BLOCKS"]
+    sides = "SIDES" if launch.kernel == "lay_out_blocks" else "PADDED"
+    (k1, k2), (down, across) = launch.constants[sides], launch.constants["BLOCKS"]
     return k1 * k2 * down * across
 
 
@@ -229,6 +243,12 @@ def _without_calls(lines: list[tuple[str, str]]) -> list[tuple[str, str]]:
             kept += [] if any(name == "CALL" for name, _ in block) else block
             block = []
     return kept
+
+
+def least_seconds(launch: Launch, card: Gpu) -> float:
+    """The largest of the bounds of a kernel's time, per element."""
+    code = code_of(launch, card.arch)
+    return max(card.limits(bytes_per_element(launch)[0], code.instructions, code.half_rate).values())
 
 
 def report(presets: list[str], architectures: list[int]) -> list[dict[str, Any]]:

@@ -3,18 +3,26 @@
 Functions take and return what can be pickled, and say in words what differs: an empty list is equality to the bit.
 """
 
-from typing import NamedTuple
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_lowbit import Cast, compilation
 from lightning_lowbit.kernels.gpu import casts as gpu
+from lightning_lowbit.kernels.layout import plain_lay_out, repeated, taken_apart
 from lightning_lowbit.nn.gemm import _finish
 from lightning_lowbit.quant.operand import operand_dtype, plain_operand
 from lightning_lowbit.quant.packed import pack, unpack_
 from lightning_lowbit.quant.shard import amax_of
+from tests.benchmarks.layers import FREE
+from tests.nn.layers import layer_like
+from tests.nn.native.stand_in import StandIn
 
 np.seterr(all="ignore")  # divisions by zero are meant
 KEY = 0x123456789ABCDEF
@@ -97,6 +105,82 @@ def differences_of_packing(cases: list[Case]) -> list[str]:
         if x.isfinite().all():
             texts += _unequal((found[0],), (expected[0],), f"bytes of {where}")
     return texts
+
+
+def differences_of_layout(cases: list[tuple[Case, int]]) -> list[str]:
+    """Where operands of native GEMMs, with a scale for so many elements, are others than those of plain code."""
+    texts = []
+    for (cast, dim, x, amax, _, number), block in cases:
+        key = torch.tensor(number) if cast.draws else None
+        given = None if amax is None else torch.tensor(amax)
+        where = f"{cast}, dim {dim}, {describe(x)}, amax {amax}"
+        if not gpu.lays_out(cast, x, block, dim):
+            texts.append(f"not covered: {where}")
+            continue
+        with compilation.backend("eager"):
+            expected = plain_lay_out(x, cast.spec, block, dim, key, given, None)
+        found = gpu.lay_out(x, cast, block, dim, key, given, None)
+        size = x.shape[1 - dim], x.shape[dim]
+        apart = [taken_apart(*made[:2], block, *size) for made in (found, expected)]
+        values = [_decoded(cast, one) * repeated(two.float(), *size, 1, block) for one, two in apart]
+        texts += _unequal((values[0], found[2]), (values[1], expected[2]), where)
+        if x.isfinite().all():
+            bytes_ = [tuple(tensor.view(torch.uint8) for tensor in made[:2]) for made in (found, expected)]
+            texts += _unequal(*bytes_, f"bytes of {where}")
+    return texts
+
+
+def _decoded(cast: Cast, codes: Tensor) -> Tensor:
+    return cast.format.decode(codes) if codes.dtype == torch.uint8 else codes.float()
+
+
+def native_layer(preset: str) -> tuple[list[str], int]:
+    """How the gradients of a layer on a stand-in for tensor cores differ with kernels, and what it launches: its GEMMs,
+    kernels, and operations of torch that are not free."""
+    x, g = torch.randn(48, 64).bfloat16(), torch.randn(48, 80).bfloat16()
+    original, found, counts = nn.Linear(64, 80, dtype=torch.bfloat16), [], []
+    there = {"lightning_lowbit.nn.native.layer.native_obstacle": lambda *_: None}
+    for backend in ("eager", "triton"):
+        layer, gemms = layer_like(original, preset), StandIn()
+        count, patches = Launches(), {**there}
+        patches["lightning_lowbit.kernels.gpu.casts._run"] = count.counting(gpu._run)
+        patches["torch.nn.functional.scaled_mm"] = count.counting(gemms)
+        with contextlib.ExitStack() as stack:
+            for name, replacement in patches.items():
+                stack.enter_context(mock.patch(name, replacement))
+            stack.enter_context(compilation.backend(backend))
+            x = x.detach().clone().requires_grad_()
+            layer(x).backward(g)  # kernels are compared with plain code before their first use
+            x.grad = layer.weight.grad = layer.bias.grad = None
+            count.number = 0
+            with count:
+                y = layer(x)
+                y.backward(g)
+            found.append((y, x.grad, layer.weight.grad, layer.bias.grad))
+        counts.append(count.number)
+    names = "output", "gradient of x", "gradient of w", "gradient of the bias"
+    texts = [f"{preset}: {name} differs" for name, *both in zip(names, *found, strict=True) if not torch.equal(*both)]
+    return texts, counts[1]
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that would be launches on a GPU, and calls of functions, whatever these do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.number += 1
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+
+        return call
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += operation.__name__.partition(".")[0] not in FREE.split()
+        return operation(*args, **(kwargs or {}))
 
 
 def shard(x: Tensor, cast: Cast, dim: int, offset: Tensor) -> Tensor:

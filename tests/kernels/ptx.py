@@ -142,7 +142,8 @@ class _Program:
         elif name in ("mul", "mad", "fma") and kind[0] != "f":
             result = self.integer_product(modifiers, value(0), value(1), kind)
             if name == "mad":
-                result = result + self.value(sources[2], "s64" if "wide" in modifiers else kind).astype(result.dtype)
+                wide = {"16": "s32", "32": "s64"}[kind[1:]] if "wide" in modifiers else kind
+                result = result + self.value(sources[2], wide).astype(result.dtype)
             self.set(target, result, active)
         elif name in _BINARY:
             self.set(target, _BINARY[name](value(0), value(1)), active)
@@ -167,6 +168,11 @@ class _Program:
             result = value(0) << moved if name == "shl" else value(0) >> moved
             gone = (shift >= bits) & (name == "shl" or kind[0] != "s")
             self.set(target, np.where(gone, dtype.type(0), result), active)
+        elif name == "shf":  # the upper half of two registers, shifted to the left
+            assert modifiers[:2] == ["l", "wrap"]
+            low, high = (self.value(source, "u32").astype(np.uint64) for source in sources[:2])
+            shifted = (high << 32 | low) << (self.value(sources[2], "u32") & 31).astype(np.uint64)
+            self.set(target, (shifted >> 32 & 0xFFFFFFFF).astype(np.uint32).view(dtype), active)
         elif name == "bfe":  # the sign of a signed field is its top bit
             start, length = (int(self.value(source, "u32")[0]) for source in sources[1:])
             above = dtype.type(8 * dtype.itemsize - length)

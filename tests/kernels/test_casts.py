@@ -26,14 +26,22 @@ RARE = [
     Cast("e3m2", Scale("e4m3", "row")),
     Cast("int8", Scale("fp32", "row", factor=0.9, epsilon=1e-5)),
     Cast("e2m1", Scale("e3m4", 16, two_level=True, top=4.0)),
+    Cast("e2m1", Scale("e4m3", 16, "stochastic")),
+    Cast("e4m3", Scale("e5m2", 24, "stochastic", two_level="row")),
+    Cast("int8", Scale("e5m2", "row", "stochastic")),
+    Cast("e2m1", Scale("e4m3", (8, 16), "stochastic", two_level=True)),
+    Cast("int8", Scale("e4m3", "tensor", "stochastic")),
+    Cast("e2m1", Scale("e4m3", 8, "stochastic", two_level="row", correction=32)),
+    Cast("e2m1", Scale("e4m3", 20, "stochastic", correction=60)),
+    Cast("e2m1", Scale("e4m3", 16, "stochastic", two_level=True, four_over_six="mse", correction=128)),
+    Cast("e2m1", Scale("e4m3", 16, two_level="row", four_over_six="mae")),
+    Cast("int4", Scale("bf16", 128)),
+    Cast("int4", Scale("fp16", 32, two_level=True)),
+    Cast("int2", Scale("fp16", (8, 16)), round_to_bfloat16=True),
 ]
-ROWS, EDEN = LinearCasts.preset("nvfp4-row"), LinearCasts.preset("quartet2").wgrad_g
 OF_PRESETS = {cast for name in PRESETS for cast in map(LinearCasts.preset(name).cast_of, OPERANDS) if cast}
-COVERED = OF_PRESETS - {EDEN, *map(ROWS.cast_of, OPERANDS)} | {*RARE}
+COVERED = OF_PRESETS | {*RARE}
 PLAIN = {
-    "scales that round stochastically": EDEN,
-    "a second level per row": ROWS.fprop_x,
-    "scales in bfloat16 or float16": Cast("int4", Scale("bf16", 128)),
     "elements without a mantissa": Cast("e3m0", Scale("e8m0", 32)),
     "scales with a zero point": Cast("int4", Scale("fp32", 32, statistic="minmax")),
     "means of blocks": Cast("ternary", Scale("fp32", 32, statistic="absmean")),
@@ -67,13 +75,15 @@ def check(x, cast, dim, key=None, amax=None, dtype=None, shard=None):
 
 
 def keyed(cast):
-    return torch.tensor(random.getrandbits(62)) if cast.rounding == "stochastic" else None
+    return torch.tensor(random.getrandbits(62)) if cast.draws else None
 
 
 def test_casts_of_all_presets_and_rare_ones():
     torch.manual_seed(0)
     for number, cast in enumerate(sorted(COVERED, key=str)):
         for dim, rounding in ((0, "nearest"), (1, "nearest"), (0, "stochastic"), (1, "stochastic")):
+            if cast.scale.correction and rounding == "stochastic":
+                continue
             for shape in ((33, 47), (16, 320)):
                 dtype = (torch.float32, torch.bfloat16)[(number + dim + len(rounding) + shape[0]) % 2]
                 rounded = cast.replace(rounding=rounding)
@@ -121,6 +131,21 @@ def test_shards_together_equal_the_whole_matrix():
             check(part, cast, dim, key, shard=shard)
             parts.append(quantize_operand(part, cast, dim, key, shard=shard).values)
         assert same_bits(torch.cat(parts, sharded), whole), f"blocks along {dim}, cut along {sharded}"
+
+
+def test_a_shard_that_lacks_what_its_scales_need_is_left_to_plain_code():
+    x, key = torch.randn(64, 128), torch.tensor(1)
+    rows, eden = LinearCasts.preset("nvfp4-row").fprop_x, LinearCasts.preset("quartet2").wgrad_g
+    for cast, dim, cut, step, amax, is_taken in (
+        (LinearCasts.preset("nvfp4").fprop_x, 1, 0, 32, None, False),  # the amax of the global matrix
+        (LinearCasts.preset("nvfp4").fprop_x, 1, 0, 32, torch.ones(()), True),
+        (rows, 1, 0, 32, None, True),
+        (rows, 1, 1, 64, None, False),  # a row's scale needs the whole row
+        (eden, 1, 1, 64, torch.ones(()), False),  # in the middle of a group of 128
+        (eden, 0, 1, 64, torch.ones(()), True),
+    ):
+        plan, size = cpu.plan_of(cast.spec, dim, x.dtype, None), x.shape[cut] * 2
+        assert cpu.takes(x, plan, key, amax, Shard("group", cut, 0, step, size)) == is_taken, f"{cast} cut along {cut}"
 
 
 def test_the_number_of_threads_changes_no_bit():
@@ -196,7 +221,9 @@ def test_a_thousand_random_samples():
     torch.manual_seed(0)
     casts = sorted(COVERED, key=str)
     for _ in range(1000):
-        cast = random.choice(casts).replace(rounding=random.choice(["nearest", "stochastic"]))
+        cast = random.choice(casts)
+        if not cast.scale.correction:
+            cast = cast.replace(rounding=random.choice(["nearest", "stochastic"]))
         rows, columns = random.randint(1, 200), random.randint(1, 200)
         x = random.choice([*VALUES.values()])(torch.randn(rows, columns))
         x = x.to(random.choice([torch.float32, torch.bfloat16]))

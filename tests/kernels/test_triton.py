@@ -27,6 +27,8 @@ from tests.quant.tensors import NVFP4, NVFP4_TILES, scales
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NANOS = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-39, 3.4e38, 6e4, 6.0, -2.5, 0.5)
+DRAWN_ROWS = "scales of rows or tensors that round stochastically"
+UNEVEN = "corrected groups or blocks that are not of 2, 4, ... or 1024 elements"
 STOCHASTIC = NVFP4.replace(rounding="stochastic")
 
 
@@ -79,6 +81,38 @@ def test_packed_operands_of_presets(run, preset):
             x[1, 4], x[2, 5] = torch.nan, torch.inf
             cases += [Case(cast, dim, matrix) for dim in (0, 1) for matrix in (x, x.nan_to_num(0, 0))]
     assert run(interpreted.differences_of_packing, cases) == []
+
+
+def test_operands_of_native_gemms(run):
+    """As they are in presets, tiles, several blocks to a scale, shapes of one element to several tiles of scales."""
+    cases, draw = [], torch.Generator().manual_seed(3)
+    others = [NVFP4_TILES, Cast("e4m3", Scale("e8m0", (32, 32)), "stochastic")]
+    others += [Cast("e2m1", Scale("e4m3", 64)), Cast("e2m1", Scale("e8m0", 32, "even"), "stochastic")]
+    found = {cast for name in PRESETS for cast in map(LinearCasts.preset(name).cast_of, OPERANDS) if cast}
+    kinds = {("e2m1", "e4m3"): 16, ("e2m1", "e8m0"): 32, ("e4m3", "e8m0"): 32}
+    for number, cast in enumerate(sorted([*found, *others], key=str)):
+        block = kinds.get((cast.element, cast.scale.format))
+        if block is None or gpu.is_rare(cast) or not cast.scale.per_block or cast.round_to_bfloat16:
+            continue
+        shapes = ((33, 47), (1, 1), (130, 70), (20, 256))
+        for dim in (0, 1) if cast.scale.four_over_six is None or isinstance(cast.scale.block, int) else (1,):
+            x = torch.randn(shapes[(number + dim) % 4], generator=draw) * 4 ** (number % 5 - 2)
+            amax = 2.0 if cast.scale.needs_amax and number % 3 == 0 else None
+            x = x.to(DTYPES[number % 2])
+            cases.append((Case(cast, dim, x.t().contiguous().t() if number % 2 else x, amax, key=number + 7), block))
+    x = torch.randn(40, 48, generator=draw)
+    x.view(-1)[: 5 * len(NANOS) : 5] = torch.tensor(NANOS)
+    cases += [(Case(cast, dim, x), block) for cast, block in ((NVFP4, 16), (others[1], 32)) for dim in (0, 1)]
+    assert len(cases) > 20
+    assert run(interpreted.differences_of_layout, cases) == []
+
+
+@pytest.mark.parametrize("preset", ["nvfp4", "nvfp4-4over6", "mxfp8", "mxfp4"])
+def test_a_native_layer_launches_little(run, preset):
+    """Six casts, amaxes of three tensors, three GEMMs, and a bias with its gradient."""
+    differences, launched = run(interpreted.native_layer, preset)
+    assert differences == []
+    assert launched <= 20
 
 
 def test_memory_in_any_order(run):
@@ -205,6 +239,30 @@ def test_factors_and_bias_behind_gemms(run):
     assert run(interpreted.differences_of_finish, cases) == []
 
 
+def test_rare_scales(run):
+    """Levels of rows, scales that are drawn, corrected or in 16 bits."""
+    casts = [
+        Cast("e2m1", Scale("e4m3", 16, "stochastic")),
+        Cast("e4m3", Scale("e5m2", (8, 16), "stochastic", two_level=True), "stochastic"),
+        Cast("e2m1", Scale("e4m3", 8, "stochastic", two_level="row", correction=32)),
+        Cast("e2m1", Scale("e4m3", 16, "stochastic", two_level=True, four_over_six="mse", correction=64)),
+        Cast("e2m1", Scale("e4m3", 24, two_level="row", four_over_six="mae"), "stochastic"),
+        Cast("int4", Scale("bf16", 128)),
+        Cast("int8", Scale("fp16", "row")),
+        Cast("int2", Scale("fp16", (8, 16), two_level=True), round_to_bfloat16=True),
+    ]
+    cases = [
+        Case(cast, dim, sample(rows, columns, DTYPES[number % 3]) * 10.0 ** (number % 3 - 1), key=number)
+        for number, cast in enumerate(casts)
+        for dim in (0, 1)
+        for rows, columns in ((19, 150), (150, 19))
+    ]
+    x = torch.full((40, 48), 1e-7)
+    x.view(-1)[: 5 * len(NANOS) : 5] = torch.tensor(NANOS)
+    cases += [Case(cast, 1, x) for cast in casts]
+    assert run(interpreted.differences, cases) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_random_casts_shapes_strides_and_dtypes(run, seed):
@@ -242,9 +300,8 @@ def test_what_is_not_covered_is_said_in_words(monkeypatch):
         (Cast("int8", Scale("fp32", "tensor", statistic="minmax")), x, torch.float32, "the range of a whole tensor"),
         (Cast("int8", Scale("fp32", 1025)), x, torch.float32, "blocks of more than 1024 elements"),
         (Cast("int8", Scale("fp32", (64, 32))), x, torch.float32, "blocks of more than 1024 elements"),
-        (Cast("e2m1", Scale("e4m3", 16, "stochastic")), x, torch.bfloat16, "scales that round stochastically"),
-        (Cast("e2m1", Scale("e4m3", 16, two_level="row")), x, torch.bfloat16, "a second level per row"),
-        (Cast("int4", Scale("fp16", 32)), x, torch.float32, "scales in bfloat16 or float16"),
+        (Cast("int8", Scale("e5m2", "row", "stochastic")), x, torch.float32, DRAWN_ROWS),
+        (Cast("e2m1", Scale("e4m3", 20, "stochastic", correction=60)), x, torch.bfloat16, UNEVEN),
         (NVFP4, torch.empty(1, 1).expand(2**16, 2**15), torch.float32, "matrices of 2^31 elements or more"),
     ):
         assert gpu.covers(cast, matrix, dtype) == reason

@@ -119,6 +119,8 @@ def test_packed_operands():
     for cast in (NVFP4, NVFP4.replace(rounding="stochastic"), NVFP4_TILES, Cast("e4m3", Scale("e8m0", 32))):
         for dim in (0, 1):
             assert interpreted.differences_of_packing([Case(cast, dim, sample(48, 272))]) == []
+            block = 16 if cast.scale.format == "e4m3" else 32
+            assert interpreted.differences_of_layout([(Case(cast, dim, sample(48, 272)), block)]) == []
 
 
 def test_what_stands_behind_gemms():

@@ -26,7 +26,7 @@ E4M3_ROWS = Cast("e4m3", Scale("fp32", "row")).spec
 E5M2_TENSOR = Cast("e5m2", Scale("fp32", "tensor", source="delayed"), "stochastic").spec
 GROUPS = Cast("int4", Scale("fp32", 16, statistic="minmax"), round_to_bfloat16=True).spec
 TERNARY = Cast("ternary", Scale("fp32", "tensor", statistic="absmean", epsilon=1e-5)).spec
-SCALES = torch.ones(40, 2, dtype=torch.float8_e4m3fn)
+SCALES = torch.ones(128 * 4, dtype=torch.float8_e4m3fn)
 TWO, HALF, BIAS = torch.tensor(2.0), torch.tensor(0.5), torch.ones(24)
 MXFP8 = Cast("e4m3", Scale("e8m0", (32, 32)), "stochastic").spec
 FP8_TILES = Cast("e4m3", Scale("fp32", (128, 128))).spec
@@ -126,19 +126,19 @@ ARGUMENTS: dict[str, Callable[[Tensor], Any]] = {
         (in_dtype(x, INT8), torch.ones(40, 1), in_dtype(x, INT8).t(), TWO, torch.ones(40), x.dtype, True),
         (in_dtype(x, INT8), None, in_dtype(x, INT8).t(), None, None, x.dtype, False),
     ],
-    "_block_operand": lambda x: [
+    "_lay_out_operand": lambda x: [
         *product((x,), (BLOCKS,), (16,), (0, 1), (KEY,), (None, TWO), (None, shard())),
         *product((x,), (MXFP8,), (32,), (0, 1), (KEY,), (None,), (None,)),
         *product((x,), (FP8_TILES,), (128,), (0, 1), (None,), (None,), (None,)),
     ],
-    "_unpacked_block_operand": lambda x: [
+    "_lay_out_packed": lambda x: [
         (pack_operand(x, Cast.from_spec(spec), dim, KEY).data, spec, block, dim, *x.shape)
         for spec, block in ((BLOCKS, 16), (MXFP8, 32), (FP8_TILES, 128))
         for dim in (0, 1)
     ],
     "_block_matmul": lambda x: [
-        (codes, SCALES, factor, codes, SCALES, factor, bias, x.dtype, "nvfp4")
-        for codes in (torch.ones(40, 24, dtype=torch.uint8),)
+        (codes, SCALES, factor, codes, SCALES, factor, bias, x.dtype, "nvfp4", 40, 40, 24)
+        for codes in (torch.ones(48, 16, dtype=torch.uint8),)
         for factor in (None, TWO)
         for bias in (None, torch.ones(40, dtype=x.dtype))
     ],

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_lowbit.formats import Format
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.quant.blocks import ALL, Tile, tile_of
+from lightning_lowbit.quant.blocks import Tile, tile_of
 from lightning_lowbit.quant.cast import Cast
-from lightning_lowbit.quant.operand import Operand, are_regular, has_factor, is_rounded, operand_dtype
+from lightning_lowbit.quant.operand import Operand, are_regular, has_factor, is_rounded, operand_dtype, stands_alone
 from lightning_lowbit.quant.scales import e8m0_rule, fp32_numerator
 from lightning_lowbit.quant.shard import Shard
 
@@ -19,7 +19,8 @@ from lightning_lowbit.quant.shard import Shard
 INPUTS = {torch.float32: 0, torch.bfloat16: 1}
 _OUTPUTS = {**INPUTS, torch.int8: 2}
 
-_KINDS = {"nearest": 0, "up": 1}
+_KINDS = {"nearest": 0, "stochastic": 0, "up": 1}
+_SECOND_LEVELS = {False: 0, True: 1, "row": 2}
 _ERRORS = {None: 0, "mse": 1, "mae": 2}
 
 
@@ -39,6 +40,7 @@ class _Settings(ctypes.Structure):
         ("scale", _Grid),
         *((name, ctypes.c_int32) for name in ("tile_rows", "tile_columns", "statistic", "kind", "four_over_six")),
         *((name, ctypes.c_int32) for name in ("two_level", "per_block", "stochastic")),
+        *((name, ctypes.c_int32) for name in ("stochastic_scales", "correction")),
         *((name, ctypes.c_int32) for name in ("exact", "through_bf16", "top_exponent")),
         *((name, ctypes.c_float) for name in ("round_up_from", "numerator", "prescale", "epsilon", "factor", "size")),
     ]
@@ -66,7 +68,7 @@ class Plan(NamedTuple):
     Attributes:
         settings, address: the structure that the kernels read.
         from_dtype, to_dtype: the kernels' numbers of the dtypes.
-        tile: the tile of the cast.
+        cast, dim, tile: the cast, the dimension of its blocks, and its tile.
         has_factor, factor_dim: whether there is a factor, and the dimension along which it varies; None for a 0-d one.
         draws, needs_amax: whether the cast needs a key, and the amax of the tensor.
     """
@@ -76,6 +78,8 @@ class Plan(NamedTuple):
     from_dtype: int
     dtype: torch.dtype
     to_dtype: int
+    cast: Cast
+    dim: int
     tile: Tile
     has_factor: bool
     factor_dim: int | None
@@ -92,12 +96,6 @@ def obstacle(cast: Cast) -> str | None:
         return "scales with a zero point"
     if cast.scale.statistic == "absmean" and cast.scale.block != "tensor":
         return "means of blocks"
-    if cast.scale.rounding == "stochastic":
-        return "scales that round stochastically"
-    if cast.scale.two_level == "row":
-        return "a second level per row"
-    if cast.scale.format in ("bf16", "fp16"):
-        return "scales in bfloat16 or float16"
     return None
 
 
@@ -111,7 +109,7 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
         return None
     scale, tile = cast.scale, tile_of(cast, dim, 2)
     exponent, round_up_from = e8m0_rule(cast.format, scale.rounding) if scale.format == "e8m0" else (0, 0.0)
-    kind = {"e8m0": 2, "fp32": 4 if scale.rounding == "power_of_two" else 3}.get(scale.format)
+    kind = {"e8m0": 2, "bf16": 3, "fp16": 4, "fp32": 6 if scale.rounding == "power_of_two" else 5}.get(scale.format)
     settings = _Settings(
         element=_Grid.of(cast.grid),
         scale=_Grid.of(scale.storage),
@@ -120,31 +118,36 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
         statistic=0 if scale.block != "tensor" else 1 if scale.statistic == "absmax" else 2,
         kind=_KINDS[str(scale.rounding)] if kind is None else kind,
         four_over_six=_ERRORS[scale.four_over_six],
-        two_level=scale.two_level,
+        two_level=_SECOND_LEVELS[scale.two_level],
         per_block=scale.per_block,
         stochastic=cast.rounding == "stochastic",
+        stochastic_scales=scale.rounding == "stochastic",
+        correction=scale.correction or 0,
         exact=cast.fits_bfloat16 and scale.format not in ("e8m0", "fp32"),  # those reach subnormal numbers
         through_bf16=dtype != source == torch.bfloat16 and is_rounded(source, cast),
         top_exponent=exponent,
         round_up_from=round_up_from,
-        numerator=scale.largest * cast.format.max,
+        numerator=scale.largest * cast.format.max / scale.factor,
         prescale=scale.prescale,
         epsilon=scale.epsilon,
         factor=scale.factor,
         size=fp32_numerator(cast) if scale.format == "fp32" else 0.0,
     )
-    factor_dim = None if scale.block != "row" else 1 if tile[0] == ALL else 0
-    address, draws = ctypes.addressof(settings), cast.rounding == "stochastic"
+    by_row = scale.block == "row" or scale.two_level == "row"
+    factor_dim = None if not by_row else 1 if dim in (0, -2) else 0
+    address = ctypes.addressof(settings)
     return Plan(
         settings,
         address,
         INPUTS[source],
         dtype,
         _OUTPUTS[dtype],
+        cast,
+        dim,
         tile,
         has_factor(cast),
         factor_dim,
-        draws,
+        cast.draws,
         scale.needs_amax,
     )
 
@@ -154,8 +157,7 @@ def takes(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard:
     processes, nor anything that the plain code refuses."""
     if not are_regular(plan.draws, plan.needs_amax, key, amax, x.device):
         return False
-    is_whole = shard is None or not (shard.cuts(plan.tile) or shard.splits(plan.tile[shard.dim]))
-    return is_whole and x.numel() > 0
+    return x.numel() > 0 and stands_alone(plan.cast, plan.dim, amax, shard)
 
 
 def quantize(x: Tensor, plan: Plan, key: Tensor | None, amax: Tensor | None, shard: Shard | None) -> Operand:

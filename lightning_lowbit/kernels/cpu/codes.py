@@ -10,11 +10,12 @@ from lightning_lowbit.formats import Format
 from lightning_lowbit.kernels.cpu import casts
 from lightning_lowbit.kernels.cpu.library import library
 from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.operand import factor_shape
 from lightning_lowbit.quant.packed import packed_bytes, per_byte
 from lightning_lowbit.quant.shard import Shard
 
 _CODINGS = {"sign-magnitude": 0, "twos-complement": 1, "offset": 2}
-_SCALES = {"e8m0": 4, "fp32": 5}  # all others: 3
+_SCALES = {"e8m0": 4, "fp32": 5, "bf16": 6, "fp16": 7}  # all others: 3
 _OUTPUTS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
@@ -32,7 +33,7 @@ def pack(
         return None
     x, (rows, columns) = x.contiguous(), x.shape
     data = x.new_empty(packed_bytes(rows, columns, cast, dim), dtype=torch.uint8)
-    factor = x.new_empty((), dtype=torch.float32)
+    factor = x.new_empty(factor_shape(x, cast, dim) if cast.scale.two_level == "row" else (), dtype=torch.float32)
     casts.write(x, plan, key, amax, shard, data, factor, 3, _codes(cast, data, rows * columns))
     return data, factor
 

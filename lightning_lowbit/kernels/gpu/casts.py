@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.kernels.gpu.launches import Launch
+from lightning_lowbit.kernels.layout import block_shape, laid_out_shapes
 from lightning_lowbit.quant.blocks import tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.packed import packed_bytes, per_byte
@@ -27,13 +28,13 @@ _OUTPUTS = (*_INPUTS, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 def covers(cast: Cast, x: Tensor, dtype: torch.dtype, is_cut: bool = False) -> str | None:
     """Why the kernels do not make the operand of a matrix, in words; None where they do.
 
-    ``dtype`` is that of the values; ``is_cut`` says whether elements that share a scale lie on several processes.
+    ``dtype`` is that of the values; ``is_cut`` says whether what decides a scale lies on several processes.
     """
     scale = cast.scale
     if (why := obstacle(x.device)) is not None:
         return why
     if is_cut:
-        return "scales of rows, columns or tensors of which each process holds a part"
+        return "scales of blocks, rows, columns or tensors of which each process holds a part"
     if x.dtype not in _INPUTS or dtype not in _OUTPUTS:
         return f"operands from {x.dtype} to {dtype}"
     if dtype not in _INPUTS and (scale.per_block or dtype != cast.grid.gemm_dtype):
@@ -46,12 +47,10 @@ def covers(cast: Cast, x: Tensor, dtype: torch.dtype, is_cut: bool = False) -> s
 def lacks(cast: Cast) -> str | None:
     """Why the kernels make no operand of a cast, in words; None where they make some."""
     scale = cast.scale
-    if scale.rounding == "stochastic":
-        return "scales that round stochastically"
-    if scale.two_level == "row":
-        return "a second level per row"
-    if scale.format in ("bf16", "fp16"):
-        return "scales in bfloat16 or float16"
+    if scale.rounding == "stochastic" and not scale.per_block:
+        return "scales of rows or tensors that round stochastically"
+    if scale.correction is not None and (_is_uneven(scale.correction) or _is_uneven(launches.block_size(cast))):
+        return "corrected groups or blocks that are not of 2, 4, ... or 1024 elements"
     if scale.block == "tensor" and scale.statistic == "minmax":
         return "the range of a whole tensor"
     if scale.per_block and math.prod(launches.padded_sides(tile_of(cast, 1, 2))) > launches.LARGEST_BLOCK:
@@ -59,8 +58,19 @@ def lacks(cast: Cast) -> str | None:
     return None
 
 
+def _is_uneven(size: int) -> bool:
+    return not 1 < size <= launches.LARGEST_BLOCK or size & (size - 1) != 0
+
+
+def is_rare(cast: Cast) -> bool:
+    """Whether :func:`quantize_operand` alone has a kernel for a cast."""
+    return cast.scale.rounding == "stochastic" or cast.scale.two_level == "row" or cast.scale.format in ("bf16", "fp16")
+
+
 def covers_both(row: Cast, column: Cast) -> str | None:
     """Why :func:`quantize_both` does not make two operands that :func:`covers` covers, in words, or None."""
+    if is_rare(row) or is_rare(column):
+        return "second levels per row, and scales that are drawn or in 16 bits"
     for size in (launches.block_size(row), launches.block_size(column)):
         if not 1 <= size <= 128 or size & (size - 1):
             return "blocks that are not of 1, 2, 4, ... or 128 elements along an axis"
@@ -89,6 +99,8 @@ def quantize_operand(
     """
     if cast.scale.needs_amax:
         amax = amax_of(x) if amax is None else amax.float()
+    elif cast.scale.two_level == "row":
+        amax = torch.linalg.vector_norm(x, torch.inf, dim % 2, dtype=torch.float32)
     sums = None
     if cast.scale.block == "tensor" and cast.scale.statistic == "absmean":
         sums = torch.empty(launches.SUMS, dtype=torch.float64, device=x.device)
@@ -118,7 +130,7 @@ def quantize_both(
 
 def packs(cast: Cast, x: Tensor, dim: int) -> bool:
     """Whether :func:`pack` and :func:`unpack` serve a matrix: blocks with sides that are powers of two."""
-    if lacks(cast) is not None or not cast.scale.per_block or cast.scale.statistic == "minmax":
+    if lacks(cast) is not None or is_rare(cast) or not cast.scale.per_block or cast.scale.statistic == "minmax":
         return False
     if cast.element == "e3m0":
         return False
@@ -139,6 +151,35 @@ def pack(
     return data, factor
 
 
+def lays_out(cast: Cast, x: Tensor, block: int, dim: int) -> bool:
+    """Whether :func:`lay_out` serves a matrix: blocks of 16 or 32, or several of them, in powers of two."""
+    if obstacle(x.device) is not None or lacks(cast) is not None or is_rare(cast):
+        return False
+    if cast.scale.format not in ("e4m3", "e8m0"):
+        return False
+    sides = block_shape(cast, dim)
+    even = sides == launches.padded_sides(sides) and max(sides) <= 128 and sides[1] % block == 0
+    if cast.scale.four_over_six is not None and 1 not in sides and dim == 0:
+        return False  # it sums errors over the rows of a tile before its columns
+    return even and block in (16, 32) and x.dtype in _INPUTS and 0 < x.numel() < 2**31
+
+
+def lay_out(
+    x: Tensor, cast: Cast, block: int, dim: int, key: Tensor | None, amax: Tensor | None, offset: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result of :func:`lightning_lowbit.kernels.layout.plain_lay_out` in one launch, and one for an amax."""
+    if cast.scale.needs_amax:
+        amax = amax_of(x) if amax is None else amax.float()
+    codes, scales = laid_out_shapes(cast, block, dim, x.shape[1 - dim], x.shape[dim])
+    made = (
+        torch.empty(codes, dtype=cast.format.dtype or torch.uint8, device=x.device),
+        torch.empty(scales, dtype=cast.scale.storage.dtype, device=x.device),
+        torch.empty((), device=x.device),
+    )
+    _run(launches.of_layout(x, cast, block, dim, rounding_key(cast, key, x.device), amax, offset, made))
+    return made
+
+
 def unpack_(values: Tensor, data: Tensor, cast: Cast, dim: int, source: torch.dtype) -> None:
     """Writes values as :func:`lightning_lowbit.quant.packed.unpack_`; ``source`` is the packed tensor's dtype."""
     _run(launches.of_unpack(data, cast, dim, source, values))
@@ -147,7 +188,7 @@ def unpack_(values: Tensor, data: Tensor, cast: Cast, dim: int, source: torch.dt
 def _empty(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Memory for an operand: its values and its factor."""
     shape: tuple[int, ...] = ()
-    if cast.scale.block == "row":
+    if cast.scale.block == "row" or cast.scale.two_level == "row":
         shape = (1, x.shape[1]) if dim in (0, -2) else (x.shape[0], 1)
     return torch.empty(x.shape, dtype=dtype, device=x.device), torch.empty(shape, device=x.device)
 
@@ -210,7 +251,8 @@ def compiled_for(launch: Launch) -> dict[str, Any]:
     constants = {
         name: names[value] if isinstance(value, torch.dtype) else value for name, value in launch.constants.items()
     }
-    return constants if launch.kernel in ("measure", "pack_blocks") else {**constants, "INTERPRETED": interpreted}
+    narrows = any(name.startswith("DTYPE") for name in constants)
+    return {**constants, "INTERPRETED": interpreted} if narrows else constants
 
 
 def options_of(launch: Launch) -> dict[str, Any]:

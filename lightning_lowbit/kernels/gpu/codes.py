@@ -6,15 +6,8 @@ A program takes ``[blocks, rows of a block, blocks, columns of a block]``, of wh
 import triton
 import triton.language as tl
 
-from lightning_lowbit.kernels.gpu.device import (
-    bits_of,
-    block_scales,
-    float_of,
-    magnitude_bits,
-    stored,
-    stored_scales,
-    tensor_scales,
-)
+from lightning_lowbit.kernels.gpu.device import bits_of, float_of, magnitude_bits, stored
+from lightning_lowbit.kernels.gpu.scales import block_scales, stored_scales, tensor_scales
 from lightning_lowbit.kernels.gpu.tiles import block_places, load_elements, round_at, tile_places
 
 _NAN = tl.constexpr(127)  # of a magnitude in 7 bits
@@ -31,6 +24,15 @@ def _code_of_magnitude(value, GRID: tl.constexpr):
 
 
 @triton.jit
+def _code_of_scale(scale, CAST: tl.constexpr):
+    """Scales of one byte."""
+    if CAST.scale == "e8m0":
+        return (bits_of(scale) >> 23) & 0xFF
+    else:
+        return _code_of_magnitude(scale, CAST.storage)
+
+
+@triton.jit
 def _magnitude_of_code(code, GRID: tl.constexpr):
     least: tl.constexpr = (GRID.min_exponent + 127) << 23
     word = code << (23 - GRID.mantissa_bits)
@@ -40,9 +42,12 @@ def _magnitude_of_code(code, GRID: tl.constexpr):
 
 @triton.jit
 def _code_of(value, GRID: tl.constexpr, CODING: tl.constexpr, BITS: tl.constexpr):
-    if CODING == "sign-magnitude":
-        code = _code_of_magnitude(value, GRID) & ((1 << (BITS - 1)) - 1)
-        return tl.where(value < 0, code | (1 << (BITS - 1)), code)
+    if CODING == "sign-magnitude":  # a product with a power of two leaves the format's exponent in that of float32
+        bits = bits_of(value * 2.0 ** (-126 - GRID.min_exponent))
+        code = (bits >> (23 - GRID.mantissa_bits)) & ((1 << (BITS - 1)) - 1)
+        if BITS == 8:
+            code = tl.where(value == value, code, _NAN)
+        return code | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))
     else:
         whole = tl.where(value == value, value, 0.0).to(tl.int32)
         if CODING == "offset":
@@ -107,7 +112,7 @@ def pack_blocks(
     encode, decode = tensor_scales(amax, CAST)
     if tl.program_id(0) == 0:
         tl.store(factor, decode)
-    scales, by, zeros = block_scales(elements, mask, encode, decode, CAST)
+    scales, by, zeros = block_scales(elements, mask, encode, decode, 0, key, CAST)
     width = tl.cdiv(columns, SIDES[1]) * SIDES[1]
     rounded = round_at(elements, 1.0, by, zeros, row, column, key, offset, width, CAST)
     shape: tl.constexpr = (BLOCKS[0], SIDES[0], BLOCKS[1], SIDES[1])
@@ -128,10 +133,74 @@ def pack_blocks(
         for byte_of in tl.static_range(4):
             part = (bits_of(stored_scale) >> (8 * byte_of)) & 0xFF
             tl.store(scales_at + place * 4 + byte_of, part.to(tl.uint8), mask=is_block)
-    elif CAST.scale == "e8m0":
-        tl.store(scales_at + place, ((bits_of(stored_scale) >> 23) & 0xFF).to(tl.uint8), mask=is_block)
     else:
-        tl.store(scales_at + place, _code_of_magnitude(stored_scale, CAST.storage).to(tl.uint8), mask=is_block)
+        tl.store(scales_at + place, _code_of_scale(stored_scale, CAST).to(tl.uint8), mask=is_block)
+
+
+@triton.jit
+def lay_out_blocks(
+    x,
+    codes,
+    scales_at,
+    factor,
+    amax,
+    key,
+    offset,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    CAST: tl.constexpr,
+    CODING: tl.constexpr,
+    BITS: tl.constexpr,
+    SIDES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    DIM: tl.constexpr,
+    SCALED: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Codes and scales as kernels/layout.py has them, with the contraction axis in the columns.
+
+    Sizes, strides and ``SIDES`` are those of the matrix, or with ``DIM`` 0 of its transpose. A scale is of ``SCALED``
+    elements; codes are zero up to multiples of ``PADDED``. Programs cover whole tiles of scales.
+    """
+    across = tl.cdiv(columns, 4 * SCALED)
+    down, right, row, column = block_places(across * (4 * SCALED), SIDES, SIDES, BLOCKS)
+    mask = (row < rows) & (column < columns)
+    elements = load_elements(x, row, column, row_stride, column_stride, mask)
+
+    encode, decode = tensor_scales(amax, CAST)
+    if tl.program_id(0) == 0:
+        tl.store(factor, decode)
+    scales, by, zeros = block_scales(elements, mask, encode, decode, 0, key, CAST)
+    if DIM == 1:
+        width = tl.cdiv(columns, SIDES[1]) * SIDES[1]
+        rounded = round_at(elements, 1.0, by, zeros, row, column, key, offset, width, CAST)
+    else:
+        width = tl.cdiv(rows, SIDES[0]) * SIDES[0]
+        rounded = round_at(elements, 1.0, by, zeros, column, row, key, offset, width, CAST)
+    shape: tl.constexpr = (BLOCKS[0], SIDES[0], BLOCKS[1], SIDES[1])
+    code = tl.where(mask, _code_of(rounded, CAST.elements, CODING, BITS), 0)
+    joined = _joined(code, BITS, shape)
+    count: tl.constexpr = 8 // BITS
+    wide: tl.constexpr = SIDES[1] * BLOCKS[1] // count
+    all_bytes = tl.cdiv(columns, PADDED[1]) * PADDED[1] // count
+    byte_row = down * (BLOCKS[0] * SIDES[0]) + tl.arange(0, BLOCKS[0] * SIDES[0])[:, None]
+    byte = right * wide + tl.arange(0, wide)[None, :]
+    is_byte = (byte_row < tl.cdiv(rows, PADDED[0]) * PADDED[0]) & (byte < all_bytes)
+    tl.store(codes + (byte_row.to(tl.int64) * all_bytes + byte), joined.to(tl.uint8), mask=is_byte)
+
+    code = _code_of_scale(stored_scales(scales, CAST), CAST)
+    per_block: tl.constexpr = SIDES[1] // SCALED
+    first = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * per_block
+    of_row = down * (BLOCKS[0] * SIDES[0]) + tl.arange(0, BLOCKS[0])[:, None, None, None] * SIDES[0]
+    of_row += tl.arange(0, SIDES[0])[None, :, None, None]
+    block = first + tl.arange(0, per_block)[None, None, None, :]
+    code = tl.where((of_row < rows) & (block * SCALED < columns), code, 0)
+    tile = (of_row // 128).to(tl.int64) * across + block // 4
+    place = tile * 512 + (of_row % 32 * 16 + of_row % 128 // 32 * 4 + block % 4)
+    is_place = (of_row < tl.cdiv(rows, 128) * 128) & (block < across * 4)
+    tl.store(scales_at + place, code.to(tl.uint8), mask=is_place)
 
 
 @triton.jit

@@ -21,12 +21,12 @@ class Constants(NamedTuple):
     """A cast. ``size`` is the numerator of fp32 scales, ``top`` that of the tensor's scale.
 
     ``threshold`` is the fraction of a significand, in units of 2^-23, from which an e8m0 scale is one power of two
-    larger, and ``exponent`` that of the largest element.
+    larger, and ``exponent`` that of the largest element. ``group`` counts blocks, 0 for scales that are not corrected.
     """
 
     elements: Grid
     stochastic: bool
-    scale: str  # "exmy", "e8m0" or "fp32"
+    scale: str  # "exmy", "e8m0", "bf16", "fp16" or "fp32"
     storage: Grid
     up: bool
     power_of_two: bool
@@ -37,7 +37,10 @@ class Constants(NamedTuple):
     size: float
     factor: float
     epsilon: float
-    two_level: bool
+    two_level: bool  # of the tensor
+    by_row: bool  # a second level of rows
+    drawn: bool  # whether scales round stochastically
+    group: int
     top: float
     prescale: float
     four_over_six: str
@@ -57,7 +60,7 @@ def constants_of(cast: Cast) -> Constants:
     return Constants(
         elements=_grid(cast.grid),
         stochastic=cast.rounding == "stochastic",
-        scale=scale.format if scale.format in ("e8m0", "fp32") else "exmy",
+        scale=scale.format if scale.format in ("e8m0", "bf16", "fp16", "fp32") else "exmy",
         storage=_grid(scale.storage),
         up=scale.rounding == "up",
         power_of_two=scale.rounding == "power_of_two",
@@ -69,7 +72,10 @@ def constants_of(cast: Cast) -> Constants:
         factor=float(scale.factor),
         epsilon=float(scale.epsilon),
         two_level=scale.two_level is True,
-        top=scale.largest * element.max if scale.two_level else 1.0,
+        by_row=scale.two_level == "row",
+        drawn=scale.rounding == "stochastic",
+        group=scale.correction // scale.block if scale.correction and isinstance(scale.block, int) else 0,
+        top=scale.largest * element.max / scale.factor if scale.two_level else 1.0,
         prescale=float(scale.prescale),
         four_over_six=scale.four_over_six or "",
         is_tensor=scale.block == "tensor",

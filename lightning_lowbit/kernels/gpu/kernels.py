@@ -7,25 +7,22 @@ Of a matrix, a program takes a tile, or some blocks in a tile whose sides are po
 import triton
 import triton.language as tl
 
+from lightning_lowbit.kernels.gpu.codes import lay_out_blocks as lay_out_blocks
 from lightning_lowbit.kernels.gpu.codes import pack_blocks as pack_blocks
 from lightning_lowbit.kernels.gpu.codes import unpack_blocks as unpack_blocks
-from lightning_lowbit.kernels.gpu.device import (
+from lightning_lowbit.kernels.gpu.device import float_of, halves, magnitude_bits, place_of, stored, widen
+from lightning_lowbit.kernels.gpu.scales import (
     block_scales,
     encode_factor,
-    float_of,
-    halves,
-    magnitude_bits,
-    place_of,
+    levels_of,
     round_elements,
     scales_of,
     span_of,
-    stored,
     stored_scales,
     tensor_scales,
-    widen,
     zero_points,
 )
-from lightning_lowbit.kernels.gpu.tiles import block_places, load_elements, round_at, tile_places
+from lightning_lowbit.kernels.gpu.tiles import block_places, first_index, load_elements, round_at, tile_places
 
 
 @triton.jit
@@ -49,7 +46,7 @@ def cast_blocks(
     INTERPRETED: tl.constexpr,
 ):
     """Scales per block of ``SIDES``, of which a program has ``BLOCKS``."""
-    _, _, row, column = block_places(columns, SIDES, PADDED, BLOCKS)
+    down, right, row, column = block_places(columns, SIDES, PADDED, BLOCKS)
     is_row, is_column = row < rows, column < columns
     if SIDES[0] != PADDED[0]:
         is_row &= tl.arange(0, PADDED[0])[None, :, None, None] < SIDES[0]
@@ -58,11 +55,21 @@ def cast_blocks(
     mask = is_row & is_column
     elements = load_elements(x, row, column, row_stride, column_stride, mask)
 
-    encode, decode = tensor_scales(amax, CAST)
-    if tl.program_id(0) == 0:
-        tl.store(factor, decode)
-    scales, by, zeros = block_scales(elements, mask, encode, decode, CAST)
+    if CAST.by_row and SIDES[0] == 1:
+        line = down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]
+        encode, decode = levels_of(tl.load(amax + line, mask=line < rows, other=0.0), CAST)
+        tl.store(factor + line, decode, mask=(line < rows) & (right == 0))
+    elif CAST.by_row:
+        line = right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]
+        encode, decode = levels_of(tl.load(amax + line, mask=line < columns, other=0.0), CAST)
+        tl.store(factor + line, decode, mask=(line < columns) & (down == 0))
+    else:
+        encode, decode = tensor_scales(amax, CAST)
+        if tl.program_id(0) == 0:
+            tl.store(factor, decode)
     width = tl.cdiv(columns, SIDES[1]) * SIDES[1]
+    index = first_index(down, right, offset, width, SIDES, BLOCKS)
+    scales, by, zeros = block_scales(elements, mask, encode, decode, index, key, CAST)
     result = round_at(elements, scales, by, zeros, row, column, key, offset, width, CAST)
     result = stored(result, THROUGH, DTYPE, INTERPRETED)
     tl.store(values + (row.to(tl.int64) * columns + column), result, mask=mask)
@@ -256,7 +263,7 @@ def _cast_tile(elements, mask, row, column, stride, factor, amax, key, CAST: tl.
     if tl.program_id(0) == 0:
         tl.store(factor, decode)
     blocks = tl.reshape(elements, SHAPE)
-    scales, by, zeros = block_scales(blocks, tl.reshape(mask, SHAPE), encode, decode, CAST)
+    scales, by, zeros = block_scales(blocks, tl.reshape(mask, SHAPE), encode, decode, 0, key, CAST)
     low, high = halves(key, CAST)
     index = row.to(tl.uint32) * tl.cast(stride, tl.uint32) + column.to(tl.uint32)
     result = round_elements(blocks, scales, by, zeros, tl.reshape(index, SHAPE), low, high, CAST)

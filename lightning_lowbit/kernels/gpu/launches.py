@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels.gpu.constants import constants_of
+from lightning_lowbit.kernels.layout import block_shape, multiples, round_up
 from lightning_lowbit.quant.blocks import ALL, Tile, tile_of
 from lightning_lowbit.quant.cast import Cast
 from lightning_lowbit.quant.operand import is_rounded
@@ -42,13 +43,13 @@ def of_cast(
 ) -> Launch:
     """Writes the operand ``values`` and its ``factor``; ``sums`` are those of :func:`of_sums`."""
     tile = tile_of(cast, dim, x.dim())
-    if cast.rounding == "nearest":
+    if not cast.draws:
         key = offset = None
     arguments = {
         "x": x,
         "values": as_bytes(values),
         "factor": factor,
-        "amax": amax if cast.scale.needs_amax else None,
+        "amax": amax if cast.scale.needs_amax or cast.scale.two_level == "row" else None,
         "key": key,
         "offset": offset,
         **_layout(x),
@@ -67,6 +68,8 @@ def of_cast(
         )
     padded, is_light = padded_sides(tile), cast.rounding == "nearest" and cast.scale.four_over_six is None
     rows, columns, warps = _block_tile(x, padded, is_light)
+    if group := cast.scale.correction:  # whole groups in a program
+        rows, columns, warps = (group, 2048 // group, 4) if tile[1] == 1 else (2048 // group, group, 4)
     blocks = rows // padded[0], columns // padded[1]
     programs = _programs(x, (tile[0] * blocks[0], tile[1] * blocks[1]))
     through = x.dtype if is_rounded(x.dtype, cast) else values.dtype
@@ -124,6 +127,39 @@ def of_pack(
     # Elements are rounded alone; scales go beside them.
     constants = {"CAST": constants_of(cast)._replace(scaled=False), "SIDES": sides, "BLOCKS": blocks, **_coding(cast)}
     return Launch("pack_blocks", _programs(x, (rows, columns)), arguments, constants, warps)
+
+
+def of_layout(
+    x: Tensor,
+    cast: Cast,
+    block: int,
+    dim: int,
+    key: Tensor | None,
+    amax: Tensor | None,
+    offset: Tensor | None,
+    made: tuple[Tensor, Tensor, Tensor],
+) -> Launch:
+    """Writes codes, scales and the scale of the matrix as :mod:`lightning_lowbit.kernels.layout` has them."""
+    sides, matrix = block_shape(cast, dim), x if dim == 1 else x.t()
+    rows, columns, warps = _block_tile(matrix, sides, is_light=False)
+    codes, scales, factor = made
+    keyed = cast.rounding == "stochastic"
+    if is_transposed(matrix) and sides[0] <= 64 and sides[1] <= 32:  # blocks of a row lie in one thread
+        rows, columns, warps = 64, 32, 2 if keyed or cast.scale.four_over_six is not None else 1
+    arguments = {
+        "x": x,
+        "codes": as_bytes(codes),
+        "scales_at": scales.view(torch.uint8),
+        "factor": factor,
+        "amax": amax if cast.scale.needs_amax else None,
+        "key": key if keyed else None,
+        "offset": offset if keyed else None,
+        **_layout(matrix),
+    }
+    constants = {"CAST": constants_of(cast)._replace(scaled=False), "SIDES": sides, **_coding(cast)}
+    constants |= {"BLOCKS": (rows // sides[0], columns // sides[1]), "DIM": dim, "SCALED": block, "PADDED": multiples()}
+    programs = -(-round_up(matrix.shape[0], 128) // rows) * -(-round_up(matrix.shape[1], 4 * block) // columns)
+    return Launch("lay_out_blocks", programs, arguments, constants, warps)
 
 
 def of_unpack(data: Tensor, cast: Cast, dim: int, source: torch.dtype, values: Tensor) -> Launch:

@@ -6,7 +6,8 @@ Blocks are ``[blocks, rows of a block, blocks, columns of a block]``. What lies 
 import triton
 import triton.language as tl
 
-from lightning_lowbit.kernels.gpu.device import halves, place_of, round_elements, widen
+from lightning_lowbit.kernels.gpu.device import halves, place_of, widen
+from lightning_lowbit.kernels.gpu.scales import round_elements
 
 
 @triton.jit
@@ -29,6 +30,15 @@ def block_places(columns, SIDES: tl.constexpr, PADDED: tl.constexpr, BLOCKS: tl.
     row += tl.arange(0, PADDED[0])[None, :, None, None]
     column += tl.arange(0, PADDED[1])[None, None, None, :]
     return down, right, row, column
+
+
+@triton.jit
+def first_index(down, right, offset, width, SIDES: tl.constexpr, BLOCKS: tl.constexpr):
+    """The index of the first element of each block in a matrix whose rows count ``width`` random numbers, uint32."""
+    row = (down * BLOCKS[0] + tl.arange(0, BLOCKS[0])[:, None, None, None]) * SIDES[0]
+    column = (right * BLOCKS[1] + tl.arange(0, BLOCKS[1])[None, None, :, None]) * SIDES[1]
+    stride, first = place_of(offset, width)
+    return row.to(tl.uint32) * stride + column.to(tl.uint32) + first
 
 
 @triton.jit

@@ -4,37 +4,17 @@ All are "TN": both operands have the contraction axis in their rows of memory, s
 across it are transposed physically (:mod:`.operand`). Sizes are padded with zeros, whose products are zero.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from lightning_lowbit.compilation import counted_as
-from lightning_lowbit.nn.native.layout import outer_major, pack_codes, pad, round_up, swizzle
-from lightning_lowbit.nn.native.operand import BlockOperand, has_tiles, repeated
+from lightning_lowbit.kernels.layout import outer_major, pad, repeated, round_up
+from lightning_lowbit.nn.native.operand import BlockOperand, has_tiles
 from lightning_lowbit.nn.native.table import NATIVE
 
 _RECIPES = {"nvfp4": ScalingType.BlockWise1x16, "mxfp4": ScalingType.BlockWise1x32, "mxfp8": ScalingType.BlockWise1x32}
-
-
-class Demands(NamedTuple):
-    """What a GEMM asks of sizes: multiples of rows, columns and the contraction axis."""
-
-    rows: int
-    columns: int
-    inner: int
-
-
-def demands(kind: str, tiles: bool = False, amd: bool = False) -> Demands:
-    """The multiples to which sizes are padded; with ``tiles``, the right operand has scales of 128 x 128."""
-    if amd:
-        return Demands(32, 32, 128)
-    if kind == "fp8-blockwise":
-        return Demands(16, 128 if tiles else 16, 128)
-    # A row of memory is a multiple of 16 bytes, which are 32 elements of 4 bits.
-    return Demands(1, 16, 32)
 
 
 def results(kind: str) -> tuple[torch.dtype, ...]:
@@ -48,56 +28,48 @@ def block_product(left: BlockOperand, right: BlockOperand, dtype: torch.dtype) -
     ``dtype`` is that of the result if nothing is left to be done with it. If factors are left it is float32, or
     ``dtype`` where the GEMM gives no float32.
     """
-    kind, (rows, inner), columns = left.kind, left.values.shape, len(right.values)
+    kind, (rows, inner), columns = left.kind, left.size, right.size[0]
     inside = kind == "nvfp4"  # its GEMM multiplies the product of two factors in
     factors = [] if inside else [factor for factor in (left.factor, right.factor) if factor is not None]
     if factors and torch.float32 in results(kind):
         dtype = torch.float32
     if 0 in (rows, inner, columns):
-        return left.values.new_zeros((rows, columns), dtype=dtype), factors
+        return left.scales.new_zeros((rows, columns), dtype=dtype), factors
     with counted_as(rows, inner, columns):
-        product = _scaled_mm(left, right, dtype)[:rows, :columns]
+        made = _of_blocks_of_128 if kind == "fp8-blockwise" else _scaled_mm
+        product = made(left, right, dtype)[:rows, :columns]
     return product.contiguous(), factors
 
 
 def _scaled_mm(left: BlockOperand, right: BlockOperand, dtype: torch.dtype) -> Tensor:
     kind, amd = left.kind, torch.version.hip is not None
-    if kind == "fp8-blockwise":
-        return _of_blocks_of_128(left, right, dtype)
-    multiples = demands(kind, amd=amd)
     recipes, swizzles = [_RECIPES[kind]], [SwizzleType.NO_SWIZZLE if amd else SwizzleType.SWIZZLE_32_4_4]
     if kind == "nvfp4":  # the second level
         recipes, swizzles = [*recipes, ScalingType.TensorWise], [*swizzles, SwizzleType.NO_SWIZZLE]
-    prepared = [_prepared(*pair, multiples.inner, amd) for pair in ((left, multiples.rows), (right, multiples.columns))]
-    (a, scales_a), (b, scales_b) = prepared
+    (a, scales_a), (b, scales_b) = (taken(operand) for operand in (left, right))
     return F.scaled_mm(a, b.t(), scales_a, recipes, scales_b, recipes, swizzles, swizzles, output_dtype=dtype)
 
 
-def _prepared(operand: BlockOperand, rows: int, inner: int, amd: bool) -> tuple[Tensor, list[Tensor]]:
-    """Codes, padded and packed, and scales of both levels."""
-    block = NATIVE[operand.kind].block
-    assert block is not None
-    values = pad(operand.values, -len(operand.values) % rows, -operand.values.shape[1] % inner)
-    missing = values.shape[1] // block - operand.scales.shape[1]
-    scales = pad(operand.scales, len(values) - len(operand.scales), missing)
-    levels = [scales if amd else swizzle(scales)]
+def taken(operand: BlockOperand) -> tuple[Tensor, list[Tensor]]:
+    """Elements, and scales of both levels, in the dtypes and shapes that ``scaled_mm`` takes."""
+    values, levels = operand.values, [operand.scales]
+    if torch.version.hip is not None:
+        levels = [operand.scales.view(len(values), -1)]
     if operand.kind == "nvfp4":
-        one = torch.ones((), device=values.device)
-        levels.append(one if operand.factor is None else operand.factor)
-    return pack_codes(values) if values.dtype == torch.uint8 else values, levels
+        levels.append(torch.ones((), device=values.device) if operand.factor is None else operand.factor)
+    return values.view(torch.float4_e2m1fn_x2) if values.dtype == torch.uint8 else values, levels
 
 
 def _of_blocks_of_128(left: BlockOperand, right: BlockOperand, dtype: torch.dtype) -> Tensor:
     """1x128 · 1x128, 1x128 · 128x128 or 128x128 · 1x128. There is no GEMM of two operands in tiles: the scales of the
     left one are repeated."""
     if has_tiles(left) and has_tiles(right):
-        left = left._replace(scales=repeated(left.scales, len(left.values), left.scales.shape[1], 128, 1))
+        left = left._replace(scales=repeated(left.scales, left.size[0], left.scales.shape[1], 128, 1))
     elif has_tiles(left):
         return _of_blocks_of_128(right, left, dtype).t()
-    multiples = demands(left.kind, has_tiles(right))
     (a, scales_a), (b, scales_b) = (
-        (pad(operand.values, -len(operand.values) % rows, -operand.values.shape[1] % multiples.inner), operand.scales)
-        for operand, rows in ((left, multiples.rows), (right, multiples.columns))
+        (pad(operand.values, -operand.size[0] % rows, -operand.size[1] % 128), operand.scales)
+        for operand, rows in ((left, 16), (right, 128 if has_tiles(right) else 16))
     )
     recipe = ScalingType.BlockWise1x128
     other, blocks = recipe, scales_b.shape[1]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_lowbit.kernels.layout import block_shape
 from lightning_lowbit.quant import Cast
 
 _ALL_RESULTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -114,15 +115,6 @@ def _has_blocks(cast: Cast, dim: int, native: NativeGemm) -> bool:
         return False  # one factor per matrix; scales that elements are rounded with
     exact = cast.fits_bfloat16 or not cast.round_to_bfloat16  # the GEMM does not round products of elements and scales
     return exact and block_shape(cast, dim)[1] % native.block == 0
-
-
-def block_shape(cast: Cast, dim: int) -> tuple[int, int]:
-    """The sides of a block across and along dimension ``dim`` of a matrix."""
-    block = cast.scale.block
-    if isinstance(block, tuple):
-        return block[1 - dim], block[dim]
-    assert isinstance(block, int)
-    return 1, block
 
 
 def _fp8(left: Cast, right: Cast) -> bool:

@@ -1,16 +1,11 @@
-"""What native block-scaled GEMMs should take, predicted from bytes and FLOPs: nothing here runs on a GPU.
+"""What native block-scaled GEMMs should take, predicted: nothing here runs on a GPU.
 
     python -m tests.benchmarks.native.gemms
 
 A linear layer's pass and gradients have three GEMMs and six casts. A GEMM takes the larger of FLOPs over the peak and
-bytes over the bandwidth of a data sheet; a cast takes its bytes over the bandwidth. Latencies, launches and everything
-else are left out. Three ways:
-
-    emulated            casts as the kernels make them (values in bfloat16, float32 for blocks of 128), GEMMs of these
-    native, one kernel  each cast reads its operand once and writes codes and scales as the GEMM takes them; there is no
-                        such kernel yet: the least that is possible
-    native, as it is    the bytes that the code of today reads and writes, counted on a CPU: what Inductor compiles is
-                        counted as one kernel, which reads its arguments once
+bytes over the bandwidth of a data sheet; a cast takes the largest bound of its kernel, as in
+:mod:`tests.benchmarks.kernels`; for blocks of 128, whose native operands plain code makes, the bytes that this reads
+and writes over the bandwidth. Latencies, launches and everything else are left out.
 """
 
 from typing import Any
@@ -22,16 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import Cast, LinearCasts
 from lightning_lowbit.compilation import backend
+from lightning_lowbit.kernels import layout
 from lightning_lowbit.metrics.devices import PEAKS
-from lightning_lowbit.nn.native import layout, operand
-from lightning_lowbit.nn.native.gemms import _prepared, demands
 from lightning_lowbit.nn.native.operand import block_operand
+from lightning_lowbit.nn.native.table import NATIVE
 from lightning_lowbit.nn.plan import CONTRACTION, GEMM, OPERANDS
 from lightning_lowbit.quant import scaling
+from tests.benchmarks import kernels
 
 TOKENS, INPUTS, OUTPUTS = 8192, 4096, 4096
 SIZES = {"x": TOKENS * INPUTS, "w": OUTPUTS * INPUTS, "g": TOKENS * OUTPUTS}
-BANDWIDTH = {"H100": 3.35e12, "B200": 8e12}
 # By kind: the device, and the arithmetic of its native and its emulated GEMM. Float32 products run in TF32 at most.
 KINDS = {
     "nvfp4": ("B200", "float4", "bfloat16"),
@@ -44,7 +39,7 @@ FLOAT32 = {"H100": 67e12, "B200": 80e12}
 class Bytes(TorchDispatchMode):
     """Counts the bytes that operations read and write; views cost nothing, and compiled functions are one operation."""
 
-    COMPILED = ((scaling, "block_scales"), (operand, "round_codes"), (layout, "join_pairs"))
+    COMPILED = ((scaling, "block_scales"), (layout, "_round_codes"), (layout, "_join_pairs"))
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,22 +76,12 @@ class Bytes(TorchDispatchMode):
         return out
 
 
-def bytes_as_it_is(cast: Cast, kind: str, dim: int) -> float:
-    """Bytes per element of an operand's way to the GEMM, packed and swizzled."""
+def bytes_of_plain_code(cast: Cast, kind: str, dim: int) -> float:
+    """Bytes per element of an operand's way to a native GEMM that has no kernel."""
     x, key = torch.randn(1024, 1024).bfloat16(), torch.tensor(1)
     with Bytes() as counted, backend("eager"):
-        made = block_operand(x, cast, kind, dim, key)
-        if kind != "fp8-blockwise":  # whose codes lie as they are made, and whose scales are few
-            _prepared(made, 16, demands(kind).inner, amd=False)
+        block_operand(x, cast, kind, dim, key)
     return counted.count / x.numel()
-
-
-def least_bytes(cast: Cast) -> float:
-    return 2 + (2 if cast.scale.needs_amax else 0) + cast.bits / 8
-
-
-def emulated_bytes(cast: Cast) -> float:
-    return 2 + (2 if cast.scale.needs_amax else 0) + (2 if cast.fits_bfloat16 else 4)
 
 
 def gemms(device: str, arithmetic: str, bytes_per_element: float) -> float:
@@ -104,30 +89,42 @@ def gemms(device: str, arithmetic: str, bytes_per_element: float) -> float:
     peak = FLOAT32[device] if arithmetic == "float32" else PEAKS[device][arithmetic]
     flops, total = 2 * TOKENS * INPUTS * OUTPUTS, sum(SIZES.values())
     memory = [(total - SIZES[of]) * bytes_per_element + SIZES[of] * 2 for of in ("g", "x", "w")]  # of y, dx and dw
-    return sum(max(flops / peak, each / BANDWIDTH[device]) for each in memory)
+    return sum(max(flops / peak, each / card_of(device).bandwidth) for each in memory)
+
+
+def card_of(device: str) -> kernels.Gpu:
+    return next(card for card in kernels.GPUS if card.name.startswith(device))
 
 
 def main() -> None:
-    print("| casts | on | bf16 | emulated | native, one kernel per cast | native, as it is | of that, casts |")
-    print("|---|---|---|---|---|---|---|")
-    for name, (device, native, emulated) in KINDS.items():
-        casts, bandwidth = LinearCasts.preset(name), BANDWIDTH[device]
-        seconds = {"bf16": gemms(device, "bfloat16", 2), "emulated": 0.0, "least": 0.0, "as it is": 0.0}
-        for name_of in OPERANDS:
-            cast, size = casts.cast_of(name_of), SIZES[name_of[-1]] / bandwidth
+    print("| casts | on | bf16 | emulated | of that, casts | native | of that, casts | and their least bytes |")
+    print("|---|---|---|---|---|---|---|---|")
+    for preset, (device, native, emulated) in KINDS.items():
+        casts, card = LinearCasts.preset(preset), card_of(device)
+        seconds = dict.fromkeys(("emulated", "native", "least"), 0.0)
+        measured = set()
+        for operand in OPERANDS:
+            cast, tensor, dim = casts.cast_of(operand), operand[-1], CONTRACTION[operand]
             assert cast is not None
-            seconds["emulated"] += size * emulated_bytes(cast)
-            seconds["least"] += size * least_bytes(cast)
-            kind = casts.native_gemms[GEMM[name_of]]
-            seconds["as it is"] += size * bytes_as_it_is(cast, kind, CONTRACTION[name_of])
-        in_casts = seconds["as it is"]
+            kind, size = casts.native_gemms[GEMM[operand]], SIZES[tensor]
+            block = NATIVE[kind].block
+            assert block is not None
+            seconds["emulated"] += size * kernels.least_seconds(kernels.launch_of(cast, dim), card)
+            if kind == "fp8-blockwise":
+                seconds["native"] += size * bytes_of_plain_code(cast, kind, dim) / card.bandwidth
+            else:
+                seconds["native"] += size * kernels.least_seconds(kernels.layout_of(cast, block, dim), card)
+            seconds["least"] += size * (2 + cast.bits / 8) / card.bandwidth
+            if cast.scale.needs_amax and tensor not in measured:
+                measured.add(tensor)
+                for way in seconds:
+                    seconds[way] += size * 2 / card.bandwidth
         cast = casts.cast_of("fprop_x")
         assert cast is not None
-        seconds["emulated"] += gemms(device, emulated, 2 if cast.fits_bfloat16 else 4)
-        for way in ("least", "as it is"):
-            seconds[way] += gemms(device, native, cast.bits / 8)
-        columns = [f"{1e3 * each:.2f}" for each in (*seconds.values(), in_casts)]
-        print(f"| `{name}` | {device} | {' | '.join(columns)} |")
+        of_emulated = gemms(device, emulated, 2 if cast.fits_bfloat16 else 4)
+        columns = [gemms(device, "bfloat16", 2), seconds["emulated"] + of_emulated, seconds["emulated"]]
+        columns += [seconds["native"] + gemms(device, native, cast.bits / 8), seconds["native"], seconds["least"]]
+        print(f"| `{preset}` | {device} | {' | '.join(f'{1e3 * each:.2f}' for each in columns)} |")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,8 @@
 // reduced over each tile, become scales, and the elements are read again and rounded. Threads share no rectangle, and no
 // result depends on their number.
 
-#include <type_traits>
-#include <vector>
-
 #include "codes.h"
-#include "peaks.h"
+#include "scales.h"
 
 // What a call writes: as casts.py declares it.
 struct Output {
@@ -21,139 +18,6 @@ struct Output {
 };
 
 namespace {
-
-template <class T>
-T *buffer(size_t size, int which) {
-    static thread_local std::vector<T> buffers[4];
-    if (buffers[which].size() < size + kLanes) buffers[which].resize(size + kLanes);
-    return buffers[which].data();
-}
-
-// Part of a matrix in whole tiles: one tile high, `columns` wide.
-template <class In>
-struct Strip {
-    const In *x;
-    int64_t stride, rows, columns, row, column;
-
-    int count(int64_t at) const { return int(columns - at < kLanes ? columns - at : kLanes); }
-};
-
-struct Scales {
-    float *encode, *stored;
-    int64_t columns_per_entry;  // a multiple of kLanes, or 1
-};
-
-// The largest magnitude of each tile of a strip.
-template <class In>
-void block_peaks(const Strip<In> &strip, int64_t width, int32_t *peaks) {
-    if (width == 1) {
-        for (int64_t at = 0; at < strip.columns; at += kLanes) {
-            I32 peak = peak_of_column(strip.x + at, strip.stride, strip.rows, strip.count(at));
-            memcpy(peaks + at, &peak, sizeof peak);
-        }
-    } else if (width % kLanes == 0) {
-        int64_t blocks = (strip.columns + width - 1) / width;
-        for (int64_t block = 0; block < blocks; block += kLanes) {
-            I32 of_blocks[kLanes] = {};
-            int64_t end = (block + kLanes) * width;
-            if constexpr (std::is_same<In, BF16>::value) {
-                if (end <= strip.columns && strip.rows == 1 && (width == 16 || width == 32)) {
-                    const In *x = strip.x + block * width;
-                    I32 largest = width == 16 ? largest_of_blocks<8>(x) : largest_of_blocks<16>(x);
-                    memcpy(peaks + block, &largest, sizeof largest);
-                    continue;
-                }
-            }
-            if (end <= strip.columns) {
-                for (int64_t row = 0; row < strip.rows; row++)
-                    for (int i = 0; i < kLanes; i++)
-                        for (const In *x = strip.x + row * strip.stride + (block + i) * width, *stop = x + width;
-                             x < stop; x += kLanes)
-                            of_blocks[i] = larger(of_blocks[i], (I32)magnitude(load(x)));
-            } else {
-                for (int64_t at = block * width; at < strip.columns; at += kLanes) {
-                    I32 &of_block = of_blocks[at / width - block];
-                    of_block = larger(of_block,
-                                      peak_of_column(strip.x + at, strip.stride, strip.rows, strip.count(at)));
-                }
-            }
-            I32 largest = largest_lanes(of_blocks);
-            memcpy(peaks + block, &largest, sizeof largest);
-        }
-    } else {
-        for (int64_t column = 0; column < strip.columns; column++) {
-            I32 peak = peak_of_column(strip.x + column, strip.stride, strip.rows, 1);
-            int32_t &of_block = peaks[column / width];
-            of_block = column % width == 0 || peak[0] > of_block ? peak[0] : of_block;
-        }
-    }
-}
-
-// Sums over tiles: rows, then columns, each in halves, so that the order is fixed.
-void add_halves(float *values, int64_t stride, int64_t count) {
-    int64_t half = 1;
-    while (half < count) half *= 2;
-    for (half /= 2; half > 0; half /= 2)
-        for (int64_t i = 0; i < half && i + half < count; i++) values[i * stride] += values[(i + half) * stride];
-}
-
-// Replaces the scales of blocks (6) by those of 4 where the error of the whole tile is smaller.
-template <class In>
-void choose_four(const Strip<In> &strip, int64_t width, const Plan &plan, Level level, float *six, const float *four) {
-    int64_t padded = strip.columns + kLanes;
-    float *gains = buffer<float>(strip.rows * padded, 3);
-    for (int64_t row = 0; row < strip.rows; row++) {
-        for (int64_t at = 0; at < strip.columns; at += kLanes) {
-            F32 x = load(strip.x + row * strip.stride + at, strip.count(at)), errors[2];
-            for (int i = 0; i < 2; i++) {
-                F32 scales;
-                for (int lane = 0; lane < kLanes; lane++) scales[lane] = (i ? six : four)[(at + lane) / width];
-                F32 codes = round_nearest(x * encode_factor(scales, level, plan), plan.element);
-                F32 difference = codes * (scales * level.decode) - x;
-                errors[i] = plan.four_over_six == kSquared ? difference * difference : magnitude(difference);
-            }
-            store(gains + row * padded + at, errors[0] - errors[1], strip.count(at));
-        }
-    }
-    for (int64_t at = 0; at < strip.columns; at += width) {
-        int64_t columns = strip.columns - at < width ? strip.columns - at : width;
-        for (int64_t i = 0; i < columns; i++) add_halves(gains + at + i, padded, strip.rows);
-        add_halves(gains + at, 1, columns);
-        if (gains[at] < 0.0f) six[at / width] = four[at / width];
-    }
-}
-
-// Scales of the tiles of a strip from its elements.
-template <class In>
-Scales scales_of_strip(const Strip<In> &strip, const Plan &plan, Level level) {
-    int64_t width = plan.tile_columns ? plan.tile_columns : (strip.columns + kLanes - 1) / kLanes * kLanes;
-    int64_t blocks = (strip.columns + width - 1) / width;
-    float *encode = buffer<float>(strip.columns + width, 0), *stored = buffer<float>(strip.columns + width, 1);
-    block_peaks(strip, width, buffer<int32_t>(blocks, 0));
-    float *scales = plan.four_over_six ? stored : encode, *four = encode;
-    for (int64_t at = 0; at < blocks; at += kLanes) {
-        F32 peaks = load((const float *)buffer<int32_t>(blocks, 0) + at);
-        if (plan.four_over_six) {
-            F32 wanted = peaks / plan.element.max * level.encode;
-            store(scales + at, select_nan(peaks, scale_exmy(wanted, plan)));
-            store(four + at, select_nan(peaks, scale_exmy(wanted * 1.5f, plan)));
-        } else {
-            store(scales + at, scales_of(peaks, level.encode, plan));
-        }
-    }
-    if (plan.four_over_six) choose_four(strip, width, plan, level, scales, four);
-    for (int64_t at = 0; at < blocks; at += kLanes) {
-        F32 of_blocks = load(scales + at);
-        store(encode + at, encode_factor(of_blocks, level, plan));
-        store(stored + at, stored_scale(of_blocks, plan));
-    }
-    if (width == 1 || width % kLanes == 0) return {encode, stored, width};
-    for (int64_t column = strip.columns - 1; column >= 0; column--) {  // one entry per column, from the last one
-        encode[column] = encode[column / width];
-        stored[column] = stored[column / width];
-    }
-    return {encode, stored, 1};
-}
 
 inline void put(int8_t *target, F32 value, int count) {
     I32 whole = __builtin_convertvector(value, I32);
@@ -241,8 +105,7 @@ void put_scales(const Strip<In> &strip, const Scales &scales, const Plan &plan, 
 }
 
 template <class In, class Out>
-void cast_strip(const Strip<In> &strip, const Plan &plan, const Output &output, Level level, const Scales *of_tensor) {
-    Scales scales = of_tensor ? *of_tensor : scales_of_strip(strip, plan, level);
+void round_tiles(const Strip<In> &strip, const Scales &scales, const Plan &plan, const Output &output) {
     using Round = void (*)(const Strip<In> &, const Scales &, const Plan &, const Output &);
     constexpr bool kBF16 = std::is_same<Out, BF16>::value;
     constexpr unsigned kExact = kBF16 ? 8 : 0;
@@ -257,37 +120,72 @@ void cast_strip(const Strip<In> &strip, const Plan &plan, const Output &output, 
     unsigned style = (plan.stochastic ? 1 : 0) + (plan.per_block ? 2 : 0) + (scales.columns_per_entry != 1 ? 4 : 0) +
                      (plan.exact ? 8 : 0);
     rounds[style](strip, scales, plan, output);
-    if (std::is_same<Out, Codes>::value) {
-        if (!of_tensor) put_scales(strip, scales, plan, output.codes);
-        return;
+}
+
+template <class In, class Out>
+void cast_strip(const Strip<In> &strip, const Plan &plan, const Output &output, const Levels &levels, const Draws &draws,
+                const Scales *of_tensor) {
+    if (of_tensor) return round_tiles<In, Out>(strip, *of_tensor, plan, output);
+    int64_t width = plan.tile_columns ? plan.tile_columns : (strip.columns + kLanes - 1) / kLanes * kLanes;
+    int64_t height = plan.correction ? plan.tile_rows : strip.rows, count = (strip.rows + height - 1) / height;
+    int64_t stride = strip.columns + width + kLanes;
+    float *encode = buffer<float>(count * stride, 0), *stored = buffer<float>(count * stride, 1);
+    for (int64_t i = 0; i < count; i++)
+        scales_of_tiles(strip.part(i * height, height), width, plan, levels, draws, encode + i * stride,
+                        stored + i * stride);
+    if (plan.correction) correct(strip, count, width, plan, draws, encode, stored, stride);
+    for (int64_t i = 0; i < count; i++) {
+        Strip<In> part = strip.part(i * height, height);
+        Scales scales = spread(encode + i * stride, stored + i * stride, part.columns, width);
+        round_tiles<In, Out>(part, scales, plan, output);
+        if (std::is_same<Out, Codes>::value) put_scales(part, scales, plan, output.codes);
+        if (std::is_same<Out, Codes>::value || plan.per_block) continue;
+        for (int64_t at = 0; at < (plan.tile_rows == 0 ? part.columns : 1); at++)
+            output.factor[plan.tile_rows == 0 ? part.column + at : part.row] = scales.stored[at] * levels.decode[0];
     }
-    if (plan.per_block || of_tensor) return;
-    if (plan.tile_rows == 0)
-        for (int64_t i = 0; i < strip.columns; i++) output.factor[strip.column + i] = scales.stored[i] * level.decode;
-    else
-        output.factor[strip.row] = scales.stored[0] * level.decode;
 }
 
 template <class In>
 void cast_all(const In *x, int64_t rows, int64_t columns, const float *amax, const Plan &plan, const Output &output,
               int threads) {
-    const bool is_tensor = plan.statistic != kBlockMax;
-    float peak = amax ? *amax : 0.0f;
-    if (amax == nullptr && (plan.two_level || plan.statistic == kTensorMax)) peak = amax_of(x, rows * columns, threads);
-    Level level = level_of(peak, plan);
+    const bool is_tensor = plan.statistic != kBlockMax, by_column = plan.two_level == kOfRows && plan.tile_columns == 1;
+    int64_t count = plan.two_level != kOfRows ? 1 : by_column ? columns : rows;
+    std::vector<float> peaks(count + kLanes), encodes(count + kLanes), decodes(count + kLanes);
+    if (amax)
+        peaks[0] = *amax;
+    else if (plan.two_level == kOfRows)
+        (by_column ? peaks_of_columns<In> : peaks_of_rows<In>)(x, rows, columns, peaks.data(), threads);
+    else if (plan.two_level || plan.statistic == kTensorMax)
+        peaks[0] = amax_of(x, rows * columns, threads);
+    for (int64_t at = 0; at < count; at += kLanes) {
+        Level level = level_of(load(peaks.data() + at), plan);
+        store(encodes.data() + at, level.encode);
+        store(decodes.data() + at, level.decode);
+    }
+    Draws draws = {};
+    if (plan.stochastic_scales) {
+        uint64_t key = key_of_scales(uint64_t(*output.key));
+        draws = {uint32_t(key), uint32_t(key >> 32), output.all_columns, output.first};
+    }
     float encode = 1.0f, stored = 1.0f;
     if (is_tensor) {
-        float statistic = plan.statistic == kTensorMax ? peak : mean_of(x, rows, columns, threads);
-        F32 scales = scales_of(all(statistic), level.encode, plan);
-        encode = encode_factor(scales, level, plan)[0], stored = stored_scale(scales, plan)[0];
+        float statistic = plan.statistic == kTensorMax ? peaks[0] : mean_of(x, rows, columns, threads);
+        U32 random = draws.at(0, 0, 0);
+        F32 scales = scales_of(all(statistic), all(encodes[0]), plan, plan.stochastic_scales ? &random : nullptr);
+        encode = encode_factor(scales, {all(encodes[0]), all(decodes[0])}, plan)[0];
+        stored = stored_scale(scales, plan)[0];
     }
     const Scales of_tensor = {&encode, &stored, (columns + kLanes) * kLanes};
-    if (output.factor && (is_tensor || plan.per_block || output.dtype == 3)) *output.factor = stored * level.decode;
+    if (output.factor && plan.two_level == kOfRows)
+        memcpy(output.factor, decodes.data(), sizeof(float) * count);
+    else if (output.factor && (is_tensor || plan.per_block || output.dtype == 3))
+        *output.factor = stored * decodes[0];
 
-    // Rectangles of whole tiles: strips of one tile each, some rows of strips that are one row high.
-    int64_t tile_rows = is_tensor ? 8 : plan.tile_rows ? plan.tile_rows : rows, height = tile_rows > 1 ? tile_rows : 8;
-    int64_t width = tile_rows > 64 ? 64 : kPanel, side = is_tensor ? 1 : plan.tile_columns ? plan.tile_columns : columns;
-    width = (width + side - 1) / side * side;
+    // Rectangles of whole tiles, or of whole groups of them: strips of one, some rows of strips that are one row high.
+    int64_t side = is_tensor ? 1 : plan.tile_columns ? plan.tile_columns : columns;
+    int64_t step = is_tensor ? 8 : plan.tile_rows ? plan.tile_rows : rows;
+    if (plan.correction) (plan.tile_columns == 1 ? step : side) = plan.correction;
+    int64_t height = step > 1 ? step : 8, width = ((step > 64 ? 64 : kPanel) + side - 1) / side * side;
     int64_t down = (rows + height - 1) / height, across = (columns + width - 1) / width;
     auto cast = output.dtype == 0   ? cast_strip<In, float>
                 : output.dtype == 1 ? cast_strip<In, BF16>
@@ -297,10 +195,12 @@ void cast_all(const In *x, int64_t rows, int64_t columns, const float *amax, con
     for (int64_t part = 0; part < down * across; part++) {
         int64_t left = part % across * width, top = part / across * height;
         int64_t bottom = top + height < rows ? top + height : rows;
-        for (int64_t row = top; row < bottom; row += tile_rows) {
-            Strip<In> strip = {x + row * columns + left, columns, row + tile_rows < bottom ? tile_rows : bottom - row,
+        for (int64_t row = top; row < bottom; row += step) {
+            Strip<In> strip = {x + row * columns + left, columns, row + step < bottom ? step : bottom - row,
                                left + width < columns ? width : columns - left, row, left};
-            cast(strip, plan, output, level, is_tensor ? &of_tensor : nullptr);
+            int64_t place = plan.two_level != kOfRows ? 0 : by_column ? left : row;
+            Levels levels = {encodes.data() + place, decodes.data() + place, by_column};
+            cast(strip, plan, output, levels, draws, is_tensor ? &of_tensor : nullptr);
         }
     }
 }

@@ -7,7 +7,7 @@
 inline U32 lengthen(U8 codes) { return __builtin_convertvector(__builtin_convertvector(codes, U16), U32); }
 
 // What the codes of a format mean: a sign and a magnitude, whole numbers, numbers above -max; and codes of scales alone.
-enum Coding : int32_t { kSignMagnitude, kTwosComplement, kOffset, kUnsigned, kExponent, kWord };
+enum Coding : int32_t { kSignMagnitude, kTwosComplement, kOffset, kUnsigned, kExponent, kWord, kBF16Word, kFP16Word };
 
 // Elements as codes of `bits`, which `output.values` points to, and block scales as codes, one of a tile after the other.
 struct Codes {
@@ -101,6 +101,11 @@ inline void put_scale(const Codes &codes, int64_t place, float value, const Grid
         uint32_t word;
         memcpy(&word, &value, sizeof word);
         codes.scales[place] = uint8_t(word >> 23);
+    } else if (codes.scale_coding == kBF16Word || codes.scale_coding == kFP16Word) {
+        const bool is_bf16 = codes.scale_coding == kBF16Word;
+        uint16_t word = uint16_t(is_bf16 ? bits(all(value))[0] >> 16 : code_of_magnitude(all(value), grid)[0]);
+        if (value != value) word = is_bf16 ? 0x7fc0 : 0x7e00;
+        memcpy(codes.scales + 2 * place, &word, sizeof word);
     } else {
         codes.scales[place] = uint8_t(code_of_magnitude(all(value), grid)[0]);
     }
@@ -112,6 +117,13 @@ inline F32 take_scales(const Codes &codes, int64_t place, const Grid &grid, int 
         F32 values = {};
         memcpy(&values, codes.scales + 4 * place, sizeof(float) * count);
         return values;
+    }
+    if (codes.scale_coding == kBF16Word || codes.scale_coding == kFP16Word) {
+        U16 words = {};
+        memcpy(&words, codes.scales + 2 * place, sizeof(uint16_t) * count);
+        if (codes.scale_coding == kBF16Word) return widen(words);
+        U32 halves = lengthen(words);
+        return halves > 0x7c00u ? all(__builtin_nanf("")) : magnitude_of_code(halves, grid);
     }
     U32 code = lengthen(load_codes(codes.scales + place, count));
     F32 nan = all(__builtin_nanf(""));

@@ -50,25 +50,53 @@ inline I32 peak_of_column(const In *x, int64_t stride, int64_t rows, int count) 
     return peak;
 }
 
+// The bits of the largest magnitude of neighbors.
+template <class In>
+int32_t peak_of(const In *x, int64_t count) {
+    I32 peaks[4] = {};
+    int64_t at = 0;
+    for (; at + 4 * kLanes <= count; at += 4 * kLanes)
+        for (int i = 0; i < 4; i++) peaks[i] = larger(peaks[i], (I32)magnitude(load(x + at + i * kLanes)));
+    for (; at < count; at += kLanes)
+        peaks[0] = larger(peaks[0], (I32)magnitude(load(x + at, int(count - at < kLanes ? count - at : kLanes))));
+    I32 peak = larger(larger(peaks[0], peaks[1]), larger(peaks[2], peaks[3]));
+    int32_t largest = 0;
+    for (int lane = 0; lane < kLanes; lane++) largest = peak[lane] > largest ? peak[lane] : largest;
+    return largest;
+}
+
 template <class In>
 float amax_of(const In *x, int64_t count, int threads) {
-    int64_t chunks = (count + kPanel * 64 - 1) / (kPanel * 64);
+    constexpr int64_t kChunk = kPanel * 64;
+    int64_t chunks = (count + kChunk - 1) / kChunk;
     int32_t largest = 0;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(max : largest) if (threads > 1 && chunks > 1)
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        int64_t end = (chunk + 1) * kPanel * 64 < count ? (chunk + 1) * kPanel * 64 : count;
-        I32 peaks[4] = {};
-        int64_t at = chunk * kPanel * 64;
-        for (; at + 4 * kLanes <= end; at += 4 * kLanes)
-            for (int i = 0; i < 4; i++) peaks[i] = larger(peaks[i], (I32)magnitude(load(x + at + i * kLanes)));
-        for (; at < end; at += kLanes)
-            peaks[0] = larger(peaks[0], (I32)magnitude(load(x + at, int(end - at < kLanes ? end - at : kLanes))));
-        I32 peak = larger(larger(peaks[0], peaks[1]), larger(peaks[2], peaks[3]));
-        for (int lane = 0; lane < kLanes; lane++) largest = peak[lane] > largest ? peak[lane] : largest;
+        int64_t rest = count - chunk * kChunk;
+        int32_t peak = peak_of(x + chunk * kChunk, rest < kChunk ? rest : kChunk);
+        largest = peak > largest ? peak : largest;
     }
     float result;
     memcpy(&result, &largest, sizeof result);
     return result;
+}
+
+template <class In>
+void peaks_of_rows(const In *x, int64_t rows, int64_t columns, float *peaks, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * columns > 8192)
+    for (int64_t row = 0; row < rows; row++) {
+        int32_t peak = peak_of(x + row * columns, columns);
+        memcpy(peaks + row, &peak, sizeof peak);
+    }
+}
+
+template <class In>
+void peaks_of_columns(const In *x, int64_t rows, int64_t columns, float *peaks, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * columns > 8192)
+    for (int64_t at = 0; at < columns; at += kLanes) {
+        int count = int(columns - at < kLanes ? columns - at : kLanes);
+        store(peaks + at, (F32)peak_of_column(x + at, columns, rows, count), count);
+    }
 }
 
 // The mean magnitude, summed in double by rows.

@@ -13,7 +13,8 @@ struct Grid {
 };
 
 enum Statistic : int32_t { kBlockMax, kTensorMax, kTensorMean };
-enum ScaleKind : int32_t { kNearest, kUp, kPowerOfTwo, kFloat, kFloatPowerOfTwo };
+enum ScaleKind : int32_t { kNearest, kUp, kPowerOfTwo, kBFloat16, kFloat16, kFloat, kFloatPowerOfTwo };
+enum SecondLevel : int32_t { kNone, kOfTensor, kOfRows };
 enum FourOverSix : int32_t { kOff, kSquared, kAbsolute };
 
 // A cast along one dimension, as casts.py fills it in. A side of a tile is 0 for all there is.
@@ -22,16 +23,17 @@ struct Plan {
     int32_t tile_rows, tile_columns;
     int32_t statistic, kind, four_over_six;
     int32_t two_level, per_block, stochastic;
+    int32_t stochastic_scales, correction;  // whether scales draw random bits; elements of a corrected group, or 0
     int32_t exact, through_bf16;  // elements times scales are bfloat16 numbers; or are rounded to them first
     int32_t top_exponent;     // of kPowerOfTwo: element.max = top * 2^top_exponent
     float round_up_from;      // of kPowerOfTwo: mantissas from which the scale is one power of two larger
-    float numerator;          // of two levels: the tensor's scale times its amax
+    float numerator;          // of two levels: S times its amax
     float prescale, epsilon, factor, size;
 };
 
-// The tensor's scale S, and 1/S or 1/prescale.
+// S, the scale of the tensor or of rows, and 1/S or 1/prescale.
 struct Level {
-    float encode, decode;
+    F32 encode, decode;
 };
 
 inline F32 select_nan(F32 finite_where, F32 value) {
@@ -91,8 +93,8 @@ inline F32 scale_exmy(F32 wanted, const Plan &plan) {
     return plan.kind == kUp ? round_up(wanted, plan.scale) : round_nearest(wanted, plan.scale);
 }
 
-// s of blocks (e for float scales) from their statistics.
-inline F32 scales_of(F32 amax, float encode, const Plan &plan) {
+// s of blocks (e for float scales) from their statistics. Without random bits they round to nearest.
+inline F32 scales_of(F32 amax, F32 encode, const Plan &plan, const U32 *random) {
     F32 scales;
     if (plan.kind == kFloat || plan.kind == kFloatPowerOfTwo) {
         F32 amount = at_least(amax, plan.epsilon) * plan.factor;
@@ -111,8 +113,14 @@ inline F32 scales_of(F32 amax, float encode, const Plan &plan) {
         exponent = exponent < -127 ? exponent * 0 - 127 : exponent;
         exponent = exponent > 127 ? exponent * 0 + 127 : exponent;
         scales = power_of_two(exponent);
+    } else if (plan.kind == kBFloat16) {
+        scales = widen(narrow(clamp(amax / plan.element.max * encode, plan.scale.max)));
+    } else if (plan.kind == kFloat16) {
+        scales = round_nearest(amax / plan.element.max * encode, plan.scale);
+        scales = amax > 0.0f ? at_least(scales, power_of_two(all_integers(plan.scale.min_exponent))[0]) : scales;
     } else {
-        scales = scale_exmy(amax * (encode * (1.0f / plan.element.max)), plan);
+        F32 wanted = amax * plan.factor * (encode * (1.0f / plan.element.max));
+        scales = random ? round_stochastic(wanted, plan.scale, *random) : scale_exmy(wanted, plan);
     }
     return select_nan(amax, scales);
 }
@@ -124,16 +132,13 @@ inline F32 encode_factor(F32 scales, const Level &level, const Plan &plan) {
 }
 inline F32 stored_scale(F32 scales, const Plan &plan) { return plan.kind >= kFloat ? 1.0f / scales : scales; }
 
-inline Level level_of(float amax, const Plan &plan) {
-    Level level = {1.0f, 1.0f};
+// From the amaxes of tensors or rows.
+inline Level level_of(F32 amax, const Plan &plan) {
+    Level level = {all(1.0f), all(1.0f / plan.prescale)};
     if (plan.two_level) {
-        if (amax > 0.0f && amax <= FLT_MAX) {
-            float scale = plan.numerator / amax;
-            level.encode = scale < FLT_MIN ? FLT_MIN : scale > FLT_MAX ? FLT_MAX : scale;
-        }
+        F32 scale = at_most(at_least(plan.numerator / amax, FLT_MIN), FLT_MAX);
+        level.encode = (amax > 0.0f) & (amax <= FLT_MAX) ? scale : level.encode;
         level.decode = 1.0f / level.encode;
-    } else if (plan.prescale != 1.0f) {
-        level.decode = 1.0f / plan.prescale;
     }
     return level;
 }

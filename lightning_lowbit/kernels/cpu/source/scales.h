@@ -1,0 +1,249 @@
+// Scales of blocks: from their largest magnitudes, by 4/6, or corrected in groups.
+#pragma once
+
+#include <type_traits>
+#include <vector>
+
+#include "peaks.h"
+#include "rounding.h"
+
+namespace {
+
+template <class T>
+T *buffer(size_t size, int which) {
+    static thread_local std::vector<T> buffers[5];
+    if (buffers[which].size() < size + kLanes) buffers[which].resize(size + kLanes);
+    return buffers[which].data();
+}
+
+// Part of a matrix in whole tiles: one tile high, `columns` wide.
+template <class In>
+struct Strip {
+    const In *x;
+    int64_t stride, rows, columns, row, column;
+
+    int count(int64_t at) const { return int(columns - at < kLanes ? columns - at : kLanes); }
+
+    // Of tiles over each other, those that begin `top` rows below.
+    Strip part(int64_t top, int64_t height) const {
+        return {x + top * stride, stride, rows - top < height ? rows - top : height, columns, row + top, column};
+    }
+};
+
+// The second level of a strip: of all its columns, or one for each.
+struct Levels {
+    const float *encode, *decode;
+    bool per_column;
+
+    Level at(int64_t column) const {
+        if (per_column) return {load(encode + column), load(decode + column)};
+        return {all(*encode), all(*decode)};
+    }
+};
+
+// Random bits of scales belong to the first element of a block.
+struct Draws {
+    uint32_t low, high;
+    int32_t all_columns, first;
+
+    U32 at(int64_t row, int64_t column, int64_t step) const {
+        U32 index;
+        for (int lane = 0; lane < kLanes; lane++) index[lane] = uint32_t(lane * step);
+        return random_bits(index + (uint32_t(row) * uint32_t(all_columns) + uint32_t(column + first)), low, high);
+    }
+};
+
+// As mix_key of quant/rounding.py, of a key whose bits are those of scales.
+inline uint64_t key_of_scales(uint64_t key) {
+    key = (key ^ 0x5363616Cull) + 0x9E3779B97F4A7C15ull;
+    key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9ull;
+    key = (key ^ (key >> 27)) * 0x94D049BB133111EBull;
+    return key ^ (key >> 31);
+}
+
+// Entries of blocks in `columns_per_entry` columns each: what elements are multiplied by, and what they decode with.
+struct Scales {
+    float *encode, *stored;
+    int64_t columns_per_entry;  // a multiple of kLanes, or 1
+};
+
+// The largest magnitude of each tile of a strip.
+template <class In>
+void block_peaks(const Strip<In> &strip, int64_t width, int32_t *peaks) {
+    if (width == 1) {
+        for (int64_t at = 0; at < strip.columns; at += kLanes) {
+            I32 peak = peak_of_column(strip.x + at, strip.stride, strip.rows, strip.count(at));
+            memcpy(peaks + at, &peak, sizeof peak);
+        }
+    } else if (width % kLanes == 0) {
+        int64_t blocks = (strip.columns + width - 1) / width;
+        for (int64_t block = 0; block < blocks; block += kLanes) {
+            I32 of_blocks[kLanes] = {};
+            int64_t end = (block + kLanes) * width;
+            if constexpr (std::is_same<In, BF16>::value) {
+                if (end <= strip.columns && strip.rows == 1 && (width == 16 || width == 32)) {
+                    const In *x = strip.x + block * width;
+                    I32 largest = width == 16 ? largest_of_blocks<8>(x) : largest_of_blocks<16>(x);
+                    memcpy(peaks + block, &largest, sizeof largest);
+                    continue;
+                }
+            }
+            if (end <= strip.columns) {
+                for (int64_t row = 0; row < strip.rows; row++)
+                    for (int i = 0; i < kLanes; i++)
+                        for (const In *x = strip.x + row * strip.stride + (block + i) * width, *stop = x + width;
+                             x < stop; x += kLanes)
+                            of_blocks[i] = larger(of_blocks[i], (I32)magnitude(load(x)));
+            } else {
+                for (int64_t at = block * width; at < strip.columns; at += kLanes) {
+                    I32 &of_block = of_blocks[at / width - block];
+                    of_block = larger(of_block,
+                                      peak_of_column(strip.x + at, strip.stride, strip.rows, strip.count(at)));
+                }
+            }
+            I32 largest = largest_lanes(of_blocks);
+            memcpy(peaks + block, &largest, sizeof largest);
+        }
+    } else {
+        for (int64_t column = 0; column < strip.columns; column++) {
+            I32 peak = peak_of_column(strip.x + column, strip.stride, strip.rows, 1);
+            int32_t &of_block = peaks[column / width];
+            of_block = column % width == 0 || peak[0] > of_block ? peak[0] : of_block;
+        }
+    }
+}
+
+// The entries of the columns from one on.
+inline F32 entries_at(const float *entries, int64_t at, int64_t width) {
+    if (width == 1) return load(entries + at);
+    if (width % kLanes == 0) return all(entries[at / width]);
+    F32 result;
+    for (int lane = 0; lane < kLanes; lane++) result[lane] = entries[(at + lane) / width];
+    return result;
+}
+
+// Adds rows to the first one, in halves, so that the order is fixed.
+void add_halves(float *values, int64_t stride, int64_t rows, int64_t columns) {
+    int64_t half = 1;
+    while (half < rows) half *= 2;
+    for (half /= 2; half > 0; half /= 2)
+        for (int64_t i = 0; i < half && i + half < rows; i++)
+            for (int64_t column = 0; column < columns; column++)
+                values[i * stride + column] += values[(i + half) * stride + column];
+}
+
+// Sums over each tile of a term of its elements, for all tiles of a strip.
+template <class In, class Term>
+void sum_tiles(const Strip<In> &strip, int64_t width, float *sums, Term term) {
+    int64_t padded = strip.columns + kLanes;
+    float *terms = buffer<float>(strip.rows * padded, 2);
+    for (int64_t row = 0; row < strip.rows; row++)
+        for (int64_t at = 0; at < strip.columns; at += kLanes)
+            store(terms + row * padded + at, term(load(strip.x + row * strip.stride + at, strip.count(at)), at));
+    add_halves(terms, padded, strip.rows, strip.columns);
+    for (int64_t at = 0; at < strip.columns; at += width) {
+        add_halves(terms + at, 1, strip.columns - at < width ? strip.columns - at : width, 1);
+        sums[at / width] = terms[at];
+    }
+}
+
+// Replaces the scales of blocks (6) by those of 4 where the error of the whole tile is smaller.
+template <class In>
+void choose_four(const Strip<In> &strip, int64_t width, const Plan &plan, const Levels &levels, float *six,
+                 const float *four) {
+    int64_t blocks = (strip.columns + width - 1) / width;
+    float *gains = buffer<float>(blocks, 3);
+    sum_tiles(strip, width, gains, [&](F32 x, int64_t at) {
+        Level level = levels.at(at);
+        F32 errors[2];
+        for (int i = 0; i < 2; i++) {
+            F32 scales = entries_at(i ? six : four, at, width);
+            F32 codes = round_nearest(x * encode_factor(scales, level, plan), plan.element);
+            F32 difference = codes * (scales * level.decode) - x;
+            errors[i] = plan.four_over_six == kSquared ? difference * difference : magnitude(difference);
+        }
+        return errors[0] - errors[1];
+    });
+    for (int64_t block = 0; block < blocks; block++)
+        if (gains[block] < 0.0f) six[block] = four[block];
+}
+
+// Entries of the tiles of a strip, one for each, in `encode` and `stored`.
+template <class In>
+void scales_of_tiles(const Strip<In> &strip, int64_t width, const Plan &plan, const Levels &levels, const Draws &draws,
+                     float *encode, float *stored) {
+    int64_t blocks = (strip.columns + width - 1) / width;
+    int32_t *peaks = buffer<int32_t>(blocks, 0);
+    float *four = encode;
+    block_peaks(strip, width, peaks);
+    for (int64_t at = 0; at < blocks; at += kLanes) {
+        F32 of_blocks = load((const float *)peaks + at), encode_scale = levels.at(at).encode;
+        if (plan.four_over_six) {
+            F32 wanted = of_blocks * plan.factor / plan.element.max * encode_scale;
+            store(stored + at, select_nan(of_blocks, scale_exmy(wanted, plan)));
+            store(four + at, select_nan(of_blocks, scale_exmy(wanted * 1.5f, plan)));
+        } else if (plan.stochastic_scales && !plan.correction) {
+            U32 random = draws.at(strip.row, strip.column + at * width, width);
+            store(stored + at, scales_of(of_blocks, encode_scale, plan, &random));
+        } else {
+            store(stored + at, scales_of(of_blocks, encode_scale, plan, nullptr));
+        }
+    }
+    if (plan.four_over_six) choose_four(strip, width, plan, levels, stored, four);
+    for (int64_t at = 0; at < blocks; at += kLanes) {
+        F32 of_blocks = load(stored + at);
+        if (plan.correction) of_blocks = of_blocks == 0.0f ? all(1.0f) : of_blocks;
+        store(encode + at, encode_factor(of_blocks, levels.at(at), plan));
+        store(stored + at, stored_scale(of_blocks, plan));
+    }
+}
+
+// Corrects what elements decode with, so that the errors of a group of blocks cancel: of neighbors, or of `count` tiles
+// over each other where they are one column wide. The entries of these begin `stride` apart.
+template <class In>
+void correct(const Strip<In> &strip, int64_t count, int64_t width, const Plan &plan, const Draws &draws,
+             const float *encode, float *stored, int64_t stride) {
+    int64_t blocks = (strip.columns + width - 1) / width, along = width == 1 ? 1 : plan.correction / width;
+    float *norms = buffer<float>(count * stride, 3), *products = buffer<float>(count * stride, 4);
+    for (int64_t i = 0; i < count; i++) {
+        const float *of_encode = encode + i * stride, *of_stored = stored + i * stride;
+        auto terms = [&](bool coded) {
+            return [=, &plan](F32 x, int64_t at) {
+                F32 y = x * entries_at(of_encode, at, width), scales = entries_at(of_stored, at, width);
+                return y * (coded ? round_nearest(y, plan.element) : y) * (scales * scales);
+            };
+        };
+        Strip<In> part = strip.part(i * plan.tile_rows, plan.tile_rows);
+        sum_tiles(part, width, norms + i * stride, terms(false));
+        sum_tiles(part, width, products + i * stride, terms(true));
+    }
+    for (float *sums : {norms, products}) {
+        if (count > 1) add_halves(sums, stride, count, blocks);
+        for (int64_t at = 0; along > 1 && at < blocks; at += along) {
+            int64_t end = at + along < blocks ? at + along : blocks;
+            add_halves(sums + at, 1, end - at, 1);
+            for (int64_t block = at + 1; block < end; block++) sums[block] = sums[at];
+        }
+    }
+    for (int64_t i = 0; i < count; i++) {
+        for (int64_t at = 0; at < blocks; at += kLanes) {
+            F32 product = load(products + at);
+            F32 factor = product == 0.0f ? all(1.0f) : load(norms + at) / product;
+            U32 random = draws.at(strip.row + i * plan.tile_rows, strip.column + at * width, width);
+            F32 wanted = load(stored + i * stride + at) * factor;
+            store(stored + i * stride + at, round_stochastic(wanted, plan.scale, random));
+        }
+    }
+}
+
+// Entries of tiles as entries of columns, unless tiles are as wide as vectors, or one column.
+inline Scales spread(float *encode, float *stored, int64_t columns, int64_t width) {
+    if (width == 1 || width % kLanes == 0) return {encode, stored, width};
+    for (int64_t column = columns - 1; column >= 0; column--) {
+        encode[column] = encode[column / width];
+        stored[column] = stored[column / width];
+    }
+    return {encode, stored, 1};
+}
+
+}  // namespace

@@ -1,0 +1,193 @@
+"""The layouts in which native GEMMs take codes and scales, and operands in them.
+
+The contraction axis lies in the columns. Two 4-bit codes share a byte, the first of them in the low bits. Scales of
+blocks of 16 or 32 lie as tensor cores read them (cuBLAS: "1D block scaling factors layout"): tiles of 128 rows and 4
+blocks, 512 bytes each; in a tile, the four scales of a row together, and rows r, r + 32, r + 64, r + 96 side by side.
+The scale of row r and block c, of C' blocks:
+
+    ((r // 128) * (C' / 4) + c // 4) * 512  +  (r % 32) * 16  +  (r % 128) // 32 * 4  +  c % 4
+
+What is missing to whole tiles is zero, as are the codes up to the multiples that GEMMs ask for. AMD's GPUs take scales
+row by row, and GEMMs of blocks of 128 take everything as it is.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_lowbit.compilation import compiled
+from lightning_lowbit.quant.blocks import from_blocks, tile_of
+from lightning_lowbit.quant.cast import Cast
+from lightning_lowbit.quant.packed import unpacked_codes
+from lightning_lowbit.quant.scaling import make_scales, round_blocks, rounding_key
+from lightning_lowbit.quant.shard import Shard
+
+_LARGE = 128  # elements of the blocks whose GEMMs take codes and scales as they are
+
+
+def multiples() -> tuple[int, int]:
+    """What the sizes of a matrix of codes are padded to: its rows, and the contraction axis."""
+    return (32, 128) if torch.version.hip is not None else (16, 32)
+
+
+def round_up(size: int, multiple: int) -> int:
+    return size + -size % multiple
+
+
+def pad(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    """A contiguous matrix of one-byte elements, with zeros below and to the right."""
+    if rows or columns:
+        return F.pad(matrix.view(torch.uint8), (0, columns, 0, rows)).view(matrix.dtype)
+    return matrix.contiguous().flatten().view(matrix.shape)  # gives a single row, too, the strides that the GEMM needs
+
+
+def pack_codes(codes: Tensor) -> Tensor:
+    """Packs 4-bit codes, uint8 ``[rows, k]`` with an even k, to uint8 ``[rows, k / 2]``."""
+    return _join_pairs(codes.view(-1, 2)).view(len(codes), codes.shape[1] // 2)
+
+
+@compiled
+def _join_pairs(codes: Tensor) -> Tensor:
+    """Bytes of pairs of codes, uint8 ``[n, 2]``."""
+    return codes[:, 0] | codes[:, 1] << 4
+
+
+def swizzle(scales: Tensor) -> Tensor:
+    """Scales ``[rows, blocks]`` of one byte in the layout above, with zeros for what is missing: ``[R' * C']``."""
+    padded = pad(scales, -len(scales) % 128, -scales.shape[1] % 4).view(torch.uint8)
+    tiles = padded.view(len(padded) // 128, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scales.dtype)
+
+
+def unswizzle(flat: Tensor, rows: int, blocks: int) -> Tensor:
+    """Inverse of :func:`swizzle`."""
+    down, across = -(-rows // 128), -(-blocks // 4)
+    tiles = flat.view(torch.uint8).view(down, across, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(down * 128, across * 4)[:rows, :blocks].contiguous().view(flat.dtype)
+
+
+def outer_major(scales: Tensor) -> Tensor:
+    """A copy of ``[rows, blocks]`` with strides ``(1, rows)``."""
+    return scales.t().contiguous().flatten().view(scales.shape[1], len(scales)).t()
+
+
+def repeated(scales: Tensor, rows: int, columns: int, down: int, across: int) -> Tensor:
+    """Repeats each scale ``down`` x ``across`` times, to ``[rows, columns]``."""
+    if down > 1:
+        scales = scales.repeat_interleave(down, 0)
+    if across > 1:
+        scales = scales.repeat_interleave(across, 1)
+    return scales[:rows, :columns]
+
+
+def block_shape(cast: Cast, dim: int) -> tuple[int, int]:
+    """The sides of a block across and along dimension ``dim`` of a matrix."""
+    block = cast.scale.block
+    if isinstance(block, tuple):
+        return block[1 - dim], block[dim]
+    assert isinstance(block, int)
+    return 1, block
+
+
+def keeps_tiles(cast: Cast, block: int, dim: int) -> bool:
+    """Whether a GEMM of blocks of this size takes the scales of a cast's tiles of 128 x 128."""
+    return block == _LARGE and block_shape(cast, dim) == (_LARGE, _LARGE)
+
+
+def laid_out_shapes(cast: Cast, block: int, dim: int, rows: int, inner: int) -> tuple[list[int], list[int]]:
+    """The shapes of what :func:`lay_out` makes of a matrix that the GEMM takes as ``[rows, inner]``."""
+    if block == _LARGE:
+        return [rows, inner], [-(-rows // _LARGE) if keeps_tiles(cast, block, dim) else rows, -(-inner // block)]
+    down, along = multiples()
+    rows, inner = round_up(rows, down), round_up(inner, along)
+    per_byte = 2 if cast.format.dtype is None else 1
+    blocks = inner // block
+    count = rows * blocks if torch.version.hip is not None else round_up(rows, 128) * round_up(blocks, 4)
+    return [rows, inner // per_byte], [count]
+
+
+def lay_out(codes: Tensor, scales: Tensor, cast: Cast, block: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Codes of a matrix, uint8 or float8, and the scales of its blocks or tiles, float32, both ``[rows, columns]``, as
+    a GEMM takes them that contracts dimension ``dim``, with a scale for each ``block`` elements."""
+    if dim == 0:  # physically transposed
+        codes, scales = codes.t(), scales.t()
+    rows, inner = codes.shape
+    down, along = (1, 1) if keeps_tiles(cast, block, dim) else block_shape(cast, dim)
+    if (down, along) != (1, 1):
+        scales = repeated(scales, rows, -(-inner // block), down, along // block)
+    assert cast.scale.storage.dtype is not None
+    scales = scales.to(cast.scale.storage.dtype).contiguous()
+    if block == _LARGE:
+        return codes.contiguous(), scales
+    values = pad(codes, -rows % multiples()[0], -inner % multiples()[1])
+    scales = pad(scales, len(values) - rows, values.shape[1] // block - scales.shape[1])
+    flat = scales.flatten() if torch.version.hip is not None else swizzle(scales)
+    return pack_codes(values) if values.dtype == torch.uint8 else values, flat
+
+
+def taken_apart(values: Tensor, scales: Tensor, block: int, rows: int, inner: int) -> tuple[Tensor, Tensor]:
+    """Codes ``[rows, inner]``, and scales with the contraction axis in their columns, from those of :func:`lay_out`."""
+    if block == _LARGE:
+        return values, scales
+    codes = torch.stack([values & 15, values >> 4], -1).flatten(1) if values.dtype == torch.uint8 else values
+    blocks = codes.shape[1] // block
+    if torch.version.hip is not None:
+        scales = scales.view(len(values), blocks)
+    else:
+        scales = unswizzle(scales, len(values), blocks)
+    return codes[:rows, :inner], scales[:rows, : -(-inner // block)]
+
+
+@compiled
+def _round_codes(
+    blocks: Tensor,
+    scales: Tensor,
+    decode: Tensor,
+    zeros: Tensor | None = None,
+    corrected: Tensor | None = None,
+    key: Tensor | None = None,
+    offset: Tensor | None = None,
+    *,
+    cast: Cast,
+) -> Tensor:
+    """Rounds a blocked view to codes of E2M1, or to elements in float8; arguments as of :func:`round_blocks`."""
+    elements = round_blocks(
+        blocks, scales, decode, zeros, corrected, key, offset, cast=cast, scaled=False, dtype=torch.float32
+    )
+    if cast.format.dtype is not None:
+        return elements.to(cast.format.dtype)
+    magnitude = elements.abs()
+    code = (elements < 0).to(torch.uint8) * 8
+    for level in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0):  # comparisons alone, which are exact in generated code
+        code = code + (magnitude >= level).to(torch.uint8)
+    return code
+
+
+def plain_lay_out(
+    x: Tensor, spec: str, block: int, dim: int, key: Tensor | None, amax: Tensor | None, shard: str | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A matrix ``[rows, columns]``, quantized and laid out, and the scale of the matrix, float32, 0-d (1 for none).
+
+    ``x``, ``dim``, ``key``, ``amax`` and ``shard`` as in :func:`lightning_lowbit.quant.quantize_operand`.
+    """
+    cast, of_global = Cast.from_spec(spec), None if shard is None else Shard.from_spec(shard)
+    tile = tile_of(cast, dim, 2)
+    key = rounding_key(cast, key, x.device)
+    scaled = make_scales(x, cast, tile, amax, of_global, key=key)
+    offset = None if of_global is None or key is None else of_global.offset(x.shape, tile, x.device)
+    codes = from_blocks(_round_codes(*scaled, key, offset, cast=cast), x.shape, tile)
+    scales = scaled.stored(cast).reshape(_blocks(cast, dim, x.shape))
+    # Results of an operator share no memory: decode may be a view.
+    return *lay_out(codes, scales, cast, block, dim), scaled.decode.reshape(()).clone()
+
+
+def lay_out_packed(data: Tensor, spec: str, block: int, dim: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """The same of bytes that :func:`lightning_lowbit.quant.packed.pack` made of a matrix ``[rows, columns]``."""
+    cast = Cast.from_spec(spec)
+    codes, scales = unpacked_codes(data, cast, rows * columns)
+    sizes = _blocks(cast, dim, torch.Size((rows, columns)))
+    return lay_out(codes.view(rows, columns), scales.view(sizes), cast, block, dim)
+
+
+def _blocks(cast: Cast, dim: int, shape: torch.Size) -> list[int]:
+    return [-(-size // side) for size, side in zip(shape, tile_of(cast, dim, 2), strict=True)]
