@@ -13,16 +13,32 @@ from tests.precision.checkpoints.older_version import RUNS, train
 
 DATA = Path(__file__).parents[2] / "data"
 
+# The checkpoints come from a CPU whose bf16 GEMMs are made of AVX-512's pairwise products. Other GEMMs sum in another
+# order, which now and then moves an operand to the next number of its format.
+SAME_SUMS = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+
+
+def recorded(name):
+    checkpoint = torch.load(DATA / f"older_version_{name}.ckpt", weights_only=True)
+    return list(checkpoint["state_dict"].values()), checkpoint["ended_with"]["weights"]
+
 
 @pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before the epoch")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_resumes(name):
-    path = DATA / f"older_version_{name}.ckpt"
-    ended_with = torch.load(path, weights_only=True)["ended_with"]
-    resumed = train(name, resume_from=path)
-    uninterrupted = train(name)
-    for was, is_now, whole in zip(ended_with["weights"], resumed, uninterrupted, strict=True):
-        tolerance = 4e-7 * was.abs().max().item()  # three float32 roundings of the largest weight
-        for found, what in ((is_now, "resumed from the old checkpoint"), (whole, "without a checkpoint")):
-            error = (found - was).abs().max().item()
-            assert error <= tolerance, f"{what}, the run ends {error} from where it ended"
+    began_with, ended_with = recorded(name)
+    resumed = train(name, resume_from=DATA / f"older_version_{name}.ckpt")
+    for began, was, found in zip(began_with, ended_with, resumed, strict=True):
+        if SAME_SUMS:
+            # Three float32 roundings of the largest weight.
+            assert (found - was).abs().max() <= 4e-7 * was.abs().max()
+        else:
+            # Without the moments, with other random bits or in another phase it is 2 % of the way and more.
+            assert (found - was).norm() <= 0.01 * (was - began).norm()
+
+
+@pytest.mark.skipif(not SAME_SUMS, reason="the recorded runs have the sums of AVX-512 BF16")
+@pytest.mark.parametrize("name", RUNS)
+def test_an_uninterrupted_run_ends_there_too(name):
+    for was, found in zip(recorded(name)[1], train(name), strict=True):
+        assert (found - was).abs().max() <= 4e-7 * was.abs().max()
