@@ -29,6 +29,20 @@ from lightning_lowbit.quant import Operand
 _FLOAT32 = torch.finfo(torch.float32)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
+
+def _without_units() -> frozenset[torch.dtype]:
+    """The 16-bit dtypes for which this CPU has no instructions: torch's GEMMs of them take many times as long as those
+    of float32, whose sums differ in their order alone."""
+    onednn = torch.ops.mkldnn if torch._C._has_mkldnn else None
+    with_units = {
+        torch.bfloat16: onednn is not None and onednn._is_mkldnn_bf16_supported(),
+        torch.float16: onednn is not None and onednn._is_mkldnn_fp16_supported(),
+    }
+    return frozenset(dtype for dtype, has_units in with_units.items() if not has_units)
+
+
+SLOW_ON_CPU = _without_units()
+
 # Up to this inner size int32 holds the sum of products of int8 values, which are at most 127 · 127.
 _LONGEST = (2**31 - 1) // 127**2
 
@@ -62,7 +76,7 @@ def matmul(
     fast_accumulation: bool = False,
 ) -> Tensor:
     """``a · b + bias``, ``[m, n]``, rounded once to ``dtype``: native for FP8, int8 and codes with block scales, else
-    in ``dtype`` or float32.
+    in ``dtype`` or float32, which CPUs take that have no instructions for ``dtype``.
 
     Args:
         a: ``[m, k]``, its factor 0-d or ``[m, 1]``; or codes and scales.
@@ -71,6 +85,7 @@ def matmul(
         fast_accumulation: for native FP8 GEMMs: keeps sums in the tensor cores, faster and less exact.
     """
     plain = a.factor is None and b.factor is None and (bias is None or bias.dtype == dtype)
+    plain = plain and not (dtype in SLOW_ON_CPU and a.values.is_cpu)
     if plain and a.values.dtype == b.values.dtype == dtype:
         return torch.mm(a.values, b.values) if bias is None else torch.addmm(bias, a.values, b.values)
     if isinstance(a, BlockOperand) and isinstance(b, BlockOperand):
@@ -118,7 +133,7 @@ def _integer(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _emulated(left: Tensor, right: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if left.dtype != dtype or right.dtype != dtype:
+    if left.dtype != dtype or right.dtype != dtype or (dtype in SLOW_ON_CPU and left.is_cpu):
         left, right = left.float(), right.float()
     narrow = bias is None or bias.dtype == dtype  # a float32 product with a mean is added before rounding
     if left.device.type == "cpu" and narrow and all(factor.dim() == 0 for factor in factors):

@@ -30,6 +30,7 @@ from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
 from lightning_lowbit.nn.conversion.context import ForwardContext
 from lightning_lowbit.nn.conversion.convert import CastsLike, check_backend, plan, plan_by_name
 from lightning_lowbit.nn.conversion.shared_amax import check_groups
+from lightning_lowbit.nn.gemm import SLOW_ON_CPU
 from lightning_lowbit.nn.saving import check_save
 from lightning_lowbit.precision.checkpoints.files import Checkpoint, load_checkpoint
 from lightning_lowbit.precision.checkpoints.overridden import asked_options
@@ -200,6 +201,11 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         if self._scaling is not None:
             self._scaling.check(module, type(trainer.strategy).__name__)
         self._device, self._rank = trainer.strategy.root_device, data_rank(trainer)
+        if self._device.type == "cpu" and self._compute_dtype in SLOW_ON_CPU:
+            say_once(
+                f"This CPU has no instructions for {self._compute_dtype}. What is not quantized takes many times as "
+                "long as with compute_dtype='fp32'."
+            )
         planned = self.plan(module)
         check_backend(planned, self.backend, self.exact, self._device)  # raises before the model is changed
         check_save(planned, self.save)

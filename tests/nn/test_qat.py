@@ -22,6 +22,12 @@ TOKENS, IN, OUT = 24, 160, 40  # the second group of 128 is not a whole one
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]
 
 
+@pytest.fixture(autouse=True)
+def gemms_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GEMMs that ``F.linear`` runs, also on CPUs where ours are those of float32."""
+    monkeypatch.setattr("lightning_lowbit.nn.gemm.SLOW_ON_CPU", frozenset())
+
+
 # --- by definition ----------------------------------------------------------------------------------------------------
 
 

@@ -1,9 +1,11 @@
 """The emulated GEMM against float64."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbit import Cast, Scale
 from lightning_lowbit.nn.gemm import matmul
@@ -40,6 +42,36 @@ def test_exact_mode_rounds_once(with_bias: bool) -> None:
     check(found, a, b, bias, torch.bfloat16, ulps=0.5)
     fast = matmul(quantize_operand(x, NVFP4, 1), quantize_operand(w, NVFP4, 0), bias, torch.bfloat16)
     check(fast, a, b, bias, torch.bfloat16, ulps=1)
+
+
+class DtypesOfGemms(TorchDispatchMode):
+    """Collects the dtypes in which products are summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.found |= {args[-1].dtype, args[-2].dtype}
+        return func(*args, **(kwargs or {}))
+
+
+@each("dtype", [torch.bfloat16, torch.float16])
+def test_cpus_without_units_for_a_dtype_compute_in_float32(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """And round once, as GEMMs of the dtype do."""
+    monkeypatch.setattr("lightning_lowbit.nn.gemm.SLOW_ON_CPU", frozenset({dtype}))
+    x, w = operands(dtype=dtype)
+    bias = torch.randn(40).to(dtype)
+    pairs = {None: (Operand(x), Operand(w))}
+    for cast in (ONE_LEVEL, NVFP4, ROWS):
+        pairs[cast] = (quantize_operand(x, cast, 1), quantize_operand(w, cast, 0))
+    for a, b in pairs.values():
+        for own in (None, bias):
+            with DtypesOfGemms() as seen:
+                found = matmul(a, b, own, dtype)
+            assert seen.found == {torch.float32}
+            check(found, a, b, own, dtype, ulps=0.5)
 
 
 PAIRS = {"nvfp4": (NVFP4, NVFP4), "rows": (ROWS, ROWS), "tensor": (TENSOR, TENSOR), "mixed": (ROWS, NVFP4)}
