@@ -288,19 +288,24 @@ class _Program:
                 memory.store(at, self.value(register.strip(), kind)[active].astype(dtype))
 
     def matrices(self, name: str, modifiers: list[str], operands: list[str], active: Array) -> None:
-        """Matrices of 8 x 8 halves between shared memory, where threads of a warp point to rows, and registers, where
-        four threads have a row."""
-        assert "m8n8" in modifiers and "trans" not in modifiers and active.all()
+        """Matrices of 8 x 8 halves: threads point to rows in shared memory; four have a row (column) in registers."""
+        assert "m8n8" in modifiers and active.all()
         place, registers = (operands[1], operands[0]) if name == "ldmatrix" else operands[:2]
         base, _, offset = (part.strip() for part in place.strip("[] ").partition("+"))
         rows = (self.value(base, "u32").astype(np.int64) + int(offset or 0)).reshape(-1, 32)
         lanes, shared = np.arange(32), self.memories["shared"]
-        for number, register in enumerate(registers.strip("{} ").split(",")):
-            at = (rows[:, 8 * number + lanes // 4] + 4 * (lanes % 4)).reshape(-1)
+        for number, register in enumerate(map(str.strip, registers.strip("{} ").split(","))):
+            value = np.zeros(len(self.all), np.uint32) if name == "ldmatrix" else self.value(register, "u32")
+            for half in range(2):
+                own = lanes // 4, 2 * (lanes % 4) + half
+                row, column = own[::-1] if "trans" in modifiers else own
+                at, halves = (rows[:, 8 * number + row] + 2 * column).reshape(-1), value.view(np.uint16)[half::2]
+                if name == "ldmatrix":
+                    halves[:] = shared.load(at, _TYPES["u16"])
+                else:
+                    shared.store(at, halves)
             if name == "ldmatrix":
-                self.set(register.strip(), shared.load(at, _TYPES["u32"]), active)
-            else:
-                shared.store(at, self.value(register.strip(), "u32"))
+                self.set(register, value, active)
 
     @staticmethod
     def integer_product(modifiers: list[str], a: Array, b: Array, kind: str) -> Array:
