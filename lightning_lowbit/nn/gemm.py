@@ -99,7 +99,8 @@ def matmul(
 
 @opaque(
     lambda left, left_factor, right, right_factor, bias, dtype, fast: left.new_empty(
-        (len(left), right.shape[1]), dtype=dtype
+        (left.shape[0], right.shape[1]),
+        dtype=dtype,  # len() would fix the number of rows in a graph
     )
 )
 def _matmul(

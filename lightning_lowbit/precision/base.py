@@ -23,7 +23,7 @@ from lightning_lowbit._lightning import (
     goes_with,
     say_once,
 )
-from lightning_lowbit.checks import choose
+from lightning_lowbit.checks import choose, flag, integer
 from lightning_lowbit.distributed import clip_gradients_, connect, is_flat, is_sharded
 from lightning_lowbit.nn.attention.products import casts_of_attention, check_attention
 from lightning_lowbit.nn.casts import SMOOTHINGS, LinearCasts
@@ -48,7 +48,8 @@ __all__ = ["LowBitPrecision", "compute_dtype"]
 
 
 def _as_list(patterns: Iterable[str]) -> Iterable[str]:
-    return patterns if isinstance(patterns, str) else list(patterns)  # a plain string is kept: selecting by it raises
+    is_list = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+    return list(patterns) if is_list else patterns  # anything else is kept: selecting by it raises
 
 
 class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
@@ -114,10 +115,12 @@ class LowBitPrecision(Shown, SavedLayers, FSDPPrecision):
         self.overrides = {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
         self.skip, self.only = _as_list(skip), None if only is None else _as_list(only)
         self.shared_amax = _as_list(shared_amax)
-        self.seed, self.exact = global_seed() if seed is None else seed, exact
+        self.seed = global_seed() if seed is None else integer("seed", seed)
+        self.exact = flag("exact", exact)
         self.backend, self.save, self.smooth_swiglu = backend, save, smooth_swiglu
-        self.fresh_histories, self.quantize_before_gather = fresh_histories, quantize_before_gather
-        self.casts_of_checkpoint = casts_of_checkpoint
+        self.fresh_histories = flag("fresh_histories", fresh_histories)
+        self.quantize_before_gather = flag("quantize_before_gather", quantize_before_gather)
+        self.casts_of_checkpoint = flag("casts_of_checkpoint", casts_of_checkpoint)
         self.attention = None if attention is None else casts_of_attention(attention)
         if smooth_swiglu is not None:
             choose("kind of smooth_swiglu", smooth_swiglu, SMOOTHINGS)

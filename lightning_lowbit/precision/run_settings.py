@@ -13,7 +13,11 @@ from lightning_lowbit._lightning import (
     MisconfigurationException,
     Precision,
     Trainer,
+    WeightAveraging,
 )
+from lightning_lowbit.checks import some
+from lightning_lowbit.nn.conversion.layers import quantized_layers
+from lightning_lowbit.nn.keys import clean_name
 
 #: By the name that plugins take: Lightning's precision name, and the dtype.
 COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], torch.dtype]] = {
@@ -24,7 +28,8 @@ COMPUTE_DTYPES: dict[str, tuple[Literal["bf16-mixed", "16-mixed", "32-true"], to
 
 
 def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModule]:
-    """Returns the Trainer of a module and the module; raises ``MisconfigurationException`` outside a Trainer."""
+    """Returns the Trainer of a module and the module; raises ``MisconfigurationException`` outside a Trainer, and for
+    a strategy or callback that would not compute what it should."""
     name = type(plugin).__name__
     trainer = getattr(module, "_trainer", None)
     if trainer is None or not isinstance(module, LightningModule):
@@ -36,6 +41,13 @@ def run_of(plugin: Precision, module: nn.Module) -> tuple[Trainer, LightningModu
         raise MisconfigurationException(
             f"{name} runs backward passes and optimizers itself, and so does DeepSpeed. Train with DDPStrategy, "
             "FSDPStrategy, or ModelParallelStrategy (FSDP2), which shards what ZeRO does."
+        )
+    packed = [clean_name(layer) for layer, each in quantized_layers(module).items() if each.frozen is not None]
+    averaging = next((callback for callback in trainer.callbacks if isinstance(callback, WeightAveraging)), None)
+    if packed and averaging is not None:
+        raise MisconfigurationException(
+            f"{type(averaging).__name__} averages all parameters, and codes, which {some(packed)} keep instead of a "
+            "weight, are no numbers to average. Call unpack_frozen(model) first, or leave out the callback."
         )
     return trainer, module
 

@@ -89,6 +89,10 @@ def quantize(
         >>> q.codes.shape, q.scales.shape
         (torch.Size([4, 64]), torch.Size([4, 4]))
     """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"quantize takes a tensor; got {type(x).__name__}.")
+    if not isinstance(cast, Cast):
+        raise ValueError(f"quantize takes a Cast, such as LinearCasts.preset('nvfp4').fprop_x; got {cast!r}.")
     if not x.is_floating_point():
         raise ValueError(f"quantize takes a floating point tensor; got {x.dtype}. Convert it first, e.g. x.float().")
     if x.dim() == 0 or (x.dim() != 2 and isinstance(cast.scale.block, tuple)):

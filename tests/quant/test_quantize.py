@@ -262,6 +262,8 @@ def test_quantized_tensors_do_not_require_gradients() -> None:
         ],
         (lambda: quantize(torch.ones(4, 16), NVFP4, amax=torch.ones(2)), "amax is a tensor of one element"),
         (lambda: quantize(torch.ones(4, 16), NVFP4, amax=1.0), "amax is a tensor of one element"),
+        (lambda: quantize([1.0, 2.0], NVFP4), "takes a tensor; got list"),  # type: ignore[arg-type]
+        (lambda: quantize(torch.ones(4, 16), "nvfp4"), "takes a Cast.*got 'nvfp4'"),  # type: ignore[arg-type]
     ],
 )
 def test_errors(call: Callable[[], Any], message: str) -> None:

@@ -111,7 +111,8 @@ def attend(
     it draws one number of torch's generator, for the bits of the whole call.
 
     Raises:
-        ValueError: nested tensors, DTensors, tensors of different dtypes, or a mask beside ``is_causal``.
+        ValueError: nested tensors, DTensors, tensors of different dtypes, a mask of integers, or one beside
+            ``is_causal``.
     """
     qk, pv = (products[name] for name in PRODUCTS_OF_ATTENTION)
     if (qk.casts.plan.is_empty and pv.casts.plan.is_empty) or 0 in (query.numel(), key.numel(), value.numel()):
@@ -161,6 +162,11 @@ def _check_call(
         raise ValueError(
             "Quantized attention takes no DTensors: have the layers before it return local tensors (use_local_output), "
             "or leave such modules out with skip=[...]."
+        )
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            "attn_mask is bool (True takes part) or floating point (added to the scores); got "
+            f"{mask.dtype}. Write mask.bool() if 1 takes part."
         )
     if mask is not None and is_causal:
         raise ValueError("Give attn_mask or is_causal=True, not both: a mask may be causal itself.")

@@ -142,6 +142,8 @@ def plan(
     attention: CastsLike | None = None,
 ) -> dict[str, LinearCasts]:
     """The casts that :func:`convert` would give each layer, by name. Arguments and errors are the same."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"A model is an instance of nn.Module; got {model!r}.")
     default = LinearCasts.of(casts)
     others = {pattern: LinearCasts.of(value) for pattern, value in (overrides or {}).items()}
     layers = list(convertible(model))

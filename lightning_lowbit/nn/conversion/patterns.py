@@ -17,8 +17,12 @@ def select(names: Sequence[str], patterns: Iterable[str], argument: str, kind: s
     """The names that patterns match; a pattern without a match among ``kind`` is a ``ValueError`` of ``argument``."""
     if isinstance(patterns, str):
         raise ValueError(f"{argument} is a list of patterns; got the string {patterns!r}. Write [{patterns!r}].")
+    if not isinstance(patterns, Iterable):
+        raise ValueError(f"{argument} is a list of patterns, [] for none; got {patterns!r}.")
     selected: set[str] = set()
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ValueError(f"{argument}: a pattern is a string, such as 'lm_head'; got {pattern!r}.")
         try:
             compiled = re.compile(pattern)
         except re.error as error:

@@ -63,6 +63,11 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, weights_only: bool = 
             f"The checkpoint {lacks}; it has e.g. {next(iter(given), 'none')}. If the model is a part of the module "
             "that was trained, give its name there as prefix."
         )
+    if packed := [name for name in own if given[name].dtype == torch.uint8 != own[name].dtype]:
+        raise ValueError(
+            f"The checkpoint keeps {len(packed)} weights as codes, e.g. {packed[0]}, and the model matrices. Build the "
+            "model as for training: call pack_frozen(model, casts) first."
+        )
     try:
         model.load_state_dict({name: given[name] for name in own})
     except RuntimeError as error:  # shapes differ

@@ -224,6 +224,7 @@ def test_refusals() -> None:
     q, k, v = drawn((HEADS, 20, 16), (HEADS, 20, 16), (HEADS, 20, 16))
     calls: dict[str, dict[str, Any]] = {
         "dropout_p": {"dropout_p": 1.5},
+        "is bool .* got torch.int64": {"attn_mask": torch.ones(20, 20, dtype=torch.int64)},
         "not both": {"attn_mask": torch.ones(20, 20, dtype=torch.bool), "is_causal": True},
     }
     for message, given in calls.items():

@@ -108,6 +108,21 @@ def test_a_pattern_that_matches_nothing(pattern: str, argument: str) -> None:
     assert classes(model) == before
 
 
+@each("patterns, message", [(None, "a list of patterns.*got None"), ([3], "a pattern is a string.*got 3")])
+@each("argument", ["skip", "only", "overrides"])
+def test_what_is_no_pattern_is_refused(patterns: Any, message: str, argument: str) -> None:
+    if patterns is not None or argument == "skip":  # the others take None
+        given = {3: INT4} if argument == "overrides" else patterns
+        with pytest.raises(ValueError, match=f"{argument}.*{message}"):
+            convert(Model(), NVFP4, **{argument: given})
+
+
+@each("model", [Model, "model"])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(ValueError, match="an instance of nn.Module; got"):
+        convert(model, NVFP4)
+
+
 def test_numbers_count_from_the_end_of_each_list() -> None:
     model = nn.ModuleDict({"encoder": Model(3), "decoder": Model(5)})
     model["net"] = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())

@@ -89,6 +89,16 @@ def test_a_phase_costs_one_compilation(casts: str) -> None:
     torch._dynamo.reset()
 
 
+def test_one_graph_takes_any_number_of_rows() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(convert(nn.Linear(32, 16), "nvfp4"), backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for rows in (8, 9, 10, 11):
+            compiled(torch.randn(rows, 32))
+    assert counter.frame_count == 2  # the second has found out that rows change
+
+
 def test_converted_layers_of_one_shape_share_a_class() -> None:
     model = convert(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "nvfp4")
     assert type(model[0]) is type(model[1])

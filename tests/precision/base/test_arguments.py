@@ -9,6 +9,7 @@ from lightning_lowbit import (
     FP4Precision,
     LinearCasts,
     Scale,
+    pack_frozen,
 )
 from lightning_lowbit.nn import PRESETS
 from lightning_lowbit.precision.run_settings import global_seed
@@ -18,6 +19,7 @@ from tests.lightning_imports import (
     Fabric,
     LightningCLI,
     MisconfigurationException,
+    pytorch,
 )
 from tests.precision.base.models import quiet
 from tests.tables import each
@@ -152,6 +154,9 @@ def test_every_preset_from_yaml(monkeypatch, name):
             r"Unknown compute_dtype 'fp8'. Choose one of: 'bf16', 'fp16', 'fp32'",
         ),
         (lambda: FP4Precision(overrides={"x": "nvfp"}), r"Unknown preset 'nvfp'"),
+        (lambda: FP4Precision(seed="a"), "seed is a whole number; got 'a'"),  # a checkpoint with it could not be read
+        (lambda: FP4Precision(exact="no"), "exact is true or false; got 'no'"),
+        (lambda: FP4Precision(quantize_before_gather="no"), "quantize_before_gather is true or false"),
     ],
 )
 def test_bad_arguments(make, message):
@@ -182,6 +187,17 @@ def test_no_layer_to_convert():
 def test_precision_beside_the_plugin():
     with pytest.raises(ValueError, match="Received both `precision=bf16-mixed` and `plugins="):
         quiet(plugins=[FP4Precision()], precision="bf16-mixed")
+
+
+def test_averaged_weights_beside_codes():
+    class Frozen(BoringModel):
+        def __init__(self):
+            super().__init__()
+            self.base = pack_frozen(nn.Linear(32, 32).requires_grad_(False), "nvfp4")
+
+    averaging = pytorch.callbacks.EMAWeightAveraging()
+    with pytest.raises(MisconfigurationException, match="EMAWeightAveraging averages all.*base.*unpack_frozen"):
+        quiet(plugins=[FP4Precision()], callbacks=[averaging]).fit(Frozen())
 
 
 def test_fabric():

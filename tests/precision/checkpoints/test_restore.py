@@ -19,6 +19,7 @@ from lightning_lowbit import (
     LinearCasts,
     LowBitPrecision,
     TernaryPrecision,
+    pack_frozen,
     restore,
 )
 from lightning_lowbit.nn import QuantizedLayer
@@ -234,6 +235,16 @@ def test_restoring_another_model_is_an_error_that_says_what_is_missing(tmp_path:
         restore(Module(), tmp_path / "damaged.ckpt")
     with pytest.raises(ValueError, match=r"is no checkpoint: a folder with one has a file meta.pt"):
         restore(Module(), tmp_path)
+
+
+def test_codes_for_a_model_with_matrices_are_an_error_that_says_how_to_build_it(tmp_path: Path) -> None:
+    packed = Module()
+    pack_frozen(packed.net.head.requires_grad_(False), "nvfp4")
+    run = trainer(FP4Precision("nvfp4"), max_epochs=1)
+    run.fit(packed, loader(), loader())
+    run.save_checkpoint(tmp_path / "last.ckpt", weights_only=False)
+    with pytest.raises(ValueError, match=r"keeps 1 weights as codes, e.g. net.head.weight.*pack_frozen"):
+        restore(Module(), tmp_path / "last.ckpt")
 
 
 def test_a_restored_model_does_not_train(tmp_path: Path) -> None:
