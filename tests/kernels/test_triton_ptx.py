@@ -62,7 +62,7 @@ def _bytes(tensor: Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_run", emulate)
+    monkeypatch.setattr(gpu, "run", emulate)
     monkeypatch.setattr(gpu, "obstacle", lambda device: None)
 
 
