@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, shard: Shard) -> "Kind":
-        is_aligned = all(number % 16 == 0 for number in (*shard[_ADDRESSES], shard.row))
+        is_aligned = all(number % 16 == 0 for number in (*tuple(shard)[_ADDRESSES], shard.row))
         has_square, has_master = shard.mean_square != 0, shard.master != 0
         return cls(shard.weights_kind, shard.gradient_kind, shard.moments, has_square, has_master, is_aligned)
 
