@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbit.compilation import backend
+from lightning_lowbit.distributed import Sharding
 from lightning_lowbit.kernels.gpu import adam as gpu
 from lightning_lowbit.kernels.gpu.launches import Launch
-from lightning_lowbit.optim import Adaptive, guards, kernel_passes
+from lightning_lowbit.optim import Adaptive, guarded_optimizer, guards, kernel_passes
 from lightning_lowbit.optim.guarded_adam import GuardedAdam
 from tests.optim.parameters import make_parameters, set_gradients
 
-# Rows that end within a block of 128, blocks of 16 bytes at a time, and more than one tile of 2048 elements.
+# Rows that end within a block of 128, blocks of 16 bytes at a time, and more than one tile of 1024 elements.
 SHAPES = [(), (0, 3), (300,), (2, 3, 130), (5, 6), (24, 128)]
 CPU = torch.device("cpu")
 
@@ -30,14 +31,29 @@ def sample_is_near() -> bool:
     return kernel_passes.agree(CPU)
 
 
+def differences_without_a_gradient(options: dict[str, Any], dtype: torch.dtype) -> list[str]:
+    """The same where this rank has no gradient of one parameter, and another rank has one, of zeros."""
+
+    def reduced(values: Sequence[Tensor], *_: object) -> list[Tensor]:
+        return [value.clamp(min=0) for value in values]
+
+    with (
+        mock.patch.object(guarded_optimizer, "sharding_of", lambda p: Sharding(p.shape, ("all ranks",))),  # type: ignore[arg-type]
+        mock.patch.object(guards, "all_reduce_", reduced),
+    ):
+        return differences([(options, dtype)], idle=3)
+
+
 def differences(
-    cases: Sequence[tuple[dict[str, Any], torch.dtype]], make: Callable[..., Any] = GuardedAdam
+    cases: Sequence[tuple[dict[str, Any], torch.dtype]],
+    make: Callable[..., Any] = GuardedAdam,
+    idle: int | None = None,
 ) -> list[str]:
     """Where three steps, the second of which is skipped, end elsewhere than in plain torch: beyond 1e-6 of the largest
     element, 2e-6 of squares, or a place of 16 bits. Of FP8 codes, one in a thousand may differ."""
     texts = []
     for options, dtype in cases:
-        results = [_three_steps(make, options, dtype, name) for name in ("triton", "eager")]
+        results = [_three_steps(make, options, dtype, name, idle) for name in ("triton", "eager")]
         for (name, found), (_, wanted) in zip(*results, strict=True):
             if found.dtype == torch.uint8 or name == "master":
                 is_near = (found != wanted).double().sum() <= max(1.0, found.numel() / 1000)
@@ -54,7 +70,7 @@ def differences(
 
 
 def _three_steps(
-    make: Callable[..., Any], options: dict[str, Any], dtype: torch.dtype, name: str
+    make: Callable[..., Any], options: dict[str, Any], dtype: torch.dtype, name: str, idle: int | None
 ) -> list[tuple[str, Tensor]]:
     """Parameters, their state and statistics, by name."""
     with backend(name), mock.patch.object(guards, "SPIKE_CLIP_AFTER", 0):  # type: ignore[arg-type]
@@ -65,6 +81,8 @@ def _three_steps(
             set_gradients(parameters, seed=step)
             if step == 1:
                 parameters[-1].grad[3] = float("nan")  # type: ignore[index]
+            if idle is not None and step == 2:
+                parameters[idle].grad = None
             optimizer.step()
             for row in optimizer.gradient_statistics().values():
                 seen += row._asdict().items()

@@ -69,6 +69,12 @@ def test_steps_are_those_of_plain_torch(run: Any) -> None:
     assert run(steps.differences, [({"lr": 1e-2, **options}, dtype) for options, dtype in cases]) == []
 
 
+def test_a_shard_whose_gradient_is_elsewhere(run: Any) -> None:
+    """It decays, and so do its moments."""
+    options = {"lr": 1e-2, "moments": "fp8", "norm_clip": "ada_gn", "weight_decay": 0.1}
+    assert run(steps.differences_without_a_gradient, options, torch.float32) == []
+
+
 def test_other_optimizers_get_the_same_gradients(run: Any) -> None:
     assert run(steps.differences, [({}, torch.float32), (SPIKES, torch.float32)], steps.small_adaptive) == []
 

@@ -1,5 +1,6 @@
 """The passes of an optimizer's step over all elements, in Triton: `passes.py`, one launch for all shards of a kind."""
 
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -16,7 +17,7 @@ from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.kernels.shards import FP8, KINDS, NOTHING, Rules, Shard, moved
 from lightning_lowbit.quant.rounding import mix_key
 
-BLOCK, BLOCKS = 128, 16  # elements of a block, and blocks of a program
+BLOCK, BLOCKS = 128, 8  # elements of a block, and blocks of a program
 STEP = 1024  # partial sums that are added at a time
 
 _AT = Shard(*range(len(Shard._fields)))
@@ -156,8 +157,10 @@ def _tiles_of(shard: Shard, by_rows: bool) -> int:
 @lru_cache(maxsize=64)
 def _tiles(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """For each program its row of the table and the number of its tile in that: int32 [programs, 2]."""
-    tiles = [(row, tile) for row, count in enumerate(counts) for tile in range(count)]
-    return moved([number for pair in tiles for number in pair], device).view(-1, 2).to(torch.int32)
+    of_each = torch.frombuffer(array("q", counts), dtype=torch.int64)
+    rows = torch.repeat_interleave(of_each)
+    tiles = torch.arange(len(rows), device="cpu") - (of_each.cumsum(0) - of_each)[rows]
+    return torch.stack([rows, tiles], dim=1).to(device, torch.int32)
 
 
 @lru_cache(maxsize=64)
