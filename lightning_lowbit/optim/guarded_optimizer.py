@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.distributed import Sharding, local, local_gradient, sharding_of
 from lightning_lowbit.optim.batch import SCALARS, Batch, GradientStatistics, Member
-from lightning_lowbit.optim.cpp import passes_for
 from lightning_lowbit.optim.guards import Clipped, Measured, clip, measure
+from lightning_lowbit.optim.kernel_passes import passes_for
 from lightning_lowbit.optim.moments import DenseMoments
 from lightning_lowbit.optim.options import OPTIONS, check_options
 

@@ -143,7 +143,7 @@ def native_layer(preset: str) -> tuple[list[str], int]:
     for backend in ("eager", "triton"):
         layer, gemms = layer_like(original, preset), StandIn()
         count, patches = Launches(), {**there}
-        patches["lightning_lowbit.kernels.gpu.casts._run"] = count.counting(gpu._run)
+        patches["lightning_lowbit.kernels.gpu.casts.run"] = count.counting(gpu.run)
         patches["torch.nn.functional.scaled_mm"] = count.counting(gemms)
         with contextlib.ExitStack() as stack:
             for name, replacement in patches.items():

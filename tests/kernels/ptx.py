@@ -19,6 +19,8 @@ _TYPES = {
 }
 _TYPES |= {"f16": np.dtype("float16"), "f32": np.dtype("float32"), "f64": np.dtype("float64"), "pred": np.dtype(bool)}
 
+_UNARY: dict[str, Callable[[Any], Any]] = {"abs": np.abs, "neg": np.negative, "not": np.invert, "sqrt": np.sqrt}
+_UNARY["rcp"] = np.reciprocal
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": np.add,
     "sub": np.subtract,
@@ -158,10 +160,8 @@ class _Program:
                 quotient = np.abs(a) // np.maximum(np.abs(b), 1) * np.sign(a) * np.sign(b)
                 result = quotient if name == "div" else a - quotient * b
             self.set(target, result.astype(dtype), active)
-        elif name == "rcp":
-            self.set(target, dtype.type(1) / value(0), active)
-        elif name in ("abs", "neg", "not"):
-            self.set(target, {"abs": np.abs, "neg": np.negative, "not": np.invert}[name](value(0)), active)
+        elif name in _UNARY:
+            self.set(target, _UNARY[name](value(0)), active)
         elif name in ("shl", "shr"):
             bits, shift = dtype.itemsize * 8, self.value(sources[1], "u32")
             moved = np.minimum(shift, bits - 1).astype(dtype)
@@ -187,7 +187,7 @@ class _Program:
         elif name == "selp":
             self.set(target, np.where(self.value(sources[2], "pred"), value(0), value(1)), active)
         elif name == "prmt":
-            self.set(target, self.permute(*(self.value(source, "u32") for source in sources)), active)
+            self.set(target, self.permute(*(self.value(self.known(source), "u32") for source in sources)), active)
         elif name == "cvt":
             self.convert(modifiers, target, sources, active)
         elif name == "shfl":
@@ -233,6 +233,10 @@ class _Program:
         wide = np.array([number & (1 << 64) - 1], np.uint64)
         return np.broadcast_to(wide.astype(np.dtype(f"uint{8 * dtype.itemsize}")).view(dtype), self.all.shape)
 
+    def known(self, text: str) -> str:
+        """A register, or -1 for one that was never written: compilers pack its bits, but do not read them."""
+        return text if text in self.registers or text[0] != "%" else "-1"
+
     def set(self, name: str, values: Array, active: Array) -> None:
         values = np.ascontiguousarray(np.broadcast_to(values, self.all.shape))
         if values.dtype != bool:
@@ -240,10 +244,9 @@ class _Program:
             if values.itemsize < width:  # bytes and halves fill a register
                 values = values.astype(np.dtype(f"{'int' if values.dtype.kind == 'i' else 'uint'}{8 * width}"))
             values = values.view(np.dtype(f"uint{8 * values.itemsize}"))
-        old = self.registers.get(name)
-        self.registers[name] = (
-            values if old is None or active.all() else np.where(active, values, old.view(values.dtype))
-        )
+        if (old := self.registers.get(name)) is not None and not active.all():
+            values = np.where(active, values, old.view(values.dtype))
+        self.registers[name] = values
 
     def mov(self, target: str, source: str, kind: str, active: Array) -> None:
         if target.startswith("{"):  # unpack
@@ -253,8 +256,7 @@ class _Program:
         elif source.startswith("{"):
             half = f"u{_TYPES[kind].itemsize * 4}"
             names = [part.strip() for part in source.strip("{} ").split(",")]
-            # Compilers pack a register that was never written where its half is not read; NaN would show if it were.
-            parts = [self.value(n if n in self.registers or n[0] != "%" else "-1", half) for n in names]
+            parts = [self.value(self.known(name), half) for name in names]
             self.set(target, np.stack(parts, 1).view(np.dtype(f"uint{_TYPES[kind].itemsize * 8}")).reshape(-1), active)
         else:
             self.set(target, self.value(source, kind), active)

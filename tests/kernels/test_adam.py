@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbit.kernels.cpu.adam import CHUNK, DENSE, KINDS, NOTHING, Shard, Shards, rules
+from lightning_lowbit.kernels.cpu.adam import CHUNK, Shards
 from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.shards import DENSE, KINDS, NOTHING, Rules, Shard
 from tests.tables import each
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the C++ kernels cannot be built here")
@@ -23,7 +24,7 @@ def shard(gradient: Tensor | None, weights: Tensor) -> Shard:
 def converted(values: Tensor, dtype: torch.dtype) -> Tensor:
     target = torch.empty_like(values, dtype=dtype)
     one = torch.ones(1)
-    Shards([shard(values, target)]).write_clipped(rules(None, {"factor": one, "ratio": one}))
+    Shards([shard(values, target)]).write_clipped(Rules(None, {"factor": one, "ratio": one}))
     return target
 
 
@@ -76,7 +77,7 @@ def test_squares_after_ada_clip(limit: float, unit: float) -> None:
     shards.measure()
     given = {"limit": torch.full((3,), limit), "ratio": torch.full((3,), 0.5), "unit": torch.full((3,), unit)}
     taken = torch.tensor([True, False, True])
-    squares, changed = shards.squares(rules("ada_clip", {**given, "taken": taken}))
+    squares, changed = shards.squares(Rules("ada_clip", {**given, "taken": taken}))
     for index, gradient in enumerate(gradients):
         spikes = gradient.abs() > limit
         wanted = (torch.where(spikes, gradient * 0.5, gradient).double() / unit).square().sum() * taken[index]

@@ -1,13 +1,8 @@
 """The Triton kernels in Triton's interpreter, which runs them on CPUs, against the plain code: equal to the bit."""
 
-import importlib.util
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from typing import Any
 
 import pytest
 import torch
@@ -30,16 +25,6 @@ NANOS = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-39, 3.
 DRAWN_ROWS = "scales of rows or tensors that round stochastically"
 UNEVEN = "corrected groups or blocks that are not of 2, 4, ... or 1024 elements"
 STOCHASTIC = NVFP4.replace(rounding="stochastic")
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Callable[..., Any]]:
-    """Calls a function of ``interpreted`` in a process in which kernels are interpreted."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed: pip install -e '.[integrations]'")
-    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        patch.setenv("TRITON_INTERPRET", "1")  # read where Triton is imported, in the process
-        yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
 
 def sample(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -27,11 +28,11 @@ pytestmark = [
 ]
 
 
-def emulate(launch: Launch) -> None:
-    """Runs a launch on tensors of the CPU."""
+def emulate(launch: Launch, reachable: Sequence[Tensor] = ()) -> None:
+    """Runs a launch on tensors of the CPU, and on those that are ``reachable`` by addresses in the argument ``x``."""
     compiled = compile_for(launch, ARCH)
     kernel, constants = getattr(gpu._kernels()[0], launch.kernel), gpu.compiled_for(launch)
-    tensors = [value for value in launch.arguments.values() if isinstance(value, Tensor)]
+    tensors = [*reachable, *(value for value in launch.arguments.values() if isinstance(value, Tensor))]
     tensors = list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
     places, end = {}, 256
     for tensor in tensors:
@@ -41,6 +42,14 @@ def emulate(launch: Launch) -> None:
     for tensor, place in zip(tensors, places.values(), strict=True):
         held = _bytes(tensor)
         memory.bytes[place : place + len(held)] = held
+    if reachable:
+        places_of = {
+            t.data_ptr(): places[t.untyped_storage().data_ptr()] + t.storage_offset() * t.itemsize for t in reachable
+        }
+        table = launch.arguments["x"]
+        here = table.detach().clone().apply_(lambda number: places_of.get(number, number))
+        begin = places[table.untyped_storage().data_ptr()]
+        memory.bytes[begin : begin + here.nbytes] = _bytes(here)
     arguments = []
     for name in kernel.arg_names:
         value = launch.arguments.get(name)
@@ -52,6 +61,8 @@ def emulate(launch: Launch) -> None:
         Kernel(compiled.asm["ptx"]).run(launch.programs, arguments, memory, compiled.metadata.shared + 16)
     for tensor, place in zip(tensors, places.values(), strict=True):
         held = _bytes(tensor)
+        if reachable and tensor is launch.arguments["x"] and tensor.dtype == torch.int64:
+            continue  # with the addresses of the host
         held[:] = memory.bytes[place : place + len(held)]
 
 
@@ -62,7 +73,7 @@ def _bytes(tensor: Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_run", emulate)
+    monkeypatch.setattr(gpu, "run", emulate)
     monkeypatch.setattr(gpu, "obstacle", lambda device: None)
 
 

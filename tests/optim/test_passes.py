@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from lightning_lowbit.compilation import backend
 from lightning_lowbit.kernels.cpu.library import library
-from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, cpp, guards
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, guards, kernel_passes
 from lightning_lowbit.optim.guarded_adam import GuardedAdam
 from tests.optim.parameters import assert_same, make_parameters, set_gradients, snapshot, train, use
 
@@ -176,7 +176,9 @@ def chosen(parameter: Tensor, **options: Any) -> type:
 def test_cpp_serves_what_trains_on_a_cpu() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for moments in ("fp32", "fp8"):
-            assert chosen(torch.ones(3, 4, dtype=dtype), moments=moments) is cpp.CppPasses, f"{dtype}, {moments}"
+            assert chosen(torch.ones(3, 4, dtype=dtype), moments=moments) is kernel_passes.CppPasses, (
+                f"{dtype}, {moments}"
+            )
 
 
 def test_plain_torch_serves_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +189,11 @@ def test_plain_torch_serves_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
         "another device": torch.ones(3, 4, device="meta"),
     }
     for name, parameter in cases.items():
-        assert chosen(parameter) is cpp.Passes, f"{name} runs in C++"
+        assert chosen(parameter) is kernel_passes.Passes, f"{name} runs in C++"
     with backend("eager"):
-        assert chosen(torch.ones(3, 4)) is cpp.Passes, "plain code was asked for"
-    monkeypatch.setattr(cpp, "library", lambda: None)
-    assert chosen(torch.ones(3, 4)) is cpp.Passes, "there is no library"
+        assert chosen(torch.ones(3, 4)) is kernel_passes.Passes, "plain code was asked for"
+    monkeypatch.setattr(kernel_passes, "library", lambda: None)
+    assert chosen(torch.ones(3, 4)) is kernel_passes.Passes, "there is no library"
 
 
 @needs_cpp

@@ -6,49 +6,23 @@ A `Shard` is one parameter of a batch, as addresses and sizes; an array of them 
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.shards import Rules, Shard
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-NOTHING = 3  # the kind of a gradient that is not there
-DENSE, FP8, SPARSE = range(3)
-RULES = {None: 0, "ada_clip": 1, "spike_clip": 2}
+_RULES = {None: 0, "ada_clip": 1, "spike_clip": 2}
 
 #: Elements of which `measure` gives one maximum and one sum.
 CHUNK = 2**14
 
-
-class Shard(NamedTuple):
-    """The fields of ``struct Shard`` in C++, which says what they mean; an address of 0 stands for nothing."""
-
-    weights: int
-    gradient: int
-    mean: int
-    mean_square: int
-    mean_scale: int
-    mean_square_scale: int
-    master: int
-    weights_kind: int
-    gradient_kind: int
-    moments: int
-    size: int
-    row: int
-    columns: int
-    every: int
-    first: int
-    stride: int
-    number: int
-
-
 _ARRAYS = ("limit", "ratio", "unit", "factor", "weight1", "weight2", "rate", "decay", "old_scale", "new_scale")
 
 
-class Rules(ctypes.Structure):
-    """What the rules decided: ``struct Rules``."""
+class _Rules(ctypes.Structure):
+    """``struct Rules`` in C++."""
 
     _fields_ = [
         ("taken", ctypes.c_void_p),
@@ -59,13 +33,6 @@ class Rules(ctypes.Structure):
         ("rule", ctypes.c_int64),
         ("decays", ctypes.c_int64),
     ]
-
-
-def rules(rule: str | None, tensors: Mapping[str, Tensor], eps: float = 0.0, decays: bool = False) -> Rules:
-    """The structure for ``tensors`` [P], which must outlive it: contiguous, in float32, but for ``taken`` (bool) and
-    ``steps`` and ``since_reset`` (int64)."""
-    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    return Rules(eps=eps, rule=RULES[rule], decays=decays, **addresses)
 
 
 class Shards:
@@ -87,16 +54,16 @@ class Shards:
     def squares(self, rules: Rules) -> Tensor:
         """Σ(clip(g)/unit)², and how many elements changed: float32 [2, P]. After `measure`."""
         result = torch.empty(2, self._count, dtype=torch.float32, device="cpu")
-        self._call("squares", ctypes.byref(rules), *map(_address, (*self._measured, result)))
+        self._decide("squares", rules, *map(_address, (*self._measured, result)))
         return result
 
     def update(self, rules: Rules) -> None:
         """Adam."""
-        self._call("update", ctypes.byref(rules))
+        self._decide("update", rules)
 
     def write_clipped(self, rules: Rules) -> None:
         """factor·clip(g) into ``weights``."""
-        self._call("clipped", ctypes.byref(rules))
+        self._decide("clipped", rules)
 
     def _new_measured(self) -> tuple[Tensor, Tensor]:
         """Room for max|g| and Σg² of each chunk."""
@@ -116,6 +83,16 @@ class Shards:
         shards = ctypes.c_void_p(self._fields.buffer_info()[0])
         threads = ctypes.c_int(torch.get_num_threads())
         getattr(found, name)(shards, ctypes.c_int64(self._count), threads, *arguments)
+
+    def _decide(self, name: str, rules: Rules, *arguments: object) -> None:
+        numbers = dict(rules.numbers)
+        floating = [key for key in numbers if key in _ARRAYS]
+        rows = torch.stack([numbers[key] for key in floating]).float()
+        addresses = {
+            key: tensor.data_ptr() for key, tensor in (numbers | dict(zip(floating, rows, strict=True))).items()
+        }
+        made = _Rules(eps=rules.eps, rule=_RULES[rules.rule], decays=rules.decays, **addresses)
+        self._call(name, ctypes.byref(made), *arguments)
 
 
 def _address(tensor: Tensor) -> ctypes.c_void_p:

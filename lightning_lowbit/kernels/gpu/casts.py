@@ -104,9 +104,9 @@ def quantize_operand(
     sums = None
     if cast.scale.block == "tensor" and cast.scale.statistic == "absmean":
         sums = torch.empty(launches.SUMS, dtype=torch.float64, device=x.device)
-        _run(launches.of_sums(x, sums))
+        run(launches.of_sums(x, sums))
     operand = _empty(x, cast, dim, dtype)
-    _run(launches.of_cast(x, cast, dim, rounding_key(cast, key, x.device), amax, offset, sums, *operand))
+    run(launches.of_cast(x, cast, dim, rounding_key(cast, key, x.device), amax, offset, sums, *operand))
     return operand
 
 
@@ -124,7 +124,7 @@ def quantize_both(
         amax = amax_of(x) if amax is None else amax.float()
     keys = rounding_key(row, key_row, x.device), rounding_key(column, key_column, x.device)
     operands = _empty(x, row, 1, dtypes[0]), _empty(x, column, 0, dtypes[1])
-    _run(launches.of_both(x, (row, column), keys, amax, operands))
+    run(launches.of_both(x, (row, column), keys, amax, operands))
     return operands
 
 
@@ -147,7 +147,7 @@ def pack(
         amax = amax_of(x) if amax is None else amax.float()
     data = torch.empty(packed_bytes(x.shape[0], x.shape[1], cast, dim), dtype=torch.uint8, device=x.device)
     factor = torch.empty((), device=x.device)
-    _run(launches.of_pack(x, cast, dim, rounding_key(cast, key, x.device), amax, offset, data, factor))
+    run(launches.of_pack(x, cast, dim, rounding_key(cast, key, x.device), amax, offset, data, factor))
     return data, factor
 
 
@@ -176,13 +176,13 @@ def lay_out(
         torch.empty(scales, dtype=cast.scale.storage.dtype, device=x.device),
         torch.empty((), device=x.device),
     )
-    _run(launches.of_layout(x, cast, block, dim, rounding_key(cast, key, x.device), amax, offset, made))
+    run(launches.of_layout(x, cast, block, dim, rounding_key(cast, key, x.device), amax, offset, made))
     return made
 
 
 def unpack_(values: Tensor, data: Tensor, cast: Cast, dim: int, source: torch.dtype) -> None:
     """Writes values as :func:`lightning_lowbit.quant.packed.unpack_`; ``source`` is the packed tensor's dtype."""
-    _run(launches.of_unpack(data, cast, dim, source, values))
+    run(launches.of_unpack(data, cast, dim, source, values))
 
 
 def _empty(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -196,7 +196,7 @@ def _empty(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> tuple[Tensor,
 def amax_of(x: Tensor) -> Tensor:
     """max|x| of a matrix: 0-d float32, 0 without elements, not finite if ``x`` is not."""
     amax = torch.zeros((), device=x.device)
-    _run(launches.of_amax(x, amax))
+    run(launches.of_amax(x, amax))
     return amax
 
 
@@ -209,7 +209,7 @@ def finish(product: Tensor, factors: list[Tensor], bias: Tensor | None, dtype: t
         bias: ``[n]``, or what broadcasts to ``[m, n]``.
     """
     result = torch.empty(product.shape, dtype=dtype, device=product.device)
-    _run(launches.of_finish(product, factors, bias, result))
+    run(launches.of_finish(product, factors, bias, result))
     return result
 
 
@@ -260,7 +260,7 @@ def options_of(launch: Launch) -> dict[str, Any]:
     return {"num_warps": launch.warps, "enable_fp_fusion": False}
 
 
-def _run(launch: Launch) -> None:
+def run(launch: Launch) -> None:
     kernel = getattr(_kernels()[0], launch.kernel)
     with torch.cuda.device_of(launch.arguments["x"]):  # type: ignore[no-untyped-call]
         kernel[(launch.programs,)](**launch.arguments, **compiled_for(launch), **options_of(launch))

@@ -56,7 +56,7 @@ def _code_of(value, GRID: tl.constexpr, CODING: tl.constexpr, BITS: tl.constexpr
 
 
 @triton.jit
-def _value_of(code, GRID: tl.constexpr, CODING: tl.constexpr, BITS: tl.constexpr):
+def value_of(code, GRID: tl.constexpr, CODING: tl.constexpr, BITS: tl.constexpr):
     if CODING == "sign-magnitude":
         rest = code & ((1 << (BITS - 1)) - 1)
         value = _magnitude_of_code(rest, GRID)
@@ -224,7 +224,7 @@ def unpack_blocks(
     count: tl.constexpr = 8 // BITS
     joined = tl.load(x + (row.to(tl.int64) * (columns // count) + column // count), mask=mask, other=0).to(tl.int32)
     code = (joined >> (column % count * BITS)) & ((1 << BITS) - 1)
-    value = _value_of(code, CAST.elements, CODING, BITS)
+    value = value_of(code, CAST.elements, CODING, BITS)
     if CAST.scaled:
         place = (row // SIDES[0]).to(tl.int64) * tl.cdiv(columns, SIDES[1]) + column // SIDES[1]
         if CAST.scale == "fp32":

@@ -48,7 +48,7 @@ class Constants(NamedTuple):
     scaled: bool
 
 
-def _grid(format: Format) -> Grid:
+def grid_of(format: Format) -> Grid:
     uniform = format.max_exponent == format.min_exponent
     return Grid(format.max, format.mantissa_bits, format.min_exponent, uniform)
 
@@ -58,10 +58,10 @@ def constants_of(cast: Cast) -> Constants:
     scale, element = cast.scale, cast.format
     exponent, significand = e8m0_rule(element, scale.rounding) if scale.format == "e8m0" else (0, 1.0)
     return Constants(
-        elements=_grid(cast.grid),
+        elements=grid_of(cast.grid),
         stochastic=cast.rounding == "stochastic",
         scale=scale.format if scale.format in ("e8m0", "bf16", "fp16", "fp32") else "exmy",
-        storage=_grid(scale.storage),
+        storage=grid_of(scale.storage),
         up=scale.rounding == "up",
         power_of_two=scale.rounding == "power_of_two",
         element_max=element.max,

@@ -1,0 +1,204 @@
+"""The passes of a step in kernels, C++ on CPUs and Triton on GPUs: each is one call for all parameters of a batch."""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbit.compilation import current_backend
+from lightning_lowbit.distributed import offsets_of
+from lightning_lowbit.kernels.cpu import adam as cpu
+from lightning_lowbit.kernels.cpu.library import library
+from lightning_lowbit.kernels.gpu import adam as gpu
+from lightning_lowbit.kernels.shards import DENSE, FP8, KINDS, NOTHING, SPARSE, Rules, Shard, moved
+from lightning_lowbit.optim.batch import Batch, Member, Step
+from lightning_lowbit.optim.moments import NAMES, DenseMoments, FP8Moments, SparseMoments
+from lightning_lowbit.optim.passes import ElementClip, Passes, Update
+
+# The tensors of a member that `Shard` has by the same names.
+_KEPT = (*FP8Moments.names, "master")
+
+
+class KernelPasses(Passes):
+    """The passes in kernels: those of a kind of device, which a subclass names."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        self._gradients = [None if m.gradient is None else m.gradient.contiguous() for m in batch.members]
+        self._fields = [_fields(*pair) for pair in zip(batch.members, self._gradients, strict=True)]
+        self._shards = self._shards_of(self._fields)
+
+    @abstractmethod
+    def _shards_of(self, fields: Sequence[Shard]) -> cpu.Shards | gpu.Shards:
+        """The shards with these fields, for the kernels."""
+
+    def measure(self) -> Tensor:
+        return self._shards.measure()
+
+    def measure_weights(self) -> Tensor:
+        return self._shards.measure_weights()
+
+    def squares(self, step: Step, elements: ElementClip, unit: Tensor) -> Tensor:
+        given = {"limit": elements.limit, "ratio": elements.ratio, "unit": unit} | _of_step(step)
+        return self._shards.squares(Rules(elements.rule, given))
+
+    def update(self, step: Step, elements: ElementClip, numbers: Update) -> None:
+        of_update = {name: column for name, column in numbers._asdict().items() if column is not None}
+        given = {"limit": elements.limit, "ratio": elements.ratio, **of_update} | _of_step(step)
+        options = self.batch.options
+        self._shards.update(Rules(elements.rule, given, options["eps"], bool(options["weight_decay"])))
+        # As operations of torch do, so that autograd refuses a graph that has saved the weights before the step.
+        torch.autograd.graph.increment_version([member.parameter for member in self.batch.members])
+
+    def write_clipped(
+        self, step: Step, elements: ElementClip, factor: Tensor, indices: Sequence[int], targets: Sequence[Tensor]
+    ) -> None:
+        chosen = moved(indices, self.batch.device)
+        given = {"limit": elements.limit[chosen], "ratio": elements.ratio[chosen], "factor": factor[chosen]}
+        fields = [
+            self._fields[index]._replace(weights=target.data_ptr(), weights_kind=KINDS[target.dtype])
+            for index, target in zip(indices, targets, strict=True)
+        ]
+        self._shards_of(fields).write_clipped(Rules(elements.rule, given))
+
+
+class CppPasses(KernelPasses):
+    """The passes in C++, with fp32 statistics."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        self._scalars = cpu.Scalars({name: [member.state[name] for member in batch.members] for name in batch.names})
+
+    def _shards_of(self, fields: Sequence[Shard]) -> cpu.Shards:
+        return cpu.Shards(fields)
+
+    def load_scalars(self) -> dict[str, Tensor]:
+        return self._scalars.load()
+
+    def store_scalars(self, scalars: Mapping[str, Tensor]) -> None:
+        self._scalars.store(scalars)
+
+
+class TritonPasses(KernelPasses):
+    """The passes in Triton, with fp32 statistics and moments of all elements."""
+
+    def _shards_of(self, fields: Sequence[Shard]) -> gpu.Shards:
+        return gpu.Shards(fields, self.batch.device)
+
+
+def passes_for(batch: Batch) -> Passes:
+    """The passes that a batch is worked on by."""
+    return (kernels_for(batch) or Passes)(batch)
+
+
+def kernels_for(batch: Batch) -> type[KernelPasses] | None:
+    """The passes in kernels; None where plain torch is asked for, or they cannot serve a batch or be built."""
+    if batch.dtype != torch.float32 or torch.compiler.is_compiling() or not all(map(_fits, batch.members)):
+        return None
+    backend, kind = current_backend(), batch.device.type
+    if kind == "cpu" and backend in ("auto", "cpp"):
+        return CppPasses if library() else None
+    if backend == "triton" or (kind == "cuda" and backend == "auto"):
+        # A graph would be replayed with the addresses of gradients that are gone.
+        is_captured = kind == "cuda" and torch.cuda.is_current_stream_capturing()
+        is_sparse = any(member.moments.is_sparse for member in batch.members)
+        is_served = not is_captured and not is_sparse and gpu.obstacle(batch.device) is None
+        return TritonPasses if is_served and agree(batch.device) else None
+    return None
+
+
+@cache
+def agree(device: torch.device) -> bool:
+    """Whether the passes in Triton make of a sample what plain torch makes: asked once per device; warns if not."""
+    if all(map(_are_near, _results(TritonPasses, device), _results(Passes, device))):
+        return True
+    warnings.warn(
+        f"The Triton kernels of the optimizers differ from plain torch on {device}, and are not used there: steps are "
+        "loops over the parameters. Please report the GPU and the versions of torch and Triton.",
+        stacklevel=2,
+    )
+    return False
+
+
+def _results(passes: type[Passes], device: torch.device) -> list[Tensor]:
+    """What passes make of two parameters: in 16 bits with FP8 moments and master weights, and in fp32."""
+    draw = torch.Generator("cpu").manual_seed(0)
+    options = {"element_clip": "ada_clip", "norm_clip": None, "weight_decay": 0.1, "eps": 1e-8}
+    batch = Batch(options, device, torch.float32, (), ())
+    for shape, dtype, moments in (((33, 130), torch.bfloat16, FP8Moments()), ((300,), torch.float32, DenseMoments())):
+        p, g = (torch.randn(shape, generator=draw, device="cpu").to(device, dtype) for _ in range(2))
+        kept = moments.new_state(p, torch.float32)
+        if dtype == torch.bfloat16:
+            kept["master"] = torch.zeros_like(p, dtype=torch.float16)
+        batch.add(Member(p, len(batch.members), p, g, {}, moments, kept))
+    half = torch.full((2,), 0.5, dtype=torch.float32, device=device)
+    steps = torch.zeros(2, dtype=torch.int64, device=device)
+    step = Step(half > 0, 2 * half, {"steps": steps, "steps_since_reset": steps})
+    elements, made = ElementClip("ada_clip", 2 * half, half), passes(batch)
+    results = [made.measure(), made.measure_weights(), made.squares(step, elements, half)]
+    for old_scale in (0 * half, half / 2**13):
+        made.update(step, elements, Update(half, half, half, half / 50, half / 50, old_scale, half / 2**13))
+    return [*results, *(tensor for member in batch.members for tensor in (member.shard, *member.kept.values()))]
+
+
+def _are_near(found: Tensor, wanted: Tensor) -> bool:
+    """All but a hundredth, whose last place a draw or a rounding decided, are within 1e-5 of the largest."""
+    difference, largest = (found.double() - wanted.double()).abs(), wanted.double().abs().amax()
+    return bool((difference <= 1e-5 * largest).double().mean() >= 0.99)
+
+
+def _fits(member: Member) -> bool:
+    shard, gradient, kept = member.shard, member.gradient, member.kept
+    if gradient is not None and not (type(gradient) is Tensor and gradient.dtype in KINDS):
+        return False
+    # Random bits are of places in the whole parameter, which kernels count by rows.
+    is_in_rows = not member.moments.draws or shard.shape[1:-1] == member.parameter.shape[1:-1]
+    return (
+        type(shard) in (Tensor, Parameter)
+        and shard.dtype in KINDS
+        and shard.is_contiguous()
+        and is_in_rows
+        and all(tensor.is_contiguous() for tensor in kept.values())
+        and all(kept[name].dtype in (torch.float32, torch.uint8) for name in NAMES if name in kept)
+        and all(value.dtype in (torch.float32, torch.int64) for name, value in member.state.items() if name not in kept)
+    )
+
+
+def _of_step(step: Step) -> dict[str, Tensor]:
+    steps = step.scalars["steps"]
+    return {"taken": step.taken, "steps": steps, "since_reset": step.scalars.get("steps_since_reset", steps)}
+
+
+def _fields(member: Member, gradient: Tensor | None) -> Shard:
+    shard, moments, kept = member.shard, member.moments, member.kept
+    kind, every, first, stride = DENSE, 1, 0, 0
+    row = columns = size = shard.numel()
+    if moments.draws:
+        kind, every = (SPARSE, moments.every) if isinstance(moments, SparseMoments) else (FP8, 1)
+        row, columns = shard.shape[-1], kept["mean"].shape[-1]
+        whole, offsets = member.parameter.shape, offsets_of(member.parameter)
+        stride = columns if kind == SPARSE else whole[-1]  # rows with sparse moments are whole
+        above = offsets[0]  # rows of the whole parameter before those of the shard
+        for offset, length in zip(offsets[1:-1], whole[1:-1], strict=True):
+            above = above * length + offset
+        first = above * stride + offsets[-1]
+    addresses = {name: kept[name].data_ptr() if name in kept else 0 for name in _KEPT}
+    return Shard(
+        weights=shard.data_ptr(),
+        gradient=0 if gradient is None else gradient.data_ptr(),
+        **addresses,
+        weights_kind=KINDS[shard.dtype],
+        gradient_kind=NOTHING if gradient is None else KINDS[gradient.dtype],
+        moments=kind,
+        size=size,
+        row=row,
+        columns=columns,
+        every=every,
+        first=first,
+        stride=stride,
+        number=member.number,
+    )

@@ -1,0 +1,103 @@
+"""Steps of the optimizers by the Triton kernels, for tests without a GPU: in a process with ``TRITON_INTERPRET=1``."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbit.compilation import backend
+from lightning_lowbit.distributed import Sharding
+from lightning_lowbit.kernels.gpu import adam as gpu
+from lightning_lowbit.kernels.gpu.launches import Launch
+from lightning_lowbit.optim import Adaptive, guarded_optimizer, guards, kernel_passes
+from lightning_lowbit.optim.guarded_adam import GuardedAdam
+from tests.optim.parameters import make_parameters, set_gradients
+
+# Rows that end within a block of 128, blocks of 16 bytes at a time, and more than one tile of 1024 elements.
+SHAPES = [(), (0, 3), (300,), (2, 3, 130), (5, 6), (24, 128)]
+CPU = torch.device("cpu")
+
+
+def small_adaptive(parameters: Sequence[Parameter], **options: Any) -> Adaptive:
+    return Adaptive(torch.optim.AdamW(parameters, lr=0.1), **options)
+
+
+def sample_is_near() -> bool:
+    """Whether the comparison before the first use on a device finds the kernels right."""
+    return kernel_passes.agree(CPU)
+
+
+def differences_without_a_gradient(options: dict[str, Any], dtype: torch.dtype) -> list[str]:
+    """The same where this rank has no gradient of one parameter, and another rank has one, of zeros."""
+
+    def reduced(values: Sequence[Tensor], *_: object) -> list[Tensor]:
+        return [value.clamp(min=0) for value in values]
+
+    with (
+        mock.patch.object(guarded_optimizer, "sharding_of", lambda p: Sharding(p.shape, ("all ranks",))),  # type: ignore[arg-type]
+        mock.patch.object(guards, "all_reduce_", reduced),
+    ):
+        return differences([(options, dtype)], idle=3)
+
+
+def differences(
+    cases: Sequence[tuple[dict[str, Any], torch.dtype]],
+    make: Callable[..., Any] = GuardedAdam,
+    idle: int | None = None,
+) -> list[str]:
+    """Where three steps, the second of which is skipped, end elsewhere than in plain torch: beyond 1e-6 of the largest
+    element, 2e-6 of squares, or a place of 16 bits. Of FP8 codes, one in a thousand may differ."""
+    texts = []
+    for options, dtype in cases:
+        results = [_three_steps(make, options, dtype, name, idle) for name in ("triton", "eager")]
+        for (name, found), (_, wanted) in zip(*results, strict=True):
+            if found.dtype == torch.uint8 or name == "master":
+                is_near = (found != wanted).double().sum() <= max(1.0, found.numel() / 1000)
+            else:
+                place = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(
+                    found.dtype, 2e-6 if "square" in name else 1e-6
+                )
+                error = (found.double() - wanted.double()).nan_to_num(0.0, 0.0, 0.0).abs()
+                largest = wanted.double().nan_to_num(0.0, 0.0, 0.0).abs().amax() if wanted.numel() else 0.0
+                is_near = bool((error <= place * largest).all()) and torch.equal(found.isfinite(), wanted.isfinite())
+            if not is_near:
+                texts.append(f"{options} in {dtype}: {name} of {tuple(found.shape)} differs: {found} {wanted}")
+    return texts
+
+
+def _three_steps(
+    make: Callable[..., Any], options: dict[str, Any], dtype: torch.dtype, name: str, idle: int | None
+) -> list[tuple[str, Tensor]]:
+    """Parameters, their state and statistics, by name."""
+    with backend(name), mock.patch.object(guards, "SPIKE_CLIP_AFTER", 0):  # type: ignore[arg-type]
+        parameters = make_parameters(dtype, SHAPES)
+        optimizer = make(parameters, **options)
+        seen: list[tuple[str, Tensor]] = []
+        for step in range(3):
+            set_gradients(parameters, seed=step)
+            if step == 1:
+                parameters[-1].grad[3] = float("nan")  # type: ignore[index]
+            if idle is not None and step == 2:
+                parameters[idle].grad = None
+            optimizer.step()
+            for row in optimizer.gradient_statistics().values():
+                seen += row._asdict().items()
+    for parameter in parameters:
+        seen += [("parameter", parameter.detach()), *optimizer.state[parameter].items()]
+    return [(key, torch.as_tensor(value)) for key, value in seen]
+
+
+@contextmanager
+def launched(run: Callable[[Launch], None]) -> Iterator[None]:
+    """Within this context steps on a CPU give the launches of the kernels to ``run``."""
+    with (
+        backend("triton"),
+        mock.patch.object(gpu, "run", run),
+        mock.patch.object(gpu, "obstacle", lambda device: None),
+        mock.patch.object(kernel_passes, "agree", lambda device: True),
+    ):
+        yield

@@ -1,0 +1,90 @@
+"""Steps of the optimizers by the Triton kernels: few launches, and the results of plain torch."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from lightning_lowbit.optim import SPAM, Adaptive, LowBitAdamW, StableSPAM, kernel_passes
+from tests.kernels import steps
+from tests.kernels.interpreted import Launches
+from tests.optim.parameters import NoHostSync, set_gradients
+
+OPTIMIZERS: dict[str, Any] = {
+    "StableSPAM": StableSPAM,
+    "FP8": lambda p: StableSPAM(p, moments="fp8", weight_decay=0.1),
+    "SPAM": SPAM,
+    "LowBitAdamW": LowBitAdamW,
+    "Adaptive": lambda p: Adaptive(torch.optim.AdamW(p, fused=True)),
+}
+
+
+def llama(layers: int) -> list[Parameter]:
+    """The parameters of a small LLaMA: 9 tensors per layer, and 3."""
+    layer = [(64, 64)] * 4 + [(172, 64)] * 2 + [(64, 172), (64,), (64,)]
+    return [Parameter(torch.randn(shape)) for shape in [(512, 64), *layer * layers, (64,), (512, 64)]]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_launches_do_not_depend_on_the_number_of_parameters(make: Any) -> None:
+    counts = []
+    for layers in (2, 8):
+        parameters, count = llama(layers), Launches()
+        optimizer = make(parameters)
+        with steps.launched(count.counting(lambda launch: None)):
+            for seed in range(2):
+                set_gradients(parameters, seed)
+                count.number = 0
+                with count, NoHostSync():
+                    optimizer.step()
+        counts.append(count.number)
+    assert counts[0] == counts[1], f"{counts[0]} launches for 21 tensors, {counts[1]} for 75"
+    assert counts[1] <= 190
+
+
+def test_the_comparison_before_the_first_use(run: Any) -> None:
+    assert run(steps.sample_is_near)
+
+
+def test_kernels_that_are_wrong_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = iter([[torch.ones(3)], [torch.full((3,), torch.nan)]])
+    monkeypatch.setattr(kernel_passes, "_results", lambda passes, device: next(results))
+    with pytest.warns(UserWarning, match="differ from plain torch on meta"):
+        assert not kernel_passes.agree.__wrapped__(torch.device("meta"))
+
+
+RULES = {"element_clip": "ada_clip", "norm_clip": "ada_gn"}
+SPIKES = {"element_clip": "spike_clip", "spike_threshold": 0.5}
+OTHERS = {"weight_decay": 0.1, "reset_interval": 2, "warmup_steps": 2, "maximize": True}
+
+
+def test_steps_are_those_of_plain_torch(run: Any) -> None:
+    cases = [
+        (RULES, torch.float32),
+        ({"moments": "fp8", **SPIKES, **OTHERS}, torch.bfloat16),
+        ({"moments": "fp8", "master_weights": "fp16", "norm_clip": "grad_clip"}, torch.float16),
+    ]
+    assert run(steps.differences, [({"lr": 1e-2, **options}, dtype) for options, dtype in cases]) == []
+
+
+def test_a_shard_whose_gradient_is_elsewhere(run: Any) -> None:
+    """It decays, and so do its moments."""
+    options = {"lr": 1e-2, "moments": "fp8", "norm_clip": "ada_gn", "weight_decay": 0.1}
+    assert run(steps.differences_without_a_gradient, options, torch.float32) == []
+
+
+def test_other_optimizers_get_the_same_gradients(run: Any) -> None:
+    assert run(steps.differences, [({}, torch.float32), (SPIKES, torch.float32)], steps.small_adaptive) == []
+
+
+@pytest.mark.slow
+def test_steps_with_all_options_are_those_of_plain_torch(run: Any) -> None:
+    dtypes = torch.float32, torch.bfloat16
+    for moments, master, rules, others in itertools.product(
+        ("fp32", "fp8"), (None, "fp16"), (RULES, SPIKES, {}), (OTHERS, {})
+    ):
+        options = {"lr": 1e-2, "moments": moments, "master_weights": master, **rules, **others}
+        cases = [(options, dtype) for dtype in dtypes if master is None or dtype == torch.bfloat16]
+        assert run(steps.differences, cases) == []
