@@ -12,11 +12,8 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-_TYPES = {
-    f"{kind}{bits}": np.dtype(f"{name}{bits}")
-    for kind, name in (("b", "uint"), ("u", "uint"), ("s", "int"))
-    for bits in (8, 16, 32, 64)
-}
+_TYPES = {f"{kind}{bits}": np.dtype(f"uint{bits}") for kind in "bu" for bits in (8, 16, 32, 64)}
+_TYPES |= {f"s{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)}
 _TYPES |= {"f16": np.dtype("float16"), "f32": np.dtype("float32"), "f64": np.dtype("float64"), "pred": np.dtype(bool)}
 
 _UNARY: dict[str, Callable[[Any], Any]] = {"abs": np.abs, "neg": np.negative, "not": np.invert, "sqrt": np.sqrt}
