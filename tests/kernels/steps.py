@@ -21,6 +21,16 @@ from tests.optim.parameters import make_parameters, set_gradients
 SHAPES = [(), (0, 3), (300,), (2, 3, 130), (5, 6), (24, 128)]
 CPU = torch.device("cpu")
 
+# Aligned parameters, and options that make every kernel.
+ALIGNED = [(64,), (64, 128)]
+_RULES = {"element_clip": "ada_clip", "norm_clip": "ada_gn", "weight_decay": 0.1}
+_SPIKES = {"element_clip": "spike_clip", "spike_threshold": 0.5, "moments": "fp8", "master_weights": "fp16"}
+CASES: list[tuple[dict[str, Any], torch.dtype]] = [
+    (_RULES, torch.float32),
+    (_SPIKES, torch.bfloat16),
+    ({**_RULES, "moments": "fp8"}, torch.bfloat16),
+]
+
 
 def small_adaptive(parameters: Sequence[Parameter], **options: Any) -> Adaptive:
     return Adaptive(torch.optim.AdamW(parameters, lr=0.1), **options)
@@ -101,3 +111,14 @@ def launched(run: Callable[[Launch], None]) -> Iterator[None]:
         mock.patch.object(kernel_passes, "agree", lambda device: True),
     ):
         yield
+
+
+def launches(shapes: Sequence[tuple[int, ...]]) -> list[Launch]:
+    """Each kernel once with the same constants."""
+    found: dict[str, Launch] = {}
+    for options, dtype in CASES:
+        parameters = make_parameters(dtype, shapes)
+        set_gradients(parameters, seed=0)
+        with launched(lambda launch: found.setdefault(f"{launch.kernel} {launch.constants}", launch) and None):
+            GuardedAdam(parameters, **options).step()
+    return list(found.values())

@@ -12,6 +12,7 @@ from lightning_lowbit.kernels.gpu import launches
 from lightning_lowbit.nn import PRESETS
 from tests.benchmarks import kernels
 from tests.benchmarks.kernels import meta
+from tests.kernels import steps
 from tests.quant.tensors import NVFP4, NVFP4_TILES
 
 pytestmark = [
@@ -122,3 +123,22 @@ def test_operands_are_loaded_and_stored_16_bytes_at_a_time():
         ptx = kernels.compile_for(launch, 90).asm["ptx"]
         wide = len(re.findall(r"(?:ld|st)\.global\.v4\.b32", ptx))
         assert wide >= 2 or launch.kernel == "measure" and wide, f"{name}: {wide}"
+
+
+@pytest.mark.parametrize("arch", kernels.ARCHITECTURES)
+def test_kernels_of_optimizers_compile_and_nothing_spills(arch):
+    """Memory that is not aligned takes an address for each element."""
+    for shapes, most in ((steps.ALIGNED, 96), ([(33, 130)], 224)):
+        for launch in steps.launches(shapes):
+            code = kernels.resources_of(launch, arch)
+            assert code.spilled == 0 and code.registers <= most, f"{launch.kernel}, {launch.constants}: {code}"
+
+
+def test_arithmetic_of_optimizers_is_that_of_ieee_and_memory_moves_16_bytes_at_a_time():
+    """Fused are the interpolation, as in torch, and an exact product."""
+    for launch in steps.launches(steps.ALIGNED):
+        ptx = kernels.compile_for(launch, 90).asm["ptx"]
+        found = wrong_arithmetic(ptx, fused=launch.kernel == "update_shards")
+        assert not found, f"{launch.kernel}: {found}"
+        wide = len(re.findall(r"(?:ld|st)\.global\.v4\.b32", ptx))
+        assert wide or launch.kernel == "sum_partials", f"{launch.kernel}: {wide}"

@@ -3,6 +3,7 @@
 import importlib.util
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,14 +11,17 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit import Cast, LinearCasts, Scale
+from lightning_lowbit.compilation import backend
 from lightning_lowbit.formats import ELEMENT_FORMATS
 from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.kernels.gpu.launches import Launch
 from lightning_lowbit.nn import OPERANDS, PRESETS
+from lightning_lowbit.optim.guarded_adam import GuardedAdam
 from tests.benchmarks.kernels import compile_for
-from tests.kernels import interpreted
+from tests.kernels import interpreted, steps
 from tests.kernels.interpreted import Case
 from tests.kernels.ptx import Kernel, Memory
+from tests.optim.parameters import make_parameters, set_gradients
 from tests.quant.tensors import NVFP4, NVFP4_TILES, scales
 
 ARCH = 90
@@ -157,3 +161,29 @@ def test_random_casts(seed):
         cast = Cast(element, rng.choice(possible), rng.choice(["nearest", "stochastic"]))
         x = sample(rng.choice([17, 48]), rng.choice([33, 272]), rng.choice([torch.float32, torch.bfloat16]))
         assert interpreted.differences([Case(cast, rng.choice([0, 1]), x)]) == []
+
+
+def step_twice(options: dict[str, Any], dtype: torch.dtype, emulated: bool) -> list[Tensor]:
+    """Parameters and their state."""
+    parameters = make_parameters(dtype, [(), (300,), (2, 3, 130), (24, 128)])
+    optimizer = GuardedAdam(parameters, lr=1e-2, **options)
+
+    def of_all() -> list[Tensor]:
+        return [tensor for p in parameters for tensor in (p.detach(), *optimizer.state[p].values())]
+
+    def run(launch: Launch) -> None:
+        emulate(launch, [*of_all(), *(p.grad for p in parameters if p.grad is not None)])
+
+    for seed in range(2):
+        set_gradients(parameters, seed)
+        with steps.launched(run) if emulated else backend("eager"):
+            optimizer.step()
+    return of_all()
+
+
+@pytest.mark.parametrize("options, dtype", steps.CASES, ids=["fp32", "SpikeClip and masters", "FP8"])
+def test_ptx_makes_the_steps_of_plain_torch(options: dict[str, Any], dtype: torch.dtype) -> None:
+    place = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 0.0, torch.uint8: 0.0, torch.int64: 0.0}
+    for found, wanted in zip(*(step_twice(options, dtype, emulated) for emulated in (True, False)), strict=True):
+        error = (found.double() - wanted.double()).abs() / wanted.double().abs().amax().clamp(min=1e-30)
+        assert (error <= place[found.dtype]).double().mean() >= 0.999, f"{found} {wanted}"
