@@ -1,4 +1,4 @@
-"""The passes of a step over all elements, in plain torch: the specification, and what runs where C++ does not.
+"""The passes of a step over all elements, in plain torch: the specification, and what runs where no kernel does.
 
     measure          max|g| of each shard
     squares          Σ(clip(g)/unit)² of each shard, and how many elements the rule changed
@@ -47,7 +47,7 @@ class Update(NamedTuple):
 
 
 class Passes:
-    """The passes over a batch in plain torch; also the interface of `CppPasses`."""
+    """The passes over a batch in plain torch; also the interface of those in kernels."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
