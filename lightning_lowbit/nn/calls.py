@@ -100,15 +100,16 @@ def _hash(number: int, of: str = "call") -> int:
     return int.from_bytes(hashlib.blake2b(f"{of} {number}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def keys_of_parts(keys: Tensor, parts: int) -> Tensor:
-    """:func:`keys_of_part` of all parts, such as the experts of a stack: ``[parts, 6]``."""
-    return keys ^ _of_parts(parts, keys.device)
+def keys_of_parts(keys: Tensor, parts: int, first: int = 0) -> Tensor:
+    """:func:`keys_of_part` of ``parts`` parts from ``first`` on, such as the experts of a stack: ``[parts, 6]``."""
+    return keys ^ _of_parts(first, parts, keys.device)
 
 
 @cache
 @torch.inference_mode(False)  # evaluation may come first
-def _of_parts(parts: int, device: torch.device) -> Tensor:
-    return torch.tensor([[_hash(i, "part")] for i in range(parts)], dtype=torch.int64, device=device)
+def _of_parts(first: int, parts: int, device: torch.device) -> Tensor:
+    hashes = [[_hash(i, "part")] for i in range(first, first + parts)]
+    return torch.tensor(hashes, dtype=torch.int64, device=device)
 
 
 # --- compiled graphs --------------------------------------------------------------------------------------------------

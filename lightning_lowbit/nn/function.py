@@ -153,10 +153,10 @@ def _forward_of_groups(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
     assert settings.ends is not None
     rows = [slice(*pair) for pair in zip((0, *settings.ends), settings.ends, strict=False)]
     groups = [_Group(i, own, ctx.needs_input_grad) for i, own in enumerate(rows) if own.stop > own.start]
-    keys = None if settings.keys is None else keys_of_parts(settings.keys, len(weight))
+    keys = None if settings.keys is None else keys_of_parts(settings.keys, len(weight), settings.part or 0)
     results = []
     for group in groups:
-        own = settings._replace(ends=None, keys=None if keys is None else keys[group.index])
+        own = settings._replace(ends=None, part=None, keys=None if keys is None else keys[group.index])
         w, b = weight[group.index], None if bias is None else bias[group.index]
         w = w if settings.recasts else w.to(x.dtype)
         results.append(QuantizedGemms.forward(group, x[group.rows], w, b, own))
@@ -182,7 +182,7 @@ def _backward_of_groups(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
                 stack[index].zero_()
     settings: Settings = ctx.settings
     # Another draw of the random bits changes the layer's keys in place.
-    keys = None if settings.keys is None else keys_of_parts(settings.keys, len(ctx.weight))
+    keys = None if settings.keys is None else keys_of_parts(settings.keys, len(ctx.weight), settings.part or 0)
     saved = ctx.saved_tensors
     size = len(saved) // max(len(ctx.groups), 1)
     for i, group in enumerate(ctx.groups):

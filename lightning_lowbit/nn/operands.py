@@ -50,8 +50,8 @@ class Settings(NamedTuple):
         frozen: what the bytes of a frozen weight are; None for a matrix.
         window: of a convolution: x are images, whose patches the GEMMs take; None where x is a matrix.
         ends: where groups of rows of x end, each with a weight of its own in a stack; None for one weight.
-        part: index of one of several products of a call, which all keep the keys of the call for the backward pass,
-            where another draw may change them in place; None for the only one.
+        part: index of one of several products of a call, or of the first one of a stack; all keep the keys of the call
+            for the backward pass, where another draw may change them in place. None for the only, or the whole, one.
     """
 
     casts: LinearCasts

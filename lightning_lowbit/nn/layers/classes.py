@@ -12,10 +12,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_lowbit.nn.layers.convolution import find_convolution
 from lightning_lowbit.nn.layers.derive import derived as derived
 from lightning_lowbit.nn.layers.experts import experts_class
-from lightning_lowbit.nn.layers.host import PRODUCTS, Host, Product, add_products
+from lightning_lowbit.nn.layers.host import PRODUCTS, Host, Product, add_products, remove_products
 from lightning_lowbit.nn.layers.linear import check_registered, linear_class
 from lightning_lowbit.nn.layers.multihead import find as multihead_class
 from lightning_lowbit.nn.layers.multihead import uncalled
+from lightning_lowbit.nn.layers.wrapped import follow_class, replaced_forward
 from lightning_lowbit.nn.linear import QuantizedLayer
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -74,7 +75,8 @@ def convertible(model: nn.Module) -> dict[str, nn.Module]:
             if obstacle(module) is None:
                 found[name] = module
         elif not isinstance(module, Host) and (cls := host_class(type(module))) is not None:
-            found |= {f"{name}.{PRODUCTS}.{product}".lstrip("."): module for product in cls.make_products(module)}
+            products = {} if replaced_forward(module) else cls.make_products(module)
+            found |= {f"{name}.{PRODUCTS}.{product}".lstrip("."): module for product in products}
     return found
 
 
@@ -93,6 +95,8 @@ def obstacle(module: Any) -> str | None:
         return "its weight is computed (torch.nn.utils.parametrize)"
     if without_weight(module):
         return "it has no weight yet"
+    if (other := replaced_forward(module)) is not None:
+        return f"its forward pass was replaced, by {other}"
     check_registered(module)
     settings = (name for name in QuantizedLayer.__annotations__ if name not in ("weight", "bias"))
     clash = next((name for name in settings if hasattr(module, name)), None)
@@ -112,6 +116,7 @@ def convert_layer(model: nn.Module, name: str) -> Any:
         add_products(host, host_class(type(host)))  # type: ignore[arg-type]
         return host.product(product)
     layer: Any = model.get_submodule(name)
+    follow_class(layer)
     layer.__class__ = quantized_class(type(layer))
     parent, _, child = name.rpartition(".")
     caller = host_class(type(model.get_submodule(parent)))
@@ -124,7 +129,7 @@ def restore_classes(model: _Model) -> _Model:
     """Gives converted modules their classes back, in place; their weights stay as they are. Returns the model."""
     for module in list(model.modules()):
         if isinstance(module, Host):
-            delattr(module, PRODUCTS)
+            remove_products(module)
         elif not isinstance(module, QuantizedLayer) or isinstance(module, Product):
             continue
         for name in QuantizedLayer.__annotations__:

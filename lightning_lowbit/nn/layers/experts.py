@@ -7,10 +7,12 @@ Classes are known by what makes them experts, without an import of ``transformer
 ``use_experts_implementation``, or their names. Their parameters keep their layout.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.nn.layers.grouped import GroupedLayer, GroupedLinear, GroupedProduct, QuantGroupedLinear
 from lightning_lowbit.nn.layers.host import Host, Product
@@ -39,6 +41,17 @@ class RoutedExperts(Host):
         biases = [f"{name}_bias" if has_bias else None for name in names]
         return {n: GroupedProduct(host, n, b, is_transposed) for n, b in zip(names, biases, strict=True)}
 
+    @staticmethod
+    def before_forward(host: Any, args: Any) -> None:
+        """Notes which experts this process holds: to the forward pass, expert parallelism of transformers gives the
+        stacks as plain tensors."""
+        if host.is_plain:
+            return
+        for product in host.products.values():
+            weight = product.weight_matrix()
+            if isinstance(weight, DTensor):
+                product.first_expert = product.first_of(weight)
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``hidden_states`` [tokens, features] through the experts ``top_k_index`` [tokens, k] of each token, summed by
         ``top_k_weights`` [tokens, k]. A number from ``num_experts`` on is an expert of another process."""
@@ -47,20 +60,77 @@ class RoutedExperts(Host):
         return self._quantized(hidden_states, top_k_index, top_k_weights)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _quantized(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        tokens, k = chosen.shape
+    def _quantized(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        (tokens, k), x = chosen.shape, hidden_states.flatten(0, -2)
         experts, order = chosen.flatten().sort(stable=True)  # the rows of an expert in the order of tokens
+        # The one wait for the device: all products take these numbers, in the backward pass too.
         ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=x.device), right=True).tolist()
-        up = self.product("gate_up_proj" if self.has_gate else "up_proj")
         # Each index occurs once, so that sums of gradients do not depend on the order in which a GPU adds.
-        h = up(x[:, None].expand(-1, k, -1).flatten(0, 1).index_select(0, order), ends)
-        h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
-        y = self.product("down_proj")(h, ends)
+        y = self._experts(x[:, None].expand(-1, k, -1).flatten(0, 1).index_select(0, order), ends)
         if self.has_post_expert_norm:
             y = self.post_expert_norm(y)
         y = y * weights.flatten().index_select(0, order).masked_fill(experts >= self.num_experts, 0.0)[:, None]
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        return y.index_select(0, back).view(tokens, k, y.shape[1]).sum(1).to(x.dtype)
+        return y.index_select(0, back).view(tokens, k, y.shape[1]).sum(1).to(x.dtype).view_as(hidden_states)
+
+    def _experts(self, x: Tensor, ends: Sequence[int]) -> Tensor:
+        """What each expert makes of its rows of ``x``, which end at ``ends``."""
+        h = self.product("gate_up_proj" if self.has_gate else "up_proj")(x, ends)
+        h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
+        y: Tensor = self.product("down_proj")(h, ends)
+        return y
+
+
+class ExpertsAndIdentities(RoutedExperts):
+    """The experts of LongCat, after which come some that return their input: of these, the stack of ``gate_up_proj``
+    has matrices without use."""
+
+    num_routed_experts: int
+    zero_expert_num: int
+
+    @property
+    def num_experts(self) -> int:  # type: ignore[override]
+        return self.num_routed_experts
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _quantized(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        unchanged = weights.masked_fill(chosen < self.num_experts, 0.0).sum(-1, keepdim=True)
+        y = super()._quantized(hidden_states, chosen, weights)
+        return (y + hidden_states * unchanged).to(hidden_states.dtype)
+
+    def _experts(self, x: Tensor, ends: Sequence[int]) -> Tensor:
+        gate, up = self.product("gate_up_proj")(x, [*ends, *[ends[-1]] * self.zero_expert_num]).chunk(2, dim=-1)
+        y: Tensor = self.product("down_proj")(self.act_fn(gate) * up, ends)
+        return y
+
+
+class MergedExperts(RoutedExperts):
+    """The experts of DBRX, whose matrices are in a child ``mlp``, below each other."""
+
+    mlp: Any
+
+    @staticmethod
+    def make_products(host: Any) -> dict[str, Product]:
+        made = {"w1": False, "v1": False, "w2": True}
+        return {name: MergedProduct(host.mlp, name, host.num_experts, transposed) for name, transposed in made.items()}
+
+    def _experts(self, x: Tensor, ends: Sequence[int]) -> Tensor:
+        gate, up = (self.product(name)(x, ends) for name in ("w1", "v1"))
+        y: Tensor = self.product("w2")(self.mlp.activation_fn(gate) * up, ends)
+        return y
+
+
+class MergedProduct(GroupedProduct):
+    """A stack in one parameter ``[experts * out_features, in_features]``, or with the two sizes transposed."""
+
+    def __init__(self, host: Any, weight: str, experts: int, is_transposed: bool) -> None:
+        super().__init__(host, weight, None, is_transposed)
+        self.experts = experts
+
+    def weight_matrix(self) -> Tensor:
+        """As of any stack: a view."""
+        weight: Tensor = self.weight.unflatten(0, (self.experts, -1))
+        return weight.mT if self.is_transposed else weight
 
 
 class UniformExperts(Host):
@@ -99,6 +169,8 @@ class ParallelExperts(GroupedLayer):
 # Classes of transformers without the decorator.
 _BY_NAME: dict[str, type[Host] | type[GroupedLayer]] = {
     "Step3p7Experts": RoutedExperts,
+    "LongcatFlashExperts": ExpertsAndIdentities,
+    "DbrxExperts": MergedExperts,
     "Llama4TextExperts": UniformExperts,
     "JetMoeParallelExperts": ParallelExperts,
 }

@@ -7,6 +7,8 @@ keys of its own (:func:`lightning_lowbit.nn.calls.keys_of_parts`). So its result
 get, and an expert without rows has gradients of zero. All of a layer is one call of the autograd function.
 
 Where groups end must be known on the host, which waits for it once per layer. Compiled code is left for these layers.
+
+With expert parallelism each process holds some of the experts whole, and draws the random bits of their global indices.
 """
 
 import math
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_lowbit.checks import integer
+from lightning_lowbit.distributed import local, offsets_of
 from lightning_lowbit.nn.casts import LinearCasts
 from lightning_lowbit.nn.layers.host import Product
 from lightning_lowbit.nn.linear import QuantizedLayer
@@ -81,7 +84,8 @@ class GroupedLinear(nn.Module):
         """The results ``[tokens, out_features]`` of ``x`` ``[tokens, in_features]``, whose rows are sorted by expert.
 
         ``offsets`` are int32 ``[experts]``: where the rows of each expert end, as ``torch.nn.functional.grouped_mm``
-        takes them. Rows after the last one belong to no expert: they give zeros. Other offsets are a ``ValueError``.
+        takes them, or a list of these numbers, for which nothing waits. Rows after the last one belong to no expert:
+        they give zeros. Other offsets are a ``ValueError``.
         """
         return grouped_linear(x, self.weight, offsets, self.bias)
 
@@ -113,9 +117,14 @@ def ends_of(offsets: Offsets, rows: int, experts: int) -> tuple[int, ...]:
 
 
 class GroupedLayer(QuantizedLayer):
-    """Base class of converted stacks."""
+    """Base class of converted stacks.
+
+    Attributes:
+        first_expert: global index of the first expert of a weight that is a plain tensor.
+    """
 
     kind = "experts"
+    first_expert: int = 0
 
     def check_casts(self, casts: LinearCasts) -> None:
         """As of any layer; also for smoothing, whose factors would be those of all experts together."""
@@ -127,20 +136,29 @@ class GroupedLayer(QuantizedLayer):
         super().check_casts(casts)
 
     def forward(self, x: Tensor, offsets: Offsets) -> Tensor:  # type: ignore[override]
-        """:meth:`GroupedLinear.forward` through the casts."""
-        weight = self.weight_matrix()
+        """:meth:`GroupedLinear.forward` through the casts; of a DTensor that is cut along the experts, ``offsets`` and
+        the results are those of the experts of this process. One that is cut otherwise is a ``ValueError``."""
+        weight, bias, first = self.weight_matrix(), self.bias, self.first_expert
         if isinstance(weight, DTensor):
-            raise ValueError(
-                f"The weight of {self} is a DTensor, and stacks of experts are quantized whole: gather it by FSDP2 "
-                "(fully_shard), without tensor or expert parallelism, or leave the stacks out by skip."
-            )
+            first = self.first_of(weight)
+            weight, bias = local(weight), None if bias is None else local(bias)
         if self.casts.plan.is_empty:
-            return grouped_linear(x, weight, offsets, self.bias)
-        return self._quantized(x, weight, offsets)
+            return grouped_linear(x, weight, offsets, bias)
+        return self._quantized(x, weight, bias, offsets, first)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _quantized(self, x: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
-        return self.quantized_forward(x, weight, self.bias, ends=ends_of(offsets, len(x), len(weight)))
+    def _quantized(self, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Offsets, first: int) -> Tensor:
+        return self.quantized_forward(x, weight, bias, ends=ends_of(offsets, len(x), len(weight)), part=first)
+
+    def first_of(self, weight: DTensor) -> int:
+        """The global index of the first expert that this process holds."""
+        if any(not placement.is_replicate() and not placement.is_shard(0) for placement in weight.placements):
+            raise ValueError(
+                f"The weight of {self} is spread over processes as {weight.placements}, and experts are quantized "
+                "whole. Spread them by expert (Shard(0); ep_size in DistributedConfig of transformers), gather it by "
+                "FSDP2 (fully_shard), or leave the stacks out by skip."
+            )
+        return offsets_of(weight)[0]
 
 
 class QuantGroupedLinear(GroupedLayer, GroupedLinear):

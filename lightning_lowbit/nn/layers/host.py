@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lightning_lowbit.nn.layers.wrapped import follow_class
 from lightning_lowbit.nn.linear import QuantizedLayer
 
 PRODUCTS = "_products"  # the child of a host that holds its products
@@ -75,6 +76,10 @@ class Host(nn.Module):
     def products(self) -> dict[str, Any]:
         return dict(getattr(self, PRODUCTS).items())
 
+    @staticmethod
+    def before_forward(host: Any, args: Any) -> None:
+        """Called before each forward pass, with weights as they then are."""
+
     def product(self, name: str) -> Any:
         return getattr(self, PRODUCTS)[name]
 
@@ -97,5 +102,15 @@ def add_products(host: Any, cls: type[Host]) -> None:
     """Converts a module to a class of hosts, in place."""
     if not isinstance(host, Host):
         products = cls.make_products(host)
+        follow_class(host)
         host.__class__ = cls
         host.add_module(PRODUCTS, nn.ModuleDict(products))
+        if cls.before_forward is not Host.before_forward:
+            host.register_forward_pre_hook(cls.before_forward)
+
+
+def remove_products(host: Any) -> None:
+    """Undoes :func:`add_products`, but for the class."""
+    delattr(host, PRODUCTS)
+    for number in [number for number, hook in host._forward_pre_hooks.items() if hook is type(host).before_forward]:
+        del host._forward_pre_hooks[number]

@@ -85,7 +85,7 @@ def refusal() -> str:
     model = convert(tiny("olmoe"), "nvfp4")
     host = next(module for module in model.modules() if isinstance(module, RoutedExperts))
     mesh = init_device_mesh("cpu", (RANKS,))
-    cut: Any = distribute_tensor(host.gate_up_proj.detach(), mesh, [Shard(0)])
+    cut: Any = distribute_tensor(host.gate_up_proj.detach(), mesh, [Shard(1)])
     host.gate_up_proj = nn.Parameter(cut)
     LayerKeys(model).fill_(0)
     try:

@@ -164,3 +164,15 @@ def test_compiled_models_give_the_same_gradients(name: str) -> None:
     model.compile(backend="aot_eager")
     for key, tensor in gradients(model).items():
         torch.testing.assert_close(tensor, expected[key], rtol=1e-4, atol=1e-5)
+
+
+def test_a_module_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = convert(tiny("olmoe", num_hidden_layers=1), "mxfp4")
+    LayerKeys(model).fill_(0)
+    waits, read = [], Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: waits.append(tensor.shape) or read(tensor))
+    monkeypatch.setattr(Tensor, "item", lambda tensor: pytest.fail("another wait"))
+    host = routed(model)
+    x, chosen, weights = inputs(host)
+    host(x.requires_grad_(), chosen, weights).sum().backward()
+    assert waits == [(EXPERTS,)]

@@ -1,0 +1,108 @@
+"""One of two processes that share the experts of an OLMoE: ``python -m tests.nn.experts.ranks_parallel RANK FOLDER``.
+
+``transformers`` spreads the experts, and brings them their tokens. Each process trains the whole model, too; what came
+of the pairs of runs lies in ``FOLDER/0.pt``, of the other rank in ``FOLDER/1.pt``.
+"""
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers.distributed import DistributedConfig
+
+from lightning_lowbit import convert
+from lightning_lowbit.nn import AmaxHistories, LayerKeys
+from tests.launch import take_part
+from tests.nn.experts.models import TOKENS, tiny
+from tests.nn.experts.ranks_experts import RANKS, whole
+from tests.nn.experts.stacks import ENDS, EXPERTS, converted, identical, inputs, run_stack
+
+STEPS = 3
+ONLY = ["experts"]  # of other layers, the bits of tokens depend on their place among those of a process
+ONE_BATCH, OWN_BATCHES = {"tp_size": RANKS, "ep_size": RANKS}, {"fsdp_size": RANKS, "ep_size": RANKS}
+RUNS: dict[str, dict[str, Any]] = {
+    "tokens travel": {"plan": ONE_BATCH},
+    "tokens travel, all layers": {"plan": ONE_BATCH, "only": None},
+    "sums travel, converted first": {"plan": {**ONE_BATCH, "ep_implementation": "all_reduce"}, "early": True},
+    "batches of their own": {"plan": OWN_BATCHES},
+    "batches of their own, converted first, codes": {"plan": OWN_BATCHES, "early": True, "save": "codes"},
+    "delayed scaling": {"plan": OWN_BATCHES, "casts": "fp8-delayed"},
+}
+
+
+def spread(model: Any, plan: dict[str, Any]) -> Any:
+    """What ``from_pretrained`` does with a ``distributed_config``."""
+    config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(**plan))
+    return type(model).maybe_distribute_model(model, config, mesh)
+
+
+def train(
+    plan: dict[str, Any] | None, casts: str = "nvfp4", early: bool = False, only: Any = ONLY, save: str = "inputs"
+) -> dict[str, Any]:
+    """Losses and weights of a run, of one process without a plan."""
+    model = tiny("olmoe", eos_token_id=None)
+    for at in (True, False):
+        if at == early:
+            convert(model, casts, only=only, save=save)
+        if at and plan is not None:
+            model = spread(model, plan)
+    keys, histories, losses = LayerKeys(model), AmaxHistories(model), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = slice(dist.get_rank(), dist.get_rank() + 1) if plan is not None and "fsdp_size" in plan else slice(None)
+    for step in range(STEPS):
+        keys.fill_(step)
+        loss = model(input_ids=TOKENS[own], use_cache=False).logits.square().mean()
+        loss.backward()
+        histories.advance_(None if plan is None else partial(dist.all_reduce, op=dist.ReduceOp.MAX))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    found = torch.stack(losses)
+    if own != slice(None):
+        dist.all_reduce(found)
+        found /= RANKS
+    return {"losses": found, "weights": [whole(p) for p in model.parameters()]}
+
+
+def refusal() -> str:
+    """What experts say whose matrices are cut."""
+    model = convert(spread(tiny("olmoe", eos_token_id=None), {"tp_size": RANKS}), "nvfp4", only=ONLY)
+    LayerKeys(model).fill_(0)
+    try:
+        model(input_ids=TOKENS, use_cache=False)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def stack() -> None:
+    """A stack of which each process holds some experts computes what these do of the whole one."""
+    (layer, _), (x, g) = converted("nvfp4"), inputs()
+    expected = run_stack(converted("nvfp4")[0], x, g)
+    mesh, step = init_device_mesh("cpu", (RANKS,)), -(-EXPERTS // RANKS)
+    first, last = step * dist.get_rank(), min(step * (dist.get_rank() + 1), EXPERTS)
+    for name in ("weight", "bias"):
+        setattr(layer, name, nn.Parameter(distribute_tensor(getattr(layer, name).detach(), mesh, [Shard(0)])))
+    start, *ends = [0, *ENDS][first : last + 1]
+    rows = slice(start, ends[-1])
+    found = run_stack(layer, x[rows], g[rows], [end - start for end in ends])
+    own = {name: found[name].to_local() for name in ("weight", "bias")} | {name: found[name] for name in "yx"}
+    identical(own, {name: expected[name][slice(first, last) if name in ("weight", "bias") else rows] for name in own})
+
+
+def work() -> dict[str, Any]:
+    os.environ["RANK"] = str(dist.get_rank())  # transformers asks for it
+    stack()
+    runs = {}
+    for name, kwargs in RUNS.items():
+        runs[name] = train(**{**kwargs, "plan": None}), train(**kwargs)
+    return {"runs": runs, "refusal": refusal()}
+
+
+if __name__ == "__main__":
+    take_part(RANKS, work)
