@@ -29,6 +29,8 @@ from lightning_lowbit.quant.operand import (
 )
 from lightning_lowbit.quant.shard import Shard
 from lightning_lowbit.quant.shard import amax_of as plain_amax
+from lightning_lowbit.quant.transforms import rotate as plain_rotate
+from lightning_lowbit.quant.transforms import rotated_shape
 
 
 def quantize_operand(
@@ -39,17 +41,21 @@ def quantize_operand(
     amax: Tensor | None = None,
     dtype: torch.dtype | None = None,
     shard: Shard | None = None,
+    rotation: Tensor | None = None,
 ) -> Operand:
     """Quantizes one operand of a GEMM, as :func:`lightning_lowbit.quant.quantize_operand`, by the fastest code.
+
+    With ``rotation``, the signs of a Hadamard transform (:meth:`Hadamard.diagonal`), the operand is that of
+    ``rotate(x, rotation, dim)``, to the bit, and ``amax`` and ``shard`` are those of this matrix.
 
     Examples:
         >>> quantize_operand(torch.randn(4, 64), Cast("e2m1", Scale("e4m3", 16)), dim=1).values.shape
         torch.Size([4, 64])
     """
-    if not torch.compiler.is_compiling() and (made := _by_kernel(x, cast.spec, dim, key, amax, dtype, shard)):
+    if not torch.compiler.is_compiling() and (made := _by_kernel(x, cast.spec, dim, key, amax, dtype, shard, rotation)):
         return made
     dtype, spec = dtype or operand_dtype(x.dtype, cast), None if shard is None else shard.spec
-    values, factor = _quantize_operand(x, cast.spec, dim, key, amax, dtype, spec)
+    values, factor = _quantize_operand(x, cast.spec, dim, key, amax, dtype, spec, rotation)
     return Operand(values, factor if has_factor(cast) else None)
 
 
@@ -61,6 +67,7 @@ def _by_kernel(
     amax: Tensor | None,
     dtype: torch.dtype | None,
     shard: Shard | None,
+    rotation: Tensor | None,
 ) -> Operand | None:
     """The operand where a kernel makes it; None where none does, or where the plain code refuses the arguments."""
     chosen = current_backend()
@@ -68,9 +75,9 @@ def _by_kernel(
         return None
     if x.is_cpu and chosen in ("auto", "cpp"):
         plan = cpu.plan_of(spec, dim, x.dtype, dtype)
-        if plan is not None and cpu.takes(x, plan, key, amax, shard):
-            return cpu.quantize(x, plan, key, amax, shard)
-    elif chosen == "triton" or (chosen == "auto" and x.is_cuda):
+        if plan is not None and cpu.takes(x, plan, key, amax, shard, rotation):
+            return cpu.quantize(x, plan, key, amax, shard, rotation)
+    elif rotation is None and (chosen == "triton" or (chosen == "auto" and x.is_cuda)):
         return _by_triton(x, Cast.from_spec(spec), dim, key, amax, dtype, shard)
     return None
 
@@ -122,11 +129,36 @@ def found_equal(cast: Cast, device: torch.device, expected: tuple[Tensor, ...], 
     return False
 
 
-@opaque(fake_operand)
-def _quantize_operand(
-    x: Tensor, spec: str, dim: int, key: Tensor | None, amax: Tensor | None, dtype: torch.dtype, shard: str | None
+def _fake_operand(
+    x: Tensor,
+    spec: str,
+    dim: int,
+    key: Tensor | None,
+    amax: Tensor | None,
+    dtype: torch.dtype,
+    shard: str | None,
+    rotation: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    made = _by_kernel(x, spec, dim, key, amax, dtype, None if shard is None else Shard.from_spec(shard))
+    x = x if rotation is None else x.new_empty(rotated_shape(x.shape, rotation, dim))
+    return fake_operand(x, spec, dim, key, amax, dtype, shard)
+
+
+@opaque(_fake_operand)
+def _quantize_operand(
+    x: Tensor,
+    spec: str,
+    dim: int,
+    key: Tensor | None,
+    amax: Tensor | None,
+    dtype: torch.dtype,
+    shard: str | None,
+    rotation: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    part = None if shard is None else Shard.from_spec(shard)
+    made = _by_kernel(x, spec, dim, key, amax, dtype, part, rotation)
+    if made is None and rotation is not None:
+        x = rotate(x, rotation, dim)
+        made = _by_kernel(x, spec, dim, key, amax, dtype, part, None)
     if made is None:
         return plain_operand(x, spec, dim, key, amax, dtype, shard)
     shape = () if made.factor is not None else factor_shape(x, Cast.from_spec(spec), dim)
@@ -151,18 +183,35 @@ def coverage(casts: Iterable[Cast], device: torch.device | str = "cpu") -> dict[
     return found
 
 
-def amax_of(x: Tensor, shard: Shard | None = None) -> Tensor:
-    """max|x|, as :func:`lightning_lowbit.quant.shard.amax_of`, by the fastest code."""
-    return plain_amax(x, shard) if shard is not None else _amax(x)
+def amax_of(x: Tensor, shard: Shard | None = None, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
+    """max|x|, as :func:`lightning_lowbit.quant.shard.amax_of`, by the fastest code; with ``rotation`` that of
+    ``rotate(x, rotation, dim)``."""
+    if shard is None:
+        return _amax(x, rotation, dim)
+    return plain_amax(x if rotation is None else rotate(x, rotation, dim), shard)
 
 
-@opaque(lambda x: x.new_empty((), dtype=torch.float32))
-def _amax(x: Tensor) -> Tensor:
-    if type(x) not in (Tensor, Parameter):
-        return plain_amax(x)
-    if x.is_cpu and current_backend() in ("auto", "cpp") and cpu.measures(x):
-        return cpu.amax_of(x)
+@opaque(lambda x, rotation=None, dim=1: x.new_empty((), dtype=torch.float32))
+def _amax(x: Tensor, rotation: Tensor | None = None, dim: int = 1) -> Tensor:
+    if _is_measured(x, rotation):
+        return cpu.amax_of(x, rotation, dim)
+    if rotation is not None:
+        x = rotate(x, rotation, dim)
     by_triton = current_backend() == "triton" or (current_backend() == "auto" and x.is_cuda)
-    if by_triton and x.numel() and x.dim() == 2 and gpu.obstacle(x.device) is None:
+    is_plain = type(x) in (Tensor, Parameter)
+    if by_triton and is_plain and x.numel() and x.dim() == 2 and gpu.obstacle(x.device) is None:
         return gpu.amax_of(x)
     return plain_amax(x)
+
+
+def rotate(x: Tensor, signs: Tensor, dim: int, inverse: bool = False) -> Tensor:
+    """A matrix as :func:`lightning_lowbit.quant.rotate` has it, by the fastest code."""
+    if not inverse and not torch.compiler.is_compiling() and _is_measured(x, signs):
+        return cpu.rotate(x, signs, dim)
+    return plain_rotate(x, signs, dim, inverse)
+
+
+def _is_measured(x: Tensor, rotation: Tensor | None) -> bool:
+    """Whether the C++ kernels measure or rotate a tensor."""
+    is_here = type(x) in (Tensor, Parameter) and x.is_cpu and current_backend() in ("auto", "cpp")
+    return is_here and (rotation is None or cpu.are_signs(rotation)) and cpu.measures(x)
