@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from lightning_lowbit import Cast, LinearCasts, Scale
-from lightning_lowbit.kernels import amax_of, backend, pack_operand, quantize_operand, rotate
+from lightning_lowbit.kernels import amax_of, backend, coverage, pack_operand, quantize_operand, rotate
 from lightning_lowbit.kernels.cpu import casts as cpu
+from lightning_lowbit.kernels.gpu import casts as gpu
 from lightning_lowbit.quant import Hadamard
 from lightning_lowbit.quant import quantize_operand as plain
 from lightning_lowbit.quant import rotate as plain_rotate
@@ -79,6 +80,19 @@ def test_codes_of_rotated_matrices():
         with backend("cpp"):
             found = pack_operand(x, cast, dim, KEY, rotation=signs)
         assert all(map(same_bits, found, expected)), f"{cast} along {dim} by {size}"
+
+
+def test_coverage_says_what_is_rotated_before():
+    assert set(coverage(CASTS, rotated_along=1).values()) == {"cpp"}
+    assert [*coverage(PLAIN, rotated_along=0).values()] == [
+        "cpp, rotated before: second levels per row",
+        "cpp, rotated before: the mean of a tensor",
+    ]
+    rows = Cast("int8", Scale("fp32", "row"))
+    assert gpu.rotates(NVFP4, 0) is gpu.rotates(NVFP4_TILES, 1) is None
+    assert gpu.rotates(rows, 0) == "scales of rows or tensors"
+    assert gpu.rotates(LinearCasts.preset("quartet2").wgrad_g, 0) == "corrected groups"
+    assert gpu.rotates(Cast("int4", Scale("fp32", 24)), 1) == "blocks that are not of 1, 2, 4, ... or 256 elements"
 
 
 def test_the_number_of_threads_changes_no_bit():

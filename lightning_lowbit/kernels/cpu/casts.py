@@ -108,6 +108,13 @@ def obstacle(cast: Cast) -> str | None:
     return None
 
 
+def rotates(cast: Cast) -> str | None:
+    """Why the kernels do not rotate what they cast, in words; None where they do."""
+    if cast.scale.two_level == "row":
+        return "second levels per row"
+    return "the mean of a tensor" if cast.scale.block == "tensor" and cast.scale.statistic != "absmax" else None
+
+
 @cache
 def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None) -> Plan | None:
     """The plan of a cast from the dtype ``source`` to ``dtype`` (None: :func:`lightning_lowbit.quant.operand_dtype`);
@@ -158,7 +165,7 @@ def plan_of(spec: str, dim: int, source: torch.dtype, dtype: torch.dtype | None)
         factor_dim,
         cast.draws,
         scale.needs_amax,
-        scale.two_level != "row" and (scale.block != "tensor" or scale.statistic == "absmax"),
+        rotates(cast) is None,
     )
 
 
